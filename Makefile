@@ -1,0 +1,46 @@
+PYTHON ?= python3
+VENV   ?= .venv
+BIN     = $(VENV)/bin
+STAMP   = $(VENV)/.tritium-ready
+
+# Inductor's output is shared by all tests of one run and thrown away with the folder.
+TEST_CACHE ?= .cache/test-inductor
+
+.PHONY: setup demo test check fmt bench docs clean
+
+setup: $(STAMP)
+
+# torch goes first: whatever depends on it then finds it installed, and pip does not fetch another build.
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet --editable '.[dev,cli,diffusers,report]'
+	touch $@
+
+demo: setup
+	$(BIN)/python examples/demo.py
+
+test: check docs
+	rm -rf $(TEST_CACHE)
+	TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(TEST_CACHE) $(BIN)/python -m pytest -m "not gpu"
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+fmt: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup
+	$(BIN)/tritium bench flux --against eager,inductor
+
+docs: setup
+	$(BIN)/python docs/generate.py
+	$(BIN)/mkdocs build --strict --quiet
+
+clean:
+	rm -rf $(VENV) .cache site

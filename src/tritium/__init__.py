@@ -1,0 +1,78 @@
+"""Tritium: fusion for diffusion.
+
+`import tritium` is light: torch is imported, CUDA is not touched, and each name below is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tritium import errors
+    from tritium.compiler.backend import Backend
+    from tritium.compiler.compile import compile
+    from tritium.compiler.explain import explain
+    from tritium.config import CompilationConfig, FusionPatterns, PassConfig
+    from tritium.fusions.fusion import Fusion, Match
+    from tritium.ops.bridge import custom_op
+    from tritium.ops.op import Op, Provider
+    from tritium.passes import ConfigRequest, Decline, Pass, PassContext
+    from tritium.report import Report
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Backend": "tritium.compiler.backend",
+    "CompilationConfig": "tritium.config",
+    "ConfigRequest": "tritium.passes",
+    "Decline": "tritium.passes",
+    "Fusion": "tritium.fusions.fusion",
+    "FusionPatterns": "tritium.config",
+    "Match": "tritium.fusions.fusion",
+    "Op": "tritium.ops.op",
+    "Pass": "tritium.passes",
+    "PassConfig": "tritium.config",
+    "PassContext": "tritium.passes",
+    "Provider": "tritium.ops.op",
+    "Report": "tritium.report",
+    "compile": "tritium.compiler.compile",
+    "custom_op": "tritium.ops.bridge",
+    "errors": "tritium",
+    "explain": "tritium.compiler.explain",
+}
+
+__all__ = [
+    "Backend",
+    "CompilationConfig",
+    "ConfigRequest",
+    "Decline",
+    "Fusion",
+    "FusionPatterns",
+    "Match",
+    "Op",
+    "Pass",
+    "PassConfig",
+    "PassContext",
+    "Provider",
+    "Report",
+    "compile",
+    "custom_op",
+    "errors",
+    "explain",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'tritium' has no attribute {name!r}")
+    if name == "errors":
+        return importlib.import_module("tritium.errors")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,380 @@
+"""Every difference between torch versions, and every private door into torch that Tritium uses.
+
+Known to work: 2.11 to 2.13. A newer version is used too; a hook that a version lacks is answered with None or an empty
+value here, and whoever asked declines with a reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+from typing import Any, Protocol, cast
+
+import torch
+from torch import fx
+
+Version = tuple[int, int]
+
+
+def parse_version(text: str) -> Version:
+    """Major and minor as numbers, so that 2.13 is newer than 2.2.
+
+    >>> parse_version("2.13.0+cpu")
+    (2, 13)
+    """
+    match = re.match(r"(\d+)\.(\d+)", text)
+    if match is None:
+        raise ValueError(f"{text!r} is no version")
+    return int(match[1]), int(match[2])
+
+
+TORCH = parse_version(torch.__version__)
+
+
+def versions() -> dict[str, str | None]:
+    """Versions that decide what compiled code looks like; triton's without importing it."""
+    found: dict[str, str | None] = {"torch": torch.__version__}
+    metadata = importlib.import_module("importlib.metadata")
+    for package in ("triton", "diffusers"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+# --- Dynamo -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The Python frame that Dynamo is compiling while it calls a backend."""
+
+    code: CodeType
+    arguments: Mapping[str, Any]
+    compile_id: str
+
+
+def compiling_frame() -> Frame | None:
+    """The frame being compiled, or None when a backend is called by hand."""
+    convert = importlib.import_module("torch._dynamo.symbolic_convert")
+    try:
+        output = convert.InstructionTranslator.current_tx().output
+    except AttributeError:
+        return None
+    root = output.root_tx
+    return Frame(root.f_code, root.f_locals, str(getattr(output, "dynamo_compile_id", None) or "?"))
+
+
+def guard_failures(code: CodeType) -> list[str]:
+    """Why the compiled versions of a frame did not fit, oldest first, as Dynamo words it."""
+    return list(importlib.import_module("torch._dynamo.utils").guard_failures.get(code, ()))
+
+
+def break_reason(gm: fx.GraphModule) -> str | None:
+    """Why Dynamo ended the graph early, in one line, or None when it did not."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    text = str(reason.reason)
+    headline = text.strip().splitlines()[0]
+    explanation = re.search(r"Explanation: (.+)", text)
+    where = reason.user_stack[-1] if reason.user_stack else None
+    place = f" at {Path(where.filename).name}:{where.lineno}" if where is not None else ""
+    return headline + place + (f" ({explanation[1].strip()})" if explanation else "")
+
+
+_LIMIT_MESSAGE = "torch._dynamo hit config.%s (%s)"
+
+
+@dataclass(frozen=True)
+class LimitReached:
+    """Dynamo gave up recompiling a function: from now on it runs eagerly for arguments that fit no compiled version."""
+
+    limit: str
+    value: int
+    function: str
+    file: str
+    line: int
+    reason: str
+
+
+class _LimitHandler(logging.Handler):
+    def __init__(self, notify: Callable[[LimitReached], None]) -> None:
+        super().__init__(logging.WARNING)
+        self.notify = notify
+
+    def emit(self, record: logging.LogRecord) -> None:
+        arguments = record.args
+        if not str(record.msg).startswith(_LIMIT_MESSAGE) or not isinstance(arguments, tuple) or len(arguments) < 4:
+            return
+        match = re.match(r"'(.+)' \((.+):(\d+)\)", str(arguments[2]))
+        if match is not None:
+            value = int(str(arguments[1]))
+            self.notify(LimitReached(str(arguments[0]), value, match[1], match[2], int(match[3]), str(arguments[3])))
+
+
+def watch_recompile_limit(notify: Callable[[LimitReached], None]) -> None:
+    """Call `notify` whenever Dynamo reaches a recompile limit; it announces that in its log and nowhere else."""
+    logger = logging.getLogger("torch._dynamo.convert_frame")
+    if not any(isinstance(handler, _LimitHandler) for handler in logger.handlers):
+        logger.addHandler(_LimitHandler(notify))
+
+
+def is_parameter_placeholder(node: fx.Node) -> bool:
+    """Whether Dynamo made this graph input from a parameter or buffer of a module."""
+    source = getattr(node, "_dynamo_source", None)
+    if source is None:
+        return False
+    name = source.name
+    # A method before it became a property.
+    text = str(name() if callable(name) else name)
+    return re.search(r"\._(parameters|buffers)\['[^']+'\]$", text) is not None
+
+
+def source_name(node: fx.Node) -> str:
+    """The user's name of a graph input: `hidden_states`, or `transformer.norm.weight` for a parameter."""
+    source = getattr(node, "_dynamo_source", None)
+    if source is None:
+        return node.name
+    name = source.name
+    text = str(name() if callable(name) else name)
+    text = re.sub(r"L\['(\w+)'\]", r"\1", text)
+    text = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", text)
+    return re.sub(r"\.__dict__\['([^']+)'\]", r".\1", text)
+
+
+def describe_new_input(node: fx.Node, *, is_static: bool) -> None:
+    """Give a placeholder that Dynamo did not make what AOTAutograd expects of those it did."""
+    node._dynamo_source = None
+    node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"} if is_static else {}
+
+
+@contextlib.contextmanager
+def marked_dynamic(marks: Sequence[tuple[torch.Tensor, int]]) -> Iterator[None]:
+    """Mark dims dynamic for the calls inside, and leave the caller's tensors as they were."""
+    names = [f"_dynamo_{name}" for name in ("dynamic_indices", "weak_dynamic_indices", "dynamic_range")]
+    names += ["_dynamo_hint_overrides", "_dynamo_unbacked_indices"]
+    saved = [
+        (tensor, {name: tensor.__dict__[name] for name in names if name in tensor.__dict__}) for tensor, _ in marks
+    ]
+    try:
+        for tensor, dim in marks:
+            # Sizes 0 and 1 are always specialised; asking for them to be dynamic would be an error.
+            if tensor.shape[dim] < 2:
+                torch._dynamo.maybe_mark_dynamic(tensor, dim)
+            else:
+                torch._dynamo.mark_dynamic(tensor, dim)
+        yield
+    finally:
+        for tensor, attributes in saved:
+            for name in names:
+                tensor.__dict__.pop(name, None)
+            tensor.__dict__.update(attributes)
+
+
+def passes_through(error: Exception) -> bool:
+    """Whether Dynamo steers by this exception, or speaks to the user, through a backend: never a failure of ours."""
+    exc = importlib.import_module("torch._dynamo.exc")
+    shapes = importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    steering = (
+        exc.RestartAnalysis,
+        exc.SkipFrame,
+        exc.UserError,
+        shapes.ConstraintViolationError,
+        shapes.GuardOnDataDependentSymNode,
+        torch.OutOfMemoryError,
+    )
+    return isinstance(error, steering)
+
+
+# --- Inductor ---------------------------------------------------------------------------------------------------------
+
+
+def inductor_config() -> Any:
+    return importlib.import_module("torch._inductor.config")
+
+
+def inductor_settings() -> dict[str, Any]:
+    """All of Inductor's settings as they are for this thread."""
+    return cast("dict[str, Any]", inductor_config().get_config_copy())
+
+
+@contextlib.contextmanager
+def inductor_patched(changes: Mapping[str, Any]) -> Iterator[None]:
+    """Change settings for what runs inside, in this thread, and restore them on any exit.
+
+    torch 2.13 keeps overrides in context variables, 2.11 in globals; `config.patch` entered and left in the compiling
+    thread is right for both, because Dynamo compiles one frame at a time.
+    """
+    with inductor_config().patch(dict(changes)):
+        yield
+
+
+def unknown_settings(names: Sequence[str]) -> list[str]:
+    known = inductor_settings()
+    return [name for name in names if name not in known]
+
+
+def mode_settings(mode: str | None) -> dict[str, Any]:
+    """What `torch.compile(mode=...)` means for Inductor."""
+    if mode in (None, "default"):
+        return {}
+    inductor = importlib.import_module("torch._inductor")
+    return dict(inductor.list_mode_options(mode))
+
+
+def compile_fx(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    module = importlib.import_module("torch._inductor.compile_fx")
+    return cast("Callable[..., Any]", module.compile_fx(gm, example_inputs))
+
+
+def cache_dir() -> Path:
+    """Inductor's cache folder; what Tritium stores lies beside it and moves with it."""
+    return Path(importlib.import_module("torch._inductor.runtime.cache_dir_utils").cache_dir())
+
+
+def salted_pass(identity: bytes, inner: Any) -> Any:
+    """A post-grad pass that changes nothing but Inductor's cache key, around the user's own pass if there is one.
+
+    Inductor's key knows a custom op by its name alone: without this, editing an op's kernel or its fake would hit the
+    code compiled for the old one.
+    """
+    base = importlib.import_module("torch._inductor.custom_graph_pass").CustomGraphPass
+
+    class Salt(base):  # type: ignore[misc, valid-type]
+        def __call__(self, graph: fx.Graph) -> None:
+            for step in inner if isinstance(inner, (list, tuple)) else [inner]:
+                if step is not None:
+                    step(graph)
+
+        def uuid(self) -> Any:
+            parts: list[Any] = [identity]
+            for step in inner if isinstance(inner, (list, tuple)) else [inner]:
+                if step is None:
+                    continue
+                # A plain function has no identity, and Inductor then does not cache: the user's choice stays theirs.
+                theirs = step.uuid() if isinstance(step, base) else None
+                if theirs is None:
+                    return None
+                parts.append(theirs)
+            return tuple(parts) if len(parts) > 1 else identity
+
+    return Salt()
+
+
+class CodegenObserver(Protocol):
+    """What `observed_codegen` tells while Inductor generates code."""
+
+    def kernel(self, name: str, nodes: Sequence[Any]) -> None: ...
+
+    def graph(self, lowering: Any) -> None: ...
+
+    def not_fused(self, why: Any) -> None: ...
+
+
+_OBSERVER: ContextVar[CodegenObserver | None] = ContextVar("tritium_codegen_observer", default=None)
+
+
+class _FusionHandler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        observer = _OBSERVER.get()
+        # The record's message is the WhyNoFuse object itself.
+        if observer is not None and hasattr(record.msg, "name1"):
+            observer.not_fused(record.msg)
+
+
+def _observe_define_kernel(scheduling: Any) -> None:
+    original = scheduling.define_kernel
+
+    def define_kernel(self: Any, src_code: str, nodes: Any, *args: Any, **kwargs: Any) -> Any:
+        name = original(self, src_code, nodes, *args, **kwargs)
+        observer = _OBSERVER.get()
+        if observer is not None:
+            observer.kernel(str(name), [node for node in nodes if hasattr(node, "read_writes")])
+        return name
+
+    define_kernel.tritium_original = original  # type: ignore[attr-defined]
+    scheduling.define_kernel = define_kernel
+
+
+def _install_observation() -> None:
+    lowering = importlib.import_module("torch._inductor.graph").GraphLowering
+    if hasattr(lowering.codegen, "tritium_original"):
+        return
+    original = lowering.codegen
+
+    def codegen(self: Any) -> Any:
+        result = original(self)
+        observer = _OBSERVER.get()
+        if observer is not None:
+            observer.graph(self)
+        return result
+
+    codegen.tritium_original = original  # type: ignore[attr-defined]
+    _observe_define_kernel(importlib.import_module("torch._inductor.codegen.cpp").CppScheduling)
+    _observe_define_kernel(importlib.import_module("torch._inductor.codegen.triton").TritonScheduling)
+    lowering.codegen = codegen
+
+
+@contextlib.contextmanager
+def observed_codegen(observer: CodegenObserver) -> Iterator[None]:
+    """Let an observer see the kernels Inductor defines inside; it only looks, so no cache key needs to know of it."""
+    _install_observation()
+    logger = logging.getLogger("torch._inductor.scheduler.__fusion")
+    level, propagate = logger.level, logger.propagate
+    handler = _FusionHandler(logging.DEBUG)
+    token = _OBSERVER.set(observer)
+    logger.addHandler(handler)
+    if not logger.isEnabledFor(logging.DEBUG):
+        # Nobody asked for this log: see it, and keep it from reaching the user's terminal.
+        logger.setLevel(logging.DEBUG)
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate
+        _OBSERVER.reset(token)
+
+
+def kernel_dependencies(nodes: Sequence[Any]) -> tuple[dict[str, int], dict[str, int]]:
+    """Buffers that a kernel reads from and writes to memory, each with its bytes (dynamic sizes by their hint)."""
+    virtualized = importlib.import_module("torch._inductor.virtualized")
+    graph = virtualized.V.graph
+    written = {dep.name for node in nodes for dep in node.read_writes.writes}
+    reads: dict[str, int] = {}
+    writes: dict[str, int] = {}
+    for node in nodes:
+        for dep in node.read_writes.reads:
+            if dep.name not in written:
+                reads[dep.name] = max(reads.get(dep.name, 0), int(graph.get_dep_size_hint(dep)))
+        for dep in node.read_writes.writes:
+            if dep.name not in graph.removed_buffers:
+                writes[dep.name] = max(writes.get(dep.name, 0), int(graph.get_dep_size_hint(dep)))
+    return reads, writes
+
+
+def fallback_operators(lowering: Any) -> list[tuple[str, list[torch.dtype]]]:
+    """Operators that Inductor calls instead of generating code for them, with the dtypes that go in."""
+    ir = importlib.import_module("torch._inductor.ir")
+    found = []
+    for operation in lowering.operations:
+        if not isinstance(operation, ir.FallbackKernel) or operation.op_overload is None:
+            continue
+        dtypes = []
+        for value in operation.inputs:
+            try:
+                dtypes.append(value.get_dtype())
+            except (AttributeError, NotImplementedError):
+                continue
+        found.append((str(operation.op_overload), dtypes))
+    return found

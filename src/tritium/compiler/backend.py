@@ -1,0 +1,167 @@
+"""What torch.compile gets."""
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import fx
+
+from tritium import compat
+from tritium.compiler.pipeline import Compilation, needs_gradients, passes_for
+from tritium.config import CompilationConfig
+from tritium.errors import ConfigError, nearest
+from tritium.fusions import Fusion
+from tritium.passes import Pass
+from tritium.report import LEDGER, GraphRecord, Recompile, parse_guard_failure
+
+
+class Backend:
+    """A `torch.compile` backend: `torch.compile(model, backend=tritium.Backend(config))`.
+
+    Backends with equal configuration, passes and fusions are equal, so wrapping a model a second time compiles nothing.
+    """
+
+    def __init__(
+        self,
+        config: CompilationConfig | None = None,
+        *,
+        passes: Iterable[Pass] = (),
+        fusions: Iterable[Fusion] = (),
+    ) -> None:
+        if config is not None and not isinstance(config, CompilationConfig):
+            raise ConfigError(f"Backend takes a CompilationConfig, got {type(config).__name__}")
+        self.config = config if config is not None else CompilationConfig()
+        self.passes = tuple(passes)
+        self.fusions = tuple(fusions)
+        # Fails now, where the user reads it, and not inside the first call of the model.
+        passes_for(self.config, self.fusions, self.passes)
+
+    # Dynamo and its logs show this name.
+    __name__ = "tritium"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Backend) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def _identity(self) -> tuple[Any, ...]:
+        return self.config, self.passes, self.fusions
+
+    def __repr__(self) -> str:
+        return f"Backend({self.config!r})"
+
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> Callable[..., Any]:
+        """Compile one graph; Dynamo calls this, with what the user gave torch.compile as `mode` and `options`."""
+        compat.watch_recompile_limit(LEDGER.limit_reached)
+        start = time.perf_counter()
+        record = _start_record(gm, example_inputs, self.config.engine)
+        compilation = Compilation(
+            gm,
+            list(example_inputs),
+            self.config,
+            record,
+            passes_for(self.config, self.fusions, self.passes),
+            self.fusions,
+            self._user_settings(mode, options),
+        )
+        compiled = compilation.run()
+        record.seconds = time.perf_counter() - start
+        LEDGER.add(record)
+        return compiled
+
+    def reset(self) -> None:
+        """Called by `torch._dynamo.reset()`: the compiled code is gone, and so are its records."""
+        LEDGER.clear()
+
+    def _user_settings(self, mode: str | None, options: dict[str, Any] | None) -> dict[str, Any]:
+        settings = compat.mode_settings(mode)
+        for spelled, value in (options or {}).items():
+            # torch.compile accepts dashes in option names.
+            name = spelled.replace("-", "_")
+            if compat.unknown_settings([name]):
+                raise ConfigError(
+                    f"options: Inductor has no setting {name!r}; {nearest(name, compat.inductor_settings())}"
+                )
+            settings[name] = value
+        if settings and self.config.engine == "eager":
+            raise ConfigError("mode and options concern Inductor, and engine is 'eager'")
+        return settings
+
+
+def _start_record(gm: fx.GraphModule, example_inputs: Sequence[Any], engine: str) -> GraphRecord:
+    frame = compat.compiling_frame()
+    devices = [value.device.type for value in example_inputs if isinstance(value, torch.Tensor)]
+    owners, callers = _callers(frame)
+    return GraphRecord(
+        graph=frame.compile_id if frame is not None else "?",
+        function=_function_name(frame),
+        engine=engine,
+        device_type="cuda" if "cuda" in devices else devices[0] if devices else "cpu",
+        nodes=sum(node.op.startswith("call_") for node in gm.graph.nodes),
+        break_reason=compat.break_reason(gm),
+        needs_gradients=needs_gradients(example_inputs),
+        recompile=_recompile(frame),
+        code=weakref.ref(frame.code) if frame is not None else None,
+        owners=owners,
+        callers=callers,
+    )
+
+
+def _function_name(frame: compat.Frame | None) -> str:
+    if frame is None:
+        return "?"
+    owner = frame.arguments.get("self")
+    if isinstance(owner, torch.nn.Module):
+        # diffusers wraps forward in decorators whose functions are called `wrapper`.
+        is_forward = getattr(type(owner).forward, "__code__", None) is frame.code
+        return f"{type(owner).__qualname__}.{'forward' if is_forward else frame.code.co_name}"
+    return frame.code.co_qualname
+
+
+def _callers(frame: compat.Frame | None) -> tuple[tuple[weakref.ref[Any], ...], frozenset[int]]:
+    """The modules and functions on the stack: whose call made Dynamo compile this, so whose report it belongs to."""
+    modules: dict[int, Any] = {}
+    codes: set[CodeType] = set()
+    if frame is not None:
+        codes.add(frame.code)
+        owner = frame.arguments.get("self")
+        if isinstance(owner, torch.nn.Module):
+            modules[id(owner)] = owner
+    current: Any = sys._getframe(1)
+    while current is not None:
+        codes.add(current.f_code)
+        names = current.f_code.co_varnames
+        if names and names[0] == "self" and isinstance(module := current.f_locals.get("self"), torch.nn.Module):
+            modules[id(module)] = module
+        current = current.f_back
+    return tuple(weakref.ref(module) for module in modules.values()), frozenset(map(id, codes))
+
+
+def _recompile(frame: compat.Frame | None) -> Recompile | None:
+    """Why this frame is compiled again, or None the first time."""
+    if frame is None or "/" not in frame.compile_id:
+        return None
+    number, _, version = frame.compile_id.partition("/")
+    attempt = int(version.split("_")[0])
+    if attempt == 0:
+        return None
+    failures = compat.guard_failures(frame.code)
+    previous = f"{number}/{attempt - 1}"
+    reason = next((text for text in reversed(failures) if text.startswith(previous)), failures[-1] if failures else "")
+    if not reason:
+        return Recompile(frame.compile_id, None, None, None, "Dynamo gave no reason")
+    return parse_guard_failure(frame.compile_id, reason, frame.arguments)

@@ -1,0 +1,193 @@
+"""Write graphs for people: as text, and as ONNX files that Netron opens.
+
+The ONNX file is a drawing, not a model that can run: its operators are the graph's own. It is written field by field,
+because a protobuf library is no dependency of this package; the field numbers are those of onnx.proto3.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from tritium.fusions.expression import value_of
+
+_ONNX_DTYPES = {
+    torch.float32: 1,
+    torch.uint8: 2,
+    torch.int8: 3,
+    torch.int16: 5,
+    torch.int32: 6,
+    torch.int64: 7,
+    torch.bool: 9,
+    torch.float16: 10,
+    torch.float64: 11,
+    torch.complex64: 14,
+    torch.complex128: 15,
+    torch.bfloat16: 16,
+}
+
+
+def readable(graph: fx.Graph) -> str:
+    """One line a node: name, type, operation, arguments."""
+    return "\n".join(_line(node) for node in graph.nodes) + "\n"
+
+
+def _line(node: fx.Node) -> str:
+    arguments = [*map(_argument, node.args), *(f"{name}={_argument(value)}" for name, value in node.kwargs.items())]
+    if node.op == "placeholder":
+        return f"{node.name}: {_type(node)} = input"
+    if node.op == "output":
+        return f"return {', '.join(arguments)}"
+    return f"{node.name}: {_type(node)} = {target_name(node)}({', '.join(arguments)})"
+
+
+def target_name(node: fx.Node) -> str:
+    """`aten.mul.Tensor`, `torch.nn.functional.rms_norm`, `.float`: what a node calls."""
+    target = node.target
+    if node.op == "call_method":
+        return f".{target}"
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    module = getattr(target, "__module__", None) or ""
+    name = getattr(target, "__name__", None) or str(target)
+    return f"{module.removeprefix('_')}.{name}" if module else name
+
+
+def _argument(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        inner = ", ".join(map(_argument, value))
+        return f"({inner})" if isinstance(value, tuple) else f"[{inner}]"
+    return str(value)
+
+
+def _type(node: fx.Node) -> str:
+    value = value_of(node)
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"
+    return type(value).__name__ if value is not None else "?"
+
+
+def write(graph: fx.Graph, folder: Path, name: str) -> None:
+    """`<name>.txt` and `<name>.onnx` in a folder, which is made if it is not there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.txt").write_text(readable(graph), encoding="utf-8")
+    (folder / f"{name}.onnx").write_bytes(onnx_bytes(graph, name))
+
+
+def file_name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]+", "_", text).strip("_") or "graph"
+
+
+# --- the wire format: a field is its number and kind, then the value --------------------------------------------------
+
+
+def _varint(number: int) -> bytes:
+    out = bytearray()
+    while number > 0x7F:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    out.append(number)
+    return bytes(out)
+
+
+def _number(field: int, value: int) -> bytes:
+    return _varint(field << 3) + _varint(value)
+
+
+def _blob(field: int, value: bytes | str) -> bytes:
+    data = value.encode() if isinstance(value, str) else value
+    return _varint(field << 3 | 2) + _varint(len(data)) + data
+
+
+def onnx_bytes(graph: fx.Graph, name: str) -> bytes:
+    """A ModelProto with one node for each operation of the graph."""
+    nodes = b"".join(_blob(1, _onnx_node(node)) for node in graph.nodes if node.op not in ("placeholder", "output"))
+    inputs = b"".join(_blob(11, _onnx_value(node)) for node in graph.find_nodes(op="placeholder"))
+    results = [node for out in graph.find_nodes(op="output") for node in out.all_input_nodes]
+    outputs = b"".join(_blob(12, _onnx_value(node)) for node in results)
+    inner = b"".join(
+        _blob(13, _onnx_value(node))
+        for node in graph.nodes
+        if node.op not in ("placeholder", "output") and _typed(node)
+    )
+    drawing = nodes + _blob(2, name) + inputs + outputs + inner
+    opsets = _blob(8, _blob(1, "") + _number(2, 17)) + _blob(8, _blob(1, "torch") + _number(2, 1))
+    return _number(1, 8) + _blob(2, "tritium") + _blob(7, drawing) + opsets
+
+
+def _onnx_node(node: fx.Node) -> bytes:
+    inputs = b"".join(_blob(1, arg.name) for arg in node.all_input_nodes)
+    literals = [(f"arg{index}", arg) for index, arg in enumerate(node.args) if not _has_node(arg)]
+    literals += [(key, value) for key, value in node.kwargs.items() if not _has_node(value)]
+    attributes = b"".join(_blob(5, _onnx_attribute(key, str(value))) for key, value in literals)
+    return (
+        inputs
+        + _blob(2, node.name)
+        + _blob(3, node.name)
+        + _blob(4, target_name(node))
+        + attributes
+        + _blob(7, "torch")
+    )
+
+
+def _onnx_attribute(name: str, value: str) -> bytes:
+    # type 3 is STRING, kept in field 4.
+    return _blob(1, name) + _number(20, 3) + _blob(4, value)
+
+
+def _has_node(value: Any) -> bool:
+    return any(True for _ in _nodes_in(value))
+
+
+def _nodes_in(value: Any) -> Iterator[fx.Node]:
+    if isinstance(value, fx.Node):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _nodes_in(part)
+
+
+def _typed(node: fx.Node) -> bool:
+    return isinstance(value_of(node), torch.Tensor)
+
+
+def _onnx_value(node: fx.Node) -> bytes:
+    value = value_of(node)
+    if not isinstance(value, torch.Tensor):
+        return _blob(1, node.name)
+    shape = b"".join(_blob(1, _onnx_dim(size)) for size in value.shape)
+    tensor = _number(1, _ONNX_DTYPES.get(value.dtype, 0)) + _blob(2, shape)
+    return _blob(1, node.name) + _blob(2, _blob(1, tensor))
+
+
+def _onnx_dim(size: Any) -> bytes:
+    return _number(1, size) if isinstance(size, int) else _blob(2, str(size))
+
+
+class GraphLog:
+    """Before/after graphs of every pass of one compilation; kept in memory, written when asked for or when one fails."""
+
+    def __init__(self, folder: Path | None, graph_name: str) -> None:
+        self.folder = folder / file_name(graph_name) if folder is not None else None
+        self._count = 0
+
+    def note(self, graph: fx.Graph, stage: str, when: str) -> None:
+        if self.folder is not None:
+            if when == "before":
+                self._count += 1
+            write(graph, self.folder, f"{self._count:02d}-{file_name(stage)}-{when}")
+
+    def failed(self, graphs: Iterable[tuple[str, fx.Graph]], stage: str, otherwise: Path) -> str | None:
+        """Write the graphs of a failed stage even when nobody asked for logs; where they are, or None if that failed too."""
+        folder = self.folder or otherwise
+        try:
+            for name, graph in graphs:
+                write(graph, folder, f"failed-{file_name(stage)}-{name}")
+        except OSError:
+            return None
+        return str(folder)

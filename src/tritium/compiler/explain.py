@@ -1,0 +1,80 @@
+"""Find the records that belong to a model, a function, or whatever was compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
+
+import torch
+
+from tritium import ops
+from tritium.errors import ReportError
+from tritium.report import LEDGER, Failure, GraphRecord, Report
+
+
+def explain(thing: Any = None) -> Report:
+    """The report of a compiled model, a module whose class or blocks are compiled, or a compiled function.
+
+    Without an argument: everything this process compiled with Tritium. Call it after the model has run once.
+    """
+    records = LEDGER.records()
+    if thing is not None:
+        records = _records_of(thing, records)
+        if not records:
+            raise ReportError(
+                f"nothing compiled by tritium belongs to this {type(thing).__name__}: compile it with "
+                "backend='tritium' and call it once before explaining it"
+            )
+    report = Report(records, LEDGER.limits_of(records))
+    _add_failed_providers(report)
+    return report
+
+
+def _records_of(thing: Any, records: list[GraphRecord]) -> list[GraphRecord]:
+    if not isinstance(thing, torch.nn.Module):
+        codes = {id(code) for code in _codes(thing)}
+        return [record for record in records if codes & record.callers]
+    modules = [getattr(thing, "_orig_mod", thing)]
+    own = [record for record in records if any(record.belongs_to(module) for module in modules)]
+    # A module that hits code which an equal one made compile was not on the stack then: found by its own code.
+    covered = {record.code for record in own}
+    for module in modules[0].modules():
+        own += [record for record in records if record.code not in covered and _is_code_of(record, module)]
+    return [record for record in records if record in own]
+
+
+def _is_code_of(record: GraphRecord, module: torch.nn.Module) -> bool:
+    code = record.code() if record.code is not None else None
+    if code is None or all(code is not own for own in _codes(type(module).forward)):
+        return False
+    return any(type(owner()) is type(module) for owner in record.owners)
+
+
+def _codes(thing: Any) -> Iterator[CodeType]:
+    """The code objects behind a function, method, or what torch.compile made of one."""
+    seen: set[int] = set()
+    stack = [thing]
+    while stack:
+        current = stack.pop()
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        for name in ("__wrapped__", "_torchdynamo_orig_callable", "__func__", "func"):
+            inner = getattr(current, name, None)
+            if callable(inner):
+                stack.append(inner)
+        code = getattr(current, "__code__", None)
+        # A wrapper's own code is the same for everything torch.compile ever wrapped.
+        if isinstance(code, CodeType) and not hasattr(current, "_torchdynamo_orig_callable"):
+            yield code
+
+
+def _add_failed_providers(report: Report) -> None:
+    """Kernels that failed while running were turned off for the process; say so where they were used."""
+    for (op, provider), reason in ops.failed_providers().items():
+        for record in report.records:
+            used = any(site.fusion == op and site.outcome == "fused" for site in record.sites)
+            entry = Failure(f"provider {provider!r} of op {op!r}", reason)
+            if used and entry not in record.failures:
+                record.failures.append(entry)

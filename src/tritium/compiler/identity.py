@@ -1,0 +1,49 @@
+"""Cache identity is content: the files that took part, the configuration, the versions. Nothing a user can move is in it."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+from collections.abc import Iterable
+from pathlib import Path
+
+from torch import fx
+
+from tritium import fusions, ops
+from tritium.config import CompilationConfig
+from tritium.fusions import Fusion
+from tritium.ops import bridge
+from tritium.passes import Pass
+
+
+def package_files() -> list[Path]:
+    """The package's files that decide what a graph becomes, whichever fusions and passes take part."""
+    own = Path(__file__).parent
+    tiling = own.parent / "tiling"
+    return [*sorted(own.glob("*.py")), *sorted(tiling.glob("*.py")), own.parent / "compat.py"]
+
+
+def identity(
+    graph: fx.Graph, config: CompilationConfig, passes: Iterable[Pass], extra_fusions: Iterable[Fusion]
+) -> bytes:
+    """A key for everything about Tritium that Inductor's own key does not know."""
+    files = {*package_files(), *ops.files(), *fusions.files()}
+    files.update(file for entry in passes if (file := entry.file()) is not None)
+    files.update(file for fusion in extra_fusions if (file := _file_of(fusion)) is not None)
+    files.update(file for op in bridge.in_graph(graph) for file in op.files())
+    digest = hashlib.sha256()
+    digest.update(importlib.metadata.version("tritium").encode())
+    digest.update(config.identity().encode())
+    # The text and not the path: the same package in another folder is the same package.
+    for text in sorted(_digest_of(file) for file in files):
+        digest.update(text)
+    return digest.digest()
+
+
+def _digest_of(file: Path) -> bytes:
+    return hashlib.sha256(file.read_bytes()).digest()
+
+
+def _file_of(fusion: Fusion) -> Path | None:
+    code = getattr(fusion.spellings[0], "__code__", None)
+    return Path(code.co_filename) if code is not None and Path(code.co_filename).exists() else None

@@ -1,0 +1,48 @@
+"""Hand the rewritten graph to the engine that runs it, with the settings that were asked for.
+
+A lowering that fails is tried once more on the graph as Dynamo made it, without requests; if that fails too the graph
+runs uncompiled. Each step down is in the report with the error and the graphs that caused it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from tritium import compat
+from tritium.compiler.observe import KernelObserver, store, store_key
+from tritium.report import GraphRecord
+
+# The setting that carries our identity into Inductor's cache key.
+SALT = "post_grad_custom_pre_pass"
+
+
+@dataclass
+class Lowering:
+    """One attempt: a graph, its inputs, Inductor's settings, and the identity that goes into the cache key."""
+
+    gm: fx.GraphModule
+    example_inputs: Sequence[Any]
+    settings: Mapping[str, Any]
+    identity: bytes
+
+
+def lower(attempt: Lowering, record: GraphRecord) -> Callable[..., Any]:
+    """Compile with Inductor, and write into the record what its code generation did, now or in an earlier process."""
+    settings = dict(attempt.settings)
+    own = settings.get(SALT, compat.inductor_settings().get(SALT))
+    settings[SALT] = compat.salted_pass(attempt.identity, own)
+    observer = KernelObserver(record.device_type)
+    with compat.inductor_patched(settings):
+        key = store_key(attempt.gm.graph, attempt.identity)
+        with compat.observed_codegen(observer):
+            compiled = compat.compile_fx(attempt.gm, attempt.example_inputs)
+    if observer.saw_codegen:
+        record.kernels, record.fallbacks, record.kernels_from = observer.kernels, observer.fallbacks, "codegen"
+        store().save(key, observer.kernels, observer.fallbacks)
+    elif (found := store().load(key)) is not None:
+        record.kernels, record.fallbacks, record.kernels_from = found["kernels"], found["fallbacks"], "store"
+    return compiled

@@ -1,0 +1,201 @@
+"""See what only code generation knows (kernels, fallbacks), and keep it beside Inductor's cache for warm starts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from tritium import compat, device
+from tritium.compiler.dump import readable
+
+# Reasons a kernel lists at most: the rest repeats them.
+MOST_REASONS = 3
+
+
+class KernelObserver:
+    """Collects the kernels and fallbacks of one lowering."""
+
+    def __init__(self, device_type: str) -> None:
+        self.kernels: list[dict[str, Any]] = []
+        self.fallbacks: list[dict[str, Any]] = []
+        self.saw_codegen = False
+        self._bandwidth = device.copy_bandwidth(device.describe(device_type))
+        self._defined: list[tuple[str, Sequence[Any]]] = []
+        self._why: dict[frozenset[str], str] = {}
+
+    def kernel(self, name: str, nodes: Sequence[Any]) -> None:
+        self._defined.append((name, nodes))
+
+    def not_fused(self, why: Any) -> None:
+        try:
+            self._why[frozenset({why.name1, why.name2})] = why.reason % why.args
+        except TypeError:
+            self._why[frozenset({why.name1, why.name2})] = str(why.reason)
+
+    def graph(self, lowering: Any) -> None:
+        """Everything is known only now: which buffers stayed inside kernels, and who reads the rest."""
+        self.saw_codegen = True
+        moved = [compat.kernel_dependencies(nodes) for _, nodes in self._defined]
+        ideal = _region_bytes(moved, set(lowering.get_output_names()))
+        for index, (name, nodes) in enumerate(self._defined):
+            reads, writes = moved[index]
+            total = sum(reads.values()) + sum(writes.values())
+            origins = _origins(nodes)
+            self.kernels.append(
+                {
+                    "name": name,
+                    "ops": _operators(origins),
+                    "source_lines": _source_lines(origins),
+                    "bytes_read": sum(reads.values()),
+                    "bytes_written": sum(writes.values()),
+                    "ideal_bytes": ideal[index],
+                    "estimated_us": round(total / self._bandwidth * 1e6, 2) if self._bandwidth else None,
+                    "measured_us": None,
+                    "why_not_fused": self._reasons(index, moved),
+                }
+            )
+        counted = Counter(_fallback(op, dtypes) for op, dtypes in compat.fallback_operators(lowering))
+        for (op, reason), count in counted.items():
+            self.fallbacks.append({"op": op, "count": count, "reason": reason})
+        self._defined.clear()
+
+    def _reasons(self, index: int, moved: Sequence[tuple[dict[str, int], dict[str, int]]]) -> list[str]:
+        """What kept a kernel apart from those it exchanges data with."""
+        reads, writes = moved[index]
+        neighbours = [
+            other
+            for other, (their_reads, their_writes) in enumerate(moved)
+            if other != index and (reads.keys() & their_writes.keys() or writes.keys() & their_reads.keys())
+        ]
+        own = _names(self._defined[index][1])
+        reasons: dict[str, None] = {}
+        for other in neighbours:
+            for theirs in _names(self._defined[other][1]):
+                for mine in own:
+                    if (why := self._why.get(frozenset({mine, theirs}))) is not None:
+                        reasons[f"{self._defined[other][0]}: {why}"] = None
+        return list(reasons)[:MOST_REASONS]
+
+
+def _names(nodes: Sequence[Any]) -> list[str]:
+    return [inner.get_name() for node in nodes for inner in [node, *node.get_nodes()]]
+
+
+def _region_bytes(moved: Sequence[tuple[dict[str, int], dict[str, int]]], outputs: set[str]) -> list[int]:
+    """For each kernel, the distinct inputs and outputs of the connected region of generated kernels it is part of."""
+    region = list(range(len(moved)))
+
+    def find(index: int) -> int:
+        while region[index] != index:
+            index = region[index]
+        return index
+
+    writer = {name: index for index, (_, writes) in enumerate(moved) for name in writes}
+    for index, (reads, _) in enumerate(moved):
+        for name in reads:
+            if name in writer:
+                region[find(index)] = find(writer[name])
+    totals: dict[int, int] = {}
+    for root in {find(index) for index in range(len(moved))}:
+        members = [index for index in range(len(moved)) if find(index) == root]
+        written = {name: size for index in members for name, size in moved[index][1].items()}
+        read = {name: size for index in members for name, size in moved[index][0].items()}
+        # A buffer that only this region reads would not exist if the region were one kernel.
+        kept = {name for name in written if name in outputs or name not in read}
+        inputs = sum(size for name, size in read.items() if name not in written)
+        totals[root] = inputs + sum(written[name] for name in kept)
+    return [totals[find(index)] for index in range(len(moved))]
+
+
+def _origins(nodes: Sequence[Any]) -> list[fx.Node]:
+    found: dict[fx.Node, None] = {}
+    for node in nodes:
+        for inner in node.get_nodes():
+            for origin in getattr(inner.node, "origins", ()):
+                found[origin] = None
+    return sorted(found)
+
+
+def _operators(origins: Sequence[fx.Node]) -> list[str]:
+    """`aten.mul`, each once, in the graph's order."""
+    targets = (node.target for node in origins if isinstance(node.target, torch._ops.OpOverload))
+    return list(dict.fromkeys(str(target.overloadpacket) for target in targets))
+
+
+def _source_lines(origins: Sequence[fx.Node]) -> list[str]:
+    lines: dict[str, None] = {}
+    for node in origins:
+        places = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+        if places:
+            lines[f"{Path(places[-1][0]).name}:{places[-1][1]}"] = None
+    return list(lines)
+
+
+def _fallback(op: str, dtypes: Sequence[torch.dtype]) -> tuple[str, str]:
+    of = [dtype for dtype in dtypes if dtype.is_complex]
+    if of:
+        name = f"{op}({str(of[0]).removeprefix('torch.')})"
+        return name, "Inductor generates no code for complex numbers"
+    if not op.startswith("aten."):
+        return op, "an operator of its own: Inductor calls it as it is"
+    if "attention" in op:
+        return op, "attention has its own kernels, Inductor calls them"
+    return op, "Inductor has no lowering for it"
+
+
+class Store:
+    """Observations by key, as JSON files in Inductor's cache folder: they move and vanish with it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, key: str) -> Path:
+        return self.folder / key[:2] / f"{key}.json"
+
+    def load(self, key: str) -> dict[str, Any] | None:
+        try:
+            found = json.loads(self.path(key).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return found if isinstance(found, dict) and {"kernels", "fallbacks"} <= found.keys() else None
+
+    def save(self, key: str, kernels: list[dict[str, Any]], fallbacks: list[dict[str, Any]]) -> None:
+        path = self.path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Another process may write the same key: a rename is whole or not there.
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        with os.fdopen(handle, "w", encoding="utf-8") as out:
+            json.dump({"kernels": kernels, "fallbacks": fallbacks}, out)
+        Path(temporary).replace(path)
+
+
+def store() -> Store:
+    return Store(compat.cache_dir() / "tritium")
+
+
+def store_key(graph: fx.Graph, identity: bytes) -> str:
+    """What decides the generated code: the rewritten graph with its shapes, our identity, and Inductor's settings."""
+    # Objects print with their address; those that matter have their content in `identity`.
+    plain = (str, int, float, bool, type(None))
+    settings = {name: value for name, value in compat.inductor_settings().items() if isinstance(value, plain)}
+    digest = hashlib.sha256(identity)
+    digest.update(torch.__version__.encode())
+    digest.update(readable(graph).encode())
+    digest.update("".join(f"{node.name}{_strides(node)}" for node in graph.find_nodes(op="placeholder")).encode())
+    digest.update(json.dumps(settings, sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def _strides(node: fx.Node) -> str:
+    value = node.meta.get("example_value")
+    return f"{value.stride()}{value.device}" if isinstance(value, torch.Tensor) else str(value)

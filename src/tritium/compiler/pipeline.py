@@ -1,0 +1,283 @@
+"""What happens to a graph, in what order.
+
+1. `fuse`                  recognise every fusion's sites; rewrite those an owned kernel takes over
+2. `nd_tiling_workaround`  and other passes of this package: rewrite, request configuration
+3. plug-ins' passes        in order of their names, then those given to the backend, in the order given
+4. fold                    (enable_freezing) take the parameter-only part out
+5. lower                   Inductor compiles, under the merged requests; or engine `eager` runs the graph as it is
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from tritium import compat
+from tritium import fusions as fusion_catalogue
+from tritium.catalog import Entry, plugins, unique
+from tritium.compiler import fuse
+from tritium.compiler.dump import GraphLog, file_name
+from tritium.compiler.fold import Folding, fold_parameters
+from tritium.compiler.identity import identity
+from tritium.compiler.lower import Lowering, lower
+from tritium.config import CompilationConfig
+from tritium.errors import RequestConflict, TritiumError, UnrequestedConfig
+from tritium.fusions import Fusion
+from tritium.passes import ConfigRequest, Decline, Outcome, Pass, PassContext
+from tritium.report import Failure, GraphRecord, PassRecord
+from tritium.tiling import nd_tiling
+
+NEEDS_GRADIENTS = (
+    "the graph needs gradients: call it under torch.inference_mode() or torch.no_grad(), or freeze its parameters"
+)
+
+
+def passes_for(config: CompilationConfig, fusions: Sequence[Fusion], passes: Sequence[Pass]) -> list[Pass]:
+    """Every pass a backend runs, in order."""
+    own = [fuse.make_pass([*fusion_catalogue.catalog().values(), *fusions])]
+    if config.pass_config.enable_nd_tiling_workaround:
+        own.append(nd_tiling.PASS)
+    here = Path(__file__)
+    installed = plugins("tritium.passes", Pass)
+    entries = [Entry(entry, here, "tritium") for entry in own] + installed
+    entries += [Entry(entry, entry.file() or here, "Backend(passes=...)") for entry in passes]
+    return [entry.value for entry in unique(entries, "pass").values()]
+
+
+@dataclass
+class Compilation:
+    """One graph on its way through the pipeline."""
+
+    gm: fx.GraphModule
+    example_inputs: list[Any]
+    config: CompilationConfig
+    record: GraphRecord
+    passes: Sequence[Pass]
+    fusions: Sequence[Fusion]
+    # What the user asked of Inductor through torch.compile(mode=, options=).
+    user_settings: Mapping[str, Any]
+    requests: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    folding: Folding | None = None
+
+    def __post_init__(self) -> None:
+        self.original = copied(self.gm.graph)
+        folder = Path(self.config.graph_log_url) if self.config.graph_log_url else None
+        self.log = GraphLog(folder, f"{self.record.function}-{self.record.graph}")
+        self.context = PassContext(self.config, self.record.device_type)
+
+    def run(self) -> Callable[..., Any]:
+        if self.record.needs_gradients:
+            return self._run_untouched()
+        for entry in self.passes:
+            self._run_pass(entry)
+        self.record.sites = self.context.sites
+        if self.config.enable_freezing:
+            self._fold()
+        if self.config.engine == "eager":
+            compiled: Callable[..., Any] = self.gm.forward
+        else:
+            compiled = self._lower()
+        return self.folding.wrap(compiled) if self.folding is not None else compiled
+
+    def _run_untouched(self) -> Callable[..., Any]:
+        """Gradients are Inductor's and autograd's business; the sites are still counted."""
+        self.context.read_only = NEEDS_GRADIENTS
+        self._run_pass(self.passes[0])
+        self.record.sites = self.context.sites
+        if self.config.engine == "eager":
+            return self.gm.forward
+        with compat.inductor_patched(self.user_settings):
+            return compat.compile_fx(self.gm, self.example_inputs)
+
+    # --- passes ---
+
+    def _run_pass(self, entry: Pass) -> None:
+        record = PassRecord(entry.name)
+        self.record.passes.append(record)
+        self.log.note(self.gm.graph, entry.name, "before")
+        before = copied(self.gm.graph)
+        settings = compat.inductor_settings()
+        sites = len(self.context.sites)
+        start = time.perf_counter()
+        try:
+            outcome = entry.run(self.gm.graph, self.context)
+            self._check_settings(entry, settings)
+            self.gm.graph.lint()
+            record.changed = fingerprint(self.gm.graph) != fingerprint(before)
+            self._take(entry, outcome, record)
+        except Exception as error:
+            if is_the_callers(error):
+                raise
+            self._turn_off(entry, record, before, error, sites)
+        finally:
+            record.seconds = time.perf_counter() - start
+        if record.changed:
+            self.gm.recompile()
+        self.log.note(self.gm.graph, entry.name, "after")
+
+    def _check_settings(self, entry: Pass, before: dict[str, Any]) -> None:
+        after = compat.inductor_settings()
+        changed = [name for name in before if not _equal(before[name], after[name])]
+        if changed:
+            config = compat.inductor_config()
+            for name in changed:
+                _assign(config, name, before[name])
+            raise UnrequestedConfig(
+                f"pass {entry.name!r} assigned {', '.join(changed)}; it must return a ConfigRequest instead"
+            )
+
+    def _take(self, entry: Pass, outcome: Outcome, record: PassRecord) -> None:
+        if isinstance(outcome, Decline):
+            record.declined = outcome.reason
+            return
+        requests = [outcome] if isinstance(outcome, ConfigRequest) else list(outcome or ())
+        for request in requests:
+            record.requests.append({"settings": dict(request.settings), "because": request.because})
+            unknown = compat.unknown_settings(list(request.settings))
+            if unknown:
+                raise ValueError(f"this torch has no Inductor setting {', '.join(unknown)}")
+        for request in requests:
+            for name, value in request.settings.items():
+                self._merge(entry, name, value, record)
+
+    def _merge(self, entry: Pass, name: str, value: Any, record: PassRecord) -> None:
+        if name in self.user_settings and self.user_settings[name] != value:
+            record.declined = f"{name}={value!r} not applied: the caller asked for {self.user_settings[name]!r}"
+            return
+        known = self.requests.get(name)
+        if known is not None and known[0] != value:
+            raise RequestConflict(
+                f"passes {known[1]!r} and {entry.name!r} request different values for {name}: {known[0]!r} and {value!r}"
+            )
+        self.requests[name] = (value, entry.name)
+
+    def _turn_off(self, entry: Pass, record: PassRecord, before: fx.Graph, error: Exception, sites: int) -> None:
+        broken = self.gm.graph
+        self.gm.graph = before
+        record.changed = False
+        record.requests.clear()
+        record.failed = brief(error)
+        del self.context.sites[sites:]
+        self._fail(f"pass {entry.name!r}", error, [("before", before), ("broken", broken)])
+
+    def _fail(self, part: str, error: Exception, graphs: Sequence[tuple[str, fx.Graph]]) -> None:
+        otherwise = (
+            compat.cache_dir() / "tritium" / "failures" / file_name(f"{self.record.function}-{self.record.graph}")
+        )
+        where = self.log.failed(graphs, part, otherwise)
+        self.record.failures.append(Failure(part, brief(error), where))
+        warnings.warn(
+            f"tritium: {part} failed and is turned off for graph {self.record.graph} of {self.record.function}: "
+            f"{brief(error)}" + (f"; graphs in {where}" if where else ""),
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    # --- fold and lower ---
+
+    def _fold(self) -> None:
+        before = copied(self.gm.graph)
+        self.log.note(self.gm.graph, "fold", "before")
+        record = PassRecord("fold")
+        self.record.passes.append(record)
+        start = time.perf_counter()
+        try:
+            self.folding, self.record.folded = fold_parameters(self.gm.graph, self.example_inputs)
+        except Exception as error:  # noqa: BLE001 - folding is an optimisation: reported, and the graph stays as it was
+            self.gm.graph = before
+            record.failed = brief(error)
+            self._fail("fold", error, [("before", before)])
+        record.seconds = time.perf_counter() - start
+        if self.folding is not None:
+            record.changed = True
+            self.gm.recompile()
+            self.example_inputs = [*self.example_inputs, *self.folding.example_values]
+        self.log.note(self.gm.graph, "fold", "after")
+
+    def _lower(self) -> Callable[..., Any]:
+        settings = {**{name: value for name, (value, _) in self.requests.items()}, **self.user_settings}
+        key = identity(self.gm.graph, self.config, self.passes, self.fusions)
+        rewritten = copied(self.gm.graph)
+        try:
+            return lower(Lowering(self.gm, self.example_inputs, settings, key), self.record)
+        except Exception as error:
+            if is_the_callers(error):
+                raise
+            self._fail("lowering", error, [("rewritten", rewritten), ("original", self.original)])
+        return self._lower_untouched(key)
+
+    def _lower_untouched(self, key: bytes) -> Callable[..., Any]:
+        changed = any(entry.changed or entry.requests for entry in self.record.passes)
+        inputs = self.example_inputs
+        if self.folding is not None:
+            inputs = inputs[: -len(self.folding.example_values)]
+            self.folding = None
+        self.record.sites = [site.declined("lowering failed, see failures") for site in self.record.sites]
+        gm = fx.GraphModule(self.gm, copied(self.original))
+        gm.meta = dict(self.gm.meta)
+        if changed:
+            try:
+                return lower(Lowering(gm, inputs, dict(self.user_settings), key), self.record)
+            except Exception as error:
+                if is_the_callers(error):
+                    raise
+                self._fail("lowering of the untouched graph", error, [("original", self.original)])
+        self.record.engine = "eager"
+        return fx.GraphModule(self.gm, copied(self.original)).forward
+
+
+def copied(graph: fx.Graph) -> fx.Graph:
+    """A copy that keeps what Dynamo hangs on nodes outside their meta."""
+    copy = fx.Graph()
+    nodes: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        nodes[node] = copy.node_copy(node, lambda source: nodes[source])
+        if hasattr(node, "_dynamo_source"):
+            nodes[node]._dynamo_source = node._dynamo_source
+    return copy
+
+
+def fingerprint(graph: fx.Graph) -> int:
+    """Equal for graphs that compute the same in the same order."""
+    index = {node: position for position, node in enumerate(graph.nodes)}
+    return hash(
+        tuple(
+            (node.op, str(node.target), str(fx.map_arg((node.args, node.kwargs), lambda source: index[source])))
+            for node in graph.nodes
+        )
+    )
+
+
+def is_the_callers(error: Exception) -> bool:
+    """Whether an error must reach the caller; every other one turns a part off, is reported, and is warned about."""
+    ours = isinstance(error, TritiumError) and not isinstance(error, UnrequestedConfig)
+    return ours or compat.passes_through(error)
+
+
+def brief(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def _equal(left: Any, right: Any) -> bool:
+    return left is right or (type(left) is type(right) and bool(left == right))
+
+
+def _assign(config: Any, name: str, value: Any) -> None:
+    *path, last = name.split(".")
+    for part in path:
+        config = getattr(config, part)
+    setattr(config, last, value)
+
+
+def needs_gradients(example_inputs: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(
+        isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs
+    )

@@ -1,0 +1,294 @@
+"""What the user asks for: one frozen, keyword-only value per backend, part of every cache key.
+
+Precedence is argument, then environment, then default. `TRITIUM_<FIELD>` sets a field, two underscores go into a
+group: `TRITIUM_FUSION_PATTERNS__ENABLE_ROPE=0`. A wrong value, an unknown field and an unknown `TRITIUM_*` variable
+are all a `ConfigError` that names the nearest valid one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NoReturn, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from tritium import envs
+from tritium.errors import ConfigError, nearest
+
+# What users of the seeds' static class write, and how the same is said here.
+_FORMER_NAMES = {
+    "aclgraph_only": 'CompilationConfig(graphs="only")',
+    "aclgraph_with_compile": 'CompilationConfig(graphs="with_compile")',
+}
+
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off"})
+
+
+class _ConfigType(type):
+    """Checks names before Python does, fills in the environment, and refuses assignment on the class."""
+
+    def __call__(cls, *args: Any, **given: Any) -> Any:
+        if args:
+            raise ConfigError(f"{cls.__name__} takes keyword arguments only, got {len(args)} positional")
+        check_environment()
+        valid = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        for name in given:
+            if name in _FORMER_NAMES:
+                raise ConfigError(f"{cls.__name__} has no field {name!r}; write {_FORMER_NAMES[name]}")
+            if name not in valid:
+                raise ConfigError(f"{cls.__name__} has no field {name!r}; {nearest(name, valid)}")
+        values = {**_from_environment(cls), **given}
+        return super().__call__(**values)
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        # `dataclass` itself, typing and abc set dunder attributes on the class while it is built.
+        if name.startswith("__"):
+            super().__setattr__(name, value)
+            return
+        example = _FORMER_NAMES.get(name, f"{cls.__name__}({name}={value!r})")
+        raise ConfigError(
+            f"{cls.__name__}.{name} cannot be assigned: a configuration is a value, one per backend; "
+            f"write tritium.Backend({example})"
+        )
+
+
+def _refuse_assignment(self: Any, name: str, value: Any) -> NoReturn:
+    owner = type(self).__name__
+    if owner == "CompilationConfig":
+        form = f"config.with_({name}={value!r})"
+    else:
+        group = "fusion_patterns" if owner == "FusionPatterns" else "pass_config"
+        form = f"tritium.Backend(CompilationConfig({group}={owner}({name}={value!r})))"
+    raise ConfigError(f"{owner} is frozen, {name!r} cannot be assigned; write {form}")
+
+
+def _refuse_deletion(self: Any, name: str) -> NoReturn:
+    raise ConfigError(f"{type(self).__name__} is frozen, {name!r} cannot be deleted")
+
+
+_C = TypeVar("_C", bound=type)
+
+
+def _speak_plainly(cls: _C) -> _C:
+    # dataclass(frozen=True) raises FrozenInstanceError without saying what to write instead; its __init__ goes
+    # through object.__setattr__, so replacing these two afterwards is safe.
+    type.__setattr__(cls, "__setattr__", _refuse_assignment)
+    type.__setattr__(cls, "__delattr__", _refuse_deletion)
+    return cls
+
+
+class _Group(metaclass=_ConfigType):
+    """What FusionPatterns, PassConfig and CompilationConfig share: checked fields."""
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for field in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            checked = _check(f"{type(self).__name__}.{field.name}", hints[field.name], value)
+            object.__setattr__(self, field.name, checked)
+
+    def with_(self, **changes: Any) -> Self:
+        """A copy with some fields changed.
+
+        >>> CompilationConfig().with_(engine="eager").engine
+        'eager'
+        """
+        return type(self)(**{**_as_arguments(self), **changes})
+
+
+@_speak_plainly
+@dataclass(frozen=True, kw_only=True)
+class FusionPatterns(_Group):
+    """One switch a family. Switching a family off also disables larger regions that cover it."""
+
+    enable_rms_norm: bool = True
+    enable_rope: bool = True
+    enable_adalayernorm: bool = True
+    # Recognises GELU and computes it as written: nothing is approximated.
+    enable_fast_gelu: bool = True
+    enable_mul_add: bool = True
+
+    def enables(self, family: str) -> bool:
+        """Whether sites of a family may be rewritten; a plug-in's family has no switch and is enabled by being installed."""
+        return bool(getattr(self, SWITCH_OF_FAMILY.get(family, f"enable_{family}"), True))
+
+
+# A family whose switch does not simply carry its name.
+SWITCH_OF_FAMILY = {"gelu": "enable_fast_gelu"}
+
+
+@_speak_plainly
+@dataclass(frozen=True, kw_only=True)
+class PassConfig(_Group):
+    """Switches of single passes. A pass that is switched off is not registered."""
+
+    enable_nd_tiling_workaround: bool = True
+
+
+@_speak_plainly
+@dataclass(frozen=True, kw_only=True)
+class CompilationConfig(_Group):
+    """Everything a backend can be told.
+
+    >>> CompilationConfig(engine="eager", fusion_patterns=FusionPatterns(enable_rope=False))  # doctest: +ELLIPSIS
+    CompilationConfig(fusion_patterns=FusionPatterns(...enable_rope=False...engine='eager'...)
+    """
+
+    fusion_patterns: FusionPatterns = dataclasses.field(default_factory=FusionPatterns)
+    enable_freezing: bool = False
+    graphs: Literal["off", "only", "with_compile", "auto"] = "off"
+    max_captures: int = 64
+    safe_output_mode: bool = True
+    graph_log_url: str | None = None
+    pass_config: PassConfig = dataclasses.field(default_factory=PassConfig)
+    engine: Literal["inductor", "eager"] = "inductor"
+    fidelity: Literal["exact", "close", "fast"] = "close"
+    force_tiling: str | None = None
+    # A provider for every op, or a mapping op -> provider. Kept as sorted pairs, so that the value can be hashed.
+    force_provider: str | Mapping[str, str] | tuple[tuple[str, str], ...] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_captures < 1:
+            raise ConfigError(f"CompilationConfig.max_captures must be at least 1, got {self.max_captures}")
+        self._refuse_what_is_not_there()
+
+    def _refuse_what_is_not_there(self) -> None:
+        # Raising beats accepting a setting that would change nothing.
+        if self.graphs != "off":
+            raise ConfigError(f"graphs={self.graphs!r}: this version cannot capture graphs; the only value is 'off'")
+        for name, default in (("max_captures", 64), ("safe_output_mode", True)):
+            if getattr(self, name) != default:
+                raise ConfigError(f"{name} concerns captured graphs, and graphs is 'off'")
+        if self.fidelity != "close":
+            raise ConfigError(f"fidelity={self.fidelity!r}: this version offers 'close' only")
+        if self.force_tiling is not None:
+            raise ConfigError("force_tiling: this version has no tiling policy to pin")
+
+    def provider_for(self, op: str) -> str | None:
+        """The provider pinned for an op, or None when the choice is free."""
+        if self.force_provider is None or isinstance(self.force_provider, str):
+            return self.force_provider
+        return dict(self.force_provider).get(op)
+
+    def identity(self) -> str:
+        """What of this configuration goes into a cache key: everything that can change the compiled code.
+
+        A folder can be moved by its owner without the code becoming another, so `graph_log_url` stays out.
+        """
+        plain = dataclasses.asdict(self)
+        plain.pop("graph_log_url")
+        return json.dumps(plain, sort_keys=True)
+
+
+# Reading `CompilationConfig.fusion_patterns.enable_rope` on the class, as users of the seeds' static class do, finds the
+# defaults; assigning there reaches `_refuse_assignment` and is told the new form.
+type.__setattr__(CompilationConfig, "fusion_patterns", object.__new__(FusionPatterns))
+type.__setattr__(CompilationConfig, "pass_config", object.__new__(PassConfig))
+
+_GROUPS: dict[type, str] = {
+    CompilationConfig: envs.PREFIX,
+    FusionPatterns: envs.PREFIX + "FUSION_PATTERNS__",
+    PassConfig: envs.PREFIX + "PASS_CONFIG__",
+}
+
+
+def environment_names() -> dict[str, tuple[type, str]]:
+    """Every variable that means something, and the group and field it sets."""
+    names = {}
+    for group, prefix in _GROUPS.items():
+        for field in fields(group):
+            if field.name not in ("fusion_patterns", "pass_config"):
+                names[prefix + field.name.upper()] = (group, field.name)
+    return names
+
+
+def check_environment() -> None:
+    """Raise for a `TRITIUM_*` variable that nobody reads: a typing error there is silent otherwise."""
+    known = environment_names()
+    for name in envs.tritium_variables():
+        if name not in known:
+            raise ConfigError(f"environment variable {name} means nothing to tritium; {nearest(name, known)}")
+
+
+def _from_environment(cls: type) -> dict[str, Any]:
+    variables = envs.tritium_variables()
+    hints = get_type_hints(cls)
+    values = {}
+    for name, (group, field) in environment_names().items():
+        if group is cls and name in variables:
+            values[field] = _parse(name, hints[field], variables[name])
+    return values
+
+
+def _as_arguments(config: Any) -> dict[str, Any]:
+    return {field.name: getattr(config, field.name) for field in fields(config)}
+
+
+def _parse(variable: str, hint: Any, text: str) -> Any:
+    """The value of one environment variable, by the type of its field."""
+    lowered = text.strip().lower()
+    if hint is bool:
+        if lowered in _TRUE:
+            return True
+        if lowered in _FALSE:
+            return False
+        raise ConfigError(f"{variable}={text!r} is no truth value; use 1 or 0")
+    if hint is int:
+        try:
+            return int(lowered)
+        except ValueError:
+            raise ConfigError(f"{variable}={text!r} is no whole number") from None
+    if get_origin(hint) is Literal:
+        if lowered not in get_args(hint):
+            raise ConfigError(f"{variable}={text!r}: {nearest(lowered, get_args(hint))}")
+        return lowered
+    if lowered in ("", "none"):
+        return None
+    if variable.endswith("FORCE_PROVIDER") and "=" in text:
+        return dict(_parse_pair(variable, pair) for pair in text.split(","))
+    return text
+
+
+def _parse_pair(variable: str, pair: str) -> tuple[str, str]:
+    op, _, provider = (part.strip() for part in pair.partition("="))
+    if not op or not provider:
+        raise ConfigError(f"{variable}: {pair!r} is no op=provider pair")
+    return op, provider
+
+
+def _check(name: str, hint: Any, value: Any) -> Any:
+    """The value if it fits the field's type, else a `ConfigError`; a mapping becomes sorted pairs."""
+    origin = get_origin(hint)
+    if origin is Literal:
+        options = get_args(hint)
+        if value not in options:
+            hint_text = nearest(value, options) if isinstance(value, str) else "valid: " + ", ".join(map(repr, options))
+            raise ConfigError(f"{name} cannot be {value!r}; {hint_text}")
+        return value
+    if origin in (Union, types.UnionType):
+        if isinstance(value, Mapping):
+            value = tuple(sorted(value.items()))
+        if isinstance(value, tuple):
+            return _check_pairs(name, value)
+        options = tuple(option for option in get_args(hint) if isinstance(option, type))
+        if not isinstance(value, options):
+            accepted = ", ".join("None" if option is type(None) else option.__name__ for option in options)
+            raise ConfigError(f"{name} must be one of {accepted}, got {value!r}")
+        return value
+    # bool is a subclass of int: neither stands for the other here.
+    if type(value) is not hint and not (hint not in (bool, int) and isinstance(value, hint)):
+        raise ConfigError(f"{name} must be {hint.__name__}, got {value!r} of type {type(value).__name__}")
+    return value
+
+
+def _check_pairs(name: str, value: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not name.endswith("force_provider"):
+        raise ConfigError(f"{name} cannot be {value!r}")
+    for pair in value:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(part, str) for part in pair)):
+            raise ConfigError(f"{name} maps op names to provider names, got {pair!r}")
+    return value

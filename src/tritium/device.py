@@ -1,0 +1,112 @@
+"""The only asker about hardware. Nothing here runs on import, and nothing starts CUDA unless it is asked about CUDA."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+# Bytes read plus written per second by a large copy, measured with the bench workload `copy` or read from committed results.
+# A device that is not listed has no estimate: the report then leaves estimated_us empty instead of guessing.
+COPY_BANDWIDTH = {
+    "NVIDIA H200": 4.3e12,
+}
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the report says about the machine."""
+
+    type: str
+    name: str
+    capability: str | None = None
+    threads: int | None = None
+
+    def to_dict(self) -> dict[str, str | int | None]:
+        return {"type": self.type, "name": self.name, "capability": self.capability, "threads": self.threads}
+
+
+def cuda_available() -> bool:
+    return torch.cuda.is_available()
+
+
+def default() -> str:
+    """Where a demo or benchmark should run: the GPU when there is one."""
+    return "cuda" if cuda_available() else "cpu"
+
+
+@functools.cache
+def cpu_name() -> str:
+    try:
+        with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def describe(device_type: str | None = None) -> Device:
+    device_type = device_type or default()
+    if device_type == "cuda" and cuda_available():
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return Device("cuda", properties.name, f"{properties.major}.{properties.minor}")
+    if device_type == "cpu":
+        return Device("cpu", cpu_name(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads())
+    return Device(device_type, device_type)
+
+
+def copy_bandwidth(device: Device) -> float | None:
+    """Measured copy bandwidth in bytes a second, or None for a device nobody has measured."""
+    return COPY_BANDWIDTH.get(device.name)
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether the triton package is there; importing it is left to whoever launches a kernel."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def synchronize(device_type: str) -> None:
+    if device_type == "cuda":
+        torch.cuda.synchronize()
+
+
+def nvidia_driver() -> str | None:
+    """The version of the NVIDIA kernel driver, or None where there is none; torch need not be able to use it."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    found = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)*)\s", text)
+    return found[1] if found else "unknown"
+
+
+# Large enough that oneDNN computes it; smaller products do not reach the instructions in question.
+_BF16_PROBE = "import torch; a = torch.ones(256, 256, dtype=torch.bfloat16); assert float((a @ a)[0, 0]) == 256"
+
+
+def bf16_matmul_works(environment: Mapping[str, str]) -> bool:
+    """Whether a bfloat16 product on the CPU survives under an environment.
+
+    Some virtual machines advertise AMX and then refuse its instructions, which kills the process: hence a child.
+    """
+    return _bf16_matmul_works(frozenset(environment.items()))
+
+
+@functools.cache
+def _bf16_matmul_works(environment: frozenset[tuple[str, str]]) -> bool:
+    # The interpreter and the program are our own.
+    child = subprocess.run(  # noqa: S603
+        [sys.executable, "-c", _BF16_PROBE], env=dict(environment), capture_output=True, check=False
+    )
+    return child.returncode == 0

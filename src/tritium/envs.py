@@ -1,0 +1,40 @@
+"""The only reader of `os.environ`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+PREFIX = "TRITIUM_"
+
+# oneDNN reads this when torch is imported; see `tritium doctor`.
+ONEDNN_ISA = "ONEDNN_MAX_CPU_ISA"
+
+
+def tritium_variables() -> dict[str, str]:
+    """All variables that start with `TRITIUM_`, as they are now."""
+    return {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
+
+
+def get(name: str) -> str | None:
+    return os.environ.get(name)
+
+
+def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment with changes, for a child process."""
+    return {**os.environ, **changes}
+
+
+def in_terminal_free_ci() -> bool:
+    """Whether a continuous-integration service runs us, where progress bars only fill logs."""
+    return os.environ.get("CI", "").lower() in {"1", "true"}
+
+
+def triton_interpreted() -> bool:
+    """Whether Triton kernels run in Triton's interpreter, which works on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def search_path() -> list[Path]:
+    return [Path(entry) for entry in os.environ.get("PATH", "").split(os.pathsep) if entry]

@@ -1,0 +1,29 @@
+"""REWRITES: one file a fusion. `catalog()` walks this folder and the entry point group `tritium.fusions`."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+
+from tritium import catalog as catalogues
+from tritium.fusions.fusion import Fusion, Match
+
+__all__ = ["Fusion", "Match", "catalog", "files"]
+
+
+@functools.cache
+def _entries() -> dict[str, catalogues.Entry[Fusion]]:
+    own = catalogues.walk(sys.modules[__name__], "FUSION", Fusion)
+    return catalogues.unique([*own, *catalogues.plugins("tritium.fusions", Fusion)], "fusion")
+
+
+def catalog() -> dict[str, Fusion]:
+    """Every fusion by name."""
+    return {name: entry.value for name, entry in _entries().items()}
+
+
+def files() -> list[Path]:
+    """Files whose content decides what is recognised: part of every cache key."""
+    own = Path(__file__).parent
+    return [own / "expression.py", own / "match.py", own / "fusion.py", *(entry.file for entry in _entries().values())]

@@ -1,0 +1,394 @@
+"""A canonical expression DAG beside an FX graph: one form for the many ways models write the same arithmetic.
+
+The graph itself is not rewritten. Every node gets an `Expr`; nodes that only change the spelling disappear from it:
+
+    a.mul(b), a * b, torch.mul(a, b)            -> mul(a, b)
+    a - b                                       -> add(a, neg(b))
+    x.pow(2), x ** 2, x.square(), x * x         -> square(x)
+    a / torch.sqrt(b), a * b ** -0.5            -> mul(a, rsqrt(b))
+    F.rms_norm(x, (d,), w, eps)                 -> mul(mul(x, rsqrt(add(mean(square(x)), eps))), w)
+    x.to(dtype), x.float(), x.type_as(y)        -> cast(x), which matching looks through
+    x.contiguous(), x * 1, dropout in eval      -> x
+    x[:, None], x.unsqueeze(1), x.expand(...)   -> view(x)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+from torch import fx
+
+
+@dataclass(frozen=True, eq=False)
+class Expr:
+    """One value. `node` is the FX node that holds it, None inside a form that a node was expanded into."""
+
+    op: str
+    args: tuple[Any, ...] = ()
+    node: fx.Node | None = None
+    attrs: tuple[Any, ...] = ()
+
+    @property
+    def value(self) -> Any:
+        """The fake tensor (or number) Dynamo knows for this value; None in a traced pattern."""
+        return value_of(self.node) if self.node is not None else None
+
+    def __repr__(self) -> str:
+        inner = ", ".join(map(repr, self.args))
+        name = self.node.name if self.node is not None and not self.args else ""
+        return f"{self.op}({inner or name})"
+
+
+def value_of(node: fx.Node) -> Any:
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def dtype_of(expr: Any) -> torch.dtype | None:
+    value = expr.value if isinstance(expr, Expr) else None
+    return value.dtype if isinstance(value, torch.Tensor) else None
+
+
+def shape_of(expr: Any) -> torch.Size | None:
+    value = expr.value if isinstance(expr, Expr) else None
+    return value.shape if isinstance(value, torch.Tensor) else None
+
+
+Build = Callable[["Canonicaliser", fx.Node], Expr | None]
+
+# (module or method name) -> how a node of that target becomes an expression. None from a builder means: opaque.
+_BUILDERS: dict[Any, Build] = {}
+
+
+def _builder(*targets: Any) -> Callable[[Build], Build]:
+    def register(build: Build) -> Build:
+        for target in targets:
+            _BUILDERS[target] = build
+        return build
+
+    return register
+
+
+class Canonicaliser:
+    """Builds expressions for the nodes of one graph, on demand and once each."""
+
+    def __init__(self) -> None:
+        self._exprs: dict[fx.Node, Expr] = {}
+
+    def of(self, thing: Any) -> Any:
+        """The expression of a node; numbers, None and dtypes stand for themselves."""
+        if not isinstance(thing, fx.Node):
+            return thing
+        # Graphs are thousands of nodes deep, so arguments are built first instead of by recursion.
+        stack = [thing]
+        while stack:
+            node = stack[-1]
+            if node in self._exprs:
+                stack.pop()
+                continue
+            missing = [arg for arg in node.all_input_nodes if arg not in self._exprs]
+            if missing:
+                stack.extend(missing)
+                continue
+            self._exprs[node] = self._build(node)
+            stack.pop()
+        return self._exprs[thing]
+
+    def _build(self, node: fx.Node) -> Expr:
+        if node.op in ("call_function", "call_method"):
+            build = _BUILDERS.get(node.target)
+            if build is not None:
+                made = build(self, node)
+                if made is not None:
+                    return made
+        return Expr("opaque", node=node)
+
+
+def is_number(thing: Any) -> bool:
+    return isinstance(thing, (int, float)) and not isinstance(thing, bool)
+
+
+def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
+    """An argument by position or keyword."""
+    if len(node.args) > index:
+        return node.args[index]
+    return node.kwargs.get(name, default)
+
+
+def _is_tensor(thing: Any) -> bool:
+    """Whether an operand is a tensor; in a traced pattern, where nothing is known, every node is."""
+    if not isinstance(thing, Expr):
+        return False
+    return thing.node is None or thing.value is None or isinstance(thing.value, torch.Tensor)
+
+
+def add(left: Any, right: Any, node: fx.Node | None = None) -> Expr:
+    if is_number(left):
+        left, right = right, left
+    return Expr("add", (left, right), node)
+
+
+def mul(left: Any, right: Any, node: fx.Node | None = None) -> Expr:
+    if is_number(left):
+        left, right = right, left
+    if left is right and isinstance(left, Expr):
+        return Expr("square", (left,), node)
+    return Expr("mul", (left, right), node)
+
+
+def neg(operand: Any) -> Any:
+    return -operand if is_number(operand) else Expr("neg", (operand,))
+
+
+def _keeps(expr: Any, node: fx.Node) -> bool:
+    """Whether a node that only spells identity really gives its operand's dtype and shape."""
+    known = isinstance(expr, Expr) and isinstance(expr.value, torch.Tensor)
+    result = value_of(node)
+    if not known or not isinstance(result, torch.Tensor):
+        return True
+    return bool(expr.value.dtype == result.dtype and expr.value.shape == result.shape)
+
+
+def _alias(operand: Expr, node: fx.Node) -> Expr:
+    """`operand` again, but held by `node`: rewriting must know which nodes a match covers."""
+    return Expr("same", (operand,), node)
+
+
+@_builder(operator.add, torch.add, "add")
+def _add(canon: Canonicaliser, node: fx.Node) -> Expr | None:
+    left, right = (canon.of(arg) for arg in node.args[:2]) if len(node.args) >= 2 else (None, None)
+    if left is None or node.kwargs.get("alpha", 1) != 1 or not (_is_tensor(left) or _is_tensor(right)):
+        return None
+    return add(left, right, node)
+
+
+@_builder(operator.sub, torch.sub, "sub")
+def _sub(canon: Canonicaliser, node: fx.Node) -> Expr | None:
+    left, right = (canon.of(arg) for arg in node.args[:2]) if len(node.args) >= 2 else (None, None)
+    if left is None or node.kwargs.get("alpha", 1) != 1 or not (_is_tensor(left) or _is_tensor(right)):
+        return None
+    return add(left, neg(right), node)
+
+
+@_builder(operator.mul, torch.mul, "mul", torch.multiply, "multiply")
+def _mul(canon: Canonicaliser, node: fx.Node) -> Expr | None:
+    if len(node.args) != 2:
+        return None
+    left, right = (canon.of(arg) for arg in node.args)
+    if not (_is_tensor(left) or _is_tensor(right)):
+        return None
+    for one, other in ((left, right), (right, left)):
+        if is_number(one) and one == 1 and _keeps(other, node):
+            return _alias(other, node)
+    return mul(left, right, node)
+
+
+@_builder(operator.truediv, torch.div, "div", torch.true_divide, "true_divide")
+def _div(canon: Canonicaliser, node: fx.Node) -> Expr | None:
+    if len(node.args) != 2 or node.kwargs.get("rounding_mode") is not None:
+        return None
+    left, right = (canon.of(arg) for arg in node.args)
+    if is_number(right) and right == 1 and _keeps(left, node):
+        return _alias(left, node)
+    denominator = strip_same(right)
+    if isinstance(denominator, Expr) and denominator.op == "sqrt":
+        root = Expr("rsqrt", denominator.args, denominator.node)
+        return mul(left, root, node)
+    return Expr("div", (left, right), node)
+
+
+@_builder(operator.neg, torch.neg, "neg")
+def _neg(canon: Canonicaliser, node: fx.Node) -> Expr | None:
+    return Expr("neg", (canon.of(node.args[0]),), node)
+
+
+@_builder(torch.square, "square")
+def _square(canon: Canonicaliser, node: fx.Node) -> Expr | None:
+    return Expr("square", (canon.of(node.args[0]),), node)
+
+
+@_builder(operator.pow, torch.pow, "pow", "__pow__")
+def _pow(canon: Canonicaliser, node: fx.Node) -> Expr | None:
+    base, exponent = canon.of(node.args[0]), argument(node, 1, "exponent")
+    forms = {2: "square", -0.5: "rsqrt", 0.5: "sqrt"}
+    if not isinstance(base, Expr) or not is_number(exponent) or exponent not in forms:
+        return None
+    return Expr(forms[exponent], (base,), node)
+
+
+@_builder(torch.rsqrt, "rsqrt")
+def _rsqrt(canon: Canonicaliser, node: fx.Node) -> Expr | None:
+    return Expr("rsqrt", (canon.of(node.args[0]),), node)
+
+
+@_builder(torch.sqrt, "sqrt")
+def _sqrt(canon: Canonicaliser, node: fx.Node) -> Expr | None:
+    return Expr("sqrt", (canon.of(node.args[0]),), node)
+
+
+@_builder(torch.mean, "mean")
+def _mean(canon: Canonicaliser, node: fx.Node) -> Expr | None:
+    """Only a mean over the last dim that keeps it: the one norms are made of."""
+    operand = canon.of(node.args[0])
+    dim, keepdim = argument(node, 1, "dim"), argument(node, 2, "keepdim", False)
+    dims = [dim] if isinstance(dim, int) else list(dim) if isinstance(dim, (tuple, list)) else []
+    shape = shape_of(operand)
+    rank = len(shape) if shape is not None else None
+    last = [-1] if rank is None else [-1, rank - 1]
+    if keepdim is not True or len(dims) != 1 or dims[0] not in last or node.kwargs.get("dtype") is not None:
+        return None
+    return Expr("mean", (operand,), node, attrs=(-1,))
+
+
+def _cast(canon: Canonicaliser, node: fx.Node) -> Expr | None:
+    """A change of dtype and nothing else; a move to another device or memory format stays opaque."""
+    operand = canon.of(node.args[0])
+    result = value_of(node)
+    known = isinstance(operand, Expr) and isinstance(operand.value, torch.Tensor)
+    if not known or not isinstance(result, torch.Tensor):
+        return Expr("cast", (operand,), node)
+    if operand.value.device != result.device or operand.value.shape != result.shape:
+        return None
+    if operand.value.dtype == result.dtype:
+        return _alias(operand, node)
+    floating = operand.value.dtype.is_floating_point and result.dtype.is_floating_point
+    return Expr("cast", (operand,), node) if floating else None
+
+
+for _target in ("to", "type_as", "float", "half", "bfloat16", "double", "type"):
+    _BUILDERS[_target] = _cast
+
+
+@_builder("contiguous", "detach", torch.clone, "clone")
+def _identity(canon: Canonicaliser, node: fx.Node) -> Expr | None:
+    operand = canon.of(node.args[0])
+    return _alias(operand, node) if isinstance(operand, Expr) and _keeps(operand, node) else None
+
+
+@_builder(F.dropout, torch.dropout)
+def _dropout(canon: Canonicaliser, node: fx.Node) -> Expr | None:
+    if argument(node, 1, "p", 0.5) != 0 and argument(node, 2, "training", True) is not False:
+        return None
+    return _alias(canon.of(node.args[0]), node)
+
+
+@_builder("unsqueeze", torch.unsqueeze, "expand", "expand_as")
+def _view(canon: Canonicaliser, node: fx.Node) -> Expr | None:
+    operand = canon.of(node.args[0])
+    return Expr("view", (operand,), node) if isinstance(operand, Expr) else None
+
+
+@_builder(operator.getitem)
+def _getitem(canon: Canonicaliser, node: fx.Node) -> Expr | None:
+    """`x[:, None]` is a broadcast view; every other index stays opaque."""
+    operand, index = canon.of(node.args[0]), node.args[1]
+    parts = index if isinstance(index, tuple) else (index,)
+    full = slice(None)
+    only_views = all(part is None or part is Ellipsis or part == full for part in parts)
+    if not isinstance(operand, Expr) or not only_views or (operand.value is not None and not _is_tensor(operand)):
+        return None
+    return Expr("view", (operand,), node)
+
+
+@_builder(F.rms_norm, torch.rms_norm)
+def _rms_norm(canon: Canonicaliser, node: fx.Node) -> Expr | None:
+    operand = canon.of(node.args[0])
+    shape = argument(node, 1, "normalized_shape")
+    weight, eps = canon.of(argument(node, 2, "weight")), canon.of(argument(node, 3, "eps"))
+    if not isinstance(shape, (tuple, list, torch.Size)) or len(shape) != 1:
+        return None
+    if eps is None:
+        dtype = dtype_of(operand)
+        if dtype is None:
+            return None
+        # What ATen uses: the eps of the dtype it computes in.
+        eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    inverse = Expr("rsqrt", (add(Expr("mean", (Expr("square", (operand,)),), attrs=(-1,)), eps),))
+    if weight is None:
+        return mul(operand, inverse, node)
+    return Expr("mul", (Expr("mul", (operand, inverse)), weight), node)
+
+
+def strip_same(expr: Any) -> Any:
+    while isinstance(expr, Expr) and expr.op == "same":
+        expr = expr.args[0]
+    return expr
+
+
+def strip_casts(expr: Any) -> Any:
+    while isinstance(expr, Expr) and expr.op in ("same", "cast"):
+        expr = expr.args[0]
+    return expr
+
+
+def strip_widening(expr: Any) -> Any:
+    """Look through casts that lose nothing: a value rounded to fewer bits is another value."""
+    while isinstance(expr, Expr) and expr.op in ("same", "cast"):
+        if expr.op == "cast":
+            source, target = dtype_of(expr.args[0]), dtype_of(expr)
+            if source is None or target is None or torch.promote_types(source, target) != target:
+                return expr
+        expr = expr.args[0]
+    return expr
+
+
+def live_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes whose value reaches the output or that write somewhere; Dynamo's graph still holds dead code."""
+    live: set[fx.Node] = set()
+    stack = [node for node in graph.nodes if node.op == "output" or mutated_arguments(node)]
+    while stack:
+        node = stack.pop()
+        if node not in live:
+            live.add(node)
+            stack.extend(node.all_input_nodes)
+    return live
+
+
+_IN_PLACE_OPERATORS = frozenset(
+    {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow, operator.setitem}
+)
+
+
+def mutated_arguments(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose memory a node writes to."""
+    if node.op not in ("call_function", "call_method"):
+        return []
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    out = node.kwargs.get("out")
+    if isinstance(out, fx.Node):
+        return [out]
+    if isinstance(out, (tuple, list)):
+        return [part for part in out if isinstance(part, fx.Node)]
+    in_place = node.target in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
+    schema = getattr(node.target, "_schema", None)
+    mutable = schema is not None and schema.is_mutable
+    if in_place or mutable or argument_flag(node, "inplace"):
+        return [arg for arg in node.args[:1] if isinstance(arg, fx.Node)] if not mutable else list(node.all_input_nodes)
+    return []
+
+
+def argument_flag(node: fx.Node, name: str) -> bool:
+    return node.kwargs.get(name) is True
+
+
+def storages(nodes: Sequence[fx.Node]) -> set[int]:
+    """Identities of the memory behind some nodes' values."""
+    return set(_storages(nodes))
+
+
+def _storages(nodes: Sequence[fx.Node]) -> Iterator[int]:
+    for node in nodes:
+        for value in _tensors(value_of(node)):
+            yield value.untyped_storage()._cdata
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors(part)

@@ -1,0 +1,87 @@
+"""What a fusion is: the ways models spell a region, and the op that replaces it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from tritium.fusions.expression import Expr, dtype_of, shape_of, value_of
+from tritium.ops import Op
+
+
+@dataclass
+class Match:
+    """One place where a spelling was found."""
+
+    root: fx.Node
+    bindings: dict[str, Any]
+    nodes: set[fx.Node] = field(default_factory=set)
+
+    def shape(self, name: str) -> torch.Size | None:
+        return shape_of(self.bindings[name])
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        return dtype_of(self.bindings[name])
+
+    @property
+    def out(self) -> Any:
+        """The fake tensor of the value that is replaced."""
+        return value_of(self.root)
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        bound = (value.node for value in self.bindings.values() if isinstance(value, Expr))
+        return [node for node in bound if node is not None]
+
+    @property
+    def source_line(self) -> str:
+        """`normalization.py:553 in forward`: the line of the model this came from."""
+        places = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', self.root.meta.get("stack_trace") or "")
+        if not places:
+            return ""
+        # The model's own line, not torch's wrapper around an operator.
+        own = [place for place in places if "/torch/" not in place[0].replace("\\", "/")]
+        file, line, function = (own or places)[-1]
+        return f"{Path(file).name}:{line} in {function}"
+
+
+def _anything(match: Match) -> bool:
+    del match
+    return True
+
+
+def _nothing(match: Match) -> str | None:
+    del match
+    return None
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """A rewrite. Declared as `FUSION` in a file of its own, or named in the entry point group `tritium.fusions`.
+
+    A spelling is a plain function of tensors; it is brought into canonical form, so one spelling serves every operand
+    order, cast and method-or-function variant. A parameter annotated `float` stands for any number.
+    `accept` tells whether a place that looks like the spelling is the thing meant; `decline` gives a reason why a place
+    that is the thing must be left alone. `arguments` maps a match to the op's arguments by name: expressions, numbers.
+    """
+
+    name: str
+    families: tuple[str, ...]
+    spellings: tuple[Callable[..., Any], ...]
+    replacement: Op
+    accept: Callable[[Match], bool] = _anything
+    decline: Callable[[Match], str | None] = _nothing
+    arguments: Callable[[Match], Mapping[str, Any]] | None = None
+    # What the name means, for the generated documentation.
+    doc: str = ""
+
+    def arguments_of(self, match: Match) -> dict[str, Any]:
+        if self.arguments is not None:
+            return dict(self.arguments(match))
+        return {**match.bindings, "out_dtype": match.out.dtype}

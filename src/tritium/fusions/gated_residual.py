@@ -1,0 +1,51 @@
+"""Fuse `x + gate * y`, the gated residual of a transformer block, into `tritium::gated_residual`.
+
+Before:  mul(gate, y) -> add(x, .)
+After:   tritium::gated_residual(x, gate, y)
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tritium.fusions.expression import Expr, shape_of, strip_casts
+from tritium.fusions.fusion import Fusion, Match
+from tritium.ops import gated_residual
+
+
+def residual(x: torch.Tensor, gate: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x + gate * y
+
+
+def accept(match: Match) -> bool:
+    """x and y have the result's shape, the gate is broadcast; both products of a RoPE would pass that alone."""
+    if not isinstance(match.out, torch.Tensor):
+        return False
+    out = match.out.shape
+    if match.shape("x") != out or match.shape("y") != out or not match.out.dtype.is_floating_point:
+        return False
+    gate = match.shape("gate")
+    return gate is not None and _is_broadcast(gate, out) and not _is_scaled(match.bindings["x"], gate)
+
+
+def _is_broadcast(gate: torch.Size, out: torch.Size) -> bool:
+    if len(gate) == 0:
+        return False
+    missing = len(out) - len(gate)
+    return missing > 0 or any(size == 1 and full != 1 for size, full in zip(gate, out[missing:], strict=True))
+
+
+def _is_scaled(x: Expr, gate: torch.Size) -> bool:
+    """Whether the addend is itself a product with such a gate: `x * cos + rotated * sin` is a RoPE."""
+    inner = strip_casts(x)
+    return inner.op == "mul" and any(shape_of(arg) == gate for arg in inner.args if isinstance(arg, Expr))
+
+
+FUSION = Fusion(
+    name="gated_residual",
+    families=("mul_add",),
+    spellings=(residual,),
+    replacement=gated_residual.OP,
+    accept=accept,
+    doc=__doc__,
+)

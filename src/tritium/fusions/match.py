@@ -1,0 +1,215 @@
+"""Find the spellings of fusions on the canonical expressions of a graph."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from tritium.fusions.expression import (
+    Canonicaliser,
+    Expr,
+    is_number,
+    live_nodes,
+    mutated_arguments,
+    storages,
+    strip_casts,
+    strip_same,
+    strip_widening,
+    value_of,
+)
+from tritium.fusions.fusion import Fusion, Match
+
+COMMUTATIVE = frozenset({"add", "mul"})
+
+
+@dataclass(frozen=True)
+class Wild:
+    """A parameter of a spelling: any tensor, or any number."""
+
+    name: str
+    number: bool
+
+
+@functools.cache
+def pattern_of(spelling: Callable[..., Any]) -> Any:
+    """A spelling in canonical form, its parameters as wildcards."""
+    graph = fx.symbolic_trace(spelling).graph
+    parameters = inspect.signature(spelling, eval_str=True).parameters
+    canon = Canonicaliser()
+    output = next(node for node in graph.nodes if node.op == "output")
+
+    def freeze(thing: Any) -> Any:
+        if not isinstance(thing, Expr):
+            return thing
+        if thing.node is not None and thing.node.op == "placeholder":
+            name = str(thing.node.target)
+            return Wild(name, number=parameters[name].annotation is float)
+        return Expr(thing.op, tuple(map(freeze, thing.args)), attrs=thing.attrs)
+
+    return freeze(strip_casts(canon.of(output.args[0])))
+
+
+State = tuple[dict[str, Any], frozenset[fx.Node]]
+
+
+def _covered(outer: Any, inner: Any) -> frozenset[fx.Node]:
+    """Nodes of the casts and identities between two expressions."""
+    nodes = set()
+    while outer is not inner:
+        if outer.node is not None:
+            nodes.add(outer.node)
+        outer = outer.args[0]
+    return frozenset(nodes)
+
+
+def _match(pattern: Any, target: Any, state: State) -> Iterator[State]:
+    """All ways to read `target` as `pattern`."""
+    bindings, nodes = state
+    if isinstance(pattern, Wild):
+        yield from _bind(pattern, target, state)
+        return
+    if not isinstance(pattern, Expr):
+        if not isinstance(target, Expr) and is_number(target) and target == pattern:
+            yield state
+        return
+    if not isinstance(target, Expr):
+        return
+    inner = strip_casts(target)
+    if pattern.op == "cast":
+        yield from _match(pattern.args[0], target, state)
+        return
+    if inner.op != pattern.op or inner.attrs != pattern.attrs or len(inner.args) != len(pattern.args):
+        return
+    own = nodes | _covered(target, inner) | (frozenset({inner.node}) if inner.node is not None else frozenset())
+    orders = [inner.args]
+    if pattern.op in COMMUTATIVE:
+        orders.append(inner.args[::-1])
+    for args in orders:
+        yield from _match_all(pattern.args, args, (bindings, own))
+
+
+def _match_all(patterns: Sequence[Any], targets: Sequence[Any], state: State) -> Iterator[State]:
+    if not patterns:
+        yield state
+        return
+    for found in _match(patterns[0], targets[0], state):
+        yield from _match_all(patterns[1:], targets[1:], found)
+
+
+def _bind(wild: Wild, target: Any, state: State) -> Iterator[State]:
+    bindings, nodes = state
+    if wild.number:
+        inner = strip_same(target)
+        is_scalar = isinstance(inner, Expr) and isinstance(inner.value, (float, int, torch.SymFloat, torch.SymInt))
+        if not is_number(inner) and not is_scalar:
+            return
+    else:
+        if not isinstance(target, Expr):
+            return
+        inner = strip_widening(target)
+        nodes = nodes | _covered(target, inner)
+        if inner.node is None or not isinstance(value_of(inner.node), torch.Tensor):
+            return
+    known = bindings.get(wild.name)
+    if known is None:
+        yield {**bindings, wild.name: inner}, nodes
+    elif same_value(known, inner):
+        yield state[0], nodes
+
+
+def same_value(left: Any, right: Any) -> bool:
+    """Whether two expressions are one value, casts that lose nothing aside."""
+    left, right = strip_widening(left), strip_widening(right)
+    if not isinstance(left, Expr) or not isinstance(right, Expr):
+        return not isinstance(left, Expr) and not isinstance(right, Expr) and left == right
+    return left is right or (left.node is not None and left.node is right.node)
+
+
+class Recogniser:
+    """The sites of one graph."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.canon = Canonicaliser()
+        self.live = live_nodes(graph)
+        self.position = {node: index for index, node in enumerate(graph.nodes)}
+        self.writes = [
+            (self.position[node], storages(mutated)) for node in graph.nodes if (mutated := mutated_arguments(node))
+        ]
+        self.region = _autocast_regions(graph)
+        self.claimed: set[fx.Node] = set()
+
+    def find(self, fusions: Sequence[Fusion]) -> list[tuple[Fusion, Match]]:
+        """Sites of all fusions, larger regions first, each node in one site at most."""
+        found = []
+        for fusion in sorted(fusions, key=lambda fusion: (-_size_of(fusion), fusion.name)):
+            for node in reversed(self.graph.nodes):
+                match = self._match_at(fusion, node)
+                if match is not None:
+                    self.claimed |= match.nodes
+                    found.append((fusion, match))
+        return found
+
+    def _match_at(self, fusion: Fusion, node: fx.Node) -> Match | None:
+        if node not in self.live or node in self.claimed or node.op not in ("call_function", "call_method"):
+            return None
+        expr = self.canon.of(node)
+        if expr.op in ("same", "cast", "opaque"):
+            return None
+        for spelling in fusion.spellings:
+            pattern = pattern_of(spelling)
+            if pattern.op != expr.op:
+                continue
+            for bindings, nodes in _match(pattern, expr, ({}, frozenset())):
+                match = self._closed(Match(node, bindings, set(nodes)))
+                if not match.nodes & self.claimed and fusion.accept(match):
+                    return match
+        return None
+
+    def _closed(self, match: Match) -> Match:
+        """Extended over casts that only round the result: the op rounds once, at the end."""
+        root, nodes = match.root, match.nodes
+        while len(root.users) == 1:
+            user = next(iter(root.users))
+            source, target = value_of(root), value_of(user)
+            if self.canon.of(user).op != "cast" or torch.promote_types(source.dtype, target.dtype) != source.dtype:
+                break
+            root = user
+            nodes = nodes | {user}
+        return Match(root, match.bindings, nodes)
+
+    def hazard(self, match: Match) -> str | None:
+        """Why computing the region at its root would read other values than the model does, or None."""
+        first = min(self.position[node] for node in match.nodes)
+        last = self.position[match.root]
+        touched = storages([*match.inputs, *match.nodes])
+        for position, written in self.writes:
+            if first < position < last and written & touched:
+                return "a value is written in place between the matched operations"
+        regions = {self.region[node] for node in match.nodes}
+        if len(regions) > 1:
+            return "the region crosses an autocast boundary"
+        return None
+
+
+def _size_of(fusion: Fusion) -> int:
+    def size(thing: Any) -> int:
+        return 1 + sum(map(size, thing.args)) if isinstance(thing, Expr) else 0
+
+    return max(size(pattern_of(spelling)) for spelling in fusion.spellings)
+
+
+def _autocast_regions(graph: fx.Graph) -> dict[fx.Node, int]:
+    regions = {}
+    current = 0
+    for node in graph.nodes:
+        if getattr(node.target, "__name__", "") in ("_enter_autocast", "_exit_autocast"):
+            current += 1
+        regions[node] = current
+    return regions

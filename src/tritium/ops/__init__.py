@@ -1,0 +1,72 @@
+"""MEANING: one file an op. `catalog()` walks this folder and registers what it finds with PyTorch, once."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+
+from tritium import catalog as catalogues
+from tritium.errors import CatalogError, nearest
+from tritium.ops.bridge import custom_op
+from tritium.ops.op import INDUCTOR, REFERENCE, Op, Provider, Registration, Sample, failed_providers
+
+__all__ = [
+    "INDUCTOR",
+    "REFERENCE",
+    "Op",
+    "Provider",
+    "Sample",
+    "catalog",
+    "custom_op",
+    "failed_providers",
+    "files",
+    "providers",
+]
+
+
+@functools.cache
+def _entries() -> dict[str, catalogues.Entry[Op]]:
+    return catalogues.unique(catalogues.walk(sys.modules[__name__], "OP", Op), "op")
+
+
+@functools.cache
+def _plugged_in() -> tuple[catalogues.Entry[Provider], ...]:
+    return tuple(catalogues.plugins("tritium.providers", Provider))
+
+
+@functools.cache
+def _registration() -> Registration:
+    ops = {name: entry.value for name, entry in _entries().items()}
+    return Registration(ops, {name: _providers_of(op) for name, op in ops.items()})
+
+
+def _providers_of(op: Op) -> dict[str, Provider]:
+    found = {provider.name: provider for provider in op.providers}
+    for entry in _plugged_in():
+        if entry.value.op not in _entries():
+            raise CatalogError(f"{entry.origin}: no op {entry.value.op!r}; {nearest(entry.value.op, _entries())}")
+        if entry.value.op == op.name:
+            if entry.value.name in found:
+                raise CatalogError(f"{entry.origin}: op {op.name!r} has a provider {entry.value.name!r} already")
+            found[entry.value.name] = entry.value
+    return found
+
+
+def catalog() -> dict[str, Op]:
+    """Every op by name, registered with PyTorch's dispatcher as `tritium::<name>`."""
+    _registration()
+    return {name: entry.value for name, entry in _entries().items()}
+
+
+def providers(op: Op) -> dict[str, Provider]:
+    """The owned providers of an op; `inductor` and `reference` exist beside them for every op."""
+    _registration()
+    return _providers_of(op)
+
+
+def files() -> list[Path]:
+    """Files whose content decides what an op computes: part of every cache key."""
+    own = Path(__file__).parent
+    shared = [own / "op.py", own / "bridge.py"]
+    return [*shared, *(entry.file for entry in _entries().values()), *(entry.file for entry in _plugged_in())]

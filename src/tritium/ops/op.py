@@ -1,0 +1,120 @@
+"""What an op is: one meaning, written as plain PyTorch, and the providers that can compute it."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tritium.errors import CatalogError, ProviderError
+
+NAMESPACE = "tritium"
+
+# Left to Inductor: the region stays in the graph as it was written.
+INDUCTOR = "inductor"
+# The op's own definition runs; what engine `eager` uses.
+REFERENCE = "reference"
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One implementation of an op."""
+
+    name: str
+    op: str
+    run: Callable[..., torch.Tensor]
+    # Why it cannot take these (possibly fake) arguments on this device, or None.
+    decline: Callable[..., str | None]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Arguments for a contract test or a benchmark, by parameter name, and where the shape comes from."""
+
+    label: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op. `schema` is the operator's signature in PyTorch's notation, without name and without `provider`.
+
+    `reference(**arguments)` is definition, default and test oracle: given float64 it computes in float64.
+    `fake(**arguments)` returns an empty tensor of the right shape and dtype; results are always contiguous.
+    """
+
+    name: str
+    schema: str
+    reference: Callable[..., torch.Tensor]
+    fake: Callable[..., torch.Tensor]
+    samples: Callable[[torch.dtype, str], Iterator[Sample]]
+    providers: tuple[Provider, ...] = ()
+
+    @property
+    def qualified_name(self) -> str:
+        return f"{NAMESPACE}::{self.name}"
+
+    @property
+    def overload(self) -> Any:
+        """The registered operator: what a rewritten graph calls."""
+        return getattr(torch.ops.tritium, self.name).default
+
+
+# Providers that failed while running, with the reason; the op's reference computes in their place.
+_FAILED: dict[tuple[str, str], str] = {}
+
+
+def failed_providers() -> dict[tuple[str, str], str]:
+    """(op, provider) -> why it was turned off while running."""
+    return dict(_FAILED)
+
+
+def _launch(op: Op, providers: Mapping[str, Provider], *arguments: Any, provider: str) -> torch.Tensor:
+    chosen = providers.get(provider)
+    key = (op.name, provider)
+    if chosen is None or key in _FAILED:
+        if chosen is None and provider != REFERENCE:
+            raise ProviderError(f"op {op.name!r} has no provider {provider!r}; it has {', '.join(providers) or 'none'}")
+        return op.reference(*arguments).contiguous()
+    try:
+        return chosen.run(*arguments).contiguous()
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        # Nothing that runs afterwards on a broken or full device could be trusted or would help.
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a kernel compiler raises: local, reported, and warned about
+        _FAILED[key] = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+        warnings.warn(
+            f"tritium: provider {provider!r} of op {op.name!r} failed and is turned off ({_FAILED[key]}); "
+            "its reference computes instead",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return op.reference(*arguments).contiguous()
+
+
+class Registration:
+    """The ops of one catalogue, registered with PyTorch's dispatcher for as long as this lives."""
+
+    def __init__(self, ops: Mapping[str, Op], providers: Mapping[str, Mapping[str, Provider]]) -> None:
+        # FRAGMENT: a second registration (tests make one) may add to the namespace.
+        self._library = torch.library.Library(NAMESPACE, "FRAGMENT")
+        for op in ops.values():
+            inputs, arrow, outputs = op.schema.partition(" -> ")
+            if not arrow or not inputs.endswith(")"):
+                raise CatalogError(f"op {op.name!r}: schema {op.schema!r} must look like '(Tensor x) -> Tensor'")
+            self._library.define(f"{op.name}{inputs[:-1]}, *, str provider) -> {outputs}")
+            launch = functools.partial(_launch, op, providers[op.name])
+            self._library.impl(op.name, launch, "CompositeExplicitAutograd")
+            torch.library.register_fake(op.qualified_name, _fake_of(op), lib=self._library)
+
+
+def _fake_of(op: Op) -> Callable[..., torch.Tensor]:
+    def fake(*arguments: Any, provider: str) -> torch.Tensor:
+        del provider
+        return op.fake(*arguments)
+
+    return fake

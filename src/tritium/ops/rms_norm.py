@@ -1,0 +1,146 @@
+"""`x / sqrt(mean(x^2) + eps) * weight` over the last dim, computed in float32 (float64 for float64) and rounded once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tritium import device, envs
+from tritium.ops.op import Op, Provider, Sample
+
+# A row this wide still fits the registers of one program of 16 warps; wider rows take a second pass over memory.
+WHOLE_ROW = 16_384
+
+
+def reference(x: torch.Tensor, weight: torch.Tensor | None, eps: float, out_dtype: torch.dtype | None) -> torch.Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        normed = normed * weight
+    return normed.to(out_dtype or x.dtype)
+
+
+def fake(x: torch.Tensor, weight: torch.Tensor | None, eps: float, out_dtype: torch.dtype | None) -> torch.Tensor:
+    del weight, eps
+    return x.new_empty(x.shape, dtype=out_dtype or x.dtype)
+
+
+def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
+    generator = torch.Generator(device_type).manual_seed(7)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device_type, dtype=torch.float32).to(dtype)
+
+    for width in (1, 7, 60, 63, 100, 128, 3072, 5120):
+        yield Sample(f"rows of {width}", _arguments(random(3, width), random(width)))
+    yield Sample("no weight", _arguments(random(2, 7, 128), None))
+    yield Sample("FLUX q: heads after sequence", _arguments(random(1, 63, 24, 128), random(128)))
+    yield Sample("transposed", _arguments(random(2, 100, 24).transpose(1, 2), random(100)))
+    yield Sample("every second row", _arguments(random(14, 60)[::2], random(60)))
+    yield Sample("one row", _arguments(random(128), random(128)))
+    yield Sample("no rows", _arguments(random(0, 128), random(128)))
+    yield Sample("wider than one program", _arguments(random(2, WHOLE_ROW + 7), random(WHOLE_ROW + 7)))
+
+
+def _arguments(x: torch.Tensor, weight: torch.Tensor | None) -> dict[str, Any]:
+    return {"x": x, "weight": weight, "eps": 1e-6, "out_dtype": None}
+
+
+@functools.cache
+def _kernel() -> Any:
+    import triton
+    import triton.language as tl
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def rms_norm_kernel(
+        x_ptr: Any,
+        weight_ptr: Any,
+        out_ptr: Any,
+        eps: Any,
+        width: Any,
+        row_stride: Any,
+        HAS_WEIGHT: tl.constexpr,
+        WHOLE: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ) -> None:
+        # 64 bits: rows times width passes 2^31 for video.
+        row = tl.program_id(0).to(tl.int64)
+        columns = tl.arange(0, BLOCK)
+        x_row = x_ptr + row * row_stride
+        out_row = out_ptr + row * width
+        # Inductor hands Python floats over as float64; without this the whole row is computed in float64.
+        small = eps.to(tl.float32)
+        if WHOLE:
+            inside = columns < width
+            x = tl.load(x_row + columns, mask=inside, other=0.0).to(tl.float32)
+            y = x * tl.rsqrt(tl.sum(x * x, axis=0) / width + small)
+            if HAS_WEIGHT:
+                y = y * tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+            tl.store(out_row + columns, y.to(out_ptr.dtype.element_ty), mask=inside)
+        else:
+            squares = tl.zeros([BLOCK], dtype=tl.float32)
+            for start in range(0, width, BLOCK):
+                x = tl.load(x_row + start + columns, mask=start + columns < width, other=0.0).to(tl.float32)
+                squares += x * x
+            scale = tl.rsqrt(tl.sum(squares, axis=0) / width + small)
+            for start in range(0, width, BLOCK):
+                inside = start + columns < width
+                y = tl.load(x_row + start + columns, mask=inside, other=0.0).to(tl.float32) * scale
+                if HAS_WEIGHT:
+                    y = y * tl.load(weight_ptr + start + columns, mask=inside, other=0.0).to(tl.float32)
+                tl.store(out_row + start + columns, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+    return rms_norm_kernel
+
+
+def run_triton(x: torch.Tensor, weight: torch.Tensor | None, eps: float, out_dtype: torch.dtype | None) -> torch.Tensor:
+    import triton
+
+    width = x.shape[-1]
+    rows = x.reshape(-1, width)
+    if rows.stride(-1) != 1:
+        rows = rows.contiguous()
+    out = x.new_empty(x.shape, dtype=out_dtype or x.dtype)
+    if out.numel() == 0:
+        return out
+    whole = width <= WHOLE_ROW
+    block = triton.next_power_of_2(width) if whole else 4096
+    _kernel()[(rows.shape[0],)](
+        rows,
+        rows if weight is None else weight.contiguous(),
+        out,
+        float(eps),
+        width,
+        rows.stride(0),
+        HAS_WEIGHT=weight is not None,
+        WHOLE=whole,
+        BLOCK=block,
+        num_warps=min(16, max(1, block // 512)),
+    )
+    return out
+
+
+def decline_triton(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, out_dtype: torch.dtype | None
+) -> str | None:
+    del weight, eps, out_dtype
+    if not device.has_triton():
+        return "triton is not installed"
+    if x.device.type != "cuda" and not envs.triton_interpreted():
+        return f"Triton kernels run on a GPU, this graph runs on {x.device.type}"
+    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"the kernel computes in float32, the input is {x.dtype}"
+    return None
+
+
+OP = Op(
+    name="rms_norm",
+    schema="(Tensor x, Tensor? weight, float eps, ScalarType? out_dtype) -> Tensor",
+    reference=reference,
+    fake=fake,
+    samples=samples,
+    providers=(Provider("triton", "rms_norm", run_triton, decline_triton),),
+)

@@ -1,0 +1,459 @@
+"""What was done, declined, and why.
+
+A `GraphRecord` is written while one graph is compiled and belongs to that compiled code; `LEDGER` keeps them for the
+process; a `Report` is a view over the records of one model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any, Literal
+
+from tritium import compat, device
+
+SEED_FAMILIES = ("rms_norm", "rope", "adalayernorm", "gelu", "mul_add")
+
+Outcome = Literal["fused", "inductor", "declined"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place in one graph where a fusion applies."""
+
+    fusion: str
+    families: tuple[str, ...]
+    outcome: Outcome
+    reason: str
+    node: str = ""
+    source_line: str = ""
+
+    def declined(self, reason: str) -> Site:
+        return Site(self.fusion, self.families, "declined", reason, self.node, self.source_line)
+
+
+@dataclass
+class SiteCounts:
+    """How the sites of one family ended."""
+
+    fused: int = 0
+    inductor: int = 0
+    declined: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def recognised(self) -> int:
+        return self.fused + self.inductor
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "fused": self.fused,
+            "inductor": self.inductor,
+            "declined": self.declined,
+            "reasons": dict(self.reasons),
+        }
+
+
+@dataclass
+class PassRecord:
+    """One pass over one graph."""
+
+    name: str
+    changed: bool = False
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+    declined: str | None = None
+    failed: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "changed": self.changed,
+            "requests": self.requests,
+            "seconds": round(self.seconds, 6),
+            "declined": self.declined,
+            "failed": self.failed,
+        }
+
+
+@dataclass(frozen=True)
+class Recompile:
+    """Why a frame was compiled once more."""
+
+    graph: str
+    argument: str | None
+    was: str | None
+    now: str | None
+    reason: str
+
+    def to_dict(self) -> dict[str, str | None]:
+        return dict(self.__dict__)
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A value that depends on parameters alone and is computed when they change instead of on every call."""
+
+    value: str
+    sources: tuple[str, ...]
+    bytes: int
+    declined: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**self.__dict__, "sources": list(self.sources)}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A part that turned itself off for one graph."""
+
+    part: str
+    reason: str
+    graphs_at: str | None = None
+
+    def to_dict(self) -> dict[str, str | None]:
+        return dict(self.__dict__)
+
+
+@dataclass
+class GraphRecord:
+    """Everything known about one compiled graph."""
+
+    graph: str
+    function: str
+    engine: str
+    device_type: str
+    nodes: int = 0
+    break_reason: str | None = None
+    needs_gradients: bool = False
+    sites: list[Site] = field(default_factory=list)
+    passes: list[PassRecord] = field(default_factory=list)
+    folded: list[Folded] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    fallbacks: list[dict[str, Any]] = field(default_factory=list)
+    kernels: list[dict[str, Any]] = field(default_factory=list)
+    kernels_from: Literal["codegen", "store", "none"] = "none"
+    recompile: Recompile | None = None
+    seconds: float = 0.0
+    code: weakref.ref[CodeType] | None = None
+    owners: tuple[weakref.ref[Any], ...] = ()
+    callers: frozenset[int] = frozenset()
+
+    def belongs_to(self, thing: object) -> bool:
+        """Whether `thing` was on the stack when this graph was compiled."""
+        return any(owner() is thing for owner in self.owners)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "graph": self.graph,
+            "function": self.function,
+            "engine": self.engine,
+            "device": self.device_type,
+            "nodes": self.nodes,
+            "seconds": round(self.seconds, 3),
+            "needs_gradients": self.needs_gradients,
+            "break_reason": self.break_reason,
+            "kernels_from": self.kernels_from,
+        }
+
+
+class Ledger:
+    """The records of this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._records: list[GraphRecord] = []
+        self._limits: list[compat.LimitReached] = []
+
+    def add(self, record: GraphRecord) -> None:
+        with self._lock:
+            # A restarted analysis compiles the same graph again: the later record is the true one.
+            self._records = [
+                kept for kept in self._records if not (kept.graph == record.graph and kept.code == record.code)
+            ]
+            self._records.append(record)
+
+    def limit_reached(self, limit: compat.LimitReached) -> None:
+        with self._lock:
+            self._limits.append(limit)
+
+    def records(self) -> list[GraphRecord]:
+        """Records whose code is still alive, oldest first."""
+        with self._lock:
+            self._records = [kept for kept in self._records if kept.code is None or kept.code() is not None]
+            return list(self._records)
+
+    def limits_of(self, records: Sequence[GraphRecord]) -> list[compat.LimitReached]:
+        places = set()
+        for record in records:
+            code = record.code() if record.code is not None else None
+            if code is not None:
+                places.add((code.co_name, code.co_filename, code.co_firstlineno))
+        with self._lock:
+            return [limit for limit in self._limits if (limit.function, limit.file, limit.line) in places]
+
+    def clear(self) -> None:
+        with self._lock:
+            self._records.clear()
+            self._limits.clear()
+
+
+LEDGER = Ledger()
+
+
+_MISMATCH = re.compile(
+    r"tensor '(?P<argument>.+?)' (?P<what>[\w ]+?) mismatch(?: at index (?P<index>\d+))?\. "
+    r"expected (?P<was>.+), actual (?P<now>.+?)(?:$|[.\n])"
+)
+_EQUALITY = re.compile(r"^(?P<argument>[A-Za-z_][\w.\[\]']*) == (?P<was>.+)$")
+_NAME = re.compile(r"[A-Za-z_]\w*")
+
+
+def parse_guard_failure(graph: str, text: str, arguments: Mapping[str, Any]) -> Recompile:
+    """Dynamo's sentence about a failed guard as argument, was and now.
+
+    >>> parse_guard_failure("0/1", "0/0: tensor 'x' size mismatch at index 1. expected 8, actual 16", {})
+    Recompile(graph='0/1', argument='x', was='size 8 at dim 1', now='size 16 at dim 1', reason="tensor 'x' size mismatch at index 1. expected 8, actual 16")
+    """
+    first = re.sub(r"^\d+/\d+(?:_\d+)?: ", "", text.splitlines()[0])
+    reason = first.split("  #")[0].strip()
+    mismatch = _MISMATCH.search(reason)
+    if mismatch is not None:
+        what, index = mismatch["what"], mismatch["index"]
+        place = f" at dim {index}" if index is not None else ""
+        values = [f"{what} {mismatch[key].strip()}{place}" for key in ("was", "now")]
+        if what == "dispatch key set":
+            # The only key that ordinary use changes: a tensor made under inference_mode lacks it.
+            values = ["normal tensor" if "ADInplaceOrView" in value else "inference tensor" for value in values]
+        return Recompile(graph, _argument_name(mismatch["argument"]), values[0], values[1], reason)
+    if reason.startswith("GLOBAL_STATE changed"):
+        return Recompile(graph, None, None, None, reason)
+    equality = _EQUALITY.match(reason)
+    named = next((name for name in _NAME.findall(reason) if name in arguments), None)
+    argument = equality["argument"] if equality is not None else named
+    if argument is None:
+        return Recompile(graph, None, None, None, reason)
+    was = equality["was"].strip() if equality is not None else None
+    now = _brief(arguments[argument]) if argument in arguments else None
+    return Recompile(graph, _argument_name(argument), was, now, reason)
+
+
+def _argument_name(text: str) -> str:
+    """`hidden_states` for `kwargs['hidden_states']`: a decorator around forward hides the name otherwise."""
+    return re.sub(r"^(?:kw)?args\['?([\w.]+)'?\]", r"\1", text)
+
+
+def _brief(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    if shape is not None and hasattr(value, "dtype"):
+        return f"tensor of shape {tuple(shape)}, {value.dtype}"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{type(value).__name__} object"
+
+
+class Report:
+    """What Tritium did to one model. `str(report)` is a page of text, `to_dict()` the same as data."""
+
+    def __init__(self, records: Iterable[GraphRecord], limits: Iterable[compat.LimitReached] = ()) -> None:
+        self.records = list(records)
+        self.limits = list(limits)
+
+    @property
+    def device(self) -> dict[str, Any]:
+        types = {record.device_type for record in self.records}
+        chosen = "cuda" if "cuda" in types else next(iter(types), None)
+        return dict(device.describe(chosen).to_dict())
+
+    @property
+    def sites(self) -> dict[str, SiteCounts]:
+        counts = {family: SiteCounts() for family in SEED_FAMILIES}
+        for site in itertools.chain.from_iterable(record.sites for record in self.records):
+            for family in site.families:
+                of_family = counts.setdefault(family, SiteCounts())
+                setattr(of_family, site.outcome, getattr(of_family, site.outcome) + 1)
+                of_family.reasons[site.reason] += 1
+        return counts
+
+    @property
+    def fallbacks(self) -> list[dict[str, Any]]:
+        total: Counter[tuple[str, str]] = Counter()
+        for record in self.records:
+            for entry in record.fallbacks:
+                total[entry["op"], entry["reason"]] += entry["count"]
+        return [{"op": op, "count": count, "reason": reason} for (op, reason), count in total.items()]
+
+    @property
+    def recompiles(self) -> list[dict[str, str | None]]:
+        found = [record.recompile for record in self.records if record.recompile is not None]
+        for limit in self.limits:
+            last = parse_guard_failure("", limit.reason, {})
+            found.append(
+                Recompile(
+                    f"{limit.function} ({limit.file.rsplit('/', 1)[-1]}:{limit.line})",
+                    last.argument,
+                    last.was,
+                    last.now,
+                    f"{limit.limit} ({limit.value}) reached, runs eagerly from now on for other arguments; "
+                    f"last: {last.reason}",
+                )
+            )
+        return [entry.to_dict() for entry in found]
+
+    @property
+    def kernels(self) -> list[dict[str, Any]]:
+        return [{"graph": record.graph, **kernel} for record in self.records for kernel in record.kernels]
+
+    @property
+    def passes(self) -> list[dict[str, Any]]:
+        return [{"graph": record.graph, **entry.to_dict()} for record in self.records for entry in record.passes]
+
+    @property
+    def folded(self) -> list[dict[str, Any]]:
+        return [{"graph": record.graph, **entry.to_dict()} for record in self.records for entry in record.folded]
+
+    @property
+    def failures(self) -> list[dict[str, Any]]:
+        return [{"graph": record.graph, **entry.to_dict()} for record in self.records for entry in record.failures]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "versions": compat.versions(),
+            "device": self.device,
+            "graphs": [record.describe() for record in self.records],
+            "sites": {family: counts.to_dict() for family, counts in self.sites.items()},
+            "fallbacks": self.fallbacks,
+            "recompiles": self.recompiles,
+            "captures": [],
+            "kernels": self.kernels,
+            "passes": self.passes,
+            "folded": self.folded,
+            "failures": self.failures,
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    def __str__(self) -> str:
+        sections = [
+            self._text_of_machine(),
+            self._text_of_graphs(),
+            self._text_of_sites(),
+            self._text_of_fallbacks(),
+            self._text_of_recompiles(),
+            self._text_of_passes(),
+            self._text_of_kernels(),
+            self._text_of_folded(),
+            self._text_of_failures(),
+        ]
+        return "\n\n".join(section for section in sections if section)
+
+    def __repr__(self) -> str:
+        recognised = sum(counts.recognised for counts in self.sites.values())
+        return f"<Report: {len(self.records)} graphs, {recognised} sites recognised, {len(self.recompiles)} recompiles>"
+
+    def _text_of_machine(self) -> str:
+        versions = ", ".join(f"{name} {version}" for name, version in compat.versions().items() if version)
+        return f"Tritium report: {versions}; {self.device['type']} {self.device['name']}"
+
+    def _text_of_graphs(self) -> str:
+        rows = []
+        for record in self.records:
+            end = record.break_reason or "returns"
+            if record.needs_gradients:
+                end += " [needs gradients: left to Inductor]"
+            rows.append((record.graph, record.function, record.engine, record.nodes, f"{record.seconds:.2f}", end))
+        return _table("Graphs", ("graph", "function", "engine", "nodes", "seconds", "ends because"), rows)
+
+    def _text_of_sites(self) -> str:
+        rows = []
+        for family, counts in self.sites.items():
+            reasons = "; ".join(f"{count}x {reason}" for reason, count in counts.reasons.most_common())
+            rows.append((family, counts.fused, counts.inductor, counts.declined, reasons))
+        return _table("Sites", ("family", "fused", "inductor", "declined", "why"), rows)
+
+    def _text_of_fallbacks(self) -> str:
+        lines = [f"Fallback {entry['count']}x {entry['op']}  # {entry['reason']}" for entry in self.fallbacks]
+        return "\n".join(["Fallbacks (operators Inductor calls instead of generating code)", *lines]) if lines else ""
+
+    def _text_of_recompiles(self) -> str:
+        rows = [
+            (entry["graph"], entry["argument"] or "-", entry["was"] or "-", entry["now"] or "-", entry["reason"])
+            for entry in self.recompiles
+        ]
+        return _table("Recompiles", ("graph", "argument", "was", "now", "reason"), rows) if rows else ""
+
+    def _text_of_passes(self) -> str:
+        rows = []
+        for entry in self.passes:
+            notes = [f"{request['settings']} because {request['because']}" for request in entry["requests"]]
+            if entry["declined"]:
+                notes.append(f"declined: {entry['declined']}")
+            if entry["failed"]:
+                notes.append(f"FAILED: {entry['failed']}")
+            changed = "yes" if entry["changed"] else "no"
+            rows.append((entry["graph"], entry["name"], changed, f"{entry['seconds']:.3f}", "; ".join(notes) or "-"))
+        return _table("Passes", ("graph", "pass", "changed", "seconds", "requests, declines"), rows) if rows else ""
+
+    def _text_of_kernels(self) -> str:
+        if not self.kernels:
+            missing = [record.graph for record in self.records if record.engine == "inductor"]
+            return f"Kernels: none recorded for graph {', '.join(missing)}" if missing else ""
+        # Equal blocks make the same kernel again and again: one row each.
+        times = Counter((kernel["graph"], kernel["name"]) for kernel in self.kernels)
+        first = {(kernel["graph"], kernel["name"]): kernel for kernel in reversed(self.kernels)}
+        rows = []
+        for place, count in times.items():
+            kernel = first[place]
+            moved = _bytes(kernel["bytes_read"] + kernel["bytes_written"])
+            rows.append((*place, f"{count}x", moved, _bytes(kernel["ideal_bytes"]), " ".join(kernel["ops"])))
+        title = f"Kernels ({len(self.kernels)} launches; region = bytes the whole memory-bound region must move)"
+        return _table(title, ("graph", "kernel", "times", "moves", "region", "operators"), rows)
+
+    def _text_of_folded(self) -> str:
+        rows = [
+            (
+                entry["graph"],
+                entry["value"],
+                _bytes(entry["bytes"]),
+                ", ".join(entry["sources"]),
+                entry["declined"] or "-",
+            )
+            for entry in self.folded
+        ]
+        return _table("Folded", ("graph", "value", "bytes", "from", "declined"), rows) if rows else ""
+
+    def _text_of_failures(self) -> str:
+        lines = []
+        for entry in self.failures:
+            where = f" (graphs in {entry['graphs_at']})" if entry["graphs_at"] else ""
+            lines.append(f"{entry['graph']} {entry['part']} turned off: {entry['reason']}{where}")
+        return "\n".join(["Failures", *lines]) if lines else ""
+
+
+def _bytes(count: int | None) -> str:
+    if count is None:
+        return "-"
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError("unreachable")
+
+
+def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Left-aligned columns; the last one is free to be long."""
+    cells = [[str(cell) for cell in row] for row in [header, *rows]]
+    widths = [min(48, max(len(row[i]) for row in cells)) for i in range(len(header) - 1)]
+    lines = [title]
+    for row in cells:
+        fixed = "  ".join(cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=True))
+        lines.append(f"  {fixed}  {row[-1]}".rstrip())
+    return "\n".join(lines)

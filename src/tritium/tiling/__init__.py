@@ -1,0 +1,1 @@
+"""POLICY: what Inductor is asked to choose. Never correctness."""

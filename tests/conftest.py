@@ -1,0 +1,70 @@
+"""Fixtures for all tests. Imports nothing of torch before the environment is right for this machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def _bf16_matmul_survives() -> bool:
+    """Some virtual machines advertise AMX and refuse it: a bf16 matrix product then kills the process."""
+    program = "import torch; a = torch.ones(32, 32, dtype=torch.bfloat16); torch.nn.functional.linear(a, a)"
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, check=False).returncode == 0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # oneDNN reads this once, when torch is imported.
+    if "ONEDNN_MAX_CPU_ISA" not in os.environ and "torch" not in sys.modules and not _bf16_matmul_survives():
+        os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        absent = pytest.mark.skip(reason="no NVIDIA GPU on this machine")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(absent)
+
+
+@pytest.fixture(autouse=True)
+def _clean_slate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """No test sees another's compiled code or environment, and none leaves Inductor's configuration changed."""
+    if isinstance(request.node, pytest.DoctestItem):
+        yield
+        return
+    import torch
+
+    from tritium import compat
+    from tritium.report import LEDGER
+
+    for name in [name for name in os.environ if name.startswith("TRITIUM_")]:
+        monkeypatch.delenv(name)
+    torch._dynamo.reset()
+    LEDGER.clear()
+    before = compat.inductor_settings()
+    yield
+    after = compat.inductor_settings()
+    changed = [name for name in before if repr(before[name]) != repr(after[name])]
+    assert not changed, f"Inductor settings changed without a request: {changed}"
+
+
+@pytest.fixture
+def in_process(tmp_path: Path):
+    """Run a program in a process of its own, with its own Inductor cache, and return what it printed."""
+
+    def run(program: str, *, cache: Path | None = None, env: dict[str, str] | None = None) -> str:
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache or tmp_path / "inductor"), **(env or {})}
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run

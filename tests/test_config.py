@@ -1,0 +1,176 @@
+"""Every error that the configuration promises, and the precedence of its sources."""
+
+import dataclasses
+
+import pytest
+
+from tritium.config import CompilationConfig, FusionPatterns, PassConfig, environment_names
+from tritium.errors import ConfigError
+
+
+def test_defaults_are_the_documented_ones():
+    config = CompilationConfig()
+    assert dataclasses.asdict(config) == {
+        "fusion_patterns": {
+            "enable_rms_norm": True,
+            "enable_rope": True,
+            "enable_adalayernorm": True,
+            "enable_fast_gelu": True,
+            "enable_mul_add": True,
+        },
+        "enable_freezing": False,
+        "graphs": "off",
+        "max_captures": 64,
+        "safe_output_mode": True,
+        "graph_log_url": None,
+        "pass_config": {"enable_nd_tiling_workaround": True},
+        "engine": "inductor",
+        "fidelity": "close",
+        "force_tiling": None,
+        "force_provider": None,
+    }
+
+
+def test_is_a_value():
+    assert CompilationConfig() == CompilationConfig()
+    assert hash(CompilationConfig()) == hash(CompilationConfig())
+    assert CompilationConfig() != CompilationConfig(engine="eager")
+    provider = {"rms_norm": "triton", "gated_residual": "inductor"}
+    assert CompilationConfig(force_provider=provider) == CompilationConfig(
+        force_provider=dict(reversed(provider.items()))
+    )
+    assert hash(CompilationConfig(force_provider=provider))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"enable_freezng": True}, "did you mean 'enable_freezing'"),
+        ({"engine": "egaer"}, "did you mean 'eager'"),
+        ({"engine": None}, "valid: 'inductor', 'eager'"),
+        ({"enable_freezing": 1}, "must be bool, got 1 of type int"),
+        ({"max_captures": True}, "must be int, got True of type bool"),
+        ({"max_captures": 0}, "at least 1"),
+        ({"graph_log_url": 7}, "must be one of str, None, got 7"),
+        ({"fusion_patterns": {"enable_rope": False}}, "must be FusionPatterns"),
+        ({"force_provider": {"rms_norm": 3}}, "maps op names to provider names"),
+        ({"graph_log_url": {"a": "b"}}, "graph_log_url cannot be"),
+        ({"aclgraph_only": True}, 'write CompilationConfig(graphs="only")'),
+        ({"aclgraph_with_compile": True}, 'write CompilationConfig(graphs="with_compile")'),
+        # What this version cannot honour is refused, never ignored.
+        ({"graphs": "only"}, "cannot capture graphs"),
+        ({"graphs": "no"}, "graphs cannot be 'no'"),
+        ({"safe_output_mode": False}, "concerns captured graphs"),
+        ({"max_captures": 8}, "concerns captured graphs"),
+        ({"fidelity": "exact"}, "offers 'close' only"),
+        ({"force_tiling": "x"}, "no tiling policy"),
+    ],
+)
+def test_a_wrong_argument_is_an_error_that_helps(arguments, message):
+    with pytest.raises(ConfigError) as error:
+        CompilationConfig(**arguments)
+    assert message in str(error.value)
+
+
+def test_positional_arguments_are_refused():
+    with pytest.raises(ConfigError, match="keyword arguments only"):
+        CompilationConfig(True)
+
+
+def test_assigning_on_the_class_shows_the_new_form():
+    with pytest.raises(ConfigError, match=r"tritium\.Backend\(CompilationConfig\(enable_freezing=True\)\)"):
+        CompilationConfig.enable_freezing = True
+    with pytest.raises(ConfigError, match=r'graphs="only"'):
+        CompilationConfig.aclgraph_only = True
+    with pytest.raises(ConfigError, match=r"FusionPatterns\(enable_rope=False\)"):
+        CompilationConfig.fusion_patterns.enable_rope = False
+    with pytest.raises(ConfigError, match=r"PassConfig\(enable_nd_tiling_workaround=False\)"):
+        CompilationConfig.pass_config.enable_nd_tiling_workaround = False
+    assert CompilationConfig.fusion_patterns.enable_rope is True
+    assert CompilationConfig().fusion_patterns.enable_rope is True
+
+
+def test_assigning_on_an_instance_shows_the_new_form():
+    config = CompilationConfig()
+    with pytest.raises(ConfigError, match=r"config\.with_\(engine='eager'\)"):
+        config.engine = "eager"
+    with pytest.raises(ConfigError, match="FusionPatterns is frozen"):
+        config.fusion_patterns.enable_rope = False
+    with pytest.raises(ConfigError, match="cannot be deleted"):
+        del config.engine
+
+
+def test_with_changes_a_copy():
+    config = CompilationConfig()
+    changed = config.with_(engine="eager")
+    assert (config.engine, changed.engine) == ("inductor", "eager")
+    with pytest.raises(ConfigError, match="no field 'engin'"):
+        config.with_(engin="eager")
+
+
+class TestEnvironment:
+    def test_sets_fields_and_nested_fields(self, monkeypatch):
+        monkeypatch.setenv("TRITIUM_ENGINE", "eager")
+        monkeypatch.setenv("TRITIUM_FUSION_PATTERNS__ENABLE_ROPE", "0")
+        monkeypatch.setenv("TRITIUM_PASS_CONFIG__ENABLE_ND_TILING_WORKAROUND", "off")
+        monkeypatch.setenv("TRITIUM_FORCE_PROVIDER", "rms_norm=triton, gated_residual=inductor")
+        monkeypatch.setenv("TRITIUM_GRAPH_LOG_URL", "logs")
+        config = CompilationConfig()
+        assert config.engine == "eager"
+        assert config.fusion_patterns == FusionPatterns(enable_rope=False)
+        assert config.pass_config == PassConfig(enable_nd_tiling_workaround=False)
+        assert config.force_provider == (("gated_residual", "inductor"), ("rms_norm", "triton"))
+        assert config.graph_log_url == "logs"
+
+    def test_an_argument_wins_over_it_and_it_wins_over_the_default(self, monkeypatch):
+        monkeypatch.setenv("TRITIUM_ENGINE", "eager")
+        assert CompilationConfig().engine == "eager"
+        assert CompilationConfig(engine="inductor").engine == "inductor"
+        monkeypatch.setenv("TRITIUM_FUSION_PATTERNS__ENABLE_ROPE", "0")
+        given = FusionPatterns(enable_rms_norm=False)
+        assert (given.enable_rms_norm, given.enable_rope) == (False, False)
+        assert FusionPatterns(enable_rope=True).enable_rope is True
+
+    def test_is_not_read_again_for_a_copy(self, monkeypatch):
+        config = CompilationConfig()
+        monkeypatch.setenv("TRITIUM_ENGINE", "eager")
+        assert config.with_(enable_freezing=True).engine == "inductor"
+
+    @pytest.mark.parametrize("text", ["1", "true", "Yes", "ON"])
+    def test_ways_to_say_yes(self, monkeypatch, text):
+        monkeypatch.setenv("TRITIUM_ENABLE_FREEZING", text)
+        assert CompilationConfig().enable_freezing is True
+
+    @pytest.mark.parametrize(
+        ("name", "value", "message"),
+        [
+            ("TRITIUM_ENGIN", "eager", "did you mean 'TRITIUM_ENGINE'"),
+            ("TRITIUM_FUSION_PATTERNS__ENABLE_ROPES", "0", "did you mean 'TRITIUM_FUSION_PATTERNS__ENABLE_ROPE'"),
+            ("TRITIUM_FUSION_PATTERNS_ENABLE_ROPE", "0", "did you mean 'TRITIUM_FUSION_PATTERNS__ENABLE_ROPE'"),
+            ("TRITIUM_ENABLE_FREEZING", "maybe", "no truth value"),
+            ("TRITIUM_MAX_CAPTURES", "many", "no whole number"),
+            ("TRITIUM_ENGINE", "egaer", "did you mean 'eager'"),
+            ("TRITIUM_FORCE_PROVIDER", "rms_norm=", "no op=provider pair"),
+        ],
+    )
+    def test_a_wrong_variable_is_an_error_that_names_it(self, monkeypatch, name, value, message):
+        monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigError) as error:
+            CompilationConfig()
+        assert name in str(error.value)
+        assert message in str(error.value)
+
+    def test_the_program_s_arguments_are_never_read(self, monkeypatch):
+        monkeypatch.setattr("sys.argv", ["app.py", "--help", "--engine", "eager"])
+        assert CompilationConfig().engine == "inductor"
+
+    def test_every_field_has_a_variable(self):
+        assert "TRITIUM_FORCE_PROVIDER" in environment_names()
+        assert len(environment_names()) == 9 + 5 + 1
+
+
+def test_a_folder_is_not_part_of_the_identity():
+    assert CompilationConfig(graph_log_url="a").identity() == CompilationConfig(graph_log_url="b").identity()
+    assert CompilationConfig(enable_freezing=True).identity() != CompilationConfig().identity()
+    off = CompilationConfig(fusion_patterns=FusionPatterns(enable_rope=False))
+    assert off.identity() != CompilationConfig().identity()
