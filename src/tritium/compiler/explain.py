@@ -35,13 +35,22 @@ def _records_of(thing: Any, records: list[GraphRecord]) -> list[GraphRecord]:
     if not isinstance(thing, torch.nn.Module):
         codes = {id(code) for code in _codes(thing)}
         return [record for record in records if codes & record.callers]
-    modules = [getattr(thing, "_orig_mod", thing)]
-    own = [record for record in records if any(record.belongs_to(module) for module in modules)]
+    model = getattr(thing, "_orig_mod", thing)
+    own = [record for record in records if record.belongs_to(model) or record.belongs_to(thing)]
     # A module that hits code which an equal one made compile was not on the stack then: found by its own code.
     covered = {record.code for record in own}
-    for module in modules[0].modules():
+    candidates = [module for module in model.modules() if _is_compiled_itself(module)]
+    if not own:
+        candidates.append(model)
+    for module in candidates:
         own += [record for record in records if record.code not in covered and _is_code_of(record, module)]
     return [record for record in records if record in own]
+
+
+def _is_compiled_itself(module: torch.nn.Module) -> bool:
+    """Whether calling this module enters compiled code, rather than being part of its parent's graph."""
+    of_class = (getattr(type(module), name) for name in ("forward", "_call_impl"))
+    return module._compiled_call_impl is not None or any(hasattr(f, "_torchdynamo_orig_callable") for f in of_class)
 
 
 def _is_code_of(record: GraphRecord, module: torch.nn.Module) -> bool:

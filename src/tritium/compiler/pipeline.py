@@ -67,7 +67,9 @@ class Compilation:
     folding: Folding | None = None
 
     def __post_init__(self) -> None:
-        self.original = copied(self.gm.graph)
+        # Dynamo still reads its own graph after we return: everything here happens to a copy.
+        self.dynamo = self.gm
+        self.gm = with_graph(self.dynamo, copied(self.dynamo.graph))
         folder = Path(self.config.graph_log_url) if self.config.graph_log_url else None
         self.log = GraphLog(folder, f"{self.record.function}-{self.record.graph}")
         self.context = PassContext(self.config, self.record.device_type)
@@ -94,7 +96,7 @@ class Compilation:
         if self.config.engine == "eager":
             return self.gm.forward
         with compat.inductor_patched(self.user_settings):
-            return compat.compile_fx(self.gm, self.example_inputs)
+            return compat.compile_fx(self.dynamo, self.example_inputs)
 
     # --- passes ---
 
@@ -210,7 +212,7 @@ class Compilation:
         except Exception as error:
             if is_the_callers(error):
                 raise
-            self._fail("lowering", error, [("rewritten", rewritten), ("original", self.original)])
+            self._fail("lowering", error, [("rewritten", rewritten), ("original", self.dynamo.graph)])
         return self._lower_untouched(key)
 
     def _lower_untouched(self, key: bytes) -> Callable[..., Any]:
@@ -220,17 +222,16 @@ class Compilation:
             inputs = inputs[: -len(self.folding.example_values)]
             self.folding = None
         self.record.sites = [site.declined("lowering failed, see failures") for site in self.record.sites]
-        gm = fx.GraphModule(self.gm, copied(self.original))
-        gm.meta = dict(self.gm.meta)
         if changed:
+            gm = with_graph(self.dynamo, copied(self.dynamo.graph))
             try:
                 return lower(Lowering(gm, inputs, dict(self.user_settings), key), self.record)
             except Exception as error:
                 if is_the_callers(error):
                     raise
-                self._fail("lowering of the untouched graph", error, [("original", self.original)])
+                self._fail("lowering of the untouched graph", error, [("original", self.dynamo.graph)])
         self.record.engine = "eager"
-        return fx.GraphModule(self.gm, copied(self.original)).forward
+        return self.dynamo.forward
 
 
 def copied(graph: fx.Graph) -> fx.Graph:
@@ -242,6 +243,16 @@ def copied(graph: fx.Graph) -> fx.Graph:
         if hasattr(node, "_dynamo_source"):
             nodes[node]._dynamo_source = node._dynamo_source
     return copy
+
+
+def with_graph(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    """Dynamo's module around another graph, with what AOTAutograd looks for on it."""
+    made = fx.GraphModule(gm, graph)
+    made.meta = dict(gm.meta)
+    for name in ("_param_name_to_source", "_source_to_user_stacks"):
+        if hasattr(gm, name):
+            setattr(made, name, getattr(gm, name))
+    return made
 
 
 def fingerprint(graph: fx.Graph) -> int:

@@ -1,0 +1,203 @@
+"""`tritium.compile`: dims by argument name, on everything that can be compiled."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from small_models import Block, block_inputs
+from torch import nn
+
+import tritium
+from tritium.errors import ConfigError, ShapeError
+
+EAGER = tritium.CompilationConfig(engine="eager")
+
+
+@dataclass
+class Inner:
+    t: torch.Tensor
+
+
+@dataclass
+class Settings:
+    inner: Inner
+    options: dict
+
+
+def graphs(compiled) -> int:
+    return len(tritium.explain(compiled).records)
+
+
+def scaled(x, y=None):
+    out = x * 2
+    return out if y is None else out + y.sum()
+
+
+class Scaled(nn.Module):
+    def forward(self, x, y=None):
+        return scaled(x, y)
+
+
+def as_function():
+    def function(x, y=None):
+        return scaled(x, y)
+
+    return tritium.compile(function, config=EAGER, dynamic_dims={"x": [1]})
+
+
+def as_decorator():
+    @tritium.compile(config=EAGER, dynamic_dims={"x": [-1]})
+    def function(x, y=None):
+        return scaled(x, y)
+
+    return function
+
+
+def as_instance():
+    return tritium.compile(Scaled(), config=EAGER, dynamic_dims={"x": [1]})
+
+
+def as_class():
+    @tritium.compile(config=EAGER, dynamic_dims={"x": [1]})
+    class Decorated(nn.Module):
+        def forward(self, x, y=None):
+            return scaled(x, y)
+
+    return Decorated()
+
+
+def as_method():
+    module = Scaled()
+    module.run = tritium.compile(module.forward, config=EAGER, dynamic_dims={"x": [1]})
+    return module.run
+
+
+def as_method_decorator():
+    class Decorated(nn.Module):
+        @tritium.compile(config=EAGER, dynamic_dims={"x": [1]})
+        def forward(self, x, y=None):
+            return scaled(x, y)
+
+    return Decorated()
+
+
+@pytest.mark.parametrize("make", [as_function, as_decorator, as_instance, as_class, as_method, as_method_decorator])
+def test_the_named_dim_changes_freely_and_every_other_compiles_again(make):
+    compiled = make()
+    with torch.inference_mode():
+        for width in (4, 7, 63, 100):
+            x = torch.randn(3, width)
+            assert torch.equal(compiled(x), x * 2)
+        assert graphs(compiled) == 1
+        x = torch.randn(5, 4)
+        assert torch.equal(compiled(x=x), x * 2)
+        assert graphs(compiled) == 2
+        x = torch.randn(6, 4)
+        compiled(x)
+        # Static: a third size of the first dim is a third graph, where automatic dynamic shapes would have stopped at two.
+        assert graphs(compiled) == 3
+
+
+def test_nested_paths_and_negative_dims():
+    @tritium.compile(config=EAGER, dynamic_dims={"cfg.inner.t": [-2], "cfg.options.mask": [0], "extra.1": [0]})
+    def f(cfg, extra):
+        return cfg.inner.t.sum() + cfg.options["mask"].sum() + extra[1].sum()
+
+    with torch.inference_mode():
+        for size in (2, 5, 9):
+            inner, mask = torch.ones(size, 3), torch.ones(size + 1)
+            result = f(Settings(Inner(inner), {"mask": mask}), [torch.ones(1), torch.ones(size + 2)])
+            assert result.item() == 3 * size + size + 1 + size + 2
+    assert graphs(f) == 1
+
+
+def test_sizes_zero_and_one_are_specialised_and_right():
+    f = as_function()
+    with torch.inference_mode():
+        for width in (1, 0, 5, 8, 1):
+            x = torch.randn(3, width)
+            assert torch.equal(f(x), x * 2)
+    assert graphs(f) == 3
+
+
+def test_an_optional_argument_may_be_missing():
+    @tritium.compile(config=EAGER, dynamic_dims={"x": [0], "y": [0]})
+    def f(x, y=None):
+        return scaled(x, y)
+
+    with torch.inference_mode():
+        assert torch.equal(f(torch.ones(3)), torch.full((3,), 2.0))
+        assert torch.equal(f(torch.ones(3), torch.ones(2)), torch.full((3,), 4.0))
+
+
+def test_the_callers_tensors_keep_no_marks():
+    f, x = as_function(), torch.randn(3, 4)
+    torch._dynamo.mark_dynamic(x, 0)
+    before = dict(x.__dict__)
+    with torch.inference_mode():
+        f(x)
+    assert x.__dict__ == before
+
+
+def test_keyword_arguments_of_an_open_signature():
+    @tritium.compile(config=EAGER, dynamic_dims={"x": [0]})
+    def f(**kwargs):
+        return kwargs["x"] * 2
+
+    with torch.inference_mode():
+        f(x=torch.ones(3))
+        f(x=torch.ones(5))
+    assert graphs(f) == 1
+
+
+def test_without_dims_it_is_torch_compile():
+    model, inputs = Block(), block_inputs()
+    with torch.inference_mode():
+        compiled = tritium.compile(model, EAGER)
+        torch.testing.assert_close(compiled(*inputs), model(*inputs))
+    assert tritium.explain(compiled).sites["rms_norm"].fused == 1
+
+
+@pytest.mark.parametrize(
+    ("dims", "call", "message"),
+    [
+        ({"z": [0]}, None, "'z', which is no argument; valid: 'x', 'y'"),
+        ({"x": "0"}, None, "must be a list of dims"),
+        ({"x": [2]}, (torch.ones(3, 4),), "dim 2 does not exist in a tensor of 2 dims"),
+        ({"x": [0]}, (7,), "is a int, not a tensor"),
+        ({"x.t": [0]}, (torch.ones(3),), "is a builtin_function_or_method, not a tensor"),
+        ({"x.a": [0]}, ({"b": 1},), "no key 'a'"),
+        ({"x.3": [0]}, ([1],), "no item 3"),
+        ({"x.missing": [0]}, (torch.ones(2),), "has no attribute 'missing'"),
+    ],
+)
+def test_dims_that_fit_nothing_are_errors(dims, call, message):
+    def run():
+        compiled = tritium.compile(scaled, config=EAGER, dynamic_dims=dims)
+        if call is not None:
+            compiled(*call)
+
+    with pytest.raises(ShapeError) as error:
+        run()
+    assert message in str(error.value)
+
+
+def test_contradictions_are_errors():
+    with pytest.raises(ConfigError, match="not both"):
+        tritium.compile(scaled, dynamic_dims={"x": [0]}, dynamic=True)
+    with pytest.raises(ConfigError, match="sets the backend itself"):
+        tritium.compile(scaled, backend="inductor")
+    with pytest.raises(ConfigError, match="takes a module, a class, a method or a function, got int"):
+        tritium.compile(7)
+
+
+def test_inside_another_compiled_function():
+    inner = as_function()
+
+    @torch.compile(backend="eager")
+    def outer(x):
+        return inner(x) + 1
+
+    x = torch.randn(3, 4)
+    with torch.inference_mode():
+        assert torch.equal(outer(x), x * 2 + 1)
