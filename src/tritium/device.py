@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import platform
 import re
 import subprocess
@@ -79,6 +80,20 @@ def has_triton() -> bool:
 def synchronize(device_type: str) -> None:
     if device_type == "cuda":
         torch.cuda.synchronize()
+
+
+def busy_cpu_seconds() -> float | None:
+    """Seconds that all processes of this machine have spent on its cores since it started; None where nobody says."""
+    try:
+        first = Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0]
+    except OSError:
+        return None
+    user, nice, system, _idle, _waiting, irq, softirq = (int(field) for field in first.split()[1:8])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def nvidia_driver() -> str | None:

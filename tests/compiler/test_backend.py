@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from fidelity import assert_no_worse
-from small_models import Block, Stack, block_inputs, flux, flux_inputs
 from torch import nn
 
 import tritium
+from fidelity import assert_no_worse
+from small_models import Block, Stack, block_inputs, flux, flux_inputs
 from tritium.errors import ConfigError, ProviderError, ReportError
 
 EAGER = tritium.CompilationConfig(engine="eager")

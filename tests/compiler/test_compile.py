@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from small_models import Block, block_inputs
 from torch import nn
 
 import tritium
+from small_models import Block, block_inputs
 from tritium.errors import ConfigError, ShapeError
 
 EAGER = tritium.CompilationConfig(engine="eager")

@@ -40,7 +40,7 @@ class Backend:
         self.passes = tuple(passes)
         self.fusions = tuple(fusions)
         # Fails now, where the user reads it, and not inside the first call of the model.
-        passes_for(self.config, self.fusions, self.passes)
+        self.all_passes()
 
     # Dynamo and its logs show this name.
     __name__ = "tritium"
@@ -74,7 +74,7 @@ class Backend:
             list(example_inputs),
             self.config,
             record,
-            passes_for(self.config, self.fusions, self.passes),
+            self.all_passes(),
             self.fusions,
             self._user_settings(mode, options),
         )
@@ -82,6 +82,10 @@ class Backend:
         record.seconds = time.perf_counter() - start
         LEDGER.add(record)
         return compiled
+
+    def all_passes(self) -> list[Pass]:
+        """Every pass this backend runs, in order: the package's own, the plug-ins', then those it was given."""
+        return passes_for(self.config, self.fusions, self.passes)
 
     def reset(self) -> None:
         """Called by `torch._dynamo.reset()`: the compiled code is gone, and so are its records."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import _get_qualified_name
 
 from tritium.fusions.expression import value_of
 
@@ -53,9 +54,9 @@ def target_name(node: fx.Node) -> str:
         return f".{target}"
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
-    module = getattr(target, "__module__", None) or ""
-    name = getattr(target, "__name__", None) or str(target)
-    return f"{module.removeprefix('_')}.{name}" if module else name
+    if not callable(target):
+        return str(target)
+    return _get_qualified_name(target).removeprefix("_")
 
 
 def _argument(value: Any) -> str:

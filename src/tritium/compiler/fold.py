@@ -35,9 +35,6 @@ class _ImpureError(Exception):
 class _PurityCheck(TorchDispatchMode):
     """Refuses operators that draw random numbers or write to memory."""
 
-    def __init__(self) -> None:
-        super().__init__()
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags or func._schema.is_mutable:
             raise _ImpureError(str(func))
@@ -149,11 +146,10 @@ class Folding:
 
     def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """The compiled graph, handed its folded values on every call."""
-        boxed = getattr(compiled, "_boxed_call", False)
 
         def call(*args: Any) -> Any:
             folded = self.values.of([args[index] for index in self.source_indices])
-            return compiled([*args, *folded]) if boxed else compiled(*args, *folded)
+            return compiled(*args, *folded)
 
         return call
 
@@ -214,7 +210,7 @@ def _is_pure(node: fx.Node) -> bool:
         return False
     args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
     try:
-        with fake_mode, _PurityCheck(), torch.no_grad():
+        with fake_mode, _PurityCheck(), torch.no_grad():  # type: ignore[no-untyped-call]
             if node.op == "call_method":
                 getattr(args[0], str(node.target))(*args[1:], **kwargs)
             else:

@@ -146,9 +146,9 @@ class Recogniser:
         self.claimed: set[fx.Node] = set()
 
     def find(self, fusions: Sequence[Fusion]) -> list[tuple[Fusion, Match]]:
-        """Sites of all fusions, larger regions first, each node in one site at most."""
+        """Sites of all fusions, larger and then stricter spellings first, each node in one site at most."""
         found = []
-        for fusion in sorted(fusions, key=lambda fusion: (-_size_of(fusion), fusion.name)):
+        for fusion in sorted(fusions, key=_rank):
             for node in reversed(self.graph.nodes):
                 match = self._match_at(fusion, node)
                 if match is not None:
@@ -198,11 +198,19 @@ class Recogniser:
         return None
 
 
-def _size_of(fusion: Fusion) -> int:
+def _rank(fusion: Fusion) -> tuple[int, int, str]:
+    """Sorts `x + g * x` before `x + g * y`: of two spellings of one size, the one with fewer wildcards says more."""
+
     def size(thing: Any) -> int:
         return 1 + sum(map(size, thing.args)) if isinstance(thing, Expr) else 0
 
-    return max(size(pattern_of(spelling)) for spelling in fusion.spellings)
+    def wildcards(thing: Any) -> set[str]:
+        if isinstance(thing, Wild):
+            return {thing.name}
+        return set().union(*map(wildcards, thing.args)) if isinstance(thing, Expr) else set()
+
+    largest = max((pattern_of(spelling) for spelling in fusion.spellings), key=size)
+    return -size(largest), len(wildcards(largest)), fusion.name
 
 
 def _autocast_regions(graph: fx.Graph) -> dict[fx.Node, int]:

@@ -71,12 +71,10 @@ def _kernel() -> Any:
         columns = tl.arange(0, BLOCK)
         x_row = x_ptr + row * row_stride
         out_row = out_ptr + row * width
-        # Inductor hands Python floats over as float64; without this the whole row is computed in float64.
-        small = eps.to(tl.float32)
         if WHOLE:
             inside = columns < width
             x = tl.load(x_row + columns, mask=inside, other=0.0).to(tl.float32)
-            y = x * tl.rsqrt(tl.sum(x * x, axis=0) / width + small)
+            y = x * tl.rsqrt(tl.sum(x * x, axis=0) / width + eps)
             if HAS_WEIGHT:
                 y = y * tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
             tl.store(out_row + columns, y.to(out_ptr.dtype.element_ty), mask=inside)
@@ -85,7 +83,7 @@ def _kernel() -> Any:
             for start in range(0, width, BLOCK):
                 x = tl.load(x_row + start + columns, mask=start + columns < width, other=0.0).to(tl.float32)
                 squares += x * x
-            scale = tl.rsqrt(tl.sum(squares, axis=0) / width + small)
+            scale = tl.rsqrt(tl.sum(squares, axis=0) / width + eps)
             for start in range(0, width, BLOCK):
                 inside = start + columns < width
                 y = tl.load(x_row + start + columns, mask=inside, other=0.0).to(tl.float32) * scale

@@ -1,0 +1,36 @@
+"""Recognise `x + gate * x`, a residual that is gated by itself, and let the op `gated_residual` compute it.
+
+Before:  mul(gate, x) -> add(x, .)
+After:   tritium::gated_residual(x, gate, x), counted in a family of its own, `self_gate`
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tritium import Fusion, Match
+from tritium.ops import gated_residual
+
+
+def gate_by_itself(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    return x + gate * x
+
+
+def accept(match: Match) -> bool:
+    return match.shape("x") == match.out.shape
+
+
+FUSION = Fusion(
+    name="self_gate",
+    families=("self_gate",),
+    spellings=(gate_by_itself,),
+    replacement=gated_residual.OP,
+    accept=accept,
+    arguments=lambda match: {
+        "x": match.bindings["x"],
+        "gate": match.bindings["gate"],
+        "y": match.bindings["x"],
+        "out_dtype": match.out.dtype,
+    },
+    doc=__doc__,
+)

@@ -1,0 +1,173 @@
+"""The compile cache stays warm, and misses exactly when something that matters changed. Two real processes each time."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import fx
+
+import tritium
+from tritium.compiler import identity, observe
+
+OP = """
+import torch
+from torch import Tensor
+import tritium
+
+@tritium.custom_op("cache_test::halve", outputs=lambda x: x.new_empty(x.shape))
+def halve(x: Tensor) -> Tensor:
+    return x / 2
+"""
+
+PASS = """
+import tritium
+PASS = tritium.Pass("look", lambda graph, context: None)
+"""
+
+FUSION = """
+import tritium
+from tritium.ops import gated_residual
+
+def spelling(x, gate, y):
+    return x - gate * y
+
+FUSION = tritium.Fusion("minus", ("minus",), (spelling,), gated_residual.OP)
+"""
+
+PROGRAM = """
+import json, sys, torch, tritium
+sys.path.insert(0, sys.argv[1])
+from mine.op import halve
+from mine.look import PASS
+from mine.minus import FUSION
+from torch._dynamo.utils import counters
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.RMSNorm(16, eps=1e-6)
+    def forward(self, x):
+        return halve(self.norm(x)) + x
+
+model, x = Model(), torch.randn(4, 16)
+config = tritium.CompilationConfig(**json.loads(sys.argv[2]))
+with torch.inference_mode():
+    compiled = torch.compile(model, backend=tritium.Backend(config, passes=[PASS], fusions=[FUSION]))
+    torch.testing.assert_close(compiled(x), model(x))
+report = tritium.explain(compiled)
+print(json.dumps({
+    "hits": counters["inductor"]["fxgraph_cache_hit"], "misses": counters["inductor"]["fxgraph_cache_miss"],
+    "bypasses": counters["inductor"]["fxgraph_cache_bypass"], "report": report.to_dict(),
+}))
+"""
+
+
+@pytest.fixture
+def project(tmp_path):
+    package = tmp_path / "project" / "mine"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    for name, text in {"op": OP, "look": PASS, "minus": FUSION}.items():
+        (package / f"{name}.py").write_text(text)
+    return package.parent
+
+
+@pytest.mark.codegen
+def test_warm_cold_and_moved(project, tmp_path, in_process):
+    cache = tmp_path / "cache"
+
+    def run(folder: Path = project, **config) -> dict:
+        program = f"import sys; sys.argv = ['x', {str(folder)!r}, {json.dumps(json.dumps(config))}]\n{PROGRAM}"
+        return json.loads(in_process(program, cache=cache))
+
+    def kind(found: dict) -> str:
+        assert found["bypasses"] == 0
+        return "hit" if found["hits"] and not found["misses"] else "miss"
+
+    cold = run()
+    assert kind(cold) == "miss"
+    assert cold["report"]["graphs"][0]["kernels_from"] == "codegen"
+
+    warm = run()
+    assert kind(warm) == "hit"
+    # What only code generation knows is found again.
+    assert warm["report"]["graphs"][0]["kernels_from"] == "store"
+    assert warm["report"]["kernels"] == cold["report"]["kernels"] != []
+    assert warm["report"]["fallbacks"] == cold["report"]["fallbacks"]
+    assert [entry["op"] for entry in cold["report"]["fallbacks"]] == ["cache_test.halve.default"]
+    assert warm["report"]["sites"] == cold["report"]["sites"]
+    assert warm["report"]["sites"]["rms_norm"]["inductor"] == 1
+
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(project, moved)
+    assert kind(run(moved)) == "hit"
+    assert kind(run(graph_log_url=str(tmp_path / "logs"))) == "hit"
+
+    for name in ("op", "look", "minus"):
+        file = project / "mine" / f"{name}.py"
+        file.write_text(file.read_text() + "\n# edited\n")
+        assert kind(run()) == "miss", name
+    assert kind(run()) == "hit"
+
+    assert kind(run(force_provider="inductor")) == "miss"
+
+
+class TestIdentity:
+    """Each ingredient of the key, one at a time."""
+
+    def key(self, config=None, passes=(), fusions=()) -> bytes:
+        graph = fx.Graph()
+        graph.output(graph.placeholder("x"))
+        return identity.identity(graph, config or tritium.CompilationConfig(), passes, fusions)
+
+    def test_is_stable(self):
+        assert self.key() == self.key()
+
+    def test_configuration(self):
+        base = tritium.CompilationConfig()
+        assert self.key(base.with_(enable_freezing=True)) != self.key()
+        assert self.key(base.with_(graph_log_url="somewhere")) == self.key()
+
+    @pytest.mark.parametrize("folder", ["ops", "fusions", "compiler", "tiling"])
+    def test_every_file_of_the_package_that_takes_part(self, folder, monkeypatch):
+        root = Path(tritium.__file__).parent / folder
+        files = [file for file in root.glob("*.py") if file.name != "__init__.py"]
+        assert files
+        before, original = self.key(), identity._digest_of
+        for edited in files:
+            monkeypatch.setattr(
+                identity, "_digest_of", lambda file, edited=edited: b"edited" if file == edited else original(file)
+            )
+            assert self.key() != before, edited.name
+
+    def test_tritium_s_version(self, monkeypatch):
+        before = self.key()
+        monkeypatch.setattr(identity.importlib.metadata, "version", lambda name: "999")
+        assert self.key() != before
+
+    def test_torch_s_version(self, monkeypatch):
+        graph = fx.Graph()
+        graph.output(graph.placeholder("x"))
+        before = observe.store_key(graph, b"")
+        monkeypatch.setattr(torch, "__version__", "2.99.0")
+        assert observe.store_key(graph, b"") != before
+
+    def test_inductor_s_settings_and_our_identity(self):
+        graph = fx.Graph()
+        graph.output(graph.placeholder("x"))
+        before = observe.store_key(graph, b"")
+        assert observe.store_key(graph, b"other") != before
+        with torch._inductor.config.patch({"triton.max_tiles": 2}):
+            assert observe.store_key(graph, b"") != before
+
+
+def test_a_damaged_store_is_ignored(tmp_path):
+    store = observe.Store(tmp_path)
+    store.save("abc", [{"name": "k"}], [])
+    assert store.load("abc") == {"kernels": [{"name": "k"}], "fallbacks": []}
+    for text in ("", "[]", '{"kernels": []}', "{"):
+        store.path("abc").write_text(text)
+        assert store.load("abc") is None
+    assert store.load("missing") is None

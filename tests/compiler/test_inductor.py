@@ -1,0 +1,136 @@
+"""With code generation: what reaches Inductor computes the same, and what it did is reported."""
+
+import pytest
+import torch
+from torch import nn
+
+import tritium
+from fidelity import assert_no_worse
+from small_models import Block, Stack, block_inputs, flux, flux_inputs
+
+pytestmark = pytest.mark.codegen
+
+
+class Folds(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.q = nn.Linear(width, width)
+        self.k = nn.Linear(width, width)
+
+    def forward(self, x):
+        return nn.functional.linear(x, torch.cat([self.q.weight, self.k.weight * 2]))
+
+
+def test_flux_is_close_and_explained():
+    model, inputs = flux(), flux_inputs()
+    wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    with torch.inference_mode():
+        eager = model(**inputs)[0]
+        compiled = torch.compile(model, backend="tritium")
+        actual = compiled(**inputs)[0]
+        model.double()
+        exact = model(**wide)[0]
+    assert_no_worse(actual, eager, exact)
+    report = tritium.explain(compiled)
+    assert (report.sites["rms_norm"].inductor, report.sites["mul_add"].inductor) == (6, 5)
+    assert [(entry["op"], entry["count"]) for entry in report.fallbacks] == [
+        ("aten._scaled_dot_product_flash_attention_for_cpu.default", 2)
+    ]
+    kernels = report.kernels
+    assert len(kernels) > 10
+    for kernel in kernels:
+        assert kernel["ops"]
+        assert kernel["bytes_read"] > 0
+        assert kernel["bytes_written"] > 0
+        assert kernel["ideal_bytes"] > 0
+        assert kernel["measured_us"] is None
+    gelu = next(kernel for kernel in kernels if "gelu" in kernel["name"])
+    assert "aten.tanh" in gelu["ops"]
+    assert any(line.startswith("activations.py:") for line in gelu["source_lines"])
+    assert "Fallback 2x aten._scaled_dot_product" in str(report)
+
+
+def test_rewritten_graphs_compile_and_numbers_hold():
+    model = Stack(2)
+    config = tritium.CompilationConfig(force_provider="reference")
+    with torch.inference_mode():
+        compiled = torch.compile(model, backend=tritium.Backend(config), dynamic=True, fullgraph=True)
+        for tokens in (7, 63, 100):
+            x, gate = block_inputs(tokens=tokens)
+            torch.testing.assert_close(compiled(x, gate), model(x, gate))
+    report = tritium.explain(compiled)
+    graphs = len(report.records)
+    assert graphs <= 2
+    assert (report.sites["rms_norm"].fused, report.sites["mul_add"].fused) == (2 * graphs, 2 * graphs)
+    assert {"tritium.rms_norm.default", "tritium.gated_residual.default"} <= {entry["op"] for entry in report.fallbacks}
+
+
+def test_gradients_through_inductor():
+    model, (x, gate) = Block(), block_inputs()
+    compiled = torch.compile(model, backend="tritium")
+    compiled(x, gate).square().sum().backward()
+    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    model(x, gate).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad)
+    assert tritium.explain(compiled).sites["rms_norm"].declined == 1
+
+
+def test_folded_values_reach_inductor_and_follow_the_weights():
+    config = tritium.CompilationConfig(enable_freezing=True)
+    first, second, x = Folds(), Folds(), torch.randn(5, 16)
+    with torch.no_grad():
+        expected = first(x), second(x)
+        for model in (first, second):
+            model.compile(backend=tritium.Backend(config), dynamic=True)
+        torch.testing.assert_close((first(x), second(x)), expected)
+        first.q.weight.add_(1)
+        second.load_state_dict(Folds().state_dict())
+        for rows in (5, 9):
+            x = torch.randn(rows, 16)
+            torch.testing.assert_close(first(x), Folds.forward(first, x))
+            torch.testing.assert_close(second(x), Folds.forward(second, x))
+    report = tritium.explain(first)
+    assert len(tritium.explain().records) == 1
+    assert [entry["declined"] for entry in report.folded] == [None]
+    assert not any("aten.cat" in kernel["ops"] for kernel in report.kernels)
+
+
+def test_complex_numbers_are_a_fallback_with_a_reason():
+    def rotate(x, freqs):
+        pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * freqs).flatten(-2).type_as(x)
+
+    x, freqs = torch.randn(2, 7, 16), torch.polar(torch.ones(7, 8), torch.rand(7, 8))
+    with torch.inference_mode():
+        compiled = torch.compile(rotate, backend="tritium")
+        torch.testing.assert_close(compiled(x, freqs), rotate(x, freqs))
+    report = tritium.explain(compiled)
+    reasons = {entry["reason"] for entry in report.fallbacks if "complex64" in entry["op"]}
+    assert reasons == {"Inductor generates no code for complex numbers"}
+    assert "Fallback 1x aten.mul.Tensor(complex64)  # Inductor generates no code for complex numbers" in str(report)
+
+
+def test_an_inductor_error_is_local(monkeypatch, tmp_path):
+    """A lowering that raises deep inside Inductor: the model runs on its untouched graph, and the report tells."""
+    from torch._inductor import lowering
+
+    model, inputs = Block(), block_inputs()
+    config = tritium.CompilationConfig(force_provider="reference", graph_log_url=str(tmp_path))
+    overload = torch.ops.tritium.rms_norm.default
+
+    def explode(*args, **kwargs):
+        raise RuntimeError("this lowering is broken")
+
+    monkeypatch.setitem(lowering.lowerings, overload, explode)
+    with torch.inference_mode(), pytest.warns(RuntimeWarning, match="lowering failed"):
+        compiled = torch.compile(model, backend=tritium.Backend(config))
+        torch.testing.assert_close(compiled(*inputs), model(*inputs))
+    report = tritium.explain(compiled)
+    assert len(report.failures) == 1
+    assert "this lowering is broken" in report.failures[0]["reason"]
+    assert report.records[0].engine == "inductor"
+    assert report.kernels
+    assert report.sites["rms_norm"].reasons == {"lowering failed, see failures": 1}
+    assert list(tmp_path.rglob("failed-lowering-rewritten.onnx"))

@@ -1,0 +1,329 @@
+"""What is recognised, in which spellings; what only looks like it; what must be left alone and why."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import tritium
+from fidelity import assert_no_worse
+from tritium import fusions
+from tritium.fusions.match import pattern_of
+
+EAGER = tritium.CompilationConfig(engine="eager")
+
+
+def recognise(function, *inputs, **kwargs):
+    """The compiled result, and the report's sites."""
+    compiled = torch.compile(function, backend=tritium.Backend(EAGER), fullgraph=True, **kwargs)
+    with torch.inference_mode():
+        result = compiled(*inputs)
+    return result, tritium.explain(compiled).sites
+
+
+def diffusers_norm(width: int, **kwargs) -> nn.Module:
+    from diffusers.models.normalization import RMSNorm
+
+    norm = RMSNorm(width, eps=1e-6, **kwargs)
+    if norm.weight is not None:
+        nn.init.normal_(norm.weight)
+    return norm
+
+
+def torch_norm(width: int, **kwargs) -> nn.Module:
+    norm = nn.RMSNorm(width, eps=1e-5, **kwargs)
+    if norm.weight is not None:
+        nn.init.normal_(norm.weight)
+    return norm
+
+
+class HandWritten(nn.Module):
+    def __init__(self, width: int, function) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width))
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x, self.weight)
+
+
+SPELLINGS = {
+    "torch.nn.RMSNorm": torch_norm,
+    "torch.nn.RMSNorm without weight": lambda width: torch_norm(width, elementwise_affine=False),
+    "torch.nn.RMSNorm with its default eps": lambda width: nn.RMSNorm(width),
+    "diffusers RMSNorm": diffusers_norm,
+    "diffusers RMSNorm without weight": lambda width: diffusers_norm(width, elementwise_affine=False),
+    "F.rms_norm": lambda width: HandWritten(width, lambda x, w: F.rms_norm(x, (x.shape[-1],), w, 1e-3)),
+    "division by a root": lambda width: HandWritten(
+        width, lambda x, w: x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w
+    ),
+    "a power of minus one half": lambda width: HandWritten(
+        width, lambda x, w: w * (x * ((x * x).mean(dim=-1, keepdim=True) + 1e-6) ** -0.5)
+    ),
+    "methods, in float32, rounded before the weight": lambda width: HandWritten(
+        width, lambda x, w: w * x.float().mul(x.float().square().mean((-1,), True).add(1e-6).rsqrt()).to(x.dtype)
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_every_spelling_of_rms_norm(spelling, dtype):
+    torch.manual_seed(0)
+    model = SPELLINGS[spelling](63).to(dtype)
+    for shape in ((63,), (7, 63), (2, 100, 63), (2, 3, 1, 63)):
+        torch._dynamo.reset()
+        x = torch.randn(*shape).to(dtype)
+        result, sites = recognise(model, x)
+        assert (sites["rms_norm"].fused, sites["rms_norm"].declined) == (1, 0), shape
+        with torch.inference_mode():
+            eager = model(x)
+            exact = SPELLINGS[spelling](63).double()
+            exact.load_state_dict(model.state_dict())
+            if getattr(exact, "eps", 0) is None:
+                # Its default is the eps of the dtype: the exact value is that of the narrow model.
+                exact.eps = torch.finfo(torch.float32).eps
+            assert_no_worse(result, eager, exact(x.double()))
+
+
+@pytest.mark.parametrize("eps", [1e-12, 1e-5, 0.1, 1])
+def test_any_eps(eps):
+    model, x = nn.RMSNorm(8, eps=eps), torch.randn(3, 8)
+    result, sites = recognise(model, x)
+    assert sites["rms_norm"].fused == 1
+    torch.testing.assert_close(result, model(x).detach())
+
+
+def test_an_eps_that_became_an_input():
+    """`dynamic=True` turns a float attribute into a graph input."""
+    model = diffusers_norm(8)
+    compiled = torch.compile(model, backend=tritium.Backend(EAGER), dynamic=True)
+    with torch.inference_mode():
+        for tokens in (3, 5, 7):
+            x = torch.randn(2, tokens, 8)
+            torch.testing.assert_close(compiled(x), model(x))
+    report = tritium.explain(compiled)
+    assert report.sites["rms_norm"].fused == len(report.records)
+
+
+GATES = {
+    "x + g * y": lambda x, g, y: x + g * y,
+    "g * y + x": lambda x, g, y: g * y + x,
+    "y * g + x": lambda x, g, y: y * g + x,
+    "methods": lambda x, g, y: y.mul(g).add(x),
+    "functions": lambda x, g, y: torch.add(x, torch.mul(g, y)),
+    "in float32, rounded back": lambda x, g, y: (x.float() + y.float() * g).type_as(x),
+    "with dropout in eval": lambda x, g, y: x + g * F.dropout(y, 0.5, training=False),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("spelling", GATES)
+def test_every_spelling_of_the_gated_residual(spelling, dtype):
+    generator = torch.Generator().manual_seed(0)
+    for shape, gate in (
+        ((2, 7, 60), (2, 1, 60)),
+        ((1, 63, 8), (8,)),
+        ((2, 3, 5, 7), (2, 3, 1, 1)),
+        ((2, 100, 3), (2, 100, 1)),
+    ):
+        torch._dynamo.reset()
+        x, y = (torch.randn(*shape, generator=generator).to(dtype) for _ in range(2))
+        g = torch.randn(*gate, generator=generator).to(dtype)
+        result, sites = recognise(GATES[spelling], x, g, y)
+        assert (sites["mul_add"].fused, sites["mul_add"].declined) == (1, 0), shape
+        assert_no_worse(result, GATES[spelling](x, g, y), GATES["x + g * y"](x.double(), g.double(), y.double()))
+
+
+NEAR_MISSES = {
+    "a mean over another axis": lambda x, w: x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-6),
+    "a mean that drops its axis": lambda x, w: x * torch.rsqrt(x.square().mean(-1) + 1e-6)[..., None],
+    "a sum": lambda x, w: x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6),
+    "the mean of another tensor": lambda x, w: x * torch.rsqrt((x + 1).square().mean(-1, keepdim=True) + 1e-6),
+    "a cube": lambda x, w: x * torch.rsqrt(x.pow(3).mean(-1, keepdim=True) + 100.0),
+    "rsqrt of something else": lambda x, w: x * torch.rsqrt(w.square() + 1e-6),
+    "a norm over two axes": lambda x, w: F.rms_norm(x, tuple(x.shape[-2:])),
+    "a rounded copy under the mean": lambda x, w: (
+        x * torch.rsqrt(x.to(torch.float16).float().square().mean(-1, keepdim=True) + 1e-6)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_what_only_looks_like_rms_norm(name):
+    x, w = torch.randn(2, 8, 8), torch.randn(8)
+    result, sites = recognise(NEAR_MISSES[name], x, w)
+    assert sites["rms_norm"].recognised == sites["rms_norm"].declined == 0
+    torch.testing.assert_close(result, NEAR_MISSES[name](x, w))
+
+
+@pytest.mark.parametrize("weight", [(2, 1, 8), (2, 7, 8), (7, 1), (1,)])
+def test_a_factor_that_is_no_weight_stays_outside(weight):
+    x, w = torch.randn(2, 7, 8), torch.randn(*weight)
+    function = lambda x, w: F.rms_norm(x, (8,)) * w  # noqa: E731
+    result, sites = recognise(function, x, w)
+    assert sites["rms_norm"].fused == 1
+    torch.testing.assert_close(result, function(x, w))
+
+
+def rope(x, cos, sin):
+    rotated = torch.cat([-x[..., 4:], x[..., :4]], -1)
+    return x * cos + rotated * sin
+
+
+GATE_NEAR_MISSES = {
+    "a gate of full shape": (lambda x, g, y: x + g * y, (2, 7, 8)),
+    "a modulation": (lambda x, g, y: x * (1 + g) + g, (2, 1, 8)),
+    "a gate that widens the result": (lambda x, g, y: x[:, :1] + g * y[:, :1], (2, 7, 8)),
+    "a gate that is a number": (lambda x, g, y: x + 0.5 * y, (1,)),
+    "a RoPE": (lambda x, g, y: rope(x, g, g + 1), (1, 7, 8)),
+    "a RoPE with tables that are broadcast": (lambda x, g, y: rope(x, g, g + 1), (7, 8)),
+    "a difference": (lambda x, g, y: x - g * y, (2, 1, 8)),
+    "integers": (lambda x, g, y: (x * 9).long() + (g * 9).long() * (y * 9).long(), (2, 1, 8)),
+}
+
+
+@pytest.mark.parametrize("name", GATE_NEAR_MISSES)
+def test_what_only_looks_like_a_gated_residual(name):
+    function, gate = GATE_NEAR_MISSES[name]
+    x, g, y = torch.randn(2, 7, 8), torch.randn(*gate), torch.randn(2, 7, 8)
+    result, sites = recognise(function, x, g, y)
+    assert sites["mul_add"].recognised == sites["mul_add"].declined == 0
+    torch.testing.assert_close(result, function(x, g, y))
+
+
+class TestHazards:
+    def test_an_input_written_between(self):
+        def function(x, g, y):
+            product = g * y
+            x.add_(1)
+            y.mul_(2)
+            return x + product
+
+        x, g, y = torch.randn(2, 7, 8), torch.randn(2, 1, 8), torch.randn(2, 7, 8)
+        expected = function(x.clone(), g, y.clone())
+        result, sites = recognise(function, x, g, y)
+        assert sites["mul_add"].reasons == {"a value is written in place between the matched operations": 1}
+        torch.testing.assert_close(result, expected)
+
+    def test_a_write_through_a_view(self):
+        def function(x, g, y):
+            product = g * y
+            y.view(-1)[0] = 100.0
+            return x + product
+
+        x, g, y = torch.randn(2, 7, 8), torch.randn(2, 1, 8), torch.randn(2, 7, 8)
+        expected = function(x.clone(), g, y.clone())
+        result, sites = recognise(function, x, g, y)
+        assert sites["mul_add"].declined == 1
+        torch.testing.assert_close(result, expected)
+
+    def test_a_write_before_or_after_is_none(self):
+        def function(x, g, y):
+            y.mul_(2)
+            out = x + g * y
+            x.add_(1)
+            return out
+
+        x, g, y = torch.randn(2, 7, 8), torch.randn(2, 1, 8), torch.randn(2, 7, 8)
+        expected = function(x.clone(), g, y.clone())
+        result, sites = recognise(function, x, g, y)
+        assert sites["mul_add"].fused == 1
+        torch.testing.assert_close(result, expected)
+
+    def test_an_in_place_spelling_is_not_taken(self):
+        def function(x, g, y):
+            z = x.clone()
+            z.add_(g * y)
+            return z
+
+        x, g, y = torch.randn(2, 7, 8), torch.randn(2, 1, 8), torch.randn(2, 7, 8)
+        result, sites = recognise(function, x, g, y)
+        assert sites["mul_add"].fused == 0
+        torch.testing.assert_close(result, x + g * y)
+
+    def test_an_autocast_boundary(self):
+        def function(x, g, y):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                product = g * y
+            return x + product
+
+        x, g, y = torch.randn(2, 7, 8), torch.randn(2, 1, 8), torch.randn(2, 7, 8)
+        result, sites = recognise(function, x, g, y)
+        assert sites["mul_add"].reasons == {"the region crosses an autocast boundary": 1}
+        torch.testing.assert_close(result, function(x, g, y))
+
+    def test_a_matched_value_used_elsewhere_is_still_provided(self):
+        def function(x, g, y):
+            product = g * y
+            return x + product, product.sum(), product
+
+        x, g, y = torch.randn(2, 7, 8), torch.randn(2, 1, 8), torch.randn(2, 7, 8)
+        result, sites = recognise(function, x, g, y)
+        assert sites["mul_add"].fused == 1
+        torch.testing.assert_close(result, function(x, g, y))
+
+    def test_dead_code_is_no_site(self):
+        def function(x, g, y):
+            F.rms_norm(x, (8,))
+            return x + g * y
+
+        _, sites = recognise(function, torch.randn(2, 7, 8), torch.randn(2, 1, 8), torch.randn(2, 7, 8))
+        assert (sites["rms_norm"].fused, sites["mul_add"].fused) == (0, 1)
+
+    def test_a_value_that_is_not_contiguous_keeps_its_strides(self):
+        x = torch.randn(2, 8, 7).transpose(1, 2)
+        result, sites = recognise(lambda x: F.rms_norm(x * 2, (8,)), x)
+        expected = F.rms_norm(x * 2, (8,))
+        assert result.stride() == expected.stride()
+        torch.testing.assert_close(result, expected)
+        assert sites["rms_norm"].recognised + sites["rms_norm"].declined == 1
+
+
+def test_sites_in_a_row_feed_each_other():
+    """A norm of a gated residual of a norm: each reads what another replaced."""
+
+    def function(x, g):
+        for _ in range(3):
+            x = F.rms_norm(x + g * F.rms_norm(x, (8,), eps=1e-6), (8,), eps=1e-6)
+        return x
+
+    x, g = torch.randn(2, 7, 8), torch.randn(2, 1, 8)
+    result, sites = recognise(function, x, g)
+    assert (sites["rms_norm"].fused, sites["mul_add"].fused) == (6, 3)
+    torch.testing.assert_close(result, function(x, g))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    batch=st.integers(1, 3),
+    tokens=st.integers(1, 9),
+    width=st.integers(1, 33),
+    order=st.sampled_from(list(GATES)),
+    gate_dims=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+)
+def test_whatever_the_shapes_the_numbers_are_eager_s(batch, tokens, width, order, gate_dims):
+    torch._dynamo.reset()
+    shape = (batch, tokens, width)
+    gate = tuple(size if keep else 1 for size, keep in zip(shape, gate_dims, strict=True))
+    x, g, y = torch.randn(*shape), torch.randn(*gate), torch.randn(*shape)
+    result, sites = recognise(GATES[order], x, g, y)
+    torch.testing.assert_close(result, GATES[order](x, g, y))
+    broadcast = any(one != full for one, full in zip(gate, shape, strict=True))
+    assert sites["mul_add"].fused == int(broadcast)
+
+
+class TestCatalogue:
+    @pytest.mark.parametrize("name", fusions.catalog())
+    def test_every_spelling_matches_itself(self, name):
+        fusion = fusions.catalog()[name]
+        assert fusion.doc
+        assert "Before:" in fusion.doc
+        assert "After:" in fusion.doc
+        for spelling in fusion.spellings:
+            assert pattern_of(spelling).op != "opaque"
+
+    def test_one_file_one_fusion(self):
+        assert {"rms_norm", "gated_residual"} <= set(fusions.catalog())

@@ -1,0 +1,125 @@
+"""The contract of every op in the catalogue: meaning, fake, providers."""
+
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fidelity import assert_no_worse
+from tritium import device, ops
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+OPS = list(ops.catalog().values())
+
+
+def cases(device_type: str):
+    for op in OPS:
+        for dtype in DTYPES:
+            for sample in op.samples(dtype, device_type):
+                yield pytest.param(
+                    op, dtype, sample, id=f"{op.name}-{str(dtype).removeprefix('torch.')}-{sample.label}"
+                )
+
+
+def exact(op, arguments):
+    wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+    return op.reference(**{**wide, "out_dtype": torch.float64})
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+class TestDeclaration:
+    def test_the_schema_has_the_reference_s_parameters(self, op):
+        names = [argument.name for argument in op.overload._schema.arguments]
+        assert names == [*inspect.signature(op.reference).parameters, "provider"]
+
+    def test_reference_and_fake_take_the_same(self, op):
+        assert list(inspect.signature(op.reference).parameters) == list(inspect.signature(op.fake).parameters)
+
+    def test_samples_have_awkward_sizes(self, op):
+        samples = list(op.samples(torch.float32, "cpu"))
+        sizes = {size for s in samples for t in s.arguments.values() if isinstance(t, torch.Tensor) for size in t.shape}
+        assert {1, 7, 63, 100, 3072, 5120} <= sizes
+        tensors = [t for s in samples for t in s.arguments.values() if isinstance(t, torch.Tensor)]
+        assert any(not tensor.is_contiguous() for tensor in tensors)
+        assert any(tensor.numel() == 0 for tensor in tensors)
+
+    def test_pytorch_s_own_check(self, op):
+        for sample in list(op.samples(torch.float32, "cpu")):
+            tests = ("test_schema", "test_faketensor")
+            torch.library.opcheck(
+                op.overload, tuple(sample.arguments.values()), {"provider": "reference"}, test_utils=tests
+            )
+
+
+@pytest.mark.parametrize(("op", "dtype", "sample"), cases("cpu"))
+def test_the_reference_is_no_worse_than_itself_in_eager_precision(op, dtype, sample):
+    result = op.overload(*sample.arguments.values(), provider="reference")
+    promised = op.fake(**sample.arguments)
+    assert (result.shape, result.dtype, result.stride()) == (promised.shape, promised.dtype, promised.stride())
+    assert_no_worse(result, exact(op, sample.arguments).to(dtype), exact(op, sample.arguments))
+
+
+def run_providers(device_type: str) -> int:
+    """Every provider of every op on every sample against float64, outputs poisoned so that a hole shows."""
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    checked = 0
+    for op in OPS:
+        for provider in ops.providers(op).values():
+            for dtype in DTYPES:
+                for sample in op.samples(dtype, device_type):
+                    if provider.decline(**sample.arguments) is not None:
+                        continue
+                    before = {k: v.clone() for k, v in sample.arguments.items() if isinstance(v, torch.Tensor)}
+                    result = op.overload(*sample.arguments.values(), provider=provider.name)
+                    truth = exact(op, sample.arguments)
+                    assert not result.isnan().any(), (op.name, provider.name, sample.label)
+                    assert_no_worse(result, op.reference(**sample.arguments).contiguous(), truth)
+                    promised = op.fake(**sample.arguments)
+                    assert (result.shape, result.stride()) == (promised.shape, promised.stride())
+                    assert all(torch.equal(before[k], sample.arguments[k]) for k in before)
+                    checked += 1
+    assert not ops.failed_providers(), ops.failed_providers()
+    return checked
+
+
+@pytest.mark.skipif(not device.has_triton(), reason="triton is not installed")
+def test_triton_kernels_in_the_interpreter():
+    """In a process of its own: Triton reads TRITON_INTERPRET when a kernel is defined."""
+    program = (
+        "import sys; sys.path[:0] = ['tests']; from ops.test_contract import run_providers; print(run_providers('cpu'))"
+    )
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        cwd=Path(__file__).parent.parent.parent,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) >= 3 * (15 + 10)
+
+
+@pytest.mark.gpu
+def test_providers_on_the_gpu():
+    assert run_providers("cuda") >= 3 * (15 + 10)
+
+
+@pytest.mark.gpu
+def test_more_rows_than_a_grid_dim_holds():
+    """Rows go over the grid's first dim, which holds 2^31 - 1; the others hold 65,535."""
+    from tritium.ops import rms_norm
+
+    x = torch.randn(70_000, 64, device="cuda", dtype=torch.bfloat16)
+    result = rms_norm.OP.overload(x, None, 1e-6, None, provider="triton")
+    assert_no_worse(
+        result,
+        rms_norm.reference(x, None, 1e-6, None),
+        exact(rms_norm.OP, {"x": x, "weight": None, "eps": 1e-6, "out_dtype": None}),
+    )

@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from tritium import device, measure
+
+
+def recording(log, durations):
+    """Variants that note their turns, and a stopwatch that gives each the next of its made-up durations."""
+    supply = {name: iter(values) for name, values in durations.items()}
+    variants = {name: (lambda name=name: log.append(name) or name) for name in durations}
+
+    def stopwatch(run, calls):
+        return [next(supply[run()]) for _ in range(calls)]
+
+    return variants, stopwatch
+
+
+def test_each_round_starts_with_another_variant():
+    log = []
+    variants, stopwatch = recording(log, {name: itertools.repeat(1.0) for name in "abc"})
+    measure.interleave(variants, "cpu", rounds=4, warmup=0, stopwatch=stopwatch)
+    assert log == [*"abc", *"bca", *"cab", *"abc"]
+
+
+def test_warm_up_runs_every_variant_and_is_not_sampled():
+    log = []
+    variants, stopwatch = recording(log, {"a": [7.0, 7.0], "b": [8.0, 8.0]})
+    timings = measure.interleave(variants, "cpu", rounds=2, warmup=3, stopwatch=stopwatch)
+    assert log[:6] == ["a", "b"] * 3
+    assert timings["a"].samples == timings["b"].samples == 2
+
+
+def test_a_burst_is_consecutive_and_every_call_is_a_sample():
+    log = []
+    variants, stopwatch = recording(log, {"a": itertools.repeat(1.0), "b": itertools.repeat(2.0)})
+    timings = measure.interleave(variants, "cpu", rounds=2, warmup=0, burst=3, stopwatch=stopwatch)
+    assert log == ["a"] * 3 + ["b"] * 6 + ["a"] * 3
+    assert timings["b"].samples == 6
+
+
+def test_medians_belong_to_their_variant():
+    variants, stopwatch = recording([], {"slow": [9.0, 30.0, 10.0], "fast": [1.0, 2.0, 90.0]})
+    timings = measure.interleave(variants, "cpu", rounds=3, warmup=0, stopwatch=stopwatch)
+    assert timings["slow"].median_ms == 10.0
+    assert timings["fast"].median_ms == 2.0
+
+
+def test_seconds_end_only_after_every_variant_had_every_place_equally_often():
+    log = []
+    variants, stopwatch = recording(log, {name: itertools.repeat(1.0) for name in "abcd"})
+    measure.interleave(variants, "cpu", seconds=0.0, warmup=0, stopwatch=stopwatch)
+    rounds = [log[start : start + 4] for start in range(0, len(log), 4)]
+    assert len(rounds) >= measure.MINIMUM_ROUNDS
+    for place in range(4):
+        assert len({[turn[place] for turn in rounds].count(name) for name in "abcd"}) == 1
+
+
+def test_progress_grows_to_one():
+    shares = []
+    variants, stopwatch = recording([], {"a": itertools.repeat(1.0)})
+    measure.interleave(variants, "cpu", rounds=4, stopwatch=stopwatch, on_round=shares.append)
+    assert shares == [0.25, 0.5, 0.75, 1.0]
+
+
+@pytest.mark.parametrize("samples", [[1.0, 2.0], [5.0, 1.0, 4.0], list(range(1, 64)), [3.0, 3.0, 3.0, 8.0]])
+def test_quartiles_are_numpys(samples):
+    timing = measure.Timing.of(samples)
+    expected = np.quantile(samples, [0.25, 0.5, 0.75])
+    actual = (timing.lower_quartile_ms, timing.median_ms, timing.upper_quartile_ms)
+    np.testing.assert_allclose(actual, expected)
+
+
+def test_one_sample_is_its_own_quartiles():
+    assert measure.Timing.of([2.0]) == measure.Timing(2.0, 2.0, 2.0, 1)
+
+
+def test_requests_that_mean_nothing_are_refused():
+    with pytest.raises(ValueError, match="empty"):
+        measure.interleave({}, "cpu", rounds=1)
+    with pytest.raises(ValueError, match="either seconds or rounds"):
+        measure.interleave({"a": int}, "cpu")
+    with pytest.raises(ValueError, match="either seconds or rounds"):
+        measure.interleave({"a": int}, "cpu", seconds=1.0, rounds=1)
+    with pytest.raises(ValueError, match="no samples"):
+        measure.Timing.of([])
+
+
+def test_the_host_clock_runs_once_a_sample():
+    calls = []
+    taken = measure.stopwatch_for("cpu")(lambda: calls.append(1), 3)
+    assert len(calls) == len(taken) == 3
+    assert all(value >= 0 for value in taken)
+
+
+def test_first_call_calls_once():
+    calls = []
+    assert measure.first_call(lambda: calls.append(1), "cpu") >= 0
+    assert calls == [1]
+
+
+def test_peak_memory_is_unknown_on_a_cpu():
+    assert measure.peak_memory(lambda: pytest.fail("must not be run for nothing"), "cpu") is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1, 7, 60, 63, 128])
+def test_relative_l2_is_numpys_in_float64(dtype, size):
+    generator = torch.Generator().manual_seed(size)
+    reference = torch.randn(3, size, generator=generator).to(dtype)
+    actual = (reference.float() * (1 + 1e-2 * torch.randn(3, size, generator=generator))).to(dtype)
+    wide_reference, wide_actual = reference.double().numpy(), actual.double().numpy()
+    expected = np.linalg.norm(wide_actual - wide_reference) / np.linalg.norm(wide_reference)
+    assert measure.relative_l2(actual, reference) == pytest.approx(expected, rel=1e-12)
+
+
+def test_relative_l2_does_not_overflow_where_the_dtype_would():
+    reference = torch.full((1000,), 6e4, dtype=torch.float16)
+    assert measure.relative_l2(reference * 0.5, reference) == pytest.approx(0.5, rel=1e-12)
+
+
+def test_relative_l2_of_zeros_nans_and_other_shapes():
+    zero = torch.zeros(3)
+    assert measure.relative_l2(zero, zero) == 0.0
+    assert measure.relative_l2(torch.ones(3), zero) == float("inf")
+    assert np.isnan(measure.relative_l2(torch.tensor([float("nan")]), torch.ones(1)))
+    with pytest.raises(ValueError, match="shapes differ"):
+        measure.relative_l2(torch.ones(3), torch.ones(1))
+
+
+def test_load_tells_others_from_ourselves(monkeypatch):
+    # Ten seconds in which all processes together took 17 core-seconds, this one 12 of them.
+    clocks = {"perf_counter": iter([0.0, 10.0]), "process_time": iter([3.0, 15.0])}
+    for name, values in clocks.items():
+        monkeypatch.setattr(measure.time, name, lambda values=values: next(values))
+    busy = iter([100.0, 117.0])
+    monkeypatch.setattr(device, "busy_cpu_seconds", lambda: next(busy))
+    monkeypatch.setattr(device, "usable_cores", lambda: 2)
+    load = measure.LoadMeter().read()
+    monkeypatch.undo()
+    assert load == measure.Load(own_cores=1.2, foreign_cores=0.5, usable_cores=2)
+
+
+@pytest.mark.parametrize(
+    ("load", "disturbed"),
+    [
+        (measure.Load(1.0, 1.0, 2), True),
+        (measure.Load(1.99, 0.02, 2), False),
+        (measure.Load(4.0, 3.0, 64), False),
+        (measure.Load(32.0, 30.0, 64), True),
+    ],
+)
+def test_foreign_load_disturbs_only_where_cores_are_short(load, disturbed):
+    assert load.disturbed is disturbed
+
+
+def test_load_is_unknown_where_the_machine_does_not_tell(monkeypatch):
+    monkeypatch.setattr(device, "busy_cpu_seconds", lambda: None)
+    assert measure.LoadMeter().read() is None
+
+
+@pytest.mark.gpu
+def test_device_events_see_the_work_of_the_device():
+    small, large = (torch.randn(size, size, device="cuda") for size in (64, 4096))
+    timings = measure.interleave({"small": lambda: small @ small, "large": lambda: large @ large}, "cuda", rounds=10)
+    assert timings["large"].median_ms > timings["small"].median_ms
+    assert measure.peak_memory(lambda: torch.empty(2**20, device="cuda"), "cuda") >= 2**22

@@ -1,0 +1,72 @@
+"""The example plug-in, installed as a user would install it, in a process that sees it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PLUGIN = Path(__file__).parent.parent / "examples" / "plugin"
+
+PROGRAM = """
+import json, torch, tritium
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.RMSNorm(8, eps=1e-6)
+    def forward(self, x, gate):
+        y = self.norm(x) * 1.0
+        return (y + gate * y) * 1.0
+
+config = tritium.CompilationConfig(engine="eager", force_provider={"rms_norm": "plain"})
+model, x, gate = Model(), torch.randn(2, 3, 8), torch.randn(2, 1, 8)
+with torch.inference_mode():
+    compiled = torch.compile(model, backend=tritium.Backend(config))
+    torch.testing.assert_close(compiled(x, gate), model(x, gate))
+report = tritium.explain(compiled).to_dict()
+print(json.dumps({"sites": report["sites"], "passes": report["passes"]}))
+"""
+
+
+@pytest.fixture(scope="module")
+def site_packages(tmp_path_factory) -> Path:
+    target = tmp_path_factory.mktemp("site")
+    copy = tmp_path_factory.mktemp("plugin") / "plugin"
+    import shutil
+
+    # Setuptools builds inside the source folder: keep the repository clean.
+    shutil.copytree(PLUGIN, copy)
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "--target", str(target), str(copy)], check=True, capture_output=True)
+    return target
+
+
+def run(program: str, site_packages: Path) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": str(site_packages)}
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment)
+
+
+def test_pass_fusion_and_provider_take_part(site_packages):
+    import json
+
+    done = run(PROGRAM, site_packages)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["sites"]["self_gate"]["fused"] == 1
+    assert found["sites"]["rms_norm"]["reasons"] == {"pinned by force_provider='plain'": 1}
+    entry = next(entry for entry in found["passes"] if entry["name"] == "remove_scale_by_one")
+    assert entry["changed"] is True
+    assert entry["requests"][0]["settings"] == {"cpp.use_decompose_tanh": True}
+
+
+def test_a_broken_plug_in_is_an_error_that_names_it(site_packages, tmp_path):
+    broken = tmp_path / "broken"
+    info = broken / "broken-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[tritium.passes]\nbad = json:dumps\n")
+    done = run("import tritium; tritium.Backend()", broken)
+    assert done.returncode != 0
+    assert "entry point 'bad' of group 'tritium.passes' (json:dumps) is a function, not a Pass" in done.stderr
