@@ -241,6 +241,13 @@ def cache_dir() -> Path:
     return Path(importlib.import_module("torch._inductor.runtime.cache_dir_utils").cache_dir())
 
 
+@contextlib.contextmanager
+def empty_cache() -> Iterator[None]:
+    """Compile with an empty cache folder, which is gone afterwards."""
+    with importlib.import_module("torch._inductor.utils").fresh_cache():
+        yield
+
+
 def salted_pass(identity: bytes, inner: Any) -> Any:
     """A post-grad pass that changes nothing but Inductor's cache key, around the user's own pass if there is one.
 

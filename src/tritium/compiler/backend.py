@@ -163,9 +163,10 @@ def _recompile(frame: compat.Frame | None) -> Recompile | None:
     attempt = int(version.split("_")[0])
     if attempt == 0:
         return None
-    failures = compat.guard_failures(frame.code)
+    # Another backend's version of the same code is no reason: nothing of ours is compiled again.
+    failures = [text for text in compat.guard_failures(frame.code) if "BACKEND_MATCH" not in text]
     previous = f"{number}/{attempt - 1}"
     reason = next((text for text in reversed(failures) if text.startswith(previous)), failures[-1] if failures else "")
     if not reason:
-        return Recompile(frame.compile_id, None, None, None, "Dynamo gave no reason")
+        return None
     return parse_guard_failure(frame.compile_id, reason, frame.arguments)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 from collections.abc import Iterable
 from pathlib import Path
 
 from torch import fx
 
+import tritium
 from tritium import fusions, ops
 from tritium.config import CompilationConfig
 from tritium.fusions import Fusion
@@ -32,7 +32,7 @@ def identity(
     files.update(file for fusion in extra_fusions if (file := _file_of(fusion)) is not None)
     files.update(file for op in bridge.in_graph(graph) for file in op.files())
     digest = hashlib.sha256()
-    digest.update(importlib.metadata.version("tritium").encode())
+    digest.update(tritium.__version__.encode())
     digest.update(config.identity().encode())
     # The text and not the path: the same package in another folder is the same package.
     for text in sorted(_digest_of(file) for file in files):

@@ -1,0 +1,1 @@
+"""Workloads, the way they are run, and the results that are kept."""

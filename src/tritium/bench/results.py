@@ -1,0 +1,147 @@
+"""What a benchmark found, as JSON with the machine and the versions it was found on, and how two of them compare."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tritium import compat, device
+from tritium.errors import ConfigError
+
+# The variant that torch.compile alone gives: what ratios are against.
+YARDSTICK = "inductor"
+
+# The variant a regression is about. The others only tell whether the machine itself moved.
+OURS = "tritium"
+
+TOLERANCE = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One variant of one workload.
+
+    `ratio` is torch.compile's median by this one's: above 1 is faster than torch.compile. It is None where
+    torch.compile was not measured. `first_call_cold` says whether the first call found the compiler's caches empty.
+    """
+
+    workload: str
+    variant: str
+    mode: str | None
+    dtype: str
+    shrunk: bool
+    note: str
+    shapes: dict[str, list[int]]
+    median_ms: float
+    lower_quartile_ms: float
+    upper_quartile_ms: float
+    samples: int
+    ratio: float | None
+    first_call_s: float
+    first_call_cold: bool
+    peak_memory_bytes: int | None
+    relative_l2: float
+    # Other processes took cores from this one while it was timed: the milliseconds mean little. None: not known.
+    disturbed: bool | None
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What must be equal for two rows to be about the same thing."""
+        shapes = json.dumps(self.shapes, sort_keys=True)
+        return self.workload, self.variant, self.mode or "", self.dtype, self.note, shapes
+
+
+@dataclass(frozen=True)
+class Results:
+    """All rows of one run of the benchmark."""
+
+    device: dict[str, Any]
+    versions: dict[str, str | None]
+    date: str
+    rows: tuple[Row, ...]
+
+    @classmethod
+    def now(cls, rows: Sequence[Row], device_type: str) -> Results:
+        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        return cls(dict(device.describe(device_type).to_dict()), compat.versions(), date, tuple(rows))
+
+    def to_dict(self) -> dict[str, Any]:
+        rows = [dataclasses.asdict(row) for row in self.rows]
+        return {"device": self.device, "versions": self.versions, "date": self.date, "rows": rows}
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Results:
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            rows = tuple(Row(**row) for row in found["rows"])
+            return cls(found["device"], found["versions"], found["date"], rows)
+        except OSError as error:
+            raise ConfigError(f"results {path} cannot be read: {error.strerror}") from error
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} is no result of `tritium bench --json`: {error}") from error
+
+
+@dataclass(frozen=True)
+class Change:
+    """One row then and now."""
+
+    workload: str
+    variant: str
+    was_ms: float
+    now_ms: float
+
+    @property
+    def slower_by(self) -> float:
+        return self.now_ms / self.was_ms - 1
+
+    def __str__(self) -> str:
+        return f"{self.workload} {self.variant}: {self.was_ms:.3f} ms -> {self.now_ms:.3f} ms ({self.slower_by:+.1%})"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What changed between two results. Rows that only one of them has are named, never skipped in silence."""
+
+    changes: tuple[Change, ...]
+    unmatched: tuple[str, ...]
+    tolerance: float
+
+    @property
+    def regressions(self) -> tuple[Change, ...]:
+        return tuple(change for change in self.changes if change.variant == OURS and change.slower_by > self.tolerance)
+
+    @property
+    def drift(self) -> tuple[Change, ...]:
+        """Variants that are not ours and still moved: the machine or torch is another than it was."""
+        return tuple(
+            change for change in self.changes if change.variant != OURS and abs(change.slower_by) > self.tolerance
+        )
+
+
+def compare(old: Results, new: Results, tolerance: float = TOLERANCE) -> Comparison:
+    """Compare medians row by row; a `ConfigError` when the two cannot be compared at all."""
+    for part in ("type", "name"):
+        was, now = old.device.get(part), new.device.get(part)
+        if was != now:
+            raise ConfigError(f"results of {was!r} and {now!r} cannot be compared: the device differs")
+    before = {row.key: row for row in old.rows}
+    after = {row.key: row for row in new.rows}
+    shared = [key for key in after if key in before]
+    if not shared:
+        raise ConfigError("the two results have no row in common: workload, variant, mode, dtype or shapes differ")
+    changes = tuple(
+        Change(after[key].workload, after[key].variant, before[key].median_ms, after[key].median_ms) for key in shared
+    )
+    lone = [(row, "only before") for key, row in before.items() if key not in after]
+    lone += [(row, "only now") for key, row in after.items() if key not in before]
+    names = tuple(f"{row.workload} {row.variant} ({row.mode or 'no mode'}, {row.dtype}): {when}" for row, when in lone)
+    return Comparison(changes, names, tolerance)

@@ -1,0 +1,207 @@
+"""Run a workload eagerly, under plain torch.compile and under Tritium, all alive at once, and time them in turns.
+
+All sides share one model. Compiled code is kept by code object and backend, so wrapping a module twice gives two
+independent compiled versions of the same weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tritium import compat, device, measure
+from tritium.bench.results import OURS, YARDSTICK, Row
+from tritium.bench.workloads import Built, Workload
+from tritium.config import CompilationConfig
+from tritium.errors import ConfigError, TritiumError, nearest
+
+EAGER = "eager"
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+# Told what is being done, and which share of this workload is done.
+Notify = Callable[[str, float], None]
+
+# The share of a workload's time that is over when the timing starts; compiling takes the larger part.
+_PREPARED = 0.7
+
+# Device timings overlap the host's work for the next call with the device's for this one, as a denoising loop does.
+_BURST = {"cuda": 5}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How to run: the same for all sides."""
+
+    against: tuple[str, ...] = (EAGER, YARDSTICK)
+    mode: str = "default"
+    seconds: float = 10.0
+    device_type: str = "cpu"
+    # Compile in an empty cache folder. Otherwise the second side finds kernels that the first one built.
+    cold: bool = True
+    config: CompilationConfig | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.against:
+            if name not in (EAGER, YARDSTICK):
+                raise ConfigError(f"nothing to measure against is called {name!r}; {nearest(name, (EAGER, YARDSTICK))}")
+        if self.mode not in MODES:
+            raise ConfigError(f"there is no mode {self.mode!r}; {nearest(self.mode, MODES)}")
+        if self.device_type == "cuda" and not device.cuda_available():
+            raise ConfigError("device 'cuda' was asked for, and torch sees no CUDA device")
+
+    @property
+    def variants(self) -> list[str]:
+        return [name for name in (EAGER, YARDSTICK) if name in self.against] + [OURS]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.device_type == "cuda" else torch.float32
+
+
+@dataclass(frozen=True)
+class Side:
+    """One variant of a workload, compiled and warm."""
+
+    model: Any
+    call: Callable[[], Any]
+    first_call_s: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The rows of one workload, and the models they are about while they are still alive."""
+
+    rows: list[Row]
+    models: dict[str, Any]
+
+
+def build(workload: Workload, settings: Settings) -> Built:
+    return workload.build(settings.device_type, settings.dtype, small=settings.device_type == "cpu")
+
+
+def _silent(what: str, share: float) -> None:
+    del what, share
+
+
+def run(workload: Workload, settings: Settings, notify: Notify = _silent) -> Outcome:
+    """Measure one workload. The model is built as a user builds it; every call runs in inference mode."""
+    name = workload.name
+    notify(f"{name}: building", 0.0)
+    built = build(workload, settings)
+    with torch.inference_mode():
+        sides = _prepare(name, built, settings, notify)
+        what = f"{name}: timing {', '.join(sides)} in turns"
+        notify(what, _PREPARED)
+        meter = measure.LoadMeter()
+        timings = measure.interleave(
+            {variant: side.call for variant, side in sides.items()},
+            settings.device_type,
+            seconds=settings.seconds,
+            burst=_BURST.get(settings.device_type, 1),
+            on_round=lambda share: notify(what, _PREPARED + (1 - _PREPARED) * share),
+        )
+        load = meter.read()
+        reference = _tensor(built.model(**built.inputs), name)
+        rows = [
+            _row(name, built, settings, variant, side, timings=timings, reference=reference, load=load)
+            for variant, side in sides.items()
+        ]
+    return Outcome(rows, {variant: side.model for variant, side in sides.items()})
+
+
+def release() -> None:
+    """Forget compiled code and give memory back, before the next workload is built."""
+    torch.compiler.reset()
+    gc.collect()
+    if device.cuda_available():
+        torch.cuda.empty_cache()
+
+
+def compiled(model: Any, variant: str, settings: Settings) -> Any:
+    """The model as a variant runs it; both compiled variants get the same mode."""
+    if variant == EAGER:
+        return model
+    if variant == YARDSTICK:
+        return torch.compile(model, mode=settings.mode)
+    tritium: Any = importlib.import_module("tritium")
+    return torch.compile(model, backend=tritium.Backend(settings.config or CompilationConfig()), mode=settings.mode)
+
+
+def _prepare(name: str, built: Built, settings: Settings, notify: Notify) -> dict[str, Side]:
+    sides = {}
+    if settings.cold:
+        notify(f"{name}: starting the compiler", 0.0)
+        _start_compiler(settings.device_type)
+    for index, variant in enumerate(settings.variants):
+        what = "first eager call" if variant == EAGER else f"compiling with {variant}"
+        notify(f"{name}: {what}", _PREPARED * index / len(settings.variants))
+        model = compiled(built.model, variant, settings)
+        call = _call_of(model, built.inputs)
+        with compat.empty_cache() if settings.cold and variant != EAGER else contextlib.nullcontext():
+            seconds = measure.first_call(call, settings.device_type)
+        sides[variant] = Side(model, call, seconds)
+    return sides
+
+
+def _call_of(model: Any, inputs: Mapping[str, Any]) -> Callable[[], Any]:
+    def call() -> Any:
+        # Where a mode replays CUDA graphs, this says that the last call's output is no longer needed.
+        torch.compiler.cudagraph_mark_step_begin()
+        return model(**inputs)
+
+    return call
+
+
+def _start_compiler(device_type: str) -> None:
+    # Importing Inductor and building its pattern tables takes seconds once a process: no side should pay for it alone.
+    with compat.empty_cache():
+        torch.compile(lambda x: torch.relu(x) + 1)(torch.ones(64, device=device_type))
+
+
+def _tensor(output: Any, name: str) -> torch.Tensor:
+    tensor = output[0] if isinstance(output, tuple) else output
+    if not isinstance(tensor, torch.Tensor):
+        raise TritiumError(f"workload {name!r} returned {type(tensor).__name__} instead of a tensor")
+    if not bool(tensor.isfinite().all()):
+        raise TritiumError(f"workload {name!r} gave values that are not finite: its errors would mean nothing")
+    # Replayed graphs write into the same memory again.
+    return tensor.clone()
+
+
+def _row(
+    name: str,
+    built: Built,
+    settings: Settings,
+    variant: str,
+    side: Side,
+    *,
+    timings: Mapping[str, measure.Timing],
+    reference: torch.Tensor,
+    load: measure.Load | None,
+) -> Row:
+    timing, yardstick = timings[variant], timings.get(YARDSTICK)
+    return Row(
+        workload=name,
+        variant=variant,
+        mode=None if variant == EAGER else settings.mode,
+        dtype=str(settings.dtype).removeprefix("torch."),
+        shrunk=built.shrunk,
+        note=built.note,
+        shapes=built.shapes,
+        median_ms=timing.median_ms,
+        lower_quartile_ms=timing.lower_quartile_ms,
+        upper_quartile_ms=timing.upper_quartile_ms,
+        samples=timing.samples,
+        ratio=yardstick.median_ms / timing.median_ms if yardstick is not None else None,
+        first_call_s=side.first_call_s,
+        first_call_cold=settings.cold,
+        peak_memory_bytes=measure.peak_memory(side.call, settings.device_type),
+        relative_l2=measure.relative_l2(_tensor(side.call(), name), reference),
+        disturbed=load.disturbed if load is not None else None,
+    )

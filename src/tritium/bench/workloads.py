@@ -1,0 +1,247 @@
+"""What is benchmarked: stock diffusers transformers with random weights.
+
+Full size means the real width and the real number of tokens with fewer blocks, because blocks repeat. On a CPU that
+would take minutes a step, so there the same class shrinks, and every result says so.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tritium.errors import ConfigError, MissingExtra, nearest
+
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large a workload is: the model's configuration, the latent grid and the tokens of the prompt."""
+
+    config: Mapping[str, Any]
+    grid: tuple[int, ...]
+    text: int
+    note: str
+
+
+@dataclass(frozen=True)
+class Built:
+    """A workload ready to run: `model(**inputs)`."""
+
+    model: nn.Module
+    inputs: dict[str, Any]
+    note: str
+    shrunk: bool
+
+    @property
+    def shapes(self) -> dict[str, list[int]]:
+        return {name: list(value.shape) for name, value in self.inputs.items() if isinstance(value, torch.Tensor)}
+
+
+# Draws a normal tensor of a shape in the workload's dtype, on its device.
+Draw = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One stock class in two sizes."""
+
+    name: str
+    class_name: str
+    full: Size
+    small: Size
+    inputs: Callable[[Any, Size, Draw], dict[str, Any]]
+
+    def build(self, device: str, dtype: torch.dtype, *, small: bool) -> Built:
+        """A seeded model and its inputs; the caller's random state stays as it was."""
+        size = self.small if small else self.full
+        cls = getattr(_diffusers(), self.class_name)
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if device == "cuda" else ()):
+            torch.manual_seed(SEED)
+            with torch.device(device):
+                model = cls(**size.config).eval()
+            _roughen(model)
+        _cast_as_loading_does(model, dtype)
+        # Drawn on the CPU, so that a seed means the same inputs on every device.
+        generator = torch.Generator().manual_seed(SEED)
+
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator).to(device, dtype)
+
+        inputs = {**self.inputs(model.config, size, draw), "return_dict": False}
+        return Built(model, inputs, size.note, small)
+
+
+def _diffusers() -> Any:
+    try:
+        return importlib.import_module("diffusers")
+    except ImportError as error:
+        raise MissingExtra("diffusers", "diffusers", "a benchmark workload") from error
+
+
+def _roughen(model: nn.Module) -> None:
+    # Norms start with weights of one: a kernel that forgot to multiply by them would still look right.
+    for name, parameter in model.named_parameters():
+        if "norm" in name and name.endswith("weight") and parameter.ndim == 1:
+            nn.init.normal_(parameter, mean=1.0, std=0.1)
+
+
+def _cast_as_loading_does(model: Any, dtype: torch.dtype) -> None:
+    """Change dtypes the way `from_pretrained(torch_dtype=...)` does.
+
+    `model.to(dtype)` would also round the tables of rotary embeddings and the modules a class keeps in float32, and
+    then another graph would be measured than pipelines run.
+    """
+    kept = set(model._keep_in_fp32_modules or ())
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point() and not kept.intersection(name.split(".")):
+            tensor.data = tensor.data.to(dtype)
+
+
+def _flux(config: Any, size: Size, draw: Draw) -> dict[str, Any]:
+    height, width = size.grid
+    hidden = draw(1, height * width, config.in_channels)
+    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    ids = torch.stack([torch.zeros_like(rows), rows, columns], dim=-1).reshape(-1, 3)
+    return {
+        "hidden_states": hidden,
+        "encoder_hidden_states": draw(1, size.text, config.joint_attention_dim),
+        "pooled_projections": draw(1, config.pooled_projection_dim),
+        "timestep": torch.full_like(hidden[:, 0, 0], 0.5),
+        "img_ids": ids.to(hidden),
+        "txt_ids": torch.zeros(size.text, 3).to(hidden),
+        "guidance": torch.full((1,), 3.5, device=hidden.device),
+    }
+
+
+def _qwen_image(config: Any, size: Size, draw: Draw) -> dict[str, Any]:
+    height, width = size.grid
+    hidden = draw(1, height * width, config.in_channels)
+    # The pipeline drops the prompt's mask when it masks nothing, so at batch 1 there is none.
+    return {
+        "hidden_states": hidden,
+        "encoder_hidden_states": draw(1, size.text, config.joint_attention_dim),
+        "timestep": torch.full_like(hidden[:, 0, 0], 0.5),
+        "img_shapes": [[(1, height, width)]],
+    }
+
+
+def _wan(config: Any, size: Size, draw: Draw) -> dict[str, Any]:
+    hidden = draw(1, config.in_channels, *size.grid)
+    return {
+        "hidden_states": hidden,
+        "timestep": torch.full((1,), 500.0, device=hidden.device),
+        "encoder_hidden_states": draw(1, size.text, config.text_dim),
+    }
+
+
+def _sd3(config: Any, size: Size, draw: Draw) -> dict[str, Any]:
+    hidden = draw(1, config.in_channels, *size.grid)
+    return {
+        "hidden_states": hidden,
+        "encoder_hidden_states": draw(1, size.text, config.joint_attention_dim),
+        "pooled_projections": draw(1, config.pooled_projection_dim),
+        "timestep": torch.full_like(hidden[:, 0, 0, 0], 500.0),
+    }
+
+
+FLUX = Workload(
+    name="flux",
+    class_name="FluxTransformer2DModel",
+    # FLUX.1-dev at 1024 x 1024; it has 19 double and 38 single blocks.
+    full=Size(
+        config={"num_layers": 4, "num_single_layers": 8, "guidance_embeds": True},
+        grid=(64, 64),
+        text=512,
+        note="4 double + 8 single blocks, width 3072, 4096 + 512 tokens",
+    ),
+    small=Size(
+        config={
+            "num_layers": 2,
+            "num_single_layers": 2,
+            "num_attention_heads": 3,
+            "joint_attention_dim": 256,
+            "pooled_projection_dim": 128,
+            "guidance_embeds": True,
+        },
+        grid=(16, 16),
+        text=64,
+        note="2 double + 2 single blocks, width 384, 256 + 64 tokens",
+    ),
+    inputs=_flux,
+)
+
+QWEN_IMAGE = Workload(
+    name="qwen-image",
+    class_name="QwenImageTransformer2DModel",
+    # 1024 x 1024; it has 60 blocks.
+    full=Size(config={"num_layers": 4}, grid=(64, 64), text=256, note="4 blocks, width 3072, 4096 + 256 tokens"),
+    small=Size(
+        config={"num_layers": 2, "num_attention_heads": 3, "joint_attention_dim": 256},
+        grid=(16, 16),
+        text=64,
+        note="2 blocks, width 384, 256 + 64 tokens",
+    ),
+    inputs=_qwen_image,
+)
+
+WAN = Workload(
+    name="wan",
+    class_name="WanTransformer3DModel",
+    # The 14B model at 81 frames of 480 x 832; it has 40 blocks.
+    full=Size(config={"num_layers": 2}, grid=(21, 60, 104), text=512, note="2 blocks, width 5120, 32760 + 512 tokens"),
+    small=Size(
+        config={"num_layers": 2, "num_attention_heads": 3, "ffn_dim": 1024, "text_dim": 256},
+        grid=(3, 16, 20),
+        text=64,
+        note="2 blocks, width 384, 240 + 64 tokens",
+    ),
+    inputs=_wan,
+)
+
+SD3 = Workload(
+    name="sd3",
+    class_name="SD3Transformer2DModel",
+    # Stable Diffusion 3.5 large at 1024 x 1024, whose prompt is 77 CLIP and 256 T5 tokens; it has 38 blocks.
+    full=Size(
+        config={
+            "num_layers": 4,
+            "num_attention_heads": 38,
+            "caption_projection_dim": 2432,
+            "pos_embed_max_size": 192,
+            "qk_norm": "rms_norm",
+        },
+        grid=(128, 128),
+        text=333,
+        note="4 blocks, width 2432, 4096 + 333 tokens",
+    ),
+    small=Size(
+        config={
+            "sample_size": 32,
+            "num_layers": 2,
+            "num_attention_heads": 6,
+            "caption_projection_dim": 384,
+            "joint_attention_dim": 256,
+            "pooled_projection_dim": 128,
+            "pos_embed_max_size": 32,
+            "qk_norm": "rms_norm",
+        },
+        grid=(32, 32),
+        text=77,
+        note="2 blocks, width 384, 256 + 77 tokens",
+    ),
+    inputs=_sd3,
+)
+
+WORKLOADS = {workload.name: workload for workload in (FLUX, QWEN_IMAGE, WAN, SD3)}
+
+
+def find(name: str) -> Workload:
+    if name not in WORKLOADS:
+        raise ConfigError(f"there is no workload {name!r}; {nearest(name, WORKLOADS)}")
+    return WORKLOADS[name]

@@ -1,0 +1,45 @@
+"""All commands under one name, and what an error looks like there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from tritium.cli import bench, doctor, explain
+from tritium.errors import TritiumError
+
+
+class Commands(TyperGroup):
+    """Turns what Tritium raises on purpose into one line and exit code 2; anything else is a bug and keeps its trace."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            ours = _raised_on_purpose(error)
+            if ours is None:
+                raise
+            typer.echo("tritium: " + " ".join(str(ours).split()), err=True)
+            raise typer.Exit(2) from error
+
+
+def _raised_on_purpose(error: BaseException | None) -> TritiumError | None:
+    # Dynamo wraps what a backend raises and keeps it as the inner exception.
+    while error is not None and not isinstance(error, TritiumError):
+        error = getattr(error, "inner_exception", None) or error.__cause__
+    return error
+
+
+app = typer.Typer(
+    cls=Commands,
+    name="tritium",
+    help="Fusion for diffusion: make stock diffusers models fast, and say what was done.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("doctor")(doctor.command)
+app.command("bench")(bench.command)
+app.command("explain")(explain.command)

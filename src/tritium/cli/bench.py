@@ -1,0 +1,78 @@
+"""`tritium bench`: measure workloads against eager and torch.compile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tritium import device
+from tritium.bench import run, workloads
+from tritium.bench.results import Comparison, Results, Row, compare
+from tritium.cli import progress, table
+from tritium.errors import ConfigError
+
+_NAMES = ", ".join(workloads.WORKLOADS)
+
+
+def command(
+    names: Annotated[list[str], typer.Argument(metavar="WORKLOAD", help=f"One or more of: {_NAMES}.")],
+    *,
+    against: Annotated[str, typer.Option(help="What to measure against, separated by commas.")] = "eager,inductor",
+    mode: Annotated[str, typer.Option(help=f"Mode of both compiled sides: {', '.join(run.MODES)}.")] = "default",
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the results there.")] = None,
+    compare_with: Annotated[
+        Path | None,
+        typer.Option("--compare", metavar="OLD.json", help="Exit with 1 if Tritium is over 5 % slower than in there."),
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.0, help="How long the variants take turns, a workload.")] = 10.0,
+    device_type: Annotated[str | None, typer.Option("--device", help="cuda or cpu; the GPU if there is one.")] = None,
+    cold: Annotated[
+        bool, typer.Option("--cold/--warm", help="First calls with empty compiler caches, or as is.")
+    ] = True,
+) -> None:
+    """Measure workloads eagerly, under torch.compile and under Tritium, in one process and in turns."""
+    chosen = [workloads.find(name) for name in names]
+    # Read before an hour of measuring, not after it.
+    old = Results.load(compare_with) if compare_with is not None else None
+    settings = run.Settings(
+        against=tuple(name.strip() for name in against.split(",") if name.strip()),
+        mode=mode,
+        seconds=seconds,
+        device_type=known_device(device_type),
+        cold=cold,
+    )
+    rows: list[Row] = []
+    with progress.shown() as notify:
+        for workload in chosen:
+            rows += run.run(workload, settings, notify).rows
+            run.release()
+    results = Results.now(rows, settings.device_type)
+    table.show(results)
+    if json is not None:
+        results.save(json)
+    if old is not None and report_comparison(compare(old, results)):
+        raise typer.Exit(1)
+
+
+def known_device(name: str | None) -> str:
+    if name not in (None, "cpu", "cuda"):
+        raise ConfigError(f"device {name!r} is not known here; valid: 'cpu', 'cuda'")
+    return name or device.default()
+
+
+def report_comparison(comparison: Comparison) -> bool:
+    """Print what changed; whether there is a regression."""
+    limit = f"{comparison.tolerance:.0%}"
+    for change in comparison.changes:
+        print(change)
+    for name in comparison.unmatched:
+        print(f"not compared: {name}")
+    for change in comparison.drift:
+        print(f"warning: {change.variant} itself moved by {change.slower_by:+.1%}: the machine or torch changed")
+    for change in comparison.regressions:
+        print(f"REGRESSION past {limit}: {change}")
+    if not comparison.regressions:
+        print(f"no regression past {limit}")
+    return bool(comparison.regressions)

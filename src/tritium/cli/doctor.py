@@ -1,0 +1,266 @@
+"""`tritium doctor`: what this machine has, and the known traps, each with its fix.
+
+`gather` asks the machine, `diagnose` judges what it found; the second is a pure function of the first.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json as json_format
+import platform
+import re
+import sysconfig
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tritium import compat, config, device, envs
+from tritium.errors import ConfigError
+
+# What the metadata of torch's CUDA wheels requires; a CPU wheel requires no triton, and still uses one that is there.
+TRITON_OF_TORCH = {(2, 11): (3, 6), (2, 12): (3, 7), (2, 13): (3, 7), (2, 14): (3, 8), (2, 15): (3, 9)}
+
+OLDEST_TORCH = (2, 11)
+PYTHONS = ((3, 11), (3, 13))
+
+# Stops oneDNN below AMX; it is read once, when torch is loaded.
+ISA_WITHOUT_AMX = "AVX512_CORE_BF16"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing looked at."""
+
+    name: str
+    status: Literal["ok", "warn", "fail"]
+    detail: str
+    fix: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """Everything the checks need to know about a machine."""
+
+    python: str
+    torch: str
+    torch_cuda: str | None
+    triton: str | None
+    triton_required: str | None
+    diffusers: str | None
+    gpu: str | None
+    driver: str | None
+    # What Inductor would call, whether that is on the PATH, and what else is there.
+    compiler: str
+    compiler_path: str | None
+    other_compilers: tuple[str, ...]
+    headers: bool
+    bf16_works: bool
+    onednn_isa: str | None
+    cache_folder: str
+    cache_error: str | None
+    variable_error: str | None
+
+
+def gather() -> Facts:
+    versions = compat.versions()
+    wanted = envs.get("CXX") or "g++"
+    others = tuple(name for name in ("g++", "clang++", "c++") if name != wanted and _on_path(name))
+    plain = {name: value for name, value in envs.child_environment({}).items() if name != envs.ONEDNN_ISA}
+    folder, error = _try_cache_folder()
+    return Facts(
+        python=platform.python_version(),
+        torch=torch.__version__,
+        torch_cuda=torch.version.cuda,
+        triton=versions["triton"],
+        triton_required=_triton_requirement(),
+        diffusers=versions["diffusers"],
+        gpu=device.describe("cuda").name if device.cuda_available() else None,
+        driver=device.nvidia_driver(),
+        compiler=wanted,
+        compiler_path=_on_path(wanted),
+        other_compilers=others,
+        headers=(Path(sysconfig.get_path("include")) / "Python.h").exists(),
+        bf16_works=device.bf16_matmul_works(plain),
+        onednn_isa=envs.get(envs.ONEDNN_ISA),
+        cache_folder=folder,
+        cache_error=error,
+        variable_error=_variable_error(),
+    )
+
+
+def _on_path(command: str) -> str | None:
+    # `CXX` may carry options, or a whole path.
+    name = Path(command.split(maxsplit=1)[0])
+    candidates = [name] if name.is_absolute() else [folder / name for folder in envs.search_path()]
+    return next((str(candidate) for candidate in candidates if candidate.is_file()), None)
+
+
+def _triton_requirement() -> str | None:
+    for requirement in importlib.metadata.requires("torch") or ():
+        found = re.match(r"triton\s*[=~]=\s*([\d.]+)", requirement)
+        if found:
+            return found[1]
+    known = TRITON_OF_TORCH.get(compat.TORCH)
+    return f"{known[0]}.{known[1]}" if known else None
+
+
+def _try_cache_folder() -> tuple[str, str | None]:
+    try:
+        folder = compat.cache_dir()
+    except OSError as error:
+        return str(error.filename), error.strerror
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return str(folder), None
+    except OSError as error:
+        return str(folder), error.strerror
+
+
+def _variable_error() -> str | None:
+    try:
+        config.check_environment()
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def diagnose(facts: Facts) -> list[Check]:
+    return [
+        _python(facts),
+        _torch(facts),
+        _triton(facts),
+        _gpu(facts),
+        _compiler(facts),
+        _headers(facts),
+        _bf16(facts),
+        _cache_folder(facts),
+        _variables(facts),
+        _diffusers(facts),
+    ]
+
+
+def _python(facts: Facts) -> Check:
+    oldest, newest = (".".join(map(str, version)) for version in PYTHONS)
+    if PYTHONS[0] <= compat.parse_version(facts.python) <= PYTHONS[1]:
+        return Check("python", "ok", facts.python)
+    return Check("python", "warn", f"{facts.python} is not tested", f"use Python {oldest} to {newest}")
+
+
+def _torch(facts: Facts) -> Check:
+    if compat.parse_version(facts.torch) >= OLDEST_TORCH:
+        return Check("torch", "ok", facts.torch)
+    oldest = ".".join(map(str, OLDEST_TORCH))
+    return Check("torch", "fail", f"{facts.torch} is older than {oldest}", f"pip install 'torch>={oldest}'")
+
+
+def _triton(facts: Facts) -> Check:
+    required = facts.triton_required
+    install = f"pip install 'triton=={required}.*'" if required and required.count(".") == 1 else "pip install triton"
+    install = f"pip install triton=={required}" if required and required.count(".") > 1 else install
+    if facts.triton is None:
+        if facts.gpu is None:
+            return Check("triton", "ok", "not installed, and not needed without a GPU")
+        return Check("triton", "fail", "not installed: nothing can be generated for the GPU", install)
+    if required is None:
+        return Check("triton", "ok", f"{facts.triton} (which one torch {facts.torch} wants is not known here)")
+    if compat.parse_version(facts.triton) == compat.parse_version(required):
+        return Check("triton", "ok", facts.triton)
+    status: Literal["warn", "fail"] = "warn" if facts.gpu is None else "fail"
+    return Check(
+        "triton", status, f"{facts.triton} does not match torch {facts.torch}, which wants {required}", install
+    )
+
+
+def _gpu(facts: Facts) -> Check:
+    if facts.gpu is not None:
+        return Check("gpu", "ok", f"{facts.gpu}, driver {facts.driver or 'unknown'}, CUDA {facts.torch_cuda}")
+    if facts.driver is None:
+        return Check("gpu", "ok", "none: the CPU is used")
+    if facts.torch_cuda is None:
+        detail = f"NVIDIA driver {facts.driver} is there, but torch {facts.torch} is built without CUDA"
+        return Check(
+            "gpu", "warn", detail, "install torch from an index of CUDA builds: https://pytorch.org/get-started"
+        )
+    detail = f"NVIDIA driver {facts.driver} is there, but torch (CUDA {facts.torch_cuda}) cannot use it"
+    return Check("gpu", "warn", detail, "update the driver, or install torch for an older CUDA; see `nvidia-smi`")
+
+
+def _compiler(facts: Facts) -> Check:
+    if facts.compiler_path is not None:
+        return Check("c++ compiler", "ok", facts.compiler_path)
+    # On a GPU only what stays on the CPU needs it.
+    status: Literal["warn", "fail"] = "fail" if facts.gpu is None else "warn"
+    if facts.other_compilers:
+        other = facts.other_compilers[0]
+        return Check("c++ compiler", status, f"Inductor calls {facts.compiler}, not found", f"export CXX={other}")
+    return Check("c++ compiler", status, f"no {facts.compiler} on the PATH", "apt-get install g++, or export CXX=...")
+
+
+def _headers(facts: Facts) -> Check:
+    if facts.headers:
+        return Check("python headers", "ok", "Python.h found")
+    status: Literal["warn", "fail"] = "fail" if facts.gpu is None else "warn"
+    version = ".".join(facts.python.split(".")[:2])
+    return Check(
+        "python headers", status, "no Python.h: compiled code cannot be loaded", f"apt-get install python{version}-dev"
+    )
+
+
+def _bf16(facts: Facts) -> Check:
+    if facts.bf16_works:
+        return Check("bfloat16 on the CPU", "ok", "a product works")
+    cause = "a bfloat16 product kills the process (AMX is advertised and refused)"
+    if facts.onednn_isa is not None:
+        return Check("bfloat16 on the CPU", "ok", f"{cause}; defused by {envs.ONEDNN_ISA}={facts.onednn_isa}")
+    fix = f"export {envs.ONEDNN_ISA}={ISA_WITHOUT_AMX} before Python starts, or use float32 on the CPU"
+    # Nothing here computes in bfloat16 on the CPU unless asked to.
+    return Check("bfloat16 on the CPU", "fail" if facts.gpu is None else "warn", cause, fix)
+
+
+def _cache_folder(facts: Facts) -> Check:
+    if facts.cache_error is None:
+        return Check("cache folder", "ok", facts.cache_folder)
+    detail = f"{facts.cache_folder} cannot be written: {facts.cache_error}"
+    return Check("cache folder", "fail", detail, "export TORCHINDUCTOR_CACHE_DIR=<a folder of yours>")
+
+
+def _variables(facts: Facts) -> Check:
+    if facts.variable_error is None:
+        return Check("environment", "ok", f"every {envs.PREFIX}* variable means something")
+    return Check("environment", "fail", facts.variable_error, "correct or unset it")
+
+
+def _diffusers(facts: Facts) -> Check:
+    if facts.diffusers is not None:
+        return Check("diffusers", "ok", facts.diffusers)
+    return Check("diffusers", "warn", "not installed: no workloads, no pipelines", "pip install 'tritium[diffusers]'")
+
+
+def command(json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False) -> None:
+    """Look for what keeps compiled models from working here, and say how to fix it. Exits with 1 if anything fails."""
+    checks = diagnose(gather())
+    if json:
+        print(json_format.dumps({"checks": [asdict(check) for check in checks]}, indent=2))
+    else:
+        Console().print(_table(checks))
+    if any(check.status == "fail" for check in checks):
+        raise typer.Exit(1)
+
+
+def _table(checks: list[Check]) -> Table:
+    colours = {"ok": "green", "warn": "yellow", "fail": "red"}
+    table = Table(box=None, pad_edge=False)
+    for name in ("", "check", "what was found"):
+        table.add_column(name)
+    for check in checks:
+        fix = f"\n  fix: {escape(check.fix)}" if check.fix else ""
+        colour = colours[check.status]
+        table.add_row(f"[{colour}]{check.status}[/]", check.name, escape(check.detail) + fix)
+    return table

@@ -1,0 +1,45 @@
+"""Progress: a bar on a terminal, log lines everywhere else."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from tritium import envs
+from tritium.bench.run import Notify
+
+
+@contextlib.contextmanager
+def shown(console: Console | None = None) -> Iterator[Notify]:
+    """A function to tell what is being done, on stderr, so that stdout stays for results."""
+    console = console or Console(stderr=True)
+    if console.is_terminal and not envs.in_terminal_free_ci():
+        yield from _bar(console)
+    else:
+        yield _log(console)
+
+
+def _bar(console: Console) -> Iterator[Notify]:
+    columns = (SpinnerColumn(), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=1.0)
+
+        def notify(what: str, share: float) -> None:
+            progress.update(task, description=what, completed=share)
+
+        yield notify
+
+
+def _log(console: Console) -> Notify:
+    said: list[str] = []
+
+    def notify(what: str, share: float) -> None:
+        # Timing reports after each round; a log needs the line once.
+        if not said or said[-1] != what:
+            said.append(what)
+            console.print(f"[{share:4.0%}] {what}", markup=False, highlight=False, soft_wrap=True)
+
+    return notify

@@ -1,0 +1,72 @@
+"""Benchmark rows as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from tritium.bench.results import Results, Row
+
+_NAMES = {"eager": "eager", "inductor": "torch.compile", "tritium": "Tritium"}
+
+# Wide enough for all columns where there is no terminal to fit into.
+_FILE_WIDTH = 110
+
+
+def show(results: Results) -> None:
+    """Print results on stdout."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = _FILE_WIDTH
+    console.print(of_results(results))
+
+
+def of_results(results: Results) -> Table:
+    """One line a variant. Memory has a column where it was measured."""
+    versions = ", ".join(f"{name} {version}" for name, version in results.versions.items() if version)
+    title = f"{results.device['name']}; {versions}"
+    table = Table(title=title, caption=_caption(results.rows), caption_justify="left", box=box.SIMPLE_HEAD)
+    with_memory = any(row.peak_memory_bytes is not None for row in results.rows)
+    for name in ("workload", "variant"):
+        table.add_column(name, no_wrap=True)
+    for name in ("median ms", "quartiles", "ratio", "first call s", "relative L2", *["peak GiB"] * with_memory):
+        table.add_column(name, justify="right", no_wrap=True)
+    last = None
+    for row in results.rows:
+        if last is not None and row.workload != last:
+            table.add_section()
+        cells = [row.workload if row.workload != last else "", *_cells(row)]
+        table.add_row(*cells if with_memory else cells[:-1])
+        last = row.workload
+    return table
+
+
+def _cells(row: Row) -> list[str]:
+    mode = f" ({row.mode})" if row.mode not in (None, "default") else ""
+    return [
+        _NAMES.get(row.variant, row.variant) + mode,
+        f"{row.median_ms:.2f}",
+        f"{row.lower_quartile_ms:.2f}-{row.upper_quartile_ms:.2f}",
+        f"{row.ratio:.2f}x" if row.ratio is not None else "-",
+        f"{row.first_call_s:.1f}",
+        f"{row.relative_l2:.1e}",
+        f"{row.peak_memory_bytes / 2**30:.2f}" if row.peak_memory_bytes is not None else "-",
+    ]
+
+
+def _caption(rows: Sequence[Row]) -> str:
+    about = {row.workload: f"{row.workload}: {row.note}, {row.dtype}" + _shrunk(row) for row in rows}
+    cold = "with empty caches" if all(row.first_call_cold for row in rows) else "caches as they were"
+    notes = [*about.values(), "ratio: torch.compile's median by this one's, above 1 is faster"]
+    notes.append(f"first call: includes compilation, {cold}; relative L2: against eager")
+    disturbed = sorted({row.workload for row in rows if row.disturbed})
+    if disturbed:
+        notes.append(f"DISTURBED: other processes took cores while {', '.join(disturbed)} was timed; run again")
+    return "\n".join(notes)
+
+
+def _shrunk(row: Row) -> str:
+    return " (shrunk for the CPU: says nothing about the full model)" if row.shrunk else ""

@@ -1,0 +1,212 @@
+"""The one way to time things: interleaved, warm, sustained.
+
+A processor under load lowers its clock, and a shared machine has moods. So variants are never timed one after the
+other: they take turns until the time is used up, and each round starts with another one.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tritium import device
+
+# Fewer samples than this make no quartiles worth printing.
+MINIMUM_ROUNDS = 5
+
+# Runs a function some times and says how many milliseconds each run took.
+Stopwatch = Callable[[Callable[[], Any], int], list[float]]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What many runs of one function took, in milliseconds."""
+
+    median_ms: float
+    lower_quartile_ms: float
+    upper_quartile_ms: float
+    samples: int
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Timing:
+        """Median and quartiles of samples.
+
+        >>> Timing.of([4.0, 1.0, 3.0, 2.0, 5.0])
+        Timing(median_ms=3.0, lower_quartile_ms=2.0, upper_quartile_ms=4.0, samples=5)
+        """
+        if not samples:
+            raise ValueError("no samples: nothing was timed")
+        if len(samples) == 1:
+            return cls(samples[0], samples[0], samples[0], 1)
+        lower, median, upper = statistics.quantiles(samples, n=4, method="inclusive")
+        return cls(median, lower, upper, len(samples))
+
+
+def interleave(
+    variants: Mapping[str, Callable[[], Any]],
+    device_type: str,
+    *,
+    seconds: float | None = None,
+    rounds: int | None = None,
+    warmup: int = 2,
+    burst: int = 1,
+    stopwatch: Stopwatch | None = None,
+    on_round: Callable[[float], None] | None = None,
+) -> dict[str, Timing]:
+    """Time variants in turns.
+
+    Args:
+        variants: What to time, by name. Every function must do the same work on every call.
+        device_type: `cuda` is timed with device events, everything else with the host's clock.
+        seconds: Go on for this long, and then until every variant has had every place in the order equally often.
+        rounds: Instead of seconds, exactly this many rounds.
+        warmup: Untimed calls of each variant before the first round.
+        burst: Calls in a row that one turn consists of; each is a sample.
+        stopwatch: Another way to time a turn than the device's own.
+        on_round: Told after each round which share of the work is done.
+    """
+    if not variants:
+        raise ValueError("nothing to time: variants is empty")
+    if (seconds is None) == (rounds is None):
+        raise ValueError("say either seconds or rounds")
+    stopwatch = stopwatch or stopwatch_for(device_type)
+    names = list(variants)
+    for _ in range(warmup):
+        for name in names:
+            variants[name]()
+    device.synchronize(device_type)
+
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    start, done = time.perf_counter(), 0
+    while not _finished(done, len(names), rounds, seconds, start):
+        for name in rotated(names, done):
+            samples[name] += stopwatch(variants[name], burst)
+        done += 1
+        if on_round is not None:
+            on_round(_share(done, rounds, seconds, start))
+    return {name: Timing.of(taken) for name, taken in samples.items()}
+
+
+def rotated(names: Sequence[str], by: int) -> list[str]:
+    """The order of one round.
+
+    >>> rotated(["eager", "inductor", "tritium"], by=4)
+    ['inductor', 'tritium', 'eager']
+    """
+    shift = by % len(names)
+    return [*names[shift:], *names[:shift]]
+
+
+def _finished(done: int, variants: int, rounds: int | None, seconds: float | None, start: float) -> bool:
+    if rounds is not None:
+        return done >= rounds
+    assert seconds is not None
+    return done >= MINIMUM_ROUNDS and done % variants == 0 and time.perf_counter() - start >= seconds
+
+
+def _share(done: int, rounds: int | None, seconds: float | None, start: float) -> float:
+    if rounds is not None:
+        return done / rounds
+    return min(1.0, (time.perf_counter() - start) / seconds) if seconds else 1.0
+
+
+def stopwatch_for(device_type: str) -> Stopwatch:
+    return _device_events if device_type == "cuda" else _host_clock
+
+
+def _host_clock(run: Callable[[], Any], calls: int) -> list[float]:
+    taken = []
+    for _ in range(calls):
+        start = time.perf_counter()
+        run()
+        taken.append((time.perf_counter() - start) * 1e3)
+    return taken
+
+
+def _device_events(run: Callable[[], Any], calls: int) -> list[float]:
+    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(calls)]
+    for start, end in pairs:
+        start.record()
+        run()
+        end.record()
+    # One wait for the whole turn: waiting after each call would let the queue run dry and time the host as well.
+    torch.cuda.synchronize()
+    return [float(start.elapsed_time(end)) for start, end in pairs]
+
+
+def first_call(run: Callable[[], Any], device_type: str) -> float:
+    """Seconds of one call until the device is done: the first of a compiled function is mostly compilation."""
+    device.synchronize(device_type)
+    start = time.perf_counter()
+    run()
+    device.synchronize(device_type)
+    return time.perf_counter() - start
+
+
+def peak_memory(run: Callable[[], Any], device_type: str) -> int | None:
+    """Most bytes allocated at once while a function runs, weights included; None where nobody counts them."""
+    if device_type != "cuda":
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return int(torch.cuda.max_memory_allocated())
+
+
+@dataclass(frozen=True)
+class Load:
+    """How busy the cores were while something was timed, by us and by everybody else."""
+
+    own_cores: float
+    foreign_cores: float
+    usable_cores: int
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether others were in our way.
+
+        Threads that wait for each other at the end of every parallel loop suffer most: one foreign thread on a
+        machine of two cores was seen to make a model 30 times slower, evenly, so that quartiles do not show it.
+        """
+        return self.foreign_cores > 0.1 and self.own_cores + self.foreign_cores > 0.9 * self.usable_cores
+
+
+class LoadMeter:
+    """Measures load from its making until it is read."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter(), time.process_time(), device.busy_cpu_seconds()
+
+    def read(self) -> Load | None:
+        """The load so far; None where the machine does not tell."""
+        start, own_start, busy_start = self._start
+        busy = device.busy_cpu_seconds()
+        if busy is None or busy_start is None:
+            return None
+        seconds = time.perf_counter() - start
+        own = time.process_time() - own_start
+        return Load(own / seconds, max(0.0, busy - busy_start - own) / seconds, device.usable_cores())
+
+
+def relative_l2(actual: torch.Tensor, reference: torch.Tensor) -> float:
+    """Norm of the difference by the norm of the reference, both in float64.
+
+    >>> relative_l2(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0]))
+    0.1
+    """
+    if actual.shape != reference.shape:
+        raise ValueError(f"shapes differ: {tuple(actual.shape)} against {tuple(reference.shape)}")
+    wide = torch.complex128 if actual.is_complex() or reference.is_complex() else torch.float64
+    expected = reference.detach().to(wide)
+    difference = float(torch.linalg.vector_norm(actual.detach().to(wide) - expected))
+    norm = float(torch.linalg.vector_norm(expected))
+    if norm == 0:
+        return 0.0 if difference == 0 else math.inf
+    return difference / norm

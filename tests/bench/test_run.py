@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tritium import CompilationConfig, measure
+from tritium.bench import run
+from tritium.bench.workloads import Built, Size, Workload
+from tritium.errors import ConfigError, TritiumError
+
+EAGER_ENGINE = CompilationConfig(engine="eager")
+
+
+class Block(torch.nn.Module):
+    """Stands in for a transformer: two linear maps and a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(16, 32)
+        self.norm = torch.nn.RMSNorm(32, eps=1e-6)
+        self.down = torch.nn.Linear(32, 16)
+
+    def forward(self, hidden_states, return_dict=True):
+        return (self.down(self.norm(self.up(hidden_states))),)
+
+
+class Tiny(Workload):
+    def build(self, device, dtype, *, small):
+        torch.manual_seed(0)
+        model = Block().to(device, dtype).eval()
+        inputs = {"hidden_states": torch.randn(1, 7, 16).to(device, dtype), "return_dict": False}
+        return Built(model, inputs, "7 tokens", small)
+
+
+SIZE = Size({}, (7,), 0, "7 tokens")
+TINY = Tiny("tiny", "Block", SIZE, SIZE, lambda config, size, draw: {})
+
+
+def settings(**fields):
+    return run.Settings(**{"seconds": 0.0, "against": ("eager",), "cold": False, "config": EAGER_ENGINE, **fields})
+
+
+def test_rows_of_eager_and_tritium():
+    outcome = run.run(TINY, settings())
+    eager, ours = outcome.rows
+    assert (eager.variant, ours.variant) == ("eager", "tritium")
+    assert (eager.mode, ours.mode) == (None, "default")
+    assert eager.relative_l2 == 0.0
+    assert ours.relative_l2 < 1e-6
+    assert ours.shapes == {"hidden_states": [1, 7, 16]}
+    assert ours.shrunk
+    assert ours.dtype == "float32"
+    assert ours.samples >= measure.MINIMUM_ROUNDS
+    # Without torch.compile there is nothing for a ratio to be against.
+    assert ours.ratio is None
+    assert ours.first_call_s > 0
+
+
+def test_the_compiled_model_is_handed_out_for_explain():
+    import tritium
+
+    outcome = run.run(TINY, settings())
+    assert tritium.explain(outcome.models["tritium"]).sites["rms_norm"].fused == 1
+
+
+def test_a_wrong_answer_is_seen(monkeypatch):
+    original = run.compiled
+
+    def off_by_a_tenth(model, variant, given):
+        side = original(model, variant, given)
+        return (lambda **inputs: (side(**inputs)[0] * 1.1,)) if variant == "tritium" else side
+
+    monkeypatch.setattr(run, "compiled", off_by_a_tenth)
+    assert run.run(TINY, settings()).rows[-1].relative_l2 == pytest.approx(0.1, rel=1e-3)
+
+
+def test_values_that_are_not_finite_are_an_error(monkeypatch):
+    monkeypatch.setattr(Block, "forward", lambda self, hidden_states, return_dict: (hidden_states / 0,))
+    with pytest.raises(TritiumError, match="not finite"):
+        run.run(TINY, settings())
+
+
+def test_progress_only_grows():
+    told = []
+    run.run(TINY, settings(), lambda what, share: told.append((what, share)))
+    shares = [share for _, share in told]
+    assert shares == sorted(shares)
+    assert any("compiling with tritium" in what for what, _ in told)
+
+
+def test_parameters_are_ordinary_tensors():
+    # Built under inference mode they would have no version counter, unlike those of every user.
+    model = run.run(TINY, settings()).models["eager"]
+    assert not any(parameter.is_inference() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"against": ("inductr",)}, "did you mean 'inductor'"),
+        ({"mode": "max-autotun"}, "did you mean 'max-autotune'"),
+    ],
+)
+def test_settings_that_mean_nothing_name_the_nearest(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        settings(**fields)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused():
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        settings(device_type="cuda")
+
+
+@pytest.mark.codegen
+def test_all_sides_live_at_once_and_are_compiled_once(monkeypatch):
+    torch.compiler.reset()
+    compiled = []
+    original = measure.interleave
+
+    def counting(variants, device_type, **options):
+        before = dict(torch._dynamo.utils.counters["stats"])
+        timings = original(variants, device_type, **options)
+        compiled.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] - before["unique_graphs"])
+        return timings
+
+    monkeypatch.setattr(measure, "interleave", counting)
+    outcome = run.run(TINY, settings(against=("eager", "inductor"), config=CompilationConfig(), cold=True))
+    # Taking turns must not throw away what another side compiled.
+    assert compiled == [0]
+    by_variant = {row.variant: row for row in outcome.rows}
+    assert list(by_variant) == ["eager", "inductor", "tritium"]
+    assert by_variant["inductor"].ratio == 1.0
+    ours = by_variant["tritium"]
+    assert ours.ratio == pytest.approx(by_variant["inductor"].median_ms / ours.median_ms)
+    assert ours.first_call_cold
+    assert max(row.relative_l2 for row in outcome.rows) < 1e-5

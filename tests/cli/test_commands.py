@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import sys
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from tritium import cli, envs
+from tritium.bench import run
+from tritium.bench.results import Results, Row
+from tritium.cli import progress
+from tritium.cli.app import app
+
+ROW = Row(
+    workload="flux",
+    variant="tritium",
+    mode="default",
+    dtype="float32",
+    shrunk=True,
+    note="2 blocks",
+    shapes={},
+    median_ms=100.0,
+    lower_quartile_ms=99.0,
+    upper_quartile_ms=102.0,
+    samples=30,
+    ratio=1.25,
+    first_call_s=12.0,
+    first_call_cold=True,
+    peak_memory_bytes=None,
+    relative_l2=1e-6,
+    disturbed=False,
+)
+
+
+def invoke(*arguments, **environment):
+    return CliRunner().invoke(app, list(arguments), env=environment)
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Replaces the measuring by made-up rows; what was asked for is kept."""
+    asked = []
+
+    def fake(workload, settings, notify):
+        asked.append((workload.name, settings))
+        notify(f"{workload.name}: timing", 0.5)
+        return run.Outcome([dataclasses.replace(ROW, workload=workload.name)], {})
+
+    monkeypatch.setattr(run, "run", fake)
+    return asked
+
+
+@pytest.mark.parametrize("command", ["doctor", "bench", "explain"])
+def test_every_command_has_help(command):
+    result = invoke(command, "--help")
+    assert result.exit_code == 0
+    assert "Usage" in result.output
+    assert command in invoke("--help").output
+
+
+@pytest.mark.parametrize("command", ["bench", "explain"])
+def test_an_unknown_workload_names_the_nearest(command):
+    result = invoke(command, "flx")
+    assert result.exit_code == 2
+    assert result.stderr.strip() == "tritium: there is no workload 'flx'; did you mean 'flux'?"
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench", "flux", "--mode", "defalt"], "did you mean 'default'"),
+        (["bench", "flux", "--against", "eager,inducto"], "did you mean 'inductor'"),
+        (["bench", "flux", "--device", "tpu"], "device 'tpu' is not known"),
+        (["bench", "flux", "--compare", "missing.json"], "cannot be read"),
+        (["explain", "flux", "--engine", "egaer"], "did you mean 'eager'"),
+    ],
+)
+def test_a_wrong_request_is_one_line_and_exit_code_2(arguments, message):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_wrong_variable_is_one_line_and_exit_code_2():
+    result = invoke("explain", "flux", TRITIUM_ENGIN="eager")
+    assert result.exit_code == 2
+    assert "did you mean 'TRITIUM_ENGINE'" in result.stderr
+
+
+def test_bench_prints_a_table_and_writes_what_it_printed(measured, tmp_path):
+    path = tmp_path / "results.json"
+    result = invoke("bench", "flux", "wan", "--against", "inductor", "--seconds", "3", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    assert [name for name, _ in measured] == ["flux", "wan"]
+    assert measured[0][1].variants == ["inductor", "tritium"]
+    assert measured[0][1].seconds == 3.0
+    assert "1.25x" in result.stdout
+    assert "shrunk for the CPU" in result.stdout
+    assert [row.workload for row in Results.load(path).rows] == ["flux", "wan"]
+
+
+def test_bench_says_when_the_machine_was_disturbed(monkeypatch):
+    rows = [dataclasses.replace(ROW, disturbed=True)]
+    monkeypatch.setattr(run, "run", lambda *given: run.Outcome(rows, {}))
+    assert "DISTURBED" in invoke("bench", "flux").stdout
+
+
+@pytest.mark.parametrize(("before", "code"), [(100 / 1.06, 1), (100 / 1.04, 0)])
+def test_compare_fails_past_five_percent(measured, tmp_path, before, code):
+    path = tmp_path / "old.json"
+    Results.now([dataclasses.replace(ROW, median_ms=before)], "cpu").save(path)
+    result = invoke("bench", "flux", "--device", "cpu", "--compare", str(path))
+    assert result.exit_code == code, result.output
+    assert ("REGRESSION" in result.stdout) == bool(code)
+
+
+def test_log_lines_where_there_is_no_terminal(measured):
+    result = invoke("bench", "flux")
+    assert "[ 50%] flux: timing" in result.stderr
+
+
+def shown_on(console):
+    with progress.shown(console) as notify:
+        notify("timing", 0.7)
+        notify("timing", 0.8)
+        notify("done", 1.0)
+    return console.file.getvalue()
+
+
+def test_a_bar_on_a_terminal_and_each_line_once_elsewhere(monkeypatch):
+    monkeypatch.setattr(envs, "in_terminal_free_ci", lambda: False)
+    terminal = shown_on(Console(file=io.StringIO(), force_terminal=True, width=80))
+    plain = shown_on(Console(file=io.StringIO(), width=80))
+    assert "\x1b[" in terminal
+    assert plain.splitlines() == ["[ 70%] timing", "[100%] done"]
+
+
+def test_no_bar_in_continuous_integration(monkeypatch):
+    monkeypatch.setattr(envs, "in_terminal_free_ci", lambda: True)
+    text = shown_on(Console(file=io.StringIO(), force_terminal=True, color_system=None, width=80))
+    assert text.splitlines() == ["[ 70%] timing", "[100%] done"]
+
+
+def test_explain_reports_on_a_stock_model():
+    pytest.importorskip("diffusers")
+    result = invoke("explain", "flux", "--engine", "eager", "--device", "cpu", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["graphs"][0]["engine"] == "eager"
+    # Two norms a stream and block: 2 double blocks with 2 streams, 2 single blocks with 1.
+    assert report["sites"]["rms_norm"]["fused"] == 12
+
+
+def test_explain_prints_the_page():
+    pytest.importorskip("diffusers")
+    result = invoke("explain", "wan", "--engine", "eager", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("wan: 2 blocks")
+    assert "Sites" in result.stdout
+
+
+def test_what_a_backend_raises_on_purpose_is_one_line():
+    pytest.importorskip("diffusers")
+    # Dynamo wraps it: the message must still be ours alone.
+    result = invoke("explain", "flux", "--engine", "eager", "--device", "cpu", TRITIUM_FORCE_PROVIDER="triton")
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1].startswith("tritium: provider 'triton'")
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_the_extra_one_line_says_what_to_install(monkeypatch, capsys, missing):
+    monkeypatch.delitem(sys.modules, missing)
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    assert exit_.value.code == 2
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("tritium: the command line needs")
+    assert "pip install 'tritium[cli]'" in stderr
+    assert len(stderr.splitlines()) == 1
+
+
+def test_the_console_script_runs_the_application(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["tritium", "bench", "flx"])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    assert exit_.value.code == 2
+    assert "did you mean 'flux'" in capsys.readouterr().err

@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from tritium import compat, device, envs
+from tritium.cli import doctor
+from tritium.cli.app import app
+
+HEALTHY = doctor.Facts(
+    python="3.11.7",
+    torch="2.13.0",
+    torch_cuda=None,
+    triton="3.7.1",
+    triton_required="3.7.1",
+    diffusers="0.42.1",
+    gpu=None,
+    driver=None,
+    compiler="g++",
+    compiler_path="/somewhere/g++",
+    other_compilers=(),
+    headers=True,
+    bf16_works=True,
+    onednn_isa=None,
+    cache_folder="/somewhere/cache",
+    cache_error=None,
+    variable_error=None,
+)
+GPU = {"gpu": "NVIDIA H200", "driver": "570.86.15", "torch_cuda": "13.0"}
+
+
+def check(name, **facts):
+    found = [entry for entry in doctor.diagnose(dataclasses.replace(HEALTHY, **facts)) if entry.name == name]
+    assert len(found) == 1
+    return found[0]
+
+
+def test_a_healthy_machine_has_nothing_to_fix():
+    for facts in (HEALTHY, dataclasses.replace(HEALTHY, **GPU)):
+        assert [(entry.status, entry.fix) for entry in doctor.diagnose(facts)] == [("ok", None)] * 10
+
+
+@pytest.mark.parametrize(
+    ("name", "facts", "status", "fix"),
+    [
+        ("python", {"python": "3.10.2"}, "warn", "Python 3.11 to 3.13"),
+        ("torch", {"torch": "2.9.1"}, "fail", "torch>=2.11"),
+        ("triton", {"triton": "3.6.0"}, "warn", "triton==3.7.1"),
+        ("triton", {"triton": "3.6.0", **GPU}, "fail", "triton==3.7.1"),
+        ("triton", {"triton": "3.6.0", "triton_required": "3.7", **GPU}, "fail", "'triton==3.7.*'"),
+        ("triton", {"triton": None, **GPU}, "fail", "pip install triton"),
+        ("gpu", {"driver": "570.86.15"}, "warn", "CUDA builds"),
+        ("gpu", {"driver": "450.1", "torch_cuda": "13.0"}, "warn", "update the driver"),
+        ("c++ compiler", {"compiler_path": None}, "fail", "apt-get install g++"),
+        ("c++ compiler", {"compiler_path": None, "other_compilers": ("clang++",)}, "fail", "export CXX=clang++"),
+        ("c++ compiler", {"compiler_path": None, **GPU}, "warn", "apt-get install g++"),
+        ("python headers", {"headers": False}, "fail", "python3.11-dev"),
+        ("bfloat16 on the CPU", {"bf16_works": False}, "fail", "export ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"),
+        ("bfloat16 on the CPU", {"bf16_works": False, **GPU}, "warn", "before Python starts"),
+        ("cache folder", {"cache_error": "Permission denied"}, "fail", "TORCHINDUCTOR_CACHE_DIR"),
+        ("environment", {"variable_error": "TRITIUM_X means nothing"}, "fail", "unset"),
+        ("diffusers", {"diffusers": None}, "warn", "tritium[diffusers]"),
+    ],
+)
+def test_every_trap_has_its_fix(name, facts, status, fix):
+    found = check(name, **facts)
+    assert found.status == status
+    assert fix in found.fix
+
+
+def test_the_amx_trap_is_defused_by_the_variable():
+    found = check("bfloat16 on the CPU", bf16_works=False, onednn_isa="AVX512_CORE_BF16")
+    assert found.status == "ok"
+    assert "defused by ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16" in found.detail
+
+
+def test_no_triton_is_no_trap_without_a_gpu():
+    assert check("triton", triton=None).status == "ok"
+
+
+def test_a_torch_nobody_knows_is_not_judged():
+    found = check("triton", triton="9.1", triton_required=None)
+    assert found.status == "ok"
+    assert "not known" in found.detail
+
+
+def test_the_requirement_is_read_from_torch(monkeypatch):
+    said = ["filelock", 'triton==3.8.2; platform_system == "Linux"']
+    monkeypatch.setattr(importlib.metadata, "requires", lambda package: said)
+    assert doctor._triton_requirement() == "3.8.2"
+    said[1] = 'triton~=3.9.0; python_version < "3.16"'
+    assert doctor._triton_requirement() == "3.9.0"
+
+
+def test_a_torch_that_says_nothing_is_looked_up(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "requires", lambda package: None)
+    monkeypatch.setattr(compat, "TORCH", (2, 11))
+    assert doctor._triton_requirement() == "3.6"
+    monkeypatch.setattr(compat, "TORCH", (9, 9))
+    assert doctor._triton_requirement() is None
+
+
+def test_the_compiler_is_found_on_the_path(monkeypatch, tmp_path):
+    (tmp_path / "bin").mkdir()
+    compiler = tmp_path / "bin" / "g++"
+    compiler.touch()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert doctor._on_path("g++") == str(compiler)
+    assert doctor._on_path("g++ -m64") == str(compiler)
+    assert doctor._on_path(str(compiler)) == str(compiler)
+    assert doctor._on_path("clang++") is None
+
+
+def test_a_folder_that_cannot_be_written_is_seen(monkeypatch, tmp_path):
+    in_the_way = tmp_path / "file"
+    in_the_way.touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(in_the_way / "cache"))
+    folder, error = doctor._try_cache_folder()
+    assert str(in_the_way) in folder
+    assert error is not None
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    assert doctor._try_cache_folder() == (str(tmp_path / "cache"), None)
+
+
+def test_the_probe_runs_without_the_variable(monkeypatch):
+    probed = []
+    monkeypatch.setenv(envs.ONEDNN_ISA, "AVX2")
+    monkeypatch.setattr(device, "bf16_matmul_works", lambda environment: bool(probed.append(environment)))
+    facts = doctor.gather()
+    assert envs.ONEDNN_ISA not in probed[0]
+    assert "PATH" in probed[0]
+    assert (facts.bf16_works, facts.onednn_isa) == (False, "AVX2")
+
+
+def test_a_child_that_dies_is_a_probe_that_fails(monkeypatch):
+    environment = envs.child_environment({"TRITIUM_TEST": "a child that dies"})
+    monkeypatch.setattr(device, "_BF16_PROBE", "import os, signal; os.kill(os.getpid(), signal.SIGILL)")
+    assert device.bf16_matmul_works(environment) is False
+
+
+def run_doctor(monkeypatch, *arguments, **facts):
+    monkeypatch.setattr(doctor, "gather", lambda: dataclasses.replace(HEALTHY, **facts))
+    return CliRunner().invoke(app, ["doctor", *arguments])
+
+
+def test_json_has_a_stable_shape(monkeypatch):
+    result = run_doctor(monkeypatch, "--json", bf16_works=False)
+    found = json.loads(result.stdout)
+    assert set(found) == {"checks"}
+    for entry in found["checks"]:
+        assert set(entry) == {"name", "status", "detail", "fix"}
+        assert entry["status"] in ("ok", "warn", "fail")
+    assert len({entry["name"] for entry in found["checks"]}) == len(found["checks"])
+
+
+@pytest.mark.parametrize(("facts", "code"), [({}, 0), ({"diffusers": None}, 0), ({"headers": False}, 1)])
+def test_only_a_failure_fails(monkeypatch, facts, code):
+    assert run_doctor(monkeypatch, **facts).exit_code == code
+    assert run_doctor(monkeypatch, "--json", **facts).exit_code == code
+
+
+def test_the_fix_is_printed_beside_its_check(monkeypatch):
+    text = run_doctor(monkeypatch, diffusers=None).stdout
+    # Brackets are markup to rich, and must arrive whole.
+    assert "fix: pip install 'tritium[diffusers]'" in text
+
+
+def test_this_machine_can_be_examined():
+    assert {entry.name for entry in doctor.diagnose(doctor.gather())} >= {"python", "torch", "triton", "gpu"}

@@ -1,0 +1,99 @@
+"""On a real GPU: owned kernels inside compiled models, modes, streams of shapes. Run with -m gpu."""
+
+import pytest
+import torch
+
+import tritium
+from fidelity import assert_no_worse
+from small_models import Block, Stack, block_inputs, flux, flux_inputs
+
+pytestmark = pytest.mark.gpu
+
+
+def on_gpu(inputs: dict) -> dict:
+    return {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("provider", [None, "triton"])
+def test_flux_with_and_without_owned_kernels(dtype, provider):
+    model, inputs = flux().to("cuda", dtype), on_gpu(flux_inputs(dtype=dtype))
+    wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    config = tritium.CompilationConfig(force_provider=provider)
+    with torch.inference_mode():
+        eager = model(**inputs)[0]
+        compiled = torch.compile(model, backend=tritium.Backend(config), fullgraph=True)
+        actual = compiled(**inputs)[0]
+        exact = flux().double().cuda()
+        exact.load_state_dict(model.state_dict())
+        assert_no_worse(actual, eager, exact(**wide)[0])
+    report = tritium.explain(compiled)
+    counts = report.sites["rms_norm"], report.sites["mul_add"]
+    assert [site.fused if provider else site.inductor for site in counts] == [6, 5]
+    assert report.kernels
+    assert not report.failures
+    assert report.device["type"] == "cuda"
+    owned = {entry["op"] for entry in report.fallbacks if entry["op"].startswith("tritium.")}
+    assert owned == ({"tritium.rms_norm.default", "tritium.gated_residual.default"} if provider else set())
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune-no-cudagraphs"])
+def test_modes_are_inductor_s(mode):
+    model = Stack(2).cuda()
+    x, gate = (value.cuda() for value in block_inputs())
+    with torch.inference_mode():
+        expected = model(x, gate)
+        compiled = torch.compile(model, backend=tritium.Backend(), mode=mode)
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            actual = compiled(x, gate).clone()
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_dynamic_shapes_with_owned_kernels():
+    model = Stack(2).cuda()
+    config = tritium.CompilationConfig(force_provider="triton")
+    compiled = torch.compile(model, backend=tritium.Backend(config), dynamic=True)
+    with torch.inference_mode():
+        for batch, tokens in ((2, 7), (3, 63), (2, 100), (5, 3)):
+            x, gate = (value.cuda() for value in block_inputs(batch=batch, tokens=tokens))
+            torch.testing.assert_close(compiled(x, gate), model(x, gate), rtol=1e-3, atol=1e-4)
+    report = tritium.explain(compiled)
+    assert len(report.records) <= 2
+    assert report.sites["rms_norm"].fused == 2 * len(report.records)
+
+
+def test_a_kernel_that_does_not_compile_is_replaced_and_reported(monkeypatch):
+    from tritium.ops import op, rms_norm
+
+    def broken():
+        raise RuntimeError("this kernel does not compile")
+
+    monkeypatch.setattr(rms_norm, "_kernel", broken)
+    model, (x, gate) = Block().cuda(), (value.cuda() for value in block_inputs())
+    config = tritium.CompilationConfig(force_provider="triton")
+    with torch.inference_mode(), pytest.warns(RuntimeWarning, match="provider 'triton' of op 'rms_norm' failed"):
+        compiled = torch.compile(model, backend=tritium.Backend(config))
+        torch.testing.assert_close(compiled(x, gate), model(x, gate), rtol=1e-3, atol=1e-4)
+    assert tritium.explain(compiled).failures[0]["part"] == "provider 'triton' of op 'rms_norm'"
+    op._FAILED.clear()
+
+
+def test_folding_on_the_gpu():
+    class Folds(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q = torch.nn.Linear(64, 64)
+            self.k = torch.nn.Linear(64, 64)
+
+        def forward(self, x):
+            return torch.nn.functional.linear(x, torch.cat([self.q.weight, self.k.weight]))
+
+    model, x = Folds().cuda(), torch.randn(5, 64, device="cuda")
+    config = tritium.CompilationConfig(enable_freezing=True)
+    with torch.inference_mode():
+        compiled = torch.compile(model, backend=tritium.Backend(config))
+        compiled(x)
+        model.q.weight.mul_(2)
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-3, atol=1e-4)
+    assert tritium.explain(compiled).folded[0]["declined"] is None

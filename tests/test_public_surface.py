@@ -1,0 +1,79 @@
+"""What users import, and what importing does."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tritium
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_every_public_name_is_there():
+    for name in tritium.__all__:
+        assert getattr(tritium, name) is not None
+    promised = {
+        "Backend",
+        "CompilationConfig",
+        "FusionPatterns",
+        "PassConfig",
+        "compile",
+        "explain",
+        "Report",
+        "errors",
+    }
+    assert promised <= set(tritium.__all__)
+    assert set(tritium.__all__) <= set(dir(tritium))
+    with pytest.raises(AttributeError, match="no attribute 'compiel'"):
+        tritium.compiel  # noqa: B018
+
+
+@pytest.mark.parametrize("absent", ["diffusers", "pydantic", "rich", "typer", "triton", "matplotlib", "jinja2", "peft"])
+def test_the_core_imports_without_optional_packages(absent):
+    program = f"""
+import sys
+sys.modules[{absent!r}] = None
+import tritium
+for name in tritium.__all__:
+    getattr(tritium, name)
+tritium.Backend()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_importing_starts_no_cuda_and_reads_no_arguments():
+    program = """
+import sys
+sys.argv = ["app", "--help"]
+import torch
+def refuse(*args, **kwargs): raise AssertionError("CUDA was started")
+torch.cuda._lazy_init = torch.cuda.init = refuse
+import tritium
+for name in tritium.__all__:
+    getattr(tritium, name)
+tritium.Backend()
+assert not torch.cuda.is_initialized()
+assert "torch._inductor.compile_fx" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_readme_s_generated_parts_are_current():
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "docs" / "generate.py"), "--check"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_two_commands_of_the_readme_are_the_makefile_s():
+    makefile = (ROOT / "Makefile").read_text()
+    readme = (ROOT / "README.md").read_text()
+    for target in ("setup", "demo", "test", "check", "fmt", "bench", "docs"):
+        assert f"\n{target}:" in makefile
+    assert "make demo" in readme
+    assert "make test" in readme
+    assert "make test" in (ROOT / ".ci" / "run").read_text()
