@@ -290,14 +290,6 @@ class CodegenObserver(Protocol):
 _OBSERVER: ContextVar[CodegenObserver | None] = ContextVar("tritium_codegen_observer", default=None)
 
 
-class _FusionHandler(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        observer = _OBSERVER.get()
-        # The record's message is the WhyNoFuse object itself.
-        if observer is not None and hasattr(record.msg, "name1"):
-            observer.not_fused(record.msg)
-
-
 def _observe_define_kernel(scheduling: Any) -> None:
     original = scheduling.define_kernel
 
@@ -310,6 +302,19 @@ def _observe_define_kernel(scheduling: Any) -> None:
 
     define_kernel.tritium_original = original  # type: ignore[attr-defined]
     scheduling.define_kernel = define_kernel
+
+
+def _observe_reasons(why_no_fuse: Any) -> None:
+    # Not through the log these go to: at its level Inductor also prints every candidate pair, which takes seconds.
+    original = why_no_fuse.__call__
+
+    def call(self: Any, reason: str, *args: Any) -> None:
+        original(self, reason, *args)
+        observer = _OBSERVER.get()
+        if observer is not None:
+            observer.not_fused(self)
+
+    why_no_fuse.__call__ = call
 
 
 def _install_observation() -> None:
@@ -328,6 +333,7 @@ def _install_observation() -> None:
     codegen.tritium_original = original  # type: ignore[attr-defined]
     _observe_define_kernel(importlib.import_module("torch._inductor.codegen.cpp").CppScheduling)
     _observe_define_kernel(importlib.import_module("torch._inductor.codegen.triton").TritonScheduling)
+    _observe_reasons(importlib.import_module("torch._inductor.scheduler").WhyNoFuse)
     lowering.codegen = codegen
 
 
@@ -335,21 +341,10 @@ def _install_observation() -> None:
 def observed_codegen(observer: CodegenObserver) -> Iterator[None]:
     """Let an observer see the kernels Inductor defines inside; it only looks, so no cache key needs to know of it."""
     _install_observation()
-    logger = logging.getLogger("torch._inductor.scheduler.__fusion")
-    level, propagate = logger.level, logger.propagate
-    handler = _FusionHandler(logging.DEBUG)
     token = _OBSERVER.set(observer)
-    logger.addHandler(handler)
-    if not logger.isEnabledFor(logging.DEBUG):
-        # Nobody asked for this log: see it, and keep it from reaching the user's terminal.
-        logger.setLevel(logging.DEBUG)
-        logger.propagate = False
     try:
         yield
     finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-        logger.propagate = propagate
         _OBSERVER.reset(token)
 
 

@@ -67,6 +67,13 @@ def run_providers(device_type: str) -> int:
     """Every provider of every op on every sample against float64, outputs poisoned so that a hole shows."""
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        return check_providers(device_type)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def check_providers(device_type: str) -> int:
     checked = 0
     for op in OPS:
         for provider in ops.providers(op).values():
@@ -104,6 +111,41 @@ def test_triton_kernels_in_the_interpreter():
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) >= 3 * (15 + 10)
+
+
+POINTER = "*bf16"
+KERNELS = {
+    "rms_norm": (
+        ["x_ptr", "weight_ptr", "out_ptr"],
+        {"eps": "fp32", "width": "i32", "row_stride": "i32"},
+        [{"HAS_WEIGHT": weight, "WHOLE": whole, "BLOCK": 128} for weight in (True, False) for whole in (True, False)],
+    ),
+    "gated_residual": (
+        ["x_ptr", "gate_ptr", "y_ptr", "out_ptr"],
+        {"width": "i32", "tokens": "i32", "gate_batch": "i32", "gate_token": "i32", "gate_column": "i32"},
+        [{"BLOCK": 128}],
+    ),
+}
+
+
+@pytest.mark.skipif(not device.has_triton(), reason="triton is not installed")
+@pytest.mark.parametrize("name", KERNELS)
+def test_triton_kernels_compile_for_hopper_without_one(name):
+    """The interpreter accepts what the compiler refuses: annotations, for one."""
+    import importlib
+
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = importlib.import_module(f"tritium.ops.{name}")._kernel()
+    pointers, scalars, choices = KERNELS[name]
+    for constants in choices:
+        types = {**dict.fromkeys(pointers, POINTER), **scalars, **dict.fromkeys(constants, "constexpr")}
+        assert list(types) == kernel.arg_names
+        places = {(kernel.arg_names.index(constant),): value for constant, value in constants.items()}
+        source = ASTSource(kernel, signature=types, constexprs=places)
+        assert "ptx" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm
 
 
 @pytest.mark.gpu

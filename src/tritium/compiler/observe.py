@@ -31,16 +31,14 @@ class KernelObserver:
         self.saw_codegen = False
         self._bandwidth = device.copy_bandwidth(device.describe(device_type))
         self._defined: list[tuple[str, Sequence[Any]]] = []
-        self._why: dict[frozenset[str], str] = {}
+        self._why: dict[frozenset[str], Any] = {}
 
     def kernel(self, name: str, nodes: Sequence[Any]) -> None:
         self._defined.append((name, nodes))
 
     def not_fused(self, why: Any) -> None:
-        try:
-            self._why[frozenset({why.name1, why.name2})] = why.reason % why.args
-        except TypeError:
-            self._why[frozenset({why.name1, why.name2})] = str(why.reason)
+        # There are many: those that matter are put into words at the end.
+        self._why[frozenset({why.name1, why.name2})] = why
 
     def graph(self, lowering: Any) -> None:
         """Everything is known only now: which buffers stayed inside kernels, and who reads the rest."""
@@ -83,8 +81,15 @@ class KernelObserver:
             for theirs in _names(self._defined[other][1]):
                 for mine in own:
                     if (why := self._why.get(frozenset({mine, theirs}))) is not None:
-                        reasons[f"{self._defined[other][0]}: {why}"] = None
+                        reasons[f"{self._defined[other][0]}: {_worded(why)}"] = None
         return list(reasons)[:MOST_REASONS]
+
+
+def _worded(why: Any) -> str:
+    try:
+        return str(why.reason % why.args)
+    except TypeError:
+        return str(why.reason)
 
 
 def _names(nodes: Sequence[Any]) -> list[str]:
