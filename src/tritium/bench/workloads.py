@@ -98,9 +98,18 @@ def _cast_as_loading_does(model: Any, dtype: torch.dtype) -> None:
     then another graph would be measured than pipelines run.
     """
     kept = set(model._keep_in_fp32_modules or ())
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if tensor.is_floating_point() and not kept.intersection(name.split(".")):
-            tensor.data = tensor.data.to(dtype)
+    persistent = set(model.state_dict())
+    for path, module in model.named_modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                full_name = f"{path}.{name}" if path else name
+                if tensor is None or full_name not in persistent or not tensor.is_floating_point():
+                    continue
+                if not kept.intersection(full_name.split(".")):
+                    # A tensor of its own, as a loaded one is: SD3's table of positions is built as a view, and torch
+                    # 2.11 cannot trace a view whose base has another dtype.
+                    fresh = tensor.detach().to(dtype).clone()
+                    tensors[name] = nn.Parameter(fresh) if isinstance(tensor, nn.Parameter) else fresh
 
 
 def _flux(config: Any, size: Size, draw: Draw) -> dict[str, Any]:

@@ -44,15 +44,24 @@ def command(
         cold=cold,
     )
     rows: list[Row] = []
+    failed: dict[str, str] = {}
     with progress.shown() as notify:
         for workload in chosen:
-            rows += run.run(workload, settings, notify).rows
+            try:
+                rows += run.run(workload, settings, notify).rows
+            except Exception as error:
+                if len(chosen) == 1:
+                    raise
+                # The others' hour of measuring is not lost with this one.
+                failed[workload.name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
             run.release()
     results = Results.now(rows, settings.device_type)
     table.show(results)
     if json is not None:
         results.save(json)
-    if old is not None and report_comparison(compare(old, results)):
+    for name, reason in failed.items():
+        print(f"FAILED {name}: {reason}")
+    if failed or (old is not None and report_comparison(compare(old, results))):
         raise typer.Exit(1)
 
 

@@ -121,7 +121,8 @@ class FoldedValues:
             and all(ref() is source for ref, source in zip(entry.sources, sources, strict=True))
         ):
             return entry.values
-        with torch.no_grad():
+        # Ordinary tensors whatever mode the caller is in: they outlive it, and torch tracks them as it does parameters.
+        with torch.inference_mode(False), torch.no_grad():
             values = tuple(self.program(*sources))
 
         def forget(_: Any) -> None:
