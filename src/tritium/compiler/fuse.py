@@ -16,7 +16,7 @@ from torch import fx
 from tritium import ops
 from tritium.errors import ProviderError
 from tritium.fusions import Fusion, Match
-from tritium.fusions.expression import Expr
+from tritium.fusions.expression import Expr, value_of
 from tritium.fusions.match import Recogniser
 from tritium.ops import INDUCTOR, REFERENCE, Op
 from tritium.passes import Pass, PassContext
@@ -57,15 +57,18 @@ def _judge(
     reason = _reason_to_decline(fusion, match, recogniser, context)
     if reason is not None:
         return "declined", reason
+    op = fusion.replacement
+    if op is None:
+        return "inductor", LEFT_TO_INDUCTOR
     arguments = fusion.arguments_of(match)
-    provider, why = choose_provider(fusion.replacement, arguments, context)
+    provider, why = choose_provider(op, arguments, context)
     if provider == INDUCTOR:
         return "inductor", why
-    reason = _changed_meta(fusion.replacement, arguments, match)
+    reason = _changed_meta(op, arguments, match)
     if reason is not None:
         return "declined", reason
-    position = recogniser.position[match.root]
-    rewrites.append((position, lambda: _rewrite(fusion.replacement, arguments, provider, match)))
+    position = max(recogniser.position[node] for node in (match.root, *match.writes))
+    rewrites.append((position, lambda: _rewrite(op, arguments, provider, match)))
     return "fused", why
 
 
@@ -101,7 +104,12 @@ def choose_provider(op: Op, arguments: dict[str, Any], context: PassContext) -> 
 
 
 def _fake(value: Any) -> Any:
-    return value.value if isinstance(value, Expr) else value
+    if not isinstance(value, Expr) or value.node is not None or value.op != "view":
+        return value.value if isinstance(value, Expr) else value
+    # A view no node holds: what the model's view of `1 + s` shows, with the dtype of s.
+    source, shown = _fake(value.args[0]), value_of(value.attrs[0])
+    with shown.fake_mode:
+        return source.new_empty(shown.shape)
 
 
 def _changed_meta(op: Op, arguments: dict[str, Any], match: Match) -> str | None:
@@ -122,20 +130,49 @@ def _changed_meta(op: Op, arguments: dict[str, Any], match: Match) -> str | None
 
 
 def _rewrite(op: Op, arguments: dict[str, Any], provider: str, match: Match) -> None:
-    graph = match.root.graph
-    with graph.inserting_before(match.root):
-        given = tuple(_concrete(value) for value in arguments.values())
+    graph, root = match.root.graph, match.root
+    if not root.users:
+        # Part of a larger region that has taken it over.
+        _erase(match)
+        return
+    place = match.writes[-1].next if match.writes else root
+    with graph.inserting_before(place):
+        given = tuple(_concrete(graph, value) for value in arguments.values())
         new = graph.call_function(op.overload, given, {"provider": provider})
-    new.meta = dict(match.root.meta)
-    match.root.replace_all_uses_with(new)
-    for node in sorted(match.nodes, reverse=True):
-        if not node.users:
+    new.meta = dict(root.meta)
+    # What reads the value before it is complete, as the writes themselves do, keeps reading the unfinished tensor.
+    earlier = {user for user in root.users if user < new}
+    root.replace_all_uses_with(new, delete_user_cb=lambda user: user not in earlier)
+    _erase(match)
+
+
+def _erase(match: Match) -> None:
+    graph = match.root.graph
+    for write in reversed(match.writes):
+        graph.erase_node(write)
+    for node in sorted(match.nodes | match.inner, reverse=True):
+        if not node.users and node not in match.writes:
             graph.erase_node(node)
 
 
-def _concrete(value: Any) -> Any:
+def _concrete(graph: fx.Graph, value: Any) -> Any:
+    """A node for an expression, made where no node holds it; a number for a number."""
     if not isinstance(value, Expr):
         return value
     known = value.value
+    if value.node is None:
+        return _made(graph, value)
     # `dynamic=True` makes an eps an input. It is a constant of the model: guard on it, as Inductor would.
     return float(known) if isinstance(known, (torch.SymFloat, torch.SymInt)) else value.node
+
+
+def _made(graph: fx.Graph, value: Expr) -> fx.Node:
+    """A view that the model takes of `1 + s`, taken of s."""
+    if value.op != "view" or not value.attrs:
+        raise TypeError(f"no node holds {value}")
+    view = value.attrs[0]
+    source = _concrete(graph, value.args[0])
+    made = graph.create_node(view.op, view.target, (source, *view.args[1:]), dict(view.kwargs))
+    fake = _fake(value)
+    made.meta = {"example_value": fake} if fake is not None else {}
+    return made

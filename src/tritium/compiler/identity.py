@@ -45,5 +45,6 @@ def _digest_of(file: Path) -> bytes:
 
 
 def _file_of(fusion: Fusion) -> Path | None:
-    code = getattr(fusion.spellings[0], "__code__", None)
+    function = next(iter(fusion.spellings), fusion.find)
+    code = getattr(function, "__code__", None)
     return Path(code.co_filename) if code is not None and Path(code.co_filename).exists() else None

@@ -26,4 +26,4 @@ def catalog() -> dict[str, Fusion]:
 def files() -> list[Path]:
     """Files whose content decides what is recognised: part of every cache key."""
     own = Path(__file__).parent
-    return [own / "expression.py", own / "match.py", own / "fusion.py", *(entry.file for entry in _entries().values())]
+    return [*sorted(own.glob("*.py")), *(entry.file for entry in _entries().values())]

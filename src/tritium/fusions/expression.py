@@ -10,6 +10,10 @@ The graph itself is not rewritten. Every node gets an `Expr`; nodes that only ch
     x.to(dtype), x.float(), x.type_as(y)        -> cast(x), which matching looks through
     x.contiguous(), x * 1, dropout in eval      -> x
     x[:, None], x.unsqueeze(1), x.expand(...)   -> view(x)
+    (1 + s)[:, None]                            -> add(view(s), 1)
+    torch.addcmul(a, b, c)                      -> add(a, mul(b, c))
+
+`layout.py` adds the forms that move elements, `whole.py` operators that stay whole (norms, activations, linear).
 """
 
 from __future__ import annotations
@@ -64,7 +68,7 @@ Build = Callable[["Canonicaliser", fx.Node], Expr | None]
 _BUILDERS: dict[Any, Build] = {}
 
 
-def _builder(*targets: Any) -> Callable[[Build], Build]:
+def builder(*targets: Any) -> Callable[[Build], Build]:
     def register(build: Build) -> Build:
         for target in targets:
             _BUILDERS[target] = build
@@ -158,7 +162,7 @@ def _alias(operand: Expr, node: fx.Node) -> Expr:
     return Expr("same", (operand,), node)
 
 
-@_builder(operator.add, torch.add, "add")
+@builder(operator.add, torch.add, "add")
 def _add(canon: Canonicaliser, node: fx.Node) -> Expr | None:
     left, right = (canon.of(arg) for arg in node.args[:2]) if len(node.args) >= 2 else (None, None)
     if left is None or node.kwargs.get("alpha", 1) != 1 or not (_is_tensor(left) or _is_tensor(right)):
@@ -166,7 +170,7 @@ def _add(canon: Canonicaliser, node: fx.Node) -> Expr | None:
     return add(left, right, node)
 
 
-@_builder(operator.sub, torch.sub, "sub")
+@builder(operator.sub, torch.sub, "sub")
 def _sub(canon: Canonicaliser, node: fx.Node) -> Expr | None:
     left, right = (canon.of(arg) for arg in node.args[:2]) if len(node.args) >= 2 else (None, None)
     if left is None or node.kwargs.get("alpha", 1) != 1 or not (_is_tensor(left) or _is_tensor(right)):
@@ -174,7 +178,7 @@ def _sub(canon: Canonicaliser, node: fx.Node) -> Expr | None:
     return add(left, neg(right), node)
 
 
-@_builder(operator.mul, torch.mul, "mul", torch.multiply, "multiply")
+@builder(operator.mul, torch.mul, "mul", torch.multiply, "multiply")
 def _mul(canon: Canonicaliser, node: fx.Node) -> Expr | None:
     if len(node.args) != 2:
         return None
@@ -187,7 +191,7 @@ def _mul(canon: Canonicaliser, node: fx.Node) -> Expr | None:
     return mul(left, right, node)
 
 
-@_builder(operator.truediv, torch.div, "div", torch.true_divide, "true_divide")
+@builder(operator.truediv, torch.div, "div", torch.true_divide, "true_divide")
 def _div(canon: Canonicaliser, node: fx.Node) -> Expr | None:
     if len(node.args) != 2 or node.kwargs.get("rounding_mode") is not None:
         return None
@@ -201,17 +205,17 @@ def _div(canon: Canonicaliser, node: fx.Node) -> Expr | None:
     return Expr("div", (left, right), node)
 
 
-@_builder(operator.neg, torch.neg, "neg")
+@builder(operator.neg, torch.neg, "neg")
 def _neg(canon: Canonicaliser, node: fx.Node) -> Expr | None:
     return Expr("neg", (canon.of(node.args[0]),), node)
 
 
-@_builder(torch.square, "square")
+@builder(torch.square, "square")
 def _square(canon: Canonicaliser, node: fx.Node) -> Expr | None:
     return Expr("square", (canon.of(node.args[0]),), node)
 
 
-@_builder(operator.pow, torch.pow, "pow", "__pow__")
+@builder(operator.pow, torch.pow, "pow", "__pow__")
 def _pow(canon: Canonicaliser, node: fx.Node) -> Expr | None:
     base, exponent = canon.of(node.args[0]), argument(node, 1, "exponent")
     forms = {2: "square", -0.5: "rsqrt", 0.5: "sqrt"}
@@ -220,17 +224,17 @@ def _pow(canon: Canonicaliser, node: fx.Node) -> Expr | None:
     return Expr(forms[exponent], (base,), node)
 
 
-@_builder(torch.rsqrt, "rsqrt")
+@builder(torch.rsqrt, "rsqrt")
 def _rsqrt(canon: Canonicaliser, node: fx.Node) -> Expr | None:
     return Expr("rsqrt", (canon.of(node.args[0]),), node)
 
 
-@_builder(torch.sqrt, "sqrt")
+@builder(torch.sqrt, "sqrt")
 def _sqrt(canon: Canonicaliser, node: fx.Node) -> Expr | None:
     return Expr("sqrt", (canon.of(node.args[0]),), node)
 
 
-@_builder(torch.mean, "mean")
+@builder(torch.mean, "mean")
 def _mean(canon: Canonicaliser, node: fx.Node) -> Expr | None:
     """Only a mean over the last dim that keeps it: the one norms are made of."""
     operand = canon.of(node.args[0])
@@ -263,54 +267,41 @@ for _target in ("to", "type_as", "float", "half", "bfloat16", "double", "type"):
     _BUILDERS[_target] = _cast
 
 
-@_builder("contiguous", "detach", torch.clone, "clone")
+@builder("contiguous", "detach", torch.clone, "clone")
 def _identity(canon: Canonicaliser, node: fx.Node) -> Expr | None:
     operand = canon.of(node.args[0])
     return _alias(operand, node) if isinstance(operand, Expr) and _keeps(operand, node) else None
 
 
-@_builder(F.dropout, torch.dropout)
+@builder(F.dropout, torch.dropout)
 def _dropout(canon: Canonicaliser, node: fx.Node) -> Expr | None:
     if argument(node, 1, "p", 0.5) != 0 and argument(node, 2, "training", True) is not False:
         return None
     return _alias(canon.of(node.args[0]), node)
 
 
-@_builder("unsqueeze", torch.unsqueeze, "expand", "expand_as")
-def _view(canon: Canonicaliser, node: fx.Node) -> Expr | None:
-    operand = canon.of(node.args[0])
-    return Expr("view", (operand,), node) if isinstance(operand, Expr) else None
-
-
-@_builder(operator.getitem)
-def _getitem(canon: Canonicaliser, node: fx.Node) -> Expr | None:
-    """`x[:, None]` is a broadcast view; every other index stays opaque."""
-    operand, index = canon.of(node.args[0]), node.args[1]
-    parts = index if isinstance(index, tuple) else (index,)
-    full = slice(None)
-    only_views = all(part is None or part is Ellipsis or part == full for part in parts)
-    if not isinstance(operand, Expr) or not only_views or (operand.value is not None and not _is_tensor(operand)):
+@builder(torch.addcmul, "addcmul")
+def _addcmul(canon: Canonicaliser, node: fx.Node) -> Expr | None:
+    if len(node.args) != 3 or node.kwargs.get("value", 1) != 1:
         return None
+    addend, left, right = (canon.of(arg) for arg in node.args)
+    return add(addend, mul(left, right), node)
+
+
+def broadcast_view(operand: Any, node: fx.Node) -> Expr | None:
+    """A view that only adds dims of size one or repeats them; it moves inside `s + 1`, where modulation looks for s."""
+    if not isinstance(operand, Expr):
+        return None
+    inner = strip_same(operand)
+    if inner.op == "add" and is_number(inner.args[1]) and isinstance(inner.args[0], Expr):
+        # No node holds the view of s alone: whoever needs it repeats `node` on s.
+        return Expr("add", (Expr("view", (inner.args[0],), attrs=(node,)), inner.args[1]), node)
     return Expr("view", (operand,), node)
 
 
-@_builder(F.rms_norm, torch.rms_norm)
-def _rms_norm(canon: Canonicaliser, node: fx.Node) -> Expr | None:
-    operand = canon.of(node.args[0])
-    shape = argument(node, 1, "normalized_shape")
-    weight, eps = canon.of(argument(node, 2, "weight")), canon.of(argument(node, 3, "eps"))
-    if not isinstance(shape, (tuple, list, torch.Size)) or len(shape) != 1:
-        return None
-    if eps is None:
-        dtype = dtype_of(operand)
-        if dtype is None:
-            return None
-        # What ATen uses: the eps of the dtype it computes in.
-        eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-    inverse = Expr("rsqrt", (add(Expr("mean", (Expr("square", (operand,)),), attrs=(-1,)), eps),))
-    if weight is None:
-        return mul(operand, inverse, node)
-    return Expr("mul", (Expr("mul", (operand, inverse)), weight), node)
+@builder("unsqueeze", torch.unsqueeze, "expand", "expand_as")
+def _view(canon: Canonicaliser, node: fx.Node) -> Expr | None:
+    return broadcast_view(canon.of(node.args[0]), node)
 
 
 def strip_same(expr: Any) -> Any:

@@ -17,11 +17,18 @@ from tritium.ops import Op
 
 @dataclass
 class Match:
-    """One place where a spelling was found."""
+    """One place where a fusion applies.
+
+    `nodes` belong to this site alone. `inner` are covered too but may be shared, as a norm that feeds two modulations is.
+    `writes` are the in-place writes that make the value, for spellings that fill an empty tensor: `root` is then that
+    tensor, and the value is what it holds after the last write.
+    """
 
     root: fx.Node
     bindings: dict[str, Any]
     nodes: set[fx.Node] = field(default_factory=set)
+    inner: set[fx.Node] = field(default_factory=set)
+    writes: tuple[fx.Node, ...] = ()
 
     def shape(self, name: str) -> torch.Size | None:
         return shape_of(self.bindings[name])
@@ -68,13 +75,17 @@ class Fusion:
     A spelling is a plain function of tensors; it is brought into canonical form, so one spelling serves every operand
     order, cast and method-or-function variant. A parameter annotated `float` stands for any number.
     `accept` tells whether a place that looks like the spelling is the thing meant; `decline` gives a reason why a place
-    that is the thing must be left alone. `arguments` maps a match to the op's arguments by name: expressions, numbers.
+    that is the thing must be left alone. Without a `replacement` a site is only counted. `arguments` maps a match to the op's arguments by name: expressions, numbers.
     """
 
     name: str
     families: tuple[str, ...]
-    spellings: tuple[Callable[..., Any], ...]
-    replacement: Op
+    spellings: tuple[Callable[..., Any], ...] = ()
+    replacement: Op | None = None
+    # For what no spelling can say: the match that ends at a node, or None. Asked for every live node, last first.
+    find: Callable[[Any, fx.Node], Match | None] | None = None
+    # Fusions of a higher number look first; of one number, the larger spelling does.
+    priority: int = 0
     accept: Callable[[Match], bool] = _anything
     decline: Callable[[Match], str | None] = _nothing
     arguments: Callable[[Match], Mapping[str, Any]] | None = None

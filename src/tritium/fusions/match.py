@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from tritium.fusions import layout, whole
 from tritium.fusions.expression import (
     Canonicaliser,
     Expr,
@@ -24,6 +25,9 @@ from tritium.fusions.expression import (
     value_of,
 )
 from tritium.fusions.fusion import Fusion, Match
+
+# The canonical forms that those two modules add are used through the table they fill.
+FORMS = (layout, whole)
 
 COMMUTATIVE = frozenset({"add", "mul"})
 
@@ -162,17 +166,25 @@ class Recogniser:
         expr = self.canon.of(node)
         if expr.op in ("same", "cast", "opaque"):
             return None
-        for spelling in fusion.spellings:
-            pattern = pattern_of(spelling)
-            if pattern.op != expr.op:
-                continue
-            for bindings, nodes in _match(pattern, expr, ({}, frozenset())):
-                match = self._closed(Match(node, bindings, set(nodes)))
-                if not match.nodes & self.claimed and fusion.accept(match):
-                    return match
+        if fusion.find is not None:
+            match = fusion.find(self, node)
+            return match if match is not None and not match.nodes & self.claimed else None
+        for match in self.spelled(fusion.spellings, node):
+            closed = self.closed(match)
+            if not closed.nodes & self.claimed and fusion.accept(closed):
+                return closed
         return None
 
-    def _closed(self, match: Match) -> Match:
+    def spelled(self, spellings: Sequence[Callable[..., Any]], node: fx.Node) -> Iterator[Match]:
+        """The ways to read the value of a node as one of some spellings."""
+        expr = strip_same(self.canon.of(node))
+        for spelling in spellings:
+            pattern = pattern_of(spelling)
+            if pattern.op == expr.op:
+                for bindings, nodes in _match(pattern, expr, ({}, frozenset())):
+                    yield Match(node, bindings, set(nodes))
+
+    def closed(self, match: Match) -> Match:
         """Extended over casts that only round the result: the op rounds once, at the end."""
         root, nodes = match.root, match.nodes
         while len(root.users) == 1:
@@ -186,19 +198,21 @@ class Recogniser:
 
     def hazard(self, match: Match) -> str | None:
         """Why computing the region at its root would read other values than the model does, or None."""
-        first = min(self.position[node] for node in match.nodes)
-        last = self.position[match.root]
-        touched = storages([*match.inputs, *match.nodes])
+        nodes = match.nodes | match.inner
+        first = min(self.position[node] for node in nodes)
+        last = max(self.position[node] for node in (match.root, *match.writes))
+        own = {self.position[write] for write in match.writes}
+        touched = storages([*match.inputs, *nodes])
         for position, written in self.writes:
-            if first < position < last and written & touched:
+            if first < position < last and position not in own and written & touched:
                 return "a value is written in place between the matched operations"
-        regions = {self.region[node] for node in match.nodes}
+        regions = {self.region[node] for node in nodes}
         if len(regions) > 1:
             return "the region crosses an autocast boundary"
         return None
 
 
-def _rank(fusion: Fusion) -> tuple[int, int, str]:
+def _rank(fusion: Fusion) -> tuple[int, int, int, str]:
     """Sorts `x + g * x` before `x + g * y`: of two spellings of one size, the one with fewer wildcards says more."""
 
     def size(thing: Any) -> int:
@@ -209,8 +223,8 @@ def _rank(fusion: Fusion) -> tuple[int, int, str]:
             return {thing.name}
         return set().union(*map(wildcards, thing.args)) if isinstance(thing, Expr) else set()
 
-    largest = max((pattern_of(spelling) for spelling in fusion.spellings), key=size)
-    return -size(largest), len(wildcards(largest)), fusion.name
+    largest = max((pattern_of(spelling) for spelling in fusion.spellings), key=size, default=None)
+    return -fusion.priority, -size(largest), len(wildcards(largest)), fusion.name
 
 
 def _autocast_regions(graph: fx.Graph) -> dict[fx.Node, int]:

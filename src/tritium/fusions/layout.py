@@ -1,0 +1,133 @@
+"""Canonical forms of what moves elements: pieces, slices, joins, reshapes.
+
+    q, k = x.chunk(2, -1); x.split(...); x.unbind(1)   -> piece(x, kind, dim, index)
+    x[..., 0::2], x[:, :n]                             -> index(x, (...))
+    x[:, None]                                         -> view(x)
+    torch.stack([a, b], -1), torch.cat([a, b], 1)      -> stack(a, b), cat(a, b)
+    x.view(...), x.reshape(...), x.flatten(3)          -> reshape(x); the shapes are in the nodes' values
+    x.transpose(1, 2), x.permute(...)                  -> permute(x, dims)
+
+Dims are counted from the front where the rank is known.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from tritium.fusions.expression import Canonicaliser, Expr, argument, broadcast_view, builder, shape_of, value_of
+
+_SPLITS = {
+    torch.chunk: "chunk",
+    "chunk": "chunk",
+    torch.split: "split",
+    "split": "split",
+    "split_with_sizes": "split",
+    torch.unbind: "unbind",
+    "unbind": "unbind",
+    "tensor_split": "split",
+}
+
+
+def positive(dim: int, rank: int | None) -> int:
+    return dim if dim >= 0 or rank is None else dim + rank
+
+
+def rank_of(expr: Any) -> int | None:
+    shape = shape_of(expr)
+    return len(shape) if shape is not None else None
+
+
+@builder(*_SPLITS)
+def _pieces(canon: Canonicaliser, node: fx.Node) -> Expr | None:
+    operand = canon.of(node.args[0])
+    if not isinstance(operand, Expr):
+        return None
+    kind = _SPLITS[node.target]
+    dim = argument(node, 1, "dim", 0) if kind == "unbind" else argument(node, 2, "dim", 0)
+    how = None if kind == "unbind" else argument(node, 1, "chunks", argument(node, 1, "split_size_or_sections"))
+    if not isinstance(dim, int):
+        return None
+    sizes = tuple(how) if isinstance(how, (tuple, list)) else how
+    return Expr("pieces", (operand,), node, attrs=(kind, positive(dim, rank_of(operand)), sizes))
+
+
+@builder(operator.getitem)
+def _getitem(canon: Canonicaliser, node: fx.Node) -> Expr | None:
+    operand, index = canon.of(node.args[0]), node.args[1]
+    if not isinstance(operand, Expr):
+        return None
+    if operand.op == "pieces":
+        kind, dim, _ = operand.attrs
+        return Expr("piece", operand.args, node, attrs=(kind, dim, index)) if isinstance(index, int) else None
+    if not isinstance(value_of(node), torch.Tensor):
+        return None
+    parts = index if isinstance(index, tuple) else (index,)
+    if all(part is None or part is Ellipsis or part == slice(None) for part in parts):
+        return broadcast_view(operand, node)
+    if any(isinstance(part, (fx.Node, torch.Tensor)) for part in parts):
+        return None
+    return Expr("index", (operand,), node, attrs=tuple(map(_frozen, parts)))
+
+
+def _frozen(part: Any) -> Any:
+    """Slices cannot be hashed before Python 3.12; a symbolic bound is a node and compares by identity."""
+    return ("slice", part.start, part.stop, part.step) if isinstance(part, slice) else part
+
+
+@builder(torch.select, "select")
+def _select(canon: Canonicaliser, node: fx.Node) -> Expr | None:
+    operand, dim, index = canon.of(node.args[0]), argument(node, 1, "dim"), argument(node, 2, "index")
+    if not isinstance(dim, int) or not isinstance(index, int):
+        return None
+    return Expr("piece", (operand,), node, attrs=("unbind", positive(dim, rank_of(operand)), index))
+
+
+@builder(torch.cat, torch.concat, torch.stack)
+def _joined(canon: Canonicaliser, node: fx.Node) -> Expr | None:
+    parts, dim = node.args[0], argument(node, 1, "dim", 0)
+    if not isinstance(parts, (tuple, list)) or not isinstance(dim, int):
+        return None
+    name = "stack" if node.target is torch.stack else "cat"
+    value = value_of(node)
+    rank = value.dim() if isinstance(value, torch.Tensor) else None
+    return Expr(name, tuple(canon.of(part) for part in parts), node, attrs=(positive(dim, rank),))
+
+
+@builder(
+    "view", "reshape", torch.reshape, "flatten", torch.flatten, "unflatten", torch.unflatten, "squeeze", torch.squeeze
+)
+def _reshape(canon: Canonicaliser, node: fx.Node) -> Expr | None:
+    operand = canon.of(node.args[0])
+    before, after = shape_of(operand), value_of(node)
+    if not isinstance(operand, Expr) or (after is not None and not isinstance(after, torch.Tensor)):
+        return None
+    if before is not None and after is not None:
+        if operand.value.dtype != after.dtype:
+            # `x.view(dtype)` reads the same bits as another type.
+            return None
+        if before == after.shape:
+            return Expr("same", (operand,), node)
+        if [size for size in before if size != 1] == [size for size in after.shape if size != 1]:
+            return broadcast_view(operand, node)
+    return Expr("reshape", (operand,), node)
+
+
+@builder("transpose", torch.transpose, "permute", torch.permute, "movedim", "t")
+def _permute(canon: Canonicaliser, node: fx.Node) -> Expr | None:
+    operand = canon.of(node.args[0])
+    rank = rank_of(operand)
+    if not isinstance(operand, Expr) or rank is None or node.target in ("movedim", "t"):
+        return None
+    dims = node.args[1:]
+    if node.target in ("permute", torch.permute):
+        order = list(dims[0]) if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else list(dims)
+    else:
+        order = list(range(rank))
+        first, second = (argument(node, index, f"dim{index - 1}") for index in (1, 2))
+        order[first], order[second] = order[second], order[first]
+    known = tuple(positive(dim, rank) for dim in order if isinstance(dim, int))
+    return Expr("permute", (operand,), node, attrs=known) if len(known) == len(order) else None

@@ -1,0 +1,99 @@
+"""Canonical forms of operators that Dynamo keeps whole: norms, activations, linear.
+
+F.layer_norm(x, (d,), w, b, eps)            -> layer_norm(x, w, b), eps in its attributes
+F.group_norm(x, groups, w, b, eps)          -> group_norm(x, w, b)
+F.rms_norm(x, (d,), w, eps)                 -> mul(mul(x, rsqrt(add(mean(square(x)), eps))), w)
+F.gelu(x, approximate="tanh")               -> gelu(x), tanh or none in its attributes
+F.silu(x), torch.tanh(x), torch.sigmoid(x)  -> silu(x), tanh(x), sigmoid(x)
+F.linear(x, w, b)                           -> linear(x, w, b)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+from torch import fx
+
+from tritium.fusions.expression import Canonicaliser, Expr, add, argument, builder, dtype_of, mul, shape_of
+
+
+@builder(F.layer_norm, torch.layer_norm)
+def _layer_norm(canon: Canonicaliser, node: fx.Node) -> Expr | None:
+    """Over the last dim only: what diffusion transformers use."""
+    operand, shape = canon.of(node.args[0]), argument(node, 1, "normalized_shape")
+    if not isinstance(shape, (tuple, list, torch.Size)) or len(shape) != 1:
+        return None
+    weight, bias = (canon.of(argument(node, index, name)) for index, name in ((2, "weight"), (3, "bias")))
+    eps = canon.of(argument(node, 4, "eps", 1e-5))
+    return Expr("layer_norm", (operand, weight, bias), node, attrs=(eps,))
+
+
+@builder(F.group_norm, torch.group_norm)
+def _group_norm(canon: Canonicaliser, node: fx.Node) -> Expr | None:
+    operand, groups = canon.of(node.args[0]), argument(node, 1, "num_groups")
+    weight, bias = (canon.of(argument(node, index, name)) for index, name in ((2, "weight"), (3, "bias")))
+    eps = canon.of(argument(node, 4, "eps", 1e-5))
+    return Expr("group_norm", (operand, weight, bias), node, attrs=(groups, eps))
+
+
+@builder(F.rms_norm, torch.rms_norm)
+def _rms_norm(canon: Canonicaliser, node: fx.Node) -> Expr | None:
+    operand = canon.of(node.args[0])
+    shape = argument(node, 1, "normalized_shape")
+    weight, eps = canon.of(argument(node, 2, "weight")), canon.of(argument(node, 3, "eps"))
+    if not isinstance(shape, (tuple, list, torch.Size)) or len(shape) != 1:
+        return None
+    if eps is None:
+        dtype = dtype_of(operand)
+        if dtype is None:
+            return None
+        # What ATen uses: the eps of the dtype it computes in.
+        eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    inverse = Expr("rsqrt", (add(Expr("mean", (Expr("square", (operand,)),), attrs=(-1,)), eps),))
+    if weight is None:
+        return mul(operand, inverse, node)
+    return Expr("mul", (Expr("mul", (operand, inverse)), weight), node)
+
+
+@builder(F.gelu, torch._C._nn.gelu)
+def _gelu(canon: Canonicaliser, node: fx.Node) -> Expr | None:
+    approximate = argument(node, 1, "approximate", "none")
+    return Expr("gelu", (canon.of(node.args[0]),), node, attrs=(approximate,))
+
+
+def _unary(name: str) -> Any:
+    def build(canon: Canonicaliser, node: fx.Node) -> Expr | None:
+        # An activation in place writes to its operand: its result is not a new value.
+        if node.kwargs.get("inplace") or argument(node, 1, "inplace", default=False) is True:
+            return None
+        return Expr(name, (canon.of(node.args[0]),), node)
+
+    return build
+
+
+for _name, _targets in {
+    "silu": (F.silu, "silu"),
+    "tanh": (torch.tanh, F.tanh, "tanh"),
+    "sigmoid": (torch.sigmoid, F.sigmoid, "sigmoid"),
+}.items():
+    builder(*_targets)(_unary(_name))
+
+
+@builder(F.linear, torch._C._nn.linear)
+def _linear(canon: Canonicaliser, node: fx.Node) -> Expr | None:
+    weight, bias = (canon.of(argument(node, index, name)) for index, name in ((1, "weight"), (2, "bias")))
+    return Expr("linear", (canon.of(node.args[0]), weight, bias), node)
+
+
+@builder(F.normalize)
+def _normalize(canon: Canonicaliser, node: fx.Node) -> Expr | None:
+    """`x / max(norm(x), eps)` over one dim, counted from the front."""
+    operand = canon.of(node.args[0])
+    p, dim = argument(node, 1, "p", 2.0), argument(node, 2, "dim", 1)
+    shape = shape_of(operand)
+    if p != 2 or not isinstance(dim, int) or shape is None:
+        return None
+    eps = argument(node, 3, "eps", 1e-12)
+    return Expr("normalize", (operand,), node, attrs=(dim % len(shape), eps))

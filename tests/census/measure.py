@@ -1,0 +1,129 @@
+"""Compile a zoo model once and count its sites twice, on the same graphs: by the census, and by Tritium's report."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+import tritium
+from census.truth import EMBEDDING, Counts, count_graphs
+from tritium.report import Report, SiteCounts
+from zoo_model import ZooModel
+
+FAMILIES = ("rms_norm", "rope", "adalayernorm", "gelu", "mul_add", "group_norm_silu", "linear_gelu", "cat_linear")
+EAGER = tritium.CompilationConfig(engine="eager")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """How a model is compiled: its dtype, whether its size is dynamic, whole or by its repeated blocks."""
+
+    dtype: torch.dtype = torch.float32
+    dynamic: bool = False
+    repeated_blocks: bool = False
+
+    def __str__(self) -> str:
+        parts = [str(self.dtype).removeprefix("torch.")]
+        parts += ["dynamic"] * self.dynamic + ["repeated_blocks"] * self.repeated_blocks
+        return "-".join(parts)
+
+
+class Watched(tritium.Backend):
+    """Tritium's backend, which lets the census count each graph before anything is done to it."""
+
+    def __init__(self, config: tritium.CompilationConfig = EAGER) -> None:
+        super().__init__(config)
+        self.counts: list[Counts] = []
+
+    def __call__(self, graph: GraphModule, example_inputs: list[Any], **given: Any) -> Callable[..., Any]:
+        self.counts.append(count_graphs([graph]))
+        return super().__call__(graph, example_inputs, **given)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The sites of one model in one configuration."""
+
+    model: str
+    configuration: Configuration
+    graphs: tuple[Counts, ...]
+    report: Report
+
+    @property
+    def truth(self) -> Counts:
+        total = {name: sum(graph[name] for graph in self.graphs) for name in (*FAMILIES, EMBEDDING)}
+        # An embedding's pair is of the same form as a block's: recognised alike.
+        total["cat_linear"] += total.pop(EMBEDDING)
+        return total
+
+    @property
+    def found(self) -> Counts:
+        sites = self.report.sites
+        return {
+            family: sites[family].recognised + sites[family].declined if family in sites else 0 for family in FAMILIES
+        }
+
+    @property
+    def differences(self) -> dict[str, tuple[int, int]]:
+        """Truth and found, by family, where they differ."""
+        truth, found = self.truth, self.found
+        return {family: (truth[family], found[family]) for family in FAMILIES if truth[family] != found[family]}
+
+    def places(self, family: str) -> list[str]:
+        """One line a site that Tritium found."""
+        return [
+            f"{site.source_line or '(no source line)'}: {site.fusion}, node {site.node}, {site.outcome}: {site.reason}"
+            for record in self.report.records
+            for site in record.sites
+            if family in site.families
+        ]
+
+    def complaint(self) -> str:
+        """What differs, for an engineer who wants to see which site is missing or too many."""
+        lines = [f"{self.model}, {self.configuration}:"]
+        for family, (truth, found) in self.differences.items():
+            lines.append(f"  {family}: the census counts {truth}, Tritium found {found}:")
+            lines += [f"    {place}" for place in self.places(family)]
+        return "\n".join(lines)
+
+
+def measure(model: ZooModel, configuration: Configuration) -> Measured:
+    """Compile and run a model; where stock code specialises a dynamic size, a second call makes it dynamic."""
+    torch._dynamo.reset()
+    backend = Watched()
+    module = model.build(configuration.dtype)
+    compile_ = module.compile_repeated_blocks if configuration.repeated_blocks else module.compile
+    compile_(backend=backend)
+    inputs = model.inputs(configuration.dtype)
+    if configuration.dynamic:
+        model.mark_dynamic(inputs)
+    with torch.no_grad():
+        module(**inputs)
+        if configuration.dynamic and not model.dynamic:
+            module(**model.inputs(configuration.dtype, size=model.sizes[1]))
+    return Measured(model.name, configuration, tuple(backend.counts), tritium.explain(module))
+
+
+def stored(measured: Measured) -> dict[str, dict[str, Any]]:
+    """What the documentation keeps of a measurement: per family the truth, and how the sites ended."""
+    sites = measured.report.sites
+    kept = {}
+    for family, truth in measured.truth.items():
+        counts = sites.get(family, SiteCounts())
+        if truth or counts.recognised or counts.declined:
+            reasons = Counter(
+                site.reason
+                for record in measured.report.records
+                for site in record.sites
+                if family in site.families and site.outcome == "declined"
+            )
+            kept[family] = {
+                "truth": truth,
+                "recognised": counts.recognised,
+                "declined": counts.declined,
+                "reasons": dict(sorted(reasons.items())),
+            }
+    return kept
