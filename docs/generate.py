@@ -1,4 +1,4 @@
-"""Write docs/reference/*.md from the catalogues, and check that the README's generated parts are current.
+"""Write docs/reference from the catalogues and docs/census.json, and check that the README's generated parts are current.
 
 python docs/generate.py            writes the reference, and the README's generated parts
 python docs/generate.py --check    exits 1 if the README is not what would be written
@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -43,19 +44,72 @@ def configuration() -> str:
 def fusions() -> str:
     from tritium import fusions as catalogue
 
-    text = "# Fusions\n\nOne file each in `src/tritium/fusions`; this page is generated from them.\n"
+    text = "# Fusions\n\nOne file each in `src/tritium/fusions`, one page each here, generated from it. "
+    text += "`tritium explain --fusions` prints the same list. Every fusion leaves a site alone, and says so, when a "
+    text += "family's switch is off, when the graph needs gradients, or when a write in place, an autocast boundary or "
+    text += "another reader of a value inside would change what the model computes.\n\n"
+    rows = []
     for fusion in catalogue.catalog().values():
-        headline, _, rest = fusion.doc.strip().partition("\n")
-        text += f"\n## {fusion.name}\n\n{headline}\n\n```\n{rest.strip()}\n```\n\n"
-        text += f"Families: {', '.join(f'`{family}`' for family in fusion.families)}. "
-        text += f"Replaced by the op [`{fusion.replacement.name}`](ops.md#{fusion.replacement.name}).\n\nSpellings, each in any operand order:\n\n"
-        for spelling in fusion.spellings:
-            text += f"```python\n{inspect.getsource(spelling).strip()}\n```\n\n"
-        for name in ("accept", "decline"):
-            doc = inspect.getdoc(getattr(fusion, name))
-            if doc:
-                text += f"{name.capitalize()}: {doc}\n\n"
-    return text
+        families = ", ".join(f"`{family}`" for family in fusion.families)
+        rows.append(
+            [f"[`{fusion.name}`]({fusion.name}.md)", families, op_link(fusion), how_found(fusion), headline(fusion)]
+        )
+    return text + table(["fusion", "families", "op", "spellings", "what"], rows)
+
+
+def fusion_page(fusion) -> str:
+    """What, before and after, spellings, when it declines: from the docstrings and the source of one file."""
+    from tritium.config import SWITCH_OF_FAMILY
+
+    _, *paragraphs = paragraphs_of(fusion.doc)
+    graphs = [paragraph for paragraph in paragraphs if paragraph.lstrip().startswith("Before:")]
+    forms = [paragraph for paragraph in paragraphs if paragraph not in graphs]
+    text = f"# {fusion.name}\n\n{headline(fusion)}\n\n" + "".join(f"```\n{graph}\n```\n\n" for graph in graphs)
+    switches = {f: SWITCH_OF_FAMILY.get(f, f"enable_{f}") for f in fusion.families}
+    text += table(
+        ["", ""],
+        [
+            ["families", ", ".join(f"`{family}`" for family in fusion.families)],
+            ["switched off by", ", ".join(f"`FusionPatterns({switch}=False)`" for switch in switches.values())],
+            ["op", op_link(fusion)],
+            ["kind", "a region over sites of other fusions" if fusion.region else "a site"],
+        ],
+    )
+    text += "\n## Spellings\n\n"
+    if fusion.spellings:
+        text += "Each in any operand order, through casts:\n\n"
+    text += "".join(f"```python\n{inspect.getsource(spelling).strip()}\n```\n\n" for spelling in fusion.spellings)
+    if fusion.find is not None:
+        text += f"Found by structure. {inspect.getdoc(fusion.find) or ''}\n\n"
+    text += "\n\n".join(forms) + "\n\n## What is not meant, and when it declines\n\n"
+    text += "".join(judgement(getattr(fusion, name)) for name in ("accept", "decline"))
+    return text + "What every fusion declines is on [the first page](index.md).\n"
+
+
+def judgement(function) -> str:
+    """What `accept` or `decline` says about itself; its source too where it is the fusion's own."""
+    if function.__module__ == "tritium.fusions.fusion":
+        return ""
+    doc = inspect.getdoc(function)
+    return (f"{doc}\n\n" if doc else "") + f"```python\n{inspect.getsource(function).strip()}\n```\n\n"
+
+
+def paragraphs_of(doc: str) -> list[str]:
+    return [paragraph.rstrip() for paragraph in re.split(r"\n\s*\n", inspect.cleandoc(doc)) if paragraph.strip()]
+
+
+def headline(fusion) -> str:
+    return " ".join(paragraphs_of(fusion.doc)[0].split()) if fusion.doc.strip() else ""
+
+
+def op_link(fusion) -> str:
+    if fusion.replacement is None:
+        return "none: counted, and left as it is"
+    return f"[`{fusion.replacement.name}`](../ops.md#{fusion.replacement.name})"
+
+
+def how_found(fusion) -> str:
+    return "by structure" if fusion.find is not None else str(len(fusion.spellings))
 
 
 def ops() -> str:
@@ -90,29 +144,58 @@ def errors() -> str:
     return f"# Errors\n\nEverything Tritium raises on purpose:\n\n```\n{tree.strip()}\n```\n"
 
 
-def support_rows() -> tuple[list[str], list[list[str]]]:
+def owned_providers() -> str:
     from tritium import fusions as fusion_catalogue
     from tritium import ops as op_catalogue
 
     rows = []
     for fusion in fusion_catalogue.catalog().values():
-        owned = op_catalogue.providers(fusion.replacement)
-        rows.append(
-            [
-                f"`{fusion.families[0]}`",
-                f"`{fusion.name}`",
-                str(len(fusion.spellings)),
-                "recognised, left to Inductor",
-                "recognised, left to Inductor" + (f"; owned, by pin: {', '.join(owned)}" if owned else ""),
-            ]
-        )
-    return ["family", "fusion", "canonical spellings", "CPU", "NVIDIA GPU"], rows
+        owned = [] if fusion.replacement is None else op_catalogue.providers(fusion.replacement)
+        pinned = f"; owned, by pin: {', '.join(owned)}" if owned else ""
+        link = f"[`{fusion.name}`](fusions/{fusion.name}.md)"
+        recognised = "recognised, left to Inductor"
+        rows.append([f"`{fusion.families[0]}`", link, how_found(fusion), recognised, recognised + pinned])
+    return table(["family", "fusion", "spellings", "CPU", "NVIDIA GPU"], rows)
+
+
+def census() -> dict[str, dict[str, dict]]:
+    """Model by family: sites that are there, recognised, declined and why. Written by `tests/census/compare.py`."""
+    return json.loads((ROOT / "docs" / "census.json").read_text(encoding="utf-8"))
+
+
+def models() -> str:
+    """The models and their sites, from the stored census."""
+    found = census()
+    families = list(dict.fromkeys(family for counts in found.values() for family in counts))
+    rows = [[f"`{name}`", *(cell(counts.get(family)) for family in families)] for name, counts in found.items()]
+    return table(["model", *(f"`{family}`" for family in families)], rows)
+
+
+def cell(counts: dict | None) -> str:
+    if counts is None:
+        return ""
+    truth, recognised, declined = counts["truth"], counts["recognised"], counts["declined"]
+    if recognised + declined != truth:
+        return f"{recognised + declined} found of {truth}"
+    return f"{truth} ({declined} declined)" if declined else str(truth)
 
 
 def support() -> str:
-    header, rows = support_rows()
-    versions = "Python 3.11 to 3.13, torch 2.11 to 2.13 (newer versions are used too; hooks they lack are declined)."
-    return f"# Support matrix\n\n{versions}\n\n" + table(header, rows)
+    text = "# Support matrix\n\nPython 3.11 to 3.13, torch 2.11 to 2.13 "
+    text += "(newer versions are used too; hooks they lack are declined).\n\n## Models\n\n"
+    text += (
+        "Sites of tiny configurations of the stock models, each counted twice: on the graphs by operators and source "
+    )
+    text += "lines, and by the report. A number alone: all were recognised.\n\n" + models()
+    reasons = [
+        [f"`{name}`", f"`{family}`", str(number), reason]
+        for name, families in census().items()
+        for family, counts in families.items()
+        for reason, number in counts["reasons"].items()
+    ]
+    if reasons:
+        text += "\n## Declined\n\n" + table(["model", "family", "sites", "why"], reasons)
+    return text + "\n## Fusions\n\n" + owned_providers()
 
 
 def measured() -> str:
@@ -140,8 +223,7 @@ def measured() -> str:
 
 
 def readme(text: str) -> str:
-    header, rows = support_rows()
-    for name, body in {"support": table(header, rows), "measured": measured()}.items():
+    for name, body in {"support": models(), "measured": measured()}.items():
         pattern = rf"(<!-- generated: {name} -->\n).*?(<!-- end -->)"
         if not re.search(pattern, text, re.DOTALL):
             raise SystemExit(f"README.md has no generated part {name!r}")
@@ -150,6 +232,8 @@ def readme(text: str) -> str:
 
 
 def main() -> int:
+    from tritium.fusions import catalog
+
     path = ROOT / "README.md"
     current = path.read_text(encoding="utf-8")
     wanted = readme(current)
@@ -159,9 +243,14 @@ def main() -> int:
             return 1
         return 0
     path.write_text(wanted, encoding="utf-8")
-    REFERENCE.mkdir(parents=True, exist_ok=True)
-    for page in (configuration, fusions, ops, passes, errors, support):
-        (REFERENCE / f"{page.__name__}.md").write_text(page(), encoding="utf-8")
+    pages = {f"{page.__name__}.md": page() for page in (configuration, ops, passes, errors, support)}
+    pages["fusions/index.md"] = fusions()
+    pages |= {f"fusions/{fusion.name}.md": fusion_page(fusion) for fusion in catalog().values()}
+    # What a fusion that is gone left behind would still be built.
+    shutil.rmtree(REFERENCE, ignore_errors=True)
+    for name, text in pages.items():
+        (REFERENCE / name).parent.mkdir(parents=True, exist_ok=True)
+        (REFERENCE / name).write_text(text, encoding="utf-8")
     return 0
 
 

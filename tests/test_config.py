@@ -17,6 +17,11 @@ def test_defaults_are_the_documented_ones():
             "enable_adalayernorm": True,
             "enable_fast_gelu": True,
             "enable_mul_add": True,
+            "enable_group_norm_silu": True,
+            "enable_qk_norm_rope": True,
+            "enable_residual_norm_modulate": True,
+            "enable_linear_gelu": True,
+            "enable_cat_linear": True,
         },
         "enable_freezing": False,
         "graphs": "off",
@@ -62,7 +67,8 @@ def test_is_a_value():
         ({"graphs": "no"}, "graphs cannot be 'no'"),
         ({"safe_output_mode": False}, "concerns captured graphs"),
         ({"max_captures": 8}, "concerns captured graphs"),
-        ({"fidelity": "exact"}, "offers 'close' only"),
+        ({"fidelity": "fast"}, "no lossy technique"),
+        ({"fidelity": "exact"}, "write engine='eager' with it"),
         ({"force_tiling": "x"}, "no tiling policy"),
     ],
 )
@@ -166,7 +172,7 @@ class TestEnvironment:
 
     def test_every_field_has_a_variable(self):
         assert "TRITIUM_FORCE_PROVIDER" in environment_names()
-        assert len(environment_names()) == 9 + 5 + 1
+        assert len(environment_names()) == 9 + 10 + 1
 
 
 def test_a_folder_is_not_part_of_the_identity():

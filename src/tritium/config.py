@@ -110,6 +110,12 @@ class FusionPatterns(_Group):
     # Recognises GELU and computes it as written: nothing is approximated.
     enable_fast_gelu: bool = True
     enable_mul_add: bool = True
+    enable_group_norm_silu: bool = True
+    # Regions: each also needs the switches of the families it covers.
+    enable_qk_norm_rope: bool = True
+    enable_residual_norm_modulate: bool = True
+    enable_linear_gelu: bool = True
+    enable_cat_linear: bool = True
 
     def enables(self, family: str) -> bool:
         """Whether sites of a family may be rewritten; a plug-in's family has no switch and is enabled by being installed."""
@@ -163,8 +169,12 @@ class CompilationConfig(_Group):
         for name, default in (("max_captures", 64), ("safe_output_mode", True)):
             if getattr(self, name) != default:
                 raise ConfigError(f"{name} concerns captured graphs, and graphs is 'off'")
-        if self.fidelity != "close":
-            raise ConfigError(f"fidelity={self.fidelity!r}: this version offers 'close' only")
+        if self.fidelity == "fast":
+            raise ConfigError("fidelity='fast': this version has no lossy technique; it offers 'exact' and 'close'")
+        if self.fidelity == "exact" and self.engine != "eager":
+            raise ConfigError(
+                "fidelity='exact': code that Inductor generates is not bit-equal to eager; write engine='eager' with it"
+            )
         if self.force_tiling is not None:
             raise ConfigError("force_tiling: this version has no tiling policy to pin")
 

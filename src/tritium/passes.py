@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -51,6 +51,8 @@ class PassContext:
     torch_version: compat.Version = compat.TORCH
     # Why no site may be rewritten in this graph, or None.
     read_only: str | None = None
+    # What the graph is called with right now; a check on real values needs them.
+    example_inputs: Sequence[Any] = ()
     # What was recognised, for the report.
     sites: list[Site] = field(default_factory=list)
 

@@ -1,15 +1,17 @@
 """Compile a zoo model once and count its sites twice, on the same graphs: by the census, and by Tritium's report."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
 import tritium
-from census.truth import EMBEDDING, Counts, count_graphs
+from census.graph import graph_calls
+from census.truth import EMBEDDING, GELU_PARTS, Counts, families
 from tritium.report import Report, SiteCounts
 from zoo_model import ZooModel
 
@@ -31,15 +33,34 @@ class Configuration:
         return "-".join(parts)
 
 
+@dataclass(frozen=True)
+class Counted:
+    """One live site that the census counts: its family, its node, and the line it comes from."""
+
+    family: str
+    node: str
+    line: str
+
+
+def counted(graph: GraphModule) -> Iterator[Counted]:
+    """Yield the live sites of a graph; an embedding's `linear(cat)` is of the same form as a block's."""
+    merged = {EMBEDDING: "cat_linear", **dict.fromkeys(GELU_PARTS, "gelu")}
+    for call, live in graph_calls(graph):
+        for family in families(call) if live else ():
+            statement = call.statement
+            line = f"{Path(statement.file).name} in {statement.scope}: {statement.text}"
+            yield Counted(merged.get(family, family), call.result.name, line)
+
+
 class Watched(tritium.Backend):
     """Tritium's backend, which lets the census count each graph before anything is done to it."""
 
     def __init__(self, config: tritium.CompilationConfig = EAGER) -> None:
         super().__init__(config)
-        self.counts: list[Counts] = []
+        self.graphs: list[tuple[Counted, ...]] = []
 
     def __call__(self, graph: GraphModule, example_inputs: list[Any], **given: Any) -> Callable[..., Any]:
-        self.counts.append(count_graphs([graph]))
+        self.graphs.append(tuple(counted(graph)))
         return super().__call__(graph, example_inputs, **given)
 
 
@@ -49,15 +70,13 @@ class Measured:
 
     model: str
     configuration: Configuration
-    graphs: tuple[Counts, ...]
+    graphs: tuple[tuple[Counted, ...], ...]
     report: Report
 
     @property
     def truth(self) -> Counts:
-        total = {name: sum(graph[name] for graph in self.graphs) for name in (*FAMILIES, EMBEDDING)}
-        # An embedding's pair is of the same form as a block's: recognised alike.
-        total["cat_linear"] += total.pop(EMBEDDING)
-        return total
+        counts = Counter(site.family for graph in self.graphs for site in graph)
+        return {family: counts[family] for family in FAMILIES}
 
     @property
     def found(self) -> Counts:
@@ -72,7 +91,11 @@ class Measured:
         truth, found = self.truth, self.found
         return {family: (truth[family], found[family]) for family in FAMILIES if truth[family] != found[family]}
 
-    def places(self, family: str) -> list[str]:
+    def places_counted(self, family: str) -> list[str]:
+        """One line a site that the census counts."""
+        return [f"{site.line}  (node {site.node})" for graph in self.graphs for site in graph if site.family == family]
+
+    def places_found(self, family: str) -> list[str]:
         """One line a site that Tritium found."""
         return [
             f"{site.source_line or '(no source line)'}: {site.fusion}, node {site.node}, {site.outcome}: {site.reason}"
@@ -85,15 +108,17 @@ class Measured:
         """What differs, for an engineer who wants to see which site is missing or too many."""
         lines = [f"{self.model}, {self.configuration}:"]
         for family, (truth, found) in self.differences.items():
-            lines.append(f"  {family}: the census counts {truth}, Tritium found {found}:")
-            lines += [f"    {place}" for place in self.places(family)]
+            lines.append(f"  {family}: the census counts {truth}")
+            lines += [f"    {place}" for place in self.places_counted(family)]
+            lines.append(f"  {family}: Tritium found {found}")
+            lines += [f"    {place}" for place in self.places_found(family)]
         return "\n".join(lines)
 
 
-def measure(model: ZooModel, configuration: Configuration) -> Measured:
+def measure(model: ZooModel, configuration: Configuration, backend: Watched | None = None) -> Measured:
     """Compile and run a model; where stock code specialises a dynamic size, a second call makes it dynamic."""
     torch._dynamo.reset()
-    backend = Watched()
+    backend = backend or Watched()
     module = model.build(configuration.dtype)
     compile_ = module.compile_repeated_blocks if configuration.repeated_blocks else module.compile
     compile_(backend=backend)
@@ -104,7 +129,7 @@ def measure(model: ZooModel, configuration: Configuration) -> Measured:
         module(**inputs)
         if configuration.dynamic and not model.dynamic:
             module(**model.inputs(configuration.dtype, size=model.sizes[1]))
-    return Measured(model.name, configuration, tuple(backend.counts), tritium.explain(module))
+    return Measured(model.name, configuration, tuple(backend.graphs), tritium.explain(module))
 
 
 def stored(measured: Measured) -> dict[str, dict[str, Any]]:

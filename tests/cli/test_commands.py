@@ -3,13 +3,14 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import re
 import sys
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tritium import cli, envs
+from tritium import cli, envs, fusions
 from tritium.bench import run
 from tritium.bench.results import Results, Row
 from tritium.cli import progress
@@ -78,6 +79,9 @@ def test_an_unknown_workload_names_the_nearest(command):
         (["bench", "flux", "--device", "tpu"], "device 'tpu' is not known"),
         (["bench", "flux", "--compare", "missing.json"], "cannot be read"),
         (["explain", "flux", "--engine", "egaer"], "did you mean 'eager'"),
+        (["explain"], "explain needs a workload, one of "),
+        (["explain", "flux", "--fusions"], "leave out a workload"),
+        (["explain", "--fusions", "--engine", "eager", "--device", "cpu"], "leave out --engine, --device"),
     ],
 )
 def test_a_wrong_request_is_one_line_and_exit_code_2(arguments, message):
@@ -163,6 +167,39 @@ def test_explain_prints_the_page():
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("wan: 2 blocks")
     assert "Sites" in result.stdout
+
+
+def test_explain_lists_every_fusion():
+    result = invoke("explain", "--fusions")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    for name, fusion in fusions.catalog().items():
+        found = [re.split(r"\s{2,}", line.strip()) for line in lines if line.split()[:1] == [name]]
+        assert len(found) == 1, name
+        assert found[0][1:4] == [
+            ", ".join(fusion.families),
+            "-" if fusion.replacement is None else fusion.replacement.name,
+            "by structure" if fusion.find else str(len(fusion.spellings)),
+        ]
+    assert "Fuse a hand-written or whole RMSNorm" in result.stdout
+
+
+def test_explain_lists_every_fusion_as_data():
+    result = invoke("explain", "--fusions", "--json")
+    assert result.exit_code == 0, result.output
+    listed = {entry["name"]: entry for entry in json.loads(result.stdout)}
+    assert list(listed) == list(fusions.catalog())
+    assert listed["rms_norm"] == {
+        "name": "rms_norm",
+        "families": ["rms_norm"],
+        "op": "rms_norm",
+        "spellings": [spelling.__name__ for spelling in fusions.catalog()["rms_norm"].spellings],
+        "by_structure": fusions.catalog()["rms_norm"].find is not None,
+        "region": False,
+        "doc": "Fuse a hand-written or whole RMSNorm over the last dim into `tritium::rms_norm`.",
+    }
+    assert listed["gelu"]["by_structure"]
+    assert all(entry["doc"] for entry in listed.values())
 
 
 def test_what_a_backend_raises_on_purpose_is_one_line():

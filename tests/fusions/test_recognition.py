@@ -127,6 +127,7 @@ def test_every_spelling_of_the_gated_residual(spelling, dtype):
         ((2, 7, 60), (2, 1, 60)),
         ((1, 63, 8), (8,)),
         ((2, 3, 5, 7), (2, 3, 1, 1)),
+        ((2, 7, 60), (2, 7, 60)),
         ((2, 100, 3), (2, 100, 1)),
     ):
         torch._dynamo.reset()
@@ -135,6 +136,26 @@ def test_every_spelling_of_the_gated_residual(spelling, dtype):
         result, sites = recognise(GATES[spelling], x, g, y)
         assert (sites["mul_add"].fused, sites["mul_add"].declined) == (1, 0), shape
         assert_no_worse(result, GATES[spelling](x, g, y), GATES["x + g * y"](x.double(), g.double(), y.double()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1.5, -0.25, 3])
+def test_a_number_times_a_tensor_plus_a_tensor(scale, dtype):
+    x, y = torch.randn(2, 7, 63).to(dtype), torch.randn(2, 7, 63).to(dtype)
+    for function in (lambda x, y: x * scale + y, lambda x, y: y + scale * x):
+        torch._dynamo.reset()
+        result, sites = recognise(function, x, y)
+        assert sites["mul_add"].fused == 1
+        assert_no_worse(result, function(x, y), x.double() * scale + y.double())
+
+
+def test_addcmul_and_tanh_gates():
+    x, g, y = torch.randn(2, 7, 8), torch.randn(2, 1, 8), torch.randn(2, 7, 8)
+    for function in (lambda x, g, y: torch.addcmul(x, g, y), lambda x, g, y: x + torch.tanh(g) * y):
+        torch._dynamo.reset()
+        result, sites = recognise(function, x, g, y)
+        assert sites["mul_add"].fused == 1
+        torch.testing.assert_close(result, function(x, g, y))
 
 
 NEAR_MISSES = {
@@ -174,10 +195,9 @@ def rope(x, cos, sin):
 
 
 GATE_NEAR_MISSES = {
-    "a gate of full shape": (lambda x, g, y: x + g * y, (2, 7, 8)),
     "a modulation": (lambda x, g, y: x * (1 + g) + g, (2, 1, 8)),
     "a gate that widens the result": (lambda x, g, y: x[:, :1] + g * y[:, :1], (2, 7, 8)),
-    "a gate that is a number": (lambda x, g, y: x + 0.5 * y, (1,)),
+    "a gate without dims": (lambda x, g, y: x + g.sum() * y, (1,)),
     "a RoPE": (lambda x, g, y: rope(x, g, g + 1), (1, 7, 8)),
     "a RoPE with tables that are broadcast": (lambda x, g, y: rope(x, g, g + 1), (7, 8)),
     "a difference": (lambda x, g, y: x - g * y, (2, 1, 8)),
@@ -311,8 +331,7 @@ def test_whatever_the_shapes_the_numbers_are_eager_s(batch, tokens, width, order
     x, g, y = torch.randn(*shape), torch.randn(*gate), torch.randn(*shape)
     result, sites = recognise(GATES[order], x, g, y)
     torch.testing.assert_close(result, GATES[order](x, g, y))
-    broadcast = any(one != full for one, full in zip(gate, shape, strict=True))
-    assert sites["mul_add"].fused == int(broadcast)
+    assert sites["mul_add"].fused == 1
 
 
 class TestCatalogue:

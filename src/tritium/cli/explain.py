@@ -1,30 +1,55 @@
-"""`tritium explain`: compile a workload with Tritium and say what was done to it."""
+"""`tritium explain`: compile a workload with Tritium and say what was done to it, or list what it can recognise."""
 
 from __future__ import annotations
 
 import importlib
+import json as json_format
 from typing import Annotated, Any
 
 import torch
 import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
+from tritium import fusions as catalogue
 from tritium.bench import run, workloads
 from tritium.cli import progress
 from tritium.cli.bench import known_device
 from tritium.config import CompilationConfig
+from tritium.errors import ConfigError
+from tritium.fusions import Fusion
 
 _NAMES = ", ".join(workloads.WORKLOADS)
 
+# Wide enough for all columns where there is no terminal to fit into.
+_FILE_WIDTH = 150
+
 
 def command(
-    name: Annotated[str, typer.Argument(metavar="WORKLOAD", help=f"One of: {_NAMES}.")],
+    name: Annotated[str | None, typer.Argument(metavar="WORKLOAD", help=f"One of: {_NAMES}.")] = None,
+    fusions: Annotated[bool, typer.Option("--fusions", help="List every fusion instead; takes no workload.")] = False,
     engine: Annotated[
         str | None, typer.Option(help="inductor, or eager: recognise and rewrite without generating code.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the report, or the list, as JSON.")] = False,
     device_type: Annotated[str | None, typer.Option("--device", help="cuda or cpu; the GPU if there is one.")] = None,
 ) -> None:
-    """Compile a workload with Tritium and say what fused, what did not, and why."""
+    """Compile a workload with Tritium and say what fused, what did not, and why; or list the fusions."""
+    if fusions:
+        given = {"a workload": name, "--engine": engine, "--device": device_type}
+        superfluous = [what for what, value in given.items() if value is not None]
+        if superfluous:
+            raise ConfigError(f"--fusions lists the catalogue and compiles nothing: leave out {', '.join(superfluous)}")
+        _list_fusions(json=json)
+    elif name is None:
+        raise ConfigError(f"explain needs a workload, one of {_NAMES}; or --fusions for the list of fusions")
+    else:
+        _explain(name, engine, device_type, json=json)
+
+
+def _explain(name: str, engine: str | None, device_type: str | None, *, json: bool) -> None:
     workload = workloads.find(name)
     # Without the option the environment decides, as it does for a Backend; a wrong name is a ConfigError.
     given: dict[str, Any] = {} if engine is None else {"engine": engine}
@@ -44,3 +69,34 @@ def command(
         if json
         else f"{name}: {built.note}{' (shrunk for the CPU)' if built.shrunk else ''}\n\n{report}"
     )
+
+
+def _list_fusions(*, json: bool) -> None:
+    described = [_describe(fusion) for fusion in catalogue.catalog().values()]
+    if json:
+        print(json_format.dumps(described, indent=2))
+        return
+    console = Console()
+    if not console.is_terminal:
+        console.width = _FILE_WIDTH
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in ("fusion", "families", "op", "spellings"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("what")
+    for entry in described:
+        spellings = "by structure" if entry["by_structure"] else str(len(entry["spellings"]))
+        cells = (entry["name"], ", ".join(entry["families"]), entry["op"] or "-", spellings, entry["doc"])
+        table.add_row(*map(escape, cells))
+    console.print(table)
+
+
+def _describe(fusion: Fusion) -> dict[str, Any]:
+    return {
+        "name": fusion.name,
+        "families": list(fusion.families),
+        "op": None if fusion.replacement is None else fusion.replacement.name,
+        "spellings": [spelling.__name__ for spelling in fusion.spellings],
+        "by_structure": fusion.find is not None,
+        "region": fusion.region,
+        "doc": fusion.doc.strip().partition("\n")[0],
+    }

@@ -6,14 +6,15 @@ After:   tritium::<op>(..., provider="triton")   where an owned provider was cho
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
 from tritium import ops
+from tritium.compiler.exact import NOT_EQUAL, bit_equal
 from tritium.errors import ProviderError
 from tritium.fusions import Fusion, Match
 from tritium.fusions.expression import Expr, value_of
@@ -21,9 +22,6 @@ from tritium.fusions.match import Recogniser
 from tritium.ops import INDUCTOR, REFERENCE, Op
 from tritium.passes import Pass, PassContext
 from tritium.report import Outcome, Site
-
-# Where a region ends in the graph, and what replaces it.
-Rewrite = tuple[int, Callable[[], None]]
 
 LEFT_TO_INDUCTOR = "left to Inductor: no owned kernel is measured faster here"
 
@@ -38,44 +36,81 @@ def make_pass(fusions: Iterable[Fusion]) -> Pass:
     return Pass("fuse", run)
 
 
+@dataclass
+class Judged:
+    """What is to become of one site."""
+
+    fusion: Fusion
+    match: Match
+    outcome: Outcome
+    reason: str
+    op: Op | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+    provider: str = ""
+
+    def decline(self, reason: str) -> None:
+        self.outcome, self.reason = "declined", reason
+
+    def compute(self, value: Callable[[Any], Any]) -> torch.Tensor:
+        """The replacement's result, given the values of expressions."""
+        assert self.op is not None
+        return self.op.overload(*map(value, self.arguments.values()), provider=self.provider)  # type: ignore[no-any-return]
+
+
 def fuse(graph: fx.Graph, context: PassContext, fusions: Iterable[Fusion]) -> None:
     recogniser = Recogniser(graph)
-    found = recogniser.find(list(fusions))
     # All sites are judged on the graph as Dynamo made it, before the first rewrite changes it.
-    rewrites: list[Rewrite] = []
-    for fusion, match in found:
-        outcome, reason = _judge(fusion, match, recogniser, context, rewrites)
-        context.sites.append(Site(fusion.name, fusion.families, outcome, reason, match.root.name, match.source_line))
-    # Last first: what a site reads is then never yet replaced.
-    for _, rewrite in sorted(rewrites, key=operator.itemgetter(0), reverse=True):
-        rewrite()
+    judged = [_judge(fusion, match, recogniser, context) for fusion, match in recogniser.find(list(fusions))]
+    if context.config.fidelity == "exact":
+        _keep_bit_equal(graph, context, [site for site in judged if site.outcome == "fused"])
+    for site in judged:
+        fusion, match = site.fusion, site.match
+        context.sites.append(
+            Site(fusion.name, fusion.families, site.outcome, site.reason, match.root.name, match.source_line)
+        )
+
+    def place(site: Judged) -> tuple[int, bool]:
+        return max(recogniser.position[node] for node in (site.match.root, *site.match.writes)), site.fusion.region
+
+    # Last first: what a site reads is then never yet replaced. A region goes before the site that ends where it ends.
+    for site in sorted((site for site in judged if site.outcome == "fused"), key=place, reverse=True):
+        _rewrite(site)
 
 
-def _judge(
-    fusion: Fusion, match: Match, recogniser: Recogniser, context: PassContext, rewrites: list[Rewrite]
-) -> tuple[Outcome, str]:
+def _keep_bit_equal(graph: fx.Graph, context: PassContext, sites: list[Judged]) -> None:
+    if not sites:
+        return
+    gm = fx.GraphModule(torch.nn.Module(), graph)
+    equal = bit_equal(gm, context.example_inputs, [(site.match, site.compute) for site in sites])
+    for site in sites:
+        if not equal.get(site.match.root, False):
+            site.decline(NOT_EQUAL)
+
+
+def _judge(fusion: Fusion, match: Match, recogniser: Recogniser, context: PassContext) -> Judged:
     reason = _reason_to_decline(fusion, match, recogniser, context)
     if reason is not None:
-        return "declined", reason
+        return Judged(fusion, match, "declined", reason)
     op = fusion.replacement
     if op is None:
-        return "inductor", LEFT_TO_INDUCTOR
+        return Judged(fusion, match, "inductor", LEFT_TO_INDUCTOR)
     arguments = fusion.arguments_of(match)
     provider, why = choose_provider(op, arguments, context)
     if provider == INDUCTOR:
-        return "inductor", why
+        return Judged(fusion, match, "inductor", why)
     reason = _changed_meta(op, arguments, match)
     if reason is not None:
-        return "declined", reason
-    position = max(recogniser.position[node] for node in (match.root, *match.writes))
-    rewrites.append((position, lambda: _rewrite(op, arguments, provider, match)))
-    return "fused", why
+        return Judged(fusion, match, "declined", reason)
+    return Judged(fusion, match, "fused", why, op, arguments, provider)
 
 
 def _reason_to_decline(fusion: Fusion, match: Match, recogniser: Recogniser, context: PassContext) -> str | None:
     off = [family for family in fusion.families if not context.config.fusion_patterns.enables(family)]
     if off:
         return f"switched off: fusion_patterns for {', '.join(off)}"
+    inside = [family for family in match.covers if not context.config.fusion_patterns.enables(family)]
+    if inside:
+        return f"it covers {', '.join(inside)}, switched off in fusion_patterns"
     return context.read_only or recogniser.hazard(match) or fusion.decline(match)
 
 
@@ -104,6 +139,8 @@ def choose_provider(op: Op, arguments: dict[str, Any], context: PassContext) -> 
 
 
 def _fake(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_fake(part) for part in value]
     if not isinstance(value, Expr) or value.node is not None or value.op != "view":
         return value.value if isinstance(value, Expr) else value
     # A view no node holds: what the model's view of `1 + s` shows, with the dtype of s.
@@ -129,16 +166,18 @@ def _changed_meta(op: Op, arguments: dict[str, Any], match: Match) -> str | None
     return None
 
 
-def _rewrite(op: Op, arguments: dict[str, Any], provider: str, match: Match) -> None:
+def _rewrite(site: Judged) -> None:
+    match, op = site.match, site.op
+    assert op is not None
     graph, root = match.root.graph, match.root
-    if not root.users:
+    if root._erased or not root.users:
         # Part of a larger region that has taken it over.
         _erase(match)
         return
     place = match.writes[-1].next if match.writes else root
     with graph.inserting_before(place):
-        given = tuple(_concrete(graph, value) for value in arguments.values())
-        new = graph.call_function(op.overload, given, {"provider": provider})
+        given = tuple(_concrete(graph, value) for value in site.arguments.values())
+        new = graph.call_function(op.overload, given, {"provider": site.provider})
     new.meta = dict(root.meta)
     # What reads the value before it is complete, as the writes themselves do, keeps reading the unfinished tensor.
     earlier = {user for user in root.users if user < new}
@@ -149,14 +188,18 @@ def _rewrite(op: Op, arguments: dict[str, Any], provider: str, match: Match) -> 
 def _erase(match: Match) -> None:
     graph = match.root.graph
     for write in reversed(match.writes):
-        graph.erase_node(write)
-    for node in sorted(match.nodes | match.inner, reverse=True):
-        if not node.users and node not in match.writes:
+        if not write._erased:
+            graph.erase_node(write)
+    left = [node for node in match.nodes | match.inner if not node._erased and node not in match.writes]
+    for node in sorted(left, reverse=True):
+        if not node.users:
             graph.erase_node(node)
 
 
 def _concrete(graph: fx.Graph, value: Any) -> Any:
     """A node for an expression, made where no node holds it; a number for a number."""
+    if isinstance(value, list):
+        return [_concrete(graph, part) for part in value]
     if not isinstance(value, Expr):
         return value
     known = value.value

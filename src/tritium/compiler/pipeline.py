@@ -72,7 +72,7 @@ class Compilation:
         self.gm = with_graph(self.dynamo, copied(self.dynamo.graph))
         folder = Path(self.config.graph_log_url) if self.config.graph_log_url else None
         self.log = GraphLog(folder, f"{self.record.function}-{self.record.graph}")
-        self.context = PassContext(self.config, self.record.device_type)
+        self.context = PassContext(self.config, self.record.device_type, example_inputs=self.example_inputs)
 
     def run(self) -> Callable[..., Any]:
         if self.record.needs_gradients:

@@ -29,6 +29,8 @@ class Match:
     nodes: set[fx.Node] = field(default_factory=set)
     inner: set[fx.Node] = field(default_factory=set)
     writes: tuple[fx.Node, ...] = ()
+    # Families of smaller sites that lie inside: switching one of them off leaves this one alone too.
+    covers: tuple[str, ...] = ()
 
     def shape(self, name: str) -> torch.Size | None:
         return shape_of(self.bindings[name])
@@ -86,6 +88,8 @@ class Fusion:
     find: Callable[[Any, fx.Node], Match | None] | None = None
     # Fusions of a higher number look first; of one number, the larger spelling does.
     priority: int = 0
+    # A region is made of sites that other fusions recognise too, and may overlap them; it takes them over when rewritten.
+    region: bool = False
     accept: Callable[[Match], bool] = _anything
     decline: Callable[[Match], str | None] = _nothing
     arguments: Callable[[Match], Mapping[str, Any]] | None = None

@@ -18,25 +18,17 @@ def residual(x: torch.Tensor, gate: torch.Tensor, y: torch.Tensor) -> torch.Tens
 
 
 def accept(match: Match) -> bool:
-    """x and y have the result's shape, the gate is broadcast; both products of a RoPE would pass that alone."""
-    if not isinstance(match.out, torch.Tensor):
+    """x and y have the result's shape, the gate that shape or one broadcast to it; what a RoPE left over is none."""
+    if not isinstance(match.out, torch.Tensor) or not match.out.dtype.is_floating_point:
         return False
-    out = match.out.shape
-    if match.shape("x") != out or match.shape("y") != out or not match.out.dtype.is_floating_point:
+    out, gate = match.out.shape, match.shape("gate")
+    if match.shape("x") != out or match.shape("y") != out or gate is None or len(gate) == 0:
         return False
-    gate = match.shape("gate")
-    return gate is not None and _is_broadcast(gate, out) and not _is_scaled(match.bindings["x"], gate)
-
-
-def _is_broadcast(gate: torch.Size, out: torch.Size) -> bool:
-    if len(gate) == 0:
-        return False
-    missing = len(out) - len(gate)
-    return missing > 0 or any(size == 1 and full != 1 for size, full in zip(gate, out[missing:], strict=True))
+    return not _is_scaled(match.bindings["x"], gate)
 
 
 def _is_scaled(x: Expr, gate: torch.Size) -> bool:
-    """Whether the addend is itself a product with such a gate: `x * cos + rotated * sin` is a RoPE."""
+    """Whether the addend is itself a product with such a factor: `x * cos + rotated * sin` is a RoPE, even if not ours."""
     inner = strip_casts(x)
     return inner.op == "mul" and any(shape_of(arg) == gate for arg in inner.args if isinstance(arg, Expr))
 
@@ -45,6 +37,7 @@ FUSION = Fusion(
     name="gated_residual",
     families=("mul_add",),
     spellings=(residual,),
+    priority=-20,
     replacement=gated_residual.OP,
     accept=accept,
     doc=__doc__,

@@ -5,7 +5,9 @@
     x[:, None]                                         -> view(x)
     torch.stack([a, b], -1), torch.cat([a, b], 1)      -> stack(a, b), cat(a, b)
     x.view(...), x.reshape(...), x.flatten(3)          -> reshape(x); the shapes are in the nodes' values
-    x.transpose(1, 2), x.permute(...)                  -> permute(x, dims)
+    x.transpose(1, 2), x.permute(...), x.swapaxes(1, 2) -> permute(x, dims)
+    torch.view_as_complex(x), torch.view_as_real(x)    -> view_as_complex(x), view_as_real(x)
+    torch.empty_like(x), torch.zeros(...)              -> blank(): memory that writes will fill
 
 Dims are counted from the front where the rank is known.
 """
@@ -131,3 +133,30 @@ def _permute(canon: Canonicaliser, node: fx.Node) -> Expr | None:
         order[first], order[second] = order[second], order[first]
     known = tuple(positive(dim, rank) for dim in order if isinstance(dim, int))
     return Expr("permute", (operand,), node, attrs=known) if len(known) == len(order) else None
+
+
+@builder("swapaxes", torch.swapaxes, "swapdims", torch.swapdims)
+def _swap(canon: Canonicaliser, node: fx.Node) -> Expr | None:
+    operand = canon.of(node.args[0])
+    rank = rank_of(operand)
+    dims = [dim for dim in node.args[1:] if isinstance(dim, int)]
+    if not isinstance(operand, Expr) or rank is None or len(dims) != 2:
+        return None
+    order = list(range(rank))
+    first, second = (positive(dim, rank) for dim in dims)
+    order[first], order[second] = order[second], order[first]
+    return Expr("permute", (operand,), node, attrs=tuple(order))
+
+
+@builder(torch.view_as_complex, torch.view_as_real)
+def _complex_view(canon: Canonicaliser, node: fx.Node) -> Expr | None:
+    operand = canon.of(node.args[0])
+    name = "view_as_real" if node.target is torch.view_as_real else "view_as_complex"
+    return Expr(name, (operand,), node) if isinstance(operand, Expr) else None
+
+
+@builder(torch.empty_like, torch.zeros_like, torch.empty, torch.zeros, "new_empty", "new_zeros")
+def _blank(canon: Canonicaliser, node: fx.Node) -> Expr | None:
+    """Not made of its arguments: those only give its shape."""
+    del canon
+    return Expr("blank", (), node) if isinstance(value_of(node), torch.Tensor) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -147,7 +148,10 @@ class Recogniser:
             (self.position[node], storages(mutated)) for node in graph.nodes if (mutated := mutated_arguments(node))
         ]
         self.region = _autocast_regions(graph)
-        self.claimed: set[fx.Node] = set()
+        # Sites do not share nodes with sites, nor regions with regions.
+        self._claimed: dict[bool, set[fx.Node]] = {False: set(), True: set()}
+        # The sites found so far, by the node that holds their value: what regions are made of.
+        self.sites: dict[fx.Node, tuple[Fusion, Match]] = {}
 
     def find(self, fusions: Sequence[Fusion]) -> list[tuple[Fusion, Match]]:
         """Sites of all fusions, larger and then stricter spellings first, each node in one site at most."""
@@ -156,22 +160,36 @@ class Recogniser:
             for node in reversed(self.graph.nodes):
                 match = self._match_at(fusion, node)
                 if match is not None:
-                    self.claimed |= match.nodes
+                    self._claimed[fusion.region] |= match.nodes
+                    if not fusion.region:
+                        self.sites[match.root] = (fusion, match)
                     found.append((fusion, match))
         return found
 
+    def site_at(self, expr: Any, *names: str) -> Match | None:
+        """The site of one of some fusions that computes a value, looked for through casts and identities."""
+        while isinstance(expr, Expr):
+            if expr.node is not None and expr.node in self.sites:
+                fusion, match = self.sites[expr.node]
+                return match if fusion.name in names else None
+            if expr.op not in ("same", "cast"):
+                return None
+            expr = expr.args[0]
+        return None
+
     def _match_at(self, fusion: Fusion, node: fx.Node) -> Match | None:
-        if node not in self.live or node in self.claimed or node.op not in ("call_function", "call_method"):
+        claimed = self._claimed[fusion.region]
+        if node not in self.live or node in claimed or node.op not in ("call_function", "call_method"):
             return None
         expr = self.canon.of(node)
         if expr.op in ("same", "cast", "opaque"):
             return None
         if fusion.find is not None:
             match = fusion.find(self, node)
-            return match if match is not None and not match.nodes & self.claimed else None
+            return match if match is not None and not match.nodes & claimed else None
         for match in self.spelled(fusion.spellings, node):
             closed = self.closed(match)
-            if not closed.nodes & self.claimed and fusion.accept(closed):
+            if not closed.nodes & claimed and fusion.accept(closed):
                 return closed
         return None
 
@@ -194,7 +212,7 @@ class Recogniser:
                 break
             root = user
             nodes = nodes | {user}
-        return Match(root, match.bindings, nodes)
+        return dataclasses.replace(match, root=root, nodes=nodes)
 
     def hazard(self, match: Match) -> str | None:
         """Why computing the region at its root would read other values than the model does, or None."""
@@ -212,7 +230,7 @@ class Recogniser:
         return None
 
 
-def _rank(fusion: Fusion) -> tuple[int, int, int, str]:
+def _rank(fusion: Fusion) -> tuple[bool, int, int, int, str]:
     """Sorts `x + g * x` before `x + g * y`: of two spellings of one size, the one with fewer wildcards says more."""
 
     def size(thing: Any) -> int:
@@ -224,7 +242,7 @@ def _rank(fusion: Fusion) -> tuple[int, int, int, str]:
         return set().union(*map(wildcards, thing.args)) if isinstance(thing, Expr) else set()
 
     largest = max((pattern_of(spelling) for spelling in fusion.spellings), key=size, default=None)
-    return -fusion.priority, -size(largest), len(wildcards(largest)), fusion.name
+    return fusion.region, -fusion.priority, -size(largest), len(wildcards(largest)), fusion.name
 
 
 def _autocast_regions(graph: fx.Graph) -> dict[fx.Node, int]:

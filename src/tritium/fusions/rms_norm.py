@@ -47,6 +47,7 @@ FUSION = Fusion(
     name="rms_norm",
     families=("rms_norm",),
     spellings=(weighted, plain),
+    priority=10,
     replacement=rms_norm.OP,
     accept=accept,
     decline=decline,

@@ -6,6 +6,7 @@ F.rms_norm(x, (d,), w, eps)                 -> mul(mul(x, rsqrt(add(mean(square(
 F.gelu(x, approximate="tanh")               -> gelu(x), tanh or none in its attributes
 F.silu(x), torch.tanh(x), torch.sigmoid(x)  -> silu(x), tanh(x), sigmoid(x)
 F.linear(x, w, b)                           -> linear(x, w, b)
+x.sum(-1)                                   -> sum(x), the dim counted from the front in its attributes
 """
 
 from __future__ import annotations
@@ -97,3 +98,16 @@ def _normalize(canon: Canonicaliser, node: fx.Node) -> Expr | None:
         return None
     eps = argument(node, 3, "eps", 1e-12)
     return Expr("normalize", (operand,), node, attrs=(dim % len(shape), eps))
+
+
+@builder(torch.sum, "sum")
+def _sum(canon: Canonicaliser, node: fx.Node) -> Expr | None:
+    """Only a sum over one dim that drops it."""
+    operand, dim = canon.of(node.args[0]), argument(node, 1, "dim")
+    shape = shape_of(operand)
+    dims = list(dim) if isinstance(dim, (tuple, list)) else [dim]
+    if shape is None or len(dims) != 1 or not isinstance(dims[0], int) or node.kwargs.get("dtype") is not None:
+        return None
+    if argument(node, 2, "keepdim", default=False) is not False:
+        return None
+    return Expr("sum", (operand,), node, attrs=(dims[0] % len(shape),))

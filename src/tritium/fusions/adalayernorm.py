@@ -1,0 +1,172 @@
+"""Fuse a norm and the modulation after it, `norm(x) * (1 + scale) + shift`, into `tritium::ada_norm`.
+
+Before:  layer_norm(x) -> mul (1 + scale) -> add shift
+After:   tritium::ada_norm(x, weight, bias, scale, shift, eps, norm)
+
+Forms, in any operand order, through casts:
+
+    LayerNorm or RMSNorm, affine or not, * (1 + scale) + shift
+    the same without shift
+    n + n * scale + shift
+    x * (1 + scale) + shift without a norm, where scale and shift have one shape
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from tritium import compat
+from tritium.fusions.expression import Expr, is_number, shape_of, strip_casts, strip_same, strip_widening, value_of
+from tritium.fusions.fusion import Fusion, Match
+from tritium.fusions.match import Recogniser, same_value
+from tritium.ops import ada_norm
+
+
+def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
+    """A product with `1 + scale` whose other factor is a norm; `1 + w` with w a parameter is the norm's own weight."""
+    expr = recogniser.canon.of(node)
+    for scaled, shift, nodes in _sums(expr):
+        found = _modulated(recogniser, scaled, shift)
+        if found is not None:
+            bindings, inner, own, covers = found
+            return recogniser.closed(Match(node, bindings, nodes | own, inner, covers=covers))
+    return None
+
+
+def _sums(expr: Expr) -> Iterator[tuple[Any, Any, set[fx.Node]]]:
+    """The ways to read an expression as a product plus a shift, or as a product alone."""
+    if expr.op == "add" and expr.node is not None:
+        for scaled, shift in (expr.args, expr.args[::-1]):
+            if isinstance(scaled, Expr) and isinstance(shift, Expr):
+                yield scaled, shift, {expr.node}
+    elif expr.op == "mul" and expr.node is not None:
+        yield expr, None, set()
+
+
+def _modulated(
+    recogniser: Recogniser, scaled: Expr, shift: Expr | None
+) -> tuple[dict[str, Any], set[fx.Node], set[fx.Node], tuple[str, ...]] | None:
+    product = strip_casts(scaled)
+    own = {part.node for part in _chain(scaled, product) if part.node is not None}
+    for normed, scale, nodes in _products(product):
+        if not _is_modulation(normed, scale, shift):
+            continue
+        norm = _norm_of(recogniser, normed)
+        if norm is None:
+            if shift is None or _shape(scale) != _shape(shift) or not _is_smaller(scale, normed):
+                continue
+            x = strip_widening(normed)
+            norm = {"x": x, "weight": None, "bias": None, "eps": 0.0, "norm": "none"}, set(), ()
+        bindings, inner, covers = norm
+        return {**bindings, "scale": scale, "shift": shift}, inner, own | nodes, covers
+    return None
+
+
+def _chain(outer: Any, inner: Any) -> Iterator[Expr]:
+    while outer is not inner:
+        yield outer
+        outer = outer.args[0]
+
+
+def _products(product: Any) -> Iterator[tuple[Any, Any, set[fx.Node]]]:
+    """`n * (1 + s)` and `n + n * s`, as n and s."""
+    if not isinstance(product, Expr):
+        return
+    held = {product.node} if product.node is not None else set()
+    if product.op == "mul":
+        for normed, factor in (product.args, product.args[::-1]):
+            inner = strip_casts(factor)
+            if isinstance(normed, Expr) and isinstance(inner, Expr) and inner.op == "add":
+                scale, one = inner.args
+                if is_number(one) and one == 1 and isinstance(scale, Expr):
+                    nodes = {part.node for part in (*_chain(factor, inner), inner) if part.node is not None}
+                    # Shared by two modulations it stays, and so it is not this site's alone.
+                    yield normed, strip_widening(scale), held | {n for n in nodes if len(n.users) == 1}
+    elif product.op == "add":
+        for normed, other in (product.args, product.args[::-1]):
+            inner = strip_casts(other)
+            if not isinstance(normed, Expr) or not isinstance(inner, Expr) or inner.op != "mul":
+                continue
+            for again, scale in (inner.args, inner.args[::-1]):
+                if isinstance(scale, Expr) and same_value(again, normed):
+                    nodes = {part.node for part in (*_chain(other, inner), inner) if part.node is not None}
+                    yield normed, strip_widening(scale), held | nodes
+
+
+def _is_modulation(normed: Expr, scale: Expr, shift: Expr | None) -> bool:
+    out, of_scale = shape_of(normed), _shape(scale)
+    if out is None or of_scale is None or not _floating(normed):
+        return False
+    # One number a column that is a parameter is a weight, however it is written.
+    source = strip_casts(scale)
+    while isinstance(source, Expr) and source.op == "view":
+        source = strip_casts(source.args[0])
+    if isinstance(source, Expr) and source.node is not None and compat.is_parameter_placeholder(source.node):
+        return len(shape_of(source) or ()) > 1
+    return shift is None or _shape(shift) is not None
+
+
+def _shape(expr: Expr) -> torch.Size | None:
+    if expr.node is None and expr.op == "view":
+        value = value_of(expr.attrs[0])
+        return value.shape if isinstance(value, torch.Tensor) else None
+    return shape_of(expr)
+
+
+def _is_smaller(scale: Expr, normed: Expr) -> bool:
+    of_scale, out = _shape(scale), shape_of(normed)
+    return of_scale is not None and out is not None and of_scale != out
+
+
+def _floating(expr: Expr) -> bool:
+    value = strip_same(expr).value
+    return value is None or (isinstance(value, torch.Tensor) and value.dtype.is_floating_point)
+
+
+def _norm_of(recogniser: Recogniser, normed: Expr) -> tuple[dict[str, Any], set[fx.Node], tuple[str, ...]] | None:
+    """The norm behind a value: what goes into it, its nodes, and the family it belongs to."""
+    site = recogniser.site_at(normed, "rms_norm")
+    if site is not None:
+        between = {part.node for part in _chain(normed, strip_casts(normed)) if part.node is not None}
+        bound = site.bindings
+        names = {"x": bound["x"], "weight": bound.get("weight"), "bias": None, "eps": bound["eps"], "norm": "rms"}
+        return names, site.nodes | between, ("rms_norm",)
+    inner = strip_casts(normed)
+    if inner.op != "layer_norm":
+        return None
+    x, weight, bias = inner.args
+    nodes = {part.node for part in (*_chain(normed, inner), inner) if part.node is not None}
+    x_in = strip_widening(x)
+    nodes |= {part.node for part in _chain(x, x_in) if part.node is not None}
+    names = {"x": x_in, "weight": weight, "bias": bias, "eps": inner.attrs[0], "norm": "layer"}
+    return names, nodes, ()
+
+
+def decline(match: Match) -> str | None:
+    """A norm that is not one number a column cannot be given to the op."""
+    weight = match.bindings["weight"]
+    if isinstance(weight, Expr) and len(shape_of(weight) or ()) != 1:
+        return "the norm's weight is not one number a column"
+    return None
+
+
+def arguments(match: Match) -> Mapping[str, Any]:
+    bound = match.bindings
+    names = ("x", "weight", "bias", "scale", "shift", "eps", "norm")
+    return {**{name: bound[name] for name in names}, "out_dtype": match.out.dtype}
+
+
+FUSION = Fusion(
+    name="adalayernorm",
+    families=("adalayernorm",),
+    find=find,
+    priority=0,
+    replacement=ada_norm.OP,
+    decline=decline,
+    arguments=arguments,
+    doc=__doc__,
+)

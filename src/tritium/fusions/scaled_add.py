@@ -1,0 +1,34 @@
+"""Fuse `x * s + y` with a number s, whatever its value, into `tritium::scaled_add`.
+
+Before:  mul(x, s) -> add(., y)
+After:   tritium::scaled_add(x, s, y)
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tritium.fusions.fusion import Fusion, Match
+from tritium.ops import scaled_add
+
+
+def scaled(x: torch.Tensor, scale: float, y: torch.Tensor) -> torch.Tensor:
+    return x * scale + y
+
+
+def accept(match: Match) -> bool:
+    """Both tensors have the result's shape and are floating point: arithmetic on positions and indices is none."""
+    if not isinstance(match.out, torch.Tensor) or not match.out.dtype.is_floating_point:
+        return False
+    return match.shape("x") == match.out.shape == match.shape("y")
+
+
+FUSION = Fusion(
+    name="scaled_add",
+    families=("mul_add",),
+    spellings=(scaled,),
+    priority=-20,
+    replacement=scaled_add.OP,
+    accept=accept,
+    doc=__doc__,
+)

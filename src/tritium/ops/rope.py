@@ -1,0 +1,115 @@
+"""Rotary position embedding over the last dim, computed in float32 (float64 if x or a table is) and rounded once.
+
+Every pair (a, b) of numbers becomes (a * cos - b * sin, a * sin + b * cos). `mode` tells which numbers are a pair and
+how the rotation is given:
+
+    interleaved    x[..., 2i] and x[..., 2i + 1]; `table` holds cosines, `sin` sines
+    half           x[..., i] and x[..., i + d / 2]; `table` holds cosines, `sin` sines
+    complex        interleaved; `table` holds cos + i sin [..., d / 2], complex or as real pairs [..., d / 2, 2]
+    matrix         interleaved; `table` holds matrices [..., d / 2, 2, 2] that the pairs are multiplied with
+
+Cosines and sines come one a pair (their last dim is d / 2) or one an element (d); all tables are broadcast against x.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tritium.ops.op import Op, Sample
+
+INTERLEAVED, HALF, COMPLEX, MATRIX = MODES = ("interleaved", "half", "complex", "matrix")
+
+
+def reference(
+    x: torch.Tensor,
+    table: torch.Tensor,
+    sin: torch.Tensor | None,
+    mode: str,
+    merge_heads: bool,
+    out_dtype: torch.dtype | None,
+) -> torch.Tensor:
+    # Real arithmetic throughout: Inductor generates no code for complex numbers.
+    tables = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in (table, sin) if t is not None]
+    wide = functools.reduce(torch.promote_types, (t.dtype for t in (x, *tables)), torch.float32)
+    x_wide = x.to(wide)
+    first, second = (_lane(x_wide, mode, index) for index in (0, 1))
+    if mode == MATRIX:
+        out = _joined([tables[0][..., row, 0] * first + tables[0][..., row, 1] * second for row in (0, 1)], mode)
+    else:
+        cos, sine = tables if mode in (INTERLEAVED, HALF) else tables[0].unbind(-1)
+        rotated = _joined([-second, first], mode)
+        out = x_wide * _each_element(cos, x, mode) + rotated * _each_element(sine, x, mode)
+    out = out.to(out_dtype or x.dtype)
+    return out.transpose(1, 2).flatten(2) if merge_heads else out
+
+
+def _lane(x: torch.Tensor, mode: str, index: int) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    return x[..., index * half : (index + 1) * half] if mode == HALF else x[..., index::2]
+
+
+def _joined(lanes: list[torch.Tensor], mode: str) -> torch.Tensor:
+    return torch.cat(lanes, -1) if mode == HALF else torch.stack(lanes, -1).flatten(-2)
+
+
+def _each_element(table: torch.Tensor, x: torch.Tensor, mode: str) -> torch.Tensor:
+    """A table with one number a pair, with that number for both elements of the pair."""
+    if table.shape[-1] in (1, x.shape[-1]):
+        return table
+    return _joined([table, table], mode)
+
+
+def fake(
+    x: torch.Tensor,
+    table: torch.Tensor,
+    sin: torch.Tensor | None,
+    mode: str,
+    merge_heads: bool,
+    out_dtype: torch.dtype | None,
+) -> torch.Tensor:
+    del table, sin, mode
+    shape = (x.shape[0], x.shape[2], x.shape[1] * x.shape[3]) if merge_heads else x.shape
+    return x.new_empty(shape, dtype=out_dtype or x.dtype)
+
+
+def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
+    generator = torch.Generator(device_type).manual_seed(13)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device_type, dtype=torch.float32)
+
+    def arguments(
+        x: torch.Tensor, table: tuple[int, ...], mode: str, tables: torch.dtype = torch.float32, *, merge: bool = False
+    ) -> dict[str, Any]:
+        cos = random(*table).to(tables)
+        sin = random(*table).to(tables) if mode in (INTERLEAVED, HALF) else None
+        return {"x": x.to(dtype), "table": cos, "sin": sin, "mode": mode, "merge_heads": merge, "out_dtype": None}
+
+    for mode in (INTERLEAVED, HALF):
+        for width in (2, 60, 100, 126, 128):
+            yield Sample(f"{mode}, heads of {width}", arguments(random(2, 7, 3, width), (1, 7, 1, width), mode))
+        yield Sample(f"{mode}, one number a pair", arguments(random(2, 63, 3, 100), (63, 1, 50), mode))
+        yield Sample(f"{mode}, narrow tables", arguments(random(2, 3, 7, 60), (1, 1, 7, 60), mode, dtype))
+        yield Sample(f"{mode}, transposed", arguments(random(1, 63, 7, 60).transpose(1, 2), (63, 60), mode))
+        yield Sample(f"{mode}, tables a sample", arguments(random(2, 3, 7, 8), (2, 1, 7, 8), mode))
+        yield Sample(f"{mode}, nothing", arguments(random(2, 0, 3, 8), (1, 0, 1, 8), mode))
+    yield Sample("LTX: all heads in one row", arguments(random(1, 7, 3072), (1, 7, 3072), INTERLEAVED))
+    yield Sample("a row of 5120", arguments(random(1, 3, 5120), (3, 5120), INTERLEAVED))
+    yield Sample("FLUX q: heads after sequence", arguments(random(1, 63, 24, 128), (1, 63, 1, 128), INTERLEAVED))
+    heads_first = random(2, 63, 3, 60).transpose(1, 2)
+    yield Sample("LTX-2: heads merged", arguments(heads_first, (2, 3, 63, 30), HALF, merge=True))
+    yield Sample("Qwen-Image: complex", arguments(random(2, 7, 3, 60), (7, 1, 30, 2), COMPLEX))
+    yield Sample("Kandinsky: matrices", arguments(random(2, 7, 3, 60), (7, 1, 30, 2, 2), MATRIX))
+
+
+OP = Op(
+    name="rope",
+    schema="(Tensor x, Tensor table, Tensor? sin, str mode, bool merge_heads, ScalarType? out_dtype) -> Tensor",
+    reference=reference,
+    fake=fake,
+    samples=samples,
+)

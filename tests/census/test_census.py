@@ -1,0 +1,82 @@
+"""The test against silent misses: Tritium's report has every site that the census counts, and no other.
+
+Both count the same graphs, each in its own way: the census by operators and tagged source lines, the report by what the
+fusions recognised. Whatever differs is a fault of one of them; there is no list of differences to expect.
+"""
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from census.measure import EAGER, FAMILIES, Configuration, Counted, Measured, Watched, measure, stored
+from census.truth import EMBEDDING, captured, truth
+from tritium.report import Report
+from zoo import ZOO
+
+STORED = Path(__file__).parent.parent.parent / "docs" / "census.json"
+STATIC = Configuration()
+# Equal blocks that share a frame, and code outside any graph: an eager run counts more.
+NOT_ONE_GRAPH_A_CALL = frozenset(("mochi", "hidream"))
+
+every_model = pytest.mark.parametrize("name", ZOO)
+
+# A model is compiled once in each configuration, for all families and tests.
+measured = functools.cache(lambda name, configuration: measure(ZOO[name], configuration))
+
+
+def matrix() -> list[tuple[str, Configuration]]:
+    half = Configuration(torch.bfloat16)
+    dynamic = Configuration(dynamic=True)
+    blocks = Configuration(repeated_blocks=True)
+    whole = [(name, configuration) for configuration in (STATIC, half, dynamic) for name in ZOO]
+    return [*whole, *((name, blocks) for name, model in ZOO.items() if model.repeated_blocks)]
+
+
+@pytest.mark.parametrize(("name", "configuration"), matrix(), ids=lambda value: str(value))
+def test_every_site_is_recognised_or_declined_with_a_reason(name, configuration):
+    found = measured(name, configuration)
+    assert not found.report.failures
+    assert not found.differences, found.complaint()
+    assert [site for record in found.report.records for site in record.sites if not site.reason] == []
+
+
+@every_model
+def test_tritium_is_given_all_that_the_model_has(name):
+    counts = measured(name, STATIC).truth
+    model = ZOO[name]
+    expected = captured(model) if name in NOT_ONE_GRAPH_A_CALL else truth(model).live
+    expected["cat_linear"] += expected[EMBEDDING]
+    assert counts == {family: expected[family] for family in FAMILIES}
+
+
+@every_model
+def test_the_documented_census_is_current(name):
+    documented = json.loads(STORED.read_text(encoding="utf-8"))
+    assert set(documented) == set(ZOO)
+    message = "run python tests/census/compare.py --write docs/census.json, then python docs/generate.py"
+    assert documented[name] == stored(measured(name, STATIC)), message
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_some_model_has_a_site_of_each_family(family):
+    assert sum(measured(name, STATIC).truth[family] for name in ZOO) > 0
+
+
+def test_a_missing_site_is_reported_with_its_line():
+    missing = Counted("rope", "add_7", "embeddings.py in apply_rotary_emb: out = x * cos + y * sin")
+    found = Measured("flux", STATIC, ((missing,),), Report([]))
+    assert found.differences == {"rope": (1, 0)}
+    for part in ("flux, float32", "rope: the census counts 1", missing.line, "add_7", "rope: Tritium found 0"):
+        assert part in found.complaint()
+
+
+def test_a_fusion_that_is_gone_is_missed():
+    class Forgetful(Watched):
+        def all_passes(self):
+            return [entry for entry in super().all_passes() if entry.name != "fuse"]
+
+    found = measure(ZOO["flux"], STATIC, Forgetful(EAGER))
+    assert found.differences["rms_norm"] == (6, 0)

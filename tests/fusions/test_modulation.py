@@ -1,0 +1,331 @@
+"""Adaptive norms, activations, norms of codecs, and the regions made of them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tritium
+from fidelity import assert_no_worse
+from tritium.compiler.exact import NOT_EQUAL
+
+EAGER = tritium.CompilationConfig(engine="eager")
+
+
+def recognise(function, *inputs, config=EAGER, **kwargs):
+    compiled = torch.compile(function, backend=tritium.Backend(config), fullgraph=True, **kwargs)
+    with torch.inference_mode():
+        result = compiled(*inputs)
+    return result, tritium.explain(compiled).sites
+
+
+def layer(x, eps=1e-6):
+    return F.layer_norm(x, (x.shape[-1],), eps=eps)
+
+
+def rms(x, w=None):
+    return F.rms_norm(x, (x.shape[-1],), w, 1e-6)
+
+
+# [B, H] modulation is viewed by the model; t is the shift.
+MODULATIONS = {
+    "LN * (1 + s)[:, None] + t[:, None]": lambda x, s, t: layer(x) * (1 + s)[:, None] + t[:, None],
+    "LN * (1 + s[:, None]) + t[:, None]": lambda x, s, t: layer(x) * (1 + s[:, None]) + t[:, None],
+    "t + (s + 1) * LN": lambda x, s, t: t.unsqueeze(1) + (s.unsqueeze(1) + 1.0) * layer(x),
+    "addcmul": lambda x, s, t: torch.addcmul(t[:, None], layer(x), 1 + s[:, None]),
+    "n + n * s + t": lambda x, s, t: (n := layer(x)) + n * s[:, None] + t[:, None],
+    "RMS": lambda x, s, t: rms(x) * (1 + s[:, None]) + t[:, None],
+    "no shift": lambda x, s, t: layer(x) * (1 + s[:, None]),
+    "RMS without shift": lambda x, s, t: rms(x) * (1 + s[:, None]),
+    "a float32 island": lambda x, s, t: (layer(x.float()) * (1 + s.float()[:, None]) + t.float()[:, None]).type_as(x),
+    "no norm": lambda x, s, t: x * (1 + s[:, None]) + t[:, None],
+    "a value a token": lambda x, s, t: layer(x) * (1 + s[:, None].expand_as(x)) + t[:, None].expand_as(x),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("spelling", MODULATIONS)
+def test_every_spelling_of_modulation(spelling, dtype):
+    generator = torch.Generator().manual_seed(0)
+    for batch, tokens, width in ((2, 7, 60), (1, 63, 100), (3, 1, 7)):
+        if spelling == "no norm" and tokens == 1:
+            # Nothing tells a modulation of one token from any other arithmetic.
+            continue
+        torch._dynamo.reset()
+        x, s, t = (
+            torch.randn(*shape, generator=generator).to(dtype)
+            for shape in ((batch, tokens, width), (batch, width), (batch, width))
+        )
+        result, sites = recognise(MODULATIONS[spelling], x, s, t)
+        assert (sites["adalayernorm"].fused, sites["adalayernorm"].declined) == (1, 0)
+        assert sites["mul_add"].recognised == 0
+        assert sites["rms_norm"].fused == int("RMS" in spelling)
+        with torch.inference_mode():
+            exact = MODULATIONS[spelling](x.double(), s.double(), t.double())
+            if "island" in spelling:
+                exact = layer(x.double()) * (1 + s.double()[:, None]) + t.double()[:, None]
+            assert_no_worse(result, MODULATIONS[spelling](x, s, t), exact)
+
+
+def test_affine_norms_and_dynamic_shapes():
+    norm = nn.LayerNorm(16)
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    compiled = torch.compile(
+        lambda x, s, t: norm(x) * (1 + s) + t, backend=tritium.Backend(EAGER), fullgraph=True, dynamic=True
+    )
+    with torch.inference_mode():
+        for tokens in (3, 7, 63):
+            x, s, t = torch.randn(2, tokens, 16), torch.randn(2, 1, 16), torch.randn(2, 1, 16)
+            torch.testing.assert_close(compiled(x, s, t), norm(x) * (1 + s) + t)
+    report = tritium.explain(compiled)
+    assert report.sites["adalayernorm"].fused == len(report.records)
+
+
+def test_one_norm_two_modulations():
+    def function(x, s, t):
+        n = layer(x)
+        return n * (1 + s) + t, n * (1 + t) + s, n
+
+    x, s, t = torch.randn(2, 7, 16), torch.randn(2, 1, 16), torch.randn(2, 1, 16)
+    result, sites = recognise(function, x, s, t)
+    assert sites["adalayernorm"].fused == 2
+    torch.testing.assert_close(result, function(x, s, t))
+
+
+class Gemma(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(16))
+
+    def forward(self, x, s, t):
+        return rms(x) * (1 + self.w)
+
+
+NEAR_MISSES = {
+    "a weight written as 1 + w": Gemma(),
+    "a factor of 2 + s": lambda x, s, t: layer(x) * (2 + s) + t,
+    "a plain factor": lambda x, s, t: layer(x) * s + t,
+    "a norm over two axes": lambda x, s, t: F.layer_norm(x, tuple(x.shape[1:])) * (2 + s),
+    "no norm and no shift": lambda x, s, t: x * (1 + s),
+    "no norm and a shift of another shape": lambda x, s, t: x * (1 + s) + x.exp(),
+}
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_what_only_looks_like_modulation(name):
+    x, s, t = torch.randn(2, 7, 16), torch.randn(2, 1, 16), torch.randn(2, 1, 16)
+    result, sites = recognise(NEAR_MISSES[name], x, s, t)
+    assert sites["adalayernorm"].recognised == sites["adalayernorm"].declined == 0
+    with torch.inference_mode():
+        torch.testing.assert_close(result, NEAR_MISSES[name](x, s, t))
+
+
+def test_a_norm_over_another_axis_is_none():
+    x, s = torch.randn(2, 16, 16), torch.randn(2, 1, 16)
+    function = lambda x, s: F.layer_norm(x.transpose(1, 2), (16,)).transpose(1, 2) * (1 + s)  # noqa: E731
+    result, sites = recognise(function, x, s)
+    assert sites["adalayernorm"].recognised == 0
+    torch.testing.assert_close(result, function(x, s))
+
+
+GATES = {
+    "SwiGLU, two projections": lambda a, b: F.silu(a) * b,
+    "SwiGLU, halves": lambda a, b: (p := torch.cat([a, b], -1).chunk(2, -1))[1] * F.silu(p[0]),
+    "SwiGLU, slices": lambda a, b: F.silu((p := torch.cat([a, b], -1))[..., : a.shape[-1]]) * p[..., a.shape[-1] :],
+    "GEGLU": lambda a, b: b * F.gelu(a),
+    "GEGLU, tanh": lambda a, b: b * F.gelu(a, approximate="tanh"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spelling", GATES)
+def test_gated_activations(spelling, dtype):
+    a, b = torch.randn(2, 7, 60).to(dtype), torch.randn(2, 7, 60).to(dtype)
+    result, sites = recognise(GATES[spelling], a, b)
+    assert (sites["gelu"].fused, sites["gelu"].inductor, sites["gelu"].declined) == (1, 0, 0)
+    assert torch.equal(result, GATES[spelling](a, b))
+
+
+def test_gelu_alone_is_computed_as_written():
+    x = torch.randn(2, 7, 60)
+    for approximate in ("none", "tanh"):
+        torch._dynamo.reset()
+        result, sites = recognise(lambda x, approximate=approximate: F.gelu(x, approximate=approximate) + 1, x)
+        assert sites["gelu"].recognised == 1
+        assert torch.equal(result, F.gelu(x, approximate=approximate) + 1)
+
+
+ACTIVATION_NEAR_MISSES = {
+    "a hand-written GELU with other constants": lambda a, b: 0.5 * a * (1 + torch.tanh(0.79 * (a + 0.05 * a**3))),
+    "QuickGELU": lambda a, b: a * torch.sigmoid(1.702 * a),
+    "a broadcast factor": lambda a, b: b * F.silu(a[:, :1]),
+    "in place": lambda a, b: F.silu(a + 0.0, inplace=True) * b,
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATION_NEAR_MISSES)
+def test_what_only_looks_like_an_activation(name):
+    a, b = torch.randn(2, 7, 60), torch.randn(2, 7, 60)
+    result, sites = recognise(ACTIVATION_NEAR_MISSES[name], a, b)
+    assert sites["gelu"].recognised == sites["gelu"].declined == 0
+    torch.testing.assert_close(result, ACTIVATION_NEAR_MISSES[name](a, b))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_group_norm_and_silu(dtype):
+    norm = nn.GroupNorm(4, 32).to(dtype)
+    x = torch.randn(2, 32, 7, 9).to(dtype)
+    result, sites = recognise(lambda x: F.silu(norm(x)), x)
+    assert sites["group_norm_silu"].fused == 1
+    with torch.inference_mode():
+        exact = F.silu(F.group_norm(x.double(), 4, norm.weight.double(), norm.bias.double(), norm.eps))
+        assert_no_worse(result, F.silu(norm(x)), exact)
+    torch._dynamo.reset()
+    _, sites = recognise(lambda x: F.relu(norm(x)), x)
+    assert "group_norm_silu" not in sites
+
+
+def test_wan_s_channel_norm():
+    from diffusers.models.autoencoders.autoencoder_kl_wan import WanRMS_norm
+
+    norm = WanRMS_norm(16, images=False)
+    nn.init.normal_(norm.gamma)
+    x = torch.randn(1, 16, 3, 5, 7)
+    result, sites = recognise(norm, x)
+    assert sites["rms_norm"].fused == 1
+    with torch.inference_mode():
+        torch.testing.assert_close(result, norm(x))
+    torch._dynamo.reset()
+    _, sites = recognise(lambda x: F.normalize(x, dim=1) * 4.0 * x.sum(), x)
+    assert sites["rms_norm"].recognised == 0
+
+
+class TestRegions:
+    def test_linear_gelu_covers_its_gelu(self):
+        linear = nn.Linear(16, 32)
+        x = torch.randn(2, 7, 16)
+        function = lambda x: F.gelu(linear(x), approximate="tanh") * 2  # noqa: E731
+        result, sites = recognise(function, x)
+        assert (sites["linear_gelu"].fused, sites["gelu"].recognised) == (1, 1)
+        with torch.inference_mode():
+            assert torch.equal(result, function(x))
+
+    def test_a_linear_that_is_used_elsewhere_is_declined(self):
+        linear = nn.Linear(16, 16)
+        x = torch.randn(2, 16)
+        _, sites = recognise(lambda x: F.gelu(y := linear(x)) + y, x)
+        assert sites["linear_gelu"].reasons == {"the linear's result is used elsewhere too": 1}
+        assert sites["gelu"].recognised == 1
+
+    def test_cat_linear(self):
+        linear = nn.Linear(24, 5)
+        a, b = torch.randn(2, 7, 16), torch.randn(2, 7, 8)
+        result, sites = recognise(lambda a, b: linear(torch.cat([a, b], dim=2)), a, b)
+        assert sites["cat_linear"].fused == 1
+        with torch.inference_mode():
+            assert torch.equal(result, linear(torch.cat([a, b], -1)))
+        torch._dynamo.reset()
+        other = nn.Linear(16, 5)
+        _, sites = recognise(lambda a: other(torch.cat([a, a], dim=1)), a)
+        assert "cat_linear" not in sites
+
+    def test_residual_norm_modulate(self):
+        x, g, y, s = torch.randn(2, 7, 16), torch.randn(2, 1, 16), torch.randn(2, 7, 16), torch.randn(2, 1, 16)
+
+        def function(x, g, y, s):
+            x = x + g * y
+            return x, layer(x) * (1 + s) + g
+
+        result, sites = recognise(function, x, g, y, s)
+        assert sites["residual_norm_modulate"].recognised == 1
+        assert (sites["mul_add"].fused, sites["adalayernorm"].fused) == (1, 1)
+        torch.testing.assert_close(result, function(x, g, y, s))
+
+
+SWITCHES = {
+    "enable_adalayernorm": ("adalayernorm", lambda x, s: layer(x) * (1 + s) + s),
+    "enable_fast_gelu": ("gelu", lambda x, s: F.silu(x) * x.exp()),
+    "enable_group_norm_silu": ("group_norm_silu", lambda x, s: F.silu(F.group_norm(x, 7))),
+    "enable_linear_gelu": ("linear_gelu", lambda x, s: F.gelu(F.linear(x, s[0, 0].expand(3, 16)))),
+    "enable_cat_linear": ("cat_linear", lambda x, s: F.linear(torch.cat([x, x], -1), s[0, 0].repeat(3, 2))),
+}
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_each_switch_turns_its_family_off_and_says_so(switch):
+    family, function = SWITCHES[switch]
+    x, s = torch.randn(2, 7, 16), torch.randn(2, 1, 16)
+    _, sites = recognise(function, x, s)
+    assert sites[family].recognised == 1
+    torch._dynamo.reset()
+    off = EAGER.with_(fusion_patterns=tritium.FusionPatterns(**{switch: False}))
+    result, sites = recognise(function, x, s, config=off)
+    assert (sites[family].recognised, sites[family].declined) == (0, 1)
+    assert "switched off" in next(iter(sites[family].reasons))
+    torch.testing.assert_close(result, function(x, s))
+
+
+def test_a_switch_also_turns_off_what_covers_its_family():
+    x, s = torch.randn(2, 7, 16), torch.randn(2, 1, 16)
+    off = EAGER.with_(fusion_patterns=tritium.FusionPatterns(enable_rms_norm=False))
+    _, sites = recognise(lambda x, s: rms(x) * (1 + s) + s, x, s, config=off)
+    assert sites["adalayernorm"].reasons == {"it covers rms_norm, switched off in fusion_patterns": 1}
+    torch._dynamo.reset()
+    off = EAGER.with_(fusion_patterns=tritium.FusionPatterns(enable_fast_gelu=False))
+    _, sites = recognise(lambda x, s: F.gelu(F.linear(x, s[0, 0].expand(3, 16))), x, s, config=off)
+    assert sites["linear_gelu"].declined == 1
+
+
+class TestExact:
+    CONFIG = tritium.CompilationConfig(engine="eager", fidelity="exact")
+
+    def test_keeps_what_is_bit_equal_and_declines_the_rest(self):
+        def function(x, s):
+            return layer(x) * (1 + s) + s, F.silu(x) * x
+
+        for dtype in (torch.float32, torch.bfloat16):
+            torch._dynamo.reset()
+            x, s = torch.randn(2, 7, 60).to(dtype), torch.randn(2, 1, 60).to(dtype)
+            result, sites = recognise(function, x, s, config=self.CONFIG)
+            expected = function(x, s)
+            assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
+            assert sites["gelu"].fused == 1
+            if dtype is torch.bfloat16:
+                assert sites["adalayernorm"].reasons == {NOT_EQUAL: 1}
+
+    def test_a_whole_model_is_bit_equal(self):
+        from small_models import flux, flux_inputs
+
+        for dtype in (torch.float32, torch.bfloat16):
+            torch._dynamo.reset()
+            model, inputs = flux().to(dtype), flux_inputs(dtype=dtype)
+            with torch.inference_mode():
+                compiled = torch.compile(model, backend=tritium.Backend(self.CONFIG))
+                assert torch.equal(compiled(**inputs)[0], model(**inputs)[0])
+            sites = tritium.explain(compiled).sites
+            assert sites["adalayernorm"].fused + sites["adalayernorm"].declined == 6
+
+    def test_the_caller_s_tensors_are_not_written_to(self):
+        def function(x):
+            x.add_(1)
+            return F.silu(x) * x
+
+        x = torch.zeros(3, 4)
+        recognise(function, x, config=self.CONFIG)
+        assert torch.equal(x, torch.ones(3, 4))
+
+
+def test_a_model_of_57_blocks_is_recognised_in_two_seconds():
+    """A bound on work, far above what it takes (0.3 s): a matcher that became quadratic would take minutes."""
+    from small_models import flux, flux_inputs
+
+    with torch.inference_mode():
+        compiled = torch.compile(flux(19, 38), backend=tritium.Backend(EAGER))
+        compiled(**flux_inputs())
+    report = tritium.explain(compiled)
+    assert report.sites["rms_norm"].fused == 152
+    assert report.sites["adalayernorm"].fused == 115
+    assert report.sites["mul_add"].fused == 114
+    assert report.sites["gelu"].recognised == 76
+    assert report.sites["residual_norm_modulate"].recognised == 74
