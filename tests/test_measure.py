@@ -20,11 +20,14 @@ def recording(log, durations):
     return variants, stopwatch
 
 
-def test_each_round_starts_with_another_variant():
+def test_every_variant_follows_every_other_equally_often():
     log = []
     variants, stopwatch = recording(log, {name: itertools.repeat(1.0) for name in "abc"})
-    measure.interleave(variants, "cpu", rounds=4, warmup=0, stopwatch=stopwatch)
-    assert log == [*"abc", *"bca", *"cab", *"abc"]
+    measure.interleave(variants, "cpu", rounds=6, warmup=0, stopwatch=stopwatch)
+    rounds = ["".join(log[start : start + 3]) for start in range(0, 18, 3)]
+    assert sorted(rounds) == ["abc", "acb", "bac", "bca", "cab", "cba"]
+    followers = [pair for order in rounds for pair in itertools.pairwise(order)]
+    assert all(followers.count((one, other)) == 2 for one, other in itertools.permutations("abc", 2))
 
 
 def test_warm_up_runs_every_variant_and_is_not_sampled():

@@ -1,11 +1,12 @@
 """The one way to time things: interleaved, warm, sustained.
 
 A processor under load lowers its clock, and a shared machine has moods. So variants are never timed one after the
-other: they take turns until the time is used up, and each round starts with another one.
+other: they take turns until the time is used up, in every order.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -85,7 +86,7 @@ def interleave(
     samples: dict[str, list[float]] = {name: [] for name in names}
     start, done = time.perf_counter(), 0
     while not _finished(done, len(names), rounds, seconds, start):
-        for name in rotated(names, done):
+        for name in order_of_round(names, done):
             samples[name] += stopwatch(variants[name], burst)
         done += 1
         if on_round is not None:
@@ -93,21 +94,22 @@ def interleave(
     return {name: Timing.of(taken) for name, taken in samples.items()}
 
 
-def rotated(names: Sequence[str], by: int) -> list[str]:
-    """The order of one round.
+def order_of_round(names: Sequence[str], done: int) -> list[str]:
+    """The order of one round: all permutations in turn, so that each variant comes after each other one equally often.
 
-    >>> rotated(["eager", "inductor", "tritium"], by=4)
-    ['inductor', 'tritium', 'eager']
+    Rotating alone would not do: a variant that always follows the lightest one always finds a cool device.
+
+    >>> [order_of_round("abc", done) for done in range(3)]
+    [['a', 'b', 'c'], ['a', 'c', 'b'], ['b', 'a', 'c']]
     """
-    shift = by % len(names)
-    return [*names[shift:], *names[:shift]]
+    return list(next(itertools.islice(itertools.permutations(names), done % math.factorial(len(names)), None)))
 
 
 def _finished(done: int, variants: int, rounds: int | None, seconds: float | None, start: float) -> bool:
     if rounds is not None:
         return done >= rounds
     assert seconds is not None
-    return done >= MINIMUM_ROUNDS and done % variants == 0 and time.perf_counter() - start >= seconds
+    return done >= MINIMUM_ROUNDS and done % math.factorial(variants) == 0 and time.perf_counter() - start >= seconds
 
 
 def _share(done: int, rounds: int | None, seconds: float | None, start: float) -> float:

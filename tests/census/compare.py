@@ -38,6 +38,8 @@ def show(measured: Measured, *, verbose: bool) -> None:
                 print(f"      census   {place}")
             for place in measured.places_found(family):
                 print(f"      tritium  {place}")
+    for site in measured.unanswered:
+        print(f"  {site.family}: found nowhere near {site.line}  (node {site.node})  <--")
     for failure in measured.report.failures:
         print(f"  FAILED {failure['part']}: {failure['reason']}")
     sys.stdout.flush()
@@ -88,7 +90,8 @@ def main() -> int:
         print(f"  {name}: " + ", ".join(f"{family} {a} != {b}" for family, (a, b) in differences.items()))
     if given.write and not broken:
         given.write.write_text(as_json({measured.model: stored(measured) for measured in done}), encoding="utf-8")
-    return 1 if differing or broken else 0
+    misplaced = any(measured.unanswered for measured in done)
+    return 1 if differing or misplaced or broken else 0
 
 
 if __name__ == "__main__":

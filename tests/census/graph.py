@@ -63,7 +63,7 @@ def graph_calls(module: GraphModule) -> list[tuple[Call, bool]]:
 
 def live_nodes(graph: Graph) -> set[Node]:
     """Return the nodes that the output depends on; a write is needed when what it writes into is."""
-    writes = [node for node in graph.nodes if _is_write(node)]
+    writes = [node for node in graph.nodes if is_write(node)]
     live: set[Node] = set()
     pending = [node for node in graph.nodes if node.op == "output"]
     while pending:
@@ -72,17 +72,17 @@ def live_nodes(graph: Graph) -> set[Node]:
             live.add(node)
             pending.extend(node.all_input_nodes)
         if not pending:
-            pending = [write for write in writes if write not in live and _base(write.args[0]) in live]
+            pending = [write for write in writes if write not in live and base_of(write.args[0]) in live]
     return live
 
 
-def _is_write(node: Node) -> bool:
+def is_write(node: Node) -> bool:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     in_place = name.endswith("_") and not name.startswith("_")
     return name == "setitem" or (node.op == "call_method" and in_place)
 
 
-def _base(node: Node) -> Node:
+def base_of(node: Node) -> Node:
     while node.op in {"call_function", "call_method"} and _bare_name(node) in VIEWS:
         node = node.args[0]
     return node

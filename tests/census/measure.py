@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 import tritium
-from census.graph import graph_calls
+from census.graph import base_of, graph_calls, is_write
 from census.truth import EMBEDDING, GELU_PARTS, Counts, families
 from tritium.report import Report, SiteCounts
 from zoo_model import ZooModel
 
 FAMILIES = ("rms_norm", "rope", "adalayernorm", "gelu", "mul_add", "group_norm_silu", "linear_gelu", "cat_linear")
+# The longest way from the operation that is counted to the end of its site: that of RoPE in some models.
+STEPS = 4
 EAGER = tritium.CompilationConfig(engine="eager")
 
 
@@ -35,11 +37,15 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Counted:
-    """One live site that the census counts: its family, its node, and the line it comes from."""
+    """One live site that the census counts: its family, its node, the line it comes from.
+
+    `near` are the nodes a few steps on, where a fusion that covers this node may end.
+    """
 
     family: str
     node: str
     line: str
+    near: frozenset[str] = frozenset()
 
 
 def counted(graph: GraphModule) -> Iterator[Counted]:
@@ -49,7 +55,17 @@ def counted(graph: GraphModule) -> Iterator[Counted]:
         for family in families(call) if live else ():
             statement = call.statement
             line = f"{Path(statement.file).name} in {statement.scope}: {statement.text}"
-            yield Counted(merged.get(family, family), call.result.name, line)
+            yield Counted(merged.get(family, family), call.result.name, line, frozenset(following(call.result)))
+
+
+def following(node: Node) -> set[str]:
+    """Name the nodes at most `STEPS` after a node, itself included; a write leads to the tensor that is written."""
+    found, edge = {node}, {node}
+    for _ in range(STEPS):
+        edge = {user for reached in edge for user in reached.users} - found
+        edge |= {base_of(user.args[0]) for user in edge | {node} if is_write(user)}
+        found |= edge
+    return {reached.name for reached in found}
 
 
 class Watched(tritium.Backend):
@@ -91,6 +107,19 @@ class Measured:
         truth, found = self.truth, self.found
         return {family: (truth[family], found[family]) for family in FAMILIES if truth[family] != found[family]}
 
+    @property
+    def unanswered(self) -> list[Counted]:
+        """Counted sites that no site found ends near to, each of which answers for one.
+
+        Equal numbers could hide a site that is missing behind one that is none; places cannot.
+        """
+        left = []
+        for sites, record in zip(self.graphs, self.report.records, strict=True):
+            for family in FAMILIES:
+                ends = [site.node for site in record.sites if family in site.families]
+                left += _unmatched([site for site in sites if site.family == family], ends)
+        return left
+
     def places_counted(self, family: str) -> list[str]:
         """One line a site that the census counts."""
         return [f"{site.line}  (node {site.node})" for graph in self.graphs for site in graph if site.family == family]
@@ -112,7 +141,25 @@ class Measured:
             lines += [f"    {place}" for place in self.places_counted(family)]
             lines.append(f"  {family}: Tritium found {found}")
             lines += [f"    {place}" for place in self.places_found(family)]
+        for site in self.unanswered:
+            lines.append(f"  {site.family}: no site of its own was found for {site.line}  (node {site.node})")
         return "\n".join(lines)
+
+
+def _unmatched(counted: list[Counted], ends: list[str]) -> list[Counted]:
+    """The sites that are left over when as many as can be are paired with an end of their own."""
+    owner: dict[int, Counted] = {}
+
+    def place(site: Counted, tried: set[int]) -> bool:
+        for index, end in enumerate(ends):
+            if end in site.near and index not in tried:
+                tried.add(index)
+                if index not in owner or place(owner[index], tried):
+                    owner[index] = site
+                    return True
+        return False
+
+    return [site for site in counted if not place(site, set())]
 
 
 def measure(model: ZooModel, configuration: Configuration, backend: Watched | None = None) -> Measured:

@@ -4,6 +4,7 @@ Both count the same graphs, each in its own way: the census by operators and tag
 fusions recognised. Whatever differs is a fault of one of them; there is no list of differences to expect.
 """
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 from census.measure import EAGER, FAMILIES, Configuration, Counted, Measured, Watched, measure, stored
 from census.truth import EMBEDDING, captured, truth
-from tritium.report import Report
+from tritium.report import GraphRecord, Report, Site
 from zoo import ZOO
 
 STORED = Path(__file__).parent.parent.parent / "docs" / "census.json"
@@ -39,7 +40,9 @@ def matrix() -> list[tuple[str, Configuration]]:
 def test_every_site_is_recognised_or_declined_with_a_reason(name, configuration):
     found = measured(name, configuration)
     assert not found.report.failures
+    assert len(found.graphs) == len(found.report.records)
     assert not found.differences, found.complaint()
+    assert not found.unanswered, found.complaint()
     assert [site for record in found.report.records for site in record.sites if not site.reason] == []
 
 
@@ -67,10 +70,31 @@ def test_some_model_has_a_site_of_each_family(family):
 
 def test_a_missing_site_is_reported_with_its_line():
     missing = Counted("rope", "add_7", "embeddings.py in apply_rotary_emb: out = x * cos + y * sin")
-    found = Measured("flux", STATIC, ((missing,),), Report([]))
+    found = Measured("flux", STATIC, ((missing,),), Report([GraphRecord("0/0", "f", "eager", "cpu")]))
     assert found.differences == {"rope": (1, 0)}
     for part in ("flux, float32", "rope: the census counts 1", missing.line, "add_7", "rope: Tritium found 0"):
         assert part in found.complaint()
+
+
+def test_a_site_in_another_place_is_no_answer():
+    counted = Counted(
+        "rope", "add_7", "embeddings.py in apply_rotary_emb: out = x * cos + y * sin", frozenset({"add_7"})
+    )
+    for node, left in (("add_7", []), ("add_9", [counted])):
+        site = Site("rope", ("rope",), "declined", "a reason", node, "embeddings.py:1 in apply_rotary_emb")
+        found = Measured("flux", STATIC, ((counted,),), Report([GraphRecord("0/0", "f", "eager", "cpu", sites=[site])]))
+        assert not found.differences
+        assert found.unanswered == left
+        assert ("no site of its own" in found.complaint()) == bool(left)
+
+
+def test_one_site_answers_for_one():
+    counted = [Counted("rope", name, "", frozenset(near)) for name, near in (("a", "xy"), ("b", "x"), ("c", "y"))]
+    site = Site("rope", ("rope",), "declined", "a reason", "x")
+    sites = [site, dataclasses.replace(site, node="y")]
+    report = Report([GraphRecord("0/0", "f", "eager", "cpu", sites=sites)])
+    assert Measured("flux", STATIC, (tuple(counted[:2]),), report).unanswered == []
+    assert len(Measured("flux", STATIC, (tuple(counted),), report).unanswered) == 1
 
 
 def test_a_fusion_that_is_gone_is_missed():

@@ -143,7 +143,9 @@ class Folding:
 
     values: FoldedValues
     source_indices: list[int]
-    example_values: tuple[torch.Tensor, ...]
+    # Fake, as Dynamo knew them where they were computed: real tensors that Dynamo has not seen would be given symbolic
+    # sizes that no guard can name.
+    example_values: list[Any]
 
     def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """The compiled graph, handed its folded values on every call."""
@@ -263,7 +265,9 @@ def _take_out(
             copies[node] = program.node_copy(node, lambda source: copies[source])
     program.output(tuple(copies[node] for node in frontier))
     values = FoldedValues(fx.GraphModule(torch.nn.Module(), program))
-    example_values = values.of([inputs[source] for source in sources])
+    example_values = [value_of(node) for node in frontier]
+    # Now, where a failure turns folding off, and not inside the first call.
+    values.of([inputs[source] for source in sources])
     placeholders = list(graph.find_nodes(op="placeholder"))
     last = placeholders[-1]
     for node in frontier:

@@ -88,18 +88,20 @@ def _bindings(found: Rotation) -> dict[str, Any]:
 def _finished(recogniser: Recogniser, match: Match, x: Expr) -> Match:
     """Extended over what closes a RoPE: its lanes merged, heads merged, rounding; then split in own and shared nodes."""
     root, seen, shape = match.root, set(match.nodes), shape_of(x) or ()
-    merged = False
-    while (user := _only_user(recogniser, root, seen)) is not None:
-        op, source, target = recogniser.canon.of(user).op, value_of(root), value_of(user)
+    merged, end, passed = False, match.root, set()
+    while (user := _only_user(recogniser, end, seen)) is not None:
+        op, source, target = recogniser.canon.of(user).op, value_of(end), value_of(user)
         joins = op in ("reshape", "view") and same_shape(target.shape, shape) and not same_shape(source.shape, shape)
         rounds = op == "cast" and torch.promote_types(source.dtype, target.dtype) == source.dtype
-        packs = op == "same" and target.is_contiguous() and not source.is_contiguous()
+        packs = op == "same" and not match.writes and target.is_contiguous() and not source.is_contiguous()
         heads = _merged_heads(recogniser, user, source, shape) if op == "permute" else None
-        if not (joins or rounds or packs or heads is not None):
+        end = user if heads is None else heads
+        passed |= {user, end}
+        if joins or rounds or packs or heads is not None:
+            root, seen, passed, merged = end, seen | passed, set(), merged or heads is not None
+        elif op != "same":
+            # An identity is taken only with what follows it: others look through it, at the value before.
             break
-        seen.add(user)
-        root, merged = (user, merged) if heads is None else (heads, True)
-        seen.add(root)
     # What only moves or rounds may serve other sites too; the arithmetic is this site's alone.
     own = {node for node in seen if recogniser.canon.of(node).op in ARITHMETIC} | {match.root, root}
     bindings = {**match.bindings, "merge_heads": merged}
@@ -134,7 +136,7 @@ def _strided_writes(recogniser: Recogniser, node: fx.Node, expr: Expr) -> Match 
     position = recogniser.position
     users = sorted(node.users, key=lambda user: position[user])
     writes = [user for user in users if user.target is operator.setitem and user.args[0] is node][:2]
-    if len(writes) < 2 or len(users) == 2:
+    if len(writes) < 2 or not any(user in recogniser.live for user in users if user not in writes):
         return None
     out, values = value_of(node), {}
     for write in writes:
