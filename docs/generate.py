@@ -80,7 +80,7 @@ def fusion_page(fusion) -> str:
         text += "Each in any operand order, through casts:\n\n"
     text += "".join(f"```python\n{inspect.getsource(spelling).strip()}\n```\n\n" for spelling in fusion.spellings)
     if fusion.find is not None:
-        text += f"Found by structure. {inspect.getdoc(fusion.find) or ''}\n\n"
+        text += f"Found by structure. {inspect.getdoc(fusion.find) or 'The forms are those above.'}\n\n"
     text += "\n\n".join(forms) + "\n\n## What is not meant, and when it declines\n\n"
     text += "".join(judgement(getattr(fusion, name)) for name in ("accept", "decline"))
     return text + "What every fusion declines is on [the first page](index.md).\n"
@@ -223,7 +223,9 @@ def measured() -> str:
 
 
 def readme(text: str) -> str:
-    for name, body in {"support": models(), "measured": measured()}.items():
+    about = "Fusion sites of tiny stock models, by family, all recognised but for those declined; "
+    about += "the documentation's support matrix has the reasons.\n\n"
+    for name, body in {"support": about + models(), "measured": measured()}.items():
         pattern = rf"(<!-- generated: {name} -->\n).*?(<!-- end -->)"
         if not re.search(pattern, text, re.DOTALL):
             raise SystemExit(f"README.md has no generated part {name!r}")

@@ -19,6 +19,8 @@ FAMILIES = ("rms_norm", "rope", "adalayernorm", "gelu", "mul_add", "group_norm_s
 # The longest way from the operation that is counted to the end of its site: that of RoPE in some models.
 STEPS = 4
 EAGER = tritium.CompilationConfig(engine="eager")
+# What a user gets by default, without generating code: every site that can be left to Inductor is.
+LEFT = EAGER.with_(force_provider="inductor")
 
 
 @dataclass(frozen=True)
@@ -163,18 +165,24 @@ def _unmatched(counted: list[Counted], ends: list[str]) -> list[Counted]:
 
 
 def measure(model: ZooModel, configuration: Configuration, backend: Watched | None = None) -> Measured:
-    """Compile and run a model; where stock code specialises a dynamic size, a second call makes it dynamic."""
+    """Compile and run a model; a second call makes a size dynamic that stock code specialises.
+
+    So it does for blocks: they get tensors that the model around them computes, and no mark reaches those.
+    """
     torch._dynamo.reset()
-    backend = backend or Watched()
+    # The plainest configuration stands for the default engine and is what the documentation shows; in the others the
+    # replacements run, and a site may also be declined because its replacement would not be contiguous.
+    backend = backend or Watched(LEFT if configuration == Configuration() else EAGER)
     module = model.build(configuration.dtype)
     compile_ = module.compile_repeated_blocks if configuration.repeated_blocks else module.compile
     compile_(backend=backend)
     inputs = model.inputs(configuration.dtype)
-    if configuration.dynamic:
+    marked = configuration.dynamic and bool(model.dynamic) and not configuration.repeated_blocks
+    if marked:
         model.mark_dynamic(inputs)
     with torch.no_grad():
         module(**inputs)
-        if configuration.dynamic and not model.dynamic:
+        if configuration.dynamic and not marked:
             module(**model.inputs(configuration.dtype, size=model.sizes[1]))
     return Measured(model.name, configuration, tuple(backend.graphs), tritium.explain(module))
 

@@ -29,11 +29,13 @@ measured = functools.cache(lambda name, configuration: measure(ZOO[name], config
 
 
 def matrix() -> list[tuple[str, Configuration]]:
-    half = Configuration(torch.bfloat16)
-    dynamic = Configuration(dynamic=True)
-    blocks = Configuration(repeated_blocks=True)
-    whole = [(name, configuration) for configuration in (STATIC, half, dynamic) for name in ZOO]
-    return [*whole, *((name, blocks) for name, model in ZOO.items() if model.repeated_blocks)]
+    cells = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for dynamic in (False, True):
+            cells += [(name, Configuration(dtype, dynamic)) for name in ZOO]
+            blocks = Configuration(dtype, dynamic, repeated_blocks=True)
+            cells += [(name, blocks) for name, model in ZOO.items() if model.repeated_blocks]
+    return cells
 
 
 @pytest.mark.parametrize(("name", "configuration"), matrix(), ids=lambda value: str(value))

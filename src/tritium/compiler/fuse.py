@@ -17,7 +17,7 @@ from tritium import ops
 from tritium.compiler.exact import NOT_EQUAL, bit_equal
 from tritium.errors import ProviderError
 from tritium.fusions import Fusion, Match
-from tritium.fusions.expression import Expr, value_of
+from tritium.fusions.expression import Expr, same_shape, value_of
 from tritium.fusions.match import Recogniser
 from tritium.ops import INDUCTOR, REFERENCE, Op
 from tritium.passes import Pass, PassContext
@@ -159,9 +159,9 @@ def _changed_meta(op: Op, arguments: dict[str, Any], match: Match) -> str | None
         made = op.fake(**fakes)
     if made.dtype != match.out.dtype:
         return f"the replacement gives {made.dtype} where the model has {match.out.dtype}"
-    if made.shape != match.out.shape:
+    if not same_shape(made.shape, match.out.shape):
         return f"the replacement gives shape {tuple(made.shape)} where the model has {tuple(match.out.shape)}"
-    if made.stride() != match.out.stride():
+    if not same_shape(made.stride(), match.out.stride()):
         return "the value is not contiguous, and the replacement's would be"
     return None
 

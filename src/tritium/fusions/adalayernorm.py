@@ -20,7 +20,16 @@ import torch
 from torch import fx
 
 from tritium import compat
-from tritium.fusions.expression import Expr, is_number, shape_of, strip_casts, strip_same, strip_widening, value_of
+from tritium.fusions.expression import (
+    Expr,
+    is_number,
+    same_shape,
+    shape_of,
+    strip_casts,
+    strip_same,
+    strip_widening,
+    value_of,
+)
 from tritium.fusions.fusion import Fusion, Match
 from tritium.fusions.match import Recogniser, same_value
 from tritium.ops import ada_norm
@@ -57,7 +66,7 @@ def _modulated(
             continue
         norm = _norm_of(recogniser, normed)
         if norm is None:
-            if shift is None or _shape(scale) != _shape(shift) or not _is_smaller(scale, normed):
+            if shift is None or not same_shape(_shape(scale), _shape(shift)) or not _is_smaller(scale, normed):
                 continue
             x = strip_widening(normed)
             norm = {"x": x, "weight": None, "bias": None, "eps": 0.0, "norm": "none"}, set(), ()
@@ -119,7 +128,7 @@ def _shape(expr: Expr) -> torch.Size | None:
 
 def _is_smaller(scale: Expr, normed: Expr) -> bool:
     of_scale, out = _shape(scale), shape_of(normed)
-    return of_scale is not None and out is not None and of_scale != out
+    return of_scale is not None and out is not None and not same_shape(of_scale, out)
 
 
 def _floating(expr: Expr) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from tritium.fusions.expression import Expr, is_number, shape_of, strip_casts, strip_widening
+from tritium.fusions.expression import Expr, is_number, same_size, shape_of, strip_casts, strip_widening
 from tritium.fusions.fusion import Fusion, Match
 from tritium.fusions.match import Recogniser
 from tritium.ops import channel_norm
@@ -48,7 +48,7 @@ def _is_weight(weight: Expr, norm: Expr, dim: int) -> bool:
         return False
     aligned = [1] * (len(of_x) - len(of_weight)) + list(of_weight)
     return len(of_weight) <= len(of_x) and all(
-        size == (of_x[index] if index == dim else 1) for index, size in enumerate(aligned)
+        same_size(size, of_x[index] if index == dim else 1) for index, size in enumerate(aligned)
     )
 
 

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +61,17 @@ def dtype_of(expr: Any) -> torch.dtype | None:
 def shape_of(expr: Any) -> torch.Size | None:
     value = expr.value if isinstance(expr, Expr) else None
     return value.shape if isinstance(value, torch.Tensor) else None
+
+
+def same_size(left: Any, right: Any) -> bool:
+    """Whether two sizes are equal for every value of their symbols: asking `==` would add a guard, and recompiles."""
+    return left is right or statically_known_true(left == right)
+
+
+def same_shape(left: Sequence[Any] | None, right: Sequence[Any] | None) -> bool:
+    if left is None or right is None or len(left) != len(right):
+        return False
+    return all(map(same_size, left, right))
 
 
 Build = Callable[["Canonicaliser", fx.Node], Expr | None]
@@ -154,7 +166,7 @@ def _keeps(expr: Any, node: fx.Node) -> bool:
     result = value_of(node)
     if not known or not isinstance(result, torch.Tensor):
         return True
-    return bool(expr.value.dtype == result.dtype and expr.value.shape == result.shape)
+    return expr.value.dtype == result.dtype and same_shape(expr.value.shape, result.shape)
 
 
 def _alias(operand: Expr, node: fx.Node) -> Expr:
@@ -255,7 +267,7 @@ def _cast(canon: Canonicaliser, node: fx.Node) -> Expr | None:
     known = isinstance(operand, Expr) and isinstance(operand.value, torch.Tensor)
     if not known or not isinstance(result, torch.Tensor):
         return Expr("cast", (operand,), node)
-    if operand.value.device != result.device or operand.value.shape != result.shape:
+    if operand.value.device != result.device or not same_shape(operand.value.shape, result.shape):
         return None
     if operand.value.dtype == result.dtype:
         return _alias(operand, node)

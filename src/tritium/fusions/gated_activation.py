@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tritium.fusions.expression import Expr, shape_of, strip_casts, strip_same, value_of
+from tritium.fusions.expression import Expr, same_shape, shape_of, strip_casts, strip_same, value_of
 from tritium.fusions.fusion import Fusion, Match
 from tritium.fusions.match import Recogniser
 from tritium.ops import gated_activation
@@ -33,7 +33,7 @@ def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
         if not isinstance(value, Expr) or not isinstance(gate, Expr) or gate.node is None:
             continue
         # `x * silu(scale)` with a broadcast scale is a modulation of some kind, not a gate.
-        if shape_of(value) != value_of(node).shape or shape_of(inner) != value_of(node).shape:
+        if not all(same_shape(shape_of(part), value_of(node).shape) for part in (value, inner)):
             continue
         nodes = {node, inner.node}
         outer = activated

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from tritium.fusions.expression import Expr, shape_of, strip_casts
+from tritium.fusions.expression import Expr, same_shape, shape_of, strip_casts
 from tritium.fusions.fusion import Fusion, Match
 from tritium.ops import gated_residual
 
@@ -22,7 +22,7 @@ def accept(match: Match) -> bool:
     if not isinstance(match.out, torch.Tensor) or not match.out.dtype.is_floating_point:
         return False
     out, gate = match.out.shape, match.shape("gate")
-    if match.shape("x") != out or match.shape("y") != out or gate is None or len(gate) == 0:
+    if not same_shape(match.shape("x"), out) or not same_shape(match.shape("y"), out) or not gate:
         return False
     return not _is_scaled(match.bindings["x"], gate)
 
@@ -30,7 +30,7 @@ def accept(match: Match) -> bool:
 def _is_scaled(x: Expr, gate: torch.Size) -> bool:
     """Whether the addend is itself a product with such a factor: `x * cos + rotated * sin` is a RoPE, even if not ours."""
     inner = strip_casts(x)
-    return inner.op == "mul" and any(shape_of(arg) == gate for arg in inner.args if isinstance(arg, Expr))
+    return inner.op == "mul" and any(same_shape(shape_of(arg), gate) for arg in inner.args if isinstance(arg, Expr))
 
 
 FUSION = Fusion(

@@ -20,7 +20,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from tritium.fusions.expression import Canonicaliser, Expr, argument, broadcast_view, builder, shape_of, value_of
+from tritium.fusions.expression import (
+    Canonicaliser,
+    Expr,
+    argument,
+    broadcast_view,
+    builder,
+    same_shape,
+    same_size,
+    shape_of,
+    value_of,
+)
 
 _SPLITS = {
     torch.chunk: "chunk",
@@ -99,6 +109,10 @@ def _joined(canon: Canonicaliser, node: fx.Node) -> Expr | None:
     return Expr(name, tuple(canon.of(part) for part in parts), node, attrs=(positive(dim, rank),))
 
 
+def _without_ones(shape: torch.Size) -> list[Any]:
+    return [size for size in shape if not same_size(size, 1)]
+
+
 @builder(
     "view", "reshape", torch.reshape, "flatten", torch.flatten, "unflatten", torch.unflatten, "squeeze", torch.squeeze
 )
@@ -111,9 +125,9 @@ def _reshape(canon: Canonicaliser, node: fx.Node) -> Expr | None:
         if operand.value.dtype != after.dtype:
             # `x.view(dtype)` reads the same bits as another type.
             return None
-        if before == after.shape:
+        if same_shape(before, after.shape):
             return Expr("same", (operand,), node)
-        if [size for size in before if size != 1] == [size for size in after.shape if size != 1]:
+        if same_shape(_without_ones(before), _without_ones(after.shape)):
             return broadcast_view(operand, node)
     return Expr("reshape", (operand,), node)
 

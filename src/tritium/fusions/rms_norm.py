@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tritium.fusions.expression import same_size
 from tritium.fusions.fusion import Fusion, Match
 from tritium.ops import rms_norm
 
@@ -28,7 +29,7 @@ def accept(match: Match) -> bool:
     if "weight" not in match.bindings:
         return True
     x, weight = match.shape("x"), match.shape("weight")
-    return x is not None and weight is not None and len(weight) == 1 and weight[0] == x[-1]
+    return x is not None and weight is not None and len(weight) == 1 and same_size(weight[0], x[-1])
 
 
 def decline(match: Match) -> str | None:

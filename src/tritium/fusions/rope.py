@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tritium.fusions.expression import Expr, dtype_of, shape_of, storages, value_of
+from tritium.fusions.expression import Expr, dtype_of, same_shape, shape_of, storages, value_of
 from tritium.fusions.fusion import Fusion, Match
 from tritium.fusions.match import Recogniser
 from tritium.fusions.rope_forms import (
@@ -34,7 +34,6 @@ from tritium.fusions.rope_forms import (
     product,
     restriction,
     rotation,
-    same_shape,
     selection,
     split,
 )
@@ -46,6 +45,7 @@ NO_TABLE = "the tables have a dim for the pair, and no value of the graph is wit
 
 
 def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
+    """A rotation with all four products right: the same x, the same tables, the right halves, the right signs."""
     expr = recogniser.canon.of(node)
     form = FORMS.get(expr.op)
     return form(recogniser, node, expr) if form is not None else None

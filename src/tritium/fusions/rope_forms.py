@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from tritium.fusions.expression import Expr, dtype_of, shape_of, strip_casts, strip_widening
+from tritium.fusions.expression import Expr, dtype_of, same_shape, shape_of, strip_casts, strip_widening
 from tritium.fusions.match import same_value
 from tritium.ops.rope import COMPLEX, HALF, INTERLEAVED, MATRIX
 
@@ -58,13 +57,6 @@ class Selection(NamedTuple):
 class Product(NamedTuple):
     sign: int
     factors: tuple[Expr, Expr]
-
-
-def same_shape(left: Sequence[Any] | None, right: Sequence[Any] | None) -> bool:
-    """Whether shapes are equal for every value of their symbols: no guard is added."""
-    if left is None or right is None or len(left) != len(right):
-        return False
-    return all(one is two or statically_known_true(one == two) for one, two in zip(left, right, strict=True))
 
 
 def passed(outer: Any, inner: Any, seen: Seen) -> Any:
@@ -120,7 +112,13 @@ def restriction(parts: Any, shape: Sequence[Any]) -> Selection | None:
         size = shape[dim]
         if selected == slice(None):
             continue
-        if not isinstance(size, int) or not _is_constant(selected):
+        if not _is_constant(selected):
+            return None
+        if isinstance(selected, int) and selected >= 0:
+            # Whatever the size: with `dynamic=True` that of a table of matrices is a symbol.
+            found.append(Selection(dim, selected, 1, 1))
+            continue
+        if not isinstance(size, int):
             return None
         taken = range(size)[selected] if isinstance(selected, slice) else range(selected % size, selected % size + 1)
         found.append(Selection(dim, taken.start, len(taken), taken.step))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from tritium.fusions.expression import same_shape
 from tritium.fusions.fusion import Fusion, Match
 from tritium.ops import scaled_add
 
@@ -20,7 +21,7 @@ def accept(match: Match) -> bool:
     """Both tensors have the result's shape and are floating point: arithmetic on positions and indices is none."""
     if not isinstance(match.out, torch.Tensor) or not match.out.dtype.is_floating_point:
         return False
-    return match.shape("x") == match.out.shape == match.shape("y")
+    return all(same_shape(match.shape(name), match.out.shape) for name in ("x", "y"))
 
 
 FUSION = Fusion(
