@@ -5,6 +5,8 @@ STAMP   = $(VENV)/.tritium-ready
 
 # Inductor's output is shared by all tests of one run and thrown away with the folder.
 TEST_CACHE ?= .cache/test-inductor
+# A file stays with one worker: what it compiles once serves all its tests.
+WORKERS ?= 2
 
 .PHONY: setup demo test check fmt bench docs clean
 
@@ -23,7 +25,7 @@ demo: setup
 
 test: check docs
 	rm -rf $(TEST_CACHE)
-	TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(TEST_CACHE) $(BIN)/python -m pytest -m "not gpu"
+	TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(TEST_CACHE) $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist loadfile
 
 check: setup
 	$(BIN)/ruff check .
