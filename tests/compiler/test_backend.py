@@ -262,17 +262,31 @@ class TestProviders:
 
     def test_a_pin_that_cannot_be_honoured_is_an_error(self):
         model, inputs = Block(), block_inputs()
+        message = "Triton kernels run on a GPU, this graph runs on cpu"
+        with torch.inference_mode(), pytest.raises(Exception, match=message) as error:
+            torch.compile(model, backend=eager_backend(force_provider={"rms_norm": "triton"}))(*inputs)
+        assert isinstance(getattr(error.value, "inner_exception", error.value), ProviderError)
+
+    @pytest.mark.parametrize(
+        ("pin", "message"),
+        [
+            ("trition", "no op has 'trition'; did you mean 'triton'"),
+            ({"rms_norm": "cuda"}, "op 'rms_norm' has no provider 'cuda'; it has inductor, reference, triton"),
+            ({"rms_nrom": "triton"}, "there is no op 'rms_nrom'; did you mean 'rms_norm'"),
+        ],
+    )
+    def test_a_pin_that_names_nothing_is_an_error_at_once(self, pin, message):
+        with pytest.raises(ProviderError, match=message):
+            eager_backend(force_provider=pin)
+
+    def test_a_pin_for_every_op_leaves_to_inductor_what_it_cannot_take(self):
+        model, inputs = Block(), block_inputs()
         with torch.inference_mode():
-            for pin, message in (
-                ({"rms_norm": "cuda"}, "has no provider 'cuda'; it has inductor, reference, triton"),
-                ({"rms_norm": "triton"}, "Triton kernels run on a GPU, this graph runs on cpu"),
-            ):
-                torch._dynamo.reset()
-                with pytest.raises(Exception, match=message) as error:
-                    torch.compile(model, backend=eager_backend(force_provider=pin))(*inputs)
-                assert isinstance(error.value, ProviderError) or isinstance(
-                    getattr(error.value, "inner_exception", None), ProviderError
-                )
+            compiled = torch.compile(model, backend=eager_backend(force_provider="triton"))
+            torch.testing.assert_close(compiled(*inputs), model(*inputs))
+        counts = tritium.explain(compiled).sites["rms_norm"]
+        assert counts.inductor == 1
+        assert "cannot take it: Triton kernels run on a GPU" in next(iter(counts.reasons))
 
 
 class TestArguments:

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from tritium import compat
+from tritium.compiler.fuse import check_pins
 from tritium.compiler.pipeline import Compilation, needs_gradients, passes_for
 from tritium.config import CompilationConfig
 from tritium.errors import ConfigError, nearest
@@ -40,6 +41,7 @@ class Backend:
         self.passes = tuple(passes)
         self.fusions = tuple(fusions)
         # Fails now, where the user reads it, and not inside the first call of the model.
+        check_pins(self.config)
         self.all_passes()
 
     # Dynamo and its logs show this name.

@@ -24,17 +24,17 @@ Compute = Callable[[Callable[[Any], Any]], torch.Tensor]
 class _Comparison(fx.Interpreter):
     """Runs a graph and compares, wherever a site's value is complete."""
 
-    def __init__(self, gm: fx.GraphModule, sites: Mapping[fx.Node, list[tuple[Match, Compute]]]) -> None:
+    def __init__(self, gm: fx.GraphModule, sites: Mapping[fx.Node, list[tuple[int, Match, Compute]]]) -> None:
         # A site reads inputs that others have used for the last time long before.
         super().__init__(gm, garbage_collect_values=False)
         self.sites = sites
-        self.equal: dict[fx.Node, bool] = {}
+        self.equal: dict[int, bool] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
-        for match, compute in self.sites.get(n, ()):
+        for index, match, compute in self.sites.get(n, ()):
             actual = self.env[match.root] if match.writes else result
-            self.equal[match.root] = _same_bits(compute(self._value), actual)
+            self.equal[index] = _same_bits(compute(self._value), actual)
         return result
 
     def _value(self, thing: Any) -> Any:
@@ -56,15 +56,13 @@ def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     return left.dtype == right.dtype and torch.equal(left, right)
 
 
-def bit_equal(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], sites: Sequence[tuple[Match, Compute]]
-) -> dict[fx.Node, bool]:
-    """For each site's root whether its replacement gives the same bits. The caller's tensors are not written to."""
-    by_end: dict[fx.Node, list[tuple[Match, Compute]]] = {}
-    for match, compute in sites:
-        by_end.setdefault(match.writes[-1] if match.writes else match.root, []).append((match, compute))
+def bit_equal(gm: fx.GraphModule, example_inputs: Sequence[Any], sites: Sequence[tuple[Match, Compute]]) -> list[bool]:
+    """For each site whether its replacement gives the same bits. The caller's tensors are not written to."""
+    by_end: dict[fx.Node, list[tuple[int, Match, Compute]]] = {}
+    for index, (match, compute) in enumerate(sites):
+        by_end.setdefault(match.writes[-1] if match.writes else match.root, []).append((index, match, compute))
     comparison = _Comparison(gm, by_end)
     copies = [value.detach().clone() if isinstance(value, torch.Tensor) else value for value in example_inputs]
     with torch.no_grad():
         comparison.run(*copies)
-    return comparison.equal
+    return [comparison.equal.get(index, False) for index in range(len(sites))]

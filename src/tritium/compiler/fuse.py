@@ -15,7 +15,8 @@ from torch import fx
 
 from tritium import ops
 from tritium.compiler.exact import NOT_EQUAL, bit_equal
-from tritium.errors import ProviderError
+from tritium.config import CompilationConfig
+from tritium.errors import ProviderError, nearest
 from tritium.fusions import Fusion, Match
 from tritium.fusions.expression import Expr, same_shape, value_of
 from tritium.fusions.match import Recogniser
@@ -82,8 +83,8 @@ def _keep_bit_equal(graph: fx.Graph, context: PassContext, sites: list[Judged]) 
         return
     gm = fx.GraphModule(torch.nn.Module(), graph)
     equal = bit_equal(gm, context.example_inputs, [(site.match, site.compute) for site in sites])
-    for site in sites:
-        if not equal.get(site.match.root, False):
+    for site, same in zip(sites, equal, strict=True):
+        if not same:
             site.decline(NOT_EQUAL)
 
 
@@ -124,18 +125,36 @@ def choose_provider(op: Op, arguments: dict[str, Any], context: PassContext) -> 
         return INDUCTOR, LEFT_TO_INDUCTOR
     if pinned in (INDUCTOR, REFERENCE):
         return pinned, f"pinned by force_provider={pinned!r}"
+    for_every_op = isinstance(context.config.force_provider, str)
     if pinned not in owned:
-        if isinstance(context.config.force_provider, str):
-            return INDUCTOR, f"op {op.name!r} has no provider {pinned!r}"
-        able = ", ".join([INDUCTOR, REFERENCE, *owned])
-        raise ProviderError(f"force_provider: op {op.name!r} has no provider {pinned!r}; it has {able}")
+        # Checked when the backend was made: some op has it, this one does not.
+        return INDUCTOR, f"op {op.name!r} has no provider {pinned!r}"
     reason = owned[pinned].decline(**{name: _fake(value) for name, value in arguments.items()})
-    if reason is not None:
-        able = ", ".join([INDUCTOR, REFERENCE])
-        raise ProviderError(
-            f"provider {pinned!r} of op {op.name!r} cannot be used: {reason}; providers that can: {able}"
-        )
-    return pinned, f"pinned by force_provider={pinned!r}"
+    if reason is None:
+        return pinned, f"pinned by force_provider={pinned!r}"
+    if for_every_op:
+        return INDUCTOR, f"provider {pinned!r} cannot take it: {reason}"
+    able = ", ".join([INDUCTOR, REFERENCE])
+    raise ProviderError(f"provider {pinned!r} of op {op.name!r} cannot be used: {reason}; providers that can: {able}")
+
+
+def check_pins(config: CompilationConfig) -> None:
+    """Raise for a pinned provider or op that does not exist: it would otherwise be ignored at every site."""
+    known = {name: [INDUCTOR, REFERENCE, *ops.providers(op)] for name, op in ops.catalog().items()}
+    if isinstance(config.force_provider, str):
+        every = {provider for providers in known.values() for provider in providers}
+        if config.force_provider not in every:
+            raise ProviderError(
+                f"force_provider: no op has {config.force_provider!r}; {nearest(config.force_provider, every)}"
+            )
+        return
+    for op, provider in dict(config.force_provider or ()).items():
+        if op not in known:
+            raise ProviderError(f"force_provider: there is no op {op!r}; {nearest(op, known)}")
+        if provider not in known[op]:
+            raise ProviderError(
+                f"force_provider: op {op!r} has no provider {provider!r}; it has {', '.join(known[op])}"
+            )
 
 
 def _fake(value: Any) -> Any:
