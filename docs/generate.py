@@ -203,23 +203,24 @@ def measured() -> str:
     rows = []
     for file in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         found = json.loads(file.read_text(encoding="utf-8"))
+        first_call = {row["workload"]: row["first_call_s"] for row in found["rows"] if row["variant"] == "inductor"}
         for row in found["rows"]:
             if row["variant"] != "tritium":
                 continue
             rows.append(
                 [
                     found["device"]["name"],
-                    row["workload"],
+                    row["workload"] + (" (shrunk)" if row["shrunk"] else ""),
                     row["dtype"],
                     f"{row['median_ms']:.2f} ms",
-                    f"{row['ratio']:.3f}",
-                    f"{row['first_call_s']:.1f} s",
+                    f"{row['ratio']:.2f}",
+                    f"{row['first_call_s']:.1f} s ({first_call[row['workload']]:.1f} s)",
                     f"`{file.name}`",
                 ]
             )
     if not rows:
         return "No results have been committed yet.\n"
-    return table(["device", "workload", "dtype", "median", "speed against torch.compile", "first call", "file"], rows)
+    return table(["device", "workload", "dtype", "median", "ratio", "first call (torch.compile's)", "file"], rows)
 
 
 def readme(text: str) -> str:

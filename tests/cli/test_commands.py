@@ -205,7 +205,7 @@ def test_explain_lists_every_fusion_as_data():
 def test_what_a_backend_raises_on_purpose_is_one_line():
     pytest.importorskip("diffusers")
     # Dynamo wraps it: the message must still be ours alone.
-    result = invoke("explain", "flux", "--engine", "eager", "--device", "cpu", TRITIUM_FORCE_PROVIDER="triton")
+    result = invoke("explain", "flux", "--engine", "eager", "--device", "cpu", TRITIUM_FORCE_PROVIDER="rms_norm=triton")
     assert result.exit_code == 2
     assert result.stderr.splitlines()[-1].startswith("tritium: provider 'triton'")
 
