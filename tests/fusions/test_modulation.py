@@ -197,6 +197,12 @@ def test_wan_s_channel_norm():
     with torch.inference_mode():
         torch.testing.assert_close(result, norm(x))
     torch._dynamo.reset()
+    # The module's own sqrt(d) is an input then.
+    result, sites = recognise(norm, x, dynamic=True)
+    assert sites["rms_norm"].fused == 1
+    with torch.inference_mode():
+        torch.testing.assert_close(result, norm(x))
+    torch._dynamo.reset()
     _, sites = recognise(lambda x: F.normalize(x, dim=1) * 4.0 * x.sum(), x)
     assert sites["rms_norm"].recognised == 0
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from tritium.fusions.expression import Expr, is_number, same_size, shape_of, strip_casts, strip_widening
+from tritium.fusions.expression import Expr, is_scalar, same_size, shape_of, strip_casts, strip_widening
 from tritium.fusions.fusion import Fusion, Match
 from tritium.fusions.match import Recogniser
 from tritium.ops import channel_norm
@@ -23,9 +23,10 @@ def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
         inner = strip_casts(scaled)
         if not isinstance(weight, Expr) or not isinstance(inner, Expr) or inner.op != "mul" or inner.node is None:
             continue
-        normed, scale = inner.args
+        # `dynamic=True` makes a float of the module an input: then the number may stand on either side.
+        normed, scale = inner.args if is_scalar(inner.args[1]) else inner.args[::-1]
         norm = strip_casts(normed)
-        if not is_number(scale) or not isinstance(norm, Expr) or norm.op != "normalize" or norm.node is None:
+        if not is_scalar(scale) or not isinstance(norm, Expr) or norm.op != "normalize" or norm.node is None:
             continue
         dim, eps = norm.attrs
         if not _is_weight(weight, norm, dim):
@@ -36,7 +37,7 @@ def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
             while outer is not last:
                 nodes.add(outer.node)
                 outer = outer.args[0]  # noqa: PLW2901 - walks down a chain of casts
-        bindings = {"x": x, "weight": weight, "scale": float(scale), "dim": dim, "eps": eps}
+        bindings = {"x": x, "weight": weight, "scale": scale, "dim": dim, "eps": eps}
         return recogniser.closed(Match(node, bindings, nodes))
     return None
 

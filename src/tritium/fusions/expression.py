@@ -128,6 +128,12 @@ def is_number(thing: Any) -> bool:
     return isinstance(thing, (int, float)) and not isinstance(thing, bool)
 
 
+def is_scalar(thing: Any) -> bool:
+    """A number, or a value of the graph that is one."""
+    numbers = (int, float, torch.SymInt, torch.SymFloat)
+    return is_number(thing) or (isinstance(thing, Expr) and isinstance(thing.value, numbers))
+
+
 def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
     """An argument by position or keyword."""
     if len(node.args) > index:

@@ -17,6 +17,7 @@ from tritium.fusions.expression import (
     Canonicaliser,
     Expr,
     is_number,
+    is_scalar,
     live_nodes,
     mutated_arguments,
     storages,
@@ -111,8 +112,7 @@ def _bind(wild: Wild, target: Any, state: State) -> Iterator[State]:
     bindings, nodes = state
     if wild.number:
         inner = strip_same(target)
-        is_scalar = isinstance(inner, Expr) and isinstance(inner.value, (float, int, torch.SymFloat, torch.SymInt))
-        if not is_number(inner) and not is_scalar:
+        if not is_scalar(inner):
             return
     else:
         if not isinstance(target, Expr):
