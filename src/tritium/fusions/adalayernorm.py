@@ -23,6 +23,7 @@ from tritium import compat
 from tritium.fusions.expression import (
     Expr,
     is_number,
+    nodes_between,
     same_shape,
     shape_of,
     strip_casts,
@@ -60,7 +61,7 @@ def _modulated(
     recogniser: Recogniser, scaled: Expr, shift: Expr | None
 ) -> tuple[dict[str, Any], set[fx.Node], set[fx.Node], tuple[str, ...]] | None:
     product = strip_casts(scaled)
-    own = {part.node for part in _chain(scaled, product) if part.node is not None}
+    own = nodes_between(scaled, product)
     for normed, scale, nodes in _products(product):
         if not _is_modulation(normed, scale, shift):
             continue
@@ -75,24 +76,22 @@ def _modulated(
     return None
 
 
-def _chain(outer: Any, inner: Any) -> Iterator[Expr]:
-    while outer is not inner:
-        yield outer
-        outer = outer.args[0]
+def _held_by(expr: Expr) -> set[fx.Node]:
+    return {expr.node} if expr.node is not None else set()
 
 
 def _products(product: Any) -> Iterator[tuple[Any, Any, set[fx.Node]]]:
     """`n * (1 + s)` and `n + n * s`, as n and s."""
     if not isinstance(product, Expr):
         return
-    held = {product.node} if product.node is not None else set()
+    held = _held_by(product)
     if product.op == "mul":
         for normed, factor in (product.args, product.args[::-1]):
             inner = strip_casts(factor)
             if isinstance(normed, Expr) and isinstance(inner, Expr) and inner.op == "add":
                 scale, one = inner.args
                 if is_number(one) and one == 1 and isinstance(scale, Expr):
-                    nodes = {part.node for part in (*_chain(factor, inner), inner) if part.node is not None}
+                    nodes = nodes_between(factor, inner) | _held_by(inner)
                     # Shared by two modulations it stays, and so it is not this site's alone.
                     yield normed, strip_widening(scale), held | {n for n in nodes if len(n.users) == 1}
     elif product.op == "add":
@@ -102,7 +101,7 @@ def _products(product: Any) -> Iterator[tuple[Any, Any, set[fx.Node]]]:
                 continue
             for again, scale in (inner.args, inner.args[::-1]):
                 if isinstance(scale, Expr) and same_value(again, normed):
-                    nodes = {part.node for part in (*_chain(other, inner), inner) if part.node is not None}
+                    nodes = nodes_between(other, inner) | _held_by(inner)
                     yield normed, strip_widening(scale), held | nodes
 
 
@@ -140,7 +139,7 @@ def _norm_of(recogniser: Recogniser, normed: Expr) -> tuple[dict[str, Any], set[
     """The norm behind a value: what goes into it, its nodes, and the family it belongs to."""
     site = recogniser.site_at(normed, "rms_norm")
     if site is not None:
-        between = {part.node for part in _chain(normed, strip_casts(normed)) if part.node is not None}
+        between = nodes_between(normed, strip_casts(normed))
         bound = site.bindings
         names = {"x": bound["x"], "weight": bound.get("weight"), "bias": None, "eps": bound["eps"], "norm": "rms"}
         return names, site.nodes | between, ("rms_norm",)
@@ -148,9 +147,9 @@ def _norm_of(recogniser: Recogniser, normed: Expr) -> tuple[dict[str, Any], set[
     if inner.op != "layer_norm":
         return None
     x, weight, bias = inner.args
-    nodes = {part.node for part in (*_chain(normed, inner), inner) if part.node is not None}
+    nodes = nodes_between(normed, inner) | _held_by(inner)
     x_in = strip_widening(x)
-    nodes |= {part.node for part in _chain(x, x_in) if part.node is not None}
+    nodes |= nodes_between(x, x_in)
     names = {"x": x_in, "weight": weight, "bias": bias, "eps": inner.attrs[0], "norm": "layer"}
     return names, nodes, ()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from tritium.fusions.expression import Expr, is_scalar, same_size, shape_of, strip_casts, strip_widening
+from tritium.fusions.expression import Expr, is_scalar, nodes_between, same_size, shape_of, strip_casts, strip_widening
 from tritium.fusions.fusion import Fusion, Match
 from tritium.fusions.match import Recogniser
 from tritium.ops import channel_norm
@@ -34,9 +34,7 @@ def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
         x = strip_widening(norm.args[0])
         nodes = {node, inner.node, norm.node}
         for outer, last in ((scaled, inner), (normed, norm), (norm.args[0], x)):
-            while outer is not last:
-                nodes.add(outer.node)
-                outer = outer.args[0]  # noqa: PLW2901 - walks down a chain of casts
+            nodes |= nodes_between(outer, last)
         bindings = {"x": x, "weight": weight, "scale": scale, "dim": dim, "eps": eps}
         return recogniser.closed(Match(node, bindings, nodes))
     return None

@@ -345,6 +345,16 @@ def strip_widening(expr: Any) -> Any:
     return expr
 
 
+def nodes_between(outer: Any, inner: Any) -> set[fx.Node]:
+    """The nodes of the casts and identities that were stripped from `outer` to get `inner`."""
+    nodes = set()
+    while outer is not inner:
+        if outer.node is not None:
+            nodes.add(outer.node)
+        outer = outer.args[0]
+    return nodes
+
+
 def live_nodes(graph: fx.Graph) -> set[fx.Node]:
     """Nodes whose value reaches the output or that write somewhere; Dynamo's graph still holds dead code."""
     live: set[fx.Node] = set()

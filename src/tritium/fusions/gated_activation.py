@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tritium.fusions.expression import Expr, same_shape, shape_of, strip_casts, strip_same, value_of
+from tritium.fusions.expression import Expr, nodes_between, same_shape, shape_of, strip_casts, strip_same, value_of
 from tritium.fusions.fusion import Fusion, Match
 from tritium.fusions.match import Recogniser
 from tritium.ops import gated_activation
@@ -35,11 +35,7 @@ def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
         # `x * silu(scale)` with a broadcast scale is a modulation of some kind, not a gate.
         if not all(same_shape(shape_of(part), value_of(node).shape) for part in (value, inner)):
             continue
-        nodes = {node, inner.node}
-        outer = activated
-        while outer is not inner:
-            nodes.add(outer.node)
-            outer = outer.args[0]
+        nodes = {node, inner.node} | nodes_between(activated, inner)
         return Match(node, {"gate": gate, "value": strip_same(value), "activation": _name(inner)}, nodes)
     return None
 

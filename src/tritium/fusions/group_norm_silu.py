@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from tritium.fusions.expression import Expr, strip_casts
+from tritium.fusions.expression import Expr, nodes_between, strip_casts
 from tritium.fusions.fusion import Fusion, Match
 from tritium.fusions.match import Recogniser
 from tritium.ops import group_norm_silu
@@ -19,17 +19,14 @@ def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
     expr = recogniser.canon.of(node)
     if expr.op != "silu":
         return None
-    norm, nodes = strip_casts(expr.args[0]), {node}
+    norm = strip_casts(expr.args[0])
     if not isinstance(norm, Expr) or norm.op != "group_norm" or norm.node is None:
         return None
-    outer = expr.args[0]
-    while outer is not norm:
-        nodes.add(outer.node)
-        outer = outer.args[0]
+    nodes = {node, norm.node} | nodes_between(expr.args[0], norm)
     x, weight, bias = norm.args
     groups, eps = norm.attrs
     bindings = {"x": x, "groups": groups, "weight": weight, "bias": bias, "eps": eps}
-    return recogniser.closed(Match(node, bindings, nodes | {norm.node}))
+    return recogniser.closed(Match(node, bindings, nodes))
 
 
 FUSION = Fusion(

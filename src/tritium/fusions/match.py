@@ -20,6 +20,7 @@ from tritium.fusions.expression import (
     is_scalar,
     live_nodes,
     mutated_arguments,
+    nodes_between,
     storages,
     strip_casts,
     strip_same,
@@ -64,16 +65,6 @@ def pattern_of(spelling: Callable[..., Any]) -> Any:
 State = tuple[dict[str, Any], frozenset[fx.Node]]
 
 
-def _covered(outer: Any, inner: Any) -> frozenset[fx.Node]:
-    """Nodes of the casts and identities between two expressions."""
-    nodes = set()
-    while outer is not inner:
-        if outer.node is not None:
-            nodes.add(outer.node)
-        outer = outer.args[0]
-    return frozenset(nodes)
-
-
 def _match(pattern: Any, target: Any, state: State) -> Iterator[State]:
     """All ways to read `target` as `pattern`."""
     bindings, nodes = state
@@ -92,7 +83,7 @@ def _match(pattern: Any, target: Any, state: State) -> Iterator[State]:
         return
     if inner.op != pattern.op or inner.attrs != pattern.attrs or len(inner.args) != len(pattern.args):
         return
-    own = nodes | _covered(target, inner) | (frozenset({inner.node}) if inner.node is not None else frozenset())
+    own = nodes | nodes_between(target, inner) | (frozenset({inner.node}) if inner.node is not None else frozenset())
     orders = [inner.args]
     if pattern.op in COMMUTATIVE:
         orders.append(inner.args[::-1])
@@ -118,7 +109,7 @@ def _bind(wild: Wild, target: Any, state: State) -> Iterator[State]:
         if not isinstance(target, Expr):
             return
         inner = strip_widening(target)
-        nodes = nodes | _covered(target, inner)
+        nodes = nodes | nodes_between(target, inner)
         if inner.node is None or not isinstance(value_of(inner.node), torch.Tensor):
             return
     known = bindings.get(wild.name)

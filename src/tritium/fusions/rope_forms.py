@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from tritium.fusions.expression import Expr, dtype_of, same_shape, shape_of, strip_casts, strip_widening
+from tritium.fusions.expression import Expr, dtype_of, nodes_between, same_shape, shape_of, strip_casts, strip_widening
 from tritium.fusions.match import same_value
 from tritium.ops.rope import COMPLEX, HALF, INTERLEAVED, MATRIX
 
@@ -61,10 +61,7 @@ class Product(NamedTuple):
 
 def passed(outer: Any, inner: Any, seen: Seen) -> Any:
     """`inner`, with the casts and identities above it seen."""
-    while outer is not inner:
-        if outer.node is not None:
-            seen.add(outer.node)
-        outer = outer.args[0]
+    seen |= nodes_between(outer, inner)
     return inner
 
 
