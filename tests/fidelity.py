@@ -11,13 +11,13 @@ def error(actual: torch.Tensor, exact: torch.Tensor) -> float:
     return float(((actual.double() - exact).abs().max() / scale).item())
 
 
-def assert_no_worse(actual: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> None:
+def assert_no_worse(actual: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, where: str = "") -> None:
     """`close`: at most twice eager's own error plus 16 eps of the dtype."""
-    assert actual.shape == eager.shape
-    assert actual.dtype == eager.dtype
+    assert actual.shape == eager.shape, where
+    assert actual.dtype == eager.dtype, where
     assert exact.dtype == torch.float64
     if actual.numel() == 0:
         return
     allowed = 2 * error(eager, exact) + 16 * torch.finfo(eager.dtype).eps
     found = error(actual, exact)
-    assert found <= allowed, f"error {found:.3e} against float64, allowed {allowed:.3e}"
+    assert found <= allowed, f"{where}: error {found:.3e} against float64, allowed {allowed:.3e}"

@@ -68,5 +68,5 @@ def providers(op: Op) -> dict[str, Provider]:
 def files() -> list[Path]:
     """Files whose content decides what an op computes: part of every cache key."""
     own = Path(__file__).parent
-    shared = [own / "op.py", own / "bridge.py"]
+    shared = [own / "op.py", own / "bridge.py", own / "launch.py"]
     return [*shared, *(entry.file for entry in _entries().values()), *(entry.file for entry in _plugged_in())]

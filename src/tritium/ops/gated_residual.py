@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tritium import device, envs
+from tritium.ops.launch import cannot_launch
 from tritium.ops.op import Op, Provider, Sample
 
 
@@ -97,15 +97,9 @@ def run_triton(x: torch.Tensor, gate: torch.Tensor, y: torch.Tensor, out_dtype: 
 
 def decline_triton(x: torch.Tensor, gate: torch.Tensor, y: torch.Tensor, out_dtype: torch.dtype | None) -> str | None:
     del out_dtype
-    if not device.has_triton():
-        return "triton is not installed"
-    if x.device.type != "cuda" and not envs.triton_interpreted():
-        return f"Triton kernels run on a GPU, this graph runs on {x.device.type}"
     if x.dim() != 3 or x.shape != y.shape:
         return f"the kernel takes x and y of one shape [B, S, H], got {tuple(x.shape)} and {tuple(y.shape)}"
-    if _result_dtype(x, gate, y) not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"the kernel computes in float32, the inputs are {x.dtype}, {gate.dtype}, {y.dtype}"
-    return None
+    return cannot_launch(x, gate, y)
 
 
 OP = Op(

@@ -20,13 +20,17 @@ INDUCTOR = "inductor"
 REFERENCE = "reference"
 
 
+# What an op gives: one tensor, or several.
+Result = torch.Tensor | tuple[torch.Tensor, ...]
+
+
 @dataclass(frozen=True)
 class Provider:
-    """One implementation of an op."""
+    """One implementation of an op. It returns tensors with the shapes, dtypes and strides that the op's fake gives."""
 
     name: str
     op: str
-    run: Callable[..., torch.Tensor]
+    run: Callable[..., Result]
     # Why it cannot take these (possibly fake) arguments on this device, or None.
     decline: Callable[..., str | None]
 
@@ -44,15 +48,17 @@ class Op:
     """One op. `schema` is the operator's signature in PyTorch's notation, without name and without `provider`.
 
     `reference(**arguments)` is definition, default and test oracle: given float64 it computes in float64.
-    `fake(**arguments)` returns an empty tensor of the right shape and dtype; results are always contiguous.
+    `fake(**arguments)` returns empty tensors of the right shapes, dtypes and strides. Results are contiguous, unless
+    `keeps_strides` says that the reference gives them strides of its own; `fake` must say the same.
     """
 
     name: str
     schema: str
-    reference: Callable[..., torch.Tensor]
-    fake: Callable[..., torch.Tensor]
+    reference: Callable[..., Result]
+    fake: Callable[..., Result]
     samples: Callable[[torch.dtype, str], Iterator[Sample]]
     providers: tuple[Provider, ...] = ()
+    keeps_strides: bool = False
 
     @property
     def qualified_name(self) -> str:
@@ -73,15 +79,15 @@ def failed_providers() -> dict[tuple[str, str], str]:
     return dict(_FAILED)
 
 
-def _launch(op: Op, providers: Mapping[str, Provider], *arguments: Any, provider: str) -> torch.Tensor:
+def _launch(op: Op, providers: Mapping[str, Provider], *arguments: Any, provider: str) -> Result:
     chosen = providers.get(provider)
     key = (op.name, provider)
     if chosen is None or key in _FAILED:
         if chosen is None and provider != REFERENCE:
             raise ProviderError(f"op {op.name!r} has no provider {provider!r}; it has {', '.join(providers) or 'none'}")
-        return op.reference(*arguments).contiguous()
+        return _by_reference(op, arguments)
     try:
-        return chosen.run(*arguments).contiguous()
+        return chosen.run(*arguments)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         # Nothing that runs afterwards on a broken or full device could be trusted or would help.
         raise
@@ -93,7 +99,14 @@ def _launch(op: Op, providers: Mapping[str, Provider], *arguments: Any, provider
             RuntimeWarning,
             stacklevel=2,
         )
-        return op.reference(*arguments).contiguous()
+        return _by_reference(op, arguments)
+
+
+def _by_reference(op: Op, arguments: tuple[Any, ...]) -> Result:
+    result = op.reference(*arguments)
+    if op.keeps_strides:
+        return result
+    return tuple(part.contiguous() for part in result) if isinstance(result, tuple) else result.contiguous()
 
 
 class Registration:
@@ -106,14 +119,16 @@ class Registration:
             inputs, arrow, outputs = op.schema.partition(" -> ")
             if not arrow or not inputs.endswith(")"):
                 raise CatalogError(f"op {op.name!r}: schema {op.schema!r} must look like '(Tensor x) -> Tensor'")
-            self._library.define(f"{op.name}{inputs[:-1]}, *, str provider) -> {outputs}")
+            # Providers take inputs of any strides: Inductor need not copy one to give it the strides it had in eager.
+            tags = (torch.Tag.flexible_layout,)
+            self._library.define(f"{op.name}{inputs[:-1]}, *, str provider) -> {outputs}", tags=tags)
             launch = functools.partial(_launch, op, providers[op.name])
             self._library.impl(op.name, launch, "CompositeExplicitAutograd")
             torch.library.register_fake(op.qualified_name, _fake_of(op), lib=self._library)
 
 
-def _fake_of(op: Op) -> Callable[..., torch.Tensor]:
-    def fake(*arguments: Any, provider: str) -> torch.Tensor:
+def _fake_of(op: Op) -> Callable[..., Result]:
+    def fake(*arguments: Any, provider: str) -> Result:
         del provider
         return op.fake(*arguments)
 

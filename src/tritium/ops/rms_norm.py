@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tritium import device, envs
+from tritium.ops.launch import cannot_launch
 from tritium.ops.op import Op, Provider, Sample
 
 # A row this wide still fits the registers of one program of 16 warps; wider rows take a second pass over memory.
@@ -125,14 +125,8 @@ def run_triton(x: torch.Tensor, weight: torch.Tensor | None, eps: float, out_dty
 def decline_triton(
     x: torch.Tensor, weight: torch.Tensor | None, eps: float, out_dtype: torch.dtype | None
 ) -> str | None:
-    del weight, eps, out_dtype
-    if not device.has_triton():
-        return "triton is not installed"
-    if x.device.type != "cuda" and not envs.triton_interpreted():
-        return f"Triton kernels run on a GPU, this graph runs on {x.device.type}"
-    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"the kernel computes in float32, the input is {x.dtype}"
-    return None
+    del eps, out_dtype
+    return cannot_launch(x, weight)
 
 
 OP = Op(
