@@ -34,15 +34,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def _clean_slate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+def _clean_slate(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+):
     """No test sees another's compiled code or environment, and none leaves Inductor's configuration changed."""
     if isinstance(request.node, pytest.DoctestItem):
         yield
         return
     import torch
 
-    from tritium import compat
+    from tritium import compat, tuned
     from tritium.report import LEDGER
+
+    # What this machine's user has measured is none of a test's business.
+    monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path_factory.getbasetemp() / "tuned")
+    tuned.forget()
 
     for name in [name for name in os.environ if name.startswith("TRITIUM_")]:
         monkeypatch.delenv(name)

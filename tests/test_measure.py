@@ -30,6 +30,17 @@ def test_every_variant_follows_every_other_equally_often():
     assert all(followers.count((one, other)) == 2 for one, other in itertools.permutations("abc", 2))
 
 
+@pytest.mark.parametrize("count", [1, 2, 4, 5, 7, 8])
+def test_orders_of_many_variants_are_balanced_too(count):
+    names = "abcdefgh"[:count]
+    rounds = [measure.order_of_round(names, done) for done in range(measure.cycle(count))]
+    assert all(sorted(order) == list(names) for order in rounds)
+    followers = [pair for order in rounds for pair in itertools.pairwise(order)]
+    counts = {followers.count(pair) for pair in itertools.permutations(names, 2)}
+    assert len(counts) <= 1
+    assert counts <= {1, 2}
+
+
 def test_warm_up_runs_every_variant_and_is_not_sampled():
     log = []
     variants, stopwatch = recording(log, {"a": [7.0, 7.0], "b": [8.0, 8.0]})

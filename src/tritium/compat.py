@@ -38,6 +38,11 @@ def parse_version(text: str) -> Version:
 TORCH = parse_version(torch.__version__)
 
 
+def version_text() -> str:
+    """Major and minor: what a measurement stays valid for."""
+    return ".".join(map(str, TORCH))
+
+
 def versions() -> dict[str, str | None]:
     """Versions that decide what compiled code looks like; triton's without importing it."""
     found: dict[str, str | None] = {"torch": torch.__version__}
@@ -149,6 +154,13 @@ def source_name(node: fx.Node) -> str:
     text = re.sub(r"L\['(\w+)'\]", r"\1", text)
     text = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", text)
     return re.sub(r"\.__dict__\['([^']+)'\]", r".\1", text)
+
+
+def size_hint(size: Any) -> int | None:
+    """The number behind a symbolic size in the call that is being compiled; no guard is added."""
+    node = getattr(size, "node", None)
+    hint = getattr(node, "hint", None)
+    return int(hint) if isinstance(hint, int) else None
 
 
 def describe_new_input(node: fx.Node, *, is_static: bool) -> None:

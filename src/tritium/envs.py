@@ -38,3 +38,8 @@ def triton_interpreted() -> bool:
 
 def search_path() -> list[Path]:
     return [Path(entry) for entry in os.environ.get("PATH", "").split(os.pathsep) if entry]
+
+
+def cache_home() -> Path:
+    """The folder for what can be made again, as the XDG specification has it."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

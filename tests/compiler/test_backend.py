@@ -241,16 +241,6 @@ class TestModesOfAutograd:
 
 
 class TestProviders:
-    def test_default_engine_leaves_sites_to_inductor(self):
-        config = tritium.CompilationConfig()
-        from tritium.compiler.fuse import choose_provider
-        from tritium.ops import rms_norm
-        from tritium.passes import PassContext
-
-        provider, reason = choose_provider(rms_norm.OP, {}, PassContext(config, "cpu"))
-        assert provider == "inductor"
-        assert "left to Inductor" in reason
-
     def test_pinned_inductor_changes_nothing(self):
         model, inputs = Block(), block_inputs()
         with torch.inference_mode():

@@ -135,7 +135,7 @@ def test_triton_kernels_in_the_interpreter():
         cwd=Path(__file__).parent.parent.parent,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) >= 3 * (15 + 10)
+    assert int(done.stdout.split()[-1]) >= 3 * 80
 
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -183,7 +183,7 @@ def test_triton_kernels_compile_for_hopper_without_one(op, monkeypatch):
 
 @pytest.mark.gpu
 def test_providers_on_the_gpu():
-    assert run_providers("cuda") >= 3 * (15 + 10)
+    assert run_providers("cuda") >= 3 * 100
 
 
 @pytest.mark.gpu

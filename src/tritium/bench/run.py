@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tritium import compat, device, measure
+from tritium import compat, device, measure, ops
 from tritium.bench.results import OURS, YARDSTICK, Row
 from tritium.bench.workloads import Built, Workload
 from tritium.config import CompilationConfig
@@ -45,8 +45,13 @@ class Settings:
     # Compile in an empty cache folder. Otherwise the second side finds kernels that the first one built.
     cold: bool = True
     config: CompilationConfig | None = None
+    # Ops to measure Tritium without, each in a variant of its own: what each is worth among the others.
+    without: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in self.without:
+            if name not in ops.catalog():
+                raise ConfigError(f"there is no op {name!r}; {nearest(name, ops.catalog())}")
         for name in self.against:
             if name not in (EAGER, YARDSTICK):
                 raise ConfigError(f"nothing to measure against is called {name!r}; {nearest(name, (EAGER, YARDSTICK))}")
@@ -57,7 +62,8 @@ class Settings:
 
     @property
     def variants(self) -> list[str]:
-        return [name for name in (EAGER, YARDSTICK) if name in self.against] + [OURS]
+        yardsticks = [name for name in (EAGER, YARDSTICK) if name in self.against]
+        return [*yardsticks, OURS, *(f"{OURS} without {name}" for name in self.without)]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -130,7 +136,11 @@ def compiled(model: Any, variant: str, settings: Settings) -> Any:
     if variant == YARDSTICK:
         return torch.compile(model, mode=settings.mode)
     tritium: Any = importlib.import_module("tritium")
-    return torch.compile(model, backend=tritium.Backend(settings.config or CompilationConfig()), mode=settings.mode)
+    config = settings.config or CompilationConfig()
+    left_out = variant.removeprefix(OURS).removeprefix(" without ")
+    if left_out:
+        config = config.with_(force_provider={left_out: ops.INDUCTOR})
+    return torch.compile(model, backend=tritium.Backend(config), mode=settings.mode)
 
 
 def _prepare(name: str, built: Built, settings: Settings, notify: Notify) -> dict[str, Side]:

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from tritium.cli import bench, doctor, explain
+from tritium.cli import bench, doctor, explain, tune
 from tritium.errors import TritiumError
 
 
@@ -43,3 +43,4 @@ app = typer.Typer(
 app.command("doctor")(doctor.command)
 app.command("bench")(bench.command)
 app.command("explain")(explain.command)
+app.command("tune")(tune.command)

@@ -28,6 +28,9 @@ def command(
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.0, help="How long the variants take turns, a workload.")] = 10.0,
     device_type: Annotated[str | None, typer.Option("--device", help="cuda or cpu; the GPU if there is one.")] = None,
+    without: Annotated[
+        str, typer.Option(metavar="OP,...", help="Also measure Tritium without each of these ops' own kernels.")
+    ] = "",
     cold: Annotated[
         bool, typer.Option("--cold/--warm", help="First calls with empty compiler caches, or as is.")
     ] = True,
@@ -42,6 +45,7 @@ def command(
         seconds=seconds,
         device_type=known_device(device_type),
         cold=cold,
+        without=tuple(name.strip() for name in without.split(",") if name.strip()),
     )
     rows: list[Row] = []
     failed: dict[str, str] = {}

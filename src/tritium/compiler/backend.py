@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from tritium import compat
-from tritium.compiler.fuse import check_pins
+from tritium.compiler.choose import check_pins
 from tritium.compiler.pipeline import Compilation, needs_gradients, passes_for
 from tritium.config import CompilationConfig
 from tritium.errors import ConfigError, nearest

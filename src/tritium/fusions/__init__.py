@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 from tritium import catalog as catalogues
-from tritium.fusions.fusion import Fusion, Match
+from tritium.fusions.fusion import Call, Fusion, Match
 
-__all__ = ["Fusion", "Match", "catalog", "files"]
+__all__ = ["Call", "Fusion", "Match", "catalog", "files"]
 
 
 @functools.cache

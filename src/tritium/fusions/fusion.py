@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,18 @@ from torch import fx
 
 from tritium.fusions.expression import Expr, dtype_of, shape_of, value_of
 from tritium.ops import Op
+
+
+@dataclass(frozen=True)
+class Call:
+    """An argument that no node of the graph holds: a method of a tensor, called with these arguments.
+
+    >>> Call("transpose", ("q", 1, 2))
+    Call(method='transpose', args=('q', 1, 2))
+    """
+
+    method: str
+    args: tuple[Any, ...]
 
 
 @dataclass
@@ -31,6 +43,10 @@ class Match:
     writes: tuple[fx.Node, ...] = ()
     # Families of smaller sites that lie inside: switching one of them off leaves this one alone too.
     covers: tuple[str, ...] = ()
+    # The values that an op of several results gives, in its order; the last of them is the root. Empty: the root.
+    outputs: tuple[fx.Node, ...] = ()
+    # The method, and its arguments, that makes the value out of the op's result; empty: the result is the value.
+    shown: tuple[Any, ...] = ()
 
     def shape(self, name: str) -> torch.Size | None:
         return shape_of(self.bindings[name])
@@ -44,9 +60,13 @@ class Match:
         return value_of(self.root)
 
     @property
+    def values(self) -> tuple[fx.Node, ...]:
+        """The nodes that the op's results replace."""
+        return self.outputs or (self.root,)
+
+    @property
     def inputs(self) -> list[fx.Node]:
-        bound = (value.node for value in self.bindings.values() if isinstance(value, Expr))
-        return [node for node in bound if node is not None]
+        return list(_held(self.bindings.values()))
 
     @property
     def source_line(self) -> str:
@@ -58,6 +78,17 @@ class Match:
         own = [place for place in places if "/torch/" not in place[0].replace("\\", "/")]
         file, line, function = (own or places)[-1]
         return f"{Path(file).name}:{line} in {function}"
+
+
+def _held(things: Iterable[Any]) -> Iterator[fx.Node]:
+    """The nodes that hold what some arguments are made of."""
+    for thing in things:
+        if isinstance(thing, Expr) and thing.node is not None:
+            yield thing.node
+        elif isinstance(thing, Call):
+            yield from _held(thing.args)
+        elif isinstance(thing, (list, tuple)):
+            yield from _held(thing)
 
 
 def _anything(match: Match) -> bool:

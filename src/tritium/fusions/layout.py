@@ -29,6 +29,7 @@ from tritium.fusions.expression import (
     same_shape,
     same_size,
     shape_of,
+    strip_same,
     value_of,
 )
 
@@ -106,7 +107,41 @@ def _joined(canon: Canonicaliser, node: fx.Node) -> Expr | None:
     name = "stack" if node.target is torch.stack else "cat"
     value = value_of(node)
     rank = value.dim() if isinstance(value, torch.Tensor) else None
-    return Expr(name, tuple(canon.of(part) for part in parts), node, attrs=(positive(dim, rank),))
+    joined = Expr(name, tuple(canon.of(part) for part in parts), node, attrs=(positive(dim, rank),))
+    whole = _put_together_again(joined) if name == "cat" else None
+    return joined if whole is None else Expr("same", (whole,), node)
+
+
+def _put_together_again(joined: Expr) -> Expr | None:
+    """The tensor whose slices, all of them and in order, a concatenation joins: FLUX does so between single blocks."""
+    (dim,), whole, end = joined.attrs, None, 0
+    for part in joined.args:
+        inner = strip_same(part)
+        bounds = _slice_along(inner, dim) if isinstance(inner, Expr) else None
+        if bounds is None or (bounds[0] is not end and bounds[0] != end):
+            return None
+        source = inner.args[0]
+        if whole is not None and source is not whole:
+            return None
+        whole, end = source, bounds[1]
+    known = shape_of(whole)
+    if known is None or not (end is None or same_size(end, known[dim])):
+        return None
+    return whole if same_shape(known, shape_of(joined)) else None
+
+
+def _slice_along(expr: Expr, dim: int) -> tuple[Any, Any] | None:
+    """Where a slice of one dim starts and stops; a stop of None is the end."""
+    if expr.op != "index" or len(expr.attrs) <= dim or Ellipsis in expr.attrs:
+        return None
+    if any(attr != ("slice", None, None, None) for place, attr in enumerate(expr.attrs) if place != dim):
+        return None
+    chosen = expr.attrs[dim]
+    if not isinstance(chosen, tuple) or chosen[3] not in (None, 1):
+        return None
+    start, stop = chosen[1] or 0, chosen[2]
+    # From the end: where that is depends on the size.
+    return None if any(isinstance(bound, int) and bound < 0 for bound in (start, stop)) else (start, stop)
 
 
 def _without_ones(shape: torch.Size) -> list[Any]:

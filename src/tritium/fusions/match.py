@@ -173,7 +173,7 @@ class Recogniser:
         if node not in self.live or node in claimed or node.op not in ("call_function", "call_method"):
             return None
         expr = self.canon.of(node)
-        if expr.op in ("same", "cast", "opaque"):
+        if expr.op in ("same", "cast", "opaque") and not fusion.region:
             return None
         if fusion.find is not None:
             match = fusion.find(self, node)
@@ -205,11 +205,17 @@ class Recogniser:
             nodes = nodes | {user}
         return dataclasses.replace(match, root=root, nodes=nodes)
 
+    def source(self, expr: Expr, passed: set[fx.Node]) -> Expr:
+        """The value that an expression only repeats; the nodes it is repeated by are added to `passed`."""
+        inner: Expr = strip_same(expr)
+        passed |= nodes_between(expr, inner)
+        return inner
+
     def hazard(self, match: Match) -> str | None:
         """Why computing the region at its root would read other values than the model does, or None."""
         nodes = match.nodes | match.inner
         first = min(self.position[node] for node in nodes)
-        last = max(self.position[node] for node in (match.root, *match.writes))
+        last = max(self.position[node] for node in (*match.values, *match.writes))
         own = {self.position[write] for write in match.writes}
         touched = storages([*match.inputs, *nodes])
         for position, written in self.writes:

@@ -1,50 +1,270 @@
-"""Recognise the norm of a query or key and the RoPE after it, with what moves elements between them, as one region.
+"""Fuse what happens to the query and the key of an attention between their projections and the attention itself.
 
-Before:  norm(q) -> (reshape, transpose, cat with the text's) -> rope -> (transpose)
-After:   one region; its parts are counted and computed in their own families, no single op takes it over yet
+Before:  norm(q) -> heads -> (cat with the text's) -> rope -> transpose, and the same for k, in any of these orders:
+         norm, cat, rope (FLUX); norm, rope, cat (Qwen-Image); norm over all heads, rope (Wan); norm, cat (SD3)
+After:   tritium::qk_norm_rope([text q, image q], [text k, image k], ...) -> q, k
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 from torch import fx
 
-from tritium.fusions.expression import Expr
-from tritium.fusions.fusion import Fusion, Match
-from tritium.fusions.match import Recogniser
+from tritium.fusions.expression import Expr, argument, dtype_of, same_shape, same_size, shape_of, value_of
+from tritium.fusions.fusion import Call, Fusion, Match
+from tritium.fusions.match import Recogniser, same_value
+from tritium.fusions.rope_forms import equal
+from tritium.ops import qk_norm_rope
+from tritium.ops.rope import COMPLEX, MATRIX
 
-# Operations that only move elements: a norm and a RoPE on both sides of them belong together.
-MOVES = frozenset({"same", "cast", "view", "reshape", "permute", "index", "piece", "pieces", "cat"})
+SWAP = (0, 2, 1, 3)
+
+
+@dataclass
+class Side:
+    """How a query or key is made: its parts in order, and what is done to all of them after they were joined."""
+
+    parts: list[Part] = field(default_factory=list)
+    nodes: set[fx.Node] = field(default_factory=set)
+    writes: list[fx.Node] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One stream of tokens. `source` is [B, S, H, D], before its norm."""
+
+    source: Any = None
+    norm: str = "none"
+    weight: Any = None
+    eps: Any = 0.0
+    # The match of the RoPE, and whether its operand has heads before tokens.
+    rope: Match | None = None
+    rope_heads_first: bool = False
+    # Whether a concatenation was passed already: what is rotated before one is rotated as a whole.
+    joined: bool = False
 
 
 def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
-    """A RoPE whose input is a norm, reached through moves alone; in a concatenation, any part may be normed."""
-    site = recogniser.sites.get(node)
-    if site is None or site[0].name != "rope":
+    """An attention whose query and key are both normed, and rotated or joined."""
+    if node.target is not F.scaled_dot_product_attention:
         return None
-    rotated = site[1]
-    norm = next((found for part in rotated.bindings.values() if (found := _norm(recogniser, part)) is not None), None)
-    if norm is None:
+    given = [argument(node, place, name) for place, name in ((0, "query"), (1, "key"))]
+    if not all(isinstance(arg, fx.Node) and _is_heads(arg) for arg in given) or given[0] is given[1]:
         return None
-    nodes, families = norm
-    return Match(node, {}, {node}, (nodes | rotated.nodes) - {node}, covers=("rope", *families))
+    sides = [Side() for _ in given]
+    for arg, side in zip(given, sides, strict=True):
+        _walk(recogniser, recogniser.canon.of(arg), Part(), True, side)
+    query, key = sides
+    if not all(part.norm != "none" for side in sides for part in side.parts):
+        return None
+    if not any(part.rope is not None for part in query.parts) and len(query.parts) < 2:
+        return None
+    outputs = tuple(given)
+    inner = (query.nodes | key.nodes) - set(outputs)
+    families = ("rms_norm", "rope") if any(part.rope is not None for part in query.parts) else ("rms_norm",)
+    writes = tuple(sorted((*query.writes, *key.writes), key=lambda write: recogniser.position[write]))
+    bindings = {"query": query.parts, "key": key.parts, **_inputs(query, key)}
+    heads_first = value_of(given[0]).is_contiguous()
+    return Match(
+        max(outputs),
+        bindings,
+        set(outputs),
+        inner,
+        writes,
+        covers=families,
+        outputs=outputs,
+        shown=() if heads_first else ("transpose", 1, 2),
+    )
 
 
-def _norm(recogniser: Recogniser, expr: Any) -> tuple[set[fx.Node], tuple[str, ...]] | None:
-    stack = [expr]
-    while stack:
-        current = stack.pop()
-        if not isinstance(current, Expr):
-            continue
-        site = recogniser.site_at(current, "rms_norm")
-        if site is not None:
-            return site.nodes, ("rms_norm",)
-        if current.op == "layer_norm" and current.node is not None:
-            return {current.node}, ()
-        if current.op in MOVES:
-            stack.extend(current.args)
+def _is_heads(node: fx.Node) -> bool:
+    value = value_of(node)
+    return isinstance(value, torch.Tensor) and value.dim() == 4
+
+
+def _inputs(*sides: Side) -> dict[str, Any]:
+    """What is read, under names of no meaning: so that writes to it are noticed."""
+    read = [thing for side in sides for part in side.parts for thing in (part.source, part.weight)]
+    for side in sides:
+        for part in side.parts:
+            if part.rope is not None:
+                read += [part.rope.bindings["table"], part.rope.bindings["sin"]]
+    return {"read": read}
+
+
+def _walk(recogniser: Recogniser, expr: Any, part: Part, heads_first: bool, side: Side) -> None:
+    """From the attention back to the projections; what is passed on the way is noted in `part` and `side`."""
+    while isinstance(expr, Expr) and expr.node is not None:
+        fusion, match = recogniser.sites.get(expr.node, (None, None))
+        passed, inner = {expr.node}, expr.args[0] if expr.args else None
+        if fusion is not None and match is not None:
+            taken = _through_site(fusion.name, match, part, heads_first)
+            if taken is None:
+                break
+            part, inner, passed = taken, match.bindings["x"], match.nodes | match.inner | passed
+            side.writes += match.writes
+        elif expr.op == "permute" and expr.attrs == SWAP:
+            heads_first = not heads_first
+        elif expr.op == "cat" and expr.attrs == (2 if heads_first else 1,) and not part.joined and part.norm == "none":
+            side.nodes |= passed
+            for arg in expr.args:
+                _walk(recogniser, arg, replace(part, joined=True), heads_first, side)
+            return
+        elif not heads_first and part.norm == "none" and _row_normed(recogniser, expr, part, side):
+            side.nodes |= passed
+            return
+        elif expr.op not in ("same", "cast"):
+            break
+        side.nodes |= passed
+        expr = inner
+    source = Call("transpose", (expr, 1, 2)) if heads_first else expr
+    side.parts.append(replace(part, source=source))
+
+
+def _row_normed(recogniser: Recogniser, expr: Expr, part: Part, side: Side) -> bool:
+    """Whether an expression splits what was normed over all heads into heads; if so the part is complete."""
+    found = _row_norm(recogniser, expr) if expr.op == "reshape" and _splits_heads(expr) else None
+    if found is None:
+        return False
+    match, between = found
+    bound, heads = match.bindings, list(shape_of(expr) or ())[2:]
+    side.nodes |= match.nodes | match.inner | between
+    source = Call("unflatten", (bound["x"], -1, heads))
+    side.parts.append(replace(part, source=source, norm="row", weight=bound.get("weight"), eps=bound["eps"]))
+    return True
+
+
+def _through_site(name: str, match: Match, part: Part, heads_first: bool) -> Part | None:
+    bound = match.bindings
+    if name == "rope" and part.rope is None and part.norm == "none" and not bound.get("merge_heads"):
+        return replace(part, rope=match, rope_heads_first=heads_first)
+    if name == "rms_norm" and part.norm == "none":
+        return replace(part, norm="head", weight=bound.get("weight"), eps=bound["eps"])
     return None
 
 
-FUSION = Fusion(name="qk_norm_rope", families=("qk_norm_rope",), find=find, region=True, doc=__doc__)
+def _splits_heads(expr: Expr) -> bool:
+    """[B, S, H * D] -> [B, S, H, D], with H and D known."""
+    before, after = shape_of(expr.args[0]), shape_of(expr)
+    if before is None or after is None or (len(before), len(after)) != (3, 4):
+        return False
+    return same_shape(before[:2], after[:2]) and all(isinstance(size, int) for size in after[2:])
+
+
+def _row_norm(recogniser: Recogniser, expr: Expr) -> tuple[Match, set[fx.Node]] | None:
+    """The norm over all heads whose result is split into heads."""
+    between: set[fx.Node] = set()
+    inner = expr.args[0]
+    while isinstance(inner, Expr) and inner.node is not None:
+        fusion, match = recogniser.sites.get(inner.node, (None, None))
+        if fusion is not None and match is not None:
+            return (match, between) if fusion.name == "rms_norm" else None
+        if inner.op not in ("same", "cast"):
+            return None
+        between.add(inner.node)
+        inner = inner.args[0]
+    return None
+
+
+def decline(match: Match) -> str | None:
+    """Sides that differ in more than their values."""
+    query, key = match.bindings["query"], match.bindings["key"]
+    parts = [*query, *key]
+    if len(query) != len(key):
+        return f"the query has {len(query)} parts and the key {len(key)}"
+    for part in parts:
+        if part.norm != parts[0].norm or not same_value(part.eps, parts[0].eps):
+            return "the norms of query and key differ"
+    for mine, other in zip(query, key, strict=True):
+        if not same_size(_tokens(mine.source), _tokens(other.source)):
+            return "query and key have different numbers of tokens"
+        if (mine.rope is None) != (other.rope is None):
+            return "only one of query and key is rotated"
+        if mine.rope is not None and not _same_rope(mine, other):
+            return "query and key are rotated by different tables"
+    modes = {part.rope.bindings["mode"] for part in parts if part.rope is not None}
+    if len(modes) > 1 or MATRIX in modes:
+        return f"rotations of mode {', '.join(sorted(modes))}"
+    if any(_table(part, name) is None for part in query for name in ("table", "sin") if part.rope is not None):
+        return "the tables are not one row a token, for all heads"
+    outs = [value_of(node) for node in match.outputs]
+    if {dtype_of(_inner(part.source)) for part in parts} != {out.dtype for out in outs}:
+        return "the values are rounded to another dtype on the way"
+    reasons = [part.rope.bindings["reason"] for part in parts if part.rope and part.rope.bindings.get("reason")]
+    return reasons[0] if reasons else None
+
+
+def _inner(source: Any) -> Any:
+    return source.args[0] if isinstance(source, Call) else source
+
+
+def _tokens(source: Any) -> Any:
+    shape = list(shape_of(_inner(source)) or ())
+    return shape[2] if isinstance(source, Call) and source.method == "transpose" else shape[1]
+
+
+def _same_rope(one: Part, other: Part) -> bool:
+    assert one.rope is not None
+    assert other.rope is not None
+    mine, its = one.rope.bindings, other.rope.bindings
+    same = mine["mode"] == its["mode"] and all(equal(mine[name], its[name]) for name in ("table", "sin"))
+    return same and one.rope_heads_first == other.rope_heads_first
+
+
+def _table(part: Part, name: str) -> Any:
+    """A table as [B or 1, S, W]; None where it is not of such a kind. Sines that a complex table holds are no table."""
+    assert part.rope is not None
+    table, mode = part.rope.bindings[name], part.rope.bindings["mode"]
+    if table is None:
+        return ()
+    value = table.value
+    # Complex numbers as real pairs have one dim more.
+    extra = 1 if mode == COMPLEX and not value.is_complex() else 0
+    rank, heads = value.dim() - extra, 1 if part.rope_heads_first else 2
+    missing = 4 - rank
+    if missing < 0 or not isinstance(value, torch.Tensor):
+        return None
+    if heads < missing:
+        # No dim for heads: the table is [S, W] and lies before them.
+        return Call("unsqueeze", (table, 0)) if heads == 1 and rank == 2 else None
+    if not same_size(value.shape[heads - missing], 1):
+        return None
+    without = Call("squeeze", (table, heads - missing))
+    return without if missing == 0 else Call("unsqueeze", (without, 0)) if missing == 1 else None
+
+
+def arguments(match: Match) -> Mapping[str, Any]:
+    query, key = match.bindings["query"], match.bindings["key"]
+    rotated = [part for part in query if part.rope is not None]
+    # What was rotated after the parts were joined has one table for all tokens.
+    together = len(query) > 1 and all(part.rope is query[0].rope for part in query)
+    turned = query[:1] if together and rotated else query
+    return {
+        "q": [part.source for part in query],
+        "k": [part.source for part in key],
+        "q_weights": [part.weight for part in query],
+        "k_weights": [part.weight for part in key],
+        "tables": [_table(part, "table") if part.rope is not None else None for part in turned],
+        "sines": [_table(part, "sin") or None if part.rope is not None else None for part in turned],
+        "eps": query[0].eps,
+        "norm": query[0].norm,
+        "rope": rotated[0].rope.bindings["mode"] if rotated else "none",
+        "heads_first": not match.shown,
+    }
+
+
+FUSION = Fusion(
+    name="qk_norm_rope",
+    families=("qk_norm_rope",),
+    find=find,
+    region=True,
+    replacement=qk_norm_rope.OP,
+    decline=decline,
+    arguments=arguments,
+    doc=__doc__,
+)

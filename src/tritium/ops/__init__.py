@@ -9,7 +9,7 @@ from pathlib import Path
 from tritium import catalog as catalogues
 from tritium.errors import CatalogError, nearest
 from tritium.ops.bridge import custom_op
-from tritium.ops.op import INDUCTOR, REFERENCE, Op, Provider, Registration, Sample, failed_providers
+from tritium.ops.op import INDUCTOR, REFERENCE, Op, Provider, Registration, Sample, failed_providers, inlined_name
 
 __all__ = [
     "INDUCTOR",
@@ -21,6 +21,7 @@ __all__ = [
     "custom_op",
     "failed_providers",
     "files",
+    "inlined_name",
     "providers",
 ]
 
@@ -68,5 +69,4 @@ def providers(op: Op) -> dict[str, Provider]:
 def files() -> list[Path]:
     """Files whose content decides what an op computes: part of every cache key."""
     own = Path(__file__).parent
-    shared = [own / "op.py", own / "bridge.py", own / "launch.py"]
-    return [*shared, *(entry.file for entry in _entries().values()), *(entry.file for entry in _plugged_in())]
+    return [*sorted(own.glob("*.py")), *sorted(own.glob("*.cpp")), *(entry.file for entry in _plugged_in())]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
-from tritium.ops.op import Op, Sample
+from tritium.ops.op import NARROW, Draw, Op, Provider, Sample, Shape, Trial, count, octave
 
 
 def reference(
@@ -44,10 +44,78 @@ def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
     yield Sample("no rows", arguments([random(0, 60), random(0, 7)], 7))
 
 
+def run_aten(
+    parts: list[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None
+) -> torch.Tensor:
+    """One product a part, each added onto the one before: the concatenation is never written."""
+    del out_dtype
+    first, *others = (part.reshape(-1, part.shape[-1]) for part in parts)
+    start = first.shape[-1]
+    out = F.linear(first, weight[:, :start], bias)
+    for part in others:
+        width = part.shape[-1]
+        out.addmm_(part, weight[:, start : start + width].t())
+        start += width
+    return out.view(*parts[0].shape[:-1], weight.shape[0])
+
+
+def decline_aten(
+    parts: list[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None
+) -> str | None:
+    dtypes = {tensor.dtype for tensor in (*parts, weight, bias) if tensor is not None}
+    if len(dtypes | {out_dtype or weight.dtype}) > 1:
+        return "the parts, the weight and the result have different dtypes"
+    if len(parts) > 4:
+        return f"{len(parts)} parts would be {len(parts)} small products"
+    return None
+
+
+def shape(
+    parts: list[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None
+) -> Shape:
+    del bias, out_dtype
+    widths = "+".join(str(octave(part.shape[-1])) for part in parts)
+    return {"tokens": octave(count(parts[0].shape[:-1])), "k": widths, "n": octave(weight.shape[0])}
+
+
+def alone(shape: Any, draw: Draw) -> dict[str, Any]:
+    widths = [int(width) for width in str(shape["k"]).split("+")]
+    weight = draw(shape["n"], sum(widths)) / sum(widths) ** 0.5
+    parts = [draw(1, shape["tokens"], width) for width in widths]
+    return {"parts": parts, "weight": weight, "bias": draw(shape["n"]), "out_dtype": None}
+
+
+def block(shape: Any, draw: Draw) -> tuple[Callable[..., Any], tuple[torch.Tensor, ...]]:
+    """The end of a FLUX single block: what attention made beside a GELU of a projection, here of a narrow one."""
+    given = alone(shape, draw)
+    first, *others = given["parts"]
+    widths = [part.shape[-1] for part in others]
+    narrow = draw(1, shape["tokens"], NARROW)
+    inner = [draw(width, NARROW) / NARROW**0.5 for width in widths]
+
+    def single_block(
+        first: torch.Tensor, narrow: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *inner: torch.Tensor
+    ) -> torch.Tensor:
+        others = [F.gelu(F.linear(narrow, one), approximate="tanh") for one in inner]
+        return F.linear(torch.cat([first, *others], dim=-1), weight, bias)
+
+    return single_block, (first, narrow, given["weight"], given["bias"], *inner)
+
+
+TRIAL = Trial(
+    shape,
+    alone,
+    block,
+    # FLUX's single blocks; the same at 512 and 2048 pixels.
+    standard=tuple({"tokens": tokens, "k": "4096+16384", "n": 4096} for tokens in (1024, 4096, 16384)),
+)
+
 OP = Op(
     name="cat_linear",
     schema="(Tensor[] parts, Tensor weight, Tensor? bias, ScalarType? out_dtype) -> Tensor",
     reference=reference,
     fake=fake,
     samples=samples,
+    providers=(Provider("aten", "cat_linear", run_aten, decline_aten),),
+    trial=TRIAL,
 )

@@ -1,14 +1,33 @@
-"""`silu(group_norm(x))`, the pair in front of every convolution of a UNet or VAE, computed in float32 and rounded once."""
+"""`silu(group_norm(x))`, the pair in front of every convolution of a UNet or VAE, computed in float32 and rounded once.
+
+The result lies in memory as `x` does: channels last if `x` is channels last, else contiguous.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
-from tritium.ops.op import Op, Sample
+from tritium.ops import cpp
+from tritium.ops.launch import cannot_launch
+from tritium.ops.op import Op, Provider, Sample
+
+
+def is_channels_last(x: torch.Tensor) -> bool:
+    """Whether the channels of a pixel lie together; of a tensor that is both, as one of a single pixel, not."""
+    return x.ndim > 2 and not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
+
+
+def _empty_as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if is_channels_last(x):
+        return x.new_empty(x.movedim(1, -1).shape, dtype=dtype).movedim(-1, 1)
+    return x.new_empty(x.shape, dtype=dtype)
 
 
 def reference(
@@ -21,7 +40,9 @@ def reference(
 ) -> torch.Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     own = {name: part.to(wide) for name, part in (("weight", weight), ("bias", bias)) if part is not None}
-    return F.silu(F.group_norm(x.to(wide), groups, eps=eps, **own)).to(out_dtype or x.dtype)
+    out = F.silu(F.group_norm(x.to(wide), groups, eps=eps, **own)).to(out_dtype or x.dtype)
+    promised = _empty_as(x, out.dtype)
+    return out if out.stride() == promised.stride() else promised.copy_(out)
 
 
 def fake(
@@ -33,7 +54,7 @@ def fake(
     out_dtype: torch.dtype | None,
 ) -> torch.Tensor:
     del groups, weight, bias, eps
-    return x.new_empty(x.shape, dtype=out_dtype or x.dtype)
+    return _empty_as(x, out_dtype or x.dtype)
 
 
 def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
@@ -47,14 +68,524 @@ def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
         weight, bias = (random(channels), random(channels)) if affine else (None, None)
         return {"x": x, "groups": groups, "weight": weight, "bias": bias, "eps": 1e-6, "out_dtype": None}
 
+    def last(x: torch.Tensor) -> torch.Tensor:
+        return x.movedim(1, -1).contiguous().movedim(-1, 1)
+
     yield Sample("image", arguments(random(2, 64, 7, 9), 32))
     yield Sample("one pixel", arguments(random(1, 32, 1, 1), 8))
+    yield Sample("one pixel, channels last", arguments(last(random(2, 32, 1, 1)), 8))
+    yield Sample("no pixels, only channels", arguments(random(3, 60), 6))
     yield Sample("odd sizes", arguments(random(1, 63, 5, 100), 7))
+    yield Sample("odd sizes, channels last", arguments(last(random(1, 63, 5, 100)), 7))
     yield Sample("video", arguments(random(1, 60, 3, 5, 7), 4, affine=False))
+    yield Sample("video, channels last", arguments(last(random(2, 60, 3, 5, 7)), 4, affine=False))
     yield Sample("many channels", arguments(random(1, 3072, 3), 32))
     yield Sample("more channels", arguments(random(1, 5120, 2), 32))
-    yield Sample("channels last", arguments(random(2, 64, 8, 8).to(memory_format=torch.channels_last), 32))
+    yield Sample("channels last", arguments(last(random(2, 64, 8, 8)), 32))
+    yield Sample("a group a channel", arguments(random(2, 7, 6, 6), 7))
+    yield Sample("one group", arguments(last(random(2, 7, 6, 6)), 1))
+    # Farther away a norm in float32 is not exact, the reference's either.
+    yield Sample("far from zero", arguments(random(1, 32, 9, 16) + 30, 8))
+    yield Sample("every second column", arguments(random(2, 60, 4, 14)[..., ::2], 6))
+    yield Sample("some channels of more, channels last", arguments(last(random(2, 64, 5, 5))[:, :60], 6))
+    yield Sample("groups over several programs", arguments(random(2, 6, 61, 100), 2))
+    yield Sample("groups over several programs, channels last", arguments(last(random(2, 60, 37, 45)), 6))
     yield Sample("no images", arguments(random(0, 64, 4, 4), 32))
+
+
+# --- Triton -----------------------------------------------------------------------------------------------------------
+
+# A group this large still fits the registers of one program: one launch instead of two or three.
+WHOLE_GROUP = 16_384
+
+# Programs that share the statistics: two rounds of four for each of an H200's 132 multiprocessors. More would leave
+# more partial results to combine.
+STATISTICS_PROGRAMS = 1_056
+
+# So that four programs of 8 warps fit a multiprocessor and keep it reading; left alone the compiler takes up to 89.
+STATISTICS_REGISTERS = 64
+
+
+def launch_options_whole(run: int) -> dict[str, int]:
+    """For groups of `run` numbers that one program keeps in registers."""
+    block = _power_of_two_from(run)
+    return {"BLOCK": block, "num_warps": min(16, max(1, block // 512))}
+
+
+def launch_options_run() -> dict[str, int]:
+    """For statistics of groups that lie in memory as one run: the numbers that a program reads at a time."""
+    return {"ROWS": 1, "COLUMNS": 4096, "num_warps": 8, "maxnreg": STATISTICS_REGISTERS}
+
+
+def launch_options_planes(pixels: int) -> dict[str, int]:
+    """For normalising channels of `pixels` numbers that lie together."""
+    block = min((4096, 2048, 1024), key=lambda size: -(-pixels // size) * size)
+    block = min(block, max(128, _power_of_two_from(pixels)))
+    return {"BLOCK": block, "num_warps": max(1, min(8, block // 512))}
+
+
+def launch_options_pixels(channels: int) -> dict[str, int]:
+    """For tensors whose channels lie together: pixels and channels that a program takes at a time."""
+    widest = min(512, _power_of_two_from(channels))
+    # As wide as leaves at most an eighth of the lanes without a channel.
+    fitting = [
+        size for size in (512, 256, 128, 64) if size <= widest and -(-channels // size) * size <= 9 / 8 * channels
+    ]
+    columns = fitting[0] if fitting else widest
+    return {"ROWS": max(1, 4096 // columns), "COLUMNS": columns, "num_warps": 8}
+
+
+def statistics_steps(tiles: int, programs: int) -> int:
+    """How many of a row's tiles one program takes when `programs` others do the same for other rows and columns."""
+    return -(-tiles // max(1, min(tiles, STATISTICS_PROGRAMS // programs)))
+
+
+# Tiles that one program normalises when channels lie together: statistics and weights of its channels are read once.
+PIXELS_STEPS = 4
+
+# Partial results that a program combines at a time.
+PARTIALS = 64
+
+
+def _power_of_two_from(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()
+
+
+@functools.cache
+def _functions() -> SimpleNamespace:
+    import triton
+    import triton.language as tl
+
+    # Means and sums of squared distances from them, never sums of squares: far from zero these lose every digit.
+    @triton.jit  # type: ignore[untyped-decorator]
+    def merged(count, mean, squares, axis: tl.constexpr):  # type: ignore[no-untyped-def]
+        total = tl.sum(count, axis=axis)
+        known = tl.maximum(total, 1.0)
+        center = tl.sum(count * mean, axis=axis) / known
+        # The first quotient carries the rounding of a sum that is large where the mean is; the second takes it back.
+        center += tl.sum(count * (mean - tl.expand_dims(center, axis)), axis=axis) / known
+        apart = mean - tl.expand_dims(center, axis)
+        return total, center, tl.sum(squares + count * apart * apart, axis=axis)
+
+    # Triton's interpreter finds functions among the names of the module alone.
+    globals().update(merged=merged)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def moments(partials_ptr, plane, first, parts, eps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Mean and reciprocal deviation of a group whose partial results lie together."""
+        lanes = tl.arange(0, BLOCK)
+        count = tl.zeros([BLOCK], dtype=tl.float32)
+        mean = tl.zeros([BLOCK], dtype=tl.float32)
+        squares = tl.zeros([BLOCK], dtype=tl.float32)
+        for start in range(0, parts, BLOCK):
+            places = partials_ptr + first + start + lanes
+            inside = start + lanes < parts
+            found = tl.load(places, mask=inside, other=0.0)
+            apart = tl.load(places + plane, mask=inside, other=0.0) - mean
+            squares += tl.load(places + 2 * plane, mask=inside, other=0.0)
+            total = count + found
+            share = found / tl.maximum(total, 1.0)
+            squares += apart * apart * count * share
+            mean += apart * share
+            count = total
+        total, center, deviations = merged(count, mean, squares, 0)
+        return center, tl.rsqrt(deviations / total + eps)
+
+    @triton.jit
+    def silu(x):  # type: ignore[no-untyped-def]
+        return x / (1.0 + tl.exp(-x))
+
+    globals().update(moments=moments, silu=silu)
+    return SimpleNamespace(merged=merged, moments=moments, silu=silu)
+
+
+@functools.cache
+def _whole_kernel() -> Any:
+    import triton
+    import triton.language as tl
+
+    merged, silu = _functions().merged, _functions().silu
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def group_norm_silu_whole_kernel(  # type: ignore[no-untyped-def]
+        x_ptr,
+        weight_ptr,
+        bias_ptr,
+        out_ptr,
+        eps,
+        channels,
+        pixels,
+        groups,
+        HAS_WEIGHT: tl.constexpr,
+        HAS_BIAS: tl.constexpr,
+        CHANNELS_LAST: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        row = tl.program_id(0).to(tl.int64)
+        group_channels = channels // groups
+        run = group_channels * pixels
+        lanes = tl.arange(0, BLOCK)
+        inside = lanes < run
+        first_channel = (row % groups) * group_channels
+        if CHANNELS_LAST:
+            channel = first_channel + lanes % group_channels
+            places = row // groups * channels * pixels + lanes // group_channels * channels + channel
+        else:
+            channel = first_channel + lanes // pixels
+            places = row * run + lanes
+        x = tl.load(x_ptr + places, mask=inside, other=0.0).to(tl.float32)
+        _, mean, squares = merged(inside.to(tl.float32), x, tl.zeros([BLOCK], dtype=tl.float32), 0)
+        y = (x - mean) * tl.rsqrt(squares / run + eps)
+        if HAS_WEIGHT:
+            y = y * tl.load(weight_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            y = y + tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out_ptr + places, silu(y).to(out_ptr.dtype.element_ty), mask=inside)
+
+    return group_norm_silu_whole_kernel
+
+
+@functools.cache
+def _statistics_kernel() -> Any:
+    import triton
+    import triton.language as tl
+
+    merged = _functions().merged
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def group_norm_silu_statistics_kernel(  # type: ignore[no-untyped-def]
+        x_ptr,
+        partials_ptr,
+        length,
+        width,
+        parts,
+        steps,
+        units,
+        plane,
+        UNIT: tl.constexpr,
+        ROWS: tl.constexpr,
+        COLUMNS: tl.constexpr,
+    ):
+        """Count, mean and squared distances for every `UNIT` neighbouring columns of a matrix of `length` numbers."""
+        blocks = tl.cdiv(width, COLUMNS)
+        block = tl.program_id(0) % blocks
+        part = tl.program_id(0) // blocks % parts
+        # 64 bits: a batch of video passes 2^31 numbers.
+        matrix = (tl.program_id(0) // blocks // parts).to(tl.int64)
+        columns = block * COLUMNS + tl.arange(0, COLUMNS)
+        places = tl.arange(0, ROWS)[:, None] * width + columns[None, :]
+        known = (columns < width)[None, :]
+        stride = ROWS * width
+        start = part.to(tl.int64) * steps * stride
+        left = length - start
+        x_part = x_ptr + matrix * length + start
+        mean = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+        squares = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+        full = tl.minimum(left // stride, steps).to(tl.int32)
+        for step in range(full):
+            x = tl.load(x_part + places, mask=known, other=0.0).to(tl.float32)
+            apart = x - mean
+            mean += apart * (1.0 / (step + 1))
+            squares += apart * (x - mean)
+            x_part += stride
+        count = tl.zeros([ROWS, COLUMNS], dtype=tl.float32) + full
+        # Only the last part of a matrix comes here, once.
+        if full < steps:
+            inside = (places < left - full.to(tl.int64) * stride) & known
+            x = tl.load(x_part + places, mask=inside, other=0.0).to(tl.float32)
+            apart = tl.where(inside, x - mean, 0.0)
+            mean += apart * (1.0 / (full + 1))
+            squares += apart * (x - mean)
+            count += inside.to(tl.float32)
+        count, mean, squares = merged(count, mean, squares, 0)
+        count = tl.reshape(count, [COLUMNS // UNIT, UNIT])
+        mean = tl.reshape(mean, [COLUMNS // UNIT, UNIT])
+        squares = tl.reshape(squares, [COLUMNS // UNIT, UNIT])
+        count, mean, squares = merged(count, mean, squares, 1)
+        unit = block * (COLUMNS // UNIT) + tl.arange(0, COLUMNS // UNIT)
+        made = partials_ptr + (matrix * units + unit) * parts + part
+        tl.store(made, count, mask=unit < units)
+        tl.store(made + plane, mean, mask=unit < units)
+        tl.store(made + 2 * plane, squares, mask=unit < units)
+
+    return group_norm_silu_statistics_kernel
+
+
+@functools.cache
+def _combine_kernel() -> Any:
+    import triton
+    import triton.language as tl
+
+    moments = _functions().moments
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def group_norm_silu_combine_kernel(  # type: ignore[no-untyped-def]
+        partials_ptr,
+        moments_ptr,
+        eps,
+        parts,
+        plane,
+        BLOCK: tl.constexpr,
+    ):
+        row = tl.program_id(0).to(tl.int64)
+        mean, scale = moments(partials_ptr, plane, row * parts, parts, eps, BLOCK)
+        tl.store(moments_ptr + 2 * row, mean)
+        tl.store(moments_ptr + 2 * row + 1, scale)
+
+    return group_norm_silu_combine_kernel
+
+
+@functools.cache
+def _planes_kernel() -> Any:
+    import triton
+    import triton.language as tl
+
+    moments, silu = _functions().moments, _functions().silu
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def group_norm_silu_planes_kernel(  # type: ignore[no-untyped-def]
+        x_ptr,
+        weight_ptr,
+        bias_ptr,
+        partials_ptr,
+        out_ptr,
+        eps,
+        channels,
+        pixels,
+        group_channels,
+        parts,
+        plane,
+        HAS_WEIGHT: tl.constexpr,
+        HAS_BIAS: tl.constexpr,
+        BLOCK: tl.constexpr,
+        PARTIALS: tl.constexpr,
+    ):
+        tiles = tl.cdiv(pixels, BLOCK)
+        tile = (tl.program_id(0) % tiles).to(tl.int64)
+        row = (tl.program_id(0) // tiles).to(tl.int64)
+        lanes = tl.arange(0, BLOCK)
+        places = row * pixels + tile * BLOCK + lanes
+        inside = lanes < pixels - tile * BLOCK
+        x = tl.load(x_ptr + places, mask=inside, other=0.0).to(tl.float32)
+        mean, scale = moments(partials_ptr, plane, row // group_channels * parts, parts, eps, PARTIALS)
+        if HAS_WEIGHT:
+            scale = scale * tl.load(weight_ptr + row % channels).to(tl.float32)
+        y = (x - mean) * scale
+        if HAS_BIAS:
+            y = y + tl.load(bias_ptr + row % channels).to(tl.float32)
+        tl.store(out_ptr + places, silu(y).to(out_ptr.dtype.element_ty), mask=inside)
+
+    return group_norm_silu_planes_kernel
+
+
+@functools.cache
+def _pixels_kernel() -> Any:
+    import triton
+    import triton.language as tl
+
+    silu = _functions().silu
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def group_norm_silu_pixels_kernel(  # type: ignore[no-untyped-def]
+        x_ptr,
+        weight_ptr,
+        bias_ptr,
+        moments_ptr,
+        out_ptr,
+        length,
+        channels,
+        groups,
+        parts,
+        HAS_WEIGHT: tl.constexpr,
+        HAS_BIAS: tl.constexpr,
+        ROWS: tl.constexpr,
+        COLUMNS: tl.constexpr,
+        STEPS: tl.constexpr,
+    ):
+        blocks = tl.cdiv(channels, COLUMNS)
+        block = tl.program_id(0) % blocks
+        part = tl.program_id(0) // blocks % parts
+        image = (tl.program_id(0) // blocks // parts).to(tl.int64)
+        columns = block * COLUMNS + tl.arange(0, COLUMNS)
+        known = columns < channels
+        of_group = moments_ptr + 2 * (image * groups + columns // (channels // groups))
+        mean = tl.load(of_group, mask=known, other=0.0)
+        scale = tl.load(of_group + 1, mask=known, other=0.0)
+        if HAS_WEIGHT:
+            scale = scale * tl.load(weight_ptr + columns, mask=known, other=0.0).to(tl.float32)
+        shift = tl.zeros([COLUMNS], dtype=tl.float32)
+        if HAS_BIAS:
+            shift = tl.load(bias_ptr + columns, mask=known, other=0.0).to(tl.float32)
+        places = tl.arange(0, ROWS)[:, None] * channels + columns[None, :]
+        stride = ROWS * channels
+        start = part.to(tl.int64) * STEPS * stride
+        for step in range(STEPS):
+            at = image * length + start + step * stride
+            inside = (places < length - start - step * stride) & known[None, :]
+            x = tl.load(x_ptr + at + places, mask=inside, other=0.0).to(tl.float32)
+            y = (x - mean[None, :]) * scale[None, :] + shift[None, :]
+            tl.store(out_ptr + at + places, silu(y).to(out_ptr.dtype.element_ty), mask=inside)
+
+    return group_norm_silu_pixels_kernel
+
+
+def run_triton(
+    x: torch.Tensor,
+    groups: int,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    out_dtype: torch.dtype | None,
+) -> torch.Tensor:
+    out = _empty_as(x, out_dtype or x.dtype)
+    if out.numel() == 0:
+        return out
+    channels_last = is_channels_last(x)
+    x = x if channels_last else x.contiguous()
+    affine = tuple(x if part is None else part.contiguous() for part in (weight, bias))
+    given = {"HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None}
+    images, channels = x.shape[:2]
+    pixels = x.numel() // (images * channels)
+    run = channels // groups * pixels
+    if run <= WHOLE_GROUP:
+        options = launch_options_whole(run)
+        sizes = (float(eps), channels, pixels, groups)
+        _whole_kernel()[(images * groups,)](x, *affine, out, *sizes, CHANNELS_LAST=channels_last, **given, **options)
+    elif channels_last:
+        _run_pixels(x, affine, out, groups, float(eps), given)
+    else:
+        _run_planes(x, affine, out, groups, float(eps), given)
+    return out
+
+
+def _run_planes(
+    x: torch.Tensor,
+    affine: tuple[torch.Tensor, ...],
+    out: torch.Tensor,
+    groups: int,
+    eps: float,
+    given: dict[str, bool],
+) -> None:
+    images, channels = x.shape[:2]
+    pixels = x.numel() // (images * channels)
+    rows, run = images * groups, channels // groups * pixels
+    options = launch_options_run()
+    width = options["COLUMNS"]
+    tiles = -(-run // (width * options["ROWS"]))
+    steps = statistics_steps(tiles, rows)
+    parts = -(-tiles // steps)
+    partials = x.new_empty((3, rows * parts), dtype=torch.float32)
+    sizes = (run, width, parts, steps, 1, rows * parts)
+    _statistics_kernel()[(rows * parts,)](x, partials, *sizes, UNIT=width, **options)
+    options = launch_options_planes(pixels)
+    programs = images * channels * -(-pixels // options["BLOCK"])
+    shapes = (channels, pixels, channels // groups, parts, rows * parts)
+    options["PARTIALS"] = min(PARTIALS, _power_of_two_from(parts))
+    _planes_kernel()[(programs,)](x, *affine, partials, out, eps, *shapes, **given, **options)
+
+
+def _run_pixels(
+    x: torch.Tensor,
+    affine: tuple[torch.Tensor, ...],
+    out: torch.Tensor,
+    groups: int,
+    eps: float,
+    given: dict[str, bool],
+) -> None:
+    images, channels = x.shape[:2]
+    length = x.numel() // images
+    options = launch_options_pixels(channels)
+    blocks = -(-channels // options["COLUMNS"])
+    tiles = -(-length // (channels * options["ROWS"]))
+    steps = statistics_steps(tiles, images * blocks)
+    parts = -(-tiles // steps)
+    # Channels of one group that a program can add up by halving: the largest power of two in their number.
+    group_channels = channels // groups
+    unit = min(group_channels & -group_channels, options["COLUMNS"])
+    units = channels // unit
+    plane = images * parts * units
+    partials = x.new_empty((3, plane), dtype=torch.float32)
+    sizes = (length, channels, parts, steps, units, plane)
+    _statistics_kernel()[(images * parts * blocks,)](
+        x, partials, *sizes, UNIT=unit, maxnreg=STATISTICS_REGISTERS, **options
+    )
+    moments = x.new_empty((images * groups, 2), dtype=torch.float32)
+    parts *= units // groups
+    block = min(1024, _power_of_two_from(parts))
+    _combine_kernel()[(images * groups,)](partials, moments, eps, parts, plane, BLOCK=block)
+    parts = -(-tiles // PIXELS_STEPS)
+    shapes = (length, channels, groups, parts)
+    _pixels_kernel()[(images * parts * blocks,)](
+        x, *affine, moments, out, *shapes, STEPS=PIXELS_STEPS, **given, **options
+    )
+
+
+def decline_triton(
+    x: torch.Tensor,
+    groups: int,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    out_dtype: torch.dtype | None,
+) -> str | None:
+    del groups, eps, out_dtype
+    return cannot_launch(x, weight, bias)
+
+
+# --- C++ --------------------------------------------------------------------------------------------------------------
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+ARGUMENTS = (*[cpp.POINTER] * 4, *[cpp.INTEGER] * 4, cpp.FLOAT, *[cpp.INTEGER] * 4)
+
+# Fewer numbers than this are not worth waking a second thread; the same as PyTorch's own.
+ONE_THREAD = 32_768
+
+
+def run_cpu(
+    x: torch.Tensor,
+    groups: int,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    out_dtype: torch.dtype | None,
+) -> torch.Tensor:
+    out = _empty_as(x, out_dtype or x.dtype)
+    if out.numel() == 0:
+        return out
+    channels_last = is_channels_last(x)
+    x = x if channels_last else x.contiguous()
+    affine = [None if part is None else part.float().contiguous() for part in (weight, bias)]
+    images, channels = x.shape[:2]
+    cpp.function(SOURCE, "group_norm_silu", ARGUMENTS)(
+        x.data_ptr(),
+        out.data_ptr(),
+        *(None if part is None else part.data_ptr() for part in affine),
+        images,
+        channels,
+        x.numel() // (images * channels),
+        groups,
+        eps,
+        channels_last,
+        x.dtype == torch.bfloat16,
+        out.dtype == torch.bfloat16,
+        1 if x.numel() < ONE_THREAD else torch.get_num_threads(),
+    )
+    return out
+
+
+def decline_cpu(
+    x: torch.Tensor,
+    groups: int,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    out_dtype: torch.dtype | None,
+) -> str | None:
+    del groups, eps
+    other = {str(dtype) for dtype in (x.dtype, out_dtype or x.dtype)} - {"torch.float32", "torch.bfloat16"}
+    if other:
+        return f"the kernel reads and writes float32 and bfloat16, not {', '.join(sorted(other))}"
+    return cpp.cannot_run(x, weight, bias)
 
 
 OP = Op(
@@ -63,4 +594,9 @@ OP = Op(
     reference=reference,
     fake=fake,
     samples=samples,
+    providers=(
+        Provider("triton", "group_norm_silu", run_triton, decline_triton),
+        Provider("cpu", "group_norm_silu", run_cpu, decline_cpu),
+    ),
+    keeps_strides=True,
 )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
-from tritium.ops.op import Op, Sample
+from tritium.ops.op import NARROW, Draw, Op, Provider, Sample, Shape, Trial, count, octave
 
 
 def reference(
@@ -44,10 +44,82 @@ def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
     yield Sample("no rows", arguments(random(0, 60), 7, "tanh"))
 
 
+def run_aten(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, approximate: str, out_dtype: torch.dtype | None
+) -> torch.Tensor:
+    """cuBLAS computes the activation in the product's epilogue, on the float32 sums."""
+    del approximate, out_dtype
+    assert bias is not None
+    rows = torch._addmm_activation(bias, x.reshape(-1, x.shape[-1]), weight.t(), use_gelu=True)
+    return rows.view(*x.shape[:-1], weight.shape[0])
+
+
+def decline_aten(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, approximate: str, out_dtype: torch.dtype | None
+) -> str | None:
+    if x.device.type != "cuda":
+        return f"only CUDA has a product with a tanh GELU in its epilogue, this graph runs on {x.device.type}"
+    if approximate != "tanh":
+        return "the epilogue computes the tanh form of GELU, the model has the erf form"
+    if bias is None:
+        return "the epilogue needs a bias"
+    if {x.dtype, weight.dtype, bias.dtype, out_dtype or x.dtype} != {x.dtype}:
+        return "input, weight, bias and result have different dtypes"
+    return None
+
+
+def shape(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, approximate: str, out_dtype: torch.dtype | None
+) -> Shape:
+    del bias, approximate, out_dtype
+    return {"tokens": octave(count(x.shape[:-1])), "k": octave(weight.shape[1]), "n": octave(weight.shape[0])}
+
+
+def alone(shape: Any, draw: Draw) -> dict[str, Any]:
+    tokens, k, n = (shape[name] for name in ("tokens", "k", "n"))
+    return {
+        "x": draw(1, tokens, k),
+        "weight": draw(n, k) / k**0.5,
+        "bias": draw(n),
+        "approximate": "tanh",
+        "out_dtype": None,
+    }
+
+
+def block(shape: Any, draw: Draw) -> tuple[Callable[..., Any], tuple[torch.Tensor, ...]]:
+    """A feed-forward whose second projection is narrow."""
+    given = alone(shape, draw)
+    inputs = (given["x"], given["weight"], given["bias"], draw(NARROW, shape["n"]) / shape["n"] ** 0.5)
+
+    def feed_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return F.linear(F.gelu(F.linear(x, weight, bias), approximate="tanh"), out)
+
+    return feed_forward, inputs
+
+
+TRIAL = Trial(
+    shape,
+    alone,
+    block,
+    standard=tuple(
+        {"tokens": tokens, "k": k, "n": n}
+        # FLUX and Qwen-Image (text and image), Wan 14B (text and video), SD3.5, Wan 1.3B.
+        for tokens, k, n in (
+            (256, 4096, 16384),
+            (4096, 2048, 8192),
+            (4096, 4096, 16384),
+            (32768, 2048, 8192),
+            (32768, 4096, 16384),
+        )
+    ),
+)
+
 OP = Op(
     name="linear_gelu",
     schema="(Tensor x, Tensor weight, Tensor? bias, str approximate, ScalarType? out_dtype) -> Tensor",
     reference=reference,
     fake=fake,
     samples=samples,
+    providers=(Provider("aten", "linear_gelu", run_aten, decline_aten),),
+    trial=TRIAL,
 )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from tritium import compat
 from tritium.errors import CatalogError, ProviderError
 
 NAMESPACE = "tritium"
@@ -33,6 +35,8 @@ class Provider:
     run: Callable[..., Result]
     # Why it cannot take these (possibly fake) arguments on this device, or None.
     decline: Callable[..., str | None]
+    # Whether `run` is made of PyTorch operators alone: it is then put into the graph as such, for Inductor to compile.
+    inlined: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,54 @@ class Sample:
 
     label: str
     arguments: Mapping[str, Any]
+
+
+# What the cost of an op depends on: sizes, rounded to classes, and forms by name.
+Shape = Mapping[str, int | str]
+
+# Draws a tensor of normal numbers, of the dtype and on the device that are being measured.
+Draw = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How the providers of an op are compared.
+
+    The op alone says what a kernel takes. The block says what it gives: it is what the op stands between in a model,
+    spelled as models spell it, with its neighbours cut narrow so that they do not hide the difference.
+    """
+
+    # The class of some (possibly fake) arguments.
+    shape: Callable[..., Shape]
+    # Arguments of a class.
+    alone: Callable[[Any, Draw], Mapping[str, Any]]
+    # A function with one site of the op, and its inputs.
+    block: Callable[[Any, Draw], tuple[Callable[..., Any], tuple[torch.Tensor, ...]]]
+    # The classes that known models have: what a shipped table covers.
+    standard: tuple[Shape, ...]
+
+
+# The width of a block's outer projections: what they take is small beside the op between them.
+NARROW = 64
+
+
+def present(size: Any) -> int:
+    """A size; of a symbolic one, the size it has in the call that is being compiled."""
+    return int(size) if isinstance(size, int) else compat.size_hint(size) or 1
+
+
+def count(sizes: Iterable[Any]) -> int:
+    """How many rows there are over some leading dims."""
+    return math.prod(map(present, sizes))
+
+
+def octave(size: Any) -> int:
+    """The power of two nearest to a size.
+
+    >>> octave(4608), octave(333), octave(0)
+    (4096, 256, 1)
+    """
+    return 1 << round(math.log2(max(1, present(size))))
 
 
 @dataclass(frozen=True)
@@ -59,6 +111,8 @@ class Op:
     samples: Callable[[torch.dtype, str], Iterator[Sample]]
     providers: tuple[Provider, ...] = ()
     keeps_strides: bool = False
+    # None: owned providers are used where they are pinned, never by themselves.
+    trial: Trial | None = None
 
     @property
     def qualified_name(self) -> str:
@@ -109,6 +163,11 @@ def _by_reference(op: Op, arguments: tuple[Any, ...]) -> Result:
     return tuple(part.contiguous() for part in result) if isinstance(result, tuple) else result.contiguous()
 
 
+def inlined_name(op: str, provider: str) -> str:
+    """The operator that stands for an inlined provider until the graph is traced."""
+    return f"{op}_by_{provider}"
+
+
 class Registration:
     """The ops of one catalogue, registered with PyTorch's dispatcher for as long as this lives."""
 
@@ -125,6 +184,12 @@ class Registration:
             launch = functools.partial(_launch, op, providers[op.name])
             self._library.impl(op.name, launch, "CompositeExplicitAutograd")
             torch.library.register_fake(op.qualified_name, _fake_of(op), lib=self._library)
+            for provider in providers[op.name].values():
+                if provider.inlined:
+                    # Composite: whoever traces it sees the operators it is made of, and not this one.
+                    name = inlined_name(op.name, provider.name)
+                    self._library.define(f"{name}{inputs} -> {outputs}")
+                    self._library.impl(name, provider.run, "CompositeImplicitAutograd")
 
 
 def _fake_of(op: Op) -> Callable[..., Result]:

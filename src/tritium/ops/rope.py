@@ -14,12 +14,13 @@ Cosines and sines come one a pair (their last dim is d / 2) or one an element (d
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
-from tritium.ops.op import Op, Sample
+from tritium.ops.op import NARROW, Draw, Op, Provider, Sample, Shape, Trial, count, octave
 
 INTERLEAVED, HALF, COMPLEX, MATRIX = MODES = ("interleaved", "half", "complex", "matrix")
 
@@ -106,10 +107,77 @@ def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
     yield Sample("Kandinsky: matrices", arguments(random(2, 7, 3, 60), (7, 1, 30, 2, 2), MATRIX))
 
 
+def decline_aten(
+    x: torch.Tensor,
+    table: torch.Tensor,
+    sin: torch.Tensor | None,
+    mode: str,
+    merge_heads: bool,
+    out_dtype: torch.dtype | None,
+) -> str | None:
+    del x, table, sin, merge_heads, out_dtype
+    return None if mode == COMPLEX else "the model writes it in real numbers already, which Inductor can fuse"
+
+
+def shape(
+    x: torch.Tensor,
+    table: torch.Tensor,
+    sin: torch.Tensor | None,
+    mode: str,
+    merge_heads: bool,
+    out_dtype: torch.dtype | None,
+) -> Shape:
+    del table, sin, merge_heads, out_dtype
+    return {"tokens": min(octave(count(x.shape[:-1])), MOST_ROWS), "width": octave(x.shape[-1]), "mode": mode}
+
+
+# A row is a head of a token. More of them are more of the same.
+MOST_ROWS = 131_072
+
+
+def alone(shape: Any, draw: Draw) -> dict[str, Any]:
+    heads = 16
+    tokens, width = max(1, shape["tokens"] // heads), shape["width"]
+    angles = draw(tokens, 1, width // 2).float()
+    table = torch.stack([angles.cos(), angles.sin()], -1)
+    return {
+        "x": draw(1, tokens, heads, width),
+        "table": torch.view_as_complex(table),
+        "sin": None,
+        "mode": shape["mode"],
+        "merge_heads": False,
+        "out_dtype": None,
+    }
+
+
+def block(shape: Any, draw: Draw) -> tuple[Callable[..., Any], tuple[torch.Tensor, ...]]:
+    """A projection, its complex rotation, and what reads that."""
+    given = alone(shape, draw)
+    _, tokens, heads, width = given["x"].shape
+    inner, outer = (draw(size, other) / other**0.5 for size, other in ((heads * width, NARROW), (NARROW, width)))
+
+    def rotated(x: torch.Tensor, inner: torch.Tensor, table: torch.Tensor, outer: torch.Tensor) -> torch.Tensor:
+        q = F.linear(x, inner).unflatten(-1, (heads, width))
+        pairs = torch.view_as_complex(q.float().reshape(*q.shape[:-1], -1, 2))
+        return F.linear(torch.view_as_real(pairs * table).flatten(3).type_as(q), outer)
+
+    return rotated, (draw(1, tokens, NARROW), inner, given["table"], outer)
+
+
+TRIAL = Trial(
+    shape,
+    alone,
+    block,
+    standard=tuple({"tokens": rows, "width": 128, "mode": COMPLEX} for rows in (8192, MOST_ROWS)),
+)
+
 OP = Op(
     name="rope",
     schema="(Tensor x, Tensor table, Tensor? sin, str mode, bool merge_heads, ScalarType? out_dtype) -> Tensor",
     reference=reference,
     fake=fake,
     samples=samples,
+    # The reference is real arithmetic: put into the graph, Inductor fuses it with what stands around it.
+    providers=(Provider("aten", "rope", reference, decline_aten, inlined=True),),
+    trial=TRIAL,
 )

@@ -1,0 +1,150 @@
+"""Which provider computes a site, and why.
+
+1. pinned           `force_provider` names one
+2. engine `eager`   the op's reference
+3. a table          the provider that was measured fastest inside a compiled block, for this device, shape and dtype
+4. otherwise        Inductor: the region stays as the model wrote it
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from tritium import device, ops, tuned
+from tritium.compiler.arguments import as_fake
+from tritium.config import CompilationConfig
+from tritium.errors import ProviderError, nearest
+from tritium.ops import INDUCTOR, REFERENCE, Op
+from tritium.passes import PassContext
+from tritium.tuned import Key
+
+LEFT_TO_INDUCTOR = "left to Inductor: no owned kernel is measured faster here"
+NOT_MEASURED = "left to Inductor: nothing was measured for this shape on this device"
+
+# Nothing is measured on a CPU unless the user asks for it, with `tritium tune`.
+WHERE_MEASURED = "cuda"
+
+# Measures some keys on this device and adds them to the user's table.
+Measure = Callable[[list[Key]], None]
+
+
+def choose_provider(op: Op, arguments: Mapping[str, Any], context: PassContext) -> tuple[str, str]:
+    """Which provider computes a site, and why."""
+    pinned = context.config.provider_for(op.name)
+    if pinned is not None:
+        return _pinned(op, pinned, arguments, context.config)
+    if context.config.engine == "eager":
+        return REFERENCE, "engine 'eager' runs the op's reference"
+    able, reasons = _able(op, arguments)
+    if not able:
+        return INDUCTOR, "; ".join(reasons) or LEFT_TO_INDUCTOR
+    key = key_of(op, arguments)
+    found = tuned.lookup(_device_name(context.device_type), key) if key is not None else None
+    if found is None:
+        return INDUCTOR, LEFT_TO_INDUCTOR if key is None else NOT_MEASURED
+    verdict, where = found
+    if verdict.provider != INDUCTOR and verdict.provider not in able:
+        return INDUCTOR, f"provider {verdict.provider!r} is fastest for such shapes and cannot take this one"
+    return verdict.provider, f"{verdict.why()}, {where}"
+
+
+def _able(op: Op, arguments: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """The owned providers that can take some arguments, and why others cannot."""
+    fakes = {name: as_fake(value) for name, value in arguments.items()}
+    able, reasons = [], []
+    for name, provider in ops.providers(op).items():
+        reason = provider.decline(**fakes)
+        if reason is None:
+            able.append(name)
+        else:
+            reasons.append(f"{name}: {reason}")
+    return able, reasons
+
+
+def key_of(op: Op, arguments: Mapping[str, Any]) -> Key | None:
+    """What is looked up for a site; None for an op whose providers are never compared."""
+    if op.trial is None:
+        return None
+    fakes = {name: as_fake(value) for name, value in arguments.items()}
+    return Key.of(op.name, op.trial.shape(**fakes), _dtype(fakes.values()))
+
+
+def _dtype(values: Iterable[Any]) -> torch.dtype:
+    """The dtype of the first tensor: what an op computes."""
+    for value in values:
+        for part in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(part, torch.Tensor):
+                return part.dtype
+    raise TypeError("an op without a tensor argument")
+
+
+@functools.cache
+def _device_name(device_type: str) -> str:
+    return device.describe(device_type).name
+
+
+def unmeasured(wanted: Iterable[tuple[Op, Mapping[str, Any]]], context: PassContext) -> list[Key]:
+    """The keys of sites that an owned provider could take and that no table knows."""
+    config = context.config
+    if context.device_type != WHERE_MEASURED or config.engine == "eager" or not config.measure_providers:
+        return []
+    keys: dict[Key, None] = {}
+    for op, arguments in wanted:
+        if op.trial is None or config.provider_for(op.name) is not None or not _able(op, arguments)[0]:
+            continue
+        key = key_of(op, arguments)
+        if key is not None and tuned.lookup(_device_name(context.device_type), key) is None:
+            keys[key] = None
+    return list(keys)
+
+
+def is_inlined(op: Op, provider: str) -> bool:
+    known = ops.providers(op).get(provider)
+    return known is not None and known.inlined
+
+
+def call_of(op: Op, provider: str) -> tuple[Callable[..., Any], dict[str, str]]:
+    """What a rewritten graph calls: the operator, or the one that stands for the PyTorch code of an inlined provider."""
+    if is_inlined(op, provider):
+        return getattr(torch.ops.tritium, ops.inlined_name(op.name, provider)).default, {}
+    return op.overload, {"provider": provider}
+
+
+def _pinned(op: Op, pinned: str, arguments: Mapping[str, Any], config: CompilationConfig) -> tuple[str, str]:
+    why = f"pinned by force_provider={pinned!r}"
+    if pinned in (INDUCTOR, REFERENCE):
+        return pinned, why
+    owned = ops.providers(op)
+    if pinned not in owned:
+        # Checked when the backend was made: some op has it, this one does not.
+        return INDUCTOR, f"op {op.name!r} has no provider {pinned!r}"
+    reason = owned[pinned].decline(**{name: as_fake(value) for name, value in arguments.items()})
+    if reason is None:
+        return pinned, why
+    if isinstance(config.force_provider, str):
+        return INDUCTOR, f"provider {pinned!r} cannot take it: {reason}"
+    able = ", ".join([INDUCTOR, REFERENCE])
+    raise ProviderError(f"provider {pinned!r} of op {op.name!r} cannot be used: {reason}; providers that can: {able}")
+
+
+def check_pins(config: CompilationConfig) -> None:
+    """Raise for a pinned provider or op that does not exist: it would otherwise be ignored at every site."""
+    known = {name: [INDUCTOR, REFERENCE, *ops.providers(op)] for name, op in ops.catalog().items()}
+    if isinstance(config.force_provider, str):
+        every = {provider for providers in known.values() for provider in providers}
+        if config.force_provider not in every:
+            raise ProviderError(
+                f"force_provider: no op has {config.force_provider!r}; {nearest(config.force_provider, every)}"
+            )
+        return
+    for op, provider in dict(config.force_provider or ()).items():
+        if op not in known:
+            raise ProviderError(f"force_provider: there is no op {op!r}; {nearest(op, known)}")
+        if provider not in known[op]:
+            raise ProviderError(
+                f"force_provider: op {op!r} has no provider {provider!r}; it has {', '.join(known[op])}"
+            )

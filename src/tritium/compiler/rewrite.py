@@ -1,0 +1,121 @@
+"""Put an op where a site was.
+
+Before:  x' = x + gate * y; ...; n = layer_norm(x'); m = n * (1 + scale) + shift; readers of x', in between and after
+After:   x', m = tritium::<op>(...), where the last of them was; readers of x' that came before that come after it now
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import fx
+
+from tritium.compiler.arguments import as_fake, as_node
+from tritium.fusions import Match
+from tritium.fusions.expression import mutated_arguments, same_shape, value_of
+from tritium.ops import Op
+
+DEPENDS_ON_ITSELF = "an argument of the op depends on one of its results"
+EFFECTS_BETWEEN = "something between the values of the region writes to memory or has another effect"
+
+
+def obstacle(match: Match) -> str | None:
+    """Why the values of a match cannot be computed at once, in one place; None where they can."""
+    if len(match.values) < 2:
+        return None
+    waiting = _waiting(match)
+    if any(node in waiting for node in match.inputs):
+        return DEPENDS_ON_ITSELF
+    node = min(match.values)
+    while waiting and node is not _last(match):
+        # What waits would read other values behind a write.
+        if mutated_arguments(node) and node not in match.writes:
+            return EFFECTS_BETWEEN
+        node = node.next
+    return None
+
+
+def _last(match: Match) -> fx.Node:
+    return max(match.values)
+
+
+def _waiting(match: Match) -> list[fx.Node]:
+    """The nodes before the last value that need an earlier one, and so must wait, in order; the region's own aside."""
+    last, own = _last(match), match.nodes | match.inner
+    late: set[fx.Node] = {value for value in match.values if value is not last}
+    waiting = []
+    node = min(match.values)
+    while node is not last:
+        if node not in late and any(needed in late for needed in node.all_input_nodes):
+            late.add(node)
+            if node not in own:
+                waiting.append(node)
+        node = node.next
+    return waiting
+
+
+def replace(match: Match, arguments: Mapping[str, Any], target: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Compute the values of a match by calling `target` with arguments and options."""
+    graph, root = match.root.graph, match.root
+    if root._erased or not any(value.users for value in match.values):
+        # Part of a larger region that has taken it over.
+        erase(match)
+        return
+    waiting = _waiting(match)
+    place = match.writes[-1].next if match.writes and not match.outputs else _last(match)
+    with graph.inserting_before(place):
+        given = tuple(as_node(graph, value) for value in arguments.values())
+        made = graph.call_function(target, given, dict(options))
+        results = [made] if not match.outputs else [_result(graph, made, index) for index in range(len(match.outputs))]
+        if match.shown:
+            results = [graph.call_method(match.shown[0], (result, *match.shown[1:])) for result in results]
+    if match.outputs:
+        made.meta["example_value"] = tuple(value_of(value) for value in match.outputs)
+    for value, result in zip(match.values, results, strict=True):
+        result.meta = dict(value.meta)
+        # What reads a tensor before it is complete, as the writes to it do, keeps reading the unfinished one.
+        for user in list(value.users):
+            if user > made or user in waiting:
+                user.replace_input_with(value, result)
+    for node in reversed(waiting):
+        results[-1].append(node)
+    erase(match)
+
+
+def _result(graph: fx.Graph, made: fx.Node, index: int) -> fx.Node:
+    return graph.call_function(operator.getitem, (made, index))
+
+
+def erase(match: Match) -> None:
+    """Take out of the graph what a replacement has left without a reader."""
+    graph = match.root.graph
+    for write in reversed(match.writes):
+        if not write._erased:
+            graph.erase_node(write)
+    left = [node for node in match.nodes | match.inner if not node._erased and node not in match.writes]
+    for node in sorted(left, reverse=True):
+        if not node.users:
+            graph.erase_node(node)
+
+
+def changed_meta(match: Match, op: Op, arguments: Mapping[str, Any]) -> str | None:
+    """How the op's results would differ from the values they replace, or None."""
+    wanted = [value_of(node) for node in match.values]
+    mode = getattr(wanted[0], "fake_mode", None)
+    if mode is None:
+        return "nothing is known about the value's shape"
+    with mode:
+        made = op.fake(**{name: as_fake(value) for name, value in arguments.items()})
+        results = made if isinstance(made, tuple) else (made,)
+        if match.shown:
+            results = tuple(getattr(result, match.shown[0])(*match.shown[1:]) for result in results)
+    for result, value in zip(results, wanted, strict=True):
+        if result.dtype != value.dtype:
+            return f"the replacement gives {result.dtype} where the model has {value.dtype}"
+        if not same_shape(result.shape, value.shape):
+            return f"the replacement gives shape {tuple(result.shape)} where the model has {tuple(value.shape)}"
+        if not same_shape(result.stride(), value.stride()):
+            return "the value is not contiguous, and the replacement's would be"
+    return None

@@ -1,0 +1,178 @@
+"""Compare the providers of ops on this device, inside a compiled block and alone, and keep the verdicts.
+
+A compilation that meets a shape which no table knows asks for it here; the measuring happens in a process of its own,
+because compiling inside a compilation would disturb both. Run as a module it reads keys from its standard input.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tritium import compat, device, measure, ops, tuned
+from tritium.compiler.explain import explain
+from tritium.config import CompilationConfig
+from tritium.errors import TritiumError
+from tritium.ops import INDUCTOR, Op
+from tritium.tuned import Key, Verdict
+
+# A verdict must not be a matter of luck: the block runs this long, its variants in turns.
+SECONDS = 1.5
+TIMEOUT = 900
+
+# Told what is measured, and its place among how many.
+Notify = Callable[[Key, int, int], None]
+
+
+def standard_keys(names: Sequence[str], dtypes: Sequence[torch.dtype]) -> list[Key]:
+    """The keys of the shapes that known models have."""
+    catalog = ops.catalog()
+    trials = [(name, catalog[name].trial) for name in names or catalog]
+    return [
+        Key.of(name, shape, dtype)
+        for name, trial in trials
+        if trial is not None
+        for shape in trial.standard
+        for dtype in dtypes
+    ]
+
+
+def compare(key: Key, device_type: str, seconds: float = SECONDS) -> Verdict:
+    """Measure one key: all providers that can take it, interleaved and sustained."""
+    op = ops.catalog()[key.op]
+    if op.trial is None:
+        raise TritiumError(f"op {key.op!r} has no trial: its providers are used where they are pinned")
+    dtype: torch.dtype = getattr(torch, key.dtype)
+    generator = torch.Generator(device_type).manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device_type).to(dtype)
+
+    shape = key.sizes()
+    with torch.inference_mode():
+        arguments = op.trial.alone(shape, draw)
+        able, remarks = _able(op, arguments)
+        block, inputs = op.trial.block(shape, draw)
+        sides = {name: _compiled(op, block, inputs, name) for name in (INDUCTOR, *able)}
+        blocks = {name: (lambda run=run: run(*inputs)) for name, run in sides.items()}
+        block_ms = _medians(blocks, device_type, seconds, 1.0)
+        alone_us = _medians(_alone(op, arguments, able), device_type, seconds / 3, 1e3)
+    torch.compiler.reset()
+    return Verdict(
+        key, tuned.winner(block_ms), block_ms, alone_us, _bytes(op, arguments), compat.version_text(), remarks
+    )
+
+
+def _able(op: Op, arguments: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
+    reasons = {name: provider.decline(**arguments) for name, provider in ops.providers(op).items()}
+    able = [name for name, reason in reasons.items() if reason is None]
+    return able, {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+def _compiled(op: Op, block: Callable[..., Any], inputs: tuple[Any, ...], provider: str) -> Callable[..., Any]:
+    from tritium.compiler.backend import Backend
+
+    config = CompilationConfig(force_provider={op.name: provider}, measure_providers=False)
+    compiled: Callable[..., Any] = torch.compile(block, backend=Backend(config), fullgraph=True, dynamic=False)
+    compiled(*inputs)
+    if provider != INDUCTOR:
+        sites = [site for record in explain(compiled).records for site in record.sites if site.fusion == op.name]
+        if not any(f"{provider!r}" in site.reason and site.outcome != "declined" for site in sites):
+            raise TritiumError(f"the block of op {op.name!r} has no site that provider {provider!r} takes: {sites}")
+    return compiled
+
+
+def _alone(op: Op, arguments: Mapping[str, Any], able: list[str]) -> dict[str, Callable[[], Any]]:
+    given = tuple(arguments.values())
+    reference = torch.compile(op.reference, fullgraph=True, dynamic=False)
+    runs: dict[str, Callable[[], Any]] = {INDUCTOR: lambda: reference(*given)}
+    for name in able:
+        provider = ops.providers(op)[name]
+        run = torch.compile(provider.run, fullgraph=True, dynamic=False) if provider.inlined else provider.run
+        runs[name] = lambda run=run: run(*given)  # type: ignore[misc]
+    return runs
+
+
+def _medians(runs: Mapping[str, Callable[[], Any]], device_type: str, seconds: float, unit: float) -> dict[str, float]:
+    burst = 10 if device_type == "cuda" else 1
+    timings = measure.interleave(runs, device_type, seconds=seconds, burst=burst, warmup=3)
+    return {name: round(timing.median_ms * unit, 4) for name, timing in timings.items()}
+
+
+def _bytes(op: Op, arguments: Mapping[str, Any]) -> int:
+    """The fewest bytes that must move: every input read once, every result written once."""
+    made = op.fake(**arguments)
+    flat = [part for value in arguments.values() for part in (value if isinstance(value, list) else [value])]
+    tensors = {id(part): part for part in (*flat, *(made if isinstance(made, tuple) else (made,)))}
+    return sum(part.numel() * part.element_size() for part in tensors.values() if isinstance(part, torch.Tensor))
+
+
+def measure_keys(
+    keys: Sequence[Key], device_type: str, path: Path, notify: Notify, seconds: float = SECONDS
+) -> list[Verdict]:
+    """Measure keys and keep each verdict as soon as it is there; one that cannot be had is kept as Inductor's, with why."""
+    name = device.describe(device_type).name
+    verdicts = []
+    for index, key in enumerate(keys):
+        notify(key, index, len(keys))
+        try:
+            verdict = compare(key, device_type, seconds)
+        except Exception as error:  # noqa: BLE001 - a kernel compiler may raise anything; the next key may still do
+            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            verdict = Verdict(
+                key, INDUCTOR, {INDUCTOR: 0.0}, torch=compat.version_text(), remarks={"not measured": reason}
+            )
+        tuned.write(path, name, [verdict])
+        verdicts.append(verdict)
+    return verdicts
+
+
+def measure_in_child(keys: Sequence[Key]) -> None:
+    """Measure keys on the current GPU in a process of its own, with a line of progress each."""
+    name = device.describe("cuda").name
+    path = tuned.user_folder() / tuned.file_name(name)
+    _say(f"measuring {len(keys)} kernel choices on {name}, once; they are kept in {path}")
+    job = {"keys": [asdict(key) for key in keys], "device": torch.cuda.current_device(), "path": str(path)}
+    # The interpreter and the program are our own.
+    child = subprocess.run(
+        [sys.executable, "-m", "tritium.compiler.tune"],
+        input=json.dumps(job),
+        text=True,
+        check=False,
+        timeout=TIMEOUT,
+        stdout=sys.stderr,
+    )
+    tuned.forget()
+    if child.returncode != 0:
+        warnings.warn(
+            f"tritium: measuring kernels failed with exit status {child.returncode}; Inductor keeps their regions",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"tritium: {text}\n")
+    sys.stderr.flush()
+
+
+def main() -> None:
+    job = json.loads(sys.stdin.read())
+    torch.cuda.set_device(job["device"])
+
+    def notify(key: Key, index: int, count: int) -> None:
+        _say(f"[{index + 1}/{count}] {key.op}, {key.shape}, {key.dtype}")
+
+    measure_keys([Key(**key) for key in job["keys"]], "cuda", Path(job["path"]), notify)
+
+
+if __name__ == "__main__":
+    main()

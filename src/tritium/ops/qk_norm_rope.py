@@ -1,0 +1,709 @@
+"""The query and the key of an attention: their parts normed, rotated and joined along tokens, rounded once.
+
+q and k hold parts [B, S_i, H, D] of any strides, in the order in which they are joined: text and image, or one. Each
+part has a norm weight of its own, or None, and a table of its own, or None: then it is not rotated. One table for
+several parts holds all of their tokens. `norm` tells what is divided by its root mean square:
+
+    head    D numbers of one head; weights are [D]
+    row     all H * D numbers of a token; weights are [H * D]
+    none    nothing; weights are [D]
+
+`rope` is a mode of the op `rope` or "none". Cosines and sines are [B or 1, S_i, D / 2 or D]; complex tables are
+[B or 1, S_i, D / 2], or as real pairs [B or 1, S_i, D / 2, 2], and have no sines. The results are [B, S, H, D], or
+[B, H, S, D] with `heads_first`. Computed in float32, or in float64 if any input is double.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+
+from tritium.ops import rope as rotation
+from tritium.ops.launch import cannot_launch
+from tritium.ops.op import NARROW, Draw, Op, Provider, Sample, Shape, Trial, count, octave, present
+
+HEAD, ROW, NONE = NORMS = ("head", "row", "none")
+ROPES = (rotation.INTERLEAVED, rotation.HALF, rotation.COMPLEX, NONE)
+
+T = TypeVar("T")
+
+# A head this wide is 32 numbers a thread of the one warp that takes it.
+WIDEST_HEAD = 1024
+# Numbers of a token, all of which one program holds in registers.
+WIDEST_TOKEN = 32_768
+
+WARPS = (1, 2, 4, 8, 16)
+
+
+def reference(
+    q: list[torch.Tensor],
+    k: list[torch.Tensor],
+    q_weights: list[torch.Tensor | None],
+    k_weights: list[torch.Tensor | None],
+    tables: list[torch.Tensor | None],
+    sines: list[torch.Tensor | None],
+    eps: float,
+    norm: str,
+    rope: str,
+    heads_first: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if norm not in NORMS or rope not in ROPES:
+        raise ValueError(f"norm {norm!r} is none of {', '.join(NORMS)}, or rope {rope!r} none of {', '.join(ROPES)}")
+    given = [t for t in (*q, *k, *q_weights, *k_weights, *tables, *sines) if t is not None]
+    wide = functools.reduce(torch.promote_types, (t.dtype.to_real() for t in given), torch.float32)
+    lengths = [part.shape[1] for part in q]
+    rotations = list(zip(_each_part(tables, lengths), _each_part(sines, lengths), strict=True))
+
+    def joined(parts: list[torch.Tensor], weights: list[torch.Tensor | None]) -> torch.Tensor:
+        done = []
+        for x, weight, (table, sine) in zip(parts, weights, rotations, strict=True):
+            value = _normed(x.to(wide), weight, eps, norm)
+            if table is not None and rope != NONE:
+                over_heads = None if sine is None else sine.unsqueeze(2)
+                value = rotation.reference(value, table.unsqueeze(2), over_heads, rope, False, None)
+            done.append(value.to(parts[0].dtype))
+        out = torch.cat(done, dim=1)
+        return out.transpose(1, 2) if heads_first else out
+
+    return joined(q, q_weights), joined(k, k_weights)
+
+
+def _each_part(tables: list[torch.Tensor | None], lengths: list[int]) -> list[torch.Tensor | None]:
+    if len(tables) == len(lengths):
+        return tables
+    [whole] = tables
+    return [None] * len(lengths) if whole is None else [*whole.split(lengths, dim=1)]
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float, norm: str) -> torch.Tensor:
+    if norm != NONE:
+        x = x * torch.rsqrt(x.square().mean((-2, -1) if norm == ROW else -1, keepdim=True) + eps)
+    if weight is None:
+        return x
+    return x * (weight.view(x.shape[-2:]) if norm == ROW else weight)
+
+
+def fake(
+    q: list[torch.Tensor],
+    k: list[torch.Tensor],
+    q_weights: list[torch.Tensor | None],
+    k_weights: list[torch.Tensor | None],
+    tables: list[torch.Tensor | None],
+    sines: list[torch.Tensor | None],
+    eps: float,
+    norm: str,
+    rope: str,
+    heads_first: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    del q_weights, k_weights, tables, sines, eps, norm, rope
+
+    def joined(parts: list[torch.Tensor]) -> torch.Tensor:
+        batch, _, heads, width = parts[0].shape
+        tokens = sum(part.shape[1] for part in parts)
+        return parts[0].new_empty((batch, heads, tokens, width) if heads_first else (batch, tokens, heads, width))
+
+    return joined(q), joined(k)
+
+
+def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
+    generator = torch.Generator(device_type).manual_seed(41)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device_type, dtype=torch.float32)
+
+    def arguments(
+        tokens: Sequence[int],
+        heads: int,
+        width: int,
+        norm: str,
+        rope: str,
+        *,
+        batch: int = 1,
+        k_heads: int | None = None,
+        table_batch: int = 1,
+        table_width: int | None = None,
+        tables: torch.dtype = torch.float32,
+        weighted: bool = True,
+        rotated: Sequence[bool] = (True, True),
+        heads_first: bool = False,
+    ) -> dict[str, Any]:
+        def weights(heads: int) -> list[torch.Tensor | None]:
+            size = heads * width if norm == ROW else width
+            return [random(size).to(dtype) if weighted else None for _ in tokens]
+
+        def table(length: int) -> torch.Tensor:
+            if rope == rotation.COMPLEX:
+                return torch.view_as_complex(random(table_batch, length, width // 2, 2))
+            return random(table_batch, length, table_width or width).to(tables)
+
+        turned = [rope != NONE and turns for turns in rotated[: len(tokens)]]
+        return {
+            "q": [random(batch, length, heads, width).to(dtype) for length in tokens],
+            "k": [random(batch, length, k_heads or heads, width).to(dtype) for length in tokens],
+            "q_weights": weights(heads),
+            "k_weights": weights(k_heads or heads),
+            "tables": [table(n) if turns else None for n, turns in zip(tokens, turned, strict=True)],
+            "sines": [
+                table(n) if turns and rope != rotation.COMPLEX else None
+                for n, turns in zip(tokens, turned, strict=True)
+            ],
+            "eps": 1e-6,
+            "norm": norm,
+            "rope": rope,
+            "heads_first": heads_first,
+        }
+
+    for rope in (rotation.INTERLEAVED, rotation.HALF):
+        for width in (2, 60, 72, 100, 126, 128):
+            yield Sample(f"{rope}, heads of {width}", arguments((2,), 3, width, HEAD, rope))
+        yield Sample(f"{rope}, one number a pair", arguments((1, 3), 3, 60, HEAD, rope, table_width=30))
+        yield Sample(f"{rope}, odd pairs", arguments((2,), 5, 126, ROW, rope, table_width=63, heads_first=True))
+        yield Sample(f"{rope}, narrow tables", arguments((2,), 3, 64, HEAD, rope, tables=dtype))
+        yield Sample(f"{rope}, no norm", arguments((2, 1), 3, 64, NONE, rope, weighted=False))
+        yield Sample(f"{rope}, one part rotated", arguments((2, 1), 3, 64, HEAD, rope, rotated=(True, False)))
+    yield Sample("wide heads", arguments((1, 7), 1, 256, HEAD, rotation.INTERLEAVED))
+    yield Sample("tables a sample", arguments((2, 1), 3, 64, HEAD, rotation.INTERLEAVED, batch=2, table_batch=2))
+    yield Sample("no weights", arguments((2,), 3, 64, HEAD, rotation.INTERLEAVED, batch=2, weighted=False))
+    yield Sample("fewer k heads", arguments((2,), 12, 64, HEAD, rotation.COMPLEX, k_heads=3, heads_first=True))
+    yield Sample("fewer k heads, rows", arguments((2,), 12, 64, ROW, rotation.HALF, k_heads=3))
+    yield Sample("three parts", arguments((1, 2, 1), 3, 64, HEAD, rotation.HALF, rotated=(True, False, True)))
+    yield Sample("FLUX", arguments((1, 2), 24, 128, HEAD, rotation.INTERLEAVED))
+    yield Sample("FLUX.2: heads first", arguments((1, 2), 48, 128, HEAD, rotation.INTERLEAVED, heads_first=True))
+    yield Sample(
+        "HunyuanVideo: only the image", arguments((2, 1), 24, 128, HEAD, rotation.COMPLEX, rotated=(True, False))
+    )
+    yield Sample("SD3: no rotation", arguments((2, 1), 38, 64, HEAD, NONE, heads_first=True))
+    yield Sample("Wan", arguments((2,), 40, 128, ROW, rotation.INTERLEAVED))
+    yield Sample("Wan: rows of 3072", arguments((2,), 24, 128, ROW, rotation.COMPLEX))
+    yield Sample("Wan: across attention", arguments((2,), 40, 128, ROW, NONE))
+    qwen = arguments((1, 2), 24, 128, HEAD, rotation.COMPLEX)
+    yield Sample("Qwen-Image", qwen)
+    pairs = [None if t is None else torch.view_as_real(t) for t in qwen["tables"]]
+    yield Sample("Qwen-Image: real pairs", {**qwen, "tables": pairs})
+    yield Sample("one table for both parts", {**qwen, "tables": [torch.cat(qwen["tables"], 1)], "sines": [None]})
+    yield Sample("conjugated", {**qwen, "tables": [t.conj() for t in qwen["tables"]]})
+    strided = arguments((7, 2), 3, 60, HEAD, rotation.INTERLEAVED, batch=2)
+    strided["q"] = [random(2, 3, 7, 60).to(dtype).transpose(1, 2), random(2, 2, 9, 60).to(dtype)[:, :, 3:6]]
+    strided["k"][0] = random(2, 7, 60, 3).to(dtype).transpose(2, 3)
+    strided["sines"][1] = random(1, 60, 2).transpose(1, 2)
+    yield Sample("transposed", strided)
+    yield Sample("no text", arguments((0, 2), 3, 64, HEAD, rotation.INTERLEAVED))
+    yield Sample("nothing", arguments((0,), 3, 64, HEAD, rotation.INTERLEAVED, batch=2))
+
+
+@functools.cache
+def _kernel() -> Any:  # noqa: C901, PLR0915 - what a kernel branches on are compile-time constants
+    import triton
+    import triton.language as tl
+
+    # Triton takes annotations for types of its own: only compile-time constants may have one.
+    @triton.jit  # type: ignore[untyped-decorator]
+    def chosen(is_key, is_second, q_first, q_second, k_first, k_second, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+        one = tl.where(is_key, k_first, q_first)
+        if PARTS == 2:
+            one = tl.where(is_second, tl.where(is_key, k_second, q_second), one)
+        return one
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def read(rows, inside, WIDTH: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Rows as they lie in memory: two halves, or the whole twice."""
+        if HALVES:
+            columns = tl.arange(0, BLOCK // 2)[None, :]
+            mask = inside & (columns < WIDTH // 2)
+            front = tl.load(rows + columns, mask=mask, other=0.0)
+            back = tl.load(rows + WIDTH // 2 + columns, mask=mask, other=0.0)
+        else:
+            columns = tl.arange(0, BLOCK)[None, :]
+            front = tl.load(rows + columns, mask=inside & (columns < WIDTH), other=0.0)
+            back = front
+        return front, back
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def paired(rows, HEADS: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr):  # type: ignore[no-untyped-def]
+        """The first and the second numbers of the pairs of what was read, [HEADS, BLOCK / 2] each."""
+        front, back = rows
+        a = front.to(tl.float32)
+        b = back.to(tl.float32)
+        if not HALVES:
+            # A thread holds both numbers of its pairs: nothing moves.
+            a, b = tl.split(tl.reshape(a, [HEADS, BLOCK // 2, 2]))
+        return a, b
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def write(  # type: ignore[no-untyped-def]
+        rows, a, b, inside, WIDTH: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr
+    ):
+        if HALVES:
+            columns = tl.arange(0, BLOCK // 2)[None, :]
+            mask = inside & (columns < WIDTH // 2)
+            tl.store(rows + columns, a, mask=mask)
+            tl.store(rows + WIDTH // 2 + columns, b, mask=mask)
+        else:
+            columns = tl.arange(0, BLOCK)[None, :]
+            both = tl.reshape(tl.join(a, b), [HEADS, BLOCK])
+            tl.store(rows + columns, both, mask=inside & (columns < WIDTH))
+
+    # Triton's interpreter finds functions among the names of the module alone.
+    globals().update(chosen=chosen, read=read, paired=paired, write=write)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def qk_norm_rope_kernel(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0912, PLR0915
+        q_first,
+        q_second,
+        k_first,
+        k_second,
+        q_first_weight,
+        q_second_weight,
+        k_first_weight,
+        k_second_weight,
+        first_table,
+        second_table,
+        first_sine,
+        second_sine,
+        q_out,
+        k_out,
+        eps,
+        tokens,
+        first_tokens,
+        q_first_batch,
+        q_first_token,
+        q_first_head,
+        q_second_batch,
+        q_second_token,
+        q_second_head,
+        k_first_batch,
+        k_first_token,
+        k_first_head,
+        k_second_batch,
+        k_second_token,
+        k_second_head,
+        first_table_batch,
+        first_table_token,
+        second_table_batch,
+        second_table_token,
+        Q_HEADS: tl.constexpr,
+        K_HEADS: tl.constexpr,
+        WIDTH: tl.constexpr,
+        PARTS: tl.constexpr,
+        TABLES: tl.constexpr,
+        NORM: tl.constexpr,
+        WEIGHTED: tl.constexpr,
+        TABLE: tl.constexpr,
+        FIRST_TURNS: tl.constexpr,
+        SECOND_TURNS: tl.constexpr,
+        HALVES: tl.constexpr,
+        HEADS_FIRST: tl.constexpr,
+        BLOCK: tl.constexpr,
+        HEADS: tl.constexpr,
+        ROUNDS: tl.constexpr,
+        TOGETHER: tl.constexpr,
+        X_UNIT: tl.constexpr,
+        TABLE_UNIT: tl.constexpr,
+    ):
+        # q and k of a token are neighbours: the second to ask for the token's tables finds them in the L2 cache.
+        program = tl.program_id(0)
+        is_key = program % 2 == 1
+        row = program // 2
+        # 64 bits: tokens times heads times width passes 2^31 for video.
+        sample = (row // tokens).to(tl.int64)
+        place = (row % tokens).to(tl.int64)
+        is_second = place >= first_tokens
+        token = place
+        if PARTS == 2:
+            token = tl.where(is_second, place - first_tokens, place)
+        x_batch = chosen(is_key, is_second, q_first_batch, q_second_batch, k_first_batch, k_second_batch, PARTS)
+        x_token = chosen(is_key, is_second, q_first_token, q_second_token, k_first_token, k_second_token, PARTS)
+        x_head = chosen(is_key, is_second, q_first_head, q_second_head, k_first_head, k_second_head, PARTS)
+        x_ptr = chosen(is_key, is_second, q_first, q_second, k_first, k_second, PARTS)
+        x_row = x_ptr + (sample * x_batch + token * x_token) * X_UNIT
+        heads = Q_HEADS if Q_HEADS == K_HEADS else tl.where(is_key, K_HEADS, Q_HEADS)
+
+        lane = tl.arange(0, HEADS)[:, None].to(tl.int64)
+        loaded = ()
+        for index in tl.static_range(ROUNDS):
+            head = index * HEADS + lane
+            loaded += (read(x_row + head * x_head * X_UNIT, head < heads, WIDTH, BLOCK, HALVES),)  # type: ignore[assignment]
+        if TOGETHER:
+            # To save registers ptxas puts later loads behind arithmetic with earlier ones; none passes a barrier.
+            tl.debug_barrier()
+
+        # Weights and tables are read as [HEADS, .], as x is: they come in the layout of x, without a trip through
+        # shared memory, and stay in registers for all heads of the token.
+        same = lane * 0
+        everywhere = same == 0
+        if TABLE != "none":
+            table_ptr = chosen(False, is_second, first_table, second_table, first_table, second_table, TABLES)
+            sine_ptr = chosen(False, is_second, first_sine, second_sine, first_sine, second_sine, TABLES)
+            batch = chosen(False, is_second, first_table_batch, second_table_batch, 0, 0, TABLES)
+            step = chosen(False, is_second, first_table_token, second_table_token, 0, 0, TABLES)
+            angles = same + (sample * batch + (token if TABLES == PARTS else place) * step) * TABLE_UNIT
+            turns = everywhere
+            if FIRST_TURNS != SECOND_TURNS:
+                turns = everywhere & (is_second == SECOND_TURNS)
+            if TABLE == "complex":
+                a_cos, a_sin = paired(read(table_ptr + angles, turns, WIDTH, BLOCK, False), HEADS, BLOCK, False)
+                b_cos, b_sin = a_cos, a_sin
+            elif TABLE == "pair":
+                pairs = tl.arange(0, BLOCK // 2)[None, :]
+                known = turns & (pairs < WIDTH // 2)
+                a_cos = tl.load(table_ptr + angles + pairs, mask=known, other=0.0).to(tl.float32)
+                a_sin = tl.load(sine_ptr + angles + pairs, mask=known, other=0.0).to(tl.float32)
+                b_cos, b_sin = a_cos, a_sin
+            else:
+                a_cos, b_cos = paired(read(table_ptr + angles, turns, WIDTH, BLOCK, HALVES), HEADS, BLOCK, HALVES)
+                a_sin, b_sin = paired(read(sine_ptr + angles, turns, WIDTH, BLOCK, HALVES), HEADS, BLOCK, HALVES)
+            if FIRST_TURNS != SECOND_TURNS:
+                a_cos = tl.where(turns, a_cos, 1.0)
+                b_cos = tl.where(turns, b_cos, 1.0)
+        if WEIGHTED:
+            weight = chosen(is_key, is_second, q_first_weight, q_second_weight, k_first_weight, k_second_weight, PARTS)
+            if NORM != "row":
+                a_weight, b_weight = paired(read(weight + same, everywhere, WIDTH, BLOCK, HALVES), HEADS, BLOCK, HALVES)
+                if TABLE != "none":
+                    # All heads have the same weight: it becomes part of the rotation.
+                    a_cos, a_sin = a_cos * a_weight, a_sin * b_weight
+                    b_cos, b_sin = b_cos * b_weight, b_sin * a_weight
+
+        if NORM == "row":
+            squares = tl.zeros([HEADS, BLOCK // 2], dtype=tl.float32)
+            for index in tl.static_range(ROUNDS):
+                a, b = paired(loaded[index], HEADS, BLOCK, HALVES)
+                squares += a * a + b * b
+            scale = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / (heads * WIDTH) + eps)
+        done = ()
+        for index in tl.static_range(ROUNDS):
+            a, b = paired(loaded[index], HEADS, BLOCK, HALVES)
+            if NORM == "head":
+                scale = tl.rsqrt(tl.sum(a * a + b * b, axis=1) / WIDTH + eps)[:, None]
+            if WEIGHTED and NORM == "row":
+                head = index * HEADS + lane
+                rows = read(weight + head * WIDTH, head < heads, WIDTH, BLOCK, HALVES)
+                a_weight, b_weight = paired(rows, HEADS, BLOCK, HALVES)
+            if WEIGHTED and (NORM == "row" or TABLE == "none"):
+                a, b = a * a_weight, b * b_weight
+            if TABLE != "none":
+                a, b = a * a_cos - b * a_sin, b * b_cos + a * b_sin
+            if NORM != "none":
+                a, b = a * scale, b * scale
+            done += ((a.to(q_out.dtype.element_ty), b.to(q_out.dtype.element_ty)),)  # type: ignore[assignment]
+
+        # Last: no load can pass a store.
+        if HEADS_FIRST:
+            out_row = tl.where(is_key, k_out, q_out) + (sample * heads * tokens + place) * WIDTH
+            out_head = tokens * WIDTH
+        else:
+            out_row = tl.where(is_key, k_out, q_out) + (sample * tokens + place) * heads * WIDTH
+            out_head = WIDTH
+        for index in tl.static_range(ROUNDS):
+            head = index * HEADS + lane
+            a, b = done[index]
+            write(out_row + head * out_head, a, b, head < heads, WIDTH, HEADS, BLOCK, HALVES)
+
+    return qk_norm_rope_kernel
+
+
+def launch_options(heads: int, width: int, itemsize: int, *, halves: bool) -> dict[str, int]:
+    """Heads that a program takes in a round, its rounds and its warps.
+
+    In a round a thread loads 16 bytes: with more it would hold two heads, and the token's table twice. As many warps as
+    leave a thread four loads, all under way together and all rotated by the table it read once, with at most an eighth
+    of the threads idle. More warps where a thread would have to hold more than sixteen loads.
+    """
+    lanes = _power_of_2(width) // 2 if halves else _power_of_2(width)
+    heads_a_warp = max(1, 32 * 16 // itemsize // lanes)
+    loads = 2 if halves else 1
+
+    def rounds(warps: int) -> int:
+        return -(-heads // (heads_a_warp * warps))
+
+    def idle(warps: int) -> float:
+        return 1 - heads / (rounds(warps) * heads_a_warp * warps)
+
+    busy = [warps for warps in WARPS if loads * rounds(warps) >= 4 and idle(warps) <= 1 / 8]
+    enough = [warps for warps in WARPS if loads * rounds(warps) <= 16]
+    warps = max(busy[-1] if busy else WARPS[0], enough[0] if enough else WARPS[-1])
+    return {"HEADS": heads_a_warp * warps, "ROUNDS": rounds(warps), "TOGETHER": True, "num_warps": warps}
+
+
+def _power_of_2(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def run_triton(
+    q: list[torch.Tensor],
+    k: list[torch.Tensor],
+    q_weights: list[torch.Tensor | None],
+    k_weights: list[torch.Tensor | None],
+    tables: list[torch.Tensor | None],
+    sines: list[torch.Tensor | None],
+    eps: float,
+    norm: str,
+    rope: str,
+    heads_first: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q_out, k_out = fake(q, k, q_weights, k_weights, tables, sines, eps, norm, rope, heads_first)
+    batch, first_tokens, heads, width = q[0].shape
+    tokens = sum(part.shape[1] for part in q)
+    if batch * tokens == 0:
+        return q_out, k_out
+    rows = [_rows(part) for part in (q[0], q[-1], k[0], k[-1])]
+    weights = [rows[0] if w is None else w.contiguous() for w in (*_ends(q_weights), *_ends(k_weights))]
+    rotations = [None if rope == NONE else _rotation(*given) for given in zip(tables, sines, strict=True)]
+    turned = [(rows[0], rows[0]) if given is None else given for given in _ends(rotations)]
+    x_unit, x_strides = _in_units([_steps(row)[:3] for row in rows])
+    table_unit, table_strides = _in_units([_steps(cosines)[:2] for cosines, _ in turned])
+    _kernel()[(2 * batch * tokens,)](
+        *rows,
+        *weights,
+        *(cosines for cosines, _ in turned),
+        *(sine for _, sine in turned),
+        q_out,
+        k_out,
+        float(eps),
+        tokens,
+        first_tokens,
+        *x_strides,
+        *table_strides,
+        Q_HEADS=heads,
+        K_HEADS=k[0].shape[2],
+        WIDTH=width,
+        PARTS=len(q),
+        TABLES=len(tables),
+        NORM=norm,
+        WEIGHTED=q_weights[0] is not None,
+        TABLE=_table_kind(tables, rope, width),
+        FIRST_TURNS=rotations[0] is not None,
+        SECOND_TURNS=rotations[-1] is not None,
+        HALVES=rope == rotation.HALF,
+        HEADS_FIRST=heads_first,
+        BLOCK=_power_of_2(width),
+        X_UNIT=x_unit,
+        TABLE_UNIT=table_unit,
+        **launch_options(max(heads, k[0].shape[2]), width, q[0].element_size(), halves=rope == rotation.HALF),
+    )
+    return q_out, k_out
+
+
+def _ends(given: Sequence[T | None]) -> tuple[T | None, T | None]:
+    """The first and the last, each in place of the other if that is missing."""
+    first, last = given[0], given[-1]
+    return (last if first is None else first), (first if last is None else last)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _steps(x: torch.Tensor) -> list[int]:
+    """Strides; of a dim of size 1, whose stride means nothing and may be odd, 0."""
+    return [0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]
+
+
+def _in_units(strides: list[list[int]]) -> tuple[int, list[int]]:
+    """Strides in units of the largest power of 2, up to 16, that divides all: the kernel then knows what they divide by."""
+    flat = [stride for steps in strides for stride in steps]
+    unit = math.gcd(16, *flat)
+    return unit, [stride // unit for stride in flat]
+
+
+def _rotation(table: torch.Tensor | None, sine: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Cosines and sines with the same strides; complex numbers as real pairs, side by side, twice."""
+    if table is None:
+        return None
+    cosines = _rows(_real(table).flatten(2))
+    sines = cosines if sine is None else _rows(sine)
+    if _steps(cosines) != _steps(sines):
+        return cosines.contiguous(), sines.contiguous()
+    return cosines, sines
+
+
+def _real(table: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(table.resolve_conj()) if table.is_complex() else table
+
+
+def _table_kind(tables: list[torch.Tensor | None], rope: str, width: int) -> str:
+    widths = {table.shape[-1] for table in tables if table is not None}
+    if rope == NONE or not widths:
+        return NONE
+    if rope == rotation.COMPLEX:
+        return rope
+    return "element" if widths == {width} else "pair"
+
+
+def decline_triton(
+    q: list[torch.Tensor],
+    k: list[torch.Tensor],
+    q_weights: list[torch.Tensor | None],
+    k_weights: list[torch.Tensor | None],
+    tables: list[torch.Tensor | None],
+    sines: list[torch.Tensor | None],
+    eps: float,
+    norm: str,
+    rope: str,
+    heads_first: bool,
+) -> str | None:
+    del eps, norm, heads_first
+    if len(q) > 2:
+        return f"the kernel takes one or two parts, got {len(q)}"
+    width = q[0].shape[-1]
+    if any(part.shape[-1] != width for part in (*q, *k)) or width % 2 or width > WIDEST_HEAD:
+        return f"the kernel takes heads of one even width up to {WIDEST_HEAD}"
+    if max(q[0].shape[2], k[0].shape[2]) * width > WIDEST_TOKEN:
+        return f"the kernel takes tokens of up to {WIDEST_TOKEN:,} numbers"
+    weights = [*q_weights, *k_weights]
+    if len({weight is None for weight in weights}) > 1:
+        return "some parts have a norm weight and some have none"
+    angles = [] if rope == NONE else [_real(table) for table in (*tables, *sines) if table is not None]
+    sizes = [math.prod(table.shape[2:]) for table in angles]
+    if any(size != sizes[0] or size not in (width, width // 2) for size in sizes):
+        return f"the kernel takes tables of {width // 2} or {width} numbers a token, the same for all parts"
+    for group in ((*q, *k), weights, angles):
+        dtypes = {str(tensor.dtype) for tensor in group if tensor is not None}
+        if len(dtypes) > 1:
+            return f"the kernel takes one dtype for all parts, got {', '.join(sorted(dtypes))}"
+    return cannot_launch(*q, *k, *weights, *angles)
+
+
+def shape(
+    q: list[torch.Tensor],
+    k: list[torch.Tensor],
+    q_weights: list[torch.Tensor | None],
+    k_weights: list[torch.Tensor | None],
+    tables: list[torch.Tensor | None],
+    sines: list[torch.Tensor | None],
+    eps: float,
+    norm: str,
+    rope: str,
+    heads_first: bool,
+) -> Shape:
+    del k, q_weights, k_weights, tables, sines, eps
+    tokens = sum(count((part.shape[0], part.shape[1])) for part in q)
+    return {
+        "tokens": min(octave(tokens), MOST_TOKENS),
+        "heads": present(q[0].shape[2]),
+        "width": present(q[0].shape[3]),
+        "parts": len(q),
+        "norm": norm,
+        "rope": rope,
+        "out": "heads" if heads_first else "tokens",
+    }
+
+
+# More tokens are more of the same, and the attention of the block grows with their square.
+MOST_TOKENS = 8192
+
+
+def alone(shape: Any, draw: Draw) -> dict[str, Any]:
+    heads, width, rope = shape["heads"], shape["width"], shape["rope"]
+    sizes = _split(shape)
+    weight = draw(heads * width if shape["norm"] == ROW else width)
+    angles = [draw(1, size, width // 2).float() for size in sizes]
+    tables: list[torch.Tensor | None] = [None] * len(sizes)
+    sines: list[torch.Tensor | None] = [None] * len(sizes)
+    if rope == rotation.COMPLEX:
+        tables = [torch.view_as_complex(torch.stack([angle.cos(), angle.sin()], -1)) for angle in angles]
+    elif rope != NONE:
+        whole = torch.cat(angles, 1).repeat_interleave(2, -1)
+        tables, sines = [whole.cos()], [whole.sin()]
+    return {
+        "q": [draw(1, size, heads, width) for size in sizes],
+        "k": [draw(1, size, heads, width) for size in sizes],
+        "q_weights": [weight] * len(sizes),
+        "k_weights": [weight] * len(sizes),
+        "tables": tables,
+        "sines": sines,
+        "eps": 1e-6,
+        "norm": shape["norm"],
+        "rope": rope,
+        "heads_first": shape["out"] == "heads",
+    }
+
+
+def _split(shape: Any) -> list[int]:
+    """The tokens of the parts: an eighth is text where there are two."""
+    tokens: int = shape["tokens"]
+    return [tokens] if shape["parts"] == 1 else [tokens // 8, tokens - tokens // 8]
+
+
+def block(shape: Any, draw: Draw) -> tuple[Callable[..., Any], tuple[torch.Tensor, ...]]:
+    """An attention between narrow projections: FLUX's, Qwen-Image's, Wan's or SD3's order of things."""
+    given = alone(shape, draw)
+    heads, width, rope, by_row = shape["heads"], shape["width"], shape["rope"], shape["norm"] == ROW
+    parts = len(given["q"])
+    streams = [draw(1, size, NARROW) for size in _split(shape)]
+    inner = [draw(heads * width, NARROW) / NARROW**0.5 for _ in "qkv"]
+    outer = draw(NARROW, heads * width) / (heads * width) ** 0.5
+    angles = [table for table in (*given["tables"], *given["sines"]) if table is not None]
+
+    def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if by_row:
+            x = F.rms_norm(x, (heads * width,), weight, 1e-6)
+            return torch.unflatten(x, -1, (heads, width))
+        x = x.unflatten(-1, (heads, width))
+        x = x.transpose(1, 2) if rope == NONE else x
+        return F.rms_norm(x, (width,), weight, 1e-6)
+
+    def turned(x: torch.Tensor, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+        if rope == rotation.COMPLEX:
+            pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+            return torch.view_as_real(pairs * tables[0].unsqueeze(2)).flatten(3).type_as(x)
+        first, second = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
+        crossed = torch.stack([-second, first], -1).flatten(3)
+        cos, sin = (table.unsqueeze(2) for table in tables)
+        return (x.float() * cos + crossed.float() * sin).to(x.dtype)
+
+    def attention(*inputs: torch.Tensor) -> torch.Tensor:
+        xs, (weight, q, k, v, out), tables = inputs[:parts], inputs[parts : parts + 5], inputs[parts + 5 :]
+        sides = []
+        for project in (q, k):
+            side = [normed(F.linear(x, project), weight) for x in xs]
+            if rope == rotation.COMPLEX:
+                side = [turned(x, [table]) for x, table in zip(side, tables, strict=True)]
+            joined = torch.cat(side, 2 if rope == NONE else 1) if parts > 1 else side[0]
+            if rope == NONE:
+                sides.append(joined)
+            else:
+                joined = joined if rope == rotation.COMPLEX else turned(joined, tables)
+                sides.append(joined.transpose(1, 2))
+        values = torch.cat([F.linear(x, v).unflatten(-1, (heads, width)) for x in xs], 1).transpose(1, 2)
+        made = F.scaled_dot_product_attention(sides[0], sides[1], values)
+        return F.linear(made.transpose(1, 2).flatten(2), out)
+
+    return attention, (*streams, given["q_weights"][0], *inner, outer, *angles)
+
+
+TRIAL = Trial(
+    shape,
+    alone,
+    block,
+    standard=tuple(
+        {"tokens": tokens, "heads": heads, "width": width, "parts": parts, "norm": norm, "rope": rope, "out": out}
+        for tokens, heads, width, parts, norm, rope, out in (
+            # FLUX's double and single blocks, Qwen-Image, Wan 14B and 1.3B, SD3.5.
+            (4096, 24, 128, 2, HEAD, rotation.INTERLEAVED, "tokens"),
+            (4096, 24, 128, 1, HEAD, rotation.INTERLEAVED, "tokens"),
+            (4096, 24, 128, 2, HEAD, rotation.COMPLEX, "tokens"),
+            (8192, 40, 128, 1, ROW, rotation.INTERLEAVED, "tokens"),
+            (8192, 12, 128, 1, ROW, rotation.INTERLEAVED, "tokens"),
+            (4096, 38, 64, 2, HEAD, NONE, "heads"),
+        )
+    ),
+)
+
+OP = Op(
+    name="qk_norm_rope",
+    schema=(
+        "(Tensor[] q, Tensor[] k, Tensor?[] q_weights, Tensor?[] k_weights, Tensor?[] tables, Tensor?[] sines, "
+        "float eps, str norm, str rope, bool heads_first) -> (Tensor, Tensor)"
+    ),
+    reference=reference,
+    fake=fake,
+    samples=samples,
+    providers=(Provider("triton", "qk_norm_rope", run_triton, decline_triton),),
+    trial=TRIAL,
+)

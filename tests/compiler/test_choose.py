@@ -1,0 +1,201 @@
+"""Which provider is chosen, and what is measured when."""
+
+import pytest
+import torch
+
+import tritium
+from tritium import tuned
+from tritium.compiler import choose, tune
+from tritium.ops import linear_gelu, rms_norm, rope
+from tritium.passes import PassContext
+from tritium.tuned import Key, Verdict
+
+
+def context(device_type="cpu", **settings):
+    return PassContext(tritium.CompilationConfig(**settings), device_type)
+
+
+def complex_rope():
+    return {
+        "x": torch.randn(1, 7, 3, 8),
+        "table": torch.randn(7, 1, 4, dtype=torch.complex64),
+        "sin": None,
+        "mode": "complex",
+        "merge_heads": False,
+        "out_dtype": None,
+    }
+
+
+def plain_norm():
+    return {"x": torch.randn(2, 8), "weight": None, "eps": 1e-6, "out_dtype": None}
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    """Makes a verdict known for this machine's CPU and for a GPU of that name."""
+    monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path)
+    monkeypatch.setattr(choose, "_device_name", lambda device_type: "machine")
+
+    def add(key, **block_ms):
+        row = Verdict(key, tuned.winner(block_ms), block_ms, torch=tune.compat.version_text())
+        tuned.write(tmp_path / tuned.file_name("machine"), "machine", [row])
+
+    return add
+
+
+class TestChoice:
+    def test_an_op_that_is_never_compared_is_left_to_inductor(self):
+        provider, why = choose.choose_provider(rms_norm.OP, plain_norm(), context())
+        assert provider == "inductor"
+        assert "runs on cpu" in why
+
+    def test_without_a_measurement_inductor_keeps_it_and_says_so(self, table):
+        del table
+        assert choose.choose_provider(rope.OP, complex_rope(), context()) == ("inductor", choose.NOT_MEASURED)
+
+    @pytest.mark.parametrize(("ms", "provider"), [(0.5, "aten"), (0.99, "inductor")])
+    def test_a_measurement_decides(self, table, ms, provider):
+        arguments = complex_rope()
+        table(choose.key_of(rope.OP, arguments), inductor=1.0, aten=ms)
+        chosen, why = choose.choose_provider(rope.OP, arguments, context())
+        assert chosen == provider
+        assert f"{1 / ms:.2f}x against Inductor in a block" in why
+        assert why.endswith("on this machine")
+
+    def test_a_provider_that_cannot_take_the_arguments_is_not_chosen(self, table):
+        arguments = {
+            "x": torch.randn(2, 8),
+            "weight": torch.randn(8, 8),
+            "bias": None,
+            "approximate": "tanh",
+            "out_dtype": None,
+        }
+        table(choose.key_of(linear_gelu.OP, arguments), inductor=1.0, aten=0.5)
+        provider, why = choose.choose_provider(linear_gelu.OP, arguments, context())
+        assert provider == "inductor"
+        assert "only CUDA" in why
+
+    def test_a_pin_beats_the_table(self, table):
+        arguments = complex_rope()
+        table(choose.key_of(rope.OP, arguments), inductor=1.0, aten=0.5)
+        provider, why = choose.choose_provider(rope.OP, arguments, context(force_provider={"rope": "inductor"}))
+        assert (provider, why) == ("inductor", "pinned by force_provider='inductor'")
+
+    def test_the_eager_engine_asks_no_table(self, table):
+        arguments = complex_rope()
+        table(choose.key_of(rope.OP, arguments), inductor=1.0, aten=0.5)
+        assert choose.choose_provider(rope.OP, arguments, context(engine="eager"))[0] == "reference"
+
+
+class TestUnmeasured:
+    def test_a_gpu_is_asked_once_about_each_shape(self, table):
+        wanted = [(rope.OP, complex_rope()), (rope.OP, complex_rope()), (rms_norm.OP, plain_norm())]
+        keys = choose.unmeasured(wanted, context("cuda"))
+        assert keys == [choose.key_of(rope.OP, complex_rope())]
+        table(keys[0], inductor=1.0, aten=2.0)
+        assert choose.unmeasured(wanted, context("cuda")) == []
+
+    @pytest.mark.parametrize(
+        "asked",
+        [
+            context("cpu"),
+            context("cuda", measure_providers=False),
+            context("cuda", engine="eager"),
+            context("cuda", force_provider="inductor"),
+            context("cuda", force_provider={"rope": "aten"}),
+        ],
+        ids=["cpu", "switched off", "eager", "pinned", "pinned op"],
+    )
+    def test_nothing_is_measured_unasked(self, table, asked):
+        del table
+        assert choose.unmeasured([(rope.OP, complex_rope())], asked) == []
+
+    def test_symbolic_sizes_are_measured_at_their_present_size(self, table):
+        from torch._subclasses import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        del table
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        torch._dynamo.mark_dynamic(x := torch.randn(1, 4608, 3, 8), 1)
+        fake = {**complex_rope(), "x": mode.from_tensor(x, static_shapes=False)}
+        assert choose.key_of(rope.OP, fake).sizes()["tokens"] == 16384
+        assert not mode.shape_env.guards
+
+
+def attention(x, table):
+    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * table).flatten(3).type_as(x)
+
+
+def test_a_compilation_asks_for_what_it_needs_and_uses_the_answer(table, monkeypatch):
+    """The whole way, with a device whose kernels are made up: only the measuring is replaced."""
+    asked = []
+
+    def measure(keys):
+        asked.append(keys)
+        for key in keys:
+            table(key, inductor=1.0, aten=0.5)
+
+    from tritium.compiler import pipeline
+
+    monkeypatch.setattr(pipeline, "measure_in_child", measure)
+    monkeypatch.setattr(choose, "WHERE_MEASURED", "cpu")
+    x, freqs = torch.randn(2, 7, 3, 8), torch.randn(7, 1, 4, dtype=torch.complex64)
+    with torch.inference_mode():
+        compiled = torch.compile(attention, backend=tritium.Backend(), fullgraph=True)
+        torch.testing.assert_close(compiled(x, freqs), attention(x, freqs))
+        torch._dynamo.reset()
+        compiled(x, freqs)
+    assert [[key.op for key in keys] for keys in asked] == [["rope"]]
+    report = tritium.explain(compiled)
+    assert report.sites["rope"].inductor == 1
+    assert "2.00x against Inductor" in next(iter(report.sites["rope"].reasons))
+    # Spelled in real numbers: nothing falls back to ATen any more.
+    assert not any("view_as_complex" in entry["op"] or "mul" in entry["op"] for entry in report.fallbacks)
+
+
+@pytest.mark.codegen
+def test_a_comparison_on_this_machine(tmp_path):
+    key = Key.of("rope", {"tokens": 64, "width": 8, "mode": "complex"}, torch.float32)
+    told = []
+    path = tmp_path / "t.json"
+    (row,) = tune.measure_keys([key], "cpu", path, lambda *what: told.append(what), seconds=0.05)
+    assert told == [(key, 0, 1)]
+    assert set(row.block_ms) == {"inductor", "aten"}
+    assert all(ms > 0 for ms in (*row.block_ms.values(), *row.alone_us.values()))
+    assert row.provider == tuned.winner(row.block_ms)
+    # x and result of 64 rows of 8 floats, and the table of 4 tokens.
+    assert row.bytes == 2 * 64 * 8 * 4 + 4 * 4 * 8
+    assert tuned.read(path) == {key: row}
+
+
+def test_what_cannot_be_measured_is_inductor_s_with_the_reason(tmp_path, monkeypatch):
+    def broken(*arguments):
+        raise RuntimeError("no such luck\nat all")
+
+    monkeypatch.setattr(tune, "compare", broken)
+    key = Key.of("rope", {"tokens": 64, "width": 8, "mode": "complex"}, torch.float32)
+    (row,) = tune.measure_keys([key], "cpu", tmp_path / "t.json", lambda *what: None)
+    assert row.provider == "inductor"
+    assert row.why() == "not measured: RuntimeError: no such luck"
+
+
+@pytest.mark.parametrize("key", tune.standard_keys([], [torch.float32]), ids=str)
+def test_blocks_have_the_site_they_are_about(key, monkeypatch):
+    """Small, on the CPU, with engine `eager`: the block of every standard shape is recognised as what it stands for."""
+    op = tritium.compiler.tune.ops.catalog()[key.op]
+    small = {
+        name: min(size, 64) if isinstance(size, int) and name in tuned.STRETCHABLE else size
+        for name, size in key.sizes().items()
+    }
+    generator = torch.Generator().manual_seed(0)
+    block, inputs = op.trial.block(small, lambda *shape: torch.randn(*shape, generator=generator))
+    with torch.inference_mode():
+        compiled = torch.compile(
+            block, backend=tritium.Backend(tritium.CompilationConfig(engine="eager")), fullgraph=True
+        )
+        torch.testing.assert_close(compiled(*inputs), block(*inputs), rtol=1e-3, atol=1e-3)
+    sites = [site for record in tritium.explain(compiled).records for site in record.sites if site.fusion == key.op]
+    assert [site.outcome for site in sites] == ["fused"], sites
+    arguments = op.trial.alone(small, lambda *shape: torch.randn(*shape, generator=generator))
+    assert dict(op.trial.shape(**arguments)) == small

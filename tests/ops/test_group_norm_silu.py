@@ -1,0 +1,271 @@
+"""What `group_norm_silu` promises beyond the contract of every op: memory formats, numbers far from zero, threads."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from fidelity import assert_no_worse, error
+from tritium import device, ops
+from tritium.ops import cpp, group_norm_silu
+
+OP = ops.catalog()["group_norm_silu"]
+
+needs_compiler = pytest.mark.skipif(cpp.cannot_run() is not None, reason=str(cpp.cannot_run()))
+
+
+def random(*shape: int, seed: int = 3) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def last(x: torch.Tensor) -> torch.Tensor:
+    return x.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+def run(provider: str, x: torch.Tensor, groups: int, *, out_dtype=None, seed: int = 5) -> torch.Tensor:
+    weight, bias = random(x.shape[1], seed=seed), random(x.shape[1], seed=seed + 1)
+    return OP.overload(x, groups, weight, bias, 1e-6, out_dtype, provider=provider)
+
+
+def check(provider: str, x: torch.Tensor, groups: int) -> float:
+    """The provider's error against float64, which must not be worse than eager's."""
+    weight, bias = random(x.shape[1], seed=5), random(x.shape[1], seed=6)
+    made = run(provider, x, groups)
+    exact = group_norm_silu.reference(x.double(), groups, weight.double(), bias.double(), 1e-6, torch.float64)
+    eager = group_norm_silu.reference(x, groups, weight, bias, 1e-6, None)
+    assert made.stride() == eager.stride()
+    assert not ops.failed_providers()
+    assert_no_worse(made, eager, exact, f"{provider} {tuple(x.shape)}")
+    return error(made, exact)
+
+
+FORMATS = {
+    "contiguous": (random(2, 6, 3, 4), torch.contiguous_format),
+    "channels last": (last(random(2, 6, 3, 4)), torch.channels_last),
+    "channels last, one image": (last(random(1, 6, 3, 4)), torch.channels_last),
+    "channels last, video": (last(random(2, 6, 2, 3, 4)), torch.channels_last_3d),
+    "one channel: both": (last(random(2, 1, 3, 4)), torch.contiguous_format),
+    "one pixel: both": (last(random(2, 6, 1, 1)), torch.contiguous_format),
+    "neither: every second column": (random(2, 6, 3, 8)[..., ::2], torch.contiguous_format),
+    "neither: some channels": (last(random(2, 8, 3, 4))[:, :6], torch.contiguous_format),
+    "neither: height and width swapped": (random(2, 6, 4, 3).transpose(2, 3), torch.contiguous_format),
+}
+
+
+class TestMemoryFormat:
+    @pytest.mark.parametrize("provider", ["reference", pytest.param("cpu", marks=needs_compiler)])
+    @pytest.mark.parametrize("name", FORMATS)
+    def test_is_kept(self, name, provider):
+        x, memory_format = FORMATS[name]
+        made = run(provider, x, 1)
+        assert made.stride() == torch.empty(x.shape).contiguous(memory_format=memory_format).stride()
+        assert made.stride() == group_norm_silu.fake(x, 1, None, None, 1e-6, None).stride()
+        torch.testing.assert_close(made, run("reference", x.contiguous(), 1))
+
+    def test_is_kept_for_sequences(self):
+        """PyTorch has no name for channels last of one dimension."""
+        x = last(random(2, 6, 9))
+        assert run("reference", x, 2).stride() == x.stride() == (54, 1, 6)
+
+    @pytest.mark.parametrize("name", [name for name in FORMATS if "both" not in name])
+    def test_of_a_dynamic_shape_costs_no_guard(self, name):
+        x, _ = FORMATS[name]
+        shapes = ShapeEnv()
+        mode = FakeTensorMode(shape_env=shapes)
+        sizes = [DimDynamic.STATIC if dim == 1 else DimDynamic.DYNAMIC for dim in range(x.ndim)]
+        with mode:
+            fake = mode.from_tensor(x, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
+            before = len(shapes.guards)
+            made = group_norm_silu.fake(fake, 1, None, None, 1e-6, None)
+        assert len(shapes.guards) == before
+        assert (made.stride(1) == 1) == ("channels last" in name)
+
+    @needs_compiler
+    @pytest.mark.parametrize("x", [random(2, 6, 8, 9), last(random(2, 6, 8, 9))], ids=["contiguous", "channels last"])
+    def test_is_what_inductor_expects(self, x):
+        compiled = torch.compile(lambda x: run("cpu", x, 3), dynamic=True)
+        for part in (x, x[:, :, :5]):
+            # Slicing the height keeps either format dense only within an image: both ways must hold.
+            torch.testing.assert_close(compiled(part), run("reference", part, 3))
+
+
+@needs_compiler
+class TestCpu:
+    @pytest.mark.parametrize("arranged", [torch.Tensor.contiguous, last], ids=["contiguous", "channels last"])
+    @pytest.mark.parametrize("threads", [1, 2, 3, 5])
+    def test_any_number_of_threads_gives_the_same(self, threads, arranged):
+        """Three rows of four groups: whole rows, rows in pieces, and rows of fewer pixels than threads."""
+        before = torch.get_num_threads()
+        try:
+            torch.set_num_threads(threads)
+            assert check("cpu", arranged(random(3, 20, 29, 31)), 4) < 1e-6
+            assert check("cpu", arranged(random(1, 20_000, 2)), 4) < 1e-6
+        finally:
+            torch.set_num_threads(before)
+
+    def test_asks_for_torch_s_threads(self, monkeypatch):
+        asked = []
+        monkeypatch.setattr(cpp, "function", lambda *named: lambda *given: asked.append(given[-1]))
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 13)
+        run("cpu", random(1, 32, 64, 64), 4)
+        run("cpu", random(1, 32, 4, 4), 4)
+        assert asked == [13, 1]
+
+    @pytest.mark.parametrize("arranged", [torch.Tensor.contiguous, last], ids=["contiguous", "channels last"])
+    def test_does_not_see_where_the_numbers_lie(self, arranged):
+        """A norm takes away scale and offset, which a power of two and whole numbers change without rounding."""
+        x = random(2, 12, 40, 41).mul(64).round()
+        plain, moved = (run("cpu", arranged(part), 3) for part in (x, x * 4 + 512))
+        torch.testing.assert_close(moved, plain, atol=2e-6, rtol=1e-5)
+
+    @pytest.mark.parametrize("arranged", [torch.Tensor.contiguous, last], ids=["contiguous", "channels last"])
+    def test_the_order_of_pixels_does_not_matter(self, arranged):
+        x, order = random(2, 12, 40, 41), torch.randperm(40, generator=torch.Generator().manual_seed(1))
+        torch.testing.assert_close(run("cpu", arranged(x[:, :, order]), 3), run("cpu", arranged(x), 3)[:, :, order])
+
+    @pytest.mark.parametrize("arranged", [torch.Tensor.contiguous, last], ids=["contiguous", "channels last"])
+    @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+    def test_one_bad_number_spoils_its_group_alone(self, value, arranged):
+        x = random(2, 12, 40, 41)
+        good = run("cpu", arranged(x), 3)
+        x[1, 5, 3, 2] = value
+        made = run("cpu", arranged(x), 3)
+        assert made[1, 4:8].isnan().all()
+        assert torch.equal(made[0], good[0])
+        torch.testing.assert_close(made[1, :4], good[1, :4])
+        torch.testing.assert_close(made[1, 8:], good[1, 8:])
+
+    def test_silu_over_its_whole_range(self):
+        """Without a norm in the way: one group a channel of two opposite numbers gives the bias plus or minus one."""
+        bias = torch.cat([torch.linspace(-120, 120, 4001), torch.tensor([-1e30, 1e30, -3e38, 3e38])])
+        x = torch.tensor([1.0, -1.0]).expand(1, bias.numel(), 2)
+        made = OP.overload(x, bias.numel(), torch.zeros_like(bias), bias, 1e-6, None, provider="cpu")
+        exact = F.silu(bias.double())[None, :, None].expand(made.shape)
+        torch.testing.assert_close(made.double(), exact, rtol=3e-7, atol=1e-35)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("arranged", [torch.Tensor.contiguous, last], ids=["contiguous", "channels last"])
+    def test_either_dtype_in_and_out(self, dtype, out_dtype, arranged):
+        x = arranged(random(2, 12, 5, 7).to(dtype))
+        made = run("cpu", x, 3, out_dtype=out_dtype)
+        assert made.dtype == out_dtype
+        torch.testing.assert_close(made, run("reference", x, 3, out_dtype=out_dtype))
+
+    def test_bfloat16_is_rounded_to_the_nearest_even(self):
+        """Of all numbers, and of NaN with a full mantissa."""
+        bias = torch.arange(0, 2**32, 65_521, dtype=torch.int64).to(torch.int32).view(torch.float32)
+        x = torch.zeros(1, bias.numel(), 1)
+        wide, narrow = (
+            OP.overload(x, bias.numel(), None, bias, 1e-6, dtype, provider="cpu")
+            for dtype in (torch.float32, torch.bfloat16)
+        )
+        torch.testing.assert_close(narrow, wide.bfloat16(), rtol=0, atol=0, equal_nan=True)
+
+    def test_declines_what_it_cannot_read(self):
+        provider = ops.providers(OP)["cpu"]
+        said = "the kernel reads and writes float32 and bfloat16, not torch.float16"
+        assert provider.decline(random(1, 2, 3).half(), 1, None, None, 1e-6, None) == said
+        assert provider.decline(random(1, 2, 3), 1, None, None, 1e-6, torch.float16) == said
+        assert "runs on meta" in provider.decline(random(1, 2, 3).to("meta"), 1, None, None, 1e-6, None)
+
+
+FAR_FROM_ZERO = {
+    "whole groups": (random(1, 12, 9, 16) + 1000, 3),
+    "groups over several programs": (random(1, 4, 97, 203) + 1000, 2),
+    "each channel elsewhere": (random(1, 12, 65, 107) + torch.linspace(-1000, 1000, 12)[None, :, None, None], 3),
+    "each row elsewhere": (random(1, 12, 65, 107) + torch.linspace(-1000, 1000, 65)[None, None, :, None], 3),
+}
+
+
+class TestFarFromZero:
+    def test_a_sum_of_squares_would_fail(self):
+        x, groups = FAR_FROM_ZERO["whole groups"]
+        rows = x.reshape(groups, -1)
+        variance = rows.square().mean(1) - rows.mean(1).square()
+        assert ((variance / rows.double().var(1, correction=0)) - 1).abs().max() > 1e-3
+
+    @needs_compiler
+    @pytest.mark.parametrize("name", FAR_FROM_ZERO)
+    @pytest.mark.parametrize("arranged", [torch.Tensor.contiguous, last], ids=["contiguous", "channels last"])
+    def test_cpu(self, name, arranged):
+        x, groups = FAR_FROM_ZERO[name]
+        # Far better than float32 can hold the mean itself.
+        assert check("cpu", arranged(x), groups) < 1e-6
+
+    @pytest.mark.skipif(not device.has_triton(), reason="triton is not installed")
+    def test_triton_in_the_interpreter(self):
+        """In a process of its own: Triton reads TRITON_INTERPRET when a kernel is defined."""
+        program = (
+            "import sys; sys.path[:0] = ['tests'];"
+            "from ops.test_group_norm_silu import check_triton; print(check_triton())"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "TRITON_INTERPRET": "1"},
+            cwd=Path(__file__).parent.parent.parent,
+        )
+        assert done.returncode == 0, done.stderr
+        assert int(done.stdout.split()[-1]) == 2 * 2 * len(FAR_FROM_ZERO)
+
+
+def check_triton() -> int:
+    """With as many programs as there are tiles, and with so few that each walks over several."""
+    checked = 0
+    for programs in (group_norm_silu.STATISTICS_PROGRAMS, 5):
+        group_norm_silu.STATISTICS_PROGRAMS = programs
+        for x, groups in FAR_FROM_ZERO.values():
+            check("triton", x, groups)
+            check("triton", last(x), groups)
+            checked += 2
+    return checked
+
+
+class TestLaunch:
+    @given(tiles=st.integers(1, 10**6), programs=st.integers(1, 10**6))
+    def test_statistics_are_shared_without_a_program_too_many(self, tiles, programs):
+        steps = group_norm_silu.statistics_steps(tiles, programs)
+        parts = -(-tiles // steps)
+        assert (parts - 1) * steps < tiles
+        assert parts == 1 or parts * programs <= group_norm_silu.STATISTICS_PROGRAMS
+
+    @given(channels=st.integers(1, 6000))
+    def test_few_lanes_have_no_channel(self, channels):
+        options = group_norm_silu.launch_options_pixels(channels)
+        columns = options["COLUMNS"]
+        lanes = -(-channels // columns) * columns
+        assert lanes - channels < max(64, channels / 8 + 1)
+        assert options["ROWS"] * columns <= 4096
+
+    @given(pixels=st.integers(1, 10**7))
+    def test_a_channel_fits_its_blocks(self, pixels):
+        block = group_norm_silu.launch_options_planes(pixels)["BLOCK"]
+        assert block.bit_count() == 1
+        assert -(-pixels // block) * block < 2 * max(pixels, 64) + 1
+
+    @pytest.mark.parametrize("shape", [(1, 128, 1024, 1024), (1, 256, 512, 512), (1, 512, 256, 256)])
+    def test_a_decoder_s_statistics_fill_an_h200(self, shape):
+        """Four programs on each of 132 multiprocessors, in either layout."""
+        images, channels, height, width = shape
+        options = group_norm_silu.launch_options_run()
+        tiles = channels // 32 * height * width // options["COLUMNS"]
+        assert 32 * -(-tiles // group_norm_silu.statistics_steps(tiles, 32)) >= 4 * 132
+        options = group_norm_silu.launch_options_pixels(channels)
+        tiles = height * width // options["ROWS"]
+        blocks = channels // options["COLUMNS"]
+        assert blocks * -(-tiles // group_norm_silu.statistics_steps(tiles, blocks)) >= 4 * 132
+
+    def test_triton_declines_float64(self):
+        provider = ops.providers(OP)["triton"]
+        assert provider.decline(random(1, 2, 3).double(), 1, None, None, 1e-6, None) is not None

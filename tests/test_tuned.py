@@ -1,0 +1,126 @@
+"""Tables of measurements: keys, verdicts, files, and which row is found."""
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tritium import compat, ops, tuned
+from tritium.tuned import Key, Verdict
+
+KEY = Key.of("linear_gelu", {"tokens": 4096, "k": 4096, "n": 16384}, "torch.bfloat16")
+
+
+def verdict(key=KEY, inductor=1.0, aten=0.8, torch=None):
+    times = {"inductor": inductor, "aten": aten}
+    return Verdict(key, tuned.winner(times), times, {"inductor": 7.0, "aten": 5.0}, 123, torch or compat.version_text())
+
+
+def test_a_key_is_its_text():
+    assert KEY.shape == "tokens=4096 k=4096 n=16384"
+    assert Key.of(KEY.op, KEY.sizes(), KEY.dtype) == KEY
+
+
+@pytest.mark.parametrize(
+    ("owned", "chosen"), [(0.5, "triton"), (0.97, "triton"), (0.971, "inductor"), (1.5, "inductor")]
+)
+def test_ties_within_the_margin_are_inductor_s(owned, chosen):
+    assert tuned.winner({"inductor": 1.0, "triton": owned}) == chosen
+
+
+class TestFiles:
+    def test_what_is_written_is_found(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path)
+        tuned.write(tmp_path / tuned.file_name("Some GPU"), "Some GPU", [verdict()])
+        found, where = tuned.lookup("Some GPU", KEY)
+        assert found == verdict()
+        assert where == "on this machine"
+        assert "1.25x against Inductor" in found.why()
+        assert tuned.lookup("Another GPU", KEY) is None
+
+    def test_a_row_replaces_the_one_before_and_leaves_the_others(self, tmp_path):
+        path, other = tmp_path / "t.json", Key("rope", "tokens=1", "float32")
+        tuned.write(path, "x", [verdict(), verdict(other)])
+        tuned.write(path, "x", [verdict(aten=2.0)])
+        assert tuned.read(path) == {KEY: verdict(aten=2.0), other: verdict(other)}
+        assert json.loads(path.read_text())["device"] == "x"
+
+    def test_rows_of_another_torch_are_not_believed(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path)
+        tuned.write(tmp_path / tuned.file_name("g"), "g", [verdict(torch="1.0")])
+        assert tuned.lookup("g", KEY) is None
+
+    @pytest.mark.parametrize(
+        "text", ["", "{", "[]", '{"rows": [{}]}', '{"rows": [{"op": "a", "shape": "", "dtype": "", "no": 1}]}']
+    )
+    def test_a_broken_file_is_no_table(self, text, tmp_path):
+        path = tmp_path / "t.json"
+        path.write_text(text)
+        assert tuned.read(path) == {}
+        tuned.write(path, "x", [verdict()])
+        assert tuned.read(path) == {KEY: verdict()}
+
+    def test_writers_at_once_leave_a_whole_file(self, tmp_path):
+        path = tmp_path / "t.json"
+        keys = [Key("op", f"tokens={size}", "float32") for size in range(20)]
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda key: tuned.write(path, "x", [verdict(key)]), keys))
+        found = tuned.read(path)
+        assert found
+        assert set(found) <= set(keys)
+        assert list(tmp_path.iterdir()) == [path]
+
+
+class TestLookup:
+    @pytest.fixture(autouse=True)
+    def _shipped(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(tuned, "SHIPPED", tmp_path / "shipped")
+        rows = [verdict(self.key(tokens), aten=ms) for tokens, ms in ((512, 0.9), (4096, 0.8))]
+        tuned.write(tmp_path / "shipped" / tuned.file_name("g"), "g", rows)
+        tuned.forget()
+
+    def key(self, tokens, k=64, op="linear_gelu"):
+        return Key.of(op, {"tokens": tokens, "k": k}, "float32")
+
+    def test_a_shipped_row_needs_no_measurement(self):
+        found, where = tuned.lookup("g", self.key(4096))
+        assert (found.block_ms["aten"], where) == (0.8, "shipped")
+
+    @pytest.mark.parametrize(("tokens", "ms"), [(1024, 0.9), (2048, 0.8), (16384, 0.8), (128, 0.9)])
+    def test_more_or_fewer_tokens_are_more_of_the_same(self, tokens, ms):
+        assert tuned.lookup("g", self.key(tokens))[0].block_ms["aten"] == ms
+
+    @pytest.mark.parametrize(
+        "key", [{"tokens": 32768}, {"tokens": 64}, {"tokens": 4096, "k": 128}, {"tokens": 512, "op": "rope"}]
+    )
+    def test_anything_else_is_unknown(self, key):
+        assert tuned.lookup("g", self.key(**key)) is None
+
+    def test_what_this_machine_measured_comes_first(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path)
+        tuned.write(tmp_path / tuned.file_name("g"), "g", [verdict(self.key(4096), aten=3.0)])
+        found, where = tuned.lookup("g", self.key(4096))
+        assert (found.provider, where) == ("inductor", "on this machine")
+
+
+SHIPPED = sorted(tuned.SHIPPED.glob("*.json"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_tables_say_what_their_numbers_say(path):
+    rows = tuned.read(path)
+    assert len(rows) == len(json.loads(path.read_text())["rows"]) > 0
+    for key, row in rows.items():
+        assert key.op in ops.catalog()
+        assert row.provider == tuned.winner(row.block_ms), key
+        assert set(row.block_ms) <= {"inductor", *ops.providers(ops.catalog()[key.op])}
+        assert row.bytes > 0
+        assert row.torch
+
+
+def test_nothing_is_measured_or_read_on_import():
+    program = "import sys, tritium; tritium.Backend; print('tritium.compiler.tune' in sys.modules and 'triton' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]
