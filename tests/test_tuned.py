@@ -15,7 +15,9 @@ KEY = Key.of("linear_gelu", {"tokens": 4096, "k": 4096, "n": 16384}, "torch.bflo
 
 def verdict(key=KEY, inductor=1.0, aten=0.8, torch=None):
     times = {"inductor": inductor, "aten": aten}
-    return Verdict(key, tuned.winner(times), times, {"inductor": 7.0, "aten": 5.0}, 123, torch or compat.version_text())
+    alone = {"inductor": 7.0, "aten": 5.0}
+    version = torch or compat.version_text()
+    return Verdict(key, tuned.winner(times), times, alone_us=alone, bytes=123, torch=version)
 
 
 def test_a_key_is_its_text():

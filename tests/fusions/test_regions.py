@@ -246,6 +246,19 @@ def test_a_chain_of_residuals_through_what_only_repeats_them():
     assert (sites["mul_add"].fused, sites["adalayernorm"].fused) == (3, 3)
 
 
+def test_what_repeats_the_residual_waits_for_it_too():
+    """The joined tokens feed the norm, which the region takes over, and a reader of their own."""
+
+    def function(x, y, s):
+        x = x + s * y
+        joined = torch.cat([x[:, :3], x[:, 3:]], 1)
+        seen = joined.exp()
+        return seen, x[:, :3], layer(joined) * (1 + s) + s
+
+    sites = check(function, *residual_inputs())
+    assert sites["residual_norm_modulate"].fused == 1
+
+
 class TestResidualsThatAreLeftAlone:
     def test_a_modulation_made_of_the_residual(self):
         def function(x, y, s):

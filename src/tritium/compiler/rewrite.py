@@ -42,16 +42,15 @@ def _last(match: Match) -> fx.Node:
 
 
 def _waiting(match: Match) -> list[fx.Node]:
-    """The nodes before the last value that need an earlier one, and so must wait, in order; the region's own aside."""
-    last, own = _last(match), match.nodes | match.inner
+    """The nodes before the last value that need an earlier one, and so must wait, in order."""
+    last = _last(match)
     late: set[fx.Node] = {value for value in match.values if value is not last}
     waiting = []
     node = min(match.values)
     while node is not last:
         if node not in late and any(needed in late for needed in node.all_input_nodes):
             late.add(node)
-            if node not in own:
-                waiting.append(node)
+            waiting.append(node)
         node = node.next
     return waiting
 

@@ -7,8 +7,10 @@ because compiling inside a compilation would disturb both. Run as a module it re
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -27,6 +29,9 @@ from tritium.tuned import Key, Verdict
 # A verdict must not be a matter of luck: the block runs this long, its variants in turns.
 SECONDS = 1.5
 TIMEOUT = 900
+
+CAPTURED_CALLS = 10
+HOST_ROUNDS = 50
 
 # Told what is measured, and its place among how many.
 Notify = Callable[[Key, int, int], None]
@@ -64,10 +69,19 @@ def compare(key: Key, device_type: str, seconds: float = SECONDS) -> Verdict:
         sides = {name: _compiled(op, block, inputs, name) for name in (INDUCTOR, *able)}
         blocks = {name: (lambda run=run: run(*inputs)) for name, run in sides.items()}
         block_ms = _medians(blocks, device_type, seconds, 1.0)
-        alone_us = _medians(_alone(op, arguments, able), device_type, seconds / 3, 1e3)
+        alone = _alone(op, arguments, able)
+        alone_us = _medians(alone, device_type, seconds / 3, 1e3)
+        host_us = _host_us(blocks, device_type) if device_type == "cuda" else {}
     torch.compiler.reset()
     return Verdict(
-        key, tuned.winner(block_ms), block_ms, alone_us, _bytes(op, arguments), compat.version_text(), remarks
+        key=key,
+        provider=tuned.winner(block_ms),
+        block_ms=block_ms,
+        alone_us=alone_us,
+        host_us=host_us,
+        bytes=_bytes(op, arguments),
+        torch=compat.version_text(),
+        remarks=remarks,
     )
 
 
@@ -102,9 +116,37 @@ def _alone(op: Op, arguments: Mapping[str, Any], able: list[str]) -> dict[str, C
 
 
 def _medians(runs: Mapping[str, Callable[[], Any]], device_type: str, seconds: float, unit: float) -> dict[str, float]:
-    burst = 10 if device_type == "cuda" else 1
-    timings = measure.interleave(runs, device_type, seconds=seconds, burst=burst, warmup=3)
-    return {name: round(timing.median_ms * unit, 4) for name, timing in timings.items()}
+    """What each run takes, in milliseconds times a unit; on a GPU what it takes there, the host's work aside."""
+    calls = CAPTURED_CALLS if device_type == "cuda" else 1
+    timed = {name: _captured(run, calls) for name, run in runs.items()} if device_type == "cuda" else runs
+    timings = measure.interleave(timed, device_type, seconds=seconds, burst=3 if calls > 1 else 1, warmup=3)
+    return {name: round(timing.median_ms / calls * unit, 4) for name, timing in timings.items()}
+
+
+def _captured(run: Callable[[], Any], calls: int) -> Callable[[], Any]:
+    """Some calls as one static graph: kernels of a few microseconds would otherwise measure the host."""
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            run()
+    return graph.replay
+
+
+def _host_us(runs: Mapping[str, Callable[[], Any]], device_type: str) -> dict[str, float]:
+    """Microseconds the host is busy with a call: what counts where the device waits for it."""
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(HOST_ROUNDS):
+        for name, run in runs.items():
+            device.synchronize(device_type)
+            start = time.perf_counter()
+            run()
+            taken[name].append((time.perf_counter() - start) * 1e6)
+    return {name: round(statistics.median(times), 1) for name, times in taken.items()}
 
 
 def _bytes(op: Op, arguments: Mapping[str, Any]) -> int:

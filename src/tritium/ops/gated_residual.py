@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tritium.ops.launch import cannot_launch
+from tritium.ops.launch import cannot_launch, remembered, start
 from tritium.ops.op import Op, Provider, Sample
 
 
@@ -89,8 +89,18 @@ def run_triton(x: torch.Tensor, gate: torch.Tensor, y: torch.Tensor, out_dtype: 
     if out.numel() == 0:
         return out
     block = min(2048, triton.next_power_of_2(width))
-    _kernel()[(batch * tokens, triton.cdiv(width, block))](
-        x.contiguous(), gate, y.contiguous(), out, width, tokens, *strides, BLOCK=block, num_warps=max(1, block // 512)
+    start(
+        _kernel(),
+        (batch * tokens, triton.cdiv(width, block)),
+        x.contiguous(),
+        gate,
+        y.contiguous(),
+        out,
+        width,
+        tokens,
+        *strides,
+        BLOCK=block,
+        num_warps=max(1, block // 512),
     )
     return out
 
@@ -108,5 +118,5 @@ OP = Op(
     reference=reference,
     fake=fake,
     samples=samples,
-    providers=(Provider("triton", "gated_residual", run_triton, decline_triton),),
+    providers=(Provider("triton", "gated_residual", remembered(run_triton), decline_triton),),
 )

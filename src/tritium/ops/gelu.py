@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
 from tritium.ops import rows
-from tritium.ops.launch import NARROW, cannot_launch
+from tritium.ops.launch import NARROW, cannot_launch, remembered, start
 from tritium.ops.op import Op, Provider, Sample
 
 # What F.gelu calls its two forms.
@@ -110,8 +110,17 @@ def run_triton(x: torch.Tensor, approximate: str, out_dtype: torch.dtype | None)
     x = rows.as_dense_rows(x, x.shape)
     batches, tokens, width = x.shape
     options = rows.launch_options(width)
-    _kernel()[(-(-batches * tokens // options["ROWS"]),)](
-        x, out, batches * tokens, tokens, *x.stride()[:2], TANH=approximate == "tanh", WIDTH=width, **options
+    start(
+        _kernel(),
+        (-(-batches * tokens // options["ROWS"]),),
+        x,
+        out,
+        batches * tokens,
+        tokens,
+        *x.stride()[:2],
+        TANH=approximate == "tanh",
+        WIDTH=width,
+        **options,
     )
     return out
 
@@ -132,5 +141,5 @@ OP = Op(
     reference=reference,
     fake=fake,
     samples=samples,
-    providers=(Provider("triton", "gelu", run_triton, decline_triton),),
+    providers=(Provider("triton", "gelu", remembered(run_triton), decline_triton),),
 )

@@ -20,8 +20,8 @@ from tritium.ops.op import Op, Provider, Sample
 
 
 def is_channels_last(x: torch.Tensor) -> bool:
-    """Whether the channels of a pixel lie together; of a tensor that is both, as one of a single pixel, not."""
-    return x.ndim > 2 and not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
+    """Whether the channels of an image's or a video's pixel lie together; a tensor that is both counts as contiguous."""
+    return x.ndim in (4, 5) and not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
 
 
 def _empty_as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -88,15 +88,15 @@ def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
     yield Sample("far from zero", arguments(random(1, 32, 9, 16) + 30, 8))
     yield Sample("every second column", arguments(random(2, 60, 4, 14)[..., ::2], 6))
     yield Sample("some channels of more, channels last", arguments(last(random(2, 64, 5, 5))[:, :60], 6))
-    yield Sample("groups over several programs", arguments(random(2, 6, 61, 100), 2))
-    yield Sample("groups over several programs, channels last", arguments(last(random(2, 60, 37, 45)), 6))
+    yield Sample("groups over several programs", arguments(random(2, 6, 61, 50), 2))
+    yield Sample("groups over several programs, channels last", arguments(last(random(2, 60, 37, 23)), 6))
     yield Sample("no images", arguments(random(0, 64, 4, 4), 32))
 
 
 # --- Triton -----------------------------------------------------------------------------------------------------------
 
 # A group this large still fits the registers of one program: one launch instead of two or three.
-WHOLE_GROUP = 16_384
+WHOLE_GROUP = 8_192
 
 # Programs that share the statistics: two rounds of four for each of an H200's 132 multiprocessors. More would leave
 # more partial results to combine.
@@ -126,12 +126,12 @@ def launch_options_planes(pixels: int) -> dict[str, int]:
 
 def launch_options_pixels(channels: int) -> dict[str, int]:
     """For tensors whose channels lie together: pixels and channels that a program takes at a time."""
-    widest = min(512, _power_of_two_from(channels))
-    # As wide as leaves at most an eighth of the lanes without a channel.
-    fitting = [
-        size for size in (512, 256, 128, 64) if size <= widest and -(-channels // size) * size <= 9 / 8 * channels
-    ]
-    columns = fitting[0] if fitting else widest
+    sizes = [size for size in (512, 256, 128, 64) if size < 2 * channels] or [_power_of_two_from(channels)]
+    lanes = {size: -(-channels // size) * size for size in sizes}
+    # As wide as leaves an eighth of the lanes without a channel; where none does, what leaves the fewest.
+    columns = next(
+        (size for size in sizes if lanes[size] <= channels * 9 / 8), min(sizes, key=lambda size: lanes[size])
+    )
     return {"ROWS": max(1, 4096 // columns), "COLUMNS": columns, "num_warps": 8}
 
 
@@ -143,8 +143,9 @@ def statistics_steps(tiles: int, programs: int) -> int:
 # Tiles that one program normalises when channels lie together: statistics and weights of its channels are read once.
 PIXELS_STEPS = 4
 
-# Partial results that a program combines at a time.
+# Partial results that a program combines at a time: one that also normalises, and one that does nothing else.
 PARTIALS = 64
+COMBINED = 1024
 
 
 def _power_of_two_from(number: int) -> int:
@@ -221,26 +222,31 @@ def _whole_kernel() -> Any:
         CHANNELS_LAST: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
-        row = tl.program_id(0).to(tl.int64)
+        row = tl.program_id(0)
         group_channels = channels // groups
         run = group_channels * pixels
         lanes = tl.arange(0, BLOCK)
         inside = lanes < run
-        first_channel = (row % groups) * group_channels
+        first_channel = row % groups * group_channels
+        # 64 bits: a batch of video passes 2^31 numbers.
         if CHANNELS_LAST:
-            channel = first_channel + lanes % group_channels
-            places = row // groups * channels * pixels + lanes // group_channels * channels + channel
+            channel = lanes % group_channels
+            places = lanes // group_channels * channels + channel
+            first = (row // groups).to(tl.int64) * channels * pixels + first_channel
         else:
-            channel = first_channel + lanes // pixels
-            places = row * run + lanes
-        x = tl.load(x_ptr + places, mask=inside, other=0.0).to(tl.float32)
+            channel = lanes // pixels
+            places = lanes
+            first = row.to(tl.int64) * run
+        weight_ptr += first_channel
+        bias_ptr += first_channel
+        x = tl.load(x_ptr + first + places, mask=inside, other=0.0).to(tl.float32)
         _, mean, squares = merged(inside.to(tl.float32), x, tl.zeros([BLOCK], dtype=tl.float32), 0)
         y = (x - mean) * tl.rsqrt(squares / run + eps)
         if HAS_WEIGHT:
             y = y * tl.load(weight_ptr + channel, mask=inside, other=0.0).to(tl.float32)
         if HAS_BIAS:
             y = y + tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out_ptr + places, silu(y).to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(out_ptr + first + places, silu(y).to(out_ptr.dtype.element_ty), mask=inside)
 
     return group_norm_silu_whole_kernel
 
@@ -270,7 +276,6 @@ def _statistics_kernel() -> Any:
         blocks = tl.cdiv(width, COLUMNS)
         block = tl.program_id(0) % blocks
         part = tl.program_id(0) // blocks % parts
-        # 64 bits: a batch of video passes 2^31 numbers.
         matrix = (tl.program_id(0) // blocks // parts).to(tl.int64)
         columns = block * COLUMNS + tl.arange(0, COLUMNS)
         places = tl.arange(0, ROWS)[:, None] * width + columns[None, :]
@@ -511,7 +516,7 @@ def _run_pixels(
     )
     moments = x.new_empty((images * groups, 2), dtype=torch.float32)
     parts *= units // groups
-    block = min(1024, _power_of_two_from(parts))
+    block = min(COMBINED, _power_of_two_from(parts))
     _combine_kernel()[(images * groups,)](partials, moments, eps, parts, plane, BLOCK=block)
     parts = -(-tiles // PIXELS_STEPS)
     shapes = (length, channels, groups, parts)

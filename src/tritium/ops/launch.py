@@ -1,12 +1,25 @@
-"""What every Triton provider asks before a launch."""
+"""How Triton providers launch: what is asked before, and how a launch is remembered.
+
+Binding thirty arguments to a kernel costs the host several times what the kernel costs the device. So the first launch
+with arguments of some shapes is remembered; later ones only fill in addresses.
+"""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from tritium import device, envs
 
 NARROW = (torch.float16, torch.bfloat16, torch.float32)
+
+# Shapes that a provider remembers; whoever has more than that has other worries than the host's time.
+REMEMBERED = 1024
 
 
 def cannot_launch(*tensors: torch.Tensor | None) -> str | None:
@@ -19,3 +32,133 @@ def cannot_launch(*tensors: torch.Tensor | None) -> str | None:
         return f"Triton kernels run on a GPU, this graph runs on {', '.join(sorted(elsewhere))}"
     wide = {str(tensor.dtype) for tensor in given if tensor.dtype not in NARROW}
     return f"the kernel computes in float32, an input is {', '.join(sorted(wide))}" if wide else None
+
+
+Run = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch as it happened: the compiled kernel, its grid, and every argument in the kernel's order."""
+
+    compiled: Any
+    grid: tuple[int, ...]
+    values: tuple[Any, ...]
+
+
+_RECORD: ContextVar[list[Launch] | None] = ContextVar("launches", default=None)
+
+
+def start(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Launch a kernel; inside a provider that is remembered, note how."""
+    compiled = kernel[grid](*arguments, **options)
+    record = _RECORD.get()
+    if record is not None and compiled is not None:
+        values = dict(zip(kernel.arg_names, arguments, strict=False)) | options
+        record.append(Launch(compiled, grid, tuple(values[name] for name in kernel.arg_names)))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A launch without its addresses: which of the kernel's arguments are those of which input or result."""
+
+    runner: Run
+    values: list[Any]
+    # (place among the kernel's arguments, number of the input), and the same for results.
+    inputs: list[tuple[int, int]]
+    results: list[tuple[int, int]]
+    made: list[tuple[torch.Size, tuple[int, ...], torch.dtype]]
+    single: bool
+
+    def launch(self, addresses: Sequence[int], where: torch.device) -> Any:
+        """The results for inputs at some addresses."""
+        out = [torch.empty_strided(shape, stride, dtype=dtype, device=where) for shape, stride, dtype in self.made]
+        values = self.values.copy()
+        for place, index in self.inputs:
+            values[place] = addresses[index]
+        for place, index in self.results:
+            values[place] = out[index].data_ptr()
+        self.runner(*values)
+        return out[0] if self.single else tuple(out)
+
+
+def remembered(run: Run) -> Run:
+    """A provider of one launch whose plan is kept for arguments of the same shapes, strides, dtypes and alignment.
+
+    What it gives must depend on the values of its tensors through that launch alone.
+    """
+    plans: dict[Any, Plan | None] = {}
+
+    @functools.wraps(run)
+    def launched(*arguments: Any) -> Any:
+        tensors: list[torch.Tensor] = []
+        key = _signature(arguments, tensors)
+        where = tensors[0].device
+        if where.type != "cuda":
+            return run(*arguments)
+        if where.index != torch.cuda.current_device():
+            with torch.cuda.device(where):
+                return launched(*arguments)
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        # Two inputs that are one tensor now may be two the next time.
+        shared = tuple(map(addresses.index, addresses))
+        known = (where.index, key, shared, tuple(address % 16 for address in addresses))
+        plan = plans.get(known)
+        if plan is not None:
+            return plan.launch(addresses, where)
+        if known in plans:
+            return run(*arguments)
+        token = _RECORD.set([])
+        try:
+            result = run(*arguments)
+            launches = _RECORD.get() or []
+        finally:
+            _RECORD.reset(token)
+        if len(plans) >= REMEMBERED:
+            plans.clear()
+        plans[known] = _planned(launches, addresses, result)
+        return result
+
+    return launched
+
+
+def _signature(arguments: Sequence[Any], tensors: list[torch.Tensor]) -> tuple[Any, ...]:
+    """What must be equal for a plan to hold; the tensors met on the way are appended to `tensors`."""
+    key: list[Any] = []
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            tensors.append(argument)
+            key.append((argument.dtype, argument.shape, argument.stride(), argument.is_conj()))
+        elif isinstance(argument, (list, tuple)):
+            key.append(_signature(argument, tensors))
+        else:
+            key.append(argument)
+    return tuple(key)
+
+
+def _planned(launches: list[Launch], addresses: list[int], result: Any) -> Plan | None:
+    """The plan of what was launched; None where it was not one launch on the inputs and results themselves."""
+    if len(launches) != 1:
+        return None
+    (launch,) = launches
+    out = result if isinstance(result, tuple) else (result,)
+    made = [tensor.data_ptr() for tensor in out]
+    plan = Plan(
+        runner=launch.compiled[(*launch.grid, 1, 1)[:3]],
+        values=list(launch.values),
+        inputs=[],
+        results=[],
+        made=[(tensor.shape, tensor.stride(), tensor.dtype) for tensor in out],
+        single=not isinstance(result, tuple),
+    )
+    for place, value in enumerate(launch.values):
+        if not isinstance(value, torch.Tensor):
+            continue
+        if value.data_ptr() in made:
+            plan.results.append((place, made.index(value.data_ptr())))
+        elif value.data_ptr() in addresses:
+            plan.inputs.append((place, addresses.index(value.data_ptr())))
+        else:
+            # A copy that the provider made first: it would have to be made again.
+            return None
+    return plan

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
 from tritium.ops import rope as rotation
-from tritium.ops.launch import cannot_launch
+from tritium.ops.launch import cannot_launch, remembered, start
 from tritium.ops.op import NARROW, Draw, Op, Provider, Sample, Shape, Trial, count, octave, present
 
 HEAD, ROW, NONE = NORMS = ("head", "row", "none")
@@ -457,7 +457,9 @@ def run_triton(
     turned = [(rows[0], rows[0]) if given is None else given for given in _ends(rotations)]
     x_unit, x_strides = _in_units([_steps(row)[:3] for row in rows])
     table_unit, table_strides = _in_units([_steps(cosines)[:2] for cosines, _ in turned])
-    _kernel()[(2 * batch * tokens,)](
+    start(
+        _kernel(),
+        (2 * batch * tokens,),
         *rows,
         *weights,
         *(cosines for cosines, _ in turned),
@@ -704,6 +706,6 @@ OP = Op(
     reference=reference,
     fake=fake,
     samples=samples,
-    providers=(Provider("triton", "qk_norm_rope", run_triton, decline_triton),),
+    providers=(Provider("triton", "qk_norm_rope", remembered(run_triton), decline_triton),),
     trial=TRIAL,
 )

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
 from tritium.ops import rows
-from tritium.ops.launch import NARROW, cannot_launch
+from tritium.ops.launch import NARROW, cannot_launch, remembered, start
 from tritium.ops.op import NARROW as NARROW_PROJECTION
 from tritium.ops.op import Draw, Op, Provider, Sample, Shape, Trial, count, octave, present
 
@@ -329,7 +329,9 @@ def run_triton(
     weight, bias = (None if part is None else part.expand(shape[-1]).contiguous() for part in (weight, bias))
     batches, tokens, width = x.shape
     options = rows.launch_options(width)
-    _kernel()[(-(-batches * tokens // options["ROWS"]),)](
+    start(
+        _kernel(),
+        (-(-batches * tokens // options["ROWS"]),),
         x,
         y,
         gate,
@@ -476,6 +478,6 @@ OP = Op(
     reference=reference,
     fake=fake,
     samples=samples,
-    providers=(Provider("triton", "residual_norm_modulate", run_triton, decline_triton),),
+    providers=(Provider("triton", "residual_norm_modulate", remembered(run_triton), decline_triton),),
     trial=TRIAL,
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tritium.ops.launch import cannot_launch
+from tritium.ops.launch import cannot_launch, remembered, start
 from tritium.ops.op import Op, Provider, Sample
 
 # A row this wide still fits the registers of one program of 16 warps; wider rows take a second pass over memory.
@@ -107,7 +107,9 @@ def run_triton(x: torch.Tensor, weight: torch.Tensor | None, eps: float, out_dty
         return out
     whole = width <= WHOLE_ROW
     block = triton.next_power_of_2(width) if whole else 4096
-    _kernel()[(rows.shape[0],)](
+    start(
+        _kernel(),
+        (rows.shape[0],),
         rows,
         rows if weight is None else weight.contiguous(),
         out,
@@ -135,5 +137,5 @@ OP = Op(
     reference=reference,
     fake=fake,
     samples=samples,
-    providers=(Provider("triton", "rms_norm", run_triton, decline_triton),),
+    providers=(Provider("triton", "rms_norm", remembered(run_triton), decline_triton),),
 )

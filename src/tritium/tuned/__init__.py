@@ -64,6 +64,8 @@ class Verdict:
     block_ms: Mapping[str, float]
     # Microseconds of the op alone, for information: an op alone cuts no fusion in two.
     alone_us: Mapping[str, float] = field(default_factory=dict)
+    # Microseconds that the host is busy with a call of the block.
+    host_us: Mapping[str, float] = field(default_factory=dict)
     # The fewest bytes the op must move: inputs once, outputs once.
     bytes: int = 0
     torch: str = ""
