@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tritium
-from tritium import tuned
+from tritium import ops, tuned
 from tritium.compiler import choose, tune
 from tritium.ops import linear_gelu, rms_norm, rope
 from tritium.passes import PassContext
@@ -180,22 +180,37 @@ def test_what_cannot_be_measured_is_inductor_s_with_the_reason(tmp_path, monkeyp
     assert row.why() == "not measured: RuntimeError: no such luck"
 
 
-@pytest.mark.parametrize("key", tune.standard_keys([], [torch.float32]), ids=str)
-def test_blocks_have_the_site_they_are_about(key, monkeypatch):
-    """Small, on the CPU, with engine `eager`: the block of every standard shape is recognised as what it stands for."""
-    op = tritium.compiler.tune.ops.catalog()[key.op]
-    small = {
-        name: min(size, 64) if isinstance(size, int) and name in tuned.STRETCHABLE else size
-        for name, size in key.sizes().items()
-    }
+STANDARD = [
+    Key.of(op.name, shape, torch.float32)
+    for op in ops.catalog().values()
+    if op.trial is not None
+    for shape in op.trial.standard
+]
+
+
+@pytest.mark.parametrize("key", STANDARD, ids=lambda key: f"{key.op}, {key.shape}")
+def test_blocks_have_the_site_they_are_about(key):
+    """With few tokens, on the CPU, with engine `eager`: a block of each form is recognised as what it stands for."""
+    op, small = ops.catalog()[key.op], tune.few(key.sizes())
     generator = torch.Generator().manual_seed(0)
-    block, inputs = op.trial.block(small, lambda *shape: torch.randn(*shape, generator=generator))
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    block, inputs = op.trial.block(small, draw)
     with torch.inference_mode():
-        compiled = torch.compile(
-            block, backend=tritium.Backend(tritium.CompilationConfig(engine="eager")), fullgraph=True
-        )
+        config = tritium.CompilationConfig(engine="eager")
+        compiled = torch.compile(block, backend=tritium.Backend(config), fullgraph=True)
         torch.testing.assert_close(compiled(*inputs), block(*inputs), rtol=1e-3, atol=1e-3)
     sites = [site for record in tritium.explain(compiled).records for site in record.sites if site.fusion == key.op]
     assert [site.outcome for site in sites] == ["fused"], sites
-    arguments = op.trial.alone(small, lambda *shape: torch.randn(*shape, generator=generator))
-    assert dict(op.trial.shape(**arguments)) == small
+    assert dict(op.trial.shape(**op.trial.alone(small, draw))) == small
+
+
+def test_standard_keys_are_those_that_can_be_compared_here():
+    keys = tune.standard_keys([], [torch.float32], "cpu")
+    assert {key.op for key in keys} <= {"cat_linear", "group_norm_silu", "rope"} | {
+        op for op in ops.catalog() if "cpu" in ops.providers(ops.catalog()[op])
+    }
+    assert {"cat_linear", "rope"} <= {key.op for key in keys}
+    assert all(key.dtype == "float32" for key in keys)

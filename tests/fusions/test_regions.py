@@ -215,6 +215,10 @@ RESIDUALS = {
         x := (x.float() + y * s.float()).type_as(x),
         (layer(x.float()) * (1 + s.float()) + s.float()).type_as(x),
     ),
+    "Wan: a norm in float32, twice cast": lambda x, y, s: (
+        x := (x.float() + y * s.float()).type_as(x),
+        F.layer_norm(x.float(), (x.shape[-1],), s[0, 0].float(), None, 1e-6).to(torch.float32).type_as(x),
+    ),
     "the residual is not read again": lambda x, y, s: layer(x + s * y) * (1 + s) + s,
     "FLUX: taken apart and joined again": lambda x, y, s: (
         x := x + s * y,
@@ -231,6 +235,22 @@ def test_residual_norm_modulate(spelling, dtype):
     assert (found.fused, found.declined) == (1, 0), found.reasons
 
 
+def test_a_result_is_rounded_by_the_op():
+    """No cast is left behind it: it would read and write the whole value once more."""
+    seen = []
+
+    def peek(graph, context):
+        del context
+        made = [node for node in graph.nodes if "residual_norm_modulate" in str(node.target)]
+        seen.extend(user.target for node in made for result in node.users for user in result.users)
+
+    backend = tritium.Backend(EAGER, passes=[tritium.Pass("peek", peek)])
+    with torch.inference_mode():
+        function = RESIDUALS["Wan: a norm in float32, twice cast"]
+        torch.compile(function, backend=backend, fullgraph=True)(*residual_inputs(torch.bfloat16))
+    assert seen == ["output", "output"]
+
+
 def test_a_chain_of_residuals_through_what_only_repeats_them():
     """FLUX's single blocks: every block takes the tokens apart, and the next one joins them."""
 
@@ -244,6 +264,25 @@ def test_a_chain_of_residuals_through_what_only_repeats_them():
     sites = check(function, *residual_inputs())
     assert sites["residual_norm_modulate"].fused == 3
     assert (sites["mul_add"].fused, sites["adalayernorm"].fused) == (3, 3)
+
+
+def test_a_value_that_the_model_packs_is_read_packed():
+    """Reading what lies transposed in memory row by row costs more than the copy the model makes of it."""
+    seen = []
+
+    def function(x, y, s):
+        x = x.transpose(1, 2).contiguous() + s * y
+        return x, layer(x) * (1 + s) + s
+
+    def peek(graph, context):
+        del context
+        seen.extend(node for node in graph.nodes if "residual_norm_modulate" in str(node.target))
+
+    x, y, s = residual_inputs()
+    backend = tritium.Backend(EAGER, passes=[tritium.Pass("peek", peek)])
+    with torch.inference_mode():
+        torch.compile(function, backend=backend, fullgraph=True)(x.transpose(1, 2).contiguous(), y, s)
+    assert [node.args[0].target for node in seen] == ["contiguous"]
 
 
 def test_what_repeats_the_residual_waits_for_it_too():

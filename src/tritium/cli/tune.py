@@ -56,7 +56,9 @@ def command(
         print_table(machine, tuned.known(machine))
         return
     dtypes = _dtypes(dtype or ("bfloat16" if where == "cuda" else "float32"))
-    keys = tune.standard_keys(chosen, dtypes)
+    keys = tune.standard_keys(chosen, dtypes, where)
+    if not keys:
+        raise ConfigError(f"no op that was asked for has a kernel of its own on {machine}: there is nothing to compare")
     path = to or tuned.user_folder() / tuned.file_name(machine)
     with progress.shown() as notify:
 

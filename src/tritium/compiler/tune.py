@@ -37,17 +37,29 @@ HOST_ROUNDS = 50
 Notify = Callable[[Key, int, int], None]
 
 
-def standard_keys(names: Sequence[str], dtypes: Sequence[torch.dtype]) -> list[Key]:
-    """The keys of the shapes that known models have."""
+def standard_keys(names: Sequence[str], dtypes: Sequence[torch.dtype], device_type: str) -> list[Key]:
+    """The keys of the shapes that known models have, of ops that have a provider of their own for the device."""
     catalog = ops.catalog()
-    trials = [(name, catalog[name].trial) for name in names or catalog]
     return [
         Key.of(name, shape, dtype)
-        for name, trial in trials
-        if trial is not None
-        for shape in trial.standard
+        for name in names or catalog
         for dtype in dtypes
+        for shape in _standard(catalog[name], dtype, device_type)
     ]
+
+
+def _standard(op: Op, dtype: torch.dtype, device_type: str) -> list[Mapping[str, int | str]]:
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.empty(*shape, device=device_type, dtype=dtype)
+
+    if op.trial is None:
+        return []
+    return [shape for shape in op.trial.standard if _able(op, op.trial.alone(few(shape), draw))[0]]
+
+
+def few(shape: Mapping[str, int | str]) -> dict[str, int | str]:
+    """A class of the same form with few tokens or pixels."""
+    return {name: min(int(size), 64) if name in tuned.STRETCHABLE else size for name, size in shape.items()}
 
 
 def compare(key: Key, device_type: str, seconds: float = SECONDS) -> Verdict:

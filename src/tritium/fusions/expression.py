@@ -345,6 +345,23 @@ def strip_widening(expr: Any) -> Any:
     return expr
 
 
+def packs(expr: Any) -> bool:
+    """Whether an identity is one in value alone: it moves elements, as `contiguous` does of a transposed tensor."""
+    if not isinstance(expr, Expr) or expr.op != "same" or not isinstance(expr.args[0], Expr):
+        return False
+    before, after = expr.args[0].value, expr.value
+    known = isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)
+    return known and not same_shape(before.stride(), after.stride())
+
+
+def strip_in_place(expr: Any) -> Any:
+    """`strip_widening`, but not through what packs a value: an op that reads the value wants it packed."""
+    inner = strip_widening(expr)
+    while expr is not inner and not packs(expr):
+        expr = expr.args[0]
+    return expr
+
+
 def nodes_between(outer: Any, inner: Any) -> set[fx.Node]:
     """The nodes of the casts and identities that were stripped from `outer` to get `inner`."""
     nodes = set()

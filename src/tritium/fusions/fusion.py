@@ -45,6 +45,8 @@ class Match:
     covers: tuple[str, ...] = ()
     # The values that an op of several results gives, in its order; the last of them is the root. Empty: the root.
     outputs: tuple[fx.Node, ...] = ()
+    # Whether whoever reads the values takes them in any layout: the op may then give them another.
+    any_layout: bool = False
     # The method, and its arguments, that makes the value out of the op's result; empty: the result is the value.
     shown: tuple[Any, ...] = ()
 

@@ -6,12 +6,16 @@ After:   tritium::group_norm_silu(x, groups, weight, bias, eps)
 
 from __future__ import annotations
 
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 from torch import fx
 
 from tritium.fusions.expression import Expr, nodes_between, strip_casts
 from tritium.fusions.fusion import Fusion, Match
 from tritium.fusions.match import Recogniser
 from tritium.ops import group_norm_silu
+
+CONVOLUTIONS = frozenset({F.conv2d, F.conv3d, torch.conv2d, torch.conv3d})
 
 
 def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
@@ -26,7 +30,10 @@ def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
     x, weight, bias = norm.args
     groups, eps = norm.attrs
     bindings = {"x": x, "groups": groups, "weight": weight, "bias": bias, "eps": eps}
-    return recogniser.closed(Match(node, bindings, nodes))
+    match = recogniser.closed(Match(node, bindings, nodes))
+    # ATen's GroupNorm on a GPU gives up channels-last, the op keeps it, and a convolution wants it.
+    match.any_layout = bool(match.root.users) and all(user.target in CONVOLUTIONS for user in match.root.users)
+    return match
 
 
 FUSION = Fusion(

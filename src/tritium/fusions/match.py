@@ -21,8 +21,10 @@ from tritium.fusions.expression import (
     live_nodes,
     mutated_arguments,
     nodes_between,
+    packs,
     storages,
     strip_casts,
+    strip_in_place,
     strip_same,
     strip_widening,
     value_of,
@@ -108,7 +110,7 @@ def _bind(wild: Wild, target: Any, state: State) -> Iterator[State]:
     else:
         if not isinstance(target, Expr):
             return
-        inner = strip_widening(target)
+        inner = strip_in_place(target)
         nodes = nodes | nodes_between(target, inner)
         if inner.node is None or not isinstance(value_of(inner.node), torch.Tensor):
             return
@@ -195,21 +197,26 @@ class Recogniser:
 
     def closed(self, match: Match) -> Match:
         """Extended over casts that only round the result: the op rounds once, at the end."""
-        root, nodes = match.root, match.nodes
-        while len(root.users) == 1:
-            user = next(iter(root.users))
-            source, target = value_of(root), value_of(user)
-            if self.canon.of(user).op != "cast" or torch.promote_types(source.dtype, target.dtype) != source.dtype:
+        root, nodes, passed = match.root, match.nodes, {match.root}
+        end = root
+        while len(end.users) == 1:
+            user = next(iter(end.users))
+            source, target, op = value_of(end), value_of(user), self.canon.of(user).op
+            end = user
+            passed = passed | {user}
+            if op == "cast" and torch.promote_types(source.dtype, target.dtype) == source.dtype:
+                root, nodes = user, nodes | passed
+            elif op != "same" or packs(self.canon.of(user)):
+                # An identity is taken only with a cast behind it: others look through it, at the value before.
                 break
-            root = user
-            nodes = nodes | {user}
         return dataclasses.replace(match, root=root, nodes=nodes)
 
     def source(self, expr: Expr, passed: set[fx.Node]) -> Expr:
-        """The value that an expression only repeats; the nodes it is repeated by are added to `passed`."""
-        inner: Expr = strip_same(expr)
-        passed |= nodes_between(expr, inner)
-        return inner
+        """The value that an expression only repeats, in the same layout; the nodes in between are added to `passed`."""
+        while expr.op == "same" and expr.node is not None and not packs(expr):
+            passed.add(expr.node)
+            expr = expr.args[0]
+        return expr
 
     def hazard(self, match: Match) -> str | None:
         """Why computing the region at its root would read other values than the model does, or None."""

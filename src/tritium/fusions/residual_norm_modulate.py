@@ -18,6 +18,7 @@ from tritium.fusions.expression import (
     nodes_between,
     same_shape,
     shape_of,
+    strip_in_place,
     strip_same,
     strip_widening,
     value_of,
@@ -99,7 +100,7 @@ def _residual(recogniser: Recogniser, expr: Expr) -> Match | None:
         return None
     if expr.op == "cast" and len(inner.node.users) > 1:
         return None
-    terms = [strip_widening(arg) for arg in inner.args]
+    terms = [strip_in_place(arg) for arg in inner.args]
     if not all(isinstance(term, Expr) and same_shape(shape_of(term), shape_of(expr)) for term in terms):
         return None
     x, y = (recogniser.source(term, passed) for term in terms)
