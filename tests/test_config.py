@@ -33,6 +33,7 @@ def test_defaults_are_the_documented_ones():
         "fidelity": "close",
         "force_tiling": None,
         "force_provider": None,
+        "measure_providers": True,
     }
 
 
@@ -172,7 +173,7 @@ class TestEnvironment:
 
     def test_every_field_has_a_variable(self):
         assert "TRITIUM_FORCE_PROVIDER" in environment_names()
-        assert len(environment_names()) == 9 + 10 + 1
+        assert len(environment_names()) == 10 + 10 + 1
 
 
 def test_a_folder_is_not_part_of_the_identity():

@@ -56,6 +56,31 @@ def test_rows_of_eager_and_tritium():
     assert ours.first_call_s > 0
 
 
+def test_variants_that_tell_what_each_part_is_worth():
+    outcome = run.run(TINY, settings(exact=True, without=("rms_norm", "gated_residual")))
+    names = ["eager", "tritium", "tritium exact", "tritium without rms_norm", "tritium without gated_residual"]
+    assert [row.variant for row in outcome.rows] == names
+    rows = dict(zip(names, outcome.rows, strict=True))
+    assert rows["tritium exact"].relative_l2 == 0.0
+    assert rows["tritium exact"].mode is None
+
+
+@pytest.mark.parametrize(("variant", "fused"), [("tritium", 1), ("tritium without rms_norm", 0)])
+def test_an_op_that_is_left_out_is_left_to_inductor(variant, fused):
+    import tritium
+
+    built = TINY.build("cpu", torch.float32, small=True)
+    model = run.compiled(built.model, variant, settings(without=("rms_norm",)))
+    with torch.inference_mode():
+        model(**built.inputs)
+    assert tritium.explain(model).sites["rms_norm"].fused == fused
+
+
+def test_an_op_that_does_not_exist_cannot_be_left_out():
+    with pytest.raises(ConfigError, match="did you mean 'rms_norm'"):
+        settings(without=("rms_nrom",))
+
+
 def test_the_compiled_model_is_handed_out_for_explain():
     import tritium
 

@@ -10,11 +10,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tritium import cli, envs, fusions
+from tritium import cli, envs, fusions, tuned
 from tritium.bench import run
 from tritium.bench.results import Results, Row
 from tritium.cli import progress
 from tritium.cli.app import app
+from tritium.compiler import tune
+from tritium.tuned import Verdict
 
 ROW = Row(
     workload="flux",
@@ -229,3 +231,60 @@ def test_the_console_script_runs_the_application(monkeypatch, capsys):
         cli.main()
     assert exit_.value.code == 2
     assert "did you mean 'flux'" in capsys.readouterr().err
+
+
+class TestTune:
+    @pytest.fixture
+    def compared(self, monkeypatch, tmp_path):
+        """Replaces the measuring; what was asked for is kept."""
+        asked = []
+
+        def compare(key, device_type, seconds):
+            asked.append((key, device_type, seconds))
+            return Verdict(
+                key, "aten", {"inductor": 2.0, "aten": 1.0}, alone_us={"inductor": 9.0, "aten": 3.0}, bytes=6, torch="0"
+            )
+
+        monkeypatch.setattr(tune, "compare", compare)
+        monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path)
+        return asked
+
+    def test_all_standard_shapes_are_compared_and_kept(self, compared, tmp_path):
+        result = invoke("tune", "rope", "--device", "cpu", "--seconds", "0.5")
+        assert result.exit_code == 0, result.output
+        assert [(key.op, key.dtype, where, seconds) for key, where, seconds in compared] == [
+            ("rope", "float32", "cpu", 0.5)
+        ] * 2
+        (path,) = tmp_path.iterdir()
+        assert {row.provider for row in tuned.read(path).values()} == {"aten"}
+        assert "2.00x" in result.output
+        assert f"kept in {path}" in result.output.replace("\n", "")
+
+    def test_a_table_can_be_written_elsewhere(self, compared, tmp_path):
+        path = tmp_path / "folder" / "mine.json"
+        assert (
+            invoke("tune", "rope", "--device", "cpu", "--to", str(path), "--dtype", "bfloat16,float16").exit_code == 0
+        )
+        assert {key.dtype for key in tuned.read(path)} == {"bfloat16", "float16"}
+        assert len(compared) == 4
+
+    def test_what_is_known_is_shown_without_measuring(self, compared):
+        invoke("tune", "rope", "--device", "cpu")
+        del compared[:]
+        result = invoke("tune", "--device", "cpu", "--show")
+        assert result.exit_code == 0
+        assert compared == []
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["rop"], "there is no op 'rop'; did you mean 'rope'"),
+            (["rms_norm"], "op 'rms_norm' has nothing to compare; ops that have: cat_linear"),
+            (["rope", "--dtype", "float8"], "dtype 'float8' is not measured"),
+            (["linear_gelu", "--device", "cpu"], "has a kernel of its own on"),
+        ],
+    )
+    def test_what_cannot_be_compared_is_an_error(self, arguments, message):
+        result = invoke("tune", *arguments)
+        assert result.exit_code == 2
+        assert message in " ".join(result.output.split())

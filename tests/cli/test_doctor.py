@@ -29,8 +29,22 @@ HEALTHY = doctor.Facts(
     cache_folder="/somewhere/cache",
     cache_error=None,
     variable_error=None,
+    choices=0,
 )
 GPU = {"gpu": "NVIDIA H200", "driver": "570.86.15", "torch_cuda": "13.0"}
+
+
+@pytest.mark.parametrize(
+    ("facts", "detail"),
+    [
+        ({}, "none for this CPU: Inductor computes everything, until `tritium tune` is run"),
+        (GPU, "none for NVIDIA H200: a compilation measures those it needs, once; `tritium tune` does so beforehand"),
+        ({**GPU, "choices": 7}, "7 were measured on NVIDIA H200; see `tritium tune --show`"),
+    ],
+)
+def test_kernel_choices(facts, detail):
+    found = check("kernel choices", **facts)
+    assert (found.status, found.detail) == ("ok", detail)
 
 
 def check(name, **facts):
@@ -41,7 +55,7 @@ def check(name, **facts):
 
 def test_a_healthy_machine_has_nothing_to_fix():
     for facts in (HEALTHY, dataclasses.replace(HEALTHY, **GPU)):
-        assert [(entry.status, entry.fix) for entry in doctor.diagnose(facts)] == [("ok", None)] * 10
+        assert [(entry.status, entry.fix) for entry in doctor.diagnose(facts)] == [("ok", None)] * 11
 
 
 @pytest.mark.parametrize(

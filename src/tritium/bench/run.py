@@ -22,6 +22,7 @@ from tritium.config import CompilationConfig
 from tritium.errors import ConfigError, TritiumError, nearest
 
 EAGER = "eager"
+EXACT = f"{OURS} exact"
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 # Told what is being done, and which share of this workload is done.
@@ -45,6 +46,8 @@ class Settings:
     # Compile in an empty cache folder. Otherwise the second side finds kernels that the first one built.
     cold: bool = True
     config: CompilationConfig | None = None
+    # Also measure Tritium with fidelity `exact`: what bit-equality costs.
+    exact: bool = False
     # Ops to measure Tritium without, each in a variant of its own: what each is worth among the others.
     without: tuple[str, ...] = ()
 
@@ -63,7 +66,7 @@ class Settings:
     @property
     def variants(self) -> list[str]:
         yardsticks = [name for name in (EAGER, YARDSTICK) if name in self.against]
-        return [*yardsticks, OURS, *(f"{OURS} without {name}" for name in self.without)]
+        return [*yardsticks, OURS, *[EXACT] * self.exact, *(f"{OURS} without {name}" for name in self.without)]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -137,6 +140,9 @@ def compiled(model: Any, variant: str, settings: Settings) -> Any:
         return torch.compile(model, mode=settings.mode)
     tritium: Any = importlib.import_module("tritium")
     config = settings.config or CompilationConfig()
+    if variant == EXACT:
+        # Engine `eager` takes no mode: there is no code to generate.
+        return torch.compile(model, backend=tritium.Backend(config.with_(engine="eager", fidelity="exact")))
     left_out = variant.removeprefix(OURS).removeprefix(" without ")
     if left_out:
         config = config.with_(force_provider={left_out: ops.INDUCTOR})
@@ -199,7 +205,7 @@ def _row(
     return Row(
         workload=name,
         variant=variant,
-        mode=None if variant == EAGER else settings.mode,
+        mode=None if variant in (EAGER, EXACT) else settings.mode,
         dtype=str(settings.dtype).removeprefix("torch."),
         shrunk=built.shrunk,
         note=built.note,

@@ -28,6 +28,7 @@ def command(
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.0, help="How long the variants take turns, a workload.")] = 10.0,
     device_type: Annotated[str | None, typer.Option("--device", help="cuda or cpu; the GPU if there is one.")] = None,
+    exact: Annotated[bool, typer.Option("--exact", help="Also measure Tritium with fidelity 'exact'.")] = False,
     without: Annotated[
         str, typer.Option(metavar="OP,...", help="Also measure Tritium without each of these ops' own kernels.")
     ] = "",
@@ -45,6 +46,7 @@ def command(
         seconds=seconds,
         device_type=known_device(device_type),
         cold=cold,
+        exact=exact,
         without=tuple(name.strip() for name in without.split(",") if name.strip()),
     )
     rows: list[Row] = []

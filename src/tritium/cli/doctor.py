@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tritium import compat, config, device, envs
+from tritium import compat, config, device, envs, tuned
 from tritium.errors import ConfigError
 
 # What the metadata of torch's CUDA wheels requires; a CPU wheel requires no triton, and still uses one that is there.
@@ -66,6 +66,8 @@ class Facts:
     cache_folder: str
     cache_error: str | None
     variable_error: str | None
+    # How many verdicts about kernels there are for the GPU, or for the CPU where there is none.
+    choices: int
 
 
 def gather() -> Facts:
@@ -92,6 +94,7 @@ def gather() -> Facts:
         cache_folder=folder,
         cache_error=error,
         variable_error=_variable_error(),
+        choices=len(tuned.known(device.describe(device.default()).name)),
     )
 
 
@@ -137,6 +140,7 @@ def diagnose(facts: Facts) -> list[Check]:
         _torch(facts),
         _triton(facts),
         _gpu(facts),
+        _choices(facts),
         _compiler(facts),
         _headers(facts),
         _bf16(facts),
@@ -190,6 +194,16 @@ def _gpu(facts: Facts) -> Check:
         )
     detail = f"NVIDIA driver {facts.driver} is there, but torch (CUDA {facts.torch_cuda}) cannot use it"
     return Check("gpu", "warn", detail, "update the driver, or install torch for an older CUDA; see `nvidia-smi`")
+
+
+def _choices(facts: Facts) -> Check:
+    where = facts.gpu or "this CPU"
+    if facts.choices:
+        return Check("kernel choices", "ok", f"{facts.choices} were measured on {where}; see `tritium tune --show`")
+    if facts.gpu is not None:
+        detail = f"none for {where}: a compilation measures those it needs, once"
+        return Check("kernel choices", "ok", f"{detail}; `tritium tune` does so beforehand")
+    return Check("kernel choices", "ok", f"none for {where}: Inductor computes everything, until `tritium tune` is run")
 
 
 def _compiler(facts: Facts) -> Check:

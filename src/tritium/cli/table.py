@@ -47,7 +47,7 @@ def of_results(results: Results) -> Table:
 def _cells(row: Row) -> list[str]:
     mode = f" ({row.mode})" if row.mode not in (None, "default") else ""
     return [
-        _NAMES.get(row.variant, row.variant) + mode,
+        _NAMES.get(row.variant, row.variant.replace("tritium", "Tritium", 1)) + mode,
         f"{row.median_ms:.2f}",
         f"{row.lower_quartile_ms:.2f}-{row.upper_quartile_ms:.2f}",
         f"{row.ratio:.2f}x" if row.ratio is not None else "-",

@@ -24,6 +24,7 @@ from tritium.compiler.explain import explain
 from tritium.config import CompilationConfig
 from tritium.errors import TritiumError
 from tritium.ops import INDUCTOR, Op
+from tritium.ops.op import Draw
 from tritium.tuned import Key, Verdict
 
 # A verdict must not be a matter of luck: the block runs this long, its variants in turns.
@@ -73,24 +74,29 @@ def compare(key: Key, device_type: str, seconds: float = SECONDS) -> Verdict:
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device=device_type).to(dtype)
 
+    try:
+        with torch.inference_mode():
+            return _compared(op, key, draw, device_type, seconds)
+    finally:
+        # Blocks of many shapes are one piece of code: Dynamo would soon refuse to compile it once more.
+        torch.compiler.reset()
+
+
+def _compared(op: Op, key: Key, draw: Draw, device_type: str, seconds: float) -> Verdict:
+    assert op.trial is not None
     shape = key.sizes()
-    with torch.inference_mode():
-        arguments = op.trial.alone(shape, draw)
-        able, remarks = _able(op, arguments)
-        block, inputs = op.trial.block(shape, draw)
-        sides = {name: _compiled(op, block, inputs, name) for name in (INDUCTOR, *able)}
-        blocks = {name: (lambda run=run: run(*inputs)) for name, run in sides.items()}
-        block_ms = _medians(blocks, device_type, seconds, 1.0)
-        alone = _alone(op, arguments, able)
-        alone_us = _medians(alone, device_type, seconds / 3, 1e3)
-        host_us = _host_us(blocks, device_type) if device_type == "cuda" else {}
-    torch.compiler.reset()
+    arguments = op.trial.alone(shape, draw)
+    able, remarks = _able(op, arguments)
+    block, inputs = op.trial.block(shape, draw)
+    sides = {name: _compiled(op, block, inputs, name) for name in (INDUCTOR, *able)}
+    blocks = {name: (lambda run=run: run(*inputs)) for name, run in sides.items()}
+    block_ms = _medians(blocks, device_type, seconds, 1.0)
     return Verdict(
         key=key,
         provider=tuned.winner(block_ms),
         block_ms=block_ms,
-        alone_us=alone_us,
-        host_us=host_us,
+        alone_us=_medians(_alone(op, arguments, able), device_type, seconds / 3, 1e3),
+        host_us=_host_us(blocks, device_type) if device_type == "cuda" else {},
         bytes=_bytes(op, arguments),
         torch=compat.version_text(),
         remarks=remarks,
