@@ -150,12 +150,58 @@ def owned_providers() -> str:
 
     rows = []
     for fusion in fusion_catalogue.catalog().values():
-        owned = [] if fusion.replacement is None else op_catalogue.providers(fusion.replacement)
-        pinned = f"; owned, by pin: {', '.join(owned)}" if owned else ""
+        owned = {} if fusion.replacement is None else op_catalogue.providers(fusion.replacement)
+        chosen = fusion.replacement is not None and fusion.replacement.trial is not None
+        how = "where measured faster" if chosen else "where pinned"
+        on_cpu = [name for name in owned if name == "cpu" or (name == "aten" and fusion.name in ("cat_linear", "rope"))]
+        on_gpu = [name for name in owned if name != "cpu"]
+        cells = [f"{', '.join(names)}, {how}; else Inductor" if names else "Inductor" for names in (on_cpu, on_gpu)]
         link = f"[`{fusion.name}`](fusions/{fusion.name}.md)"
-        recognised = "recognised, left to Inductor"
-        rows.append([f"`{fusion.families[0]}`", link, how_found(fusion), recognised, recognised + pinned])
+        rows.append([f"`{fusion.families[0]}`", link, how_found(fusion), *cells])
     return table(["family", "fusion", "spellings", "CPU", "NVIDIA GPU"], rows)
+
+
+# Ops that are matrix products: bytes say little about their floor.
+PRODUCTS = ("cat_linear", "linear_gelu")
+
+
+def kernels() -> str:
+    """Every measured choice, from the shipped tables alone."""
+    from tritium import device, tuned
+
+    text = "# Kernels and choices\n\nWhat was measured, and what follows from it, from the tables that ship with the package; "
+    text += "[choosing by measuring](../performance.md#how-a-provider-is-chosen) says how. A *block* is what the op stands between "
+    text += "in a model, compiled with each provider; *alone* is the op without neighbours. Bytes are the fewest that must move, "
+    text += "inputs once and results once, and the share is what copying that much would take at the device's copy bandwidth.\n"
+    for path in sorted(tuned.SHIPPED.glob("*.json")):
+        name = json.loads(path.read_text(encoding="utf-8"))["device"]
+        bandwidth = device.copy_bandwidth(device.Device("", name))
+        about = f", {bandwidth / 1e12:.1f} TB/s copy" if bandwidth else ""
+        text += f"\n## {name}{about}\n\n"
+        rows = [kernel_row(verdict, bandwidth) for verdict in tuned.read(path).values()]
+        text += table(
+            ["op", "shape", "dtype", "chosen", "block, ms: Inductor's / owned", "ratio", "MB", "alone, us", "of copy"], rows
+        )
+    return text
+
+
+def kernel_row(verdict, bandwidth: float | None) -> list[str]:
+    order = ["inductor", *(name for name in verdict.block_ms if name != "inductor")]
+    alone = [verdict.alone_us[name] for name in order if name in verdict.alone_us]
+    share = ""
+    if bandwidth and verdict.key.op not in PRODUCTS:
+        share = " / ".join(f"{verdict.bytes / bandwidth / us * 1e6:.0%}" for us in alone)
+    return [
+        f"`{verdict.key.op}`",
+        verdict.key.shape,
+        verdict.key.dtype,
+        f"`{verdict.provider}`",
+        " / ".join(f"{verdict.block_ms[name]:.3f}" for name in order),
+        f"{verdict.ratio:.2f}" if len(order) > 1 else "",
+        f"{verdict.bytes / 1e6:.1f}",
+        " / ".join(f"{us:.1f}" for us in alone),
+        share,
+    ]
 
 
 def census() -> dict[str, dict[str, dict]]:
@@ -246,7 +292,7 @@ def main() -> int:
             return 1
         return 0
     path.write_text(wanted, encoding="utf-8")
-    pages = {f"{page.__name__}.md": page() for page in (configuration, ops, passes, errors, support)}
+    pages = {f"{page.__name__}.md": page() for page in (configuration, ops, kernels, passes, errors, support)}
     pages["fusions/index.md"] = fusions()
     pages |= {f"fusions/{fusion.name}.md": fusion_page(fusion) for fusion in catalog().values()}
     # What a fusion that is gone left behind would still be built.

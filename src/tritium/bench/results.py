@@ -48,6 +48,8 @@ class Row:
     relative_l2: float
     # Other processes took cores from this one while it was timed: the milliseconds mean little. None: not known.
     disturbed: bool | None
+    # The kernels of a call, where they were asked for.
+    kernels: list[dict[str, Any]] | None = None
 
     @property
     def key(self) -> tuple[str, ...]:

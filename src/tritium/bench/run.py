@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tritium import compat, device, measure, ops
+from tritium.bench.profile import profile
 from tritium.bench.results import OURS, YARDSTICK, Row
 from tritium.bench.workloads import Built, Workload
 from tritium.config import CompilationConfig
@@ -46,6 +47,8 @@ class Settings:
     # Compile in an empty cache folder. Otherwise the second side finds kernels that the first one built.
     cold: bool = True
     config: CompilationConfig | None = None
+    # Also profile the kernels of compiled variants.
+    kernels: bool = False
     # Also measure Tritium with fidelity `exact`: what bit-equality costs.
     exact: bool = False
     # Ops to measure Tritium without, each in a variant of its own: what each is worth among the others.
@@ -220,4 +223,5 @@ def _row(
         peak_memory_bytes=measure.peak_memory(side.call, settings.device_type),
         relative_l2=measure.relative_l2(_tensor(side.call(), name), reference),
         disturbed=load.disturbed if load is not None else None,
+        kernels=profile(side.call, settings.device_type) if settings.kernels and variant in (YARDSTICK, OURS) else None,
     )

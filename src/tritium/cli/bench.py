@@ -28,6 +28,7 @@ def command(
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.0, help="How long the variants take turns, a workload.")] = 10.0,
     device_type: Annotated[str | None, typer.Option("--device", help="cuda or cpu; the GPU if there is one.")] = None,
+    kernels: Annotated[bool, typer.Option("--kernels", help="Also profile what each kernel takes (GPU).")] = False,
     exact: Annotated[bool, typer.Option("--exact", help="Also measure Tritium with fidelity 'exact'.")] = False,
     without: Annotated[
         str, typer.Option(metavar="OP,...", help="Also measure Tritium without each of these ops' own kernels.")
@@ -46,6 +47,7 @@ def command(
         seconds=seconds,
         device_type=known_device(device_type),
         cold=cold,
+        kernels=kernels,
         exact=exact,
         without=tuple(name.strip() for name in without.split(",") if name.strip()),
     )
@@ -63,6 +65,7 @@ def command(
             run.release()
     results = Results.now(rows, settings.device_type)
     table.show(results)
+    table.show_kernels(results)
     if json is not None:
         results.save(json)
     for name, reason in failed.items():

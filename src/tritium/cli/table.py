@@ -24,6 +24,25 @@ def show(results: Results) -> None:
     console.print(of_results(results))
 
 
+def show_kernels(results: Results, most: int = 15) -> None:
+    """Print the longest kernels of each variant that was profiled."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = _FILE_WIDTH
+    for row in results.rows:
+        if row.kernels:
+            total = sum(kernel["us"] for kernel in row.kernels)
+            table = Table(
+                title=f"{row.workload}, {_NAMES.get(row.variant, row.variant)}: {total / 1e3:.2f} ms in kernels"
+            )
+            for name in ("us", "calls"):
+                table.add_column(name, justify="right")
+            table.add_column("kernel", no_wrap=True)
+            for kernel in row.kernels[:most]:
+                table.add_row(f"{kernel['us']:.1f}", f"{kernel['calls']:g}", kernel["name"])
+            console.print(table)
+
+
 def of_results(results: Results) -> Table:
     """One line a variant. Memory has a column where it was measured."""
     versions = ", ".join(f"{name} {version}" for name, version in results.versions.items() if version)

@@ -86,17 +86,19 @@ def alone(shape: Any, draw: Draw) -> dict[str, Any]:
 
 
 def block(shape: Any, draw: Draw) -> tuple[Callable[..., Any], tuple[torch.Tensor, ...]]:
-    """The end of a FLUX single block: what attention made beside a GELU of a projection, here of a narrow one."""
+    """The end of a FLUX single block: what attention made beside what a product made, which is here a narrow one.
+
+    The activation is part of that product, as `linear_gelu` computes it: the concatenation has nothing to compute.
+    """
     given = alone(shape, draw)
     first, *others = given["parts"]
-    widths = [part.shape[-1] for part in others]
     narrow = draw(1, shape["tokens"], NARROW)
-    inner = [draw(width, NARROW) / NARROW**0.5 for width in widths]
+    inner = [draw(part.shape[-1], NARROW) / NARROW**0.5 for part in others]
 
     def single_block(
         first: torch.Tensor, narrow: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *inner: torch.Tensor
     ) -> torch.Tensor:
-        others = [F.gelu(F.linear(narrow, one), approximate="tanh") for one in inner]
+        others = [F.linear(narrow, one) for one in inner]
         return F.linear(torch.cat([first, *others], dim=-1), weight, bias)
 
     return single_block, (first, narrow, given["weight"], given["bias"], *inner)
