@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from fidelity import assert_no_worse, error
 from tritium import device, ops
 from tritium.ops import cpp, group_norm_silu
+from tritium.ops.group_norm_silu import triton as kernels
 
 OP = ops.catalog()["group_norm_silu"]
 
@@ -228,28 +229,28 @@ def check_triton() -> int:
     """With a program a tile, with so few that each walks over several, and with partial results combined by twos."""
     checked = 0
     for changes in ({}, {"STATISTICS_PROGRAMS": 5}, {"PARTIALS": 2, "COMBINED": 2}):
-        before = {name: getattr(group_norm_silu, name) for name in changes}
-        vars(group_norm_silu).update(changes)
+        before = {name: getattr(kernels, name) for name in changes}
+        vars(kernels).update(changes)
         for x, groups in FAR_FROM_ZERO.values():
             # What rounding the mean to float32 costs, and no more.
             assert check("triton", x, groups) < 1.5e-5
             assert check("triton", last(x), groups) < 1.5e-5
             checked += 2
-        vars(group_norm_silu).update(before)
+        vars(kernels).update(before)
     return checked
 
 
 class TestLaunch:
     @given(tiles=st.integers(1, 10**6), programs=st.integers(1, 10**6))
     def test_statistics_are_shared_without_a_program_too_many(self, tiles, programs):
-        steps = group_norm_silu.statistics_steps(tiles, programs)
+        steps = kernels.statistics_steps(tiles, programs)
         parts = -(-tiles // steps)
         assert (parts - 1) * steps < tiles
-        assert parts == 1 or parts * programs <= group_norm_silu.STATISTICS_PROGRAMS
+        assert parts == 1 or parts * programs <= kernels.STATISTICS_PROGRAMS
 
     @given(channels=st.integers(1, 6000))
     def test_few_lanes_have_no_channel(self, channels):
-        options = group_norm_silu.launch_options_pixels(channels)
+        options = kernels.launch_options_pixels(channels)
         columns = options["COLUMNS"]
         lanes = -(-channels // columns) * columns
         assert lanes - channels < max(64, channels / 8 + 1)
@@ -257,7 +258,7 @@ class TestLaunch:
 
     @given(pixels=st.integers(1, 10**7))
     def test_a_channel_fits_its_blocks(self, pixels):
-        block = group_norm_silu.launch_options_planes(pixels)["BLOCK"]
+        block = kernels.launch_options_planes(pixels)["BLOCK"]
         assert block.bit_count() == 1
         assert -(-pixels // block) * block < 2 * max(pixels, 64) + 1
 
@@ -265,13 +266,13 @@ class TestLaunch:
     def test_a_decoder_s_statistics_fill_an_h200(self, shape):
         """Four programs on each of 132 multiprocessors, in either layout."""
         _, channels, height, width = shape
-        options = group_norm_silu.launch_options_run()
+        options = kernels.launch_options_run()
         tiles = channels // 32 * height * width // options["COLUMNS"]
-        assert 32 * -(-tiles // group_norm_silu.statistics_steps(tiles, 32)) >= 4 * 132
-        options = group_norm_silu.launch_options_pixels(channels)
+        assert 32 * -(-tiles // kernels.statistics_steps(tiles, 32)) >= 4 * 132
+        options = kernels.launch_options_pixels(channels)
         tiles = height * width // options["ROWS"]
         blocks = channels // options["COLUMNS"]
-        assert blocks * -(-tiles // group_norm_silu.statistics_steps(tiles, blocks)) >= 4 * 132
+        assert blocks * -(-tiles // kernels.statistics_steps(tiles, blocks)) >= 4 * 132
 
     def test_triton_declines_float64(self):
         provider = ops.providers(OP)["triton"]

@@ -1,4 +1,7 @@
-"""MEANING: one file an op. `catalog()` walks this folder and registers what it finds with PyTorch, once."""
+"""MEANING: one file an op, or a folder where that grew long.
+
+`catalog()` walks this folder and registers what it finds with PyTorch, once.
+"""
 
 from __future__ import annotations
 
@@ -69,4 +72,5 @@ def providers(op: Op) -> dict[str, Provider]:
 def files() -> list[Path]:
     """Files whose content decides what an op computes: part of every cache key."""
     own = Path(__file__).parent
-    return [*sorted(own.glob("*.py")), *sorted(own.glob("*.cpp")), *(entry.file for entry in _plugged_in())]
+    found = [file for kind in ("py", "cpp", "h") for file in sorted(own.rglob(f"*.{kind}"))]
+    return [*found, *(entry.file for entry in _plugged_in())]

@@ -1,6 +1,6 @@
-"""C++ kernels for the CPU: a `.cpp` file beside an op, built at the first call and called through ctypes.
+"""C++ kernels for the CPU: a file `kernel.cpp` in the folder of an op, built at the first call and called through ctypes.
 
-    negate = cpp.function(Path(__file__).with_suffix(".cpp"), "negate", (cpp.POINTER, cpp.POINTER, cpp.INTEGER))
+    negate = cpp.function(Path(__file__).with_name("kernel.cpp"), "negate", (cpp.POINTER, cpp.POINTER, cpp.INTEGER))
     negate(x.data_ptr(), out.data_ptr(), x.numel())
 
 The file gives `extern "C"` functions without a result, on raw pointers. Importing builds nothing and looks for nothing.
@@ -64,10 +64,10 @@ def build(source: Path) -> Path:
     digest = hashlib.sha256("\0".join((compiler, *FLAGS, *linking, macros)).encode())
     for file in (source, *sorted(source.parent.glob("*.h"))):
         digest.update(file.read_bytes())
-    library = compat.cache_dir() / "tritium" / "cpp" / f"{source.stem}-{digest.hexdigest()[:32]}.so"
+    library = compat.cache_dir() / "tritium" / "cpp" / f"{source.parent.name}-{digest.hexdigest()[:32]}.so"
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent, prefix=f"{source.stem}-") as name:
+        with tempfile.TemporaryDirectory(dir=library.parent, prefix="building-") as name:
             object_file, made = Path(name) / "kernel.o", Path(name) / "kernel.so"
             _call([compiler, *FLAGS, "-c", str(source), "-o", str(object_file)])
             _call([compiler, "-shared", *linking, str(object_file), "-o", str(made)])

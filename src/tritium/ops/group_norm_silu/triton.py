@@ -1,99 +1,15 @@
-"""`silu(group_norm(x))`, the pair in front of every convolution of a UNet or VAE, computed in float32 and rounded once.
-
-The result lies in memory as `x` does: channels last if `x` is channels last, else contiguous.
-"""
+"""`group_norm_silu` on a GPU."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
-from tritium.ops import cpp
+from tritium.ops.group_norm_silu.reference import empty_as, is_channels_last
 from tritium.ops.launch import cannot_launch
-from tritium.ops.op import Draw, Op, Provider, Sample, Shape, Trial, count, octave, present
-
-
-def is_channels_last(x: torch.Tensor) -> bool:
-    """Whether the channels of an image's or a video's pixel lie together; a tensor that is both counts as contiguous."""
-    return x.ndim in (4, 5) and not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
-
-
-def _empty_as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if is_channels_last(x):
-        return x.new_empty(x.movedim(1, -1).shape, dtype=dtype).movedim(-1, 1)
-    return x.new_empty(x.shape, dtype=dtype)
-
-
-def reference(
-    x: torch.Tensor,
-    groups: int,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    out_dtype: torch.dtype | None,
-) -> torch.Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    own = {name: part.to(wide) for name, part in (("weight", weight), ("bias", bias)) if part is not None}
-    out = F.silu(F.group_norm(x.to(wide), groups, eps=eps, **own)).to(out_dtype or x.dtype)
-    promised = _empty_as(x, out.dtype)
-    return out if out.stride() == promised.stride() else promised.copy_(out)
-
-
-def fake(
-    x: torch.Tensor,
-    groups: int,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    out_dtype: torch.dtype | None,
-) -> torch.Tensor:
-    del groups, weight, bias, eps
-    return _empty_as(x, out_dtype or x.dtype)
-
-
-def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
-    generator = torch.Generator(device_type).manual_seed(19)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device=device_type, dtype=torch.float32).to(dtype)
-
-    def arguments(x: torch.Tensor, groups: int, *, affine: bool = True) -> dict[str, Any]:
-        channels = x.shape[1]
-        weight, bias = (random(channels), random(channels)) if affine else (None, None)
-        return {"x": x, "groups": groups, "weight": weight, "bias": bias, "eps": 1e-6, "out_dtype": None}
-
-    def last(x: torch.Tensor) -> torch.Tensor:
-        return x.movedim(1, -1).contiguous().movedim(-1, 1)
-
-    yield Sample("image", arguments(random(2, 64, 7, 9), 32))
-    yield Sample("one pixel", arguments(random(1, 32, 1, 1), 8))
-    yield Sample("one pixel, channels last", arguments(last(random(2, 32, 1, 1)), 8))
-    yield Sample("no pixels, only channels", arguments(random(3, 60), 6))
-    yield Sample("odd sizes", arguments(random(1, 63, 5, 100), 7))
-    yield Sample("odd sizes, channels last", arguments(last(random(1, 63, 5, 100)), 7))
-    yield Sample("video", arguments(random(1, 60, 3, 5, 7), 4, affine=False))
-    yield Sample("video, channels last", arguments(last(random(2, 60, 3, 5, 7)), 4, affine=False))
-    yield Sample("many channels", arguments(random(1, 3072, 3), 32))
-    yield Sample("more channels", arguments(random(1, 5120, 2), 32))
-    yield Sample("channels last", arguments(last(random(2, 64, 8, 8)), 32))
-    yield Sample("a group a channel", arguments(random(2, 7, 6, 6), 7))
-    yield Sample("one group", arguments(last(random(2, 7, 6, 6)), 1))
-    # Farther away a norm in float32 is not exact, the reference's either.
-    yield Sample("far from zero", arguments(random(1, 32, 9, 16) + 30, 8))
-    yield Sample("every second column", arguments(random(2, 60, 4, 14)[..., ::2], 6))
-    yield Sample("some channels of more, channels last", arguments(last(random(2, 64, 5, 5))[:, :60], 6))
-    yield Sample("groups over several programs", arguments(random(2, 6, 61, 50), 2))
-    yield Sample("groups over several programs, channels last", arguments(last(random(2, 60, 37, 23)), 6))
-    yield Sample("no images", arguments(random(0, 64, 4, 4), 32))
-
-
-# --- Triton -----------------------------------------------------------------------------------------------------------
 
 # A group this large still fits the registers of one program: one launch instead of two or three.
 WHOLE_GROUP = 8_192
@@ -442,7 +358,7 @@ def run_triton(
     eps: float,
     out_dtype: torch.dtype | None,
 ) -> torch.Tensor:
-    out = _empty_as(x, out_dtype or x.dtype)
+    out = empty_as(x, out_dtype or x.dtype)
     if out.numel() == 0:
         return out
     channels_last = is_channels_last(x)
@@ -535,134 +451,3 @@ def decline_triton(
 ) -> str | None:
     del groups, eps, out_dtype
     return cannot_launch(x, weight, bias)
-
-
-# --- C++ --------------------------------------------------------------------------------------------------------------
-
-SOURCE = Path(__file__).with_suffix(".cpp")
-ARGUMENTS = (*[cpp.POINTER] * 4, *[cpp.INTEGER] * 4, cpp.FLOAT, *[cpp.INTEGER] * 4)
-
-# Fewer numbers than this are not worth waking a second thread; the same as PyTorch's own.
-ONE_THREAD = 32_768
-
-
-def run_cpu(
-    x: torch.Tensor,
-    groups: int,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    out_dtype: torch.dtype | None,
-) -> torch.Tensor:
-    out = _empty_as(x, out_dtype or x.dtype)
-    if out.numel() == 0:
-        return out
-    channels_last = is_channels_last(x)
-    x = x if channels_last else x.contiguous()
-    affine = [None if part is None else part.float().contiguous() for part in (weight, bias)]
-    images, channels = x.shape[:2]
-    cpp.function(SOURCE, "group_norm_silu", ARGUMENTS)(
-        x.data_ptr(),
-        out.data_ptr(),
-        *(None if part is None else part.data_ptr() for part in affine),
-        images,
-        channels,
-        x.numel() // (images * channels),
-        groups,
-        eps,
-        channels_last,
-        x.dtype == torch.bfloat16,
-        out.dtype == torch.bfloat16,
-        1 if x.numel() < ONE_THREAD else torch.get_num_threads(),
-    )
-    return out
-
-
-def decline_cpu(
-    x: torch.Tensor,
-    groups: int,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    out_dtype: torch.dtype | None,
-) -> str | None:
-    del groups, eps
-    other = {str(dtype) for dtype in (x.dtype, out_dtype or x.dtype)} - {"torch.float32", "torch.bfloat16"}
-    if other:
-        return f"the kernel reads and writes float32 and bfloat16, not {', '.join(sorted(other))}"
-    return cpp.cannot_run(x, weight, bias)
-
-
-def shape(
-    x: torch.Tensor,
-    groups: int,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    out_dtype: torch.dtype | None,
-) -> Shape:
-    del weight, bias, eps, out_dtype
-    pixels = octave(present(x.shape[0]) * count(x.shape[2:]))
-    layout = "channels_last" if is_channels_last(x) else "contiguous"
-    return {"pixels": pixels, "channels": present(x.shape[1]), "groups": groups, "layout": layout}
-
-
-def alone(shape: Any, draw: Draw) -> dict[str, Any]:
-    return {
-        "x": _image(shape, shape["channels"], draw),
-        "groups": shape["groups"],
-        "weight": draw(shape["channels"]),
-        "bias": draw(shape["channels"]),
-        "eps": 1e-6,
-        "out_dtype": None,
-    }
-
-
-def _image(shape: Any, channels: int, draw: Draw) -> torch.Tensor:
-    height = 1 << (shape["pixels"].bit_length() - 1) // 2
-    image = draw(1, channels, height, shape["pixels"] // height)
-    return image.to(memory_format=torch.channels_last) if shape["layout"] == "channels_last" else image
-
-
-def block(shape: Any, draw: Draw) -> tuple[Callable[..., Any], tuple[torch.Tensor, ...]]:
-    """What stands between two convolutions: here of one pixel, from and to a few channels."""
-    given, few = alone(shape, draw), 8
-    channels, groups = shape["channels"], shape["groups"]
-    inner, outer = draw(channels, few, 1, 1) / few**0.5, draw(few, channels, 1, 1) / channels**0.5
-    if shape["layout"] == "channels_last":
-        inner, outer = (weight.to(memory_format=torch.channels_last) for weight in (inner, outer))
-
-    def between(
-        x: torch.Tensor, inner: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, outer: torch.Tensor
-    ) -> torch.Tensor:
-        x = F.conv2d(x, inner)
-        return F.conv2d(F.silu(F.group_norm(x, groups, weight, bias, 1e-6)), outer)
-
-    return between, (_image(shape, few, draw), inner, given["weight"], given["bias"], outer)
-
-
-TRIAL = Trial(
-    shape,
-    alone,
-    block,
-    # The decoder of FLUX's VAE at 1024 pixels, from its end to its beginning, and a UNet of SDXL.
-    standard=tuple(
-        {"pixels": pixels, "channels": channels, "groups": 32, "layout": layout}
-        for layout in ("contiguous", "channels_last")
-        for pixels, channels in ((1 << 20, 128), (1 << 18, 256), (1 << 16, 512), (1 << 14, 320))
-    ),
-)
-
-OP = Op(
-    name="group_norm_silu",
-    schema="(Tensor x, int groups, Tensor? weight, Tensor? bias, float eps, ScalarType? out_dtype) -> Tensor",
-    reference=reference,
-    fake=fake,
-    samples=samples,
-    providers=(
-        Provider("triton", "group_norm_silu", run_triton, decline_triton),
-        Provider("cpu", "group_norm_silu", run_cpu, decline_cpu),
-    ),
-    keeps_strides=True,
-    trial=TRIAL,
-)

@@ -1,0 +1,28 @@
+"""`silu(group_norm(x))`, the pair in front of every convolution of a UNet or VAE, computed in float32 and rounded once.
+
+The result lies in memory as `x` does: channels last if `x` is channels last, else contiguous.
+"""
+
+from __future__ import annotations
+
+from tritium.ops.group_norm_silu.cpu import decline_cpu, run_cpu
+from tritium.ops.group_norm_silu.reference import fake, is_channels_last, reference, samples
+from tritium.ops.group_norm_silu.trial import TRIAL
+from tritium.ops.group_norm_silu.triton import decline_triton, run_triton
+from tritium.ops.op import Op, Provider
+
+__all__ = ["OP", "TRIAL", "fake", "is_channels_last", "reference", "samples"]
+
+OP = Op(
+    name="group_norm_silu",
+    schema="(Tensor x, int groups, Tensor? weight, Tensor? bias, float eps, ScalarType? out_dtype) -> Tensor",
+    reference=reference,
+    fake=fake,
+    samples=samples,
+    providers=(
+        Provider("triton", "group_norm_silu", run_triton, decline_triton),
+        Provider("cpu", "group_norm_silu", run_cpu, decline_cpu),
+    ),
+    keeps_strides=True,
+    trial=TRIAL,
+)

@@ -1,0 +1,63 @@
+"""`group_norm_silu` on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from tritium.ops import cpp
+from tritium.ops.group_norm_silu.reference import empty_as, is_channels_last
+
+SOURCE = Path(__file__).with_name("kernel.cpp")
+ARGUMENTS = (*[cpp.POINTER] * 4, *[cpp.INTEGER] * 4, cpp.FLOAT, *[cpp.INTEGER] * 4)
+
+# Fewer numbers than this are not worth waking a second thread; the same as PyTorch's own.
+ONE_THREAD = 32_768
+
+
+def run_cpu(
+    x: torch.Tensor,
+    groups: int,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    out_dtype: torch.dtype | None,
+) -> torch.Tensor:
+    out = empty_as(x, out_dtype or x.dtype)
+    if out.numel() == 0:
+        return out
+    channels_last = is_channels_last(x)
+    x = x if channels_last else x.contiguous()
+    affine = [None if part is None else part.float().contiguous() for part in (weight, bias)]
+    images, channels = x.shape[:2]
+    cpp.function(SOURCE, "group_norm_silu", ARGUMENTS)(
+        x.data_ptr(),
+        out.data_ptr(),
+        *(None if part is None else part.data_ptr() for part in affine),
+        images,
+        channels,
+        x.numel() // (images * channels),
+        groups,
+        eps,
+        channels_last,
+        x.dtype == torch.bfloat16,
+        out.dtype == torch.bfloat16,
+        1 if x.numel() < ONE_THREAD else torch.get_num_threads(),
+    )
+    return out
+
+
+def decline_cpu(
+    x: torch.Tensor,
+    groups: int,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    out_dtype: torch.dtype | None,
+) -> str | None:
+    del groups, eps
+    other = {str(dtype) for dtype in (x.dtype, out_dtype or x.dtype)} - {"torch.float32", "torch.bfloat16"}
+    if other:
+        return f"the kernel reads and writes float32 and bfloat16, not {', '.join(sorted(other))}"
+    return cpp.cannot_run(x, weight, bias)

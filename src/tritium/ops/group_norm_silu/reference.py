@@ -1,0 +1,85 @@
+"""The meaning of `group_norm_silu`, and arguments to try it on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+
+from tritium.ops.op import Sample
+
+
+def is_channels_last(x: torch.Tensor) -> bool:
+    """Whether the channels of an image's or a video's pixel lie together; a tensor that is both counts as contiguous."""
+    return x.ndim in (4, 5) and not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
+
+
+def empty_as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if is_channels_last(x):
+        return x.new_empty(x.movedim(1, -1).shape, dtype=dtype).movedim(-1, 1)
+    return x.new_empty(x.shape, dtype=dtype)
+
+
+def reference(
+    x: torch.Tensor,
+    groups: int,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    out_dtype: torch.dtype | None,
+) -> torch.Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    own = {name: part.to(wide) for name, part in (("weight", weight), ("bias", bias)) if part is not None}
+    out = F.silu(F.group_norm(x.to(wide), groups, eps=eps, **own)).to(out_dtype or x.dtype)
+    promised = empty_as(x, out.dtype)
+    return out if out.stride() == promised.stride() else promised.copy_(out)
+
+
+def fake(
+    x: torch.Tensor,
+    groups: int,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    out_dtype: torch.dtype | None,
+) -> torch.Tensor:
+    del groups, weight, bias, eps
+    return empty_as(x, out_dtype or x.dtype)
+
+
+def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
+    generator = torch.Generator(device_type).manual_seed(19)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device_type, dtype=torch.float32).to(dtype)
+
+    def arguments(x: torch.Tensor, groups: int, *, affine: bool = True) -> dict[str, Any]:
+        channels = x.shape[1]
+        weight, bias = (random(channels), random(channels)) if affine else (None, None)
+        return {"x": x, "groups": groups, "weight": weight, "bias": bias, "eps": 1e-6, "out_dtype": None}
+
+    def last(x: torch.Tensor) -> torch.Tensor:
+        return x.movedim(1, -1).contiguous().movedim(-1, 1)
+
+    yield Sample("image", arguments(random(2, 64, 7, 9), 32))
+    yield Sample("one pixel", arguments(random(1, 32, 1, 1), 8))
+    yield Sample("one pixel, channels last", arguments(last(random(2, 32, 1, 1)), 8))
+    yield Sample("no pixels, only channels", arguments(random(3, 60), 6))
+    yield Sample("odd sizes", arguments(random(1, 63, 5, 100), 7))
+    yield Sample("odd sizes, channels last", arguments(last(random(1, 63, 5, 100)), 7))
+    yield Sample("video", arguments(random(1, 60, 3, 5, 7), 4, affine=False))
+    yield Sample("video, channels last", arguments(last(random(2, 60, 3, 5, 7)), 4, affine=False))
+    yield Sample("many channels", arguments(random(1, 3072, 3), 32))
+    yield Sample("more channels", arguments(random(1, 5120, 2), 32))
+    yield Sample("channels last", arguments(last(random(2, 64, 8, 8)), 32))
+    yield Sample("a group a channel", arguments(random(2, 7, 6, 6), 7))
+    yield Sample("one group", arguments(last(random(2, 7, 6, 6)), 1))
+    # Farther away a norm in float32 is not exact, the reference's either.
+    yield Sample("far from zero", arguments(random(1, 32, 9, 16) + 30, 8))
+    yield Sample("every second column", arguments(random(2, 60, 4, 14)[..., ::2], 6))
+    yield Sample("some channels of more, channels last", arguments(last(random(2, 64, 5, 5))[:, :60], 6))
+    yield Sample("groups over several programs", arguments(random(2, 6, 61, 50), 2))
+    yield Sample("groups over several programs, channels last", arguments(last(random(2, 60, 37, 23)), 6))
+    yield Sample("no images", arguments(random(0, 64, 4, 4), 32))

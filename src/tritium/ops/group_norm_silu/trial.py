@@ -1,0 +1,73 @@
+"""How the providers of `group_norm_silu` are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+
+from tritium.ops.group_norm_silu.reference import is_channels_last
+from tritium.ops.op import Draw, Shape, Trial, count, octave, present
+
+
+def shape(
+    x: torch.Tensor,
+    groups: int,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    out_dtype: torch.dtype | None,
+) -> Shape:
+    del weight, bias, eps, out_dtype
+    pixels = octave(present(x.shape[0]) * count(x.shape[2:]))
+    layout = "channels_last" if is_channels_last(x) else "contiguous"
+    return {"pixels": pixels, "channels": present(x.shape[1]), "groups": groups, "layout": layout}
+
+
+def alone(shape: Any, draw: Draw) -> dict[str, Any]:
+    return {
+        "x": _image(shape, shape["channels"], draw),
+        "groups": shape["groups"],
+        "weight": draw(shape["channels"]),
+        "bias": draw(shape["channels"]),
+        "eps": 1e-6,
+        "out_dtype": None,
+    }
+
+
+def _image(shape: Any, channels: int, draw: Draw) -> torch.Tensor:
+    height = 1 << (shape["pixels"].bit_length() - 1) // 2
+    image = draw(1, channels, height, shape["pixels"] // height)
+    return image.to(memory_format=torch.channels_last) if shape["layout"] == "channels_last" else image
+
+
+def block(shape: Any, draw: Draw) -> tuple[Callable[..., Any], tuple[torch.Tensor, ...]]:
+    """What stands between two convolutions: here of one pixel, from and to a few channels."""
+    given, few = alone(shape, draw), 8
+    channels, groups = shape["channels"], shape["groups"]
+    inner, outer = draw(channels, few, 1, 1) / few**0.5, draw(few, channels, 1, 1) / channels**0.5
+    if shape["layout"] == "channels_last":
+        inner, outer = (weight.to(memory_format=torch.channels_last) for weight in (inner, outer))
+
+    def between(
+        x: torch.Tensor, inner: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, outer: torch.Tensor
+    ) -> torch.Tensor:
+        x = F.conv2d(x, inner)
+        return F.conv2d(F.silu(F.group_norm(x, groups, weight, bias, 1e-6)), outer)
+
+    return between, (_image(shape, few, draw), inner, given["weight"], given["bias"], outer)
+
+
+TRIAL = Trial(
+    shape,
+    alone,
+    block,
+    # The decoder of FLUX's VAE at 1024 pixels, from its end to its beginning, and a UNet of SDXL.
+    standard=tuple(
+        {"pixels": pixels, "channels": channels, "groups": 32, "layout": layout}
+        for layout in ("contiguous", "channels_last")
+        for pixels, channels in ((1 << 20, 128), (1 << 18, 256), (1 << 16, 512), (1 << 14, 320))
+    ),
+)

@@ -1,0 +1,29 @@
+"""A gated residual, the norm of it and its modulation: `r = x + gate * y`, `norm(r) * (1 + scale) + shift`; both results.
+
+Computed in float32 (float64 for float64), each result rounded once; the norm sees the rounded residual, as the next
+layer will. `norm` is "layer" or "rms", weight and bias are its own. x and y have one shape [..., H]; gate, scale and
+shift are broadcast against it and have no say in the results' dtypes.
+"""
+
+from __future__ import annotations
+
+from tritium.ops.launch import remembered
+from tritium.ops.op import Op, Provider
+from tritium.ops.residual_norm_modulate.reference import NORMS, fake, reference, samples
+from tritium.ops.residual_norm_modulate.trial import TRIAL
+from tritium.ops.residual_norm_modulate.triton import decline_triton, run_triton
+
+__all__ = ["NORMS", "OP", "TRIAL", "decline_triton", "fake", "reference", "run_triton", "samples"]
+
+OP = Op(
+    name="residual_norm_modulate",
+    schema=(
+        "(Tensor x, Tensor y, Tensor? gate, Tensor? weight, Tensor? bias, Tensor? scale, Tensor? shift, float eps, "
+        "str norm, ScalarType? residual_dtype, ScalarType? out_dtype) -> (Tensor, Tensor)"
+    ),
+    reference=reference,
+    fake=fake,
+    samples=samples,
+    providers=(Provider("triton", "residual_norm_modulate", remembered(run_triton), decline_triton),),
+    trial=TRIAL,
+)
