@@ -30,7 +30,7 @@ def reference(
     if norm not in NORMS or rope not in ROPES:
         raise ValueError(f"norm {norm!r} is none of {', '.join(NORMS)}, or rope {rope!r} none of {', '.join(ROPES)}")
     given = [t for t in (*q, *k, *q_weights, *k_weights, *tables, *sines) if t is not None]
-    wide = functools.reduce(torch.promote_types, (t.dtype.to_real() for t in given), torch.float32)
+    wide = functools.reduce(torch.promote_types, (t.real.dtype for t in given), torch.float32)
     lengths = [part.shape[1] for part in q]
     rotations = list(zip(_each_part(tables, lengths), _each_part(sines, lengths), strict=True))
 
