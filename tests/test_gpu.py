@@ -111,7 +111,8 @@ def test_a_kernel_that_does_not_compile_is_replaced_and_reported(monkeypatch):
         raise RuntimeError("this kernel does not compile")
 
     monkeypatch.setattr(rms_norm, "_kernel", broken)
-    model, (x, gate) = Block().cuda(), (value.cuda() for value in block_inputs())
+    # A shape that no other test uses: launches are remembered.
+    model, (x, gate) = Block().cuda(), (value.cuda() for value in block_inputs(batch=3, tokens=11))
     config = tritium.CompilationConfig(force_provider="triton")
     with torch.inference_mode(), pytest.warns(RuntimeWarning, match="provider 'triton' of op 'rms_norm' failed"):
         compiled = torch.compile(model, backend=tritium.Backend(config))

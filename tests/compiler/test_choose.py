@@ -17,8 +17,8 @@ def context(device_type="cpu", **settings):
 
 def complex_rope():
     return {
-        "x": torch.randn(1, 7, 3, 8),
-        "table": torch.randn(7, 1, 4, dtype=torch.complex64),
+        "x": torch.randn(1, 700, 3, 8),
+        "table": torch.randn(700, 1, 4, dtype=torch.complex64),
         "sin": None,
         "mode": "complex",
         "merge_heads": False,
@@ -37,7 +37,7 @@ def table(tmp_path, monkeypatch):
     monkeypatch.setattr(choose, "_device_name", lambda device_type: "machine")
 
     def add(key, **block_ms):
-        row = Verdict(key, tuned.winner(block_ms), block_ms, torch=tune.compat.version_text())
+        row = Verdict(key, tuned.winner(block_ms, {}), block_ms, torch=tune.compat.version_text())
         tuned.write(tmp_path / tuned.file_name("machine"), "machine", [row])
 
     return add
@@ -95,6 +95,11 @@ class TestUnmeasured:
         table(keys[0], inductor=1.0, aten=2.0)
         assert choose.unmeasured(wanted, context("cuda")) == []
 
+    def test_what_takes_microseconds_is_not_worth_it(self, table):
+        del table
+        few = {**complex_rope(), "x": torch.randn(1, 7, 3, 8), "table": torch.randn(7, 1, 4, dtype=torch.complex64)}
+        assert choose.unmeasured([(rope.OP, few)], context("cuda")) == []
+
     @pytest.mark.parametrize(
         "asked",
         [
@@ -140,7 +145,7 @@ def test_a_compilation_asks_for_what_it_needs_and_uses_the_answer(table, monkeyp
 
     monkeypatch.setattr(pipeline, "measure_in_child", measure)
     monkeypatch.setattr(choose, "WHERE_MEASURED", "cpu")
-    x, freqs = torch.randn(2, 7, 3, 8), torch.randn(7, 1, 4, dtype=torch.complex64)
+    x, freqs = torch.randn(2, 700, 3, 8), torch.randn(700, 1, 4, dtype=torch.complex64)
     with torch.inference_mode():
         compiled = torch.compile(attention, backend=tritium.Backend(), fullgraph=True)
         torch.testing.assert_close(compiled(x, freqs), attention(x, freqs))
@@ -163,7 +168,7 @@ def test_a_comparison_on_this_machine(tmp_path):
     assert told == [(key, 0, 1)]
     assert set(row.block_ms) == {"inductor", "aten"}
     assert all(ms > 0 for ms in (*row.block_ms.values(), *row.alone_us.values()))
-    assert row.provider == tuned.winner(row.block_ms)
+    assert row.provider == tuned.winner(row.block_ms, row.alone_us)
     # x and result of 64 rows of 8 floats, and the table of 4 tokens.
     assert row.bytes == 2 * 64 * 8 * 4 + 4 * 4 * 8
     assert tuned.read(path) == {key: row}

@@ -134,3 +134,27 @@ def test_an_inductor_error_is_local(monkeypatch, tmp_path):
     assert report.kernels
     assert report.sites["rms_norm"].reasons == {"lowering failed, see failures": 1}
     assert list(tmp_path.rglob("failed-lowering-rewritten.onnx"))
+
+
+@pytest.mark.codegen
+def test_what_the_model_packs_reaches_an_op_packed(monkeypatch):
+    """Inductor lays out what it computes as it likes, unless an op says that it cares."""
+    from tritium.ops import op
+
+    seen = []
+
+    def spy(which, arguments, original=op._by_reference):
+        seen.extend(value.stride() for value in arguments[:2])
+        return original(which, arguments)
+
+    def function(x, y, s):
+        x = x.exp().transpose(1, 2).contiguous() + s * y
+        return x, torch.nn.functional.layer_norm(x, (60,)) * (1 + s) + s
+
+    monkeypatch.setattr(op, "_by_reference", spy)
+    config = tritium.CompilationConfig(force_provider={"residual_norm_modulate": "reference"})
+    x, y, s = torch.randn(2, 60, 7), torch.randn(2, 7, 60), torch.randn(2, 1, 60)
+    with torch.inference_mode():
+        compiled = torch.compile(function, backend=tritium.Backend(config), fullgraph=True)
+        torch.testing.assert_close(compiled(x, y, s), function(x, y, s))
+    assert seen == [(420, 60, 1), (420, 60, 1)]

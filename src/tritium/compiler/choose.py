@@ -97,7 +97,11 @@ def unmeasured(wanted: Iterable[tuple[Op, Mapping[str, Any]]], context: PassCont
         if op.trial is None or config.provider_for(op.name) is not None or not _able(op, arguments)[0]:
             continue
         key = key_of(op, arguments)
-        if key is not None and tuned.lookup(_device_name(context.device_type), key) is None:
+        if (
+            key is not None
+            and tuned.is_worth_measuring(key)
+            and tuned.lookup(_device_name(context.device_type), key) is None
+        ):
             keys[key] = None
     return list(keys)
 

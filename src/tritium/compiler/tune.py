@@ -91,11 +91,12 @@ def _compared(op: Op, key: Key, draw: Draw, device_type: str, seconds: float) ->
     sides = {name: _compiled(op, block, inputs, name) for name in (INDUCTOR, *able)}
     blocks = {name: (lambda run=run: run(*inputs)) for name, run in sides.items()}
     block_ms = _medians(blocks, device_type, seconds, 1.0)
+    alone_us = _medians(_alone(op, arguments, able), device_type, seconds / 3, 1e3)
     return Verdict(
         key=key,
-        provider=tuned.winner(block_ms),
+        provider=tuned.winner(block_ms, alone_us),
         block_ms=block_ms,
-        alone_us=_medians(_alone(op, arguments, able), device_type, seconds / 3, 1e3),
+        alone_us=alone_us,
         host_us=_host_us(blocks, device_type) if device_type == "cuda" else {},
         bytes=_bytes(op, arguments),
         torch=compat.version_text(),

@@ -178,8 +178,9 @@ class Registration:
             inputs, arrow, outputs = op.schema.partition(" -> ")
             if not arrow or not inputs.endswith(")"):
                 raise CatalogError(f"op {op.name!r}: schema {op.schema!r} must look like '(Tensor x) -> Tensor'")
-            # Providers take inputs of any strides: Inductor need not copy one to give it the strides it had in eager.
-            tags = (torch.Tag.flexible_layout,)
+            # Inductor lays out what it computes as it likes. Ops whose results lie as their inputs do follow it; the
+            # others read rows, and a transposed input would cost them a copy that Inductor can fuse.
+            tags = (torch.Tag.flexible_layout if op.keeps_strides else torch.Tag.needs_fixed_stride_order,)
             self._library.define(f"{op.name}{inputs[:-1]}, *, str provider) -> {outputs}", tags=tags)
             launch = functools.partial(_launch, op, providers[op.name])
             self._library.impl(op.name, launch, "CompositeExplicitAutograd")
