@@ -78,6 +78,17 @@ class TestDeclaration:
             )
 
 
+    def test_dynamic_shapes(self, op):
+        """Traced with symbolic sizes: the fake says the same as the op, and asks nothing of a size."""
+        for sample in list(op.samples(torch.float32, "cpu"))[:2]:
+            torch.library.opcheck(
+                op.overload,
+                tuple(sample.arguments.values()),
+                {"provider": "reference"},
+                test_utils="test_aot_dispatch_dynamic",
+            )
+
+
 @pytest.mark.parametrize(("op", "dtype", "sample"), cases("cpu"))
 def test_the_reference_is_as_exact_as_its_dtype(op, dtype, sample):
     result = op.overload(*sample.arguments.values(), provider="reference")
