@@ -494,3 +494,20 @@ def test_shapes_that_vary(name):
     assert tritium.explain(compiled).sites["rope"].fused == COUNTS[name]
     for actual, wanted in zip(result, expected, strict=True):
         torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_symbolic_head_dim_is_no_silent_miss():
+    """Half of an odd symbol is no size: nothing proves that the lanes make up the whole, so it is declined, and said."""
+
+    def strided(x, cos, sin):
+        even, odd = x[..., 0::2].float(), x[..., 1::2].float()
+        turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1)
+        return turned.flatten(-2).to(x.dtype)
+
+    config = tritium.CompilationConfig(engine="eager")
+    x, cos, sin = torch.randn(2, 7, 3, 60), torch.randn(7, 1, 30), torch.randn(7, 1, 30)
+    with torch.inference_mode():
+        compiled = torch.compile(strided, backend=tritium.Backend(config), dynamic=True, fullgraph=True)
+        torch.testing.assert_close(compiled(x, cos, sin), strided(x, cos, sin))
+    found = tritium.explain(compiled).sites["rope"]
+    assert found.recognised + found.declined == 1

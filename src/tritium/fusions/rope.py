@@ -141,11 +141,11 @@ def _strided_writes(recogniser: Recogniser, node: fx.Node, expr: Expr) -> Match 
     out, values = value_of(node), {}
     for write in writes:
         chosen = restriction(write.args[1], out.shape)
-        if chosen is None or chosen.dim != out.dim() - 1 or 2 * chosen.size != out.shape[-1]:
+        if chosen is None or chosen.dim != out.dim() - 1 or not chosen.is_half_of(out.shape[-1]):
             return None
         if chosen.step == 2 and chosen.start in (0, 1):
             values[INTERLEAVED, chosen.start] = write.args[2]
-        elif chosen.step == 1 and chosen.start in (0, chosen.size):
+        elif chosen.step == 1 and chosen.size and chosen.start in (0, chosen.size):
             values[HALF, chosen.start // chosen.size] = write.args[2]
     for mode in (INTERLEAVED, HALF):
         if {(mode, 0), (mode, 1)} != set(values):

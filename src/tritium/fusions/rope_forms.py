@@ -46,12 +46,15 @@ class Lane(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """The one dim that an indexing restricts, and to what."""
+    """The one dim that an indexing restricts, and to what; the size is None where it is half of a symbol."""
 
     dim: int
     start: int
-    size: int
+    size: int | None
     step: int
+
+    def is_half_of(self, size: Any) -> bool:
+        return self.size is None or (isinstance(size, int) and size == 2 * self.size)
 
 
 class Product(NamedTuple):
@@ -116,7 +119,15 @@ def restriction(parts: Any, shape: Sequence[Any]) -> Selection | None:
             found.append(Selection(dim, selected, 1, 1))
             continue
         if not isinstance(size, int):
-            return None
+            if not isinstance(selected, slice) or selected not in (
+                slice(0, None, 2),
+                slice(None, None, 2),
+                slice(1, None, 2),
+            ):
+                return None
+            # Every other element of a symbolic number of them: a lane all the same.
+            found.append(Selection(dim, selected.start or 0, None, 2))
+            continue
         taken = range(size)[selected] if isinstance(selected, slice) else range(selected % size, selected % size + 1)
         found.append(Selection(dim, taken.start, len(taken), taken.step))
     return found[0] if len(found) == 1 else None
@@ -180,11 +191,11 @@ def lane(expr: Any, seen: Seen) -> Lane | None:
             seen.add(source.node)
             return Lane(peeled(whole, seen), mode, chosen.start)
     # A select of one element drops the dim; a slice keeps it.
-    if from_end != -1 or len(shape_of(inner) or ()) != len(shape) or size != 2 * chosen.size:
+    if from_end != -1 or len(shape_of(inner) or ()) != len(shape) or not chosen.is_half_of(size):
         return None
     if chosen.step == 2 and chosen.start in (0, 1):
         return Lane(source, INTERLEAVED, chosen.start)
-    if chosen.step == 1 and chosen.start in (0, chosen.size):
+    if chosen.step == 1 and chosen.size and chosen.start in (0, chosen.size):
         return Lane(source, HALF, chosen.start // chosen.size)
     return None
 
