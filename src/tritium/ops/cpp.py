@@ -12,6 +12,7 @@ import ctypes
 import functools
 import hashlib
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -28,8 +29,14 @@ POINTER = ctypes.c_void_p
 INTEGER = ctypes.c_int64
 FLOAT = ctypes.c_double
 
+# What `vector.h` knows.
+DTYPES = (torch.float32, torch.bfloat16)
+
 # No -ffast-math: kernels must keep NaN and infinity. Sums are reordered where a loop says `omp simd reduction`.
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast")
+
+# Headers that kernels share.
+HEADERS = Path(__file__).parent
 
 # What the code that -fopenmp generates calls to start threads: GCC's name and clang's.
 _STARTS_THREADS = {False: "GOMP_parallel", True: "__kmpc_fork_call"}
@@ -47,12 +54,25 @@ def cannot_run(*tensors: torch.Tensor | None) -> str | None:
     return None
 
 
+def cannot_read(*dtypes: torch.dtype | None) -> str | None:
+    """Why a kernel that has float32 and bfloat16 in memory cannot take these dtypes, or None."""
+    other = {str(dtype) for dtype in dtypes if dtype is not None and dtype not in DTYPES}
+    return f"the kernel reads and writes float32 and bfloat16, not {', '.join(sorted(other))}" if other else None
+
+
 @functools.cache
 def function(source: Path, name: str, arguments: tuple[type[Any], ...]) -> Callable[..., None]:
     """A function of a source file, which is built and loaded first if it was not before."""
     found = getattr(ctypes.CDLL(str(build(source))), name)
     found.argtypes, found.restype = arguments, None
     return found  # type: ignore[no-any-return]
+
+
+@functools.cache
+def packed(source: Path, name: str, layout: str) -> Callable[..., None]:
+    """A function that takes one struct: called with the values of its fields, "q" for integers and addresses, "d" for doubles."""
+    pack, found = struct.Struct(layout).pack, function(source, name, (POINTER,))
+    return lambda *values: found(pack(*values))
 
 
 def build(source: Path) -> Path:
@@ -62,14 +82,14 @@ def build(source: Path) -> Path:
     linking = _linking("#define __clang__ " in macros)
     # The compiler's own macros say its version and what -march=native means on this machine.
     digest = hashlib.sha256("\0".join((compiler, *FLAGS, *linking, macros)).encode())
-    for file in (source, *sorted(source.parent.glob("*.h"))):
+    for file in (source, *sorted(source.parent.glob("*.h")), *sorted(HEADERS.glob("*.h"))):
         digest.update(file.read_bytes())
     library = compat.cache_dir() / "tritium" / "cpp" / f"{source.parent.name}-{digest.hexdigest()[:32]}.so"
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent, prefix="building-") as name:
             object_file, made = Path(name) / "kernel.o", Path(name) / "kernel.so"
-            _call([compiler, *FLAGS, "-c", str(source), "-o", str(object_file)])
+            _call([compiler, *FLAGS, f"-I{HEADERS}", "-c", str(source), "-o", str(object_file)])
             _call([compiler, "-shared", *linking, str(object_file), "-o", str(made)])
             # Whole or not at all, whoever else builds the same.
             made.replace(library)

@@ -1,7 +1,8 @@
-"""How Triton providers launch: what is asked before, and how a launch is remembered.
+"""How kernels are launched: what is asked before, and how a launch is remembered.
 
-Binding thirty arguments to a kernel costs the host several times what the kernel costs the device. So the first launch
-with arguments of some shapes is remembered; later ones only fill in addresses.
+Binding thirty arguments to a Triton kernel costs the host several times what the kernel costs the device, and a CPU
+computes on small tensors in the time that Python takes to look at their strides. So the first launch with arguments of
+some shapes is remembered; later ones only fill in addresses.
 """
 
 from __future__ import annotations
@@ -39,10 +40,9 @@ Run = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch as it happened: the compiled kernel, its grid, and every argument in the kernel's order."""
+    """One launch as it happened: what was called, and every argument in the kernel's order."""
 
-    compiled: Any
-    grid: tuple[int, ...]
+    runner: Run
     values: tuple[Any, ...]
 
 
@@ -50,12 +50,21 @@ _RECORD: ContextVar[list[Launch] | None] = ContextVar("launches", default=None)
 
 
 def start(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Launch a kernel; inside a provider that is remembered, note how."""
+    """Launch a Triton kernel; inside a provider that is remembered, note how."""
     compiled = kernel[grid](*arguments, **options)
     record = _RECORD.get()
     if record is not None and compiled is not None:
         values = dict(zip(kernel.arg_names, arguments, strict=False)) | options
-        record.append(Launch(compiled, grid, tuple(values[name] for name in kernel.arg_names)))
+        runner = compiled[(*grid, 1, 1)[:3]]
+        record.append(Launch(runner, tuple(values[name] for name in kernel.arg_names)))
+
+
+def call(function: Run, *arguments: Any) -> None:
+    """Call a C++ kernel with the addresses of tensors; inside a provider that is remembered, note how."""
+    function(*(value.data_ptr() if isinstance(value, torch.Tensor) else value for value in arguments))
+    record = _RECORD.get()
+    if record is not None:
+        record.append(Launch(function, arguments))
 
 
 @dataclass(frozen=True)
@@ -94,15 +103,18 @@ def remembered(run: Run) -> Run:
         tensors: list[torch.Tensor] = []
         key = _signature(arguments, tensors)
         where = tensors[0].device
-        if where.type != "cuda":
-            return run(*arguments)
-        if where.index != torch.cuda.current_device():
-            with torch.cuda.device(where):
-                return launched(*arguments)
         addresses = [tensor.data_ptr() for tensor in tensors]
+        if where.type == "cuda":
+            if where.index != torch.cuda.current_device():
+                with torch.cuda.device(where):
+                    return launched(*arguments)
+            # Triton compiles other code for what is not aligned.
+            conditions: tuple[Any, ...] = (where.index, *(address % 16 for address in addresses))
+        else:
+            conditions = (where.type, torch.get_num_threads())
         # Two inputs that are one tensor now may be two the next time.
         shared = tuple(map(addresses.index, addresses))
-        known = (where.index, key, shared, tuple(address % 16 for address in addresses))
+        known = (conditions, key, shared)
         plan = plans.get(known)
         if plan is not None:
             return plan.launch(addresses, where)
@@ -144,8 +156,9 @@ def _planned(launches: list[Launch], addresses: list[int], result: Any) -> Plan 
     out = result if isinstance(result, tuple) else (result,)
     made = [tensor.data_ptr() for tensor in out]
     plan = Plan(
-        runner=launch.compiled[(*launch.grid, 1, 1)[:3]],
-        values=list(launch.values),
+        runner=launch.runner,
+        # Without the tensors: a plan would keep their memory.
+        values=[None if isinstance(value, torch.Tensor) else value for value in launch.values],
         inputs=[],
         results=[],
         made=[(tensor.shape, tensor.stride(), tensor.dtype) for tensor in out],

@@ -57,7 +57,4 @@ def decline_cpu(
     out_dtype: torch.dtype | None,
 ) -> str | None:
     del groups, eps
-    other = {str(dtype) for dtype in (x.dtype, out_dtype or x.dtype)} - {"torch.float32", "torch.bfloat16"}
-    if other:
-        return f"the kernel reads and writes float32 and bfloat16, not {', '.join(sorted(other))}"
-    return cpp.cannot_run(x, weight, bias)
+    return cpp.cannot_read(x.dtype, out_dtype) or cpp.cannot_run(x, weight, bias)

@@ -5,22 +5,9 @@
 #include <cstdint>
 #include <vector>
 
+#include "vector.h"
+
 namespace {
-
-struct bfloat16 {
-  uint16_t bits;
-};
-
-inline float wide(float x) { return x; }
-inline float wide(bfloat16 x) { return __builtin_bit_cast(float, uint32_t(x.bits) << 16); }
-
-inline void put(float x, float& out) { out = x; }
-inline void put(float x, bfloat16& out) {
-  const uint32_t bits = __builtin_bit_cast(uint32_t, x);
-  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  // Rounding would carry a NaN with a full mantissa into zero.
-  out.bits = uint16_t((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
-}
 
 // Within 1e-7 of exp(x), and infinite from 88.4 on. A NaN becomes infinite: the caller still has the NaN.
 inline float exponential(float x) {

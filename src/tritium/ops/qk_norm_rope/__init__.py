@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from tritium.ops.launch import remembered
 from tritium.ops.op import Op, Provider
+from tritium.ops.qk_norm_rope.cpu import decline_cpu, run_cpu
 from tritium.ops.qk_norm_rope.reference import NORMS, ROPES, fake, reference, samples
 from tritium.ops.qk_norm_rope.trial import TRIAL
 from tritium.ops.qk_norm_rope.triton import decline_triton, launch_options, run_triton
@@ -43,6 +44,9 @@ OP = Op(
     reference=reference,
     fake=fake,
     samples=samples,
-    providers=(Provider("triton", "qk_norm_rope", remembered(run_triton), decline_triton),),
+    providers=(
+        Provider("triton", "qk_norm_rope", remembered(run_triton), decline_triton),
+        Provider("cpu", "qk_norm_rope", remembered(run_cpu), decline_cpu),
+    ),
     trial=TRIAL,
 )

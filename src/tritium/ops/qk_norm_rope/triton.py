@@ -11,6 +11,7 @@ import torch
 
 from tritium.ops import rope as rotation
 from tritium.ops.launch import cannot_launch, start
+from tritium.ops.qk_norm_rope.arguments import angles, decline_form, real, table_kind
 from tritium.ops.qk_norm_rope.reference import NONE, fake
 
 T = TypeVar("T")
@@ -305,7 +306,7 @@ def run_triton(
         TABLES=len(tables),
         NORM=norm,
         WEIGHTED=q_weights[0] is not None,
-        TABLE=_table_kind(tables, rope, width),
+        TABLE=table_kind(tables, rope, width),
         FIRST_TURNS=rotations[0] is not None,
         SECOND_TURNS=rotations[-1] is not None,
         HALVES=rope == rotation.HALF,
@@ -344,24 +345,11 @@ def _rotation(table: torch.Tensor | None, sine: torch.Tensor | None) -> tuple[to
     """Cosines and sines with the same strides; complex numbers as real pairs, side by side, twice."""
     if table is None:
         return None
-    cosines = _rows(_real(table).flatten(2))
+    cosines = _rows(real(table).flatten(2))
     sines = cosines if sine is None else _rows(sine)
     if _steps(cosines) != _steps(sines):
         return cosines.contiguous(), sines.contiguous()
     return cosines, sines
-
-
-def _real(table: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(table.resolve_conj()) if table.is_complex() else table
-
-
-def _table_kind(tables: list[torch.Tensor | None], rope: str, width: int) -> str:
-    widths = {table.shape[-1] for table in tables if table is not None}
-    if rope == NONE or not widths:
-        return NONE
-    if rope == rotation.COMPLEX:
-        return rope
-    return "element" if widths == {width} else "pair"
 
 
 def decline_triton(
@@ -377,22 +365,15 @@ def decline_triton(
     heads_first: bool,
 ) -> str | None:
     del eps, norm, heads_first
-    if len(q) > 2:
-        return f"the kernel takes one or two parts, got {len(q)}"
+    weights, turning = [*q_weights, *k_weights], angles(tables, sines, rope)
+    reason = decline_form(q, k, weights, turning)
+    if reason is not None:
+        return reason
     width = q[0].shape[-1]
-    if any(part.shape[-1] != width for part in (*q, *k)) or width % 2 or width > WIDEST_HEAD:
-        return f"the kernel takes heads of one even width up to {WIDEST_HEAD}"
+    if width > WIDEST_HEAD:
+        return f"the kernel takes heads of a width up to {WIDEST_HEAD}"
     if max(q[0].shape[2], k[0].shape[2]) * width > WIDEST_TOKEN:
         return f"the kernel takes tokens of up to {WIDEST_TOKEN:,} numbers"
-    weights = [*q_weights, *k_weights]
     if len({weight is None for weight in weights}) > 1:
         return "some parts have a norm weight and some have none"
-    angles = [] if rope == NONE else [_real(table) for table in (*tables, *sines) if table is not None]
-    sizes = [math.prod(table.shape[2:]) for table in angles]
-    if any(size != sizes[0] or size not in (width, width // 2) for size in sizes):
-        return f"the kernel takes tables of {width // 2} or {width} numbers a token, the same for all parts"
-    for group in ((*q, *k), weights, angles):
-        dtypes = {str(tensor.dtype) for tensor in group if tensor is not None}
-        if len(dtypes) > 1:
-            return f"the kernel takes one dtype for all parts, got {', '.join(sorted(dtypes))}"
-    return cannot_launch(*q, *k, *weights, *angles)
+    return cannot_launch(*q, *k, *weights, *turning)

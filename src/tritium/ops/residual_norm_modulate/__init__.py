@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from tritium.ops.launch import remembered
 from tritium.ops.op import Op, Provider
+from tritium.ops.residual_norm_modulate.cpu import decline_cpu, run_cpu
 from tritium.ops.residual_norm_modulate.reference import NORMS, fake, reference, samples
 from tritium.ops.residual_norm_modulate.trial import TRIAL
 from tritium.ops.residual_norm_modulate.triton import decline_triton, run_triton
@@ -24,6 +25,9 @@ OP = Op(
     reference=reference,
     fake=fake,
     samples=samples,
-    providers=(Provider("triton", "residual_norm_modulate", remembered(run_triton), decline_triton),),
+    providers=(
+        Provider("triton", "residual_norm_modulate", remembered(run_triton), decline_triton),
+        Provider("cpu", "residual_norm_modulate", remembered(run_cpu), decline_cpu),
+    ),
     trial=TRIAL,
 )
