@@ -88,6 +88,39 @@ def test_a_changed_header_is_another_kernel(source, cache):
     assert answer(source) == 2
 
 
+def test_a_changed_shared_header_is_another_kernel(source, cache, tmp_path, monkeypatch):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    monkeypatch.setattr(cpp, "HEADERS", shared)
+    source.write_text('#include "number.h"\n' + ANSWER.format("NUMBER"))
+    for number in (1, 2):
+        (shared / "number.h").write_text(f"#define NUMBER {number}\n")
+        assert answer(source) == number
+
+
+def test_a_struct_is_passed_as_the_values_of_its_fields(source, cache):
+    source.write_text("""
+#include <cstdint>
+struct Given { int64_t first, second; double third; double* out; };
+extern "C" void add(const void* packed) {
+  const Given& given = *(const Given*)packed;
+  *given.out = given.first + given.second + given.third;
+}
+""")
+    cpp.function.cache_clear()
+    cpp.packed.cache_clear()
+    out = torch.zeros(1, dtype=torch.float64)
+    cpp.packed(source, "add", "qqdq")(True, -7, 0.25, out.data_ptr())
+    assert out.item() == -5.75
+
+
+def test_every_source_is_part_of_cache_keys():
+    folder = Path(ops.__file__).parent
+    sources = {file for kind in ("py", "cpp", "h") for file in folder.rglob(f"*.{kind}")}
+    assert {"vector.h", "kernel.cpp", "reference.py"} <= {file.name for file in sources}
+    assert sources <= set(ops.files())
+
+
 def test_other_flags_are_another_kernel(source, cache, monkeypatch):
     source.write_text("#ifndef NUMBER\n#define NUMBER 1\n#endif\n" + ANSWER.format("NUMBER"))
     assert answer(source) == 1

@@ -1,44 +1,39 @@
 """Remembered launches: the same arguments elsewhere in memory, and what must not be remembered."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
 from fidelity import assert_no_worse
-from tritium import ops
-from tritium.ops import launch
-
-
-class Compiled:
-    def __init__(self):
-        self.launched = []
-
-    def __getitem__(self, grid):
-        return lambda *values: self.launched.append((grid, values))
+from tritium import device, ops
+from tritium.ops import cpp, launch
 
 
 def planned(values, inputs, result):
-    compiled = Compiled()
-    record = [launch.Launch(compiled, (7,), tuple(values))]
-    return compiled, launch._planned(record, [tensor.data_ptr() for tensor in inputs], result)
+    launched = []
+    record = [launch.Launch(lambda *values: launched.append(values), tuple(values))]
+    return launched, launch._planned(record, [tensor.data_ptr() for tensor in inputs], result)
 
 
 class TestPlans:
     def test_addresses_are_filled_in_and_results_made_anew(self):
         x, w, out = torch.randn(2, 3), torch.randn(3), torch.empty(2, 3)
-        compiled, plan = planned([x, w, out, 1.5, None, 8], [x, w], out)
+        launched, plan = planned([x, w, out, 1.5, None, 8], [x, w], out)
         others = [torch.randn(2, 3), torch.randn(3)]
         made = plan.launch([tensor.data_ptr() for tensor in others], torch.device("cpu"))
         assert (made.shape, made.stride(), made.dtype) == (out.shape, out.stride(), out.dtype)
         assert made.data_ptr() != out.data_ptr()
         pointers = [tensor.data_ptr() for tensor in (*others, made)]
-        assert compiled.launched == [((7, 1, 1), (*pointers, 1.5, None, 8))]
+        assert launched == [(*pointers, 1.5, None, 8)]
 
     def test_several_results(self):
         x, first, second = torch.randn(2, 3), torch.empty(2, 3), torch.empty(3, 2).t()
-        compiled, plan = planned([x, second, first], [x], (first, second))
+        launched, plan = planned([x, second, first], [x], (first, second))
         made = plan.launch([x.data_ptr()], torch.device("cpu"))
         assert [one.stride() for one in made] == [first.stride(), second.stride()]
-        assert compiled.launched[0][1] == (x.data_ptr(), made[1].data_ptr(), made[0].data_ptr())
+        assert launched == [(x.data_ptr(), made[1].data_ptr(), made[0].data_ptr())]
 
     def test_a_launch_on_a_copy_is_not_remembered(self):
         x, out = torch.randn(2, 3), torch.empty(2, 3)
@@ -47,8 +42,88 @@ class TestPlans:
     @pytest.mark.parametrize("count", [0, 2])
     def test_only_a_single_launch_is_remembered(self, count):
         x = torch.randn(2)
-        record = [launch.Launch(Compiled(), (1,), (x,))] * count
+        record = [launch.Launch(print, (x,))] * count
         assert launch._planned(record, [x.data_ptr()], x) is None
+
+    def test_a_plan_keeps_no_tensor(self):
+        x, out = torch.randn(2, 3), torch.empty(2, 3)
+        kept = [weakref.ref(tensor) for tensor in (x, out)]
+        _, plan = planned([x, out, 8], [x], out)
+        del x, out
+        gc.collect()
+        assert [reference() for reference in kept] == [None, None]
+        assert plan is not None
+
+
+@pytest.mark.skipif(not device.has_triton(), reason="triton is not installed")
+def test_a_grid_has_three_dims():
+    class Kernel:
+        arg_names = ("x", "SIZE")
+
+        def __getitem__(self, grid):
+            # As Triton does: called it launches and gives the compiled kernel, which is asked for a grid again.
+            return lambda *values, **options: Compiled()
+
+    class Compiled:
+        def __getitem__(self, grid):
+            return lambda *values: launched.append((grid, values))
+
+    launched, x = [], torch.randn(2)
+    token = launch._RECORD.set([])
+    launch.start(Kernel(), (7,), x, SIZE=4)
+    (record,) = launch._RECORD.get()
+    launch._RECORD.reset(token)
+    record.runner(*record.values)
+    assert launched == [((7, 1, 1), (x, 4))]
+
+
+class TestCalls:
+    """What is remembered on a CPU: a C++ function, here one in Python."""
+
+    def test_arguments_of_one_form_are_looked_at_once(self):
+        looked, called = [], []
+
+        def run(x, scale):
+            looked.append(x)
+            out = torch.empty_like(x)
+            launch.call(lambda *values: called.append(values), x, out, scale)
+            return out
+
+        provider = launch.remembered(run)
+        inputs = [torch.randn(2, 3) for _ in range(3)]
+        made = [provider(x, 0.5) for x in inputs]
+        assert len(looked) == 1
+        assert called == [(x.data_ptr(), out.data_ptr(), 0.5) for x, out in zip(inputs, made, strict=True)]
+        provider(inputs[0].t(), 0.5)
+        provider(inputs[0], 0.25)
+        assert len(looked) == 3
+
+    def test_another_number_of_threads_is_asked_for_anew(self, monkeypatch):
+        asked = []
+
+        def run(x):
+            out = torch.empty_like(x)
+            launch.call(lambda *values: asked.append(values[-1]), x, out, torch.get_num_threads())
+            return out
+
+        provider = launch.remembered(run)
+        for threads in (3, 3, 5, 3):
+            monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+            provider(torch.randn(2))
+        assert asked == [3, 3, 5, 3]
+
+    def test_a_call_on_a_copy_is_made_anew(self):
+        called = []
+
+        def run(x):
+            out, dense = torch.empty_like(x), x.contiguous()
+            launch.call(lambda *values: called.append(dense.clone()), dense, out)
+            return out
+
+        provider = launch.remembered(run)
+        for number in (1.0, 2.0, 3.0):
+            provider(torch.full((2, 3), number).t())
+        assert [copy.unique().tolist() for copy in called] == [[1.0], [2.0], [3.0]]
 
 
 @pytest.mark.parametrize(
@@ -83,19 +158,32 @@ def elsewhere(value):
     return made.copy_(torch.randn(value.shape, device=value.device, dtype=value.dtype))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "op", [op for op in ops.catalog().values() if "triton" in ops.providers(op)], ids=lambda op: op.name
-)
-def test_a_remembered_launch_computes_the_same(op):
-    provider = ops.providers(op)["triton"]
-    for sample in op.samples(torch.float32, "cuda"):
-        if provider.decline(**sample.arguments) is not None:
+def owned(provider):
+    return [op for op in ops.catalog().values() if provider in ops.providers(op)]
+
+
+def check_remembered(op, provider, device_type, dtype):
+    run, decline = ops.providers(op)[provider].run, ops.providers(op)[provider].decline
+    for sample in op.samples(dtype, device_type):
+        if decline(**sample.arguments) is not None:
             continue
-        provider.run(*sample.arguments.values())
+        run(*sample.arguments.values())
         for _ in range(2):
             arguments = [elsewhere(value) for value in sample.arguments.values()]
-            made, plain = provider.run(*arguments), op.reference(*arguments)
+            made, plain = run(*arguments), op.reference(*arguments)
             pairs = zip(made, plain, strict=True) if isinstance(made, tuple) else [(made, plain)]
             for actual, expected in pairs:
                 assert_no_worse(actual, expected, expected.double(), sample.label)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", owned("triton"), ids=lambda op: op.name)
+def test_a_remembered_launch_computes_the_same(op):
+    check_remembered(op, "triton", "cuda", torch.float32)
+
+
+@pytest.mark.skipif(cpp.cannot_run() is not None, reason=str(cpp.cannot_run()))
+@pytest.mark.parametrize("op", owned("cpu"), ids=lambda op: op.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_remembered_call_computes_the_same(op, dtype):
+    check_remembered(op, "cpu", "cpu", dtype)

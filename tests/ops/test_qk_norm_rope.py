@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from fidelity import assert_no_worse
 from tritium import device, envs, ops
-from tritium.ops import qk_norm_rope, rope
+from tritium.ops import cpp, qk_norm_rope, rope
 
 EPS = 1e-6
 
@@ -154,6 +155,115 @@ def test_any_number_of_tokens_without_compiling_again():
             torch.testing.assert_close(result, as_models_write_it(made, name), rtol=1e-12, atol=1e-12)
             assert result.is_contiguous()
     assert counter.frame_count == 1
+
+
+def narrowed(made, dtypes):
+    """The same arguments with parts, weights and tables in other dtypes."""
+    groups = {"q": 0, "k": 0, "q_weights": 1, "k_weights": 1, "tables": 2, "sines": 2}
+
+    def cast(tensor, dtype):
+        if tensor is None:
+            return None
+        return tensor.to(torch.complex64 if tensor.is_complex() else dtype)
+
+    return made | {name: [cast(t, dtypes[group]) for t in made[name]] for name, group in groups.items()}
+
+
+def widened(made):
+    def wide(tensor):
+        return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+    return {
+        name: [None if t is None else wide(t) for t in value] if isinstance(value, list) else value
+        for name, value in made.items()
+    }
+
+
+def by_cpu(made):
+    results = ops.catalog()["qk_norm_rope"].overload(*made.values(), provider="cpu")
+    assert not ops.failed_providers()
+    return results
+
+
+@pytest.mark.skipif(cpp.cannot_run() is not None, reason=str(cpp.cannot_run()))
+class TestCpu:
+    @settings(deadline=None, max_examples=200)
+    @given(
+        tokens=st.lists(st.integers(0, 5), min_size=1, max_size=2),
+        heads=st.integers(1, 4),
+        k_heads=st.integers(1, 4),
+        pairs=st.integers(1, 37),
+        norm=st.sampled_from(qk_norm_rope.NORMS),
+        mode=st.sampled_from(qk_norm_rope.ROPES),
+        one_a_pair=st.booleans(),
+        heads_first=st.booleans(),
+        unturned=st.integers(0, 2),
+        together=st.booleans(),
+        dtypes=st.lists(st.sampled_from([torch.float32, torch.bfloat16]), min_size=3, max_size=3),
+    )
+    def test_any_form(
+        self, tokens, heads, k_heads, pairs, norm, mode, one_a_pair, heads_first, unturned, together, dtypes
+    ):
+        table_width = pairs if one_a_pair else 2 * pairs
+        made = arguments(
+            tokens, heads, 2 * pairs, norm, mode, k_heads=k_heads, table_width=table_width, heads_first=heads_first
+        )
+        for name in ("tables", "sines"):
+            if together:
+                made[name] = [None if made[name][0] is None else torch.cat(made[name], 1)]
+            elif unturned < len(tokens):
+                made[name][unturned] = None
+        made = narrowed(made, dtypes)
+        assert qk_norm_rope.decline_cpu(**made) is None
+        exact = qk_norm_rope.reference(**widened(made))
+        for actual, plain, truth in zip(by_cpu(made), qk_norm_rope.reference(**made), exact, strict=True):
+            assert actual.is_contiguous()
+            assert_no_worse(actual, plain, truth)
+
+    @pytest.mark.parametrize("threads", [1, 2, 3, 5])
+    @pytest.mark.parametrize("mode", qk_norm_rope.ROPES)
+    def test_any_number_of_threads_gives_the_same(self, threads, mode):
+        made = narrowed(arguments([13, 60], 5, 128, "head", mode), [torch.float32] * 3)
+        before = torch.get_num_threads()
+        try:
+            torch.set_num_threads(threads)
+            results = by_cpu(made)
+            torch.set_num_threads(1)
+            assert all(map(torch.equal, results, by_cpu(made)))
+        finally:
+            torch.set_num_threads(before)
+
+    @pytest.mark.parametrize("norm", ["head", "row"])
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    def test_one_bad_number_spoils_what_is_normed_with_it_alone(self, norm, value):
+        made = narrowed(arguments([3, 4], 5, 64, norm, "interleaved"), [torch.float32] * 3)
+        good, same = by_cpu(made)
+        made["q"][1][1, 2, 3, 7] = value
+        q, k = by_cpu(made)
+        assert torch.equal(k, same)
+        spoiled = torch.zeros(2, 7, 5, dtype=torch.bool)
+        spoiled[1, 5, 3 if norm == "head" else slice(None)] = True
+        assert torch.equal(q[~spoiled], good[~spoiled])
+        torch.testing.assert_close(q, qk_norm_rope.reference(**made)[0], equal_nan=True)
+
+    def test_some_weights(self):
+        made = narrowed(arguments([3, 4], 2, 8, "head", "interleaved"), [torch.float32] * 3)
+        made["q_weights"][0] = None
+        assert qk_norm_rope.decline_cpu(**made) is None
+        for actual, plain in zip(by_cpu(made), qk_norm_rope.reference(**made), strict=True):
+            torch.testing.assert_close(actual, plain)
+
+    def test_declines_what_it_cannot_read(self):
+        made = narrowed(arguments([3, 4], 2, 8, "head", "interleaved"), [torch.float32] * 3)
+        decline = qk_norm_rope.decline_cpu
+        for group in range(3):
+            dtypes = [torch.float16 if group == index else torch.float32 for index in range(3)]
+            said = "the kernel reads and writes float32 and bfloat16, not torch.float16"
+            assert decline(**narrowed(made, dtypes)) == said
+        assert "two parts" in decline(**{k: [*v, v[0]] if isinstance(v, list) else v for k, v in made.items()})
+        odd = {"q": [x[..., :7] for x in made["q"]], "k": [x[..., :7] for x in made["k"]]}
+        assert "even width" in decline(**made | odd)
+        assert "runs on meta" in decline(**made | {"k": [x.to("meta") for x in made["k"]]})
 
 
 class TestDecline:

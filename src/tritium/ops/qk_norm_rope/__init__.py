@@ -27,6 +27,7 @@ __all__ = [
     "OP",
     "ROPES",
     "TRIAL",
+    "decline_cpu",
     "decline_triton",
     "fake",
     "launch_options",

@@ -14,7 +14,7 @@ from tritium.ops.residual_norm_modulate.reference import NORMS, fake, reference,
 from tritium.ops.residual_norm_modulate.trial import TRIAL
 from tritium.ops.residual_norm_modulate.triton import decline_triton, run_triton
 
-__all__ = ["NORMS", "OP", "TRIAL", "decline_triton", "fake", "reference", "run_triton", "samples"]
+__all__ = ["NORMS", "OP", "TRIAL", "decline_cpu", "decline_triton", "fake", "reference", "run_triton", "samples"]
 
 OP = Op(
     name="residual_norm_modulate",
