@@ -159,8 +159,33 @@ def test_a_compilation_asks_for_what_it_needs_and_uses_the_answer(table, monkeyp
     assert not any("view_as_complex" in entry["op"] or "mul" in entry["op"] for entry in report.fallbacks)
 
 
+class Quiet:
+    """Nobody else is here; a test machine's neighbours do not decide a test."""
+
+    disturbed, foreign_cores = False, 0.0
+
+    def read(self):
+        return self
+
+
+class Busy(Quiet):
+    disturbed, foreign_cores = True, 1.5
+
+
+def test_a_verdict_of_a_busy_cpu_is_not_kept(tmp_path, monkeypatch):
+    key = Key.of("rope", {"tokens": 64, "width": 8, "mode": "complex"}, torch.float32)
+    monkeypatch.setattr(
+        tune, "compare", lambda key, where, seconds: Verdict(key, "aten", {"inductor": 2.0, "aten": 1.0})
+    )
+    monkeypatch.setattr(tune.measure, "LoadMeter", Busy)
+    (row,) = tune.measure_keys([key], "cpu", tmp_path / "t.json", lambda *what: None)
+    assert row.remarks == {tune.DISTURBED: "1.5 cores were taken by others"}
+    assert not (tmp_path / "t.json").exists()
+
+
 @pytest.mark.codegen
-def test_a_comparison_on_this_machine(tmp_path):
+def test_a_comparison_on_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(tune.measure, "LoadMeter", Quiet)
     key = Key.of("rope", {"tokens": 64, "width": 8, "mode": "complex"}, torch.float32)
     told = []
     path = tmp_path / "t.json"
@@ -179,6 +204,7 @@ def test_what_cannot_be_measured_is_inductor_s_with_the_reason(tmp_path, monkeyp
         raise RuntimeError("no such luck\nat all")
 
     monkeypatch.setattr(tune, "compare", broken)
+    monkeypatch.setattr(tune.measure, "LoadMeter", Quiet)
     key = Key.of("rope", {"tokens": 64, "width": 8, "mode": "complex"}, torch.float32)
     (row,) = tune.measure_keys([key], "cpu", tmp_path / "t.json", lambda *what: None)
     assert row.provider == "inductor"

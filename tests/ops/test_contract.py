@@ -77,7 +77,6 @@ class TestDeclaration:
                 op.overload, tuple(sample.arguments.values()), {"provider": "reference"}, test_utils=tests
             )
 
-
     def test_dynamic_shapes(self, op):
         """Traced with symbolic sizes: the fake says the same as the op, and asks nothing of a size."""
         for sample in list(op.samples(torch.float32, "cpu"))[:2]:

@@ -67,7 +67,13 @@ def command(
 
         verdicts = tune.measure_keys(keys, where, path, tell, seconds)
     print_table(machine, verdicts)
+    disturbed = sum(tune.DISTURBED in verdict.remarks for verdict in verdicts)
     print(f"kept in {path}")
+    if disturbed:
+        print(
+            f"{disturbed} of {len(verdicts)} were NOT kept: other processes took cores while they were measured; run again"
+        )
+        raise typer.Exit(1)
 
 
 def _dtypes(text: str) -> list[torch.dtype]:

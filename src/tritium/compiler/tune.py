@@ -13,7 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,13 @@ from tritium.tuned import Key, Verdict
 # A verdict must not be a matter of luck: the block runs this long, its variants in turns.
 SECONDS = 1.5
 TIMEOUT = 900
+
+# Enough to see what a shape is.
+FEW = {"tokens": 64, "pixels": 64}
+# A CPU takes seconds for what a GPU does in milliseconds, and its kernels have nothing to gain from more of the same.
+CPU_MOST = {"tokens": 256, "pixels": 1 << 14}
+
+DISTURBED = "disturbed"
 
 CAPTURED_CALLS = 10
 HOST_ROUNDS = 50
@@ -55,12 +62,16 @@ def _standard(op: Op, dtype: torch.dtype, device_type: str) -> list[Mapping[str,
 
     if op.trial is None:
         return []
-    return [shape for shape in op.trial.standard if _able(op, op.trial.alone(few(shape), draw))[0]]
+    able = [shape for shape in op.trial.standard if _able(op, op.trial.alone(few(shape), draw))[0]]
+    if device_type != "cpu":
+        return able
+    smaller = [few(shape, CPU_MOST) for shape in able]
+    return [shape for index, shape in enumerate(smaller) if shape not in smaller[:index]]
 
 
-def few(shape: Mapping[str, int | str]) -> dict[str, int | str]:
-    """A class of the same form with few tokens or pixels."""
-    return {name: min(int(size), 64) if name in tuned.STRETCHABLE else size for name, size in shape.items()}
+def few(shape: Mapping[str, int | str], most: Mapping[str, int] = FEW) -> dict[str, int | str]:
+    """A class of the same form with at most so many tokens or pixels."""
+    return {name: min(int(size), most[name]) if name in tuned.STRETCHABLE else size for name, size in shape.items()}
 
 
 def compare(key: Key, device_type: str, seconds: float = SECONDS) -> Verdict:
@@ -179,11 +190,15 @@ def _bytes(op: Op, arguments: Mapping[str, Any]) -> int:
 def measure_keys(
     keys: Sequence[Key], device_type: str, path: Path, notify: Notify, seconds: float = SECONDS
 ) -> list[Verdict]:
-    """Measure keys and keep each verdict as soon as it is there; one that cannot be had is kept as Inductor's, with why."""
+    """Measure keys and keep each verdict as soon as it is there; one that cannot be had is kept as Inductor's, with why.
+
+    On a CPU that others use at the same time, a verdict means nothing: it is returned with that remark, and not kept.
+    """
     name = device.describe(device_type).name
     verdicts = []
     for index, key in enumerate(keys):
         notify(key, index, len(keys))
+        meter = measure.LoadMeter()
         try:
             verdict = compare(key, device_type, seconds)
         except Exception as error:  # noqa: BLE001 - a kernel compiler may raise anything; the next key may still do
@@ -191,6 +206,13 @@ def measure_keys(
             verdict = Verdict(
                 key, INDUCTOR, {INDUCTOR: 0.0}, torch=compat.version_text(), remarks={"not measured": reason}
             )
+        load = meter.read() if device_type == "cpu" else None
+        if load is not None and load.disturbed:
+            # Threads that wait for each other are many times slower then, and not all code by the same factor.
+            verdicts.append(
+                replace(verdict, remarks={DISTURBED: f"{load.foreign_cores:.1f} cores were taken by others"})
+            )
+            continue
         tuned.write(path, name, [verdict])
         verdicts.append(verdict)
     return verdicts

@@ -135,6 +135,9 @@ TRIAL = Trial(
             (8192, 40, 128, 1, ROW, rotation.INTERLEAVED, "tokens"),
             (8192, 12, 128, 1, ROW, rotation.INTERLEAVED, "tokens"),
             (4096, 38, 64, 2, HEAD, NONE, "heads"),
+            # A FLUX of three heads: what the demo and CPU benchmarks run.
+            (256, 3, 128, 2, HEAD, rotation.INTERLEAVED, "tokens"),
+            (256, 3, 128, 1, HEAD, rotation.INTERLEAVED, "tokens"),
         )
     ),
 )

@@ -87,6 +87,8 @@ TRIAL = Trial(
             (4096, 3072, "layer"),
             (16384, 3072, "layer"),
             (32768, 5120, "layer"),
+            # A FLUX of three heads: what the demo and CPU benchmarks run.
+            (256, 384, "layer"),
             # LTX, Z-Image.
             (4096, 2048, "rms"),
             (4096, 3840, "rms"),
