@@ -180,7 +180,8 @@ def kernels() -> str:
         text += f"\n## {name}{about}\n\n"
         rows = [kernel_row(verdict, bandwidth) for verdict in tuned.read(path).values()]
         text += table(
-            ["op", "shape", "dtype", "chosen", "block, ms: Inductor's / owned", "ratio", "MB", "alone, us", "of copy"], rows
+            ["op", "shape", "dtype", "chosen", "block, ms: Inductor's / owned", "ratio", "MB", "alone, us", "of copy"],
+            rows,
         )
     return text
 
