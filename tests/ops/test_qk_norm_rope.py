@@ -132,6 +132,14 @@ class TestMeaning:
         for one, two in zip(qk_norm_rope.reference(**made | whole), qk_norm_rope.reference(**made), strict=True):
             assert torch.equal(one, two)
 
+    @pytest.mark.parametrize("mode", qk_norm_rope.ROPES)
+    def test_compiles_as_one_graph(self, mode):
+        """Otherwise nobody could compare the kernels with what Inductor makes of it."""
+        made = arguments([3, 4], 2, 8, "head", mode)
+        compiled = torch.compile(qk_norm_rope.reference, fullgraph=True, backend="eager")
+        for one, two in zip(compiled(**made), qk_norm_rope.reference(**made), strict=True):
+            torch.testing.assert_close(one, two)
+
     @pytest.mark.parametrize("wrong", [{"norm": "layer"}, {"rope": "matrix"}])
     def test_an_unknown_form_is_an_error(self, wrong):
         with pytest.raises(ValueError, match=next(iter(wrong.values()))):
