@@ -35,6 +35,9 @@ DTYPES = (torch.float32, torch.bfloat16)
 # No -ffast-math: kernels must keep NaN and infinity. Sums are reordered where a loop says `omp simd reduction`.
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast")
 
+# Fewer numbers than this are not worth waking a second thread; the same as PyTorch's own.
+ONE_THREAD = 32_768
+
 # Headers that kernels share.
 HEADERS = Path(__file__).parent
 
@@ -58,6 +61,11 @@ def cannot_read(*dtypes: torch.dtype | None) -> str | None:
     """Why a kernel that has float32 and bfloat16 in memory cannot take these dtypes, or None."""
     other = {str(dtype) for dtype in dtypes if dtype is not None and dtype not in DTYPES}
     return f"the kernel reads and writes float32 and bfloat16, not {', '.join(sorted(other))}" if other else None
+
+
+def threads(numbers: int) -> int:
+    """How many threads share some numbers."""
+    return 1 if numbers < ONE_THREAD else torch.get_num_threads()
 
 
 @functools.cache

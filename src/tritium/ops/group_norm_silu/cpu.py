@@ -12,9 +12,6 @@ from tritium.ops.group_norm_silu.reference import empty_as, is_channels_last
 SOURCE = Path(__file__).with_name("kernel.cpp")
 ARGUMENTS = (*[cpp.POINTER] * 4, *[cpp.INTEGER] * 4, cpp.FLOAT, *[cpp.INTEGER] * 4)
 
-# Fewer numbers than this are not worth waking a second thread; the same as PyTorch's own.
-ONE_THREAD = 32_768
-
 
 def run_cpu(
     x: torch.Tensor,
@@ -43,7 +40,7 @@ def run_cpu(
         channels_last,
         x.dtype == torch.bfloat16,
         out.dtype == torch.bfloat16,
-        1 if x.numel() < ONE_THREAD else torch.get_num_threads(),
+        cpp.threads(x.numel()),
     )
     return out
 

@@ -22,9 +22,6 @@ NORM = {NONE: 0, HEAD: 1, ROW: 2}
 PAIRS = {NONE: 0, rotation.INTERLEAVED: 1, rotation.COMPLEX: 1, rotation.HALF: 2}
 TABLE = {NONE: 0, ELEMENT: 0, PAIR: 1, COMPLEX: 2}
 
-# Fewer numbers than this are not worth waking a second thread; the same as PyTorch's own.
-ONE_THREAD = 32_768
-
 
 def run_cpu(
     q: list[torch.Tensor],
@@ -59,7 +56,7 @@ def run_cpu(
         len(tables),
         heads_first,
         *(_narrow(group) for group in (q, [*q_weights, *k_weights], [*tables, *sines])),
-        1 if q_out.numel() + k_out.numel() < ONE_THREAD else torch.get_num_threads(),
+        cpp.threads(q_out.numel() + k_out.numel()),
         eps,
     )
     return q_out, k_out

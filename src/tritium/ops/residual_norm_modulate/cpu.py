@@ -9,14 +9,12 @@ import torch
 
 from tritium.ops import cpp, rows
 from tritium.ops.launch import call
-from tritium.ops.residual_norm_modulate.reference import NORMS, fake
+from tritium.ops.residual_norm_modulate.arguments import decline_form
+from tritium.ops.residual_norm_modulate.reference import fake
 
 SOURCE = Path(__file__).with_name("kernel.cpp")
 # The struct `Given`.
 LAYOUT = 41 * "q" + "d"
-
-# Fewer numbers than this are not worth waking a second thread; the same as PyTorch's own.
-ONE_THREAD = 32_768
 
 
 def run_cpu(
@@ -55,7 +53,7 @@ def run_cpu(
         width,
         norm == "layer",
         *(part.dtype == torch.bfloat16 for part in (x, residual, out)),
-        1 if out.numel() < ONE_THREAD else torch.get_num_threads(),
+        cpp.threads(out.numel()),
         eps,
     )
     return residual, out
@@ -79,12 +77,10 @@ def decline_cpu(
     out_dtype: torch.dtype | None,
 ) -> str | None:
     del eps
-    if norm not in NORMS:
-        return f"the kernel knows the norms {', '.join(NORMS)}, not {norm!r}"
-    if x.dim() == 0 or x.dim() != y.dim():
-        return f"the kernel takes x and y of one shape [..., H], got ranks {x.dim()} and {y.dim()}"
-    if any(part.dim() > x.dim() for part in (gate, scale, shift) if part is not None):
-        return f"the kernel broadcasts gate, scale and shift against x, which has rank {x.dim()} only"
     tensors = (x, y, gate, weight, bias, scale, shift)
     dtypes = [part.dtype for part in tensors if part is not None]
-    return cpp.cannot_read(*dtypes, residual_dtype, out_dtype) or cpp.cannot_run(*tensors)
+    return (
+        decline_form(x, y, (gate, scale, shift), norm)
+        or cpp.cannot_read(*dtypes, residual_dtype, out_dtype)
+        or cpp.cannot_run(*tensors)
+    )

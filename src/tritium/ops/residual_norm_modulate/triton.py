@@ -9,7 +9,8 @@ import torch
 
 from tritium.ops import rows
 from tritium.ops.launch import NARROW, cannot_launch, start
-from tritium.ops.residual_norm_modulate.reference import NORMS, fake
+from tritium.ops.residual_norm_modulate.arguments import decline_form
+from tritium.ops.residual_norm_modulate.reference import fake
 
 
 @functools.cache
@@ -252,12 +253,9 @@ def decline_triton(
     out_dtype: torch.dtype | None,
 ) -> str | None:
     del eps
-    if norm not in NORMS:
-        return f"the kernel knows the norms {', '.join(NORMS)}, not {norm!r}"
-    if x.dim() == 0 or x.dim() != y.dim():
-        return f"the kernel takes x and y of one shape [..., H], got ranks {x.dim()} and {y.dim()}"
-    if any(part.dim() > x.dim() for part in (gate, scale, shift) if part is not None):
-        return f"the kernel broadcasts gate, scale and shift against x, which has rank {x.dim()} only"
+    reason = decline_form(x, y, (gate, scale, shift), norm)
+    if reason is not None:
+        return reason
     wide = [str(dtype) for dtype in (residual_dtype, out_dtype) if dtype is not None and dtype not in NARROW]
     if wide:
         return f"the kernel computes in float32 and cannot write {', '.join(wide)}"
