@@ -112,12 +112,19 @@ def how_found(fusion) -> str:
     return "by structure" if fusion.find is not None else str(len(fusion.spellings))
 
 
+def meaning(op) -> str:
+    """What an op's file says about it; where the op is a folder, the folder itself does."""
+    module = sys.modules[op.reference.__module__]
+    package = sys.modules[module.__package__]
+    return inspect.getdoc(package if getattr(package, "OP", None) is op else module).strip()
+
+
 def ops() -> str:
     from tritium import ops as catalogue
 
-    text = "# Ops and providers\n\nOne file each in `src/tritium/ops`; this page is generated from them.\n"
+    text = "# Ops and providers\n\nOne file or folder each in `src/tritium/ops`; this page is generated from them.\n"
     for op in catalogue.catalog().values():
-        doc = inspect.getdoc(sys.modules[op.reference.__module__]).strip()
+        doc = meaning(op)
         text += f"\n## {op.name}\n\n{doc}\n\n`tritium::{op.name}{op.schema}`\n\n"
         text += f"```python\n{inspect.getsource(op.reference).strip()}\n```\n\n"
         names = ["inductor", "reference", *catalogue.providers(op)]

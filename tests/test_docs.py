@@ -55,3 +55,12 @@ def test_the_matrix_has_every_model_and_every_reason(generate):
         for family, counts in families.items():
             for reason, number in counts["reasons"].items():
                 assert f"| `{model}` | `{family}` | {number} | {reason} |" in page
+
+
+def test_the_page_of_ops_says_what_each_computes(generate):
+    from tritium import ops
+
+    page = generate.ops()
+    for name, op in ops.catalog().items():
+        assert f"\n## {name}\n\n{generate.meaning(op)}\n" in page
+        assert "arguments to try it on" not in generate.meaning(op)
