@@ -78,6 +78,11 @@ def compiling_frame() -> Frame | None:
     return Frame(root.f_code, root.f_locals, str(getattr(output, "dynamo_compile_id", None) or "?"))
 
 
+def graphs_compiled() -> int:
+    """How many graphs Dynamo has handed to any backend in this process."""
+    return int(importlib.import_module("torch._dynamo.utils").counters["stats"]["unique_graphs"])
+
+
 def guard_failures(code: CodeType) -> list[str]:
     """Why the compiled versions of a frame did not fit, oldest first, as Dynamo words it."""
     return list(importlib.import_module("torch._dynamo.utils").guard_failures.get(code, ()))

@@ -9,6 +9,9 @@ TritiumError
 ├── CustomOpError (TypeError)        a custom op whose declaration cannot be honoured
 ├── ProviderError                    a pinned provider that cannot run this op here
 ├── ReportError                      nothing to explain, or a report that cannot be read
+├── PipelineError                    a pipeline that cannot be optimized as it is
+├── RecipeError (ValueError)         a recipe that cannot be read
+│   └── RecipeMismatch               a recipe that was measured on another machine, version or model
 └── MissingExtra (ImportError)       a part of the package needs an optional dependency
 """
 
@@ -52,6 +55,18 @@ class ProviderError(TritiumError):
 
 class ReportError(TritiumError):
     """There is nothing to explain, or what is there cannot be read."""
+
+
+class PipelineError(TritiumError):
+    """A pipeline that is optimized already, is unknown, or has something on it that stands in the way."""
+
+
+class RecipeError(TritiumError, ValueError):
+    """A recipe that cannot be read, or means nothing to this version."""
+
+
+class RecipeMismatch(RecipeError):
+    """A recipe whose fingerprint is not this machine's, versions' or model's."""
 
 
 class MissingExtra(TritiumError, ImportError):

@@ -6,13 +6,14 @@ process; a `Report` is a view over the records of one model.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import re
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, Literal
@@ -164,6 +165,28 @@ class GraphRecord:
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Component:
+    """One part of a pipeline: how long a call of it takes, and what was done to it."""
+
+    name: str
+    # The median of its calls in which nothing was compiled; None if there were none.
+    milliseconds: float | None
+    calls: int
+    # Of the time in all components.
+    share: float | None
+    # The seconds of the calls that compiled.
+    first_call_seconds: float
+    what: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+# Told the function of a graph when its compilation begins (None) and when it ends (the seconds it took).
+CompilationObserver = Callable[[str, float | None], None]
+
+
 class Ledger:
     """The records of this process."""
 
@@ -171,8 +194,26 @@ class Ledger:
         self._lock = threading.Lock()
         self._records: list[GraphRecord] = []
         self._limits: list[compat.LimitReached] = []
+        self._observers: list[CompilationObserver] = []
+
+    @contextlib.contextmanager
+    def observed(self, observer: CompilationObserver) -> Iterator[None]:
+        """Tell an observer what is compiled inside."""
+        self._observers.append(observer)
+        try:
+            yield
+        finally:
+            self._observers.remove(observer)
+
+    def begin(self, record: GraphRecord) -> None:
+        """A graph is about to be compiled."""
+        for observer in self._observers:
+            observer(record.function, None)
 
     def add(self, record: GraphRecord) -> None:
+        """A graph was compiled."""
+        for observer in self._observers:
+            observer(record.function, record.seconds)
         with self._lock:
             # A restarted analysis compiles the same graph again: the later record is the true one.
             self._records = [
@@ -261,9 +302,15 @@ def _brief(value: Any) -> str:
 class Report:
     """What Tritium did to one model. `str(report)` is a page of text, `to_dict()` the same as data."""
 
-    def __init__(self, records: Iterable[GraphRecord], limits: Iterable[compat.LimitReached] = ()) -> None:
+    def __init__(
+        self,
+        records: Iterable[GraphRecord],
+        limits: Iterable[compat.LimitReached] = (),
+        components: Iterable[Component] = (),
+    ) -> None:
         self.records = list(records)
         self.limits = list(limits)
+        self.components = list(components)
 
     @property
     def device(self) -> dict[str, Any]:
@@ -326,6 +373,7 @@ class Report:
         return {
             "versions": compat.versions(),
             "device": self.device,
+            "components": [component.to_dict() for component in self.components],
             "graphs": [record.describe() for record in self.records],
             "sites": {family: counts.to_dict() for family, counts in self.sites.items()},
             "fallbacks": self.fallbacks,
@@ -343,6 +391,7 @@ class Report:
     def __str__(self) -> str:
         sections = [
             self._text_of_machine(),
+            self.text_of_components(),
             self._text_of_graphs(),
             self._text_of_sites(),
             self._text_of_fallbacks(),
@@ -361,6 +410,16 @@ class Report:
     def _text_of_machine(self) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in compat.versions().items() if version)
         return f"Tritium report: {versions}; {self.device['type']} {self.device['name']}"
+
+    def text_of_components(self) -> str:
+        rows = []
+        for component in self.components:
+            time = "-" if component.milliseconds is None else f"{component.milliseconds:.2f}"
+            share = "-" if component.share is None else f"{component.share:.0%}"
+            first = f"{component.first_call_seconds:.1f}" if component.first_call_seconds else "-"
+            rows.append((component.name, component.calls, time, share, first, component.what))
+        header = ("component", "calls", "ms a call", "share", "s compiling", "what was done")
+        return _table("Components", header, rows) if rows else ""
 
     def _text_of_graphs(self) -> str:
         rows = []

@@ -71,6 +71,7 @@ class Backend:
         compat.watch_recompile_limit(LEDGER.limit_reached)
         start = time.perf_counter()
         record = _start_record(gm, example_inputs, self.config.engine)
+        LEDGER.begin(record)
         compilation = Compilation(
             gm,
             list(example_inputs),

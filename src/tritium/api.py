@@ -1,0 +1,211 @@
+"""The front door: `handle = tritium.optimize(pipe)`.
+
+Every part of the pipeline gets what the plan says; the pipeline itself stays the object it was, and `handle.remove()` gives it back
+as it was.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from torch import nn
+
+from tritium.compiler import artifacts as compiled_files
+from tritium.compiler.explain import explain
+from tritium.errors import ArtifactError, ConfigError, PipelineError, ReportError, nearest
+from tritium.pipelines import hooks, parts, recipe, trial
+from tritium.pipelines.installed import Installed
+from tritium.pipelines.plan import Choice, Plan
+from tritium.pipelines.progress import Progress
+from tritium.report import LEDGER, Component, GraphRecord, Report
+
+# The handle that has something on a module, for as long as it has.
+_TAKEN: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Handle]] = weakref.WeakKeyDictionary()
+
+
+def optimize(
+    pipe: Any,
+    plan: Plan | str | Path | None = None,
+    *,
+    artifacts: str | Path | None = None,
+    accept_differences: bool = False,
+) -> Handle:
+    """Make a live diffusers pipeline fast.
+
+    Args:
+        pipe: A stock `DiffusionPipeline`, on its device and in its dtype.
+        plan: What to do; without one, the defaults. A path is a recipe that `tritium tune` has written.
+        artifacts: A file that `Handle.save` has written: what is in it is not compiled again. One that does not fit is
+            refused with a warning, and the pipeline compiles as usual.
+        accept_differences: Use a recipe although it was measured on another machine, version or model.
+
+    Compilation happens in the first call. Used as a context manager, the handle removes itself at the end.
+    """
+    if not isinstance(getattr(pipe, "components", None), Mapping):
+        raise PipelineError(f"optimize takes a DiffusionPipeline, got {type(pipe).__name__}; for a model use tritium.compile")
+    if isinstance(plan, (str, Path)):
+        plan = recipe.load(Path(plan)).plan_for(pipe, accept_differences=accept_differences)
+    elif accept_differences:
+        raise ConfigError("accept_differences concerns recipes, and no recipe was given")
+    plan = plan if plan is not None else Plan()
+    if not isinstance(plan, Plan):
+        raise ConfigError(f"optimize takes a Plan or the path of a recipe, got {type(plan).__name__}")
+    return Handle(pipe, plan, artifacts)
+
+
+class Handle:
+    """What `optimize` put on a pipeline: `remove()` takes it off, `report` says what it did, `summary()` prints how long
+    each part takes.
+    """
+
+    def __init__(self, pipe: Any, plan: Plan, compiled_before: str | Path | None = None) -> None:
+        self.pipe = pipe
+        self.plan = plan
+        found = parts.find(pipe, plan)
+        _refuse_taken(pipe, found)
+        chosen = {part.name: plan.choice(part.name) for part in found}
+        # A plan's own word counts; measuring is for what it leaves open.
+        open_parts = [part for part in found if plan.measure and chosen[part.name] is None and part.targets]
+        for part in found:
+            if part in open_parts or (chosen[part.name] or part.default).how != "eager":
+                hooks.check(part)
+        self.artifacts = _load(compiled_before, pipe)
+        compiled = [part for part in found if part in open_parts or (chosen[part.name] or part.default).how != "eager"]
+        classes = {type(target.module) for part in compiled for target in part.targets}
+        self._progress = Progress(len(classes), shown=plan.progress)
+        self._installed = [
+            Installed(part, chosen[part.name] or part.default, plan, self._progress) for part in found
+        ]
+        for installed in self._installed:
+            part = installed.part
+            installed.why = "" if chosen[part.name] is not None else part.left
+            installed.install()
+            if part in open_parts:
+                installed.entry.before_first = self._decision(installed)
+            _TAKEN[part.entry] = weakref.ref(self)
+        self._active = True
+
+    def _decision(self, installed: Installed) -> Any:
+        def decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._progress.tell(f"{installed.part.name}: measuring the ways it can run")
+            trial.decide(installed, [(args, kwargs)])
+            self._progress.tell(f"{installed.part.name}: {installed.choice} ({installed.why})")
+
+        return decide
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Give the pipeline back as it was. Removing twice does nothing."""
+        if not self._active:
+            return
+        self._active = False
+        for installed in self._installed:
+            installed.remove()
+            _TAKEN.pop(installed.part.entry, None)
+
+    @property
+    def active(self) -> bool:
+        return self._active
+
+    @property
+    def choices(self) -> dict[str, Choice]:
+        """What runs each part now."""
+        return {installed.part.name: installed.choice for installed in self._installed}
+
+    def part(self, name: str) -> Installed:
+        """One part, to switch it: `handle.part("vae.decode").use(Choice(how="eager"))`."""
+        found = {installed.part.name: installed for installed in self._installed}
+        if name not in found:
+            raise PipelineError(f"this pipeline has no part {name!r}; {nearest(name, found)}")
+        return found[name]
+
+    @property
+    def report(self) -> Report:
+        """What was done to all components, declined, and why. Also after `remove()`."""
+        records: list[GraphRecord] = []
+        for installed in self._installed:
+            try:
+                found = explain(installed.part.entry).records
+            except ReportError:
+                # Nothing of this part was compiled by Tritium.
+                continue
+            records += [record for record in found if record not in records]
+        return Report(records, LEDGER.limits_of(records), self.components)
+
+    @property
+    def components(self) -> list[Component]:
+        """Time, share and what was done, by part."""
+        rows = [(installed, installed.entry.milliseconds()) for installed in self._installed]
+        total = sum(ms * installed.entry.calls for installed, ms in rows if ms is not None)
+        return [
+            Component(
+                name=installed.part.name,
+                milliseconds=ms,
+                calls=installed.entry.calls,
+                share=ms * installed.entry.calls / total if ms is not None and total else None,
+                first_call_seconds=sum(installed.entry.compiling),
+                what=_what(installed),
+            )
+            for installed, ms in rows
+        ]
+
+    def __str__(self) -> str:
+        return Report([], (), self.components).text_of_components()
+
+    def summary(self) -> None:
+        """Print, by part: the time of a call, its share, and what was done."""
+        sys.stdout.write(f"{self}\n")
+
+    def save(self, path: str | Path) -> Any:
+        """Keep what was compiled as one file, for `optimize(..., artifacts=path)` in another process."""
+        return compiled_files.save(Path(path), recipe.fingerprint_of(self.pipe))
+
+
+def _what(installed: Installed) -> str:
+    """What was done to a part, in words."""
+    part, choice = installed.part, installed.choice
+    done = {
+        "eager": "left alone",
+        "inductor": f"torch.compile: {part.what}",
+        "tritium": f"compiled: {part.what}",
+    }[choice.how]
+    layout = "; weights channels-last" if choice.channels_last else ""
+    return done + layout + (f" ({installed.why})" if installed.why else "")
+
+
+def _refuse_taken(pipe: Any, found: list[parts.Part]) -> None:
+    for part in found:
+        reference = _TAKEN.get(part.entry)
+        other = reference() if reference is not None else None
+        if other is None:
+            continue
+        if other.pipe is pipe:
+            raise PipelineError("this pipeline is optimized already; call remove() on its handle before optimizing it again")
+        raise PipelineError(
+            f"{part.name} is shared with another pipeline ({type(other.pipe).__name__}) that is optimized already; "
+            "call remove() on that one's handle first"
+        )
+
+
+def _load(path: str | Path | None, pipe: Any) -> compiled_files.ArtifactSummary | None:
+    """Load artifacts, or warn why they are of no use: the pipeline then compiles as usual."""
+    if path is None:
+        return None
+    try:
+        return compiled_files.load(Path(path), recipe.fingerprint_of(pipe))
+    except ArtifactError as error:
+        warnings.warn(f"tritium: {error}; compiling as usual", RuntimeWarning, stacklevel=4)
+        return None

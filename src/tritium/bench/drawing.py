@@ -1,0 +1,133 @@
+"""Draw with a pipeline: load one by name, give it a job, keep pixels, latents and seconds."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritium import device
+from tritium.errors import ConfigError, MissingExtra
+
+EXAMPLE = "example"
+
+# What every latent size is a multiple of: a VAE's factor of 8 and patches of 2.
+MULTIPLE = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One call of a pipeline. Sizes and steps that are None are left to the pipeline."""
+
+    prompt: str
+    width: int | None = None
+    height: int | None = None
+    steps: int | None = None
+    seed: int = 0
+    # More arguments of the pipeline's call, as they are.
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("width", "height"):
+            size = getattr(self, name)
+            if size is not None and (size < MULTIPLE or size % MULTIPLE):
+                raise ConfigError(f"{name} {size} is not a multiple of {MULTIPLE}")
+        if self.steps is not None and self.steps < 1:
+            raise ConfigError(f"steps must be at least 1, got {self.steps}")
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**self.__dict__, "extra": dict(self.extra)}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What a job gave."""
+
+    # [B, C, H, W] in 0..1; the frames of a video are a batch.
+    pixels: Tensor
+    # After the last step, before decoding; None for a pipeline that does not show them.
+    latents: Tensor | None
+    seconds: float
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """`WxH` as two numbers that a pipeline can draw.
+
+    >>> parse_size("192x128")
+    (192, 128)
+    """
+    parts = text.lower().split("x")
+    if len(parts) != 2 or not all(part.strip().isdigit() for part in parts):
+        raise ConfigError(f"size {text!r} is not WIDTHxHEIGHT, such as 128x128")
+    width, height = (int(part) for part in parts)
+    for name, size in (("width", width), ("height", height)):
+        if size < MULTIPLE or size % MULTIPLE:
+            raise ConfigError(f"size {text!r}: {name} {size} is not a multiple of {MULTIPLE}")
+    return width, height
+
+
+def load(name: str, device_type: str, dtype: torch.dtype | None = None) -> Any:
+    """The example that ships with the package, or a pipeline from a local folder."""
+    dtype = dtype or (torch.bfloat16 if device_type == "cuda" and name != EXAMPLE else torch.float32)
+    if name == EXAMPLE:
+        from tritium.example import load_example
+
+        return load_example(device_type, dtype)
+    folder = Path(name)
+    if not folder.is_dir():
+        raise ConfigError(f"there is no model {name!r}: it is neither '{EXAMPLE}' nor a folder of this machine")
+    if not (folder / "model_index.json").is_file():
+        raise ConfigError(f"{name!r} is no diffusers pipeline: it has no model_index.json")
+    try:
+        diffusers: Any = importlib.import_module("diffusers")
+    except ModuleNotFoundError as error:
+        raise MissingExtra("diffusers", "diffusers", "loading a pipeline") from error
+    try:
+        pipe = diffusers.DiffusionPipeline.from_pretrained(folder, torch_dtype=dtype, local_files_only=True)
+    except (OSError, ValueError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{name!r} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+    return pipe.to(device_type)
+
+
+def draw(pipe: Any, job: Job) -> Drawn:
+    """Run a job. The same job on the same pipeline starts from the same noise."""
+    latents: list[Tensor] = []
+
+    def keep(_pipe: Any, _step: int, _time: Any, values: dict[str, Any]) -> dict[str, Any]:
+        latents[:] = [values["latents"]]
+        return values
+
+    taken = inspect.signature(type(pipe).__call__).parameters
+    arguments: dict[str, Any] = {"prompt": job.prompt, "output_type": "pt", **job.extra}
+    # On the host, so that every device starts from the same noise.
+    arguments["generator"] = torch.Generator("cpu").manual_seed(job.seed)
+    for name, value in (("width", job.width), ("height", job.height), ("num_inference_steps", job.steps)):
+        if value is not None:
+            arguments[name] = value
+    if "callback_on_step_end" in taken:
+        arguments["callback_on_step_end"] = keep
+    unknown = [name for name in arguments if name not in taken]
+    if unknown:
+        raise ConfigError(f"{type(pipe).__name__} takes no {', '.join(unknown)}")
+    device.synchronize(pipe.device.type)
+    start = time.perf_counter()
+    output = pipe(**arguments)
+    device.synchronize(pipe.device.type)
+    seconds = time.perf_counter() - start
+    return Drawn(_pixels(output), latents[0].detach().clone() if latents else None, seconds)
+
+
+def _pixels(output: Any) -> Tensor:
+    found = output.images if hasattr(output, "images") else output.frames
+    pixels = found if isinstance(found, Tensor) else torch.stack(list(found))
+    # A video: [B, F, C, H, W].
+    pixels = pixels.flatten(0, 1) if pixels.dim() == 5 else pixels
+    return pixels.detach().float().cpu().clamp(0, 1)

@@ -1,0 +1,147 @@
+"""How far two pictures are apart: PSNR, SSIM, the largest difference; LPIPS where its weights are on the machine.
+
+Pictures are tensors of floats in 0..1, [B, C, H, W]; a video is a batch of frames.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tritium import measure
+from tritium.errors import ShapeError
+
+# The window of SSIM's definition (Wang et al. 2004): Gaussian, 11 pixels, sigma 1.5.
+_WINDOW = 11
+_SIGMA = 1.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """What is between a picture and the one it should be. Equal pictures have an infinite PSNR."""
+
+    psnr: float
+    ssim: float
+    largest: float
+    # Of the latents before decoding; None where they were not kept.
+    latent_l2: float | None = None
+    lpips: float | None = None
+
+    def to_dict(self) -> dict[str, float | None]:
+        # JSON has no infinity.
+        return {**self.__dict__, "psnr": self.psnr if math.isfinite(self.psnr) else None}
+
+    def __str__(self) -> str:
+        parts = [f"PSNR {self.psnr:.1f} dB", f"SSIM {self.ssim:.4f}", f"largest difference {self.largest:.2e}"]
+        if self.latent_l2 is not None:
+            parts.append(f"latent relative L2 {self.latent_l2:.1e}")
+        if self.lpips is not None:
+            parts.append(f"LPIPS {self.lpips:.4f}")
+        return ", ".join(parts)
+
+
+def difference(
+    picture: Tensor, reference: Tensor, latents: tuple[Tensor, Tensor] | None = None, *, perceptual: bool = False
+) -> Difference:
+    """Compare a picture with the one it should be; `latents` is the same pair before decoding."""
+    if picture.shape != reference.shape:
+        raise ShapeError(f"pictures of {tuple(picture.shape)} and {tuple(reference.shape)} cannot be compared")
+    a, b = picture.detach().double().cpu(), reference.detach().double().cpu()
+    return Difference(
+        psnr=psnr(a, b),
+        ssim=ssim(a, b),
+        largest=float((a - b).abs().max()),
+        latent_l2=None if latents is None else measure.relative_l2(*latents),
+        lpips=_lpips(a, b) if perceptual else None,
+    )
+
+
+def worst(differences: Sequence[Difference]) -> Difference:
+    """The worst of each figure over several pictures: what a threshold is held against."""
+    latent = [found.latent_l2 for found in differences if found.latent_l2 is not None]
+    perceptual = [found.lpips for found in differences if found.lpips is not None]
+    return Difference(
+        psnr=min(found.psnr for found in differences),
+        ssim=min(found.ssim for found in differences),
+        largest=max(found.largest for found in differences),
+        latent_l2=max(latent) if latent else None,
+        lpips=max(perceptual) if perceptual else None,
+    )
+
+
+def psnr(a: Tensor, b: Tensor) -> float:
+    """Decibels between pictures in 0..1; infinite for equal ones.
+
+    >>> round(psnr(torch.zeros(1, 3, 8, 8), torch.full((1, 3, 8, 8), 0.1)), 6)
+    20.0
+    """
+    error = float(F.mse_loss(a.double(), b.double()))
+    return math.inf if error == 0 else -10 * math.log10(error)
+
+
+def ssim(a: Tensor, b: Tensor) -> float:
+    """Structural similarity of pictures in 0..1, by its original definition: 1 for equal ones.
+
+    >>> ssim(torch.ones(1, 3, 16, 16), torch.ones(1, 3, 16, 16))
+    1.0
+    """
+    a, b = a.double(), b.double()
+    # A window cannot be larger than the picture.
+    size = min(_WINDOW, *a.shape[-2:])
+    kernel = _gaussian(size, a.shape[1])
+
+    def blur(x: Tensor) -> Tensor:
+        return F.conv2d(x, kernel, groups=x.shape[1])
+
+    mean_a, mean_b = blur(a), blur(b)
+    var_a, var_b = blur(a * a) - mean_a**2, blur(b * b) - mean_b**2
+    covariance = blur(a * b) - mean_a * mean_b
+    c1, c2 = 0.01**2, 0.03**2
+    similarity = (2 * mean_a * mean_b + c1) * (2 * covariance + c2)
+    return float((similarity / ((mean_a**2 + mean_b**2 + c1) * (var_a + var_b + c2))).mean())
+
+
+def _gaussian(size: int, channels: int) -> Tensor:
+    places = torch.arange(size, dtype=torch.float64) - (size - 1) / 2
+    line = torch.exp(-(places**2) / (2 * _SIGMA**2))
+    line /= line.sum()
+    return torch.outer(line, line).expand(channels, 1, size, size).contiguous()
+
+
+def _lpips(a: Tensor, b: Tensor) -> float | None:
+    """LPIPS by its own package, if that and its weights are here; nothing is downloaded."""
+    if importlib.util.find_spec("lpips") is None or not _backbone_weights():
+        return None
+    import lpips
+
+    with warnings.catch_warnings(), contextlib.redirect_stdout(None):
+        warnings.simplefilter("ignore")
+        model: Any = lpips.LPIPS(net="alex", verbose=False)
+    with torch.inference_mode():
+        return float(model(a.float() * 2 - 1, b.float() * 2 - 1).mean())
+
+
+def _backbone_weights() -> list[Path]:
+    return list((Path(torch.hub.get_dir()) / "checkpoints").glob("alexnet-*.pth"))
+
+
+def within(found: Difference, least: Mapping[str, float]) -> list[str]:
+    """Which thresholds a difference breaks, in words: `least` may hold psnr, ssim, largest, latent_l2, lpips."""
+    broken = []
+    for name, limit in least.items():
+        value = getattr(found, name)
+        if value is None:
+            broken.append(f"{name} was not measured, and its limit is {limit:g}")
+        elif value < limit if name in ("psnr", "ssim") else value > limit:
+            broken.append(f"{name} {value:.4g} is past {limit:g}")
+    return broken

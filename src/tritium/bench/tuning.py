@@ -1,0 +1,160 @@
+"""Find the fastest way to run a pipeline that stays inside a budget of difference, and write it down as a recipe."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from tritium import measure
+from tritium.api import Handle, optimize
+from tritium.bench import quality
+from tritium.bench.drawing import Drawn, Job, draw
+from tritium.errors import ConfigError, PipelineError
+from tritium.pipelines import hooks, trial
+from tritium.pipelines.plan import Choice, Plan
+from tritium.pipelines.recipe import Recipe, fingerprint_of
+
+# Told what is being done, and which share is done.
+Notify = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What a recipe must keep to."""
+
+    min_psnr: float = 40.0
+    # How long the ways of one part take turns, and how long whole pictures do.
+    seconds: float = trial.SECONDS
+
+
+def tune(pipe: Any, jobs: Sequence[Job], budget: Budget, notify: Notify) -> Recipe:
+    """Try what Tritium can do to each part, on real calls of all jobs, and keep the fastest inside the budget."""
+    if not jobs:
+        raise ConfigError("nothing to tune for: give at least one prompt and one size")
+    notify("eager pictures", 0.0)
+    reference, calls = _eager(pipe, jobs)
+    figures: dict[str, Any] = {"parts": {}, "jobs": [job.to_dict() for job in jobs]}
+    chosen: dict[str, Choice] = {}
+    # Every part is left alone at first; what is measured is switched one part at a time.
+    with optimize(pipe, Plan(components=dict.fromkeys(calls, "eager"), progress=False)) as handle:
+        names = list(handle.choices)
+        for place, name in enumerate(names):
+            installed = handle.part(name)
+            chosen[name] = Choice(how="eager")
+            if not calls.get(name) or not installed.part.targets:
+                continue
+            try:
+                hooks.check(installed.part)
+            except PipelineError as obstacle:
+                figures["parts"][name] = {"milliseconds": {}, "why": f"left alone: {obstacle}"}
+                continue
+            notify(f"{name}: {', '.join(map(str, trial.ways(installed)))}", 0.1 + 0.6 * place / len(names))
+            # As pipelines do it: tensors made under inference_mode would compile everything once more.
+            with torch.no_grad():
+                trial.decide(installed, calls[name], seconds=budget.seconds)
+            chosen[name] = installed.choice
+            figures["parts"][name] = {"milliseconds": installed.measured, "why": installed.why}
+        notify("comparing pictures", 0.75)
+        found = _inside(handle, pipe, jobs, reference, chosen, budget.min_psnr, figures)
+        notify("timing whole pictures", 0.9)
+        figures["pictures"] = _whole(handle, pipe, jobs, chosen, budget.seconds)
+    figures["difference"] = found.to_dict()
+    return Recipe(choices=chosen, figures=figures, fingerprint=fingerprint_of(pipe))
+
+
+def _eager(pipe: Any, jobs: Sequence[Job]) -> tuple[list[Drawn], dict[str, list[trial.Call]]]:
+    """Eager pictures, and one call of every part in every job."""
+    calls: dict[str, list[trial.Call]] = {}
+    drawn = []
+    with optimize(pipe, Plan(progress=False, **_all_eager(pipe))) as handle:
+        for job in jobs:
+            for name in handle.choices:
+                handle.part(name).entry.before_first = _keeping(calls.setdefault(name, []))
+            drawn.append(draw(pipe, job))
+    return drawn, calls
+
+
+def _all_eager(pipe: Any) -> dict[str, Any]:
+    modules = [name for name, value in pipe.components.items() if isinstance(value, torch.nn.Module)]
+    return {"components": dict.fromkeys(modules, "eager")}
+
+
+def _keeping(kept: list[trial.Call]) -> Callable[[tuple[Any, ...], dict[str, Any]], None]:
+    def keep(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # The pipeline goes on with these tensors, and may write into them.
+        copied = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), (args, kwargs))
+        kept.append(copied)
+
+    return keep
+
+
+def _inside(
+    handle: Handle,
+    pipe: Any,
+    jobs: Sequence[Job],
+    reference: Sequence[Drawn],
+    chosen: dict[str, Choice],
+    min_psnr: float,
+    figures: dict[str, Any],
+) -> quality.Difference:
+    """Leave parts alone, the one that costs most first, until pictures are inside the budget."""
+    while True:
+        found = _difference(handle, pipe, jobs, reference, chosen)
+        compiled = [name for name, choice in chosen.items() if choice != Choice(how="eager")]
+        if found.psnr >= min_psnr or not compiled:
+            return found
+        alone = {name: _difference(handle, pipe, jobs, reference, {name: chosen[name]}).psnr for name in compiled}
+        worst = min(alone, key=alone.__getitem__)
+        chosen[worst] = Choice(how="eager")
+        figures["parts"][worst]["why"] = (
+            f"left alone: pictures had a PSNR of {found.psnr:.1f} dB with it, and {min_psnr:g} dB were asked for"
+        )
+
+
+def _difference(
+    handle: Handle, pipe: Any, jobs: Sequence[Job], reference: Sequence[Drawn], chosen: dict[str, Choice]
+) -> quality.Difference:
+    for name in handle.choices:
+        handle.part(name).use(chosen.get(name, Choice(how="eager")))
+    found = []
+    for job, expected in zip(jobs, reference, strict=True):
+        drawn = draw(pipe, job)
+        latents = None
+        if drawn.latents is not None and expected.latents is not None:
+            latents = (drawn.latents, expected.latents)
+        found.append(quality.difference(drawn.pixels, expected.pixels, latents))
+    return quality.worst(found)
+
+
+def _whole(
+    handle: Handle, pipe: Any, jobs: Sequence[Job], chosen: dict[str, Choice], seconds: float
+) -> dict[str, Any]:
+    """Seconds and memory of all jobs, eagerly and as chosen, in turns."""
+    eager = dict.fromkeys(handle.choices, Choice(how="eager"))
+
+    def draw_all(choices: dict[str, Choice]) -> Callable[[], None]:
+        def call() -> None:
+            for name, choice in choices.items():
+                handle.part(name).use(choice)
+            for job in jobs:
+                draw(pipe, job)
+
+        return call
+
+    ways = {"eager": draw_all(eager), "recipe": draw_all(chosen)}
+    device_type = pipe.device.type
+    timings = measure.interleave(ways, device_type, seconds=seconds, warmup=1)
+    figures: dict[str, Any] = {
+        name: {
+            "seconds": timing.median_ms / 1e3 / len(jobs),
+            "peak_memory_bytes": measure.peak_memory(ways[name], device_type),
+        }
+        for name, timing in timings.items()
+    }
+    ratio = timings["eager"].median_ms / timings["recipe"].median_ms
+    return {**figures, "ratio": ratio if math.isfinite(ratio) else None}

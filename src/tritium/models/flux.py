@@ -1,0 +1,9 @@
+"""FLUX.1 and what shares its architecture: double blocks, then single blocks."""
+
+from tritium.models.family import Family
+
+FAMILY = Family(
+    name="flux",
+    denoisers=("FluxTransformer2DModel",),
+    blocks=("FluxTransformerBlock", "FluxSingleTransformerBlock"),
+)

@@ -1,0 +1,9 @@
+"""Wan 2.1 and 2.2: one kind of block over the tokens of a video."""
+
+from tritium.models.family import Family
+
+FAMILY = Family(
+    name="wan",
+    denoisers=("WanTransformer3DModel", "WanVACETransformer3DModel"),
+    blocks=("WanTransformerBlock", "WanVACETransformerBlock"),
+)

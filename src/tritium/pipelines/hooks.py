@@ -1,0 +1,55 @@
+"""What others have put on a module that stands in the way of compiling it, by name.
+
+A hook on a whole component (offloading a model at a time) runs outside of what is compiled. One inside a compiled module would be
+traced: it moves weights, or replaces the call, and the compiled code would do neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from tritium.errors import PipelineError
+from tritium.pipelines.parts import Part
+
+# Quantized weights of these packages are computed by kernels that Dynamo cannot see into.
+_OPAQUE_QUANTIZATION = ("bitsandbytes", "gguf", "optimum.quanto")
+
+
+def check(part: Part) -> None:
+    """Raise a `PipelineError` that names the first hook in the way of a part."""
+    for where, found, advice in _obstacles(part):
+        path = ".".join(piece for piece in (part.name, where) if piece)
+        raise PipelineError(
+            f"{path} has {found}, which stands in the way of compiling it: {advice}, or leave it alone with "
+            f"Plan(components={{{part.name!r}: 'eager'}})"
+        )
+
+
+def _obstacles(part: Part) -> Iterator[tuple[str, str, str]]:
+    for target in part.targets:
+        if target.module._compiled_call_impl is not None:
+            yield target.path, "a compiled call already (torch.compile)", "optimize a pipeline that is not compiled"
+        for inner_path, inner in target.module.named_modules():
+            path = ".".join(piece for piece in (target.path, inner_path) if piece)
+            yield from ((path, found, advice) for found, advice in _on(inner))
+
+
+def _on(module: nn.Module) -> Iterator[tuple[str, str]]:
+    hook = getattr(module, "_hf_hook", None)
+    if hook is not None:
+        yield f"an accelerate hook ({_names(hook)})", "use enable_model_cpu_offload() instead of sequential offload"
+    registry: Any = getattr(module, "_diffusers_hook", None)
+    if registry is not None and registry.hooks:
+        yield f"a diffusers hook ({', '.join(sorted(registry.hooks))})", "remove it before optimizing"
+    package = type(module).__module__
+    if package.startswith(_OPAQUE_QUANTIZATION) or "quantizers.gguf" in package:
+        yield f"quantized weights ({type(module).__module__}.{type(module).__name__})", "dequantize it"
+
+
+def _names(hook: Any) -> str:
+    """The class of a hook, or of all in a sequence of them."""
+    inner = getattr(hook, "hooks", None)
+    return ", ".join(type(one).__name__ for one in inner) if inner else type(hook).__name__

@@ -1,0 +1,105 @@
+"""A part on which something is installed: how to switch it between eager, torch.compile and Tritium, and how to undo it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from tritium.compiler.backend import Backend
+from tritium.pipelines.parts import Part
+from tritium.pipelines.plan import Choice, How, Plan
+from tritium.pipelines.progress import Progress
+from tritium.pipelines.watch import Entry
+
+# What `nn.Module.__call__` asks before it runs the module: a class attribute that is None until an instance has its own.
+_SLOT = "_compiled_call_impl"
+
+
+class Installed:
+    """One part of one pipeline, from `install` to `remove`."""
+
+    def __init__(self, part: Part, choice: Choice, plan: Plan, progress: Progress) -> None:
+        self.part = part
+        self.choice = choice
+        # Why this choice, in words, and the milliseconds of each way where they were measured.
+        self.why = ""
+        self.measured: dict[str, float] = {}
+        self.entry = Entry(part.entry)
+        self._backend = Backend(plan.config)
+        self._dynamic = plan.dynamic
+        self._progress = progress
+        self._inner = self.entry.inner
+        self._calls: dict[tuple[How, nn.Module], Callable[..., Any]] = {}
+        # The strides that parameters had before their layout was changed.
+        self._strides: dict[nn.Parameter, tuple[int, ...]] = {}
+
+    def install(self) -> None:
+        self.use(self.choice)
+        # Around everything, so that what compiles inside of the call is told as this part's.
+        self.entry.inner = self.run
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """A call of the part that is not counted."""
+        with self._progress.during(self.part.name):
+            return self._inner(*args, **kwargs)
+
+    def use(self, choice: Choice) -> None:
+        """Switch to another way of running; what was compiled before is kept for the next time."""
+        self.choice = choice
+        for target in self.part.targets:
+            call = self._call(choice.how, target.module)
+            if target.module is self.part.entry:
+                self._inner = call or target.module._call_impl
+            else:
+                _put(target.module, call)
+        _put(self.part.entry, self.entry)
+        self._lay_out(channels_last=choice.channels_last)
+
+    def remove(self) -> None:
+        for target in self.part.targets:
+            _put(target.module, None)
+        _put(self.part.entry, None)
+        self._lay_out(channels_last=False)
+
+    def _call(self, how: How, module: nn.Module) -> Callable[..., Any] | None:
+        if how == "eager":
+            return None
+        if (how, module) not in self._calls:
+            backend: Any = self._backend if how == "tritium" else "inductor"
+            self._calls[how, module] = torch.compile(module._call_impl, backend=backend, dynamic=self._dynamic)
+        return self._calls[how, module]
+
+    def _lay_out(self, *, channels_last: bool) -> None:
+        """Give the weights of convolutions another layout, or their own back. Values stay: weights may have changed since."""
+        if not channels_last:
+            for parameter, strides in self._strides.items():
+                own = torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device=parameter.device)
+                parameter.data = own.copy_(parameter.data)
+            self._strides.clear()
+            return
+        for parameter in self.part.entry.parameters():
+            layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(parameter.dim())
+            if layout is not None and parameter not in self._strides:
+                self._strides[parameter] = parameter.stride()
+                parameter.data = parameter.data.contiguous(memory_format=layout)
+
+    @contextmanager
+    def using(self, choice: Choice) -> Iterator[None]:
+        before = self.choice
+        self.use(choice)
+        try:
+            yield
+        finally:
+            self.use(before)
+
+
+def _put(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    # Past nn.Module.__setattr__, which would look for parameters first; switching happens between timed calls.
+    if call is None:
+        module.__dict__.pop(_SLOT, None)
+    else:
+        module.__dict__[_SLOT] = call

@@ -1,0 +1,181 @@
+"""Find the parts of a live pipeline, and the modules in each that are worth compiling.
+
+Equal blocks share one compilation, because their parameters are inputs of the compiled code. So the denoiser is not compiled
+as a whole: its repeated blocks are, and what stands beside them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from tritium import models
+from tritium.errors import PipelineError, nearest
+from tritium.pipelines.plan import Choice, Plan
+
+# Names that pipelines of diffusers give to what runs at every step.
+DENOISERS = ("transformer", "transformer_2", "unet")
+
+# A single call of a library routine: there is nothing around it to fuse.
+_SINGLE = (
+    nn.Linear,
+    nn.Embedding,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+    nn.Identity,
+    nn.Dropout,
+    nn.modules.conv._ConvNd,
+)
+
+# The share of a model's parameters that repeated blocks must hold to be taken for them.
+_BLOCKS_HOLD = 0.5
+
+
+@dataclass(frozen=True)
+class Target:
+    """A module that gets a compiled call of its own."""
+
+    path: str
+    module: nn.Module
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is measured, chosen and reported as one: a denoiser, one direction of a VAE, a text encoder.
+
+    `entry` is the module through whose call everything of the part happens.
+    """
+
+    name: str
+    entry: nn.Module
+    targets: tuple[Target, ...]
+    what: str
+    default: Choice
+    # Why the default is to leave it alone.
+    left: str = ""
+
+
+def find(pipe: Any, plan: Plan) -> list[Part]:
+    """The parts of a pipeline in the order in which its components are declared; a plan that names no part is an error."""
+    components: Mapping[str, Any] = pipe.components
+    modules = {name: value for name, value in components.items() if isinstance(value, nn.Module)}
+    for name in plan.blocks:
+        if name not in modules:
+            raise PipelineError(f"Plan.blocks names {name!r}, which is no component; {nearest(name, modules)}")
+    parts = [part for name, module in modules.items() for part in _parts_of(name, module, plan)]
+    if not any(part.name in DENOISERS for part in parts):
+        raise PipelineError(
+            f"{type(pipe).__name__} has no denoiser that Tritium knows (it looks for {', '.join(DENOISERS)}; "
+            f"the components are {', '.join(modules)})"
+        )
+    known = [*(part.name for part in parts), *(part.name.partition(".")[0] for part in parts)]
+    for name in plan.components:
+        if name not in known:
+            raise PipelineError(f"Plan.components names {name!r}, which is no part; {nearest(name, known)}")
+    return parts
+
+
+def _parts_of(name: str, module: nn.Module, plan: Plan) -> Iterator[Part]:
+    if name in DENOISERS:
+        yield denoiser(name, module, plan.blocks.get(name))
+    elif name == "vae":
+        yield from _codec(name, module)
+    elif name.startswith(("text_encoder", "image_encoder")):
+        blocks = _repeated(module)
+        targets = _targets(module, blocks) if blocks else ()
+        left = "runs once a picture: compiling it takes longer than it saves; Plan(measure=True) finds out"
+        yield Part(name, module, targets, _in_words(targets), Choice(how="eager"), left)
+    else:
+        yield Part(name, module, (), "", Choice(how="eager"), "not part of the denoising loop or the VAE")
+
+
+def denoiser(name: str, module: nn.Module, blocks: tuple[str, ...] | None = None) -> Part:
+    """The part a denoiser is: by what is known of its family, or by looking at it."""
+    class_name = type(module).__name__
+    family = models.family_of(class_name)
+    left: Mapping[str, str] = {}
+    if blocks is None and family is not None:
+        if not family.blocks:
+            return Part(name, module, (Target("", module),), f"{class_name} as a whole", Choice())
+        blocks, left = family.blocks, family.left
+    if blocks is None:
+        blocks = _repeated(module)
+        if not blocks:
+            raise PipelineError(
+                f"the repeated blocks of {name!r} ({class_name}) cannot be found: no list of equal modules holds half of its "
+                f"parameters; name their classes, as in Plan(blocks={{{name!r}: ('Block',)}}), or leave it alone with "
+                f"Plan(components={{{name!r}: 'eager'}})"
+            )
+    absent = [block for block in blocks if all(type(inner).__name__ != block for inner in module.modules())]
+    if len(absent) == len(blocks):
+        classes = {type(inner).__name__ for inner in module.modules()}
+        raise PipelineError(f"{name!r} has no block of class {absent[0]!r}; {nearest(absent[0], classes)}")
+    targets = _targets(module, blocks, left)
+    return Part(name, module, targets, _in_words(targets), Choice())
+
+
+def _codec(name: str, module: nn.Module) -> Iterator[Part]:
+    codec = models.codec_of(type(module).__name__)
+    for part, attribute in ((f"{name}.encode", "encoder"), (f"{name}.decode", "decoder")):
+        inner = getattr(module, attribute, None)
+        if not isinstance(inner, nn.Module):
+            continue
+        left = codec.left if codec is not None else ""
+        what = f"{type(inner).__name__} as a whole"
+        yield Part(part, inner, (Target("", inner),), what, Choice(how="eager" if left else "tritium"), left)
+
+
+def _repeated(module: nn.Module) -> tuple[str, ...]:
+    """The classes of which a model is a stack: declared by the model, or lists of equal modules that hold most of it."""
+    declared = tuple(getattr(module, "_repeated_blocks", None) or ())
+    if declared:
+        return declared
+    total = sum(parameter.numel() for parameter in module.parameters()) or 1
+    held: Counter[str] = Counter()
+    for inner in module.modules():
+        if isinstance(inner, nn.ModuleList) and len(inner) > 1:
+            classes = {type(item) for item in inner}
+            if len(classes) == 1 and not isinstance(inner[0], _SINGLE):
+                held[classes.pop().__name__] += sum(parameter.numel() for parameter in inner.parameters())
+    largest = held.most_common(1)
+    if not largest or largest[0][1] / total < _BLOCKS_HOLD:
+        # Two kinds of blocks may share the parameters between them.
+        if sum(held.values()) / total < _BLOCKS_HOLD:
+            return ()
+        return tuple(held)
+    return (largest[0][0],)
+
+
+def _targets(module: nn.Module, blocks: tuple[str, ...], left: Mapping[str, str] | None = None) -> tuple[Target, ...]:
+    """The outermost blocks, and the largest modules beside them that are more than one routine."""
+    found: list[Target] = []
+
+    def walk(path: str, current: nn.Module) -> None:
+        if path in (left or {}):
+            return
+        if type(current).__name__ in blocks:
+            found.append(Target(path, current))
+        elif not _contains(current, blocks) and not isinstance(current, (nn.ModuleList, nn.ModuleDict)):
+            if not isinstance(current, _SINGLE):
+                found.append(Target(path, current))
+        else:
+            # Lists are never called themselves.
+            for name, child in current.named_children():
+                walk(f"{path}.{name}" if path else name, child)
+
+    walk("", module)
+    return tuple(found)
+
+
+def _contains(module: nn.Module, blocks: tuple[str, ...]) -> bool:
+    return any(type(inner).__name__ in blocks for inner in module.modules())
+
+
+def _in_words(targets: tuple[Target, ...]) -> str:
+    counts = Counter(type(target.module).__name__ for target in targets)
+    return ", ".join(f"{count} {name}" if count > 1 else name for name, count in counts.most_common())

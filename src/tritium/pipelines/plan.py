@@ -1,0 +1,87 @@
+"""What a user asks of `tritium.optimize`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal, get_args
+
+from tritium.config import CompilationConfig
+from tritium.errors import ConfigError, nearest
+
+How = Literal["tritium", "inductor", "eager"]
+HOWS: tuple[How, ...] = get_args(How)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What to do with one part of a pipeline.
+
+    `how` is what runs it: Tritium, plain torch.compile (`inductor`), or nothing of either (`eager`: it is left alone).
+    `channels_last` keeps the weights of its convolutions in that layout.
+    """
+
+    how: How = "tritium"
+    channels_last: bool = False
+
+    def __post_init__(self) -> None:
+        if self.how not in HOWS:
+            raise ConfigError(f"a part cannot run with {self.how!r}; {nearest(str(self.how), HOWS)}")
+        if not isinstance(self.channels_last, bool):
+            raise ConfigError(f"channels_last must be True or False, got {self.channels_last!r}")
+
+    def __str__(self) -> str:
+        return self.how + (", channels-last" if self.channels_last else "")
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to do with a pipeline; `tritium.optimize(pipe)` takes `Plan()`.
+
+    Args:
+        config: How Tritium compiles.
+        components: A choice by part (`transformer`, `vae.decode`, `text_encoder`, ...); a component's name covers all its
+            parts. A string stands for `Choice(how=...)`. Parts that are not named get the default.
+        measure: On its first call, time each part eagerly, under torch.compile and under Tritium, and keep the fastest.
+        dynamic: As `torch.compile` has it: None makes a size dynamic when it changes, False compiles each size.
+        blocks: For a denoiser that Tritium does not know: the class names of its repeated blocks, by component.
+        progress: Show what is being compiled.
+
+    >>> Plan(components={"vae": "eager"}).choice("vae.decode").how
+    'eager'
+    """
+
+    config: CompilationConfig = field(default_factory=CompilationConfig)
+    components: Mapping[str, Choice | str] = field(default_factory=dict)
+    measure: bool = False
+    dynamic: bool | None = None
+    blocks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.config, CompilationConfig):
+            raise ConfigError(f"Plan.config takes a CompilationConfig, got {type(self.config).__name__}")
+        choices = {}
+        for name, choice in self.components.items():
+            if isinstance(choice, str):
+                choice = Choice(how=choice)  # type: ignore[arg-type]  # noqa: PLW2901 - checked by Choice itself
+            if not isinstance(choice, Choice):
+                raise ConfigError(f"Plan.components[{name!r}] takes a Choice or one of {HOWS}, got {choice!r}")
+            choices[name] = choice
+        blocks = {name: (names,) if isinstance(names, str) else tuple(names) for name, names in self.blocks.items()}
+        object.__setattr__(self, "components", MappingProxyType(choices))
+        object.__setattr__(self, "blocks", MappingProxyType(blocks))
+
+    def choice(self, part: str) -> Choice | None:
+        """What was asked for a part, by its own name or its component's; None if nothing was."""
+        found = self.components.get(part) or self.components.get(part.partition(".")[0])
+        assert found is None or isinstance(found, Choice)
+        return found
+
+    def with_(self, **changes: Any) -> Plan:
+        return dataclasses.replace(self, **changes)

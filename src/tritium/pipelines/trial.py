@@ -1,0 +1,100 @@
+"""Try the ways in which a part can run on its own first call, and keep the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tritium import device, measure
+from tritium.pipelines.installed import Installed
+from tritium.pipelines.plan import Choice
+
+SECONDS = 2.0
+
+# Calls in a row of each way: the first after a switch finds colder caches.
+_BURST = 3
+
+# Compiling must save this share of eager's time, and Tritium may lose this share to torch.compile: within noise.
+GAIN = 0.03
+TIE = 0.02
+
+
+def ways(installed: Installed) -> list[Choice]:
+    """Every way a part can run. A technique that becomes available for parts joins here."""
+    found = [Choice(how="eager")]
+    if installed.part.targets:
+        found += [Choice(how="inductor"), Choice(how="tritium")]
+        if any(parameter.dim() > 3 for parameter in installed.part.entry.parameters()):
+            found += [Choice(how="tritium", channels_last=True)]
+    return found
+
+
+# The arguments of one call of a part.
+Call = tuple[tuple[Any, ...], Mapping[str, Any]]
+
+
+def decide(installed: Installed, calls: Sequence[Call], seconds: float = SECONDS) -> None:
+    """Time all ways of running some calls, in turns; switch to the fastest and say why."""
+    choices = ways(installed)
+    device_type = _device_type(installed, calls)
+    clock = measure.stopwatch_for(device_type)
+
+    def stopwatch(way: Any, times: int) -> list[float]:
+        way.prepare()
+        # What the switch left in the queue of the device is not this way's.
+        device.synchronize(device_type)
+        return clock(way, times)
+
+    variants = {str(choice): _Way(installed, choice, calls) for choice in choices}
+    timings = measure.interleave(variants, device_type, seconds=seconds, burst=_BURST, stopwatch=stopwatch)
+    taken = {choice: timings[str(choice)].median_ms / len(calls) for choice in choices}
+    best, installed.why = pick(taken)
+    installed.use(best)
+    installed.measured = {str(choice): milliseconds for choice, milliseconds in taken.items()}
+
+
+def pick(taken: Mapping[Choice, float]) -> tuple[Choice, str]:
+    """The way to keep, and why. Eager wins against little gain, and Tritium wins ties with torch.compile.
+
+    >>> pick({Choice(how="eager"): 10.0, Choice(how="inductor"): 8.0, Choice(how="tritium"): 7.0})
+    (Choice(how='tritium', channels_last=False), 'eager 10.00 ms, inductor 8.00 ms, tritium 7.00 ms')
+    """
+    figures = ", ".join(f"{choice} {milliseconds:.2f} ms" for choice, milliseconds in taken.items())
+    eager = min(milliseconds for choice, milliseconds in taken.items() if choice.how == "eager")
+    compiled = {choice: milliseconds for choice, milliseconds in taken.items() if choice.how != "eager"}
+    if not compiled or min(compiled.values()) > eager * (1 - GAIN):
+        left = next(choice for choice in taken if choice.how == "eager")
+        return left, f"left alone: nothing saves {GAIN:.0%} of eager ({figures})"
+    fastest = min(compiled.values())
+    ours = {c: ms for c, ms in compiled.items() if c.how == "tritium" and ms <= fastest * (1 + TIE)}
+    best = min(ours or compiled, key=compiled.__getitem__)
+    # The plain layout, where another one gives nothing.
+    plain = Choice(how=best.how)
+    if plain in compiled and compiled[plain] <= compiled[best] * (1 + TIE):
+        best = plain
+    return best, figures
+
+
+class _Way:
+    """Calls of a part in one way. Switching to it is not part of what is timed."""
+
+    def __init__(self, installed: Installed, choice: Choice, calls: Sequence[Call]) -> None:
+        self._installed, self._choice, self._calls = installed, choice, calls
+
+    def prepare(self) -> None:
+        if self._installed.choice != self._choice:
+            self._installed.use(self._choice)
+
+    def __call__(self) -> None:
+        self.prepare()
+        for args, kwargs in self._calls:
+            self._installed.run(*args, **kwargs)
+
+
+def _device_type(installed: Installed, calls: Sequence[Call]) -> str:
+    for value in (*calls[0][0], *calls[0][1].values(), *installed.part.entry.parameters()):
+        if isinstance(value, torch.Tensor):
+            return value.device.type
+    return "cpu"

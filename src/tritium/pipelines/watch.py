@@ -1,0 +1,71 @@
+"""The way into a part: counts its calls, times them, and passes them on."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tritium import compat
+
+# The newest calls are kept: a long-running server must not grow.
+_KEPT = 1024
+
+
+class Entry:
+    """A module's call while its part is watched; stands in `_compiled_call_impl`, which `nn.Module.__call__` asks first.
+
+    `inner` is what runs: the module's own `_call_impl`, or what torch.compile made of it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.inner: Callable[..., Any] = module._call_impl
+        self.calls = 0
+        # Seconds of the calls in which something was compiled.
+        self.compiling: list[float] = []
+        self._host: deque[float] = deque(maxlen=_KEPT)
+        self._device: deque[tuple[Any, Any]] = deque(maxlen=_KEPT)
+        # Called once with the arguments of the first call, before it runs.
+        self.before_first: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.before_first is not None:
+            decide, self.before_first = self.before_first, None
+            decide(args, kwargs)
+        self.calls += 1
+        graphs = compat.graphs_compiled()
+        on_device = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
+        if on_device:
+            events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            events[0].record()
+        start = time.perf_counter()
+        result = self.inner(*args, **kwargs)
+        seconds = time.perf_counter() - start
+        if compat.graphs_compiled() != graphs:
+            self.compiling.append(seconds)
+        elif on_device:
+            events[1].record()
+            self._device.append(events)
+        else:
+            self._host.append(seconds * 1e3)
+        return result
+
+    def milliseconds(self) -> float | None:
+        """The median of the calls in which nothing was compiled; waits for a device. None if there were none."""
+        taken = list(self._host)
+        if self._device:
+            torch.cuda.synchronize()
+            taken += [float(start.elapsed_time(end)) for start, end in self._device]
+        return statistics.median(taken) if taken else None
+
+    def forget(self) -> None:
+        """Start counting and timing anew."""
+        self.calls = 0
+        self.compiling.clear()
+        self._host.clear()
+        self._device.clear()
