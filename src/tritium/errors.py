@@ -9,6 +9,9 @@ TritiumError
 ├── CustomOpError (TypeError)        a custom op whose declaration cannot be honoured
 ├── ProviderError                    a pinned provider that cannot run this op here
 ├── ReportError                      nothing to explain, or a report that cannot be read
+├── FingerprintError (ValueError)    a fingerprint whose ingredients are missing, unknown or of the wrong type
+├── ArtifactError                    compile artifacts that cannot be saved or read
+│   └── ArtifactMismatch             they were made on another device, with other versions or for another model
 └── MissingExtra (ImportError)       a part of the package needs an optional dependency
 """
 
@@ -52,6 +55,23 @@ class ProviderError(TritiumError):
 
 class ReportError(TritiumError):
     """There is nothing to explain, or what is there cannot be read."""
+
+
+class FingerprintError(TritiumError, ValueError):
+    """A stored fingerprint cannot be read."""
+
+
+class ArtifactError(TritiumError):
+    """A file of compile artifacts cannot be written or read; compiling as usual still works."""
+
+
+class ArtifactMismatch(ArtifactError):
+    """Compile artifacts that do not fit here; `differences` has one line for each ingredient that differs."""
+
+    def __init__(self, path: object, differences: Iterable[str]) -> None:
+        self.differences = list(differences)
+        listed = "".join(f"\n  {line}" for line in self.differences)
+        super().__init__(f"{path} was made elsewhere and is not used:{listed}")
 
 
 class MissingExtra(TritiumError, ImportError):
