@@ -22,6 +22,10 @@ COPY_BANDWIDTH = {
 }
 
 
+# Families of x86 instructions that compilers use unasked. Other flags change with the kernel and its mitigations.
+_GENERATED = re.compile(r"(pni|s?sse|avx|amx|fma|f16c|bmi|abm|popcnt|movbe|adx|aes|vaes|v?pclmul|gfni|sha_ni|xop|tbm)")
+
+
 @dataclass(frozen=True)
 class Device:
     """What the report says about the machine."""
@@ -46,14 +50,30 @@ def default() -> str:
 
 @functools.cache
 def cpu_name() -> str:
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+@functools.cache
+def cpu_instructions() -> tuple[str, ...]:
+    """The instruction sets that a compiler may use in code for this very machine; empty where nobody says.
+
+    Virtual machines of one CPU model may differ in them, and code with an instruction that is missing kills the process.
+    """
+    found = _cpuinfo("flags") or _cpuinfo("Features") or ""
+    is_x86 = platform.machine() in {"x86_64", "AMD64"}
+    return tuple(sorted(flag for flag in set(found.split()) if not is_x86 or _GENERATED.match(flag)))
+
+
+def _cpuinfo(name: str) -> str | None:
+    """A field of the first core."""
     try:
         with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
             for line in lines:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
+                if line.partition(":")[0].strip() == name:
+                    return line.partition(":")[2].strip()
     except OSError:
         pass
-    return platform.processor() or platform.machine()
+    return None
 
 
 def describe(device_type: str | None = None) -> Device:

@@ -12,6 +12,9 @@ TritiumError
 ├── PipelineError                    a pipeline that cannot be optimized as it is
 ├── RecipeError (ValueError)         a recipe that cannot be read
 │   └── RecipeMismatch               a recipe that was measured on another machine, version or model
+├── FingerprintError (ValueError)    a fingerprint whose ingredients are missing, unknown or of the wrong type
+├── ArtifactError                    compile artifacts that cannot be saved or read
+│   └── ArtifactMismatch             they were made on another device, with other versions or for another model
 └── MissingExtra (ImportError)       a part of the package needs an optional dependency
 """
 
@@ -67,6 +70,21 @@ class RecipeError(TritiumError, ValueError):
 
 class RecipeMismatch(RecipeError):
     """A recipe whose fingerprint is not this machine's, versions' or model's."""
+class FingerprintError(TritiumError, ValueError):
+    """A stored fingerprint cannot be read."""
+
+
+class ArtifactError(TritiumError):
+    """A file of compile artifacts cannot be written or read; compiling as usual still works."""
+
+
+class ArtifactMismatch(ArtifactError):
+    """Compile artifacts that do not fit here; `differences` has one line for each ingredient that differs."""
+
+    def __init__(self, path: object, differences: Iterable[str]) -> None:
+        self.differences = list(differences)
+        listed = "".join(f"\n  {line}" for line in self.differences)
+        super().__init__(f"{path} was made elsewhere and is not used:{listed}")
 
 
 class MissingExtra(TritiumError, ImportError):

@@ -1,0 +1,197 @@
+"""What compiled code and measurements are valid for: the machine, the versions, the model.
+
+    here = Fingerprint.current({"transformer": pipe.transformer.config}, "cuda")
+    here.differences(there)      # ["torch: 2.13.0 there, 2.11.0 here"]
+
+Nothing a user can move is in it: a model in another folder, or the package in another place, has the same fingerprint.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tritium import compat, device
+from tritium.errors import FingerprintError, nearest
+
+# Parts of the package that decide what a graph becomes. A change elsewhere leaves compiled code valid.
+CODE = ("compat.py", "compiler", "fusions", "ops", "tiling")
+_SUFFIXES = {".py", ".cpp", ".h"}
+
+# Entries of a configuration that say where it came from, beside those whose names start with an underscore.
+_ORIGIN = {"transformers_version"}
+
+_TEXT = (str,)
+_OPTIONAL_TEXT = (str, type(None))
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """The ingredients, each comparable on its own."""
+
+    # The name of the GPU, or of the CPU's model.
+    device: str
+    # A GPU's compute capability; for a CPU the vector instructions that PyTorch and Inductor use.
+    capability: str | None
+    # What compilers may use in code for this very CPU; empty for a GPU.
+    instructions: tuple[str, ...]
+    # Generated C++ is written for a number of threads; None for a GPU.
+    threads: int | None
+    torch: str
+    triton: str | None
+    # A digest of this package's code.
+    tritium: str
+    diffusers: str | None
+    python: str
+    # Digests of the components' configurations by name, in the order of names.
+    models: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def current(
+        cls, models: Mapping[str, Mapping[str, Any]] | None = None, device_type: str | None = None
+    ) -> Fingerprint:
+        """The fingerprint of this process, for components with these configurations on one type of device."""
+        found = device.describe(device_type)
+        is_cpu = found.type == "cpu"
+        versions = compat.versions()
+        return cls(
+            device=found.name,
+            capability=" ".join([found.capability or "", *compat.vector_isas()]) if is_cpu else found.capability,
+            instructions=device.cpu_instructions() if is_cpu else (),
+            threads=found.threads,
+            torch=torch.__version__,
+            triton=versions["triton"],
+            tritium=package_digest(),
+            diffusers=versions["diffusers"],
+            python=f"{sys.version_info.major}.{sys.version_info.minor}",
+            models=tuple((name, config_digest(config)) for name, config in sorted((models or {}).items())),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "instructions": list(self.instructions), "models": dict(self.models)}
+
+    @classmethod
+    def from_dict(cls, found: object) -> Fingerprint:
+        """Read what `to_dict` gave; anything else is a `FingerprintError`."""
+        if not isinstance(found, Mapping):
+            raise FingerprintError(f"a fingerprint is a mapping, got {type(found).__name__}")
+        names = [field.name for field in fields(cls)]
+        for name in found:
+            if name not in names:
+                raise FingerprintError(f"a fingerprint has no ingredient {name!r}; {nearest(str(name), names)}")
+        missing = [name for name in names if name not in found]
+        if missing:
+            raise FingerprintError(f"the fingerprint lacks {', '.join(missing)}")
+        values = dict(found)
+        for name, kinds in _KINDS.items():
+            # True is an int, and no number of threads.
+            if not isinstance(values[name], kinds) or isinstance(values[name], bool):
+                raise FingerprintError(f"ingredient {name!r} of a fingerprint cannot be {values[name]!r}")
+        models: dict[Any, Any] = values["models"]
+        if not all(isinstance(part, str) for part in [*values["instructions"], *models, *models.values()]):
+            raise FingerprintError("instructions and models of a fingerprint are texts")
+        values["instructions"] = tuple(values["instructions"])
+        values["models"] = tuple(sorted(models.items()))
+        return cls(**values)
+
+    def differences(self, there: Fingerprint) -> list[str]:
+        """What differs between this fingerprint, `here`, and another one; a line for each ingredient."""
+        lines = []
+        for field in fields(self):
+            mine, theirs = getattr(self, field.name), getattr(there, field.name)
+            if mine != theirs:
+                lines.append(f"{field.name}: {_worded(field.name, mine, theirs)}")
+        return lines
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "device": _TEXT,
+    "capability": _OPTIONAL_TEXT,
+    "instructions": (list, tuple),
+    "threads": (int, type(None)),
+    "torch": _TEXT,
+    "triton": _OPTIONAL_TEXT,
+    "tritium": _TEXT,
+    "diffusers": _OPTIONAL_TEXT,
+    "python": _TEXT,
+    "models": (dict,),
+}
+
+
+def _worded(name: str, mine: Any, theirs: Any) -> str:
+    if name == "instructions":
+        return _sides(set(mine) - set(theirs), set(theirs) - set(mine))
+    if name == "models":
+        here, there = dict(mine), dict(theirs)
+        changed = sorted(part for part in here.keys() & there.keys() if here[part] != there[part])
+        sides = _sides(here.keys() - there.keys(), there.keys() - here.keys())
+        return "; ".join([*(f"{part} is configured otherwise" for part in changed), *([sides] if sides else [])])
+    if name == "tritium":
+        return f"other code there ({theirs[:12]}), {mine[:12]} here"
+    return f"{_named(theirs)} there, {_named(mine)} here"
+
+
+def _sides(here: Iterable[str], there: Iterable[str]) -> str:
+    sides = [(sorted(there), "only there"), (sorted(here), "only here")]
+    return ", ".join(f"{' '.join(names)} {where}" for names, where in sides if names)
+
+
+def _named(value: object) -> str:
+    return "none" if value is None else str(value)
+
+
+@functools.cache
+def package_digest() -> str:
+    """A digest of this package's code, the same wherever the package lies."""
+    root = Path(__file__).parent
+    digest = hashlib.sha256()
+    for file in package_files():
+        digest.update(file.relative_to(root).as_posix().encode() + b"\0")
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def package_files() -> list[Path]:
+    root = Path(__file__).parent
+    return sorted(
+        file
+        for part in CODE
+        for file in ([root / part] if part.endswith(".py") else (root / part).rglob("*"))
+        if file.suffix in _SUFFIXES
+    )
+
+
+def config_digest(config: Mapping[str, Any]) -> str:
+    """A digest of a component's configuration, without what says where it came from."""
+    return hashlib.sha256(json.dumps(_canonical(config), sort_keys=True).encode()).hexdigest()
+
+
+def _canonical(value: Any) -> Any:
+    """A value as JSON has it: equal configurations give equal text, whatever containers they came in."""
+    if isinstance(value, Enum):
+        return _canonical(value.value)
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    if isinstance(value, Mapping):
+        return {
+            str(name): _canonical(inner)
+            for name, inner in value.items()
+            if not str(name).startswith("_") and name not in _ORIGIN
+        }
+    if isinstance(value, (list, tuple)):
+        return [_canonical(inner) for inner in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((_canonical(inner) for inner in value), key=json.dumps)
+    if isinstance(value, (torch.dtype, torch.device)):
+        return str(value)
+    # Anything else by its type alone: its text may hold an address, which differs from process to process.
+    return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -1,0 +1,185 @@
+"""A fingerprint is the same for the same machine, versions and model, and says in words what differs."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import fields, replace
+from enum import Enum
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tritium
+from tritium import fingerprint, fusions, ops
+from tritium.compiler import identity
+from tritium.errors import FingerprintError
+from tritium.fingerprint import Fingerprint, config_digest
+
+TEXT = st.text(max_size=8)
+FINGERPRINTS = st.builds(
+    Fingerprint,
+    device=TEXT,
+    capability=st.none() | TEXT,
+    instructions=st.lists(TEXT, max_size=3).map(tuple),
+    threads=st.none() | st.integers(0, 512),
+    torch=TEXT,
+    triton=st.none() | TEXT,
+    tritium=TEXT,
+    diffusers=st.none() | TEXT,
+    python=TEXT,
+    models=st.dictionaries(TEXT, TEXT, max_size=3).map(lambda found: tuple(sorted(found.items()))),
+)
+
+HERE = Fingerprint(
+    device="AMD EPYC",
+    capability="AVX512 avx2 avx512",
+    instructions=("avx2", "avx512f"),
+    threads=2,
+    torch="2.11.0",
+    triton=None,
+    tritium="ab" * 32,
+    diffusers="0.36.0",
+    python="3.11",
+    models=(("transformer", "1"), ("vae", "2")),
+)
+
+
+def test_of_this_process():
+    found = Fingerprint.current({"transformer": {"width": 4}}, "cpu")
+    assert found == Fingerprint.current({"transformer": {"width": 4}}, "cpu")
+    assert found.torch == torch.__version__
+    assert found.threads == torch.get_num_threads()
+    assert found.python == f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert [name for name, _ in found.models] == ["transformer"]
+    assert Fingerprint.current({}, "cpu").differences(found) == ["models: transformer only there"]
+
+
+def test_the_number_of_threads_is_part_of_a_cpu():
+    before, threads = Fingerprint.current({}, "cpu"), torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        assert Fingerprint.current({}, "cpu").differences(before) == [f"threads: {threads} there, {threads + 1} here"]
+    finally:
+        torch.set_num_threads(threads)
+
+
+@given(FINGERPRINTS)
+def test_round_trip_through_json(found):
+    assert Fingerprint.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    assert found.differences(found) == []
+
+
+@given(FINGERPRINTS, FINGERPRINTS)
+def test_a_line_for_each_ingredient_that_differs(here, there):
+    different = [field.name for field in fields(here) if getattr(here, field.name) != getattr(there, field.name)]
+    assert [line.partition(":")[0] for line in here.differences(there)] == different
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"torch": "2.13.0"}, "torch: 2.13.0 there, 2.11.0 here"),
+        ({"triton": "3.6.0"}, "triton: 3.6.0 there, none here"),
+        ({"diffusers": None}, "diffusers: none there, 0.36.0 here"),
+        ({"threads": 8}, "threads: 8 there, 2 here"),
+        ({"device": "NVIDIA H200"}, "device: NVIDIA H200 there, AMD EPYC here"),
+        ({"tritium": "cd" * 32}, "tritium: other code there (cdcdcdcdcdcd), abababababab here"),
+        ({"instructions": ("amx_tile", "avx2")}, "instructions: amx_tile only there, avx512f only here"),
+        ({"models": (("transformer", "9"), ("vae", "2"))}, "models: transformer is configured otherwise"),
+        (
+            {"models": (("transformer", "9"), ("unet", "2"))},
+            "models: transformer is configured otherwise; unet only there, vae only here",
+        ),
+    ],
+)
+def test_differences_in_words(change, words):
+    assert HERE.differences(replace(HERE, **change)) == [words]
+
+
+class TestReading:
+    """Anything but what `to_dict` gave is an error that names the ingredient."""
+
+    def test_not_a_mapping(self):
+        with pytest.raises(FingerprintError, match="is a mapping, got list"):
+            Fingerprint.from_dict([])
+
+    def test_unknown(self):
+        with pytest.raises(FingerprintError, match=r"no ingredient 'torhc'; did you mean 'torch'\?"):
+            Fingerprint.from_dict({**HERE.to_dict(), "torhc": "2"})
+
+    @pytest.mark.parametrize("name", [field.name for field in fields(Fingerprint)])
+    def test_missing(self, name):
+        with pytest.raises(FingerprintError, match=f"lacks {name}"):
+            Fingerprint.from_dict({key: value for key, value in HERE.to_dict().items() if key != name})
+
+    @pytest.mark.parametrize("name", [field.name for field in fields(Fingerprint)])
+    @pytest.mark.parametrize("value", [True, 1.5, object()])
+    def test_of_the_wrong_type(self, name, value):
+        with pytest.raises(FingerprintError, match=name):
+            Fingerprint.from_dict({**HERE.to_dict(), name: value})
+
+    @pytest.mark.parametrize("change", [{"instructions": [1]}, {"models": {"vae": 1}}])
+    def test_of_the_wrong_type_inside(self, change):
+        with pytest.raises(FingerprintError, match="texts"):
+            Fingerprint.from_dict({**HERE.to_dict(), **change})
+
+
+class Kind(Enum):
+    ONE = "one"
+
+
+class TestModels:
+    def test_where_a_configuration_came_from_does_not_matter(self):
+        here = {"width": 4, "_name_or_path": "/here", "_diffusers_version": "1", "text": {"_name_or_path": "/here"}}
+        there = {"text": {}, "width": 4, "_class_name": "Flux", "transformers_version": "5"}
+        assert config_digest(here) == config_digest(there)
+
+    @pytest.mark.parametrize(
+        "other", [{"width": 5}, {"width": 4.0}, {"width": "4"}, {"width": 4, "depth": None}, {}, {"width": {"a": 4}}]
+    )
+    def test_everything_else_does(self, other):
+        assert config_digest(other) != config_digest({"width": 4})
+
+    def test_containers_do_not_matter(self):
+        assert config_digest({"axes": (4, 4, 8)}) == config_digest({"axes": [4, 4, 8]})
+        assert config_digest({"axes": {3, 1, 2}}) == config_digest({"axes": {1, 2, 3}})
+        assert config_digest({"kind": Kind.ONE}) == config_digest({"kind": "one"})
+        assert config_digest({"dtype": torch.float32}) == config_digest({"dtype": "torch.float32"})
+
+    def test_an_object_s_address_does_not_matter(self):
+        assert config_digest({"processor": object()}) == config_digest({"processor": object()})
+
+    def test_a_model_of_diffusers(self, tmp_path):
+        from small_models import flux
+
+        model = flux()
+        model.save_pretrained(tmp_path / "here")
+        again = type(model).from_pretrained(tmp_path / "here")
+        assert again.config["_name_or_path"] != model.config.get("_name_or_path")
+        assert config_digest(again.config) == config_digest(model.config)
+        assert config_digest(flux(layers=2).config) != config_digest(model.config)
+
+
+class TestPackage:
+    def test_every_file_that_decides_what_a_graph_becomes(self):
+        decisive = {*identity.package_files(), *ops.files(), *fusions.files()}
+        assert {file.resolve() for file in decisive} <= {file.resolve() for file in fingerprint.package_files()}
+
+    def test_moving_the_package_changes_nothing_and_editing_it_does(self, tmp_path):
+        def digest(source: Path) -> str:
+            program = f"import sys; sys.path.insert(0, {str(source)!r})\nfrom tritium import fingerprint as f\n"
+            program += f"assert f.__file__.startswith({str(source)!r}); print(f.package_digest())"
+            done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+            return done.stdout.strip()
+
+        package = tmp_path / "elsewhere" / "tritium"
+        shutil.copytree(Path(tritium.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+        assert digest(package.parent) == fingerprint.package_digest()
+        kernel = package / "ops" / "vector.h"
+        kernel.write_text(kernel.read_text() + "\n// edited\n")
+        assert digest(package.parent) != fingerprint.package_digest()
