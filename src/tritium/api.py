@@ -16,7 +16,6 @@ from typing import Any, Self
 
 from torch import nn
 
-from tritium.compiler import artifacts as compiled_files
 from tritium.compiler.explain import explain
 from tritium.errors import ArtifactError, ConfigError, PipelineError, ReportError, nearest
 from tritium.pipelines import hooks, parts, recipe, trial
@@ -48,7 +47,9 @@ def optimize(
     Compilation happens in the first call. Used as a context manager, the handle removes itself at the end.
     """
     if not isinstance(getattr(pipe, "components", None), Mapping):
-        raise PipelineError(f"optimize takes a DiffusionPipeline, got {type(pipe).__name__}; for a model use tritium.compile")
+        raise PipelineError(
+            f"optimize takes a DiffusionPipeline, got {type(pipe).__name__}; for a model use tritium.compile"
+        )
     if isinstance(plan, (str, Path)):
         plan = recipe.load(Path(plan)).plan_for(pipe, accept_differences=accept_differences)
     elif accept_differences:
@@ -79,9 +80,7 @@ class Handle:
         compiled = [part for part in found if part in open_parts or (chosen[part.name] or part.default).how != "eager"]
         classes = {type(target.module) for part in compiled for target in part.targets}
         self._progress = Progress(len(classes), shown=plan.progress)
-        self._installed = [
-            Installed(part, chosen[part.name] or part.default, plan, self._progress) for part in found
-        ]
+        self._installed = [Installed(part, chosen[part.name] or part.default, plan, self._progress) for part in found]
         for installed in self._installed:
             part = installed.part
             installed.why = "" if chosen[part.name] is not None else part.left
@@ -171,6 +170,8 @@ class Handle:
 
     def save(self, path: str | Path) -> Any:
         """Keep what was compiled as one file, for `optimize(..., artifacts=path)` in another process."""
+        from tritium.compiler import artifacts as compiled_files
+
         return compiled_files.save(Path(path), recipe.fingerprint_of(self.pipe))
 
 
@@ -193,17 +194,21 @@ def _refuse_taken(pipe: Any, found: list[parts.Part]) -> None:
         if other is None:
             continue
         if other.pipe is pipe:
-            raise PipelineError("this pipeline is optimized already; call remove() on its handle before optimizing it again")
+            raise PipelineError(
+                "this pipeline is optimized already; call remove() on its handle before optimizing it again"
+            )
         raise PipelineError(
             f"{part.name} is shared with another pipeline ({type(other.pipe).__name__}) that is optimized already; "
             "call remove() on that one's handle first"
         )
 
 
-def _load(path: str | Path | None, pipe: Any) -> compiled_files.ArtifactSummary | None:
+def _load(path: str | Path | None, pipe: Any) -> Any:
     """Load artifacts, or warn why they are of no use: the pipeline then compiles as usual."""
     if path is None:
         return None
+    from tritium.compiler import artifacts as compiled_files
+
     try:
         return compiled_files.load(Path(path), recipe.fingerprint_of(pipe))
     except ArtifactError as error:

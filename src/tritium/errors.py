@@ -70,6 +70,8 @@ class RecipeError(TritiumError, ValueError):
 
 class RecipeMismatch(RecipeError):
     """A recipe whose fingerprint is not this machine's, versions' or model's."""
+
+
 class FingerprintError(TritiumError, ValueError):
     """A stored fingerprint cannot be read."""
 

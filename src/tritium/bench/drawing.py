@@ -109,9 +109,8 @@ def draw(pipe: Any, job: Job) -> Drawn:
     arguments: dict[str, Any] = {"prompt": job.prompt, "output_type": "pt", **job.extra}
     # On the host, so that every device starts from the same noise.
     arguments["generator"] = torch.Generator("cpu").manual_seed(job.seed)
-    for name, value in (("width", job.width), ("height", job.height), ("num_inference_steps", job.steps)):
-        if value is not None:
-            arguments[name] = value
+    asked = {"width": job.width, "height": job.height, "num_inference_steps": job.steps}
+    arguments |= {name: value for name, value in asked.items() if value is not None}
     if "callback_on_step_end" in taken:
         arguments["callback_on_step_end"] = keep
     unknown = [name for name in arguments if name not in taken]

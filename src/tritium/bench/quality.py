@@ -6,6 +6,7 @@ Pictures are tensors of floats in 0..1, [B, C, H, W]; a video is a batch of fram
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import math
 import warnings
@@ -15,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from tritium import measure
 from tritium.errors import ShapeError
@@ -85,7 +86,7 @@ def psnr(a: Tensor, b: Tensor) -> float:
     >>> round(psnr(torch.zeros(1, 3, 8, 8), torch.full((1, 3, 8, 8), 0.1)), 6)
     20.0
     """
-    error = float(F.mse_loss(a.double(), b.double()))
+    error = float(functional.mse_loss(a.double(), b.double()))
     return math.inf if error == 0 else -10 * math.log10(error)
 
 
@@ -101,7 +102,7 @@ def ssim(a: Tensor, b: Tensor) -> float:
     kernel = _gaussian(size, a.shape[1])
 
     def blur(x: Tensor) -> Tensor:
-        return F.conv2d(x, kernel, groups=x.shape[1])
+        return functional.conv2d(x, kernel, groups=x.shape[1])
 
     mean_a, mean_b = blur(a), blur(b)
     var_a, var_b = blur(a * a) - mean_a**2, blur(b * b) - mean_b**2
@@ -122,11 +123,10 @@ def _lpips(a: Tensor, b: Tensor) -> float | None:
     """LPIPS by its own package, if that and its weights are here; nothing is downloaded."""
     if importlib.util.find_spec("lpips") is None or not _backbone_weights():
         return None
-    import lpips
-
+    package: Any = importlib.import_module("lpips")
     with warnings.catch_warnings(), contextlib.redirect_stdout(None):
         warnings.simplefilter("ignore")
-        model: Any = lpips.LPIPS(net="alex", verbose=False)
+        model: Any = package.LPIPS(net="alex", verbose=False)
     with torch.inference_mode():
         return float(model(a.float() * 2 - 1, b.float() * 2 - 1).mean())
 

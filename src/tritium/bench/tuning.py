@@ -131,9 +131,7 @@ def _difference(
     return quality.worst(found)
 
 
-def _whole(
-    handle: Handle, pipe: Any, jobs: Sequence[Job], chosen: dict[str, Choice], seconds: float
-) -> dict[str, Any]:
+def _whole(handle: Handle, pipe: Any, jobs: Sequence[Job], chosen: dict[str, Choice], seconds: float) -> dict[str, Any]:
     """Seconds and memory of all jobs, eagerly and as chosen, in turns."""
     eager = dict.fromkeys(handle.choices, Choice(how="eager"))
 

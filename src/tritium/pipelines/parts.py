@@ -7,7 +7,7 @@ as a whole: its repeated blocks are, and what stands beside them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,7 +94,7 @@ def _parts_of(name: str, module: nn.Module, plan: Plan) -> Iterator[Part]:
         yield Part(name, module, (), "", Choice(how="eager"), "not part of the denoising loop or the VAE")
 
 
-def denoiser(name: str, module: nn.Module, blocks: tuple[str, ...] | None = None) -> Part:
+def denoiser(name: str, module: nn.Module, blocks: Sequence[str] | None = None) -> Part:
     """The part a denoiser is: by what is known of its family, or by looking at it."""
     class_name = type(module).__name__
     family = models.family_of(class_name)
@@ -151,7 +151,7 @@ def _repeated(module: nn.Module) -> tuple[str, ...]:
     return (largest[0][0],)
 
 
-def _targets(module: nn.Module, blocks: tuple[str, ...], left: Mapping[str, str] | None = None) -> tuple[Target, ...]:
+def _targets(module: nn.Module, blocks: Sequence[str], left: Mapping[str, str] | None = None) -> tuple[Target, ...]:
     """The outermost blocks, and the largest modules beside them that are more than one routine."""
     found: list[Target] = []
 
@@ -172,7 +172,7 @@ def _targets(module: nn.Module, blocks: tuple[str, ...], left: Mapping[str, str]
     return tuple(found)
 
 
-def _contains(module: nn.Module, blocks: tuple[str, ...]) -> bool:
+def _contains(module: nn.Module, blocks: Sequence[str]) -> bool:
     return any(type(inner).__name__ in blocks for inner in module.modules())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -60,7 +60,7 @@ class Plan:
     components: Mapping[str, Choice | str] = field(default_factory=dict)
     measure: bool = False
     dynamic: bool | None = None
-    blocks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    blocks: Mapping[str, Sequence[str]] = field(default_factory=dict)
     progress: bool = True
 
     def __post_init__(self) -> None:
