@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tritium import errors
+    from tritium.api import Handle, optimize
     from tritium.compiler.backend import Backend
     from tritium.compiler.compile import compile
     from tritium.compiler.explain import explain
@@ -18,48 +19,57 @@ if TYPE_CHECKING:
     from tritium.ops.bridge import custom_op
     from tritium.ops.op import Op, Provider
     from tritium.passes import ConfigRequest, Decline, Pass, PassContext
+    from tritium.pipelines.plan import Choice, Plan
     from tritium.report import Report
 
 __version__ = "0.1.0"
 
 _HOME = {
     "Backend": "tritium.compiler.backend",
+    "Choice": "tritium.pipelines.plan",
     "CompilationConfig": "tritium.config",
     "ConfigRequest": "tritium.passes",
     "Decline": "tritium.passes",
     "Fusion": "tritium.fusions.fusion",
     "FusionPatterns": "tritium.config",
+    "Handle": "tritium.api",
     "Match": "tritium.fusions.fusion",
     "Op": "tritium.ops.op",
     "Pass": "tritium.passes",
     "PassConfig": "tritium.config",
     "PassContext": "tritium.passes",
+    "Plan": "tritium.pipelines.plan",
     "Provider": "tritium.ops.op",
     "Report": "tritium.report",
     "compile": "tritium.compiler.compile",
     "custom_op": "tritium.ops.bridge",
     "errors": "tritium",
     "explain": "tritium.compiler.explain",
+    "optimize": "tritium.api",
 }
 
 __all__ = [
     "Backend",
+    "Choice",
     "CompilationConfig",
     "ConfigRequest",
     "Decline",
     "Fusion",
     "FusionPatterns",
+    "Handle",
     "Match",
     "Op",
     "Pass",
     "PassConfig",
     "PassContext",
+    "Plan",
     "Provider",
     "Report",
     "compile",
     "custom_op",
     "errors",
     "explain",
+    "optimize",
 ]
 
 

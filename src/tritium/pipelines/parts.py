@@ -20,18 +20,6 @@ from tritium.pipelines.plan import Choice, Plan
 # Names that pipelines of diffusers give to what runs at every step.
 DENOISERS = ("transformer", "transformer_2", "unet")
 
-# A single call of a library routine: there is nothing around it to fuse.
-_SINGLE = (
-    nn.Linear,
-    nn.Embedding,
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.RMSNorm,
-    nn.Identity,
-    nn.Dropout,
-    nn.modules.conv._ConvNd,
-)
-
 # The share of a model's parameters that repeated blocks must hold to be taken for them.
 _BLOCKS_HOLD = 0.5
 
@@ -138,9 +126,9 @@ def _repeated(module: nn.Module) -> tuple[str, ...]:
     total = sum(parameter.numel() for parameter in module.parameters()) or 1
     held: Counter[str] = Counter()
     for inner in module.modules():
-        if isinstance(inner, nn.ModuleList) and len(inner) > 1:
+        if isinstance(inner, nn.ModuleList) and len(inner):
             classes = {type(item) for item in inner}
-            if len(classes) == 1 and not isinstance(inner[0], _SINGLE):
+            if len(classes) == 1 and not is_single(inner[0]):
                 held[classes.pop().__name__] += sum(parameter.numel() for parameter in inner.parameters())
     largest = held.most_common(1)
     if not largest or largest[0][1] / total < _BLOCKS_HOLD:
@@ -161,7 +149,7 @@ def _targets(module: nn.Module, blocks: Sequence[str], left: Mapping[str, str] |
         if type(current).__name__ in blocks:
             found.append(Target(path, current))
         elif not _contains(current, blocks) and not isinstance(current, (nn.ModuleList, nn.ModuleDict)):
-            if not isinstance(current, _SINGLE):
+            if not is_single(current):
                 found.append(Target(path, current))
         else:
             # Lists are never called themselves.
@@ -174,6 +162,12 @@ def _targets(module: nn.Module, blocks: Sequence[str], left: Mapping[str, str] |
 
 def _contains(module: nn.Module, blocks: Sequence[str]) -> bool:
     return any(type(inner).__name__ in blocks for inner in module.modules())
+
+
+def is_single(module: nn.Module) -> bool:
+    """Whether a module is one of torch's own layers: one call of a routine, and nothing around it to fuse."""
+    own = type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None
+    return own or isinstance(module, (nn.Linear, nn.modules.conv._ConvNd))
 
 
 def _in_words(targets: tuple[Target, ...]) -> str:

@@ -1,0 +1,105 @@
+"""The facts about model families are facts: the classes exist, and the blocks are where they are said to be."""
+
+import diffusers
+import pytest
+import torch
+import zoo
+from torch import nn
+
+from tritium import models
+from tritium.errors import PipelineError
+from tritium.pipelines import parts
+
+FAMILIES = models.families()
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))
+def test_classes_exist_in_diffusers(family):
+    for name in family.denoisers:
+        assert issubclass(getattr(diffusers, name), nn.Module)
+
+
+@pytest.mark.parametrize("codec", models.codecs().values(), ids=list(models.codecs()))
+def test_codec_classes_exist_in_diffusers(codec):
+    for name in codec.classes:
+        assert hasattr(getattr(diffusers, name), "decode")
+    assert codec.left
+
+
+@pytest.mark.parametrize("name", sorted(set(FAMILIES) & set(zoo.ZOO)))
+def test_a_family_covers_its_model(name):
+    """Every parameter is in a compiled module, or in a single layer beside them."""
+    module = zoo.ZOO[name].build()
+    part = parts.denoiser("transformer", module)
+    blocks = [target for target in part.targets if type(target.module).__name__ in FAMILIES[name].blocks]
+    assert blocks
+    compiled = {id(p) for target in part.targets for p in target.module.parameters()}
+    alone = {id(p) for layer in module.modules() if parts.is_single(layer) for p in layer.parameters()}
+    rest = [path for path, p in module.named_parameters() if id(p) not in compiled | alone]
+    # Wan keeps one modulation table in the model itself.
+    assert all("." not in path for path in rest), rest
+
+
+@pytest.mark.parametrize("name", sorted(zoo.ZOO))
+def test_every_model_of_the_zoo_has_targets_known_or_guessed(name):
+    module = zoo.ZOO[name].build()
+    try:
+        part = parts.denoiser("transformer", module)
+    except PipelineError as error:
+        assert "Plan(blocks=" in str(error)
+        assert name in {"kl_decoder", "wan_decoder"} or "decoder" in name or "codec" in name, name
+        return
+    seen = [id(inner) for target in part.targets for inner in target.module.modules()]
+    assert len(seen) == len(set(seen)), "a module is in two targets"
+    assert part.what
+
+
+class Stack(nn.Module):
+    """A DiT nobody knows."""
+
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 16)
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)) for _ in range(depth))
+        self.out = nn.Linear(16, 8)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.out(x)
+
+
+class TestGuess:
+    def test_a_stack_of_equal_modules_is_found(self):
+        part = parts.denoiser("transformer", Stack())
+        assert [target.path for target in part.targets] == ["layers.0", "layers.1", "layers.2"]
+        assert part.what == "3 Sequential"
+
+    def test_a_model_without_one_is_refused_with_what_to_write(self):
+        plain = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+        with pytest.raises(PipelineError, match=r"Plan\(blocks=\{'transformer': \('Block',\)\}\)"):
+            parts.denoiser("transformer", plain)
+
+    def test_named_blocks_are_used(self):
+        part = parts.denoiser("transformer", Stack(), ("Sequential",))
+        assert len(part.targets) == 3
+
+    def test_a_misspelt_block_gets_the_nearest(self):
+        with pytest.raises(PipelineError, match="did you mean 'Sequential'"):
+            parts.denoiser("transformer", Stack(), ("Sequentia",))
+
+
+def test_a_whole_model_is_one_target():
+    unet = diffusers.UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(8, 8),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=8,
+        attention_head_dim=4,
+        norm_num_groups=4,
+    )
+    part = parts.denoiser("unet", unet)
+    assert [target.module for target in part.targets] == [unet]
+    assert torch.is_tensor(next(unet.parameters()))

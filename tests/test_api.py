@@ -1,0 +1,272 @@
+"""`tritium.optimize`: one call on a live pipeline, and back."""
+
+import gc
+
+import pytest
+import small_pipelines
+import torch
+from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module
+from diffusers.hooks import HookRegistry
+from diffusers.hooks import ModelHook as DiffusersHook
+from torch import nn
+
+import tritium
+from tritium import Choice, CompilationConfig, Plan
+from tritium.errors import ConfigError, PipelineError
+from tritium.pipelines import trial
+
+# Rewrites without generating code: what is tested here is the front door.
+EAGER = CompilationConfig(engine="eager")
+PLAN = Plan(config=EAGER, progress=False)
+
+
+@pytest.fixture
+def pipe():
+    return small_pipelines.flux()
+
+
+def attributes(pipe):
+    """Every attribute of every module of a pipeline, by identity."""
+    return {
+        (name, path): {key: id(value) for key, value in module.__dict__.items()}
+        for name, component in pipe.components.items()
+        if isinstance(component, nn.Module)
+        for path, module in component.named_modules()
+    }
+
+
+class TestReversible:
+    def test_removing_restores_every_attribute_and_every_bit(self, pipe):
+        # The first picture leaves traces of its own: diffusers keeps a registry on the transformer.
+        picture = small_pipelines.draw(pipe)
+        before = attributes(pipe)
+        handle = tritium.optimize(pipe, PLAN)
+        small_pipelines.draw(pipe)
+        assert attributes(pipe) != before
+        handle.remove()
+        assert attributes(pipe) == before
+        assert torch.equal(small_pipelines.draw(pipe), picture)
+
+    def test_a_context_manager_removes_itself_also_after_an_error(self, pipe):
+        before = attributes(pipe)
+        with pytest.raises(RuntimeError, match="mine"), tritium.optimize(pipe, PLAN):
+            raise RuntimeError("mine")
+        assert attributes(pipe) == before
+
+    def test_removing_twice_does_nothing(self, pipe):
+        first = tritium.optimize(pipe, PLAN)
+        first.remove()
+        second = tritium.optimize(pipe, PLAN)
+        first.remove()
+        assert second.active
+        assert attributes(pipe)["transformer", "transformer_blocks.0"].get("_compiled_call_impl")
+
+    def test_layouts_come_back_with_their_strides_and_values(self, pipe):
+        weights = list(pipe.vae.decoder.parameters())
+        strides, values = [weight.stride() for weight in weights], [weight.clone() for weight in weights]
+        picture = small_pipelines.draw(pipe)
+        handle = tritium.optimize(pipe, PLAN.with_(components={"vae.decode": Choice(how="eager", channels_last=True)}))
+        assert pipe.vae.decoder.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
+        small_pipelines.draw(pipe)
+        handle.remove()
+        assert [weight.stride() for weight in weights] == strides
+        assert all(map(torch.equal, weights, values))
+        assert torch.equal(small_pipelines.draw(pipe), picture)
+
+    def test_weights_that_change_meanwhile_stay_changed(self, pipe):
+        handle = tritium.optimize(pipe, PLAN.with_(components={"vae.decode": Choice(how="eager", channels_last=True)}))
+        with torch.no_grad():
+            pipe.vae.decoder.conv_in.weight.fill_(2.0)
+        handle.remove()
+        assert bool((pipe.vae.decoder.conv_in.weight == 2).all())
+
+    def test_a_pipeline_that_is_gone_takes_its_handle_along(self, pipe):
+        tritium.optimize(pipe, PLAN)
+        del pipe
+        gc.collect()
+        tritium.optimize(small_pipelines.flux(), PLAN).remove()
+
+
+class TestRefusals:
+    def test_twice_is_an_error_that_says_so(self, pipe):
+        with tritium.optimize(pipe, PLAN), pytest.raises(PipelineError, match="optimized already; call remove"):
+            tritium.optimize(pipe, PLAN)
+
+    def test_a_shared_component_is_an_error_that_names_it(self, pipe):
+        other = type(pipe)(**pipe.components)
+        with tritium.optimize(pipe, PLAN), pytest.raises(PipelineError, match="shared with another pipeline"):
+            tritium.optimize(other, PLAN)
+
+    def test_a_model_is_no_pipeline(self, pipe):
+        with pytest.raises(PipelineError, match=r"got FluxTransformer2DModel; for a model use tritium\.compile"):
+            tritium.optimize(pipe.transformer)
+
+    def test_a_plan_is_a_plan(self, pipe):
+        with pytest.raises(ConfigError, match="takes a Plan or the path of a recipe, got dict"):
+            tritium.optimize(pipe, {})
+
+    @pytest.mark.parametrize(
+        ("plan", "message"),
+        [
+            ({"components": {"transfomer": "eager"}}, "did you mean 'transformer'"),
+            ({"blocks": {"transformr": ("Block",)}}, "did you mean 'transformer'"),
+            ({"blocks": {"transformer": ("FluxTransformerBloc",)}}, "did you mean 'FluxTransformerBlock'"),
+        ],
+    )
+    def test_names_that_mean_nothing(self, pipe, plan, message):
+        with pytest.raises(PipelineError, match=message):
+            tritium.optimize(pipe, Plan(**plan))
+
+    @pytest.mark.parametrize("components", [{"vae": "fast"}, {"vae": 1}, {"vae": None}])
+    def test_choices_that_mean_nothing(self, components):
+        with pytest.raises(ConfigError):
+            Plan(components=components)
+
+    def test_a_compiled_pipeline(self, pipe):
+        pipe.transformer.compile_repeated_blocks(backend="eager")
+        with pytest.raises(PipelineError, match=r"transformer\.transformer_blocks\.0 has a compiled call already"):
+            tritium.optimize(pipe, PLAN)
+
+    def test_hooks_inside_are_named_and_can_be_left_alone(self, pipe):
+        add_hook_to_module(pipe.transformer.transformer_blocks[1].attn.to_q, AlignDevicesHook())
+        with pytest.raises(PipelineError, match=r"blocks\.1\.attn\.to_q has an accelerate hook \(AlignDevicesHook\)"):
+            tritium.optimize(pipe, PLAN)
+        with tritium.optimize(pipe, PLAN.with_(components={"transformer": "eager"})) as handle:
+            assert handle.choices["transformer"].how == "eager"
+            small_pipelines.draw(pipe)
+
+    def test_diffusers_hooks_are_named(self, pipe):
+        HookRegistry.check_if_exists_or_initialize(pipe.transformer.transformer_blocks[0]).register_hook(
+            DiffusersHook(), "group_offloading"
+        )
+        with pytest.raises(PipelineError, match=r"transformer_blocks\.0 has a diffusers hook \(group_offloading\)"):
+            tritium.optimize(pipe, PLAN)
+
+    def test_a_hook_on_a_whole_component_works(self, pipe):
+        picture = small_pipelines.draw(pipe)
+        add_hook_to_module(pipe.transformer, ModelHook())
+        with tritium.optimize(pipe, PLAN) as handle:
+            assert torch.equal(small_pipelines.draw(pipe), picture)
+            assert handle.report.records
+
+
+class TestParts:
+    def test_blocks_are_compiled_once_however_many_there_are(self):
+        counts = []
+        for double, single in ((2, 2), (5, 9)):
+            torch._dynamo.reset()
+            pipe = small_pipelines.flux(double, single)
+            with tritium.optimize(pipe, PLAN) as handle:
+                small_pipelines.draw(pipe)
+                counts.append(len(handle.report.records))
+        assert counts[0] == counts[1]
+
+    def test_decode_and_encode_are_what_is_compiled(self, pipe):
+        with tritium.optimize(pipe, PLAN) as handle:
+            latent = pipe.vae.encode(torch.rand(1, 3, 32, 32)).latent_dist.mean
+            pipe.vae.decode(latent)
+            functions = {record.function for record in handle.report.records}
+        assert functions == {"Encoder.forward", "Decoder.forward"}
+
+    def test_a_tiled_decode_goes_the_same_way(self, pipe):
+        latent = torch.rand(1, 4, 64, 64)
+        pipe.vae.enable_tiling()
+        pipe.vae.tile_sample_min_size = pipe.vae.tile_latent_min_size = 32
+        with torch.no_grad():
+            expected = pipe.vae.decode(latent).sample
+            with tritium.optimize(pipe, PLAN) as handle:
+                assert torch.equal(pipe.vae.decode(latent).sample, expected)
+                assert handle.part("vae.decode").entry.calls > 1
+
+    def test_what_is_left_alone_is_listed_with_the_reason(self, pipe):
+        with tritium.optimize(pipe, PLAN) as handle:
+            small_pipelines.draw(pipe)
+            rows = {component.name: component for component in handle.components}
+        assert rows["text_encoder"].what.startswith("left alone (runs once a picture")
+        assert rows["transformer"].what.startswith("compiled: 2 FluxTransformerBlock, 2 FluxSingleTransformerBlock")
+        assert rows["transformer"].calls == 2
+        assert rows["transformer"].first_call_seconds > 0
+        shares = [component.share for component in rows.values() if component.share is not None]
+        assert sum(shares) == pytest.approx(1)
+
+    def test_the_summary_and_the_report(self, pipe, capsys):
+        with tritium.optimize(pipe, PLAN) as handle:
+            small_pipelines.draw(pipe)
+            handle.summary()
+            report = handle.report
+        printed = capsys.readouterr().out
+        assert "transformer" in printed
+        assert "vae.decode" in printed
+        assert report.sites["rope"].recognised
+        assert [row["name"] for row in report.to_dict()["components"]] == [c.name for c in handle.components]
+        assert "what was done" in str(report)
+
+    def test_progress_says_what_was_compiled(self, pipe, capsys):
+        with tritium.optimize(pipe, PLAN.with_(progress=True)):
+            small_pipelines.draw(pipe)
+            first = capsys.readouterr().err
+            small_pipelines.draw(pipe)
+            second = capsys.readouterr().err
+        assert "tritium: transformer: compiled FluxTransformerBlock.forward in" in first
+        assert "tritium: vae.decode: compiled Decoder.forward in" in first
+        assert "tritium" not in second
+
+    def test_guidance_by_two_calls(self, pipe):
+        def guided():
+            return pipe(
+                "a red circle",
+                negative_prompt="a blue square",
+                true_cfg_scale=3.0,
+                height=32,
+                width=32,
+                num_inference_steps=2,
+                max_sequence_length=16,
+                output_type="pt",
+                generator=torch.Generator().manual_seed(0),
+            ).images
+
+        expected = guided()
+        with tritium.optimize(pipe, PLAN) as handle:
+            assert torch.equal(guided(), expected)
+            assert handle.part("transformer").entry.calls == 4
+
+    def test_another_size_is_right(self, pipe):
+        expected = small_pipelines.draw(pipe, height=48, width=64)
+        with tritium.optimize(pipe, PLAN):
+            small_pipelines.draw(pipe)
+            assert torch.equal(small_pipelines.draw(pipe, height=48, width=64), expected)
+
+
+class TestMeasuring:
+    def test_each_part_is_measured_and_the_report_says_so(self, pipe, monkeypatch):
+        monkeypatch.setattr(trial, "SECONDS", 0.0)
+        monkeypatch.setattr(trial.decide, "__defaults__", (0.0,))
+        with tritium.optimize(pipe, PLAN.with_(measure=True, components={"vae": "eager", "transformer": "eager"})) as handle:
+            picture = small_pipelines.draw(pipe)
+            assert torch.isfinite(picture).all()
+            measured = handle.part("text_encoder").measured
+            assert set(measured) == {"eager", "inductor", "tritium"}
+            assert "eager" in next(row.what for row in handle.components if row.name == "text_encoder")
+            assert not handle.part("vae.decode").measured, "the plan had decided already"
+
+    @pytest.mark.parametrize(
+        ("eager", "inductor", "ours", "expected"),
+        [
+            (10.0, 8.0, 7.0, "tritium"),
+            (10.0, 8.0, 8.1, "tritium"),
+            (10.0, 8.0, 9.0, "inductor"),
+            (10.0, 9.8, 9.9, "eager"),
+            (10.0, 12.0, 11.0, "eager"),
+        ],
+    )
+    def test_what_loses_is_left_alone(self, eager, inductor, ours, expected):
+        taken = {Choice(how="eager"): eager, Choice(how="inductor"): inductor, Choice(how="tritium"): ours}
+        choice, why = trial.pick(taken)
+        assert choice.how == expected
+        assert f"eager {eager:.2f} ms" in why
+
+    def test_a_layout_must_give_something(self):
+        plain, other = Choice(), Choice(channels_last=True)
+        taken = {Choice(how="eager"): 10.0, plain: 5.0, other: 4.95}
+        assert trial.pick(taken)[0] == plain
+        assert trial.pick({**taken, other: 4.0})[0] == other
