@@ -412,10 +412,10 @@ def fallback_operators(lowering: Any) -> list[tuple[str, list[torch.dtype]]]:
 
 def caching_obstacle() -> str | None:
     """Why Inductor would keep or find nothing in its cache, or None."""
-    settings = inductor_settings()
-    if settings.get("force_disable_caches"):
+    config = inductor_config()
+    if config.force_disable_caches:
         return "torch's compile caches are off (force_disable_caches)"
-    if not settings.get("fx_graph_cache", True):
+    if not config.fx_graph_cache:
         return "Inductor's graph cache is off (fx_graph_cache)"
     return None
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch import fx
 
 from tritium import compat
+from tritium.compiler import libraries
 from tritium.compiler.observe import KernelObserver, store, store_key
 from tritium.report import GraphRecord
 
@@ -35,6 +36,7 @@ def lower(attempt: Lowering, record: GraphRecord) -> Callable[..., Any]:
     settings = dict(attempt.settings)
     own = settings.get(SALT, compat.inductor_settings().get(SALT))
     settings[SALT] = compat.salted_pass(attempt.identity, own)
+    libraries.install()
     observer = KernelObserver(record.device_type)
     with compat.inductor_patched(settings):
         key = store_key(attempt.gm.graph, attempt.identity)

@@ -158,6 +158,10 @@ def _fallback(op: str, dtypes: Sequence[torch.dtype]) -> tuple[str, str]:
     return op, "Inductor has no lowering for it"
 
 
+# Keys that this process wrote or found: what belongs into its artifacts.
+_used: dict[str, None] = {}
+
+
 class Store:
     """Observations by key, as JSON files in Inductor's cache folder: they move and vanish with it."""
 
@@ -172,9 +176,13 @@ class Store:
             found = json.loads(self.path(key).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        return found if isinstance(found, dict) and {"kernels", "fallbacks"} <= found.keys() else None
+        if not isinstance(found, dict) or not {"kernels", "fallbacks"} <= found.keys():
+            return None
+        _used[key] = None
+        return found
 
     def save(self, key: str, kernels: list[dict[str, Any]], fallbacks: list[dict[str, Any]]) -> None:
+        _used[key] = None
         path = self.path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         # Another process may write the same key: a rename is whole or not there.
@@ -186,6 +194,11 @@ class Store:
 
 def store() -> Store:
     return Store(compat.cache_dir() / "tritium")
+
+
+def used() -> list[str]:
+    """The keys of all observations that this process wrote or found."""
+    return list(_used)
 
 
 def store_key(graph: fx.Graph, identity: bytes) -> str:

@@ -41,6 +41,9 @@ ONE_THREAD = 32_768
 # Headers that kernels share.
 HEADERS = Path(__file__).parent
 
+# Libraries that this process loaded: what belongs into its artifacts.
+_loaded: dict[Path, None] = {}
+
 # What the code that -fopenmp generates calls to start threads: GCC's name and clang's.
 _STARTS_THREADS = {False: "GOMP_parallel", True: "__kmpc_fork_call"}
 
@@ -71,7 +74,9 @@ def threads(numbers: int) -> int:
 @functools.cache
 def function(source: Path, name: str, arguments: tuple[type[Any], ...]) -> Callable[..., None]:
     """A function of a source file, which is built and loaded first if it was not before."""
-    found = getattr(ctypes.CDLL(str(build(source))), name)
+    library = build(source)
+    found = getattr(ctypes.CDLL(str(library)), name)
+    _loaded[library] = None
     found.argtypes, found.restype = arguments, None
     return found  # type: ignore[no-any-return]
 
@@ -83,6 +88,16 @@ def packed(source: Path, name: str, layout: str) -> Callable[..., None]:
     return lambda *values: found(pack(*values))
 
 
+def folder() -> Path:
+    """Where libraries lie, each under a digest of what it was made of."""
+    return compat.cache_dir() / "tritium" / "cpp"
+
+
+def loaded() -> list[Path]:
+    """The libraries that this process loaded."""
+    return list(_loaded)
+
+
 def build(source: Path) -> Path:
     """The shared library of a source file: the one in the cache, or a new one."""
     compiler = _compiler(_candidates())
@@ -92,7 +107,7 @@ def build(source: Path) -> Path:
     digest = hashlib.sha256("\0".join((compiler, *FLAGS, *linking, macros)).encode())
     for file in (source, *sorted(source.parent.glob("*.h")), *sorted(HEADERS.glob("*.h"))):
         digest.update(file.read_bytes())
-    library = compat.cache_dir() / "tritium" / "cpp" / f"{source.parent.name}-{digest.hexdigest()[:32]}.so"
+    library = folder() / f"{source.parent.name}-{digest.hexdigest()[:32]}.so"
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent, prefix="building-") as name:
