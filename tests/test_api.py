@@ -3,13 +3,13 @@
 import gc
 
 import pytest
-import small_pipelines
 import torch
 from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module
 from diffusers.hooks import HookRegistry
 from diffusers.hooks import ModelHook as DiffusersHook
 from torch import nn
 
+import small_pipelines
 import tritium
 from tritium import Choice, CompilationConfig, Plan
 from tritium.errors import ConfigError, PipelineError
@@ -241,7 +241,9 @@ class TestMeasuring:
     def test_each_part_is_measured_and_the_report_says_so(self, pipe, monkeypatch):
         monkeypatch.setattr(trial, "SECONDS", 0.0)
         monkeypatch.setattr(trial.decide, "__defaults__", (0.0,))
-        with tritium.optimize(pipe, PLAN.with_(measure=True, components={"vae": "eager", "transformer": "eager"})) as handle:
+        with tritium.optimize(
+            pipe, PLAN.with_(measure=True, components={"vae": "eager", "transformer": "eager"})
+        ) as handle:
             picture = small_pipelines.draw(pipe)
             assert torch.isfinite(picture).all()
             measured = handle.part("text_encoder").measured

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from torch import nn
 
+from tritium.compiler import artifacts as compiled_files
 from tritium.compiler.explain import explain
 from tritium.errors import ArtifactError, ConfigError, PipelineError, ReportError, nearest
 from tritium.pipelines import hooks, parts, recipe, trial
@@ -168,10 +169,8 @@ class Handle:
         """Print, by part: the time of a call, its share, and what was done."""
         sys.stdout.write(f"{self}\n")
 
-    def save(self, path: str | Path) -> Any:
+    def save(self, path: str | Path) -> compiled_files.ArtifactSummary:
         """Keep what was compiled as one file, for `optimize(..., artifacts=path)` in another process."""
-        from tritium.compiler import artifacts as compiled_files
-
         return compiled_files.save(Path(path), recipe.fingerprint_of(self.pipe))
 
 
@@ -203,12 +202,10 @@ def _refuse_taken(pipe: Any, found: list[parts.Part]) -> None:
         )
 
 
-def _load(path: str | Path | None, pipe: Any) -> Any:
+def _load(path: str | Path | None, pipe: Any) -> compiled_files.ArtifactSummary | None:
     """Load artifacts, or warn why they are of no use: the pipeline then compiles as usual."""
     if path is None:
         return None
-    from tritium.compiler import artifacts as compiled_files
-
     try:
         return compiled_files.load(Path(path), recipe.fingerprint_of(pipe))
     except ArtifactError as error:

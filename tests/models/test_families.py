@@ -3,9 +3,9 @@
 import diffusers
 import pytest
 import torch
-import zoo
 from torch import nn
 
+import zoo
 from tritium import models
 from tritium.errors import PipelineError
 from tritium.pipelines import parts
@@ -43,12 +43,7 @@ def test_a_family_covers_its_model(name):
 @pytest.mark.parametrize("name", sorted(zoo.ZOO))
 def test_every_model_of_the_zoo_has_targets_known_or_guessed(name):
     module = zoo.ZOO[name].build()
-    try:
-        part = parts.denoiser("transformer", module)
-    except PipelineError as error:
-        assert "Plan(blocks=" in str(error)
-        assert name in {"kl_decoder", "wan_decoder"} or "decoder" in name or "codec" in name, name
-        return
+    part = parts.denoiser("transformer", module)
     seen = [id(inner) for target in part.targets for inner in target.module.modules()]
     assert len(seen) == len(set(seen)), "a module is in two targets"
     assert part.what
