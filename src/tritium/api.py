@@ -125,6 +125,11 @@ class Handle:
         """What runs each part now."""
         return {installed.part.name: installed.choice for installed in self._installed}
 
+    def use(self, choices: Mapping[str, Choice]) -> None:
+        """Switch parts to other ways of running; what was compiled is kept for switching back."""
+        for name, choice in choices.items():
+            self.part(name).use(choice)
+
     def part(self, name: str) -> Installed:
         """One part, to switch it: `handle.part("vae.decode").use(Choice(how="eager"))`."""
         found = {installed.part.name: installed for installed in self._installed}

@@ -57,6 +57,7 @@ def interleave(
     warmup: int = 2,
     burst: int = 1,
     stopwatch: Stopwatch | None = None,
+    prepare: Callable[[str], None] | None = None,
     on_round: Callable[[float], None] | None = None,
 ) -> dict[str, Timing]:
     """Time variants in turns.
@@ -69,6 +70,7 @@ def interleave(
         warmup: Untimed calls of each variant before the first round.
         burst: Calls in a row that one turn consists of; each is a sample.
         stopwatch: Another way to time a turn than the device's own.
+        prepare: Told whose turn is next, before it is timed; for variants that share something which must be switched.
         on_round: Told after each round which share of the work is done.
     """
     if not variants:
@@ -79,6 +81,8 @@ def interleave(
     names = list(variants)
     for _ in range(warmup):
         for name in names:
+            if prepare is not None:
+                prepare(name)
             variants[name]()
     device.synchronize(device_type)
 
@@ -86,6 +90,10 @@ def interleave(
     start, done = time.perf_counter(), 0
     while not _finished(done, len(names), rounds, seconds, start):
         for name in order_of_round(names, done):
+            if prepare is not None:
+                prepare(name)
+                # What preparing left in the queue of the device is not this variant's.
+                device.synchronize(device_type)
             samples[name] += stopwatch(variants[name], burst)
         done += 1
         if on_round is not None:

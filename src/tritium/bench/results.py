@@ -50,6 +50,11 @@ class Row:
     disturbed: bool | None
     # The kernels of a call, where they were asked for.
     kernels: list[dict[str, Any]] | None = None
+    # Of whole pictures against eager's, the worst of several; a PSNR of None with an SSIM of 1 is equality.
+    psnr: float | None = None
+    ssim: float | None = None
+    # The first picture of another process that was given this one's compile artifacts.
+    restart_s: float | None = None
 
     @property
     def key(self) -> tuple[str, ...]:

@@ -26,11 +26,13 @@ EAGER = "eager"
 EXACT = f"{OURS} exact"
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
 # Told what is being done, and which share of this workload is done.
 Notify = Callable[[str, float], None]
 
 # The share of a workload's time that is over when the timing starts; compiling takes the larger part.
-_PREPARED = 0.7
+PREPARED = 0.7
 
 # Device timings overlap the host's work for the next call with the device's for this one, as a denoising loop does.
 _BURST = {"cuda": 5}
@@ -53,6 +55,8 @@ class Settings:
     exact: bool = False
     # Ops to measure Tritium without, each in a variant of its own: what each is worth among the others.
     without: tuple[str, ...] = ()
+    # By name; the device's own if None.
+    dtype_name: str | None = None
 
     def __post_init__(self) -> None:
         for name in self.without:
@@ -63,6 +67,8 @@ class Settings:
                 raise ConfigError(f"nothing to measure against is called {name!r}; {nearest(name, (EAGER, YARDSTICK))}")
         if self.mode not in MODES:
             raise ConfigError(f"there is no mode {self.mode!r}; {nearest(self.mode, MODES)}")
+        if self.dtype_name is not None and self.dtype_name not in DTYPES:
+            raise ConfigError(f"there is no dtype {self.dtype_name!r} here; {nearest(self.dtype_name, DTYPES)}")
         if self.device_type == "cuda" and not device.cuda_available():
             raise ConfigError("device 'cuda' was asked for, and torch sees no CUDA device")
 
@@ -73,6 +79,8 @@ class Settings:
 
     @property
     def dtype(self) -> torch.dtype:
+        if self.dtype_name is not None:
+            return DTYPES[self.dtype_name]
         return torch.bfloat16 if self.device_type == "cuda" else torch.float32
 
 
@@ -109,14 +117,14 @@ def run(workload: Workload, settings: Settings, notify: Notify = _silent) -> Out
     with torch.inference_mode():
         sides = _prepare(name, built, settings, notify)
         what = f"{name}: timing {', '.join(sides)} in turns"
-        notify(what, _PREPARED)
+        notify(what, PREPARED)
         meter = measure.LoadMeter()
         timings = measure.interleave(
             {variant: side.call for variant, side in sides.items()},
             settings.device_type,
             seconds=settings.seconds,
             burst=_BURST.get(settings.device_type, 1),
-            on_round=lambda share: notify(what, _PREPARED + (1 - _PREPARED) * share),
+            on_round=lambda share: notify(what, PREPARED + (1 - PREPARED) * share),
         )
         load = meter.read()
         reference = _tensor(built.model(**built.inputs), name)
@@ -156,10 +164,10 @@ def _prepare(name: str, built: Built, settings: Settings, notify: Notify) -> dic
     sides = {}
     if settings.cold:
         notify(f"{name}: starting the compiler", 0.0)
-        _start_compiler(settings.device_type)
+        start_compiler(settings.device_type)
     for index, variant in enumerate(settings.variants):
         what = "first eager call" if variant == EAGER else f"compiling with {variant}"
-        notify(f"{name}: {what}", _PREPARED * index / len(settings.variants))
+        notify(f"{name}: {what}", PREPARED * index / len(settings.variants))
         model = compiled(built.model, variant, settings)
         call = _call_of(model, built.inputs)
         with compat.empty_cache() if settings.cold and variant != EAGER else contextlib.nullcontext():
@@ -177,7 +185,8 @@ def _call_of(model: Any, inputs: Mapping[str, Any]) -> Callable[[], Any]:
     return call
 
 
-def _start_compiler(device_type: str) -> None:
+def start_compiler(device_type: str) -> None:
+    """Compile something, so that no side pays for starting."""
     # Importing Inductor and building its pattern tables takes seconds once a process: no side should pay for it alone.
     with compat.empty_cache():
         torch.compile(lambda x: torch.relu(x) + 1)(torch.ones(64, device=device_type))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -119,8 +118,7 @@ def _inside(
 def _difference(
     handle: Handle, pipe: Any, jobs: Sequence[Job], reference: Sequence[Drawn], chosen: dict[str, Choice]
 ) -> quality.Difference:
-    for name in handle.choices:
-        handle.part(name).use(chosen.get(name, Choice(how="eager")))
+    handle.use({name: chosen.get(name, Choice(how="eager")) for name in handle.choices})
     found = []
     for job, expected in zip(jobs, reference, strict=True):
         drawn = draw(pipe, job)
@@ -133,26 +131,23 @@ def _difference(
 
 def _whole(handle: Handle, pipe: Any, jobs: Sequence[Job], chosen: dict[str, Choice], seconds: float) -> dict[str, Any]:
     """Seconds and memory of all jobs, eagerly and as chosen, in turns."""
-    eager = dict.fromkeys(handle.choices, Choice(how="eager"))
+    ways = {"eager": dict.fromkeys(handle.choices, Choice(how="eager")), "recipe": chosen}
 
-    def draw_all(choices: dict[str, Choice]) -> Callable[[], None]:
-        def call() -> None:
-            for name, choice in choices.items():
-                handle.part(name).use(choice)
-            for job in jobs:
-                draw(pipe, job)
+    def draw_all() -> None:
+        for job in jobs:
+            draw(pipe, job)
 
-        return call
-
-    ways = {"eager": draw_all(eager), "recipe": draw_all(chosen)}
     device_type = pipe.device.type
-    timings = measure.interleave(ways, device_type, seconds=seconds, warmup=1)
-    figures: dict[str, Any] = {
-        name: {
-            "seconds": timing.median_ms / 1e3 / len(jobs),
-            "peak_memory_bytes": measure.peak_memory(ways[name], device_type),
-        }
-        for name, timing in timings.items()
-    }
-    ratio = timings["eager"].median_ms / timings["recipe"].median_ms
-    return {**figures, "ratio": ratio if math.isfinite(ratio) else None}
+    timings = measure.interleave(
+        dict.fromkeys(ways, draw_all),
+        device_type,
+        seconds=seconds,
+        warmup=1,
+        prepare=lambda name: handle.use(ways[name]),
+    )
+    figures: dict[str, Any] = {}
+    for name, choices in ways.items():
+        handle.use(choices)
+        peak = measure.peak_memory(draw_all, device_type)
+        figures[name] = {"seconds": timings[name].median_ms / 1e3 / len(jobs), "peak_memory_bytes": peak}
+    return {**figures, "ratio": timings["eager"].median_ms / timings["recipe"].median_ms}

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from tritium.cli import bench, doctor, explain, tune
+from tritium.cli import bench, doctor, explain, run, tune
 from tritium.errors import TritiumError
 
 
@@ -40,6 +40,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command("run")(run.command)
 app.command("doctor")(doctor.command)
 app.command("bench")(bench.command)
 app.command("explain")(explain.command)

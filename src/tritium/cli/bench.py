@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tritium import device
-from tritium.bench import run, workloads
+from tritium.bench import run, whole, workloads
 from tritium.bench.results import Comparison, Results, Row, compare
 from tritium.cli import progress, table
 from tritium.errors import ConfigError
@@ -17,7 +19,10 @@ _NAMES = ", ".join(workloads.WORKLOADS)
 
 
 def command(
-    names: Annotated[list[str], typer.Argument(metavar="WORKLOAD", help=f"One or more of: {_NAMES}.")],
+    names: Annotated[
+        list[str],
+        typer.Argument(metavar="WORKLOAD", help=f"One or more of: {_NAMES}; 'example' or a folder: a whole pipeline."),
+    ],
     *,
     against: Annotated[str, typer.Option(help="What to measure against, separated by commas.")] = "eager,inductor",
     mode: Annotated[str, typer.Option(help=f"Mode of both compiled sides: {', '.join(run.MODES)}.")] = "default",
@@ -28,6 +33,7 @@ def command(
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.0, help="How long the variants take turns, a workload.")] = 10.0,
     device_type: Annotated[str | None, typer.Option("--device", help="cuda or cpu; the GPU if there is one.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 on a CPU and bfloat16 on a GPU if left out.")] = None,
     kernels: Annotated[bool, typer.Option("--kernels", help="Also profile what each kernel takes (GPU).")] = False,
     exact: Annotated[bool, typer.Option("--exact", help="Also measure Tritium with fidelity 'exact'.")] = False,
     without: Annotated[
@@ -38,7 +44,7 @@ def command(
     ] = True,
 ) -> None:
     """Measure workloads eagerly, under torch.compile and under Tritium, in one process and in turns."""
-    chosen = [workloads.find(name) for name in names]
+    chosen = [_runner(name) for name in names]
     # Read before an hour of measuring, not after it.
     old = Results.load(compare_with) if compare_with is not None else None
     settings = run.Settings(
@@ -50,18 +56,19 @@ def command(
         kernels=kernels,
         exact=exact,
         without=tuple(name.strip() for name in without.split(",") if name.strip()),
+        dtype_name=dtype,
     )
     rows: list[Row] = []
     failed: dict[str, str] = {}
     with progress.shown() as notify:
-        for workload in chosen:
+        for name, measure in zip(names, chosen, strict=True):
             try:
-                rows += run.run(workload, settings, notify).rows
+                rows += measure(settings, notify).rows
             except Exception as error:
                 if len(chosen) == 1:
                     raise
                 # The others' hour of measuring is not lost with this one.
-                failed[workload.name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+                failed[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
             run.release()
     results = Results.now(rows, settings.device_type)
     table.show(results)
@@ -72,6 +79,13 @@ def command(
         print(f"FAILED {name}: {reason}")
     if failed or (old is not None and report_comparison(compare(old, results))):
         raise typer.Exit(1)
+
+
+def _runner(name: str) -> Callable[[run.Settings, run.Notify], run.Outcome]:
+    """What measures a workload; an unknown one is an error before anything is measured."""
+    if whole.is_pipeline(name):
+        return functools.partial(whole.run, name)
+    return functools.partial(run.run, workloads.find(name))
 
 
 def known_device(name: str | None) -> str:

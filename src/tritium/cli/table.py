@@ -51,14 +51,18 @@ def of_results(results: Results) -> Table:
     with_memory = any(row.peak_memory_bytes is not None for row in results.rows)
     for name in ("workload", "variant"):
         table.add_column(name, no_wrap=True)
-    for name in ("median ms", "quartiles", "ratio", "first call s", "relative L2", *["peak GiB"] * with_memory):
+    with_pictures = any(row.ssim is not None for row in results.rows)
+    figures = ["median ms", "quartiles", "ratio", "first call s", "relative L2"]
+    for name in (*figures, *["PSNR dB", "SSIM"] * with_pictures, *["peak GiB"] * with_memory):
         table.add_column(name, justify="right", no_wrap=True)
     last = None
     for row in results.rows:
         if last is not None and row.workload != last:
             table.add_section()
         cells = [row.workload if row.workload != last else "", *_cells(row)]
-        table.add_row(*cells if with_memory else cells[:-1])
+        cells += [*_picture_cells(row)] * with_pictures
+        cells += [f"{row.peak_memory_bytes / 2**30:.2f}" if row.peak_memory_bytes is not None else "-"] * with_memory
+        table.add_row(*cells)
         last = row.workload
     return table
 
@@ -72,8 +76,13 @@ def _cells(row: Row) -> list[str]:
         f"{row.ratio:.2f}x" if row.ratio is not None else "-",
         f"{row.first_call_s:.1f}",
         f"{row.relative_l2:.1e}",
-        f"{row.peak_memory_bytes / 2**30:.2f}" if row.peak_memory_bytes is not None else "-",
     ]
+
+
+def _picture_cells(row: Row) -> list[str]:
+    if row.ssim is None:
+        return ["-", "-"]
+    return ["equal" if row.psnr is None else f"{row.psnr:.1f}", f"{row.ssim:.4f}"]
 
 
 def _caption(rows: Sequence[Row]) -> str:
@@ -81,6 +90,11 @@ def _caption(rows: Sequence[Row]) -> str:
     cold = "with empty caches" if all(row.first_call_cold for row in rows) else "caches as they were"
     notes = [*about.values(), "ratio: torch.compile's median by this one's, above 1 is faster"]
     notes.append(f"first call: includes compilation, {cold}; relative L2: against eager")
+    notes += [
+        f"{row.workload}: {row.restart_s:.1f} s to the first picture of another process with compile artifacts"
+        for row in rows
+        if row.restart_s is not None
+    ]
     disturbed = sorted({row.workload for row in rows if row.disturbed})
     if disturbed:
         notes.append(f"DISTURBED: other processes took cores while {', '.join(disturbed)} was timed; run again")

@@ -1,7 +1,11 @@
-"""`tritium tune`: compare the providers of ops on this machine and keep the verdicts."""
+"""`tritium tune`: measure what pays on this machine, and keep it.
+
+For a pipeline: the ways its parts can run, as a recipe. Otherwise: the providers of ops, as a table that compilations use.
+"""
 
 from __future__ import annotations
 
+import json as json_format
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -13,19 +17,25 @@ from rich.console import Console
 from rich.table import Table
 
 from tritium import device, ops, tuned
+from tritium.bench import drawing, tuning, whole
+from tritium.bench.drawing import Job
+from tritium.bench.run import DTYPES
 from tritium.cli import progress
 from tritium.cli.bench import known_device
+from tritium.cli.run import known_prompt
 from tritium.compiler import tune
 from tritium.errors import ConfigError, nearest
 from tritium.ops import INDUCTOR
+from tritium.pipelines.recipe import Recipe
 from tritium.tuned import Key, Verdict
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def command(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="OP", help="Ops to compare; all if none is named.")
+        list[str] | None,
+        typer.Argument(
+            metavar="PIPELINE | OP...", help="'example' or a folder; or ops to compare, all if none is named."
+        ),
     ] = None,
     *,
     dtype: Annotated[str, typer.Option(help=f"One or more of {', '.join(DTYPES)}, separated by commas.")] = "",
@@ -37,12 +47,41 @@ def command(
         Path | None, typer.Option("--to", metavar="FILE", help="Write the table there instead of the cache folder.")
     ] = None,
     show: Annotated[bool, typer.Option("--show", help="Measure nothing; print what is known.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="A pipeline: the recipe to write.")
+    ] = None,
+    min_psnr: Annotated[
+        float | None, typer.Option(metavar="DB", help="A pipeline: the least PSNR of pictures against eager [40].")
+    ] = None,
+    prompts: Annotated[
+        list[str] | None, typer.Option("--prompt", help="A pipeline: what to draw; may be given several times.")
+    ] = None,
+    sizes: Annotated[
+        list[str] | None, typer.Option("--size", metavar="WxH", help="A pipeline: sizes to draw; several times.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="A pipeline: denoising steps.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Compare the kernels of ops with Inductor's, inside compiled blocks, for the shapes that known models have.
+    """Measure what pays on this machine, and keep it.
 
+    A pipeline ('example' or a diffusers folder): tries what Tritium can do to each of its parts on real calls, keeps
+    the fastest whose pictures stay inside the budget, and writes a recipe for `tritium.optimize(pipe, "recipe.json")`.
+
+    Ops: compares their kernels with Inductor's, inside compiled blocks, for the shapes that known models have.
     Compilations use the verdicts from then on. On a GPU they would measure what they need by themselves; on a CPU
     nothing is measured but here.
     """
+    if names and whole.is_pipeline(names[0]):
+        if len(names) > 1 or dtype or to or show:
+            raise ConfigError("tune takes one pipeline, or ops; --to, --show and --dtype concern ops")
+        jobs = _jobs(names[0], prompts, sizes, steps)
+        budget = tuning.Budget(min_psnr=40.0 if min_psnr is None else min_psnr, seconds=seconds)
+        _tune_pipeline(names[0], jobs, budget, output or Path("recipe.json"), known_device(device_type), json=json)
+        return
+    given = {"--output": output, "--min-psnr": min_psnr, "--prompt": prompts, "--size": sizes, "--steps": steps}
+    superfluous = [option for option, value in given.items() if value is not None]
+    if superfluous:
+        raise ConfigError(f"{', '.join(superfluous)} concern a pipeline ('example' or a folder), and none was named")
     chosen = names or []
     for name in chosen:
         if name not in ops.catalog():
@@ -53,7 +92,7 @@ def command(
     where = known_device(device_type)
     machine = device.describe(where).name
     if show:
-        print_table(machine, tuned.known(machine))
+        _print(machine, tuned.known(machine), json=json)
         return
     dtypes = _dtypes(dtype or ("bfloat16" if where == "cuda" else "float32"))
     keys = tune.standard_keys(chosen, dtypes, where)
@@ -66,14 +105,79 @@ def command(
             notify(f"{key.op}, {key.shape}, {key.dtype}", index / count)
 
         verdicts = tune.measure_keys(keys, where, path, tell, seconds)
-    print_table(machine, verdicts)
+    _print(machine, verdicts, json=json)
     disturbed = sum(tune.DISTURBED in verdict.remarks for verdict in verdicts)
-    print(f"kept in {path}")
+    typer.echo(f"kept in {path}", err=json)
     if disturbed:
-        print(
-            f"{disturbed} of {len(verdicts)} were NOT kept: other processes took cores while they were measured; run again"
+        typer.echo(
+            f"{disturbed} of {len(verdicts)} were NOT kept: other processes took cores while they were measured; run again",
+            err=json,
         )
         raise typer.Exit(1)
+
+
+def _jobs(model: str, prompts: list[str] | None, sizes: list[str] | None, steps: int | None) -> list[Job]:
+    """Every prompt in every size."""
+    said = [known_prompt(prompt, model) for prompt in prompts] if prompts else None
+    if said is None:
+        said = [job.prompt for job in whole.jobs_for(model)][:2]
+    measured = [drawing.parse_size(size) for size in sizes] if sizes else [(None, None)]
+    return [
+        Job(prompt=prompt, width=width, height=height, steps=steps, seed=seed)
+        for seed, prompt in enumerate(said)
+        for width, height in measured
+    ]
+
+
+def _tune_pipeline(model: str, jobs: list[Job], budget: tuning.Budget, output: Path, where: str, *, json: bool) -> None:
+    _check_writable(output)
+    with progress.shown() as notify:
+        notify(f"loading {model}", 0.0)
+        pipe = drawing.load(model, where)
+        pipe.set_progress_bar_config(disable=True)
+        recipe = tuning.tune(pipe, jobs, budget, notify)
+    recipe.save(output)
+    if json:
+        print(json_format.dumps(recipe.to_dict(), indent=2))
+    else:
+        _print_recipe(recipe)
+    typer.echo(f"wrote {output}", err=json)
+
+
+def _check_writable(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def _print_recipe(recipe: Recipe) -> None:
+    table = Table(title=recipe.fingerprint.device, box=box.SIMPLE_HEAD)
+    for name in ("part", "chosen", "why"):
+        table.add_column(name)
+    for name, choice in recipe.choices.items():
+        table.add_row(
+            name, str(choice), recipe.figures["parts"].get(name, {}).get("why", "not called, or nothing to compile")
+        )
+    console = Console()
+    if not console.is_terminal:
+        console.width = 150
+    console.print(table)
+    pictures, found = recipe.figures["pictures"], recipe.figures["difference"]
+    psnr = "equal to eager" if found["psnr"] is None else f"PSNR {found['psnr']:.1f} dB"
+    print(
+        f"a picture: {pictures['eager']['seconds']:.2f} s eager, {pictures['recipe']['seconds']:.2f} s with the recipe "
+        f"({pictures['ratio']:.2f} times as fast); {psnr}, SSIM {found['ssim']:.4f}"
+    )
+
+
+def _print(machine: str, verdicts: Sequence[Verdict], *, json: bool) -> None:
+    if json:
+        print(json_format.dumps({"device": machine, "rows": [verdict.to_dict() for verdict in verdicts]}, indent=2))
+    else:
+        print_table(machine, verdicts)
 
 
 def _dtypes(text: str) -> list[torch.dtype]:

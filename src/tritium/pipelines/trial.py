@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tritium import device, measure
+from tritium import measure
 from tritium.pipelines.installed import Installed
 from tritium.pipelines.plan import Choice
 
@@ -39,16 +39,19 @@ def decide(installed: Installed, calls: Sequence[Call], seconds: float = SECONDS
     """Time all ways of running some calls, in turns; switch to the fastest and say why."""
     choices = ways(installed)
     device_type = _device_type(installed, calls)
-    clock = measure.stopwatch_for(device_type)
+    by_name = {str(choice): choice for choice in choices}
 
-    def stopwatch(way: Any, times: int) -> list[float]:
-        way.prepare()
-        # What the switch left in the queue of the device is not this way's.
-        device.synchronize(device_type)
-        return clock(way, times)
+    def run() -> None:
+        for args, kwargs in calls:
+            installed.run(*args, **kwargs)
 
-    variants = {str(choice): _Way(installed, choice, calls) for choice in choices}
-    timings = measure.interleave(variants, device_type, seconds=seconds, burst=_BURST, stopwatch=stopwatch)
+    timings = measure.interleave(
+        dict.fromkeys(by_name, run),
+        device_type,
+        seconds=seconds,
+        burst=_BURST,
+        prepare=lambda name: installed.use(by_name[name]),
+    )
     taken = {choice: timings[str(choice)].median_ms / len(calls) for choice in choices}
     best, installed.why = pick(taken)
     installed.use(best)
@@ -75,22 +78,6 @@ def pick(taken: Mapping[Choice, float]) -> tuple[Choice, str]:
     if plain in compiled and compiled[plain] <= compiled[best] * (1 + TIE):
         best = plain
     return best, figures
-
-
-class _Way:
-    """Calls of a part in one way. Switching to it is not part of what is timed."""
-
-    def __init__(self, installed: Installed, choice: Choice, calls: Sequence[Call]) -> None:
-        self._installed, self._choice, self._calls = installed, choice, calls
-
-    def prepare(self) -> None:
-        if self._installed.choice != self._choice:
-            self._installed.use(self._choice)
-
-    def __call__(self) -> None:
-        self.prepare()
-        for args, kwargs in self._calls:
-            self._installed.run(*args, **kwargs)
 
 
 def _device_type(installed: Installed, calls: Sequence[Call]) -> str:

@@ -1,0 +1,36 @@
+"""The first picture of a new process, with compile artifacts: `python -m tritium.bench.restart`, a JSON order on stdin.
+
+Seconds count from `optimize` to the picture: what a service waits for after its model is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import torch
+
+from tritium.api import optimize
+from tritium.bench import drawing
+from tritium.bench.drawing import Job
+from tritium.pipelines.plan import Plan
+
+
+def main() -> None:
+    order = json.load(sys.stdin)
+    pipe = drawing.load(order["name"], order["device"], getattr(torch, order["dtype"]))
+    pipe.set_progress_bar_config(disable=True)
+    # Artifacts that are refused would be measured as a cold start.
+    warnings.simplefilter("error", RuntimeWarning)
+    start = time.perf_counter()
+    optimize(pipe, Plan(progress=False), artifacts=Path(order["artifacts"]) if order["artifacts"] else None)
+    warnings.resetwarnings()
+    drawing.draw(pipe, Job(**order["job"]))
+    sys.stdout.write(json.dumps({"seconds": time.perf_counter() - start}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

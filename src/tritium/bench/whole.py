@@ -1,0 +1,174 @@
+"""Whole pipelines as workloads: `example`, or any local folder. What is timed is a picture, from prompt to pixels.
+
+One pipeline serves all variants: its parts are switched between eager, torch.compile and Tritium, untimed, before each
+turn. Both compiled variants compile the same parts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tritium import compat, envs, measure
+from tritium.api import Handle, optimize
+from tritium.bench import drawing, quality
+from tritium.bench.drawing import Drawn, Job
+from tritium.bench.results import OURS, YARDSTICK, Row
+from tritium.bench.run import EAGER, PREPARED, Notify, Outcome, Settings, start_compiler
+from tritium.errors import ConfigError
+from tritium.pipelines.plan import Choice, Plan
+
+# Seconds a process may take to its first picture.
+_PATIENCE = 1800
+
+
+def is_pipeline(name: str) -> bool:
+    """Whether a workload's name is a pipeline's: the example, or a folder."""
+    return name == drawing.EXAMPLE or (Path(name) / "model_index.json").is_file()
+
+
+def jobs_for(name: str) -> list[Job]:
+    """What is drawn: the plain call of the pipeline, on prompts it can draw."""
+    if name == drawing.EXAMPLE:
+        from tritium.example import PROMPTS
+
+        return [Job(prompt=prompt, seed=seed) for seed, prompt in enumerate(PROMPTS)]
+    prompts = ("a red apple on a wooden table", "a lighthouse at night, long exposure")
+    return [Job(prompt=prompt, seed=seed) for seed, prompt in enumerate(prompts)]
+
+
+def run(name: str, settings: Settings, notify: Notify) -> Outcome:
+    """Measure a pipeline: time of a picture, first pictures cold and with artifacts, differences to eager."""
+    if settings.mode != "default" or settings.without or settings.exact or settings.kernels:
+        raise ConfigError(f"{name} is a whole pipeline: --mode, --without, --exact and --kernels concern single models")
+    label = name if name == drawing.EXAMPLE else Path(name).name
+    notify(f"{label}: loading", 0.0)
+    pipe = drawing.load(name, settings.device_type, settings.dtype)
+    pipe.set_progress_bar_config(disable=True)
+    jobs = jobs_for(name)
+    drawn: dict[str, list[Drawn]] = {}
+    first: dict[str, float] = {}
+    restart: float | None = None
+    # The parts that Tritium compiles by default; torch.compile gets the same.
+    with optimize(pipe, Plan(progress=False)) as handle, tempfile.TemporaryDirectory() as folder:
+        ways = _ways(handle, settings)
+        if settings.cold:
+            start_compiler(settings.device_type)
+        # Tritium before torch.compile, so that its artifacts hold nothing of the other's.
+        for index, variant in enumerate(sorted(ways, key=[EAGER, OURS, YARDSTICK].index)):
+            notify(f"{label}: first picture, {variant}", PREPARED * index / len(ways))
+            handle.use(ways[variant])
+            with compat.empty_cache() if settings.cold and variant != EAGER else contextlib.nullcontext():
+                first[variant] = drawing.draw(pipe, jobs[0]).seconds
+                if variant == OURS and settings.cold:
+                    handle.save(Path(folder) / "artifacts")
+            drawn[variant] = [drawing.draw(pipe, job) for job in jobs]
+        if settings.cold:
+            notify(f"{label}: first picture of another process, with artifacts", PREPARED)
+            restart = _restart(name, settings, jobs[0], Path(folder) / "artifacts")
+        timings, load = _timed(label, pipe, handle, ways, jobs[0], settings, notify)
+        rows = []
+        for variant in settings.variants:
+            handle.use(ways[variant])
+            rows.append(
+                Row(
+                    workload=label,
+                    variant=variant,
+                    mode=None if variant == EAGER else settings.mode,
+                    dtype=str(settings.dtype).removeprefix("torch."),
+                    shrunk=False,
+                    note=_note(drawn[EAGER][0], len(jobs)),
+                    shapes={"pixels": list(drawn[EAGER][0].pixels.shape)},
+                    median_ms=timings[variant].median_ms,
+                    lower_quartile_ms=timings[variant].lower_quartile_ms,
+                    upper_quartile_ms=timings[variant].upper_quartile_ms,
+                    samples=timings[variant].samples,
+                    ratio=timings[YARDSTICK].median_ms / timings[variant].median_ms if YARDSTICK in timings else None,
+                    first_call_s=first[variant],
+                    first_call_cold=settings.cold,
+                    peak_memory_bytes=measure.peak_memory(lambda: drawing.draw(pipe, jobs[0]), settings.device_type),
+                    disturbed=load.disturbed if load is not None else None,
+                    restart_s=restart if variant == OURS else None,
+                    **_differences(drawn[variant], drawn[EAGER]),
+                )
+            )
+    return Outcome(rows, dict.fromkeys(ways, pipe))
+
+
+def _ways(handle: Handle, settings: Settings) -> dict[str, dict[str, Choice]]:
+    """What each variant does to each part. Eager is always drawn: differences are against it."""
+    eager = Choice(how="eager")
+    ours = handle.choices
+    theirs = {name: choice if choice.how == "eager" else Choice(how="inductor") for name, choice in ours.items()}
+    ways = {EAGER: dict.fromkeys(ours, eager), YARDSTICK: theirs, OURS: ours}
+    return {name: way for name, way in ways.items() if name in settings.variants or name == EAGER}
+
+
+def _timed(
+    label: str,
+    pipe: Any,
+    handle: Handle,
+    ways: Mapping[str, Mapping[str, Choice]],
+    job: Job,
+    settings: Settings,
+    notify: Notify,
+) -> tuple[dict[str, measure.Timing], measure.Load | None]:
+    what = f"{label}: timing {', '.join(settings.variants)} in turns"
+    meter = measure.LoadMeter()
+    timings = measure.interleave(
+        dict.fromkeys(settings.variants, lambda: drawing.draw(pipe, job)),
+        settings.device_type,
+        seconds=settings.seconds,
+        warmup=1,
+        prepare=lambda name: handle.use(ways[name]),
+        on_round=lambda share: notify(what, PREPARED + (1 - PREPARED) * share),
+    )
+    return timings, meter.read()
+
+
+def _differences(drawn: list[Drawn], reference: list[Drawn]) -> dict[str, Any]:
+    found = [
+        quality.difference(ours.pixels, theirs.pixels, None if ours.latents is None else (ours.latents, theirs.latents))  # type: ignore[arg-type]
+        for ours, theirs in zip(drawn, reference, strict=True)
+    ]
+    worst = quality.worst(found)
+    l2 = worst.latent_l2
+    if l2 is None:
+        l2 = max(measure.relative_l2(a.pixels, b.pixels) for a, b in zip(drawn, reference, strict=True))
+    return {"relative_l2": l2, "psnr": worst.to_dict()["psnr"], "ssim": worst.ssim}
+
+
+def _note(drawn: Drawn, jobs: int) -> str:
+    height, width = drawn.pixels.shape[-2:]
+    return f"a picture of {width} x {height}; differences are the worst of {jobs} pictures"
+
+
+def _restart(name: str, settings: Settings, job: Job, artifacts: Path) -> float:
+    """Seconds to the first picture of a new process whose caches are empty but for the artifacts."""
+    order = {
+        "name": name,
+        "device": settings.device_type,
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "job": job.to_dict(),
+        "artifacts": str(artifacts),
+    }
+    with tempfile.TemporaryDirectory() as cache:
+        # The interpreter and the program are our own.
+        child = subprocess.run(
+            [sys.executable, "-m", "tritium.bench.restart"],
+            input=json.dumps(order),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_PATIENCE,
+            env=envs.child_environment({"TORCHINDUCTOR_CACHE_DIR": cache}),
+        )
+    if child.returncode != 0:
+        raise ConfigError(f"{name}: the second process failed: {child.stderr.strip().splitlines()[-1]}")
+    return float(json.loads(child.stdout.strip().splitlines()[-1])["seconds"])

@@ -1,0 +1,140 @@
+"""`tritium run`: draw a picture."""
+
+from __future__ import annotations
+
+import json as json_format
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import tritium
+from tritium.bench import drawing, pictures, quality
+from tritium.bench.drawing import Drawn, Job
+from tritium.bench.pictures import Panel
+from tritium.cli import progress
+from tritium.cli.bench import known_device
+from tritium.errors import ConfigError
+from tritium.pipelines.plan import Plan
+
+
+def command(
+    prompt: Annotated[
+        str | None, typer.Argument(help="What to draw; the example's first prompt if none is given.")
+    ] = None,
+    *,
+    model: Annotated[str, typer.Option(metavar="DIR_OR_EXAMPLE", help="A diffusers folder, or 'example'.")] = "example",
+    size: Annotated[
+        str | None, typer.Option(metavar="WxH", help="Multiples of 16; the pipeline's default if left out.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Denoising steps; the pipeline's default if left out.")] = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same noise.")] = 0,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Eager, accelerated and their amplified difference side by side.")
+    ] = False,
+    eager: Annotated[bool, typer.Option("--eager", help="Draw without Tritium.")] = False,
+    recipe: Annotated[Path | None, typer.Option(metavar="FILE", help="What `tritium tune` has written.")] = None,
+    artifacts: Annotated[Path | None, typer.Option(metavar="FILE", help="What `Handle.save` has written.")] = None,
+    accept_differences: Annotated[
+        bool, typer.Option("--accept-differences", help="Use a recipe that was measured elsewhere.")
+    ] = False,
+    device_type: Annotated[str | None, typer.Option("--device", help="cuda or cpu; the GPU if there is one.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print times and differences as JSON.")] = False,
+    output: Annotated[Path, typer.Option("-o", "--output", help="The picture to write.")] = Path("out.png"),
+) -> None:
+    """Draw a picture, accelerated; with --compare, eagerly as well, with the times and the difference under them."""
+    if eager and (compare or recipe or artifacts):
+        raise ConfigError("--eager draws without Tritium: leave out --compare, --recipe and --artifacts")
+    width, height = drawing.parse_size(size) if size is not None else (None, None)
+    job = Job(prompt=known_prompt(prompt, model), width=width, height=height, steps=steps, seed=seed)
+    pictures.check_writable(output)
+    where = known_device(device_type)
+    with progress.shown() as notify:
+        notify(f"loading {model}", 0.0)
+        pipe = drawing.load(model, where)
+        pipe.set_progress_bar_config(disable=True)
+        reference = None
+        if eager or compare:
+            notify("drawing eagerly", 0.1)
+            reference = _twice(pipe, job) if compare else drawing.draw(pipe, job)
+        if eager:
+            assert reference is not None
+            pictures.save(reference.pixels[0], output)
+            _tell({"output": str(output), "seconds": {"eager": reference.seconds}}, json=json)
+            return
+        notify("first accelerated picture, with compilation", 0.3)
+        plan: Any = recipe if recipe is not None else Plan(progress=not json)
+        with tritium.optimize(pipe, plan, artifacts=artifacts, accept_differences=accept_differences) as handle:
+            first = drawing.draw(pipe, job)
+            drawn = drawing.draw(pipe, job) if compare else first
+            summary = str(handle)
+    found: dict[str, Any] = {"output": str(output), "seconds": {"tritium": drawn.seconds, "first": first.seconds}}
+    if reference is None:
+        pictures.save(drawn.pixels[0], output)
+    else:
+        found["seconds"]["eager"] = reference.seconds
+        found["difference"] = _difference(drawn, reference).to_dict()
+        pictures.save_rows([panels(drawn, reference, job)], output)
+    _tell(found, json=json, summary=summary)
+
+
+def known_prompt(prompt: str | None, model: str) -> str:
+    """The prompt to draw; for the example, one whose words it was trained on."""
+    if model != drawing.EXAMPLE:
+        if not prompt:
+            raise ConfigError(f"model {model!r} needs a prompt")
+        return prompt
+    from tritium import example
+
+    if prompt is None:
+        return example.PROMPTS[0]
+    strange = example.unknown_words(prompt)
+    if strange:
+        words = ", ".join(map(repr, strange))
+        raise ConfigError(f"the example model does not know {words}; its words are: {' '.join(example.words())}")
+    return prompt
+
+
+def panels(drawn: Drawn, reference: Drawn, job: Job) -> list[Panel]:
+    """Eager, accelerated, and what is between them."""
+    ratio = reference.seconds / drawn.seconds
+    found = _difference(drawn, reference)
+    between = pictures.amplified(drawn.pixels[0], reference.pixels[0])
+    return [
+        Panel(reference.pixels[0], ("eager", f"{reference.seconds:.2f} s", job.prompt)),
+        Panel(drawn.pixels[0], ("Tritium", f"{drawn.seconds:.2f} s, {ratio:.2f} times as fast", f"seed {job.seed}")),
+        Panel(
+            between,
+            (
+                f"difference, {pictures.AMPLIFIED} times",
+                f"PSNR {found.psnr:.1f} dB, SSIM {found.ssim:.4f}",
+                f"largest {found.largest:.1e}",
+            ),
+        ),
+    ]
+
+
+def _twice(pipe: Any, job: Job) -> Drawn:
+    # The first picture of a process also pays for starting libraries.
+    drawing.draw(pipe, job)
+    return drawing.draw(pipe, job)
+
+
+def _difference(drawn: Drawn, reference: Drawn) -> quality.Difference:
+    both = drawn.latents is not None and reference.latents is not None
+    latents = (drawn.latents, reference.latents) if both else None
+    return quality.difference(drawn.pixels, reference.pixels, latents)  # type: ignore[arg-type]
+
+
+def _tell(found: dict[str, Any], *, json: bool, summary: str = "") -> None:
+    if json:
+        print(json_format.dumps(found, indent=2))
+        return
+    if summary:
+        print(summary)
+    for name, seconds in found["seconds"].items():
+        print(f"{name}: {seconds:.2f} s")
+    if "difference" in found:
+        values = {name: value for name, value in found["difference"].items() if value is not None}
+        print(", ".join(f"{name} {value:.4g}" for name, value in values.items()) or "equal")
+    print(f"wrote {found['output']}")
