@@ -9,7 +9,8 @@ TritiumError
 ├── CustomOpError (TypeError)        a custom op whose declaration cannot be honoured
 ├── ProviderError                    a pinned provider that cannot run this op here
 ├── ReportError                      nothing to explain, or a report that cannot be read
-└── MissingExtra (ImportError)       a part of the package needs an optional dependency
+├── MissingExtra (ImportError)       a part of the package needs an optional dependency
+└── MissingWeights (FileNotFoundError)  the example pipeline's weights are not where the package keeps them
 """
 
 from __future__ import annotations
@@ -61,6 +62,10 @@ class MissingExtra(TritiumError, ImportError):
         super().__init__(
             f"{purpose} needs {module!r}, which is not installed; install it with: pip install 'tritium[{extra}]'"
         )
+
+
+class MissingWeights(TritiumError, FileNotFoundError):
+    """The example pipeline was asked for, and its weights are absent."""
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
