@@ -15,7 +15,8 @@ TritiumError
 ├── FingerprintError (ValueError)    a fingerprint whose ingredients are missing, unknown or of the wrong type
 ├── ArtifactError                    compile artifacts that cannot be saved or read
 │   └── ArtifactMismatch             they were made on another device, with other versions or for another model
-└── MissingExtra (ImportError)       a part of the package needs an optional dependency
+├── MissingExtra (ImportError)       a part of the package needs an optional dependency
+└── MissingWeights (FileNotFoundError)  the example pipeline's weights are not where the package keeps them
 """
 
 from __future__ import annotations
@@ -96,6 +97,10 @@ class MissingExtra(TritiumError, ImportError):
         super().__init__(
             f"{purpose} needs {module!r}, which is not installed; install it with: pip install 'tritium[{extra}]'"
         )
+
+
+class MissingWeights(TritiumError, FileNotFoundError):
+    """The example pipeline was asked for, and its weights are absent."""
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
