@@ -61,7 +61,7 @@ def test_latents_are_packed_and_placed_as_the_pipeline_does():
 
 @pytest.mark.parametrize("sides", [(128, 128), (96, 160)])
 def test_the_checker_reads_true_pictures_and_no_others(sides):
-    scenes, _ = score.unseen(40)
+    scenes, _ = score.unseen(24)
     pictures = draw(scenes, *sides, generator(3))
     assert score.means(score.check(pictures, scenes))["all"] == 1.0
     noisy = (pictures + 0.05 * torch.randn(pictures.shape, generator=generator(4))).clamp(0, 1)
