@@ -5,6 +5,7 @@ All are stock classes of transformers and diffusers, so that what is saved loads
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -162,10 +163,18 @@ def assemble(vae: Any, clip: Any, t5: Any, denoiser: Any, *, shift: float = 1.0)
 
 
 def save(pipeline: FluxPipeline, folder: Path) -> None:
-    """Write the pipeline; transformers 4 and 5 both find the tokenizers' class."""
+    """Write the pipeline in place of what is in `folder`; whenever this is interrupted, a whole one is left."""
     transformers.logging.disable_progress_bar()
-    pipeline.save_pretrained(folder, safe_serialization=True)
-    for path in [folder / "model_index.json", *folder.glob("tokenizer*/tokenizer_config.json")]:
+    new, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
+    shutil.rmtree(new, ignore_errors=True)
+    pipeline.save_pretrained(new, safe_serialization=True)
+    # transformers 4 knows the tokenizers' class by this name only, transformers 5 by both.
+    for path in [new / "model_index.json", *new.glob("tokenizer*/tokenizer_config.json")]:
         path.write_text(path.read_text().replace("TokenizersBackend", "PreTrainedTokenizerFast"))
-    for path in folder.glob("*/*.safetensors"):
+    for path in new.glob("*/*.safetensors"):
         path.chmod(0o644)
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    new.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tritium.compiler.compile import compile
     from tritium.compiler.explain import explain
     from tritium.config import CompilationConfig, FusionPatterns, PassConfig
+    from tritium.example import load_example
     from tritium.fusions.fusion import Fusion, Match
     from tritium.ops.bridge import custom_op
     from tritium.ops.op import Op, Provider
@@ -45,6 +46,7 @@ _HOME = {
     "custom_op": "tritium.ops.bridge",
     "errors": "tritium",
     "explain": "tritium.compiler.explain",
+    "load_example": "tritium.example",
     "optimize": "tritium.api",
 }
 
@@ -69,6 +71,7 @@ __all__ = [
     "custom_op",
     "errors",
     "explain",
+    "load_example",
     "optimize",
 ]
 

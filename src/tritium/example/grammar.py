@@ -115,7 +115,7 @@ def caption(scene: Scene, choose: random.Random, *, background: bool = True) -> 
 
     >>> scene = Scene(1, 3, 2, 0, 0, 2, 0, 1, 4, 1, 0)
     >>> caption(scene, random.Random(1))
-    '2 red circles above a blue square on a yellow background'
+    '2 red circles above a blue square with a yellow background'
     """
     opening = choose.choice(_OPENINGS)
     subject = _subject(scene, choose)
