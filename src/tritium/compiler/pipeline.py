@@ -23,6 +23,7 @@ from tritium import compat
 from tritium import fusions as fusion_catalogue
 from tritium.catalog import Entry, plugins, unique
 from tritium.compiler import fuse
+from tritium.compiler.draw import draw
 from tritium.compiler.dump import GraphLog, file_name
 from tritium.compiler.fold import Folding, fold_parameters
 from tritium.compiler.identity import identity
@@ -85,6 +86,7 @@ class Compilation:
         self.record.sites = self.context.sites
         if self.config.enable_freezing:
             self._fold()
+        self.record.drawing = draw(self.dynamo.graph, self.gm.graph)
         if self.config.engine == "eager":
             compiled: Callable[..., Any] = self.gm.forward
         else:
