@@ -171,7 +171,7 @@ def test_everything_is_on_the_page_and_the_page_is_whole(written):
         "One call takes 0.5 ms; 3 of 4 launches were timed under the profiler",
         "transformer plain 80 ms · 80 %",
         "not measured",
-        "1 launches could not be found",
+        "1 launch could not be found",
         "hidden_plain",
         "size 8 at dim 1",
         "it broke: plain",
@@ -179,7 +179,7 @@ def test_everything_is_on_the_page_and_the_page_is_whole(written):
         "not plain",
         "buf1: plain",
         "block blocks.plain",
-        "5 nodes are left out",
+        "5 nodes left out",
     ):
         assert said in found.words, said
 
@@ -408,6 +408,13 @@ class TestFlops:
         x, weight = (value for value in values[:2])
         assert flops_of(made) == 2 * x.numel() * weight.shape[0]
 
+    def test_arguments_that_no_formula_understands_have_no_count(self):
+        graph = fx.Graph()
+        inputs = [with_value(graph, name, torch.empty(3, device="meta")) for name in "ab"]
+        made = graph.call_function(torch.ops.aten.mm.default, tuple(inputs))
+        made.meta["val"] = torch.empty(3, device="meta")
+        assert flops_of(made) is None
+
     def test_bytes_read_once_where_expanded(self):
         assert bytes_of([torch.empty(3, 5), torch.empty(1, 5).expand(9, 5), None, 2]) == 60 + 20
 
@@ -513,6 +520,18 @@ class TestDrawing:
         cut = self.drawing(Block(), *block_inputs(), force_provider="reference")
         assert (cut.before, cut.after) == (whole.before[:4], whole.after[:4])
         assert cut.left_out == len(whole.before) + len(whole.after) - 8 > 0
+
+    def test_a_drawing_that_fails_is_reported_and_the_model_runs(self, monkeypatch):
+        from tritium.compiler import pipeline
+
+        def fail(before, after):
+            raise ValueError("no ink")
+
+        monkeypatch.setattr(pipeline, "draw", fail)
+        assert self.drawing(Block(), *block_inputs()) is None
+        assert [(entry["part"], entry["reason"]) for entry in tritium.explain().failures] == [
+            ("drawing", "ValueError: no ink")
+        ]
 
     def test_a_process_keeps_only_so_many(self):
         drawing = Drawing(None, (), ())

@@ -54,6 +54,7 @@ def render(data: Mapping[str, Any], title: str) -> str:
         number=words.number,
         times=words.times,
         operations=words.operations,
+        count=words.count,
     )
     kernels = Kernels.of(data)
     drawn = [(drawing, compared(drawing, data["site_list"])) for drawing in _drawings(data["drawings"])]
