@@ -139,3 +139,19 @@ def test_folding_on_the_gpu():
         model.q.weight.mul_(2)
         torch.testing.assert_close(compiled(x), model(x), rtol=1e-3, atol=1e-4)
     assert tritium.explain(compiled).folded[0]["declined"] is None
+
+
+def test_kernels_are_timed_on_the_device(tmp_path):
+    """Generated kernels by their names, library calls by their order: at a fixed shape every launch is found."""
+    model, inputs = flux().to("cuda", torch.bfloat16), on_gpu(flux_inputs(dtype=torch.bfloat16))
+    with torch.inference_mode():
+        compiled = torch.compile(model, backend=tritium.Backend(QUIET), fullgraph=True)
+        report = tritium.explain(compiled, call=lambda: compiled(**inputs))
+    found = report.measurement
+    assert found.timed == found.of == len(report.kernels) > 0
+    assert sum(entry["measured_us"] for entry in report.kernels) < 1e3 * found.call_ms
+    assert found.roofs.flops_per_s > 1e13
+    assert found.roofs.bytes_per_s > 1e11
+    assert found.roofs.dtype == "bfloat16"
+    report.to_html(tmp_path / "report.html")
+    assert "Times are <b>measured</b>" in (tmp_path / "report.html").read_text()

@@ -148,7 +148,7 @@ class Handle:
                 # Nothing of this part was compiled by Tritium.
                 continue
             records += [record for record in found if record not in records]
-        return Report(records, LEDGER.limits_of(records), self.components)
+        return Report(records, LEDGER.limits_of(records), components=self.components)
 
     @property
     def components(self) -> list[Component]:
@@ -168,7 +168,7 @@ class Handle:
         ]
 
     def __str__(self) -> str:
-        return Report([], (), self.components).text_of_components()
+        return Report([], components=self.components).text_of_components()
 
     def summary(self) -> None:
         """Print, by part: the time of a call, its share, and what was done."""

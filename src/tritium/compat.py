@@ -13,7 +13,7 @@ import inspect
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,6 +162,16 @@ def source_name(node: fx.Node) -> str:
     text = re.sub(r"L\['(\w+)'\]", r"\1", text)
     text = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", text)
     return re.sub(r"\.__dict__\['([^']+)'\]", r".\1", text)
+
+
+def module_path(node: fx.Node) -> tuple[str, ...]:
+    """The module whose forward a node comes from: `("transformer_blocks", "0", "norm1")`; empty for the model's own."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ()
+    innermost = list(stack.values())[-1]
+    words = re.findall(r"\w+", str(innermost[0]))
+    return tuple(word for word in words if word not in ("L", "self", "__dict__", "_modules"))
 
 
 def size_hint(size: Any) -> int | None:
@@ -405,6 +415,81 @@ def fallback_operators(lowering: Any) -> list[tuple[str, list[torch.dtype]]]:
                 continue
         found.append((str(operation.op_overload), dtypes))
     return found
+
+
+def library_calls(lowering: Any) -> list[tuple[torch._ops.OpOverload, fx.Node]]:
+    """Operators that generated code calls (library products, attention, owned ops), in the order it calls them."""
+    ir = importlib.import_module("torch._inductor.ir")
+    found = []
+    for group in lowering.scheduler.nodes:
+        for scheduled in group.get_nodes():
+            operation = scheduled.node
+            overload = getattr(operation, "op_overload", None)
+            if not isinstance(operation, ir.ExternKernel) or not isinstance(overload, torch._ops.OpOverload):
+                continue
+            # What feeds an operator counts among its origins too.
+            origins = [operation.get_origin_node(), *operation.origins]
+            own = (node for node in origins if node is not None and _calls(node, overload))
+            if (node := next(own, None)) is not None:
+                found.append((overload, node))
+    return found
+
+
+def _calls(node: fx.Node, overload: torch._ops.OpOverload) -> bool:
+    return getattr(node.target, "overloadpacket", None) is overload.overloadpacket
+
+
+# --- the profiler -----------------------------------------------------------------------------------------------------
+
+_REGION = "Torch-Compiled Region: "
+
+
+def region_of(event: Any) -> str | None:
+    """The graph that a profiler's event lies directly in; None outside of any, and for what an operator calls inside."""
+    parent = event.cpu_parent
+    while parent is not None:
+        if parent.name.startswith(_REGION):
+            return str(parent.name.removeprefix(_REGION))
+        if "::" in parent.name:
+            return None
+        parent = parent.cpu_parent
+    return None
+
+
+def entered_region(event: Any) -> str | None:
+    """The graph that starts to run with this event."""
+    return str(event.name.removeprefix(_REGION)) if event.name.startswith(_REGION) else None
+
+
+@contextlib.contextmanager
+def visible_kernels(names: Collection[str]) -> Iterator[None]:
+    """Let the profiler see generated C++ kernels by their names, as it sees Triton's.
+
+    Inductor has a setting for this which makes it generate other code; here the functions that the code calls are
+    wrapped for as long as somebody looks.
+    """
+    cache = importlib.import_module("torch._inductor.codecache").PyCodeCache
+    replaced: list[tuple[dict[str, Any], str, Any]] = []
+    for module in cache.modules:
+        space = vars(module)
+        for name in [name for name in names if name.startswith("cpp_") and callable(space.get(name))]:
+            replaced.append((space, name, space[name]))
+            space[name] = _named(name, space[name])
+    try:
+        yield
+    finally:
+        for space, name, original in reversed(replaced):
+            space[name] = original
+
+
+def _named(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    record = importlib.import_module("torch._C._profiler")._RecordFunctionFast
+
+    def named(*args: Any, **kwargs: Any) -> Any:
+        with record(name):
+            return kernel(*args, **kwargs)
+
+    return named
 
 
 # --- artifacts --------------------------------------------------------------------------------------------------------

@@ -184,6 +184,38 @@ def peak_memory(run: Callable[[], Any], device_type: str) -> int | None:
 
 
 @dataclass(frozen=True)
+class Roofs:
+    """What a device reaches at best: bytes a second by a large copy, operations a second by a large matrix product."""
+
+    bytes_per_s: float
+    flops_per_s: float
+    dtype: str
+
+
+# A copy that no cache holds, and a product whose arithmetic hides everything else, of about 30 ms on a small machine.
+_COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
+_PRODUCT_SIZE = {"cuda": 8192, "cpu": 1024}
+
+
+def roofs(device_type: str, dtype: torch.dtype, runs: int = 5) -> Roofs:
+    """Measure both roofs here and now. The best run counts: they are limits."""
+    where = device_type if device_type in _COPIED_BYTES else "cpu"
+    source = torch.ones(_COPIED_BYTES[where], dtype=torch.uint8, device=where)
+    target, size = torch.empty_like(source), _PRODUCT_SIZE[where]
+    left = torch.ones(size, size, dtype=dtype, device=where)
+    out = torch.empty_like(left)
+    stopwatch = stopwatch_for(where)
+
+    def best(run: Callable[[], Any]) -> float:
+        run()
+        return min(stopwatch(run, runs)) / 1e3
+
+    copied = best(lambda: target.copy_(source))
+    multiplied = best(lambda: torch.mm(left, left, out=out))
+    return Roofs(2 * source.numel() / copied, 2 * size**3 / multiplied, str(dtype).removeprefix("torch."))
+
+
+@dataclass(frozen=True)
 class Load:
     """How busy the cores were while something was timed, by us and by everybody else."""
 

@@ -7,8 +7,10 @@ process; a `Report` is a view over the records of one model.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
+import os
 import re
 import threading
 import weakref
@@ -18,7 +20,7 @@ from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, Literal
 
-from tritium import compat, device
+from tritium import compat, device, measure
 
 SEED_FAMILIES = ("rms_norm", "rope", "adalayernorm", "gelu", "mul_add")
 
@@ -123,46 +125,30 @@ class Failure:
         return dict(self.__dict__)
 
 
-@dataclass
-class GraphRecord:
-    """Everything known about one compiled graph."""
+@dataclass(frozen=True, slots=True)
+class DrawnNode:
+    """A node of a graph as words: nothing of the model stays alive through it."""
 
-    graph: str
-    function: str
-    engine: str
-    device_type: str
-    nodes: int = 0
-    break_reason: str | None = None
-    needs_gradients: bool = False
-    sites: list[Site] = field(default_factory=list)
-    passes: list[PassRecord] = field(default_factory=list)
-    folded: list[Folded] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
-    fallbacks: list[dict[str, Any]] = field(default_factory=list)
-    kernels: list[dict[str, Any]] = field(default_factory=list)
-    kernels_from: Literal["codegen", "store", "none"] = "none"
-    recompile: Recompile | None = None
-    seconds: float = 0.0
-    code: weakref.ref[CodeType] | None = None
-    owners: tuple[weakref.ref[Any], ...] = ()
-    callers: frozenset[int] = frozenset()
+    name: str
+    target: str
+    type: str
+    inputs: tuple[str, ...]
+    source_line: str = ""
 
-    def belongs_to(self, thing: object) -> bool:
-        """Whether `thing` was on the stack when this graph was compiled."""
-        return any(owner() is thing for owner in self.owners)
 
-    def describe(self) -> dict[str, Any]:
-        return {
-            "graph": self.graph,
-            "function": self.function,
-            "engine": self.engine,
-            "device": self.device_type,
-            "nodes": self.nodes,
-            "seconds": round(self.seconds, 3),
-            "needs_gradients": self.needs_gradients,
-            "break_reason": self.break_reason,
-            "kernels_from": self.kernels_from,
-        }
+@dataclass(frozen=True)
+class Drawing:
+    """A part of one graph as Dynamo made it and as the passes left it."""
+
+    # The path of the block that is drawn, or None for the graph from its beginning.
+    block: str | None
+    before: tuple[DrawnNode, ...]
+    after: tuple[DrawnNode, ...]
+    # Nodes of that part that are not drawn, because it is too large.
+    left_out: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,8 +169,76 @@ class Component:
         return dict(self.__dict__)
 
 
+@dataclass(frozen=True)
+class Measurement:
+    """How the kernels' times were measured, and what the machine reaches at best."""
+
+    # Calls under the profiler; times are means over them.
+    calls: int
+    # One call by the clock, without the profiler.
+    call_ms: float
+    # Kernels that the profiler's events could be attributed to, of all that are recorded for graphs that ran.
+    timed: int
+    of: int
+    roofs: measure.Roofs
+    # Whether others kept the machine busy meanwhile; None where nobody tells.
+    disturbed: bool | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclass
+class GraphRecord:
+    """Everything known about one compiled graph."""
+
+    graph: str
+    function: str
+    engine: str
+    device_type: str
+    nodes: int = 0
+    break_reason: str | None = None
+    needs_gradients: bool = False
+    sites: list[Site] = field(default_factory=list)
+    passes: list[PassRecord] = field(default_factory=list)
+    folded: list[Folded] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    fallbacks: list[dict[str, Any]] = field(default_factory=list)
+    kernels: list[dict[str, Any]] = field(default_factory=list)
+    kernels_from: Literal["codegen", "store", "none"] = "none"
+    recompile: Recompile | None = None
+    seconds: float = 0.0
+    drawing: Drawing | None = None
+    # How often the graph ran in one measured call; None where nothing was measured.
+    runs: float | None = None
+    code: weakref.ref[CodeType] | None = None
+    owners: tuple[weakref.ref[Any], ...] = ()
+    callers: frozenset[int] = frozenset()
+
+    def belongs_to(self, thing: object) -> bool:
+        """Whether `thing` was on the stack when this graph was compiled."""
+        return any(owner() is thing for owner in self.owners)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "graph": self.graph,
+            "function": self.function,
+            "engine": self.engine,
+            "device": self.device_type,
+            "nodes": self.nodes,
+            "seconds": round(self.seconds, 3),
+            "needs_gradients": self.needs_gradients,
+            "break_reason": self.break_reason,
+            "kernels_from": self.kernels_from,
+            "runs": self.runs,
+        }
+
+
 # Told the function of a graph when its compilation begins (None) and when it ends (the seconds it took).
 CompilationObserver = Callable[[str, float | None], None]
+
+# Graphs of this process that keep a drawing, at most about 200 KB each; later ones are counted, not drawn.
+MOST_DRAWINGS = 16
 
 
 class Ledger:
@@ -219,6 +273,8 @@ class Ledger:
             self._records = [
                 kept for kept in self._records if not (kept.graph == record.graph and kept.code == record.code)
             ]
+            if sum(kept.drawing is not None for kept in self._records) >= MOST_DRAWINGS:
+                record.drawing = None
             self._records.append(record)
 
     def limit_reached(self, limit: compat.LimitReached) -> None:
@@ -300,17 +356,21 @@ def _brief(value: Any) -> str:
 
 
 class Report:
-    """What Tritium did to one model. `str(report)` is a page of text, `to_dict()` the same as data."""
+    """What Tritium did to one model. `str(report)` is a page of text, `to_dict()` the same as data, `to_html` a page."""
 
     def __init__(
         self,
         records: Iterable[GraphRecord],
         limits: Iterable[compat.LimitReached] = (),
+        *,
         components: Iterable[Component] = (),
+        measurement: Measurement | None = None,
     ) -> None:
         self.records = list(records)
         self.limits = list(limits)
+        # The parts of a pipeline, where the report is about one.
         self.components = list(components)
+        self.measurement = measurement
 
     @property
     def device(self) -> dict[str, Any]:
@@ -374,6 +434,7 @@ class Report:
             "versions": compat.versions(),
             "device": self.device,
             "components": [component.to_dict() for component in self.components],
+            "measurement": self.measurement.to_dict() if self.measurement is not None else None,
             "graphs": [record.describe() for record in self.records],
             "sites": {family: counts.to_dict() for family, counts in self.sites.items()},
             "fallbacks": self.fallbacks,
@@ -387,6 +448,26 @@ class Report:
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
+
+    def to_html(self, path: str | os.PathLike[str], *, title: str = "Tritium report") -> None:
+        """Write one page that holds everything it shows: it loads nothing. The file appears whole or not at all."""
+        from tritium import page
+
+        sites = [
+            {"graph": record.graph, **dataclasses.asdict(site)} for record in self.records for site in record.sites
+        ]
+        drawings = [
+            {"graph": record.graph, "function": record.function, **record.drawing.to_dict()}
+            for record in self.records
+            if record.drawing is not None
+        ]
+        data = {**self.to_dict(), "bandwidth": self._bandwidth(), "site_list": sites, "drawings": drawings}
+        page.write(path, page.render(data, title))
+
+    def _bandwidth(self) -> float | None:
+        if self.measurement is not None:
+            return self.measurement.roofs.bytes_per_s
+        return device.copy_bandwidth(device.Device(self.device["type"], self.device["name"]))
 
     def __str__(self) -> str:
         sections = [
@@ -465,15 +546,22 @@ class Report:
             missing = [record.graph for record in self.records if record.engine == "inductor"]
             return f"Kernels: none recorded for graph {', '.join(missing)}" if missing else ""
         # Equal blocks make the same kernel again and again: one row each.
-        times = Counter((kernel["graph"], kernel["name"]) for kernel in self.kernels)
-        first = {(kernel["graph"], kernel["name"]): kernel for kernel in reversed(self.kernels)}
+        groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for kernel in self.kernels:
+            groups.setdefault((kernel["graph"], kernel["name"]), []).append(kernel)
         rows = []
-        for place, count in times.items():
-            kernel = first[place]
+        for place, same in groups.items():
+            kernel = same[0]
             moved = _bytes(kernel["bytes_read"] + kernel["bytes_written"])
-            rows.append((*place, f"{count}x", moved, _bytes(kernel["ideal_bytes"]), " ".join(kernel["ops"])))
+            taken = [entry["measured_us"] for entry in same if entry["measured_us"] is not None]
+            us = f"{sum(taken) / len(taken):.1f}" if taken else "-"
+            rows.append([*place, f"{len(same)}x", us, moved, _bytes(kernel["ideal_bytes"]), " ".join(kernel["ops"])])
         title = f"Kernels ({len(self.kernels)} launches; region = bytes the whole memory-bound region must move)"
-        return _table(title, ("graph", "kernel", "times", "moves", "region", "operators"), rows)
+        header = ["graph", "kernel", "times", "us each", "moves", "region", "operators"]
+        if self.measurement is None:
+            for row in [header, *rows]:
+                del row[3]
+        return _table(title, header, rows)
 
     def _text_of_folded(self) -> str:
         rows = [

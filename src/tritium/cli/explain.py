@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json as json_format
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -14,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tritium import fusions as catalogue
+from tritium import page
 from tritium.bench import run, workloads
 from tritium.cli import progress
 from tritium.cli.bench import known_device
@@ -34,11 +36,15 @@ def command(
         str | None, typer.Option(help="inductor, or eager: recognise and rewrite without generating code.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the report, or the list, as JSON.")] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Measure every kernel and write the report there as one page."),
+    ] = None,
     device_type: Annotated[str | None, typer.Option("--device", help="cuda or cpu; the GPU if there is one.")] = None,
 ) -> None:
     """Compile a workload with Tritium and say what fused, what did not, and why; or list the fusions."""
     if fusions:
-        given = {"a workload": name, "--engine": engine, "--device": device_type}
+        given = {"a workload": name, "--engine": engine, "--device": device_type, "--html": html}
         superfluous = [what for what, value in given.items() if value is not None]
         if superfluous:
             raise ConfigError(f"--fusions lists the catalogue and compiles nothing: leave out {', '.join(superfluous)}")
@@ -46,10 +52,13 @@ def command(
     elif name is None:
         raise ConfigError(f"explain needs a workload, one of {_NAMES}; or --fusions for the list of fusions")
     else:
-        _explain(name, engine, device_type, json=json)
+        _explain(name, engine, device_type, json=json, html=html)
 
 
-def _explain(name: str, engine: str | None, device_type: str | None, *, json: bool) -> None:
+def _explain(name: str, engine: str | None, device_type: str | None, *, json: bool, html: Path | None) -> None:
+    if html is not None:
+        # Now, and not after minutes of compiling.
+        page.check_writable(html)
     workload = workloads.find(name)
     # Without the option the environment decides, as it does for a Backend; a wrong name is a ConfigError.
     given: dict[str, Any] = {} if engine is None else {"engine": engine}
@@ -60,15 +69,19 @@ def _explain(name: str, engine: str | None, device_type: str | None, *, json: bo
         built = run.build(workload, settings)
         notify(f"{name}: compiling with engine {config.engine}", 0.2)
         model = run.compiled(built.model, "tritium", settings)
+        tritium: Any = importlib.import_module("tritium")
         with torch.inference_mode():
             model(**built.inputs)
-    tritium: Any = importlib.import_module("tritium")
-    report = tritium.explain(model)
-    print(
-        report.to_json()
-        if json
-        else f"{name}: {built.note}{' (shrunk for the CPU)' if built.shrunk else ''}\n\n{report}"
-    )
+            if html is not None:
+                notify(f"{name}: timing the kernels", 0.9)
+            report = tritium.explain(model, call=None if html is None else lambda: model(**built.inputs))
+    headline = f"{name}: {built.note}{' (shrunk for the CPU)' if built.shrunk else ''}"
+    if html is not None:
+        report.to_html(html, title=headline)
+    if json:
+        print(report.to_json())
+    else:
+        print(f"{headline}\n\n{report}" if html is None else f"{headline}: report in {html}")
 
 
 def _list_fusions(*, json: bool) -> None:

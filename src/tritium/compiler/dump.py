@@ -41,10 +41,10 @@ def readable(graph: fx.Graph) -> str:
 def _line(node: fx.Node) -> str:
     arguments = [*map(_argument, node.args), *(f"{name}={_argument(value)}" for name, value in node.kwargs.items())]
     if node.op == "placeholder":
-        return f"{node.name}: {_type(node)} = input"
+        return f"{node.name}: {type_name(node)} = input"
     if node.op == "output":
         return f"return {', '.join(arguments)}"
-    return f"{node.name}: {_type(node)} = {target_name(node)}({', '.join(arguments)})"
+    return f"{node.name}: {type_name(node)} = {target_name(node)}({', '.join(arguments)})"
 
 
 def target_name(node: fx.Node) -> str:
@@ -66,7 +66,8 @@ def _argument(value: Any) -> str:
     return str(value)
 
 
-def _type(node: fx.Node) -> str:
+def type_name(node: fx.Node) -> str:
+    """`float32[2, 7, 16]`, or the Python type of what is no tensor."""
     value = value_of(node)
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"

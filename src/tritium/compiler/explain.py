@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
 import torch
 
 from tritium import ops
+from tritium.compiler.time_kernels import time_kernels
 from tritium.errors import ReportError
 from tritium.report import LEDGER, Failure, GraphRecord, Report
 
 
-def explain(thing: Any = None) -> Report:
+def explain(thing: Any = None, *, call: Callable[[], Any] | None = None) -> Report:
     """The report of a compiled model, a module whose class or blocks are compiled, or a compiled function.
 
-    Without an argument: everything this process compiled with Tritium. Call it after the model has run once.
+    Without an argument: everything this process compiled with Tritium. Call it after the model has run once, or give
+    `call`, which runs the model once: it is then called some more times under the profiler, and kernels get
+    `measured_us`, the time of one launch.
     """
+    if call is not None:
+        call()
     records = LEDGER.records()
     if thing is not None:
         records = _records_of(thing, records)
@@ -26,7 +31,12 @@ def explain(thing: Any = None) -> Report:
                 f"nothing compiled by tritium belongs to this {type(thing).__name__}: compile it with "
                 "backend='tritium' and call it once before explaining it"
             )
-    report = Report(records, LEDGER.limits_of(records))
+    limits = LEDGER.limits_of(records)
+    if call is not None and any(record.kernels for record in records):
+        timed, measurement = time_kernels(records, call)
+        report = Report(timed, limits, measurement=measurement)
+    else:
+        report = Report(records, limits)
     _add_failed_providers(report)
     return report
 

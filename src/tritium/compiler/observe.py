@@ -16,10 +16,15 @@ import torch
 from torch import fx
 
 from tritium import compat, device
+from tritium.compiler.count_flops import bytes_of, flops_of
 from tritium.compiler.dump import readable
+from tritium.ops.op import NAMESPACE
 
 # Reasons a kernel lists at most: the rest repeats them.
 MOST_REASONS = 3
+
+# What a stored observation holds; one with less is not found again.
+_FORMAT = b"2"
 
 
 class KernelObserver:
@@ -44,28 +49,66 @@ class KernelObserver:
         """Everything is known only now: which buffers stayed inside kernels, and who reads the rest."""
         self.saw_codegen = True
         moved = [compat.kernel_dependencies(nodes) for _, nodes in self._defined]
-        ideal = _region_bytes(moved, set(lowering.get_output_names()))
+        ideal, region = _regions(moved, set(lowering.get_output_names()))
+        calls = compat.library_calls(lowering)
+        called = {node for _, node in calls}
         for index, (name, nodes) in enumerate(self._defined):
             reads, writes = moved[index]
             total = sum(reads.values()) + sum(writes.values())
             origins = _origins(nodes)
+            # A template or a small product that Inductor wrote out holds the contraction itself; each counts once.
+            contracted = {node: flops for node in origins if node not in called and (flops := flops_of(node))}
+            called.update(contracted)
+            flops = sum(contracted.values()) or None
             self.kernels.append(
                 {
                     "name": name,
+                    "kind": "generated",
                     "ops": _operators(origins),
                     "source_lines": _source_lines(origins),
                     "bytes_read": sum(reads.values()),
                     "bytes_written": sum(writes.values()),
                     "ideal_bytes": ideal[index],
-                    "estimated_us": round(total / self._bandwidth * 1e6, 2) if self._bandwidth else None,
+                    "region": region[index],
+                    "flops": flops,
+                    "dtype": _dtype(next(iter(contracted))) if contracted else None,
+                    "estimated_us": self._estimate(total, flops),
                     "measured_us": None,
                     "why_not_fused": self._reasons(index, moved),
                 }
             )
+        self.kernels += [self._call(overload, node) for overload, node in calls]
         counted = Counter(_fallback(op, dtypes) for op, dtypes in compat.fallback_operators(lowering))
         for (op, reason), count in counted.items():
             self.fallbacks.append({"op": op, "count": count, "reason": reason})
         self._defined.clear()
+
+    def _call(self, overload: torch._ops.OpOverload, node: fx.Node) -> dict[str, Any]:
+        """An operator that generated code calls: it has one kernel or more of its own."""
+        inputs = [source.meta.get("val") for source in node.all_input_nodes]
+        read, written, flops = bytes_of(inputs), bytes_of(node.meta.get("val")), flops_of(node)
+        shapes = [_shape_text(value) for value in inputs if isinstance(value, torch.Tensor) and value.ndim > 1]
+        return {
+            "name": f"{overload._opname} ({', '.join(shapes)})",
+            "kind": "owned" if overload.namespace == NAMESPACE else "library",
+            "ops": [str(overload.overloadpacket)],
+            "source_lines": _source_lines([node]),
+            "bytes_read": read,
+            "bytes_written": written,
+            "ideal_bytes": read + written,
+            "region": None,
+            "flops": flops,
+            "dtype": _dtype(node),
+            "estimated_us": self._estimate(read + written, flops),
+            "measured_us": None,
+            "why_not_fused": [],
+        }
+
+    def _estimate(self, moved: int, flops: int | None) -> float | None:
+        """The time that moving the bytes takes; a contraction is not estimated, its arithmetic takes longer."""
+        if self._bandwidth is None or flops is not None:
+            return None
+        return round(moved / self._bandwidth * 1e6, 2)
 
     def _reasons(self, index: int, moved: Sequence[tuple[dict[str, int], dict[str, int]]]) -> list[str]:
         """What kept a kernel apart from those it exchanges data with."""
@@ -96,8 +139,11 @@ def _names(nodes: Sequence[Any]) -> list[str]:
     return [inner.get_name() for node in nodes for inner in [node, *node.get_nodes()]]
 
 
-def _region_bytes(moved: Sequence[tuple[dict[str, int], dict[str, int]]], outputs: set[str]) -> list[int]:
-    """For each kernel, the distinct inputs and outputs of the connected region of generated kernels it is part of."""
+def _regions(moved: Sequence[tuple[dict[str, int], dict[str, int]]], outputs: set[str]) -> tuple[list[int], list[int]]:
+    """For each kernel, the bytes and the number of the connected region of generated kernels it is part of.
+
+    The bytes are those of the region's distinct inputs and outputs.
+    """
     region = list(range(len(moved)))
 
     def find(index: int) -> int:
@@ -119,7 +165,8 @@ def _region_bytes(moved: Sequence[tuple[dict[str, int], dict[str, int]]], output
         kept = {name for name in written if name in outputs or name not in read}
         inputs = sum(size for name, size in read.items() if name not in written)
         totals[root] = inputs + sum(written[name] for name in kept)
-    return [totals[find(index)] for index in range(len(moved))]
+    roots = [find(index) for index in range(len(moved))]
+    return [totals[root] for root in roots], roots
 
 
 def _origins(nodes: Sequence[Any]) -> list[fx.Node]:
@@ -135,6 +182,17 @@ def _operators(origins: Sequence[fx.Node]) -> list[str]:
     """`aten.mul`, each once, in the graph's order."""
     targets = (node.target for node in origins if isinstance(node.target, torch._ops.OpOverload))
     return list(dict.fromkeys(str(target.overloadpacket) for target in targets))
+
+
+def _shape_text(value: torch.Tensor) -> str:
+    sizes = [str(size) for size in value.shape]
+    return "×".join(f"({size})" if " " in size else size for size in sizes)
+
+
+def _dtype(node: fx.Node) -> str | None:
+    value = node.meta.get("val")
+    first = value[0] if isinstance(value, (tuple, list)) and value else value
+    return str(first.dtype).removeprefix("torch.") if isinstance(first, torch.Tensor) else None
 
 
 def _source_lines(origins: Sequence[fx.Node]) -> list[str]:
@@ -206,7 +264,7 @@ def store_key(graph: fx.Graph, identity: bytes) -> str:
     # Objects print with their address; those that matter have their content in `identity`.
     plain = (str, int, float, bool, type(None))
     settings = {name: value for name, value in compat.inductor_settings().items() if isinstance(value, plain)}
-    digest = hashlib.sha256(identity)
+    digest = hashlib.sha256(_FORMAT + identity)
     digest.update(torch.__version__.encode())
     digest.update(readable(graph).encode())
     digest.update("".join(f"{node.name}{_strides(node)}" for node in graph.find_nodes(op="placeholder")).encode())

@@ -23,6 +23,7 @@ from tritium import compat
 from tritium import fusions as fusion_catalogue
 from tritium.catalog import Entry, plugins, unique
 from tritium.compiler import fuse
+from tritium.compiler.draw import draw
 from tritium.compiler.dump import GraphLog, file_name
 from tritium.compiler.fold import Folding, fold_parameters
 from tritium.compiler.identity import identity
@@ -85,6 +86,7 @@ class Compilation:
         self.record.sites = self.context.sites
         if self.config.enable_freezing:
             self._fold()
+        self._draw()
         if self.config.engine == "eager":
             compiled: Callable[..., Any] = self.gm.forward
         else:
@@ -205,6 +207,12 @@ class Compilation:
             self.gm.recompile()
             self.example_inputs = [*self.example_inputs, *self.folding.example_values]
         self.log.note(self.gm.graph, "fold", "after")
+
+    def _draw(self) -> None:
+        try:
+            self.record.drawing = draw(self.dynamo.graph, self.gm.graph)
+        except Exception as error:  # noqa: BLE001 - a drawing for people is no reason for a model not to run
+            self.record.failures.append(Failure("drawing", brief(error)))
 
     def _lower(self) -> Callable[..., Any]:
         settings = {**{name: value for name, (value, _) in self.requests.items()}, **self.user_settings}

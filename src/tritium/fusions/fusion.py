@@ -73,13 +73,18 @@ class Match:
     @property
     def source_line(self) -> str:
         """`normalization.py:553 in forward`: the line of the model this came from."""
-        places = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', self.root.meta.get("stack_trace") or "")
-        if not places:
-            return ""
-        # The model's own line, not torch's wrapper around an operator.
-        own = [place for place in places if "/torch/" not in place[0].replace("\\", "/")]
-        file, line, function = (own or places)[-1]
-        return f"{Path(file).name}:{line} in {function}"
+        return source_line(self.root)
+
+
+def source_line(node: fx.Node) -> str:
+    """The line of the model that a node came from, as `normalization.py:553 in forward`; empty where nobody knows."""
+    places = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', node.meta.get("stack_trace") or "")
+    if not places:
+        return ""
+    # The model's own line, not torch's wrapper around an operator.
+    own = [place for place in places if "/torch/" not in place[0].replace("\\", "/")]
+    file, line, function = (own or places)[-1]
+    return f"{Path(file).name}:{line} in {function}"
 
 
 def _held(things: Iterable[Any]) -> Iterator[fx.Node]:

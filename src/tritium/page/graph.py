@@ -1,0 +1,102 @@
+"""A graph before and after as two lists of nodes, aligned, with the edges as arcs beside them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+_ROW = 22
+# Arcs grow outwards with their length; past this width they share the edge.
+_GUTTER = 64
+
+Node = Mapping[str, Any]
+# A line of the comparison: a node on either side, or nothing.
+Pair = tuple[Node | None, Node | None]
+
+
+def compared(drawing: Mapping[str, Any], sites: Iterable[Mapping[str, Any]]) -> str:
+    """Both sides as HTML. Nodes that went are marked on the left, nodes that came on the right, sites by their fusion."""
+    marks = {site["node"]: site for site in sites if site["graph"] == drawing["graph"]}
+    pairs = aligned(drawing["before"], drawing["after"])
+    sides = [("before", "as Dynamo made it", 0), ("after", "as the passes left it", 1)]
+    if drawing["before"] == drawing["after"]:
+        sides = [("before and after", "as Dynamo made it", 0)]
+    return "".join(
+        _side(name, title, [pair[side] for pair in pairs], pairs, side, marks) for name, title, side in sides
+    )
+
+
+def aligned(before: Sequence[Node], after: Sequence[Node]) -> list[Pair]:
+    """Equal nodes on one line.
+
+    >>> node = lambda name, target="mul": {"name": name, "target": target, "type": "", "inputs": ()}
+    >>> pairs = aligned([node("a"), node("b"), node("c")], [node("a"), node("fused"), node("c")])
+    >>> [(left and left["name"], right and right["name"]) for left, right in pairs]
+    [('a', 'a'), ('b', 'fused'), ('c', 'c')]
+    """
+    old_keys, new_keys = ([(node["name"], node["target"]) for node in nodes] for nodes in (before, after))
+    matcher = difflib.SequenceMatcher(None, old_keys, new_keys, autojunk=False)
+    pairs: list[Pair] = []
+    for _, left, left_end, right, right_end in matcher.get_opcodes():
+        for place in range(max(left_end - left, right_end - right)):
+            old = before[left + place] if left + place < left_end else None
+            new = after[right + place] if right + place < right_end else None
+            pairs.append((old, new))
+    return pairs
+
+
+def _side(
+    name: str,
+    title: str,
+    nodes: Sequence[Node | None],
+    pairs: Sequence[Pair],
+    side: int,
+    marks: Mapping[str, Mapping[str, Any]],
+) -> str:
+    place = {node["name"]: index for index, node in enumerate(nodes) if node is not None}
+    items = []
+    for node, pair in zip(nodes, pairs, strict=True):
+        if node is None:
+            items.append('<li class="nothing"></li>')
+            continue
+        other = pair[1 - side]
+        same = other is not None and (other["name"], other["target"]) == (node["name"], node["target"])
+        items.append(_item(node, "same" if same else ("went", "came")[side], marks.get(node["name"])))
+    count = sum(node is not None for node in nodes)
+    height = _ROW * len(nodes)
+    arcs = "".join(
+        _arc(place[source], place[node["name"]]) for node in nodes if node for source in _inside(node, place)
+    )
+    return (
+        f'<section class="side {name.partition(" ")[0]}"><h4>{escape(name.capitalize())} <small>{escape(title)}, {count} nodes</small></h4>'
+        f'<div class="nodes"><svg class="arcs" width="{_GUTTER}" height="{height}" '
+        f'viewBox="0 0 {_GUTTER} {height}" aria-hidden="true">{arcs}</svg><ol>{"".join(items)}</ol></div></section>'
+    )
+
+
+def _inside(node: Node, place: Mapping[str, int]) -> list[str]:
+    return [source for source in node["inputs"] if source in place]
+
+
+def _arc(start: int, end: int) -> str:
+    top, bottom = start * _ROW + _ROW / 2, end * _ROW + _ROW / 2
+    reach = min(_GUTTER - 4, 6 + 5 * abs(end - start) ** 0.75)
+    x = _GUTTER - 2
+    # A curve's control points lie a third further out than it reaches.
+    out = x - reach * 4 / 3
+    return f'<path data-from="{start}" data-to="{end}" d="M{x} {top:.0f}C{out:.1f} {top:.0f} {out:.1f} {bottom:.0f} {x} {bottom:.0f}"/>'
+
+
+def _item(node: Node, state: str, site: Mapping[str, Any] | None) -> str:
+    target = str(node["target"]).removeprefix("torch.").removeprefix("nn.functional.").removeprefix("_C._nn.")
+    details = f"{node['name']} = {node['target']}({', '.join(node['inputs'])}) : {node['type']} {node['source_line']}"
+    mark = ""
+    if site is not None:
+        said = f"{site['fusion']}: {site['outcome']}, {site['reason']}"
+        mark = f'<span class="site {escape(site["outcome"])}" title="{escape(said)}">{escape(site["fusion"])}</span>'
+    return (
+        f'<li class="{state}" title="{escape(details)}"><b>{escape(target)}</b>'
+        f'<span class="type">{escape(str(node["type"]))}</span>{mark}</li>'
+    )

@@ -1,0 +1,128 @@
+"""Numbers as people read them, and the report in a few sentences."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tritium.page.kernels import Kernels
+
+_NONE = "–"
+
+
+def number(value: float | None) -> str:
+    """Three digits, without an exponent where that is short.
+
+    >>> [number(value) for value in (None, 0, 0.1234, 3.0, 12.34, 1234.5, 1234567)]
+    ['–', '0', '0.123', '3', '12.3', '1,234', '1,234,567']
+    """
+    if value is None:
+        return _NONE
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def bytes_text(count: float | None) -> str:
+    """A number of bytes with the unit that keeps it short.
+
+    >>> [bytes_text(count) for count in (None, 12, 1536, 3 << 30)]
+    ['–', '12 B', '1.5 KiB', '3.0 GiB']
+    """
+    if count is None:
+        return _NONE
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+def rate(value: float, unit: str) -> str:
+    """A rate with a decimal prefix.
+
+    >>> rate(4.3e12, "B/s"), rate(98e9, "FLOP/s")
+    ('4.3 TB/s', '98 GFLOP/s')
+    """
+    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= factor:
+            return f"{value / factor:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}"
+
+
+def percent(share: float | None) -> str:
+    """A share.
+
+    >>> [percent(share) for share in (None, 0.004, 0.056, 0.5)]
+    ['–', '0.4 %', '5.6 %', '50 %']
+    """
+    if share is None:
+        return _NONE
+    return f"{share:.0%}".replace("%", " %") if share >= 0.1 else f"{share:.1%}".replace("%", " %")
+
+
+def microseconds(value: float | None) -> str:
+    return _NONE if value is None else f"{value:,.1f}"
+
+
+def times(ratio: float | None) -> str:
+    return _NONE if ratio is None else f"{ratio:.2f}×"
+
+
+def operations(value: float | None) -> str:
+    return _NONE if value is None else rate(value, "FLOP")
+
+
+def count(value: int, one: str, many: str | None = None) -> str:
+    """A number and its noun.
+
+    >>> count(1, "graph"), count(2, "graph"), count(0, "match", "matches")
+    ('1 graph', '2 graphs', 'no matches')
+    """
+    noun = one if value == 1 else many or f"{one}s"
+    return f"{value or 'no'} {noun}"
+
+
+def summary(data: Mapping[str, Any], kernels: Kernels) -> list[str]:
+    """What happened, in sentences."""
+    graphs = data["graphs"]
+    seconds = sum(graph["seconds"] for graph in graphs)
+    engines = " and ".join(sorted({graph["engine"] for graph in graphs})) or "none"
+    outcomes = Counter(site["outcome"] for site in data["site_list"])
+    compiled = f"{count(len(graphs), 'graph')} compiled in {number(seconds)} s for engine {engines}"
+    sites = (
+        f"{count(len(data['site_list']), 'site')} recognised: {outcomes['fused']} run an owned kernel, "
+        f"{outcomes['inductor']} left to Inductor, {outcomes['declined']} declined"
+    )
+    trouble = ", ".join(
+        [
+            count(len(data["recompiles"]), "recompile"),
+            count(len(data["fallbacks"]), "operator without generated code", "operators without generated code"),
+            count(len(data["failures"]), "failure"),
+        ]
+    )
+    return [f"{compiled}.", f"{sites}.", f"{trouble[0].upper()}{trouble[1:]}.", *_about_times(data, kernels)]
+
+
+def _about_times(data: Mapping[str, Any], kernels: Kernels) -> list[str]:
+    found = data["measurement"]
+    if found is None:
+        if not kernels.rows:
+            return ["No kernels are recorded, so there are no times."]
+        how = (
+            "times are estimated from the bytes that memory-bound kernels move"
+            if kernels.total_us
+            else "this device's bandwidth is not known, so there are no estimates either"
+        )
+        return [f"Nothing was measured: {how}."]
+    sentence = (
+        f"One call takes {number(found['call_ms'])} ms; {found['timed']} of {count(found['of'], 'launch', 'launches')} "
+        f"were timed under the profiler, mean of {found['calls']} calls, and take {number(kernels.total_us / 1e3)} ms together"
+    )
+    said = [f"{sentence}."]
+    if found["disturbed"]:
+        said.append("Other programs kept this machine busy meanwhile: the times are not to be trusted.")
+    return said
