@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from tritium.fidelity import allowed, error
 
-def error(actual: torch.Tensor, exact: torch.Tensor) -> float:
-    """Largest absolute difference from the float64 value, relative to its scale."""
-    scale = exact.abs().max().clamp_min(1e-30)
-    return float(((actual.double() - exact).abs().max() / scale).item())
+__all__ = ["assert_no_worse", "error"]
 
 
 def assert_no_worse(actual: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, where: str = "") -> None:
@@ -18,6 +16,6 @@ def assert_no_worse(actual: torch.Tensor, eager: torch.Tensor, exact: torch.Tens
     assert exact.dtype == torch.float64
     if actual.numel() == 0:
         return
-    allowed = 2 * error(eager, exact) + 16 * torch.finfo(eager.dtype).eps
+    granted = allowed(eager, exact)
     found = error(actual, exact)
-    assert found <= allowed, f"{where}: error {found:.3e} against float64, allowed {allowed:.3e}"
+    assert found <= granted, f"{where}: error {found:.3e} against float64, allowed {granted:.3e}"

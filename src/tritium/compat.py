@@ -141,6 +141,14 @@ def watch_recompile_limit(notify: Callable[[LimitReached], None]) -> None:
         logger.addHandler(_LimitHandler(notify))
 
 
+@contextlib.contextmanager
+def many_recompiles() -> Iterator[None]:
+    """Lift Dynamo's limits of versions of one function, for whoever compiles it in many ways on purpose."""
+    config: Any = importlib.import_module("torch._dynamo.config")
+    with config.patch(recompile_limit=4096, accumulated_recompile_limit=65536):
+        yield
+
+
 def is_parameter_placeholder(node: fx.Node) -> bool:
     """Whether Dynamo made this graph input from a parameter or buffer of a module."""
     source = getattr(node, "_dynamo_source", None)

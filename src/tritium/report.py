@@ -37,6 +37,8 @@ class Site:
     reason: str
     node: str = ""
     source_line: str = ""
+    # Who computes the op that stands here now; empty where nothing was rewritten.
+    provider: str = ""
 
     def declined(self, reason: str) -> Site:
         return Site(self.fusion, self.families, "declined", reason, self.node, self.source_line)

@@ -57,7 +57,7 @@ def measured(monkeypatch):
     return asked
 
 
-@pytest.mark.parametrize("command", ["doctor", "bench", "explain"])
+@pytest.mark.parametrize("command", ["doctor", "bench", "explain", "verify"])
 def test_every_command_has_help(command):
     result = invoke(command, "--help")
     assert result.exit_code == 0

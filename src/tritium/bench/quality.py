@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tritium import measure
-from tritium.errors import ShapeError
+from tritium.errors import PipelineError, ShapeError
 
 # The window of SSIM's definition (Wang et al. 2004): Gaussian, 11 pixels, sigma 1.5.
 _WINDOW = 11
@@ -37,10 +37,12 @@ class Difference:
     # Of the latents before decoding; None where they were not kept.
     latent_l2: float | None = None
     lpips: float | None = None
+    # Values of the picture and its latents that are no numbers: past every threshold.
+    not_numbers: int = 0
 
     def to_dict(self) -> dict[str, float | None]:
-        # JSON has no infinity.
-        return {**self.__dict__, "psnr": self.psnr if math.isfinite(self.psnr) else None}
+        # JSON has no infinity and no NaN.
+        return {name: value if value is None or math.isfinite(value) else None for name, value in self.__dict__.items()}
 
     def __str__(self) -> str:
         parts = [f"PSNR {self.psnr:.1f} dB", f"SSIM {self.ssim:.4f}", f"largest difference {self.largest:.2e}"]
@@ -48,6 +50,8 @@ class Difference:
             parts.append(f"latent relative L2 {self.latent_l2:.1e}")
         if self.lpips is not None:
             parts.append(f"LPIPS {self.lpips:.4f}")
+        if self.not_numbers:
+            parts.append(f"{self.not_numbers} values are no numbers")
         return ", ".join(parts)
 
 
@@ -58,12 +62,20 @@ def difference(
     if picture.shape != reference.shape:
         raise ShapeError(f"pictures of {tuple(picture.shape)} and {tuple(reference.shape)} cannot be compared")
     a, b = picture.detach().double().cpu(), reference.detach().double().cpu()
+    if not b.isfinite().all():
+        raise PipelineError(
+            "the picture to compare with holds values that are no numbers: nothing can be said about another"
+        )
+    not_numbers = sum(int((~found.isfinite()).sum()) for found in (a, *(latents or ())[:1]))
+    # As far away as a pixel can be.
+    a = torch.where(a.isfinite(), a, 1 - b.round())
     return Difference(
         psnr=psnr(a, b),
         ssim=ssim(a, b),
         largest=float((a - b).abs().max()),
         latent_l2=None if latents is None else measure.relative_l2(*latents),
         lpips=_lpips(a, b) if perceptual else None,
+        not_numbers=not_numbers,
     )
 
 
@@ -77,6 +89,7 @@ def worst(differences: Sequence[Difference]) -> Difference:
         largest=max(found.largest for found in differences),
         latent_l2=max(latent) if latent else None,
         lpips=max(perceptual) if perceptual else None,
+        not_numbers=sum(found.not_numbers for found in differences),
     )
 
 
@@ -121,7 +134,7 @@ def _gaussian(size: int, channels: int) -> Tensor:
 
 def _lpips(a: Tensor, b: Tensor) -> float | None:
     """LPIPS by its own package, if that and its weights are here; nothing is downloaded."""
-    if importlib.util.find_spec("lpips") is None or not _backbone_weights():
+    if lpips_obstacle() is not None:
         return None
     package: Any = importlib.import_module("lpips")
     with warnings.catch_warnings(), contextlib.redirect_stdout(None):
@@ -131,17 +144,27 @@ def _lpips(a: Tensor, b: Tensor) -> float | None:
         return float(model(a.float() * 2 - 1, b.float() * 2 - 1).mean())
 
 
-def _backbone_weights() -> list[Path]:
-    return list((Path(torch.hub.get_dir()) / "checkpoints").glob("alexnet-*.pth"))
+def lpips_obstacle() -> str | None:
+    """What LPIPS lacks on this machine and how to get it, or None."""
+    if importlib.util.find_spec("lpips") is None:
+        return "its package is not installed; pip install lpips"
+    folder = Path(torch.hub.get_dir()) / "checkpoints"
+    if not list(folder.glob("alexnet-*.pth")):
+        return (
+            f"the weights of its AlexNet are not in {folder}, and nothing is downloaded by itself; "
+            "`python -c 'import lpips; lpips.LPIPS(net=\"alex\")'` puts them there"
+        )
+    return None
 
 
 def within(found: Difference, least: Mapping[str, float]) -> list[str]:
     """Which thresholds a difference breaks, in words: `least` may hold psnr, ssim, largest, latent_l2, lpips."""
-    broken = []
+    broken = [f"{found.not_numbers} values are no numbers"] if found.not_numbers else []
     for name, limit in least.items():
         value = getattr(found, name)
         if value is None:
             broken.append(f"{name} was not measured, and its limit is {limit:g}")
-        elif value < limit if name in ("psnr", "ssim") else value > limit:
+        # Written so that NaN is past every limit.
+        elif not (value >= limit if name in ("psnr", "ssim") else value <= limit):
             broken.append(f"{name} {value:.4g} is past {limit:g}")
     return broken

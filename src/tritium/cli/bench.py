@@ -91,6 +91,10 @@ def _runner(name: str) -> Callable[[run.Settings, run.Notify], run.Outcome]:
 def known_device(name: str | None) -> str:
     if name not in (None, "cpu", "cuda"):
         raise ConfigError(f"device {name!r} is not known here; valid: 'cpu', 'cuda'")
+    if name == "cuda" and not device.cuda_available():
+        raise ConfigError(
+            "device 'cuda': this machine has no NVIDIA GPU that torch can use; `tritium doctor` says more"
+        )
     return name or device.default()
 
 

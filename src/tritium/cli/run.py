@@ -91,7 +91,7 @@ def known_prompt(prompt: str | None, model: str) -> str:
     strange = example.unknown_words(prompt)
     if strange:
         words = ", ".join(map(repr, strange))
-        raise ConfigError(f"the example model does not know {words}; its words are: {' '.join(example.words())}")
+        raise ConfigError(f"the example model does not know {words}; its words are: {' '.join(example.VOCABULARY)}")
     return prompt
 
 

@@ -80,8 +80,9 @@ def fuse(graph: fx.Graph, context: PassContext, fusions: Iterable[Fusion]) -> No
     _take_over(judged)
     for site in judged:
         fusion, match = site.fusion, site.match
+        provider = site.provider if site.is_rewritten else ""
         context.sites.append(
-            Site(fusion.name, fusion.families, site.outcome, site.reason, match.root.name, match.source_line)
+            Site(fusion.name, fusion.families, site.outcome, site.reason, match.root.name, match.source_line, provider)
         )
 
     def place(site: Judged) -> tuple[int, bool]:

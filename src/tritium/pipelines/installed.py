@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,11 +47,15 @@ class Installed:
         with self._progress.during(self.part.name):
             return self._inner(*args, **kwargs)
 
-    def use(self, choice: Choice) -> None:
-        """Switch to another way of running; what was compiled before is kept for the next time."""
+    def use(self, choice: Choice, among: Container[nn.Module] | None = None) -> None:
+        """Switch to another way of running; what was compiled before is kept for the next time.
+
+        Given some modules, only the targets among them are compiled, and the others are left alone.
+        """
         self.choice = choice
         for target in self.part.targets:
-            call = self._call(choice.how, target.module)
+            how = choice.how if among is None or target.module in among else "eager"
+            call = self._call(how, target.module)
             if target.module is self.part.entry:
                 self._inner = call or target.module._call_impl
             else:

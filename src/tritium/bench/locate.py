@@ -1,0 +1,226 @@
+"""Find the first compiled module whose result leaves the fidelity bound, and what in it is at fault.
+
+Every module that Tritium compiled is asked alone, on the arguments that an eager picture gives it: eagerly, compiled, and in
+float64. The obvious other way, to bisect over "the first n blocks compiled, the rest eager" at the end of the denoiser, is
+less reliable and saves nothing: later blocks amplify or hide what an earlier one did, a float64 run of the whole model is needed
+for a bound, and each probe runs all blocks, while equal blocks share one compilation and cost one call each. Inside the
+module that is found every probe is a compilation, and there bisection pays: see `fault`.
+
+What no module shows alone, such as a result that a later call overwrites, or rounding that adds up, is searched by bisection
+over pictures: the first n modules compiled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tritium import fidelity
+from tritium.api import Handle
+from tritium.bench import fault
+from tritium.bench.drawing import Job, draw
+from tritium.bench.fault import Call, Fault
+from tritium.pipelines.installed import Installed
+from tritium.pipelines.parts import Target
+from tritium.pipelines.plan import Choice
+
+# Told what is being done, and which share is done.
+Notify = Callable[[str, float], None]
+
+_EAGER = Choice(how="eager")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """A compiled module and its error, in units of the bound: above 1 it is outside."""
+
+    name: str
+    kind: str
+    # None where it returns no tensor.
+    excess: float | None
+
+    @property
+    def size(self) -> float:
+        return self.excess or 0.0
+
+    def __str__(self) -> str:
+        if self.excess is None:
+            return f"{self.name} ({self.kind}): returns nothing that can be compared"
+        times = f"{self.excess:.2g}" if self.excess < 10 else f"{self.excess:.0f}"
+        size = f"error {times} x the bound" if math.isfinite(self.excess) else "no numbers, or another shape or dtype"
+        return f"{self.name} ({self.kind}): {size}"
+
+    def to_dict(self) -> dict[str, Any]:
+        # JSON has no infinity.
+        return {**self.__dict__, "excess": self.excess if math.isfinite(self.size) else None, "outside": self.size > 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Location:
+    """What was found. `first` and `fault` are None where every module is inside the bound."""
+
+    # In the order in which the pipeline calls them.
+    checked: tuple[Checked, ...]
+    first: Checked | None = None
+    fault: Fault | None = None
+    # What pictures told, if no module alone explains them.
+    pictures: str | None = None
+
+    @property
+    def outside(self) -> list[Checked]:
+        return [entry for entry in self.checked if entry.size > 1]
+
+    def __str__(self) -> str:
+        if not self.checked:
+            return "nothing to locate: no part of the pipeline is compiled"
+        if self.first is None:
+            largest = max(self.checked, key=lambda entry: entry.size)
+            text = f"all {len(self.checked)} compiled modules are inside the bound; the largest is {largest}"
+            return f"{text}\n{self.pictures}" if self.pictures else text
+        lines = [f"{self.first}; {self.fault}"]
+        others = self.outside[1:]
+        if others:
+            worst = max(others, key=lambda entry: entry.size)
+            lines.append(
+                f"{len(others)} of the {len(self.checked) - 1} other modules are outside too; the worst is {worst}"
+            )
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "first": None if self.first is None else self.first.to_dict(),
+            "fault": None if self.fault is None else self.fault.to_dict(),
+            "pictures": self.pictures,
+            "modules": [entry.to_dict() for entry in self.checked],
+            "in_words": str(self),
+        }
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """The first call of a target in an eager picture."""
+
+    installed: Installed
+    target: Target
+    choice: Choice
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return ".".join(piece for piece in (self.installed.part.name, self.target.path) if piece)
+
+    @property
+    def kind(self) -> str:
+        return type(self.target.module).__name__
+
+
+def locate(handle: Handle, job: Job, notify: Notify, is_past: Callable[[], bool] | None = None) -> Location:
+    """Search what a handle has compiled, on the calls of a job.
+
+    `is_past` draws with the pipeline as it then is and tells whether the picture is past the thresholds; with it, a picture that
+    no module alone explains is searched too.
+    """
+    choices = handle.choices
+    try:
+        notify("the calls of an eager picture", 0.0)
+        kept = _first_calls(handle, job)
+        checked = tuple(_check(kept, notify))
+        place = next((place for place, entry in enumerate(checked) if entry.size > 1), None)
+        if place is not None:
+            notify(f"{checked[place].name}: which site", 0.7)
+            return Location(checked=checked, first=checked[place], fault=_fault(kept[place], handle))
+        if kept and is_past is not None:
+            notify("every module is inside the bound: which of them changes the picture", 0.7)
+            return Location(checked=checked, pictures=_by_pictures(kept, is_past))
+        return Location(checked=checked)
+    finally:
+        for name, choice in choices.items():
+            handle.part(name).use(choice)
+
+
+def _first_calls(handle: Handle, job: Job) -> list[_Kept]:
+    """The first call of every compiled target, in call order; leaves every part eager."""
+    kept: list[_Kept] = []
+    hooks = []
+    for name, choice in handle.choices.items():
+        installed = handle.part(name)
+        installed.use(_EAGER)
+        if choice.how == "eager":
+            continue
+        for target in installed.part.targets:
+            hook = _keeping(kept, installed, target, choice)
+            hooks.append(target.module.register_forward_pre_hook(hook, with_kwargs=True))
+    try:
+        draw(handle.pipe, job)
+    finally:
+        for registered in hooks:
+            registered.remove()
+    return kept
+
+
+def _keeping(kept: list[_Kept], installed: Installed, target: Target, choice: Choice) -> Callable[..., None]:
+    def keep(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if all(known.target.module is not target.module for known in kept):
+            # The pipeline goes on with these tensors, and may write into them.
+            copied_args, copied_kwargs = fault.copied((args, kwargs))
+            kept.append(_Kept(installed, target, choice, copied_args, copied_kwargs))
+
+    return keep
+
+
+def _check(kept: Sequence[_Kept], notify: Notify) -> Iterator[Checked]:
+    """Every module alone."""
+    for place, entry in enumerate(kept):
+        notify(f"{entry.name}: compiled, eager and in float64", 0.1 + 0.6 * place / len(kept))
+        call = _call(entry)
+        with entry.installed.using(entry.choice):
+            module = entry.target.module
+            # The entry's own call counts and times; what it runs is asked for here.
+            excess = call.excess(entry.installed.run if module is entry.installed.part.entry else module)
+        yield Checked(name=entry.name, kind=entry.kind, excess=excess)
+
+
+def _call(entry: _Kept) -> Call:
+    module = entry.target.module
+    args, kwargs = fault.copied((entry.args, entry.kwargs))
+    with torch.no_grad():
+        eager = module._call_impl(*args, **kwargs)
+    return Call(module, entry.args, entry.kwargs, eager, fidelity.in_float64(module, entry.args, entry.kwargs))
+
+
+def _fault(entry: _Kept, handle: Handle) -> Fault:
+    if entry.choice.how == "inductor":
+        explanation = "the part runs under plain torch.compile, whose generated code is at fault"
+        return Fault(part="torch.compile", explanation=explanation)
+    call = _call(entry)
+    # With the layout of weights that the choice asks for.
+    with entry.installed.using(entry.choice):
+        return fault.find(call, handle.plan.config, handle.plan.dynamic)
+
+
+def _by_pictures(kept: Sequence[_Kept], is_past: Callable[[], bool]) -> str:
+    """In words: the module with which a picture goes past the thresholds, when it joins those called before it."""
+
+    def past_with(number: int) -> bool:
+        modules = {entry.target.module for entry in kept[:number]}
+        for entry in kept:
+            entry.installed.use(entry.choice if number else _EAGER, among=modules)
+        return is_past()
+
+    if past_with(0):
+        return (
+            "two eager pictures differ past the thresholds: the pipeline itself does not repeat, and cannot be verified"
+        )
+    if not past_with(len(kept)):
+        return "drawn once more the picture is inside the thresholds: the result changes from call to call"
+    last = kept[fault.bisect(len(kept), past_with)]
+    return (
+        f"pictures go past the thresholds when {last.name} ({last.kind}) is compiled besides what is called before it: rounding "
+        "that adds up to more than the thresholds allow, or something that one call leaves to the next"
+    )

@@ -1,0 +1,229 @@
+"""Draw the same pictures eagerly and accelerated, and hold what is between them against thresholds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tritium import compat, device
+from tritium.api import Handle, optimize
+from tritium.bench import quality
+from tritium.bench.drawing import Drawn, Job, draw
+from tritium.bench.locate import Location, locate
+from tritium.bench.quality import Difference
+from tritium.errors import ConfigError
+from tritium.pipelines import recipe
+from tritium.pipelines.plan import Plan
+from tritium.report import LEDGER
+
+# Told what is being done, and which share is done.
+Notify = Callable[[str, float], None]
+
+# Two pictures that differ by less look the same to most people, and a compiled float32 pipeline is far above.
+MIN_PSNR = 40.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thresholds:
+    """What a picture must keep to; None asks for nothing."""
+
+    min_psnr: float | None = MIN_PSNR
+    min_ssim: float | None = None
+    max_difference: float | None = None
+    max_latent_l2: float | None = None
+    max_lpips: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, limit in self.__dict__.items():
+            if limit is not None and math.isnan(limit):
+                raise ConfigError(f"{name} must be a number, got {limit}")
+        if self.min_ssim is not None and self.min_ssim > 1:
+            raise ConfigError(f"min_ssim {self.min_ssim:g} cannot be reached: equal pictures have 1")
+        for name in ("max_difference", "max_latent_l2", "max_lpips"):
+            limit = getattr(self, name)
+            if limit is not None and limit < 0:
+                raise ConfigError(f"{name} {limit:g} cannot be reached: equal pictures have 0")
+        obstacle = quality.lpips_obstacle() if self.max_lpips is not None else None
+        if obstacle is not None:
+            raise ConfigError(f"LPIPS cannot be measured here: {obstacle}")
+
+    def broken_by(self, found: Difference) -> list[str]:
+        """Which thresholds a difference breaks, in words."""
+        limits = {
+            "psnr": self.min_psnr,
+            "ssim": self.min_ssim,
+            "largest": self.max_difference,
+            "latent_l2": self.max_latent_l2,
+            "lpips": self.max_lpips,
+        }
+        return quality.within(found, {name: limit for name, limit in limits.items() if limit is not None})
+
+    def to_dict(self) -> dict[str, float | str]:
+        """Without what asks for nothing. `inf` is a word: JSON has no infinity."""
+        return {
+            name: limit if math.isfinite(limit) else str(limit)
+            for name, limit in self.__dict__.items()
+            if limit is not None
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One job."""
+
+    job: Job
+    # Of the picture.
+    width: int
+    height: int
+    difference: Difference
+    broken: tuple[str, ...]
+    eager_seconds: float
+    # With compilation, where this job was the first to need it.
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "job": self.job.to_dict(),
+            "width": self.width,
+            "height": self.height,
+            **self.difference.to_dict(),
+            "broken": list(self.broken),
+            "eager_seconds": self.eager_seconds,
+            "seconds": self.seconds,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """The verdict and everything it rests on."""
+
+    pipeline: str
+    device_type: str
+    # What ran each part.
+    choices: dict[str, str]
+    thresholds: Thresholds
+    rows: tuple[Row, ...]
+    location: Location | None = None
+
+    @property
+    def worst(self) -> Difference:
+        return quality.worst([row.difference for row in self.rows])
+
+    @property
+    def broken(self) -> list[str]:
+        """Which thresholds the worst figures break."""
+        return self.thresholds.broken_by(self.worst)
+
+    @property
+    def passed(self) -> bool:
+        return not self.broken
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "passed": self.passed,
+            "broken": self.broken,
+            "worst": self.worst.to_dict(),
+            "thresholds": self.thresholds.to_dict(),
+            "rows": [row.to_dict() for row in self.rows],
+            "pipeline": self.pipeline,
+            "choices": self.choices,
+            "located": None if self.location is None else self.location.to_dict(),
+            "device": device.describe(self.device_type).to_dict(),
+            "versions": compat.versions(),
+        }
+
+
+def verify(
+    pipe: Any,
+    jobs: Sequence[Job],
+    thresholds: Thresholds,
+    notify: Notify,
+    plan: Plan | str | Path | None = None,
+    *,
+    accept_differences: bool = False,
+    find_cause: bool = False,
+) -> Verified:
+    """Draw all jobs twice. With `find_cause`, search the worst one for the module, fusion and provider at fault."""
+    if not jobs:
+        raise ConfigError("nothing to verify: give at least one prompt, size and seed")
+    if isinstance(plan, (str, Path)):
+        plan = recipe.load(Path(plan)).plan_for(pipe, accept_differences=accept_differences)
+    drawing = 0.6 if find_cause else 1.0
+    steps = _Steps(notify)
+    eager = [steps.draw(pipe, job, "eager", drawing * 0.5 * n / len(jobs)) for n, job in enumerate(jobs)]
+    # Progress is told here, and once.
+    with optimize(pipe, (plan or Plan()).with_(progress=False)) as handle, LEDGER.observed(steps.compiling):
+        rows = []
+        for n, (job, expected) in enumerate(zip(jobs, eager, strict=True)):
+            drawn = steps.draw(pipe, job, "accelerated", drawing * (0.5 + 0.5 * n / len(jobs)))
+            rows.append(_row(job, drawn, expected, thresholds))
+        choices = {name: str(choice) for name, choice in handle.choices.items()}
+        location = _locate(handle, rows, eager, thresholds, steps.after(drawing)) if find_cause else None
+    return Verified(
+        pipeline=type(pipe).__name__,
+        device_type=pipe.device.type,
+        choices=choices,
+        thresholds=thresholds,
+        rows=tuple(rows),
+        location=location,
+    )
+
+
+class _Steps:
+    """Tells what is being drawn, and what is compiled meanwhile."""
+
+    def __init__(self, notify: Notify) -> None:
+        self._notify = notify
+        self._share = 0.0
+
+    def tell(self, what: str, share: float) -> None:
+        self._share = share
+        self._notify(what, share)
+
+    def draw(self, pipe: Any, job: Job, how: str, share: float) -> Drawn:
+        self.tell(f"{how}: {job.prompt!r}, seed {job.seed}", share)
+        return draw(pipe, job)
+
+    def compiling(self, function: str, seconds: float | None) -> None:
+        if seconds is None:
+            self._notify(f"compiling {function}", self._share)
+
+    def after(self, begin: float) -> Notify:
+        """The same, for work that begins when this share is done."""
+        return lambda what, share: self.tell(what, begin + (1 - begin) * share)
+
+
+def _row(job: Job, drawn: Drawn, expected: Drawn, thresholds: Thresholds) -> Row:
+    found = _difference(drawn, expected)
+    height, width = expected.pixels.shape[-2:]
+    return Row(
+        job=job,
+        width=width,
+        height=height,
+        difference=found,
+        broken=tuple(thresholds.broken_by(found)),
+        eager_seconds=expected.seconds,
+        seconds=drawn.seconds,
+    )
+
+
+def _difference(drawn: Drawn, expected: Drawn) -> Difference:
+    latents = None
+    if drawn.latents is not None and expected.latents is not None:
+        latents = (drawn.latents, expected.latents)
+    return quality.difference(drawn.pixels, expected.pixels, latents, perceptual=True)
+
+
+def _locate(
+    handle: Handle, rows: Sequence[Row], eager: Sequence[Drawn], thresholds: Thresholds, notify: Notify
+) -> Location:
+    """Search the worst picture."""
+    row, expected = min(zip(rows, eager, strict=True), key=lambda pair: (not pair[0].broken, pair[0].difference.psnr))
+
+    def is_past() -> bool:
+        return bool(thresholds.broken_by(_difference(draw(handle.pipe, row.job), expected)))
+
+    return locate(handle, row.job, notify, is_past if row.broken else None)

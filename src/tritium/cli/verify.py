@@ -1,0 +1,173 @@
+"""`tritium verify`: the same pictures eagerly and accelerated, held against thresholds."""
+
+from __future__ import annotations
+
+import itertools
+import json as json_format
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tritium.bench import verify
+from tritium.bench.drawing import EXAMPLE, Job, load, parse_size
+from tritium.bench.quality import Difference
+from tritium.bench.verify import Row, Thresholds, Verified
+from tritium.cli import progress
+from tritium.cli.bench import known_device
+from tritium.errors import ConfigError
+
+# For a pipeline that brings no prompts of its own.
+_PROMPT = "a photo of a cat"
+
+# Wide enough for all columns where there is no terminal to fit into.
+_FILE_WIDTH = 120
+
+
+def command(
+    model: Annotated[
+        str, typer.Option(metavar="example|DIR", help="The pipeline that ships with Tritium, or a diffusers folder.")
+    ] = EXAMPLE,
+    recipe: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What `tritium tune` chose; without it, the defaults.")
+    ] = None,
+    accept_differences: Annotated[
+        bool, typer.Option("--accept-differences", help="Use a recipe although it was measured for something else.")
+    ] = False,
+    prompt: Annotated[list[str] | None, typer.Option(help="What to draw; may be given several times.")] = None,
+    size: Annotated[
+        list[str] | None, typer.Option(metavar="WxH", help="Multiples of 16; may be given several times.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Denoising steps; without it, the pipeline's own number.")] = None,
+    seed: Annotated[list[int] | None, typer.Option(help="May be given several times; 0 if not at all.")] = None,
+    min_psnr: Annotated[float, typer.Option(metavar="DB", help="inf asks for equal pictures.")] = verify.MIN_PSNR,
+    min_ssim: Annotated[float | None, typer.Option(metavar="0..1", help="Structural similarity; equal is 1.")] = None,
+    max_difference: Annotated[
+        float | None, typer.Option(metavar="0..1", help="The largest difference of a pixel; white is 1 above black.")
+    ] = None,
+    max_latent_l2: Annotated[
+        float | None, typer.Option(metavar="L", help="Relative L2 of the latents before decoding.")
+    ] = None,
+    max_lpips: Annotated[
+        float | None, typer.Option(metavar="L", help="Needs the package lpips and its weights on this machine.")
+    ] = None,
+    locate: Annotated[
+        bool, typer.Option("--locate", help="Also find the first module, fusion and provider outside of the bound.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON on stdout.")] = False,
+    device_type: Annotated[str | None, typer.Option("--device", help="cuda or cpu; the GPU if there is one.")] = None,
+) -> None:
+    """Draw the same pictures eagerly and accelerated, from the same seeds, and compare them.
+
+    Every prompt is drawn in every size with every seed. Exits with 1 if the worst picture is past a threshold, with 2 if the
+    request is wrong, with 0 otherwise: made for continuous integration.
+    """
+    thresholds = Thresholds(
+        min_psnr=min_psnr,
+        min_ssim=min_ssim,
+        max_difference=max_difference,
+        max_latent_l2=max_latent_l2,
+        max_lpips=max_lpips,
+    )
+    if accept_differences and recipe is None:
+        raise ConfigError("--accept-differences concerns recipes: give --recipe with it")
+    jobs = _jobs(prompt or _prompts(model), size or [], steps, seed or [0])
+    if model == EXAMPLE:
+        _check_words(jobs)
+    where = known_device(device_type)
+    pipe = load(model, where)
+    pipe.set_progress_bar_config(disable=True)
+    with progress.shown() as notify:
+        verified = verify.verify(
+            pipe, jobs, thresholds, notify, recipe, accept_differences=accept_differences, find_cause=locate
+        )
+    if json:
+        print(json_format.dumps({"model": model, **verified.to_dict()}, indent=2, allow_nan=False))
+    else:
+        show(verified)
+    if not verified.passed:
+        raise typer.Exit(1)
+
+
+def _prompts(model: str) -> Sequence[str]:
+    if model != EXAMPLE:
+        return [_PROMPT]
+    from tritium.example import PROMPTS
+
+    return list(PROMPTS)
+
+
+def _check_words(jobs: Sequence[Job]) -> None:
+    from tritium.example import unknown_words
+
+    for job in jobs:
+        unknown = unknown_words(job.prompt)
+        if unknown:
+            raise ConfigError(f"the example was never taught {', '.join(map(repr, unknown))} (prompt {job.prompt!r})")
+
+
+def _jobs(prompts: Sequence[str], sizes: Sequence[str], steps: int | None, seeds: Sequence[int]) -> list[Job]:
+    parsed: list[tuple[int | None, int | None]] = [parse_size(size) for size in sizes] or [(None, None)]
+    return [
+        Job(prompt=prompt, width=width, height=height, steps=steps, seed=seed)
+        for prompt, (width, height), seed in itertools.product(prompts, parsed, seeds)
+    ]
+
+
+def show(verified: Verified) -> None:
+    """Print a line a picture, the worst of each figure, the verdict, and what was located."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = _FILE_WIDTH
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("prompt", overflow="ellipsis", no_wrap=True, max_width=40)
+    with_lpips = any(row.difference.lpips is not None for row in verified.rows)
+    figures = ["PSNR dB", "SSIM", "largest", "latent L2", *["LPIPS"] * with_lpips]
+    for name in ("size", "seed", *figures):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("")
+    for row in verified.rows:
+        table.add_row(*_cells(row, with_lpips=with_lpips))
+    table.add_section()
+    table.add_row("worst", "", "", *_figures(verified.worst, with_lpips=with_lpips), _mark(past=not verified.passed))
+    console.print(table)
+    ways = "; ".join(f"{name}: {choice}" for name, choice in verified.choices.items() if choice != "eager")
+    console.print(f"accelerated: {escape(ways or 'nothing')}", soft_wrap=True, highlight=False)
+    if verified.location is not None:
+        console.print(escape(f"located: {verified.location}"), soft_wrap=True, highlight=False)
+    if verified.passed:
+        asked = ", ".join(f"{name.replace('_', ' ')} {limit:g}" for name, limit in _asked(verified.thresholds))
+        console.print(f"[green]passed[/]: {asked}", soft_wrap=True, highlight=False)
+    else:
+        console.print(f"[red]FAILED[/]: {escape('; '.join(verified.broken))}", soft_wrap=True, highlight=False)
+
+
+def _asked(thresholds: Thresholds) -> list[tuple[str, float]]:
+    return [(name, limit) for name, limit in thresholds.__dict__.items() if limit is not None]
+
+
+def _cells(row: Row, *, with_lpips: bool) -> list[str]:
+    figures = _figures(row.difference, with_lpips=with_lpips)
+    return [
+        escape(row.job.prompt),
+        f"{row.width}x{row.height}",
+        str(row.job.seed),
+        *figures,
+        _mark(past=bool(row.broken)),
+    ]
+
+
+def _figures(found: Difference, *, with_lpips: bool) -> list[str]:
+    latents = "-" if found.latent_l2 is None else f"{found.latent_l2:.1e}"
+    lpips = "-" if found.lpips is None else f"{found.lpips:.4f}"
+    figures = [f"{found.psnr:.1f}", f"{found.ssim:.4f}", f"{found.largest:.1e}", latents]
+    return [*figures, lpips] if with_lpips else figures
+
+
+def _mark(*, past: bool) -> str:
+    return "[red]past[/]" if past else ""

@@ -1,0 +1,137 @@
+"""The fidelity `close` as numbers: the error against a float64 run is at most twice eager's own plus 16 eps of the dtype.
+
+Twice, because plain torch.compile needs that allowance already: it sums in another order. The 16 eps are for results that eager
+happens to hit.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+_TIMES_EAGER = 2
+_EPS = 16
+
+_WIDE = {
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float32: torch.float64,
+    torch.complex64: torch.complex128,
+}
+
+# Casts that carry their dtype in their name.
+_NAMED_CASTS = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
+
+
+def error(actual: Tensor, exact: Tensor) -> float:
+    """Largest absolute difference from the float64 value, relative to its scale."""
+    scale = exact.abs().max().clamp_min(1e-30)
+    return float(((actual.to(exact.dtype) - exact).abs().max() / scale).item())
+
+
+def allowed(eager: Tensor, exact: Tensor) -> float:
+    """The error that `close` grants."""
+    return _TIMES_EAGER * error(eager, exact) + _EPS * torch.finfo(eager.dtype).eps
+
+
+def excess(actual: Tensor, eager: Tensor, exact: Tensor) -> float:
+    """The error by what is allowed: above 1, a result is outside of the bound.
+
+    >>> exact = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    >>> excess(exact.float(), exact.float(), exact)
+    0.0
+    >>> excess(exact.float() + 0.1, exact.float(), exact) > 1000
+    True
+    """
+    if actual.shape != eager.shape or actual.dtype != eager.dtype:
+        return math.inf
+    if not (eager.is_floating_point() or eager.is_complex()):
+        return 0.0 if torch.equal(actual, eager) else math.inf
+    if eager.numel() == 0:
+        return 0.0
+    # Where eager has no number, only the same will do; the rest is measured.
+    numbers = eager.isfinite()
+    if not torch.equal(actual.isfinite(), numbers):
+        return math.inf
+    if not numbers.all():
+        if not torch.equal(actual[~numbers].nan_to_num(), eager[~numbers].nan_to_num()):
+            return math.inf
+        if not numbers.any():
+            return 0.0
+        actual, eager, exact = actual[numbers], eager[numbers], exact[numbers]
+    found = error(actual, exact) / allowed(eager, exact)
+    # A float64 run without a number where eager has one tells nothing good about either.
+    return math.inf if math.isnan(found) else found
+
+
+def largest_excess(actual: Any, eager: Any, exact: Any) -> float | None:
+    """`excess` over all tensors that a module returned; None if there are none to compare."""
+    found = [tensors(result) for result in (actual, eager, exact)]
+    if len({len(results) for results in found}) != 1:
+        return math.inf
+    return max((excess(*results) for results in zip(*found, strict=True)), default=None)
+
+
+def tensors(result: Any) -> list[Tensor]:
+    """The tensors in what a module returned, in order."""
+    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+
+
+def in_float64(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a module gives when everything is float64: weights, arguments, and what it casts to on its way.
+
+    Models cast to float32 by name. Left alone, such a cast would make the float64 run share eager's error, and a result that is
+    as good would count as wrong.
+    """
+    wide = copy.deepcopy(module)._apply(_widened)
+    for inner in wide.modules():
+        # Tensors that are neither parameters nor buffers.
+        for name, value in list(vars(inner).items()):
+            if isinstance(value, Tensor):
+                setattr(inner, name, _widened(value))
+    wide_args, wide_kwargs = pytree.tree_map_only(Tensor, _widened, (tuple(args), dict(kwargs)))
+    with _float64_by_default(), _Widening(), torch.no_grad():
+        return wide(*wide_args, **wide_kwargs)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.to(_WIDE[tensor.dtype]) if tensor.dtype in _WIDE else tensor.clone()
+
+
+class _Widening(TorchFunctionMode):
+    """Whoever asks for a narrower floating point dtype gets the widest."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        del types
+        kwargs = dict(kwargs or {})
+        if func in _NAMED_CASTS:
+            return args[0].to(torch.float64)
+        # `view` with a dtype reads the same bits as another type: it is no cast.
+        if func is not torch.Tensor.view:
+            args = tuple(_wide_dtype(value) for value in args)
+            kwargs = {name: _wide_dtype(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _wide_dtype(value: Any) -> Any:
+    return _WIDE.get(value, value) if isinstance(value, torch.dtype) else value
+
+
+@contextmanager
+def _float64_by_default() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
