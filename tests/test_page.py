@@ -179,7 +179,7 @@ def test_everything_is_on_the_page_and_the_page_is_whole(written):
         "3 sites recognised: 2 run an owned kernel, 0 left to Inductor, 1 declined",
         "1 recompile, 1 operator without generated code, 1 failure",
         "One call takes 0.5 ms; 3 of 4 launches were timed under the profiler",
-        "transformer plain 80 ms · 80 %",
+        "transformer plain 28 × 80 ms · 80 %",
         "not measured",
         "1 launch could not be found",
         "hidden_plain",
