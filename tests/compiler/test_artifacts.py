@@ -253,7 +253,7 @@ class TestRefused:
     def test_cut_off_anywhere(self, tmp_path):
         whole = encode(HERE, SECTIONS, 1)
         for length in range(len(whole)):
-            with pytest.raises(ArtifactError, match="incomplete|no file of compile artifacts"):
+            with pytest.raises(ArtifactError, match=r"incomplete|no file of compile artifacts"):
                 artifacts.load(self.write(tmp_path, whole[:length]), HERE)
 
     def test_any_byte_changed(self, tmp_path):
