@@ -184,6 +184,19 @@ def test_a_library_that_cannot_be_loaded_is_compiled_again(tmp_path, in_process)
     assert "is compiled again" in said[0]
 
 
+@pytest.mark.codegen
+def test_the_next_machine_needs_no_compiler(tmp_path, in_process):
+    start = "from tritium.compiler import artifacts\nfrom tritium.fingerprint import Fingerprint\n"
+    here = f"({str(tmp_path / 'file')!r}, Fingerprint.current({{}}, 'cpu'))\n"
+    in_process(f"{TINY}\n{start}artifacts.save{here}", cache=tmp_path / "first")
+    (digest,), said = json.loads(
+        in_process(f"{start}artifacts.load{here}{TINY}", cache=tmp_path / "second", env={"PATH": str(tmp_path)})
+    )
+    # A lowering that failed would have said so.
+    assert said == []
+    assert (tmp_path / "second" / "tritium" / "kernels" / f"{digest}.so").exists()
+
+
 class TestLibraries:
     """A library is found for the same source, settings, versions and CPU alone."""
 
