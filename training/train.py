@@ -449,6 +449,8 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     device = torch.device(options.device)
     torch.manual_seed(options.seed)
+    # cuDNN's attention reads out of bounds in the compiled backward pass (torch 2.11, heads of 32).
+    torch.backends.cuda.enable_cudnn_sdp(False)
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.benchmark = True
     if options.start:
