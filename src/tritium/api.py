@@ -23,7 +23,7 @@ from tritium.pipelines import hooks, parts, recipe, trial
 from tritium.pipelines.installed import Installed
 from tritium.pipelines.plan import Choice, Plan
 from tritium.pipelines.progress import Progress
-from tritium.report import LEDGER, Component, GraphRecord, Report
+from tritium.report import Component, Report
 
 # The handle that has something on a module, for as long as it has.
 _TAKEN: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Handle]] = weakref.WeakKeyDictionary()
@@ -139,16 +139,17 @@ class Handle:
 
     @property
     def report(self) -> Report:
-        """What was done to all components, declined, and why. Also after `remove()`."""
-        records: list[GraphRecord] = []
-        for installed in self._installed:
-            try:
-                found = explain(installed.part.entry).records
-            except ReportError:
-                # Nothing of this part was compiled by Tritium.
-                continue
-            records += [record for record in found if record not in records]
-        return Report(records, LEDGER.limits_of(records), components=self.components)
+        """What was done to all components, declined, and why; `tritium.explain(handle, call=...)` also measures kernels."""
+        try:
+            return explain(self)
+        except ReportError:
+            # Nothing was compiled yet, or by Tritium.
+            return Report([], components=self.components)
+
+    @property
+    def entries(self) -> list[nn.Module]:
+        """The modules through which each part is called."""
+        return [installed.part.entry for installed in self._installed]
 
     @property
     def components(self) -> list[Component]:
@@ -187,6 +188,8 @@ def _what(installed: Installed) -> str:
         "inductor": f"torch.compile: {part.what}",
         "tritium": f"compiled: {part.what}",
     }[choice.how]
+    if choice.how != "eager" and not installed.entry.calls:
+        done = f"not called yet; to be {done}" if choice.how == "tritium" else f"not called yet; {done}"
     layout = "; weights channels-last" if choice.channels_last else ""
     return done + layout + (f" ({installed.why})" if installed.why else "")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 import time
@@ -15,7 +14,9 @@ import torch
 from torch import Tensor
 
 from tritium import device
-from tritium.errors import ConfigError, MissingExtra
+from tritium.errors import ConfigError
+from tritium.example import load_example
+from tritium.example.loading import load_pipeline
 
 EXAMPLE = "example"
 
@@ -78,8 +79,6 @@ def load(name: str, device_type: str, dtype: torch.dtype | None = None) -> Any:
     """The example that ships with the package, or a pipeline from a local folder."""
     dtype = dtype or (torch.bfloat16 if device_type == "cuda" and name != EXAMPLE else torch.float32)
     if name == EXAMPLE:
-        from tritium.example import load_example
-
         return load_example(device_type, dtype)
     folder = Path(name)
     if not folder.is_dir():
@@ -87,11 +86,7 @@ def load(name: str, device_type: str, dtype: torch.dtype | None = None) -> Any:
     if not (folder / "model_index.json").is_file():
         raise ConfigError(f"{name!r} is no diffusers pipeline: it has no model_index.json")
     try:
-        diffusers: Any = importlib.import_module("diffusers")
-    except ModuleNotFoundError as error:
-        raise MissingExtra("diffusers", "diffusers", "loading a pipeline") from error
-    try:
-        pipe = diffusers.DiffusionPipeline.from_pretrained(folder, torch_dtype=dtype, local_files_only=True)
+        pipe = load_pipeline(folder, dtype, "loading a pipeline")
     except (OSError, ValueError, json.JSONDecodeError) as error:
         raise ConfigError(f"{name!r} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
     return pipe.to(device_type)

@@ -22,6 +22,7 @@ from tritium.bench.drawing import Drawn, Job
 from tritium.bench.results import OURS, YARDSTICK, Row
 from tritium.bench.run import EAGER, PREPARED, Notify, Outcome, Settings, start_compiler
 from tritium.errors import ConfigError
+from tritium.example import PROMPTS
 from tritium.pipelines.plan import Choice, Plan
 
 # Seconds a process may take to its first picture.
@@ -36,8 +37,6 @@ def is_pipeline(name: str) -> bool:
 def jobs_for(name: str) -> list[Job]:
     """What is drawn: the plain call of the pipeline, on prompts it can draw."""
     if name == drawing.EXAMPLE:
-        from tritium.example import PROMPTS
-
         return [Job(prompt=prompt, seed=seed) for seed, prompt in enumerate(PROMPTS)]
     prompts = ("a red apple on a wooden table", "a lighthouse at night, long exposure")
     return [Job(prompt=prompt, seed=seed) for seed, prompt in enumerate(prompts)]

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import tritium
+from tritium import example
 from tritium.bench import drawing, pictures, quality
 from tritium.bench.drawing import Drawn, Job
 from tritium.bench.pictures import Panel
@@ -73,7 +74,9 @@ def command(
         pictures.save(drawn.pixels[0], output)
     else:
         found["seconds"]["eager"] = reference.seconds
-        found["difference"] = _difference(drawn, reference).to_dict()
+        difference = _difference(drawn, reference)
+        found["difference"] = difference.to_dict()
+        summary += f"\n{difference}"
         pictures.save_rows([panels(drawn, reference, job)], output)
     _tell(found, json=json, summary=summary)
 
@@ -84,8 +87,6 @@ def known_prompt(prompt: str | None, model: str) -> str:
         if not prompt:
             raise ConfigError(f"model {model!r} needs a prompt")
         return prompt
-    from tritium import example
-
     if prompt is None:
         return example.PROMPTS[0]
     strange = example.unknown_words(prompt)
@@ -134,7 +135,4 @@ def _tell(found: dict[str, Any], *, json: bool, summary: str = "") -> None:
         print(summary)
     for name, seconds in found["seconds"].items():
         print(f"{name}: {seconds:.2f} s")
-    if "difference" in found:
-        values = {name: value for name, value in found["difference"].items() if value is not None}
-        print(", ".join(f"{name} {value:.4g}" for name, value in values.items()) or "equal")
     print(f"wrote {found['output']}")

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import CodeType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from tritium import ops
 from tritium.compiler.time_kernels import time_kernels
 from tritium.errors import ReportError
-from tritium.report import LEDGER, Failure, GraphRecord, Report
+from tritium.report import LEDGER, Component, Failure, GraphRecord, Report
+
+
+@runtime_checkable
+class InParts(Protocol):
+    """A thing that has several modules, each reported as a component: what `optimize` returns."""
+
+    @property
+    def entries(self) -> list[torch.nn.Module]: ...
+
+    @property
+    def components(self) -> list[Component]: ...
 
 
 def explain(thing: Any = None, *, call: Callable[[], Any] | None = None) -> Report:
-    """The report of a compiled model, a module whose class or blocks are compiled, or a compiled function.
+    """The report of a compiled model, a module whose class or blocks are compiled, a compiled function, or a handle.
 
     Without an argument: everything this process compiled with Tritium. Call it after the model has run once, or give
     `call`, which runs the model once: it is then called some more times under the profiler, and kernels get
@@ -37,11 +48,16 @@ def explain(thing: Any = None, *, call: Callable[[], Any] | None = None) -> Repo
         report = Report(timed, limits, measurement=measurement)
     else:
         report = Report(records, limits)
+    if isinstance(thing, InParts):
+        report.components = list(thing.components)
     _add_failed_providers(report)
     return report
 
 
 def _records_of(thing: Any, records: list[GraphRecord]) -> list[GraphRecord]:
+    if isinstance(thing, InParts):
+        found = [record for entry in thing.entries for record in _records_of(entry, records)]
+        return [record for record in records if record in found]
     if not isinstance(thing, torch.nn.Module):
         codes = {id(code) for code in _codes(thing)}
         return [record for record in records if codes & record.callers]

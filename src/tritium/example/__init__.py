@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from tritium.errors import MissingExtra, MissingWeights
+from tritium.errors import MissingWeights
 from tritium.example.grammar import PROMPTS, VOCABULARY, unknown_words
+from tritium.example.loading import load_pipeline
 
 __all__ = ["PROMPTS", "VOCABULARY", "WEIGHTS", "load_example", "unknown_words"]
 
@@ -27,16 +28,11 @@ def load_example(device: str | torch.device = "cpu", dtype: torch.dtype | None =
     Prompts are made of the words in `VOCABULARY`; `unknown_words` names those of a prompt that are not. Sizes are
     multiples of 16 from 96 to 256. Guidance is `true_cfg_scale` above 1 with `negative_prompt=""`.
     """
-    try:
-        import transformers  # noqa: F401
-        from diffusers import FluxPipeline
-    except ImportError as absent:
-        raise MissingExtra(absent.name or "diffusers", "diffusers", "the example pipeline") from absent
     if not (WEIGHTS / "model_index.json").is_file():
         raise MissingWeights(
             f"the example pipeline's weights are not in {WEIGHTS}; install the package from its wheel, "
             "or train them with training/train.py and copy the saved pipeline there"
         )
-    pipeline = FluxPipeline.from_pretrained(WEIGHTS, local_files_only=True)
+    pipeline = load_pipeline(WEIGHTS, dtype or torch.float32, "the example pipeline")
     pipeline.default_sample_size = SIDE // pipeline.vae_scale_factor
-    return pipeline.to(device, dtype or torch.float32)
+    return pipeline.to(device)
