@@ -12,7 +12,7 @@ from torch import nn
 import small_pipelines
 import tritium
 from tritium import Choice, CompilationConfig, Plan
-from tritium.errors import ConfigError, PipelineError
+from tritium.errors import ArtifactError, ConfigError, PipelineError
 from tritium.pipelines import trial
 
 # Rewrites without generating code: what is tested here is the front door.
@@ -272,3 +272,45 @@ class TestMeasuring:
         taken = {Choice(how="eager"): 10.0, plain: 5.0, other: 4.95}
         assert trial.pick(taken)[0] == plain
         assert trial.pick({**taken, other: 4.0})[0] == other
+
+
+class TestArtifacts:
+    def test_a_file_that_is_damaged_is_refused_and_the_pipeline_compiles(self, pipe, tmp_path):
+        path = tmp_path / "pipe.tritium"
+        path.write_bytes(b"not what it says")
+        expected = small_pipelines.draw(pipe)
+        with pytest.warns(RuntimeWarning, match=r"pipe\.tritium.*compiling as usual"):
+            handle = tritium.optimize(pipe, PLAN, artifacts=path)
+        with handle:
+            assert handle.artifacts is None
+            assert torch.equal(small_pipelines.draw(pipe), expected)
+            assert handle.report.records
+
+    def test_nothing_compiled_is_nothing_to_save(self, pipe, tmp_path):
+        with tritium.optimize(pipe, PLAN) as handle, pytest.raises(ArtifactError, match="nothing was compiled"):
+            handle.save(tmp_path / "pipe.tritium")
+
+    @pytest.mark.codegen
+    def test_another_process_starts_from_a_moved_file(self, in_process, tmp_path):
+        program = """
+import sys; sys.path[:0] = ["tests"]
+import pathlib, torch, tritium, small_pipelines
+pipe = small_pipelines.flux(1, 1)
+plan = tritium.Plan(components={"vae": "eager"}, progress=False)
+handle = tritium.optimize(pipe, plan, artifacts=ARTIFACTS)
+picture = small_pipelines.draw(pipe, steps=1)
+if ARTIFACTS is None:
+    handle.save(SAVED)
+counters = torch._dynamo.utils.counters["inductor"]
+print(counters["fxgraph_cache_miss"], counters["fxgraph_cache_hit"], picture.double().sum().item())
+"""
+        first, moved = tmp_path / "first" / "pipe.tritium", tmp_path / "elsewhere.tritium"
+        first.parent.mkdir()
+        head = f"ARTIFACTS, SAVED = None, {str(first)!r}\n"
+        cold = in_process(head + program, cache=tmp_path / "a").split()
+        first.rename(moved)
+        warm = in_process(f"ARTIFACTS = {str(moved)!r}\n" + program, cache=tmp_path / "b").split()
+        assert int(cold[0]) > 0
+        assert warm[0] == "0"
+        assert int(warm[1]) == int(cold[0]) + int(cold[1])
+        assert warm[2] == cold[2]

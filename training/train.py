@@ -27,6 +27,7 @@ from torch import nn
 import parts
 import score
 from draw import draw, sample_scenes
+from steps import MAIN_LENGTH, MAIN_SIZE, CompileCheck, Denoising, Halves, adam, plain_attention, positions
 from tritium.example.grammar import Scene, caption
 
 STARTED = time.monotonic()
@@ -48,7 +49,6 @@ VAE_BUCKETS = {(128, 128): 0.7, (96, 160): 0.07, (160, 96): 0.07, (192, 192): 0.
 LENGTHS = {32: 0.40, 64: 0.14, 128: 0.12, 256: 0.10, 512: 0.24}
 # Most steps are on one size and one length, which is compiled: a step takes a quarter of the time. The others teach
 # what another size and more padding look like, which takes little once pictures are right.
-MAIN_SIZE, MAIN_LENGTH = (128, 128), 32
 MAIN_SHARE = 0.88
 CAPTIONS = 4
 NULL_SHARE = 0.1
@@ -112,10 +112,6 @@ def autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     if device.type == "cuda":
         return torch.autocast("cuda", dtype=torch.bfloat16)
     return contextlib.nullcontext()
-
-
-def adam(parameters: list[nn.Parameter], device: torch.device) -> torch.optim.AdamW:
-    return torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=0.01, fused=device.type == "cuda")
 
 
 def descend(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], loss: torch.Tensor, rate: float) -> None:
@@ -206,12 +202,6 @@ def pack(latents: torch.Tensor) -> torch.Tensor:
     return squares.permute(0, 2, 4, 1, 3, 5).reshape(batch, height * width // 4, 4 * channels)
 
 
-def positions(height: int, width: int, device: torch.device) -> torch.Tensor:
-    """Row and column of each token, [tokens, 3]; the first column is FluxPipeline's and always zero."""
-    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-    return torch.stack([torch.zeros_like(rows), rows, columns], -1).view(-1, 3).float().to(device)
-
-
 @torch.no_grad()
 def normalise(vae: Any, device: torch.device, count: int) -> None:
     """Measure the latents and write scale and shift into the VAE's configuration, where the pipeline reads them."""
@@ -267,67 +257,6 @@ def cache_latents(vae: Any, options: argparse.Namespace, device: torch.device) -
     return buckets
 
 
-class Denoising(nn.Module):
-    """The three models that are trained together, and one step of their loss."""
-
-    def __init__(self, clip: Any, t5: Any, denoiser: Any) -> None:
-        super().__init__()
-        self.clip, self.t5, self.denoiser = clip, t5, denoiser
-
-    def forward(
-        self, latents: torch.Tensor, clip_ids: torch.Tensor, t5_ids: torch.Tensor, at: torch.Tensor, denoise: Any = None
-    ) -> torch.Tensor:
-        noise = torch.randn_like(latents)
-        # Half of the times where the picture takes form, half anywhere, so that the first of few steps is good too.
-        middle = torch.sigmoid(torch.randn(len(latents), device=latents.device))
-        evenly = torch.rand_like(middle)
-        time_ = torch.where(torch.rand_like(middle) < 0.5, middle, evenly)
-        mixed = torch.lerp(latents, noise, time_[:, None, None])
-        tokens = self.t5(t5_ids)[0]
-        pooled = self.clip(clip_ids).pooler_output
-        velocity = (self.denoiser if denoise is None else denoise)(
-            hidden_states=mixed.to(tokens.dtype),
-            timestep=time_,
-            encoder_hidden_states=tokens,
-            pooled_projections=pooled,
-            txt_ids=at.new_zeros(t5_ids.shape[1], 3),
-            img_ids=at,
-            return_dict=False,
-        )[0]
-        return (velocity.float() - (noise - latents)).square().mean()
-
-
-class Halves:
-    """Weights in float32 that the optimizer moves, and on a GPU the bfloat16 copy of them that computes."""
-
-    def __init__(self, model: Denoising, device: torch.device) -> None:
-        self.masters = list(model.parameters())
-        self.model = copy.deepcopy(model).to(torch.bfloat16) if device.type == "cuda" else model
-        self.copies = list(self.model.parameters())
-        self._separate = self.model is not model
-
-    def refresh(self) -> None:
-        if self._separate:
-            with torch.no_grad():
-                torch._foreach_copy_(self.copies, self.masters)
-
-    def descend(self, optimizer: torch.optim.Optimizer, loss: torch.Tensor, rate: float) -> None:
-        for copied in self.copies:
-            copied.grad = None
-        loss.backward()
-        if self._separate:
-            for master, copied in zip(self.masters, self.copies, strict=True):
-                if master.grad is None and copied.grad is not None:
-                    master.grad = torch.empty_like(master)
-            moved = [(m.grad, c.grad) for m, c in zip(self.masters, self.copies, strict=True) if c.grad is not None]
-            torch._foreach_copy_(*map(list, zip(*moved, strict=True)))
-        nn.utils.clip_grad_norm_(self.masters, 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.step()
-        self.refresh()
-
-
 def sample_batch(bucket: Bucket, length: int, count: int, null: tuple[torch.Tensor, torch.Tensor]) -> Any:
     """Random latents of a bucket with one of their captions each, some with the empty one; T5's padded to `length`."""
     device = bucket.latents.device
@@ -340,10 +269,11 @@ def sample_batch(bucket: Bucket, length: int, count: int, null: tuple[torch.Tens
     return bucket.latents[rows].float(), clip_ids, t5_ids, bucket.positions
 
 
-def compiled(denoiser: Any) -> Any:
-    """The denoiser compiled for one size; where that fails it runs as it is."""
-    torch._dynamo.config.suppress_errors = True
-    return torch.compile(denoiser, dynamic=False)
+def pick_shape(buckets: list[Bucket], choose: random.Random, *, is_main: bool) -> tuple[Bucket, int]:
+    """A size and a length of text for one step."""
+    if is_main:
+        return buckets[list(BUCKETS).index(MAIN_SIZE)], MAIN_LENGTH
+    return buckets[pick(dict(enumerate(BUCKETS.values())), choose)], pick(LENGTHS, choose)
 
 
 def average(averages: list[nn.Parameter], parameters: list[nn.Parameter], step: int) -> None:
@@ -354,7 +284,12 @@ def average(averages: list[nn.Parameter], parameters: list[nn.Parameter], step: 
 
 
 def train_denoiser(
-    model: Denoising, vae: Any, buckets: list[Bucket], options: argparse.Namespace, device: torch.device
+    model: Denoising,
+    vae: Any,
+    buckets: list[Bucket],
+    options: argparse.Namespace,
+    device: torch.device,
+    check: CompileCheck | None = None,
 ) -> FluxPipeline:
     """Train denoiser and text encoders together; gives the pipeline of their averaged weights."""
     path = options.out / "denoiser.pt"
@@ -374,7 +309,10 @@ def train_denoiser(
         clock.spent, clock.step = state["elapsed"], state["step"]
     halves = Halves(model, device)
     halves.refresh()
-    quick = compiled(halves.model.denoiser) if options.compile else None
+    quick = None
+    if check is not None and check.passed():
+        plain_attention()
+        quick = torch.compile(halves.model.denoiser, dynamic=False)
     pipeline = parts.assemble(vae, averaged.clip, averaged.t5, averaged.denoiser, shift=options.shift)
 
     def save() -> None:
@@ -382,15 +320,13 @@ def train_denoiser(
         write(state | {"elapsed": clock.elapsed, "step": clock.step}, path)
         parts.save(pipeline, options.out / "pipeline")
 
-    choose, shares = random.Random(clock.step), dict(enumerate(BUCKETS.values()))
+    choose = random.Random(clock.step)
     clip_ids, t5_ids = parts.CaptionIds()([""])
     null = clip_ids.to(device), t5_ids.to(device)
-    main = list(BUCKETS).index(MAIN_SIZE)
     seen, smooth = 0, None
     while clock.fraction < 1:
         is_main = choose.random() < MAIN_SHARE
-        bucket = buckets[main if is_main else pick(shares, choose)]
-        length = MAIN_LENGTH if is_main else pick(LENGTHS, choose)
+        bucket, length = pick_shape(buckets, choose, is_main=is_main)
         count = max(2, options.tokens // (len(bucket.positions) + length))
         batch = sample_batch(bucket, length, count, null)
         loss = halves.model(*batch, denoise=quick if is_main else None)
@@ -438,7 +374,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shift", type=float, default=1.0, help="the scheduler's")
     parser.add_argument("--prompts", type=int, default=128, help="held-out prompts to score; 0 scores nothing")
     parser.add_argument("--probe", type=int, default=64, help="held-out prompts to score at each save; 0 for none")
-    parser.add_argument("--compile", action="store_true", help="compile the denoiser for the main size")
+    parser.add_argument("--compile", action="store_true", help="compile the denoiser for the main size, if that works")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
@@ -449,8 +385,6 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     device = torch.device(options.device)
     torch.manual_seed(options.seed)
-    # cuDNN's attention reads out of bounds in the compiled backward pass (torch 2.11, heads of 32).
-    torch.backends.cuda.enable_cudnn_sdp(False)
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.benchmark = True
     if options.start:
@@ -468,8 +402,9 @@ def main() -> None:
     # A denoiser that was trained before is tied to the scale it was trained with.
     if options.vae_seconds or not options.start:
         normalise(vae, device, 1024 if device.type == "cuda" else 64)
+    check = CompileCheck(options.device, options.tokens) if options.compile else None
     buckets = cache_latents(vae, options, device)
-    pipeline = train_denoiser(model, vae, buckets, options, device)
+    pipeline = train_denoiser(model, vae, buckets, options, device, check)
     finish(pipeline, options)
 
 

@@ -13,7 +13,7 @@ from tritium.bench.results import Results, Row
 _NAMES = {"eager": "eager", "inductor": "torch.compile", "tritium": "Tritium"}
 
 # Wide enough for all columns where there is no terminal to fit into.
-_FILE_WIDTH = 110
+_FILE_WIDTH = 130
 
 
 def show(results: Results) -> None:

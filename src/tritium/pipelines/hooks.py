@@ -13,6 +13,7 @@ from torch import nn
 
 from tritium.errors import PipelineError
 from tritium.pipelines.parts import Part
+from tritium.pipelines.watch import Entry
 
 # Quantized weights of these packages are computed by kernels that Dynamo cannot see into.
 _OPAQUE_QUANTIZATION = ("bitsandbytes", "gguf", "optimum.quanto")
@@ -30,7 +31,9 @@ def check(part: Part) -> None:
 
 def _obstacles(part: Part) -> Iterator[tuple[str, str, str]]:
     for target in part.targets:
-        if target.module._compiled_call_impl is not None:
+        call = target.module._compiled_call_impl
+        # Our own way in is no obstacle to ourselves.
+        if call is not None and not isinstance(call, Entry):
             yield target.path, "a compiled call already (torch.compile)", "optimize a pipeline that is not compiled"
         for inner_path, inner in target.module.named_modules():
             path = ".".join(piece for piece in (target.path, inner_path) if piece)

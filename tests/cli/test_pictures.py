@@ -1,0 +1,185 @@
+"""`tritium run`, and whole pipelines in `bench` and `tune`: on a tiny pipeline, rewritten without generating code."""
+
+import json
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+import small_pipelines
+from tritium import Choice
+from tritium.bench.results import Results
+from tritium.cli.app import app
+from tritium.example import PROMPTS
+from tritium.pipelines import recipe, trial
+
+EAGER = {"TRITIUM_ENGINE": "eager"}
+
+
+def invoke(*arguments, env=EAGER):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env=env)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("pipeline")
+    small_pipelines.flux().save_pretrained(path)
+    return path
+
+
+def draw(folder, *more):
+    return invoke("run", "a red circle", "--model", folder, "--size", "32x32", "--steps", 1, *more)
+
+
+class TestRun:
+    def test_it_draws(self, folder, tmp_path):
+        done = draw(folder, "-o", tmp_path / "out.png")
+        assert done.exit_code == 0, done.output
+        assert "transformer" in done.stdout
+        with Image.open(tmp_path / "out.png") as picture:
+            assert picture.size == (32, 32)
+
+    def test_it_compares(self, folder, tmp_path):
+        done = draw(folder, "--compare", "--json", "-o", tmp_path / "out.png")
+        assert done.exit_code == 0, done.output
+        found = json.loads(done.stdout)
+        assert set(found["seconds"]) == {"eager", "tritium", "first"}
+        # Rewrites on engine `eager` are what the model computes, in its own order.
+        assert found["difference"]["psnr"] is None or found["difference"]["psnr"] > 80
+        with Image.open(tmp_path / "out.png") as picture:
+            assert picture.width > 3 * 256
+
+    def test_it_draws_without_tritium(self, folder, tmp_path):
+        done = draw(folder, "--eager", "--json", "-o", tmp_path / "out.png")
+        assert done.exit_code == 0, done.output
+        assert set(json.loads(done.stdout)["seconds"]) == {"eager"}
+
+    def test_a_recipe_is_applied(self, folder, tmp_path):
+        pipe = type(small_pipelines.flux()).from_pretrained(folder)
+        choices = {"transformer": Choice(how="eager"), "vae": Choice(how="eager")}
+        found = recipe.Recipe(choices=choices, figures={}, fingerprint=recipe.fingerprint_of(pipe))
+        found.save(tmp_path / "recipe.json")
+        done = draw(folder, "--recipe", tmp_path / "recipe.json", "-o", tmp_path / "out.png")
+        assert done.exit_code == 0, done.output
+        assert "compiled" not in done.stdout.replace("compiling", "")
+
+    def test_the_example_draws_its_first_prompt(self, tmp_path):
+        done = invoke("run", "--eager", "--steps", 1, "-o", tmp_path / "out.png")
+        assert done.exit_code == 0, done.output
+        with Image.open(tmp_path / "out.png") as picture:
+            assert picture.size == (128, 128)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["a red dragon"], "does not know 'dragon'; its words are: 2 3 a above"),
+            (["a red circle", "--size", "100x128"], "width 100 is not a multiple of 16"),
+            (["a red circle", "--size", "128"], "is not WIDTHxHEIGHT"),
+            (["a red circle", "--size", "128x0"], "height 0 is not a multiple of 16"),
+            (["a red circle", "--steps", "0"], "steps must be at least 1"),
+            (["a red circle", "--model", "nowhere"], "there is no model 'nowhere'"),
+            (["a red circle", "--model", "."], "is no diffusers pipeline: it has no model_index.json"),
+            (["a red circle", "--eager", "--compare"], "leave out --compare"),
+            (["a red circle", "--recipe", "absent.json"], "recipe absent.json cannot be read"),
+            (["a red circle", "--device", "tpu"], "device 'tpu' is not known"),
+            (["a red circle", "-o", "/proc/out.png"], "/proc/out.png cannot be written"),
+            (["a red circle", "-o", "out"], "has no ending"),
+        ],
+    )
+    def test_wrong_input_is_one_line_and_exit_code_2(self, arguments, message, monkeypatch, tmp_path):
+        monkeypatch.chdir(tmp_path)
+        done = invoke("run", *arguments)
+        assert done.exit_code == 2
+        lines = [line for line in done.stderr.splitlines() if line.startswith("tritium: ")]
+        assert len(lines) == 1
+        assert message in lines[0]
+
+    def test_a_folder_needs_a_prompt(self, folder):
+        done = invoke("run", "--model", folder)
+        assert done.exit_code == 2
+        assert "needs a prompt" in done.stderr
+
+
+class TestBench:
+    def test_a_folder_is_a_workload(self, folder, tmp_path, monkeypatch):
+        monkeypatch.setattr("tritium.bench.whole.jobs_for", small_jobs)
+        done = invoke("bench", folder, "--against", "eager", "--seconds", 0, "--json", tmp_path / "found.json")
+        assert done.exit_code == 0, done.output
+        rows = {row.variant: row for row in Results.load(tmp_path / "found.json").rows}
+        assert set(rows) == {"eager", "tritium"}
+        assert rows["eager"].psnr is None
+        assert rows["eager"].ssim == pytest.approx(1)
+        assert rows["tritium"].relative_l2 < 1e-5
+        assert rows["tritium"].median_ms > 0
+        assert "PSNR dB" in done.stdout
+
+    def test_options_of_single_models_are_refused(self, folder):
+        done = invoke("bench", folder, "--exact")
+        assert done.exit_code == 2
+        assert "concern single models" in done.stderr
+
+    def test_an_unknown_workload_is_refused_before_anything_runs(self):
+        done = invoke("bench", "exampel")
+        assert done.exit_code == 2
+
+
+def small_jobs(_name):
+    from tritium.bench.drawing import Job
+
+    return [Job(prompt="a red circle", width=32, height=32, steps=1, extra={"max_sequence_length": 16})]
+
+
+class TestTune:
+    @pytest.fixture
+    def few_ways(self, monkeypatch):
+        monkeypatch.setattr(trial, "ways", lambda installed: [Choice(how="eager"), Choice(how="tritium")])
+
+    def test_a_recipe_is_written_and_applied(self, folder, tmp_path, few_ways):
+        out = tmp_path / "recipe.json"
+        asked = [
+            "tune",
+            folder,
+            "--prompt",
+            "a red circle",
+            "--size",
+            "32x32",
+            "--steps",
+            1,
+            "--seconds",
+            0.1,
+            "-o",
+            out,
+        ]
+        done = invoke(*asked)
+        assert done.exit_code == 0, done.output
+        assert "times as fast" in done.stdout
+        found = recipe.load(out)
+        assert set(found.choices) >= {"transformer", "vae.decode", "text_encoder"}
+        assert found.figures["jobs"][0]["width"] == 32
+        assert draw(folder, "--recipe", out, "-o", tmp_path / "out.png").exit_code == 0
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["example", "--show"], "--show and --dtype concern ops"),
+            (["rms_norm", "--min-psnr", "40"], "--min-psnr concern a pipeline"),
+            (["example", "--prompt", "a dragon"], "does not know 'dragon'"),
+            (["example", "-o", "/proc/recipe.json"], "cannot be written"),
+            (["example", "--size", "1x1"], "not a multiple of 16"),
+        ],
+    )
+    def test_wrong_input(self, arguments, message):
+        done = invoke("tune", *arguments)
+        assert done.exit_code == 2
+        assert message in done.stderr
+
+    def test_what_is_known_as_json(self):
+        done = invoke("tune", "--show", "--json", "--device", "cpu")
+        assert done.exit_code == 0
+        assert json.loads(done.stdout)["rows"] == []
+
+
+def test_prompts_of_the_example_are_known_words():
+    from tritium.cli.run import known_prompt
+
+    assert [known_prompt(prompt, "example") for prompt in PROMPTS] == list(PROMPTS)

@@ -1,0 +1,150 @@
+"""Recipes: what was measured, for what, and what happens elsewhere."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+import small_pipelines
+import tritium
+from tritium import Choice
+from tritium.bench import quality, tuning
+from tritium.bench.drawing import Job
+from tritium.errors import ConfigError, RecipeError, RecipeMismatch
+from tritium.pipelines import recipe, trial
+from tritium.pipelines.recipe import Recipe
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return small_pipelines.flux()
+
+
+@pytest.fixture
+def saved(pipe, tmp_path):
+    choices = {"vae": Choice(how="eager"), "transformer": Choice(how="eager")}
+    found = Recipe(choices=choices, figures={}, fingerprint=recipe.fingerprint_of(pipe))
+    found.save(tmp_path / "recipe.json")
+    return tmp_path / "recipe.json"
+
+
+def edited(path, change):
+    found = json.loads(path.read_text())
+    change(found)
+    path.write_text(json.dumps(found))
+    return path
+
+
+class TestFile:
+    def test_round_trip(self, saved, pipe):
+        found = recipe.load(saved)
+        assert found.choices == {"vae": Choice(how="eager"), "transformer": Choice(how="eager")}
+        assert found.fingerprint == recipe.fingerprint_of(pipe)
+
+    def test_optimize_applies_it(self, saved, pipe):
+        with tritium.optimize(pipe, saved) as handle:
+            assert {choice.how for choice in handle.choices.values()} == {"eager"}
+        with tritium.optimize(pipe, str(saved)):
+            pass
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("{", "is no JSON"),
+            ("[]", "is no recipe"),
+            ('{"format": 99}', "has format 99, and this version reads 1"),
+            ('{"format": 1}', "cannot be understood"),
+            ('{"format": 1, "choices": {"vae": {"how": "fast"}}, "figures": {}, "fingerprint": {}}', "did you mean"),
+        ],
+    )
+    def test_what_is_no_recipe(self, tmp_path, pipe, text, message):
+        path = tmp_path / "recipe.json"
+        path.write_text(text)
+        with pytest.raises(RecipeError, match=message) if "mean" not in message else pytest.raises(RecipeError):
+            tritium.optimize(pipe, path)
+
+    def test_a_file_that_is_not_there(self, tmp_path, pipe):
+        with pytest.raises(RecipeError, match="cannot be read: No such file"):
+            tritium.optimize(pipe, tmp_path / "absent.json")
+
+
+class TestElsewhere:
+    @pytest.mark.parametrize("part", ["torch", "device", "diffusers", "python"])
+    def test_each_ingredient_is_named(self, saved, pipe, part):
+        edited(saved, lambda found: found["fingerprint"].update({part: "0.0"}))
+        with pytest.raises(RecipeMismatch, match=rf"{part}: 0\.0 there.*tritium tune.*accept_differences=True"):
+            tritium.optimize(pipe, saved)
+
+    def test_another_model_is_named(self, saved):
+        with pytest.raises(RecipeMismatch, match="transformer is configured otherwise"):
+            tritium.optimize(small_pipelines.flux(double=1), saved)
+
+    def test_it_goes_on_when_told(self, saved, pipe):
+        edited(saved, lambda found: found["fingerprint"].update({"torch": "0.0"}))
+        with tritium.optimize(pipe, saved, accept_differences=True) as handle:
+            assert handle.choices["transformer"].how == "eager"
+
+    def test_accepting_without_a_recipe_is_an_error(self, pipe):
+        with pytest.raises(ConfigError, match="no recipe was given"):
+            tritium.optimize(pipe, accept_differences=True)
+
+
+class TestTuning:
+    JOBS = (
+        Job(prompt="a red circle", width=32, height=32, steps=2, extra={"max_sequence_length": 16}),
+        Job(prompt="a blue square", width=48, height=32, steps=2, seed=1, extra={"max_sequence_length": 16}),
+    )
+
+    @pytest.fixture
+    def only_eager_and_layout(self, monkeypatch):
+        """Two ways that need no compiler: what is tested is how they are chosen."""
+
+        def ways(installed):
+            found = [Choice(how="eager")]
+            if installed.part.name == "vae.decode":
+                found.append(Choice(how="tritium"))
+            return found
+
+        monkeypatch.setattr(trial, "ways", ways)
+        config = tritium.CompilationConfig(engine="eager")
+        plan = tuning.Plan
+        monkeypatch.setattr(tuning, "Plan", lambda **fields: plan(config=config, **fields))
+
+    def test_it_measures_every_part_that_was_called_on_every_job(self, pipe, only_eager_and_layout, monkeypatch):
+        asked = {}
+        decide = trial.decide
+
+        def noted(installed, calls, seconds):
+            asked[installed.part.name] = [call[1].get("hidden_states", torch.zeros(0)).shape for call in calls]
+            decide(installed, calls, seconds=0.0)
+
+        monkeypatch.setattr(trial, "decide", noted)
+        found = tuning.tune(pipe, self.JOBS, tuning.Budget(seconds=0.0), lambda *_: None)
+        assert set(asked) == {"transformer", "vae.decode", "text_encoder", "text_encoder_2"}
+        assert asked["transformer"] == [(1, 64, 16), (1, 96, 16)]
+        assert found.fingerprint == recipe.fingerprint_of(pipe)
+        assert set(found.figures["parts"]["vae.decode"]["milliseconds"]) == {"eager", "tritium"}
+        assert found.figures["pictures"]["eager"]["seconds"] > 0
+        assert found.choices["vae.encode"].how == "eager", "it was never called"
+        with tritium.optimize(pipe, found.plan_for(pipe)) as handle:
+            assert handle.choices == dict(found.choices)
+
+    def test_a_part_past_the_budget_is_left_alone(self, pipe, only_eager_and_layout, monkeypatch):
+        def faster(taken):
+            return max(taken, key=lambda choice: choice.how == "tritium"), "made up"
+
+        monkeypatch.setattr(trial, "pick", faster)
+        measured = quality.difference
+
+        def worse(picture, reference, *args, **kwargs):
+            return dataclasses.replace(measured(picture, reference, *args, **kwargs), psnr=20.0)
+
+        monkeypatch.setattr(quality, "difference", worse)
+        found = tuning.tune(pipe, self.JOBS[:1], tuning.Budget(min_psnr=40, seconds=0.0), lambda *_: None)
+        assert found.choices["vae.decode"].how == "eager"
+        assert "20.0 dB with it, and 40 dB were asked for" in found.figures["parts"]["vae.decode"]["why"]
+
+    def test_without_jobs_there_is_nothing_to_tune(self, pipe):
+        with pytest.raises(ConfigError, match="at least one prompt"):
+            tuning.tune(pipe, [], tuning.Budget(), lambda *_: None)
