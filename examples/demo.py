@@ -10,7 +10,7 @@ from pathlib import Path
 
 import tritium
 from tritium import device
-from tritium.bench import drawing, pictures, quality
+from tritium.bench import drawing, pictures, quality, whole
 from tritium.bench.drawing import Job
 from tritium.cli.run import panels
 
@@ -21,21 +21,18 @@ def main(out: Path = Path("demo"), steps: int | None = None) -> None:
     pipe.set_progress_bar_config(disable=True)
     jobs = [Job(prompt=prompt, seed=seed, steps=steps) for seed, prompt in enumerate(tritium.example.PROMPTS)]
 
-    # The first picture of a process also pays for starting libraries.
-    drawing.draw(pipe, jobs[0])
-    eager = [drawing.draw(pipe, job) for job in jobs]
     with tritium.optimize(pipe) as handle:
         first = drawing.draw(pipe, jobs[0])
-        accelerated = [drawing.draw(pipe, job) for job in jobs]
+        compared = [whole.compare(pipe, handle, job) for job in jobs]
         handle.summary()
         report = tritium.explain(handle, call=lambda: drawing.draw(pipe, jobs[0]))
     report.to_html(out / "report.html", title="Tritium on its example pipeline")
 
-    pictures.save_rows([panels(*row) for row in zip(accelerated, eager, jobs, strict=True)], out / "compare.png")
+    pictures.save_rows([panels(*row) for row in zip(compared, jobs, strict=True)], out / "compare.png")
     print(f"\n{'prompt':72} {'eager':>8} {'Tritium':>8}  difference")
-    for job, plain, fast in zip(jobs, eager, accelerated, strict=True):
-        found = quality.difference(fast.pixels, plain.pixels)
-        print(f"{job.prompt:72} {plain.seconds:6.2f} s {fast.seconds:6.2f} s  {found}")
+    for job, found in zip(jobs, compared, strict=True):
+        between = quality.difference(found.ours.pixels, found.eager.pixels)
+        print(f"{job.prompt:72} {found.eager.seconds:6.2f} s {found.ours.seconds:6.2f} s  {between}")
     print(f"\nfirst accelerated picture, with compilation: {first.seconds:.1f} s")
     print(f"pictures: {out / 'compare.png'}\nreport:   {out / 'report.html'}")
 

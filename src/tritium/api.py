@@ -154,15 +154,15 @@ class Handle:
     @property
     def components(self) -> list[Component]:
         """Time, share and what was done, by part."""
-        rows = [(installed, installed.entry.milliseconds()) for installed in self._installed]
-        total = sum(ms * installed.entry.calls for installed, ms in rows if ms is not None)
+        rows = [(installed, installed.entry.times.milliseconds()) for installed in self._installed]
+        total = sum(ms * installed.entry.times.calls for installed, ms in rows if ms is not None)
         return [
             Component(
                 name=installed.part.name,
                 milliseconds=ms,
-                calls=installed.entry.calls,
-                share=ms * installed.entry.calls / total if ms is not None and total else None,
-                first_call_seconds=sum(installed.entry.compiling),
+                calls=installed.entry.times.calls,
+                share=ms * installed.entry.times.calls / total if ms is not None and total else None,
+                first_call_seconds=sum(installed.entry.times.compiling),
                 what=_what(installed),
             )
             for installed, ms in rows
@@ -188,7 +188,7 @@ def _what(installed: Installed) -> str:
         "inductor": f"torch.compile: {part.what}",
         "tritium": f"compiled: {part.what}",
     }[choice.how]
-    if choice.how != "eager" and not installed.entry.calls:
+    if choice.how != "eager" and not installed.entry.times.calls:
         done = f"not called yet; to be {done}" if choice.how == "tritium" else f"not called yet; {done}"
     layout = "; weights channels-last" if choice.channels_last else ""
     return done + layout + (f" ({installed.why})" if installed.why else "")

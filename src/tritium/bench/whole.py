@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ from tritium.pipelines.plan import Choice, Plan
 
 # Pictures in a row of each variant, as a user draws them: the first after another variant finds its memory taken.
 _BURST = 3
+
+# Pictures that take fewer seconds are drawn several times to be compared.
+_QUICK = 3.0
 
 # Seconds a process may take to its first picture.
 _PATIENCE = 1800
@@ -112,6 +116,38 @@ def _ways(handle: Handle, settings: Settings) -> dict[str, dict[str, Choice]]:
     theirs = {name: choice if choice.how == "eager" else Choice(how="inductor") for name, choice in ours.items()}
     ways = {EAGER: dict.fromkeys(ours, eager), YARDSTICK: theirs, OURS: ours}
     return {name: way for name, way in ways.items() if name in settings.variants or name == EAGER}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One job drawn both ways, and the median seconds of pictures drawn in turns."""
+
+    eager: Drawn
+    ours: Drawn
+
+
+def compare(pipe: Any, handle: Handle, job: Job) -> Compared:
+    """Draw a job eagerly and as the handle has it. A single picture of each would time who came first: memory that the
+    other way has just given back, threads that have gone to sleep.
+    """
+    ours = handle.choices
+    ways = {EAGER: dict.fromkeys(ours, Choice(how="eager")), OURS: ours}
+    drawn: dict[str, Drawn] = {}
+    for name, way in ways.items():
+        handle.use(way)
+        drawn[name] = drawing.draw(pipe, job)
+    quick = max(found.seconds for found in drawn.values()) < _QUICK
+    timings = measure.interleave(
+        dict.fromkeys(ways, lambda: drawing.draw(pipe, job)),
+        pipe.device.type,
+        rounds=2 if quick else 1,
+        warmup=0,
+        burst=_BURST if quick else 1,
+        prepare=lambda name: handle.use(ways[name]),
+    )
+    handle.use(ours)
+    timed = {name: replace(found, seconds=timings[name].median_ms / 1e3) for name, found in drawn.items()}
+    return Compared(timed[EAGER], timed[OURS])
 
 
 def _timed(

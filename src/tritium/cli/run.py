@@ -10,9 +10,10 @@ import typer
 
 import tritium
 from tritium import example
-from tritium.bench import drawing, pictures, quality
-from tritium.bench.drawing import Drawn, Job
+from tritium.bench import drawing, pictures, quality, whole
+from tritium.bench.drawing import Job
 from tritium.bench.pictures import Panel
+from tritium.bench.whole import Compared
 from tritium.cli import progress
 from tritium.cli.bench import known_device
 from tritium.errors import ConfigError
@@ -54,30 +55,30 @@ def command(
         notify(f"loading {model}", 0.0)
         pipe = drawing.load(model, where)
         pipe.set_progress_bar_config(disable=True)
-        reference = None
-        if eager or compare:
-            notify("drawing eagerly", 0.1)
-            reference = _twice(pipe, job) if compare else drawing.draw(pipe, job)
         if eager:
-            assert reference is not None
-            pictures.save(reference.pixels[0], output)
-            _tell({"output": str(output), "seconds": {"eager": reference.seconds}}, json=json)
+            notify("drawing eagerly", 0.2)
+            plain = drawing.draw(pipe, job)
+            pictures.save(plain.pixels[0], output)
+            _tell({"output": str(output), "seconds": {"eager": plain.seconds}}, json=json)
             return
-        notify("first accelerated picture, with compilation", 0.3)
+        notify("first accelerated picture, with compilation", 0.2)
         plan: Any = recipe if recipe is not None else Plan(progress=not json)
         with tritium.optimize(pipe, plan, artifacts=artifacts, accept_differences=accept_differences) as handle:
             first = drawing.draw(pipe, job)
-            drawn = drawing.draw(pipe, job) if compare else first
+            compared = None
+            if compare:
+                notify("drawing eagerly and accelerated in turns", 0.7)
+                compared = whole.compare(pipe, handle, job)
             summary = str(handle)
-    found: dict[str, Any] = {"output": str(output), "seconds": {"tritium": drawn.seconds, "first": first.seconds}}
-    if reference is None:
-        pictures.save(drawn.pixels[0], output)
+    found: dict[str, Any] = {"output": str(output), "seconds": {"first": first.seconds}}
+    if compared is None:
+        pictures.save(first.pixels[0], output)
     else:
-        found["seconds"]["eager"] = reference.seconds
-        difference = _difference(drawn, reference)
+        difference = _difference(compared)
+        found["seconds"] |= {"eager": compared.eager.seconds, "tritium": compared.ours.seconds}
         found["difference"] = difference.to_dict()
         summary += f"\n{difference}"
-        pictures.save_rows([panels(drawn, reference, job)], output)
+        pictures.save_rows([panels(compared, job)], output)
     _tell(found, json=json, summary=summary)
 
 
@@ -96,16 +97,17 @@ def known_prompt(prompt: str | None, model: str) -> str:
     return prompt
 
 
-def panels(drawn: Drawn, reference: Drawn, job: Job) -> list[Panel]:
+def panels(compared: Compared, job: Job) -> list[Panel]:
     """Eager, accelerated, and what is between them."""
-    ratio = reference.seconds / drawn.seconds
-    found = _difference(drawn, reference)
-    between = pictures.amplified(drawn.pixels[0], reference.pixels[0])
+    eager, ours, found = compared.eager, compared.ours, _difference(compared)
     return [
-        Panel(reference.pixels[0], ("eager", f"{reference.seconds:.2f} s", job.prompt)),
-        Panel(drawn.pixels[0], ("Tritium", f"{drawn.seconds:.2f} s, {ratio:.2f} times as fast", f"seed {job.seed}")),
+        Panel(eager.pixels[0], ("eager", f"{eager.seconds:.2f} s", job.prompt)),
         Panel(
-            between,
+            ours.pixels[0],
+            ("Tritium", f"{ours.seconds:.2f} s, {eager.seconds / ours.seconds:.2f} times as fast", f"seed {job.seed}"),
+        ),
+        Panel(
+            pictures.amplified(ours.pixels[0], eager.pixels[0]),
             (
                 f"difference, {pictures.AMPLIFIED} times",
                 f"PSNR {found.psnr:.1f} dB, SSIM {found.ssim:.4f}",
@@ -115,16 +117,10 @@ def panels(drawn: Drawn, reference: Drawn, job: Job) -> list[Panel]:
     ]
 
 
-def _twice(pipe: Any, job: Job) -> Drawn:
-    # The first picture of a process also pays for starting libraries.
-    drawing.draw(pipe, job)
-    return drawing.draw(pipe, job)
-
-
-def _difference(drawn: Drawn, reference: Drawn) -> quality.Difference:
-    both = drawn.latents is not None and reference.latents is not None
-    latents = (drawn.latents, reference.latents) if both else None
-    return quality.difference(drawn.pixels, reference.pixels, latents)  # type: ignore[arg-type]
+def _difference(compared: Compared) -> quality.Difference:
+    ours, eager = compared.ours, compared.eager
+    latents = None if ours.latents is None or eager.latents is None else (ours.latents, eager.latents)
+    return quality.difference(ours.pixels, eager.pixels, latents)
 
 
 def _tell(found: dict[str, Any], *, json: bool, summary: str = "") -> None:

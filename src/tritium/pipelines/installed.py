@@ -53,6 +53,7 @@ class Installed:
         Given some modules, only the targets among them are compiled, and the others are left alone.
         """
         self.choice = choice
+        self.entry.switch(choice)
         for target in self.part.targets:
             how = choice.how if among is None or target.module in among else "eager"
             call = self._call(how, target.module)

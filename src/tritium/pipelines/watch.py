@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -17,26 +17,17 @@ from tritium import compat
 _KEPT = 1024
 
 
-class Entry:
-    """A module's call while its part is watched; stands in `_compiled_call_impl`, which `nn.Module.__call__` asks first.
+class Times:
+    """The calls of a part in one way of running it."""
 
-    `inner` is what runs: the module's own `_call_impl`, or what torch.compile made of it.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.inner: Callable[..., Any] = module._call_impl
+    def __init__(self) -> None:
         self.calls = 0
         # Seconds of the calls in which something was compiled.
         self.compiling: list[float] = []
         self._host: deque[float] = deque(maxlen=_KEPT)
         self._device: deque[tuple[Any, Any]] = deque(maxlen=_KEPT)
-        # Called once with the arguments of the first call, before it runs.
-        self.before_first: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.before_first is not None:
-            decide, self.before_first = self.before_first, None
-            decide(args, kwargs)
+    def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.calls += 1
         graphs = compat.graphs_compiled()
         on_device = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
@@ -44,7 +35,7 @@ class Entry:
             events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             events[0].record()
         start = time.perf_counter()
-        result = self.inner(*args, **kwargs)
+        result = call(*args, **kwargs)
         seconds = time.perf_counter() - start
         if compat.graphs_compiled() != graphs:
             self.compiling.append(seconds)
@@ -63,9 +54,27 @@ class Entry:
             taken += [float(start.elapsed_time(end)) for start, end in self._device]
         return statistics.median(taken) if taken else None
 
-    def forget(self) -> None:
-        """Start counting and timing anew."""
-        self.calls = 0
-        self.compiling.clear()
-        self._host.clear()
-        self._device.clear()
+
+class Entry:
+    """A module's call while its part is watched; stands in `_compiled_call_impl`, which `nn.Module.__call__` asks first.
+
+    `inner` is what runs: the module's own `_call_impl`, or what torch.compile made of it. Each way of running the part is
+    timed on its own, and `times` is that of the present one.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.inner: Callable[..., Any] = module._call_impl
+        self._by_way: dict[Hashable, Times] = {}
+        self.times = Times()
+        # Called once with the arguments of the first call, before it runs.
+        self.before_first: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
+
+    def switch(self, way: Hashable) -> None:
+        """Time the next calls as another way of running."""
+        self.times = self._by_way.setdefault(way, Times())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.before_first is not None:
+            decide, self.before_first = self.before_first, None
+            decide(args, kwargs)
+        return self.times.run(self.inner, args, kwargs)
