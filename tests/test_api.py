@@ -1,6 +1,7 @@
 """`tritium.optimize`: one call on a live pipeline, and back."""
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -80,17 +81,31 @@ class TestReversible:
         handle.remove()
         assert bool((pipe.vae.decoder.conv_in.weight == 2).all())
 
-    def test_a_pipeline_that_is_gone_takes_its_handle_along(self, pipe):
-        tritium.optimize(pipe, PLAN)
-        del pipe
-        gc.collect()
-        tritium.optimize(small_pipelines.flux(), PLAN).remove()
+    def test_a_pipeline_that_is_gone_is_gone(self):
+        pipe = small_pipelines.flux()
+        watched = weakref.ref(pipe.transformer)
+        handle = tritium.optimize(pipe, PLAN)
+        small_pipelines.draw(pipe)
+        del pipe, handle
+        for _ in range(3):
+            gc.collect()
+        assert watched() is None
 
 
 class TestRefusals:
     def test_twice_is_an_error_that_says_so(self, pipe):
         with tritium.optimize(pipe, PLAN), pytest.raises(PipelineError, match="optimized already; call remove"):
             tritium.optimize(pipe, PLAN)
+
+    def test_a_handle_that_was_dropped_is_found_again(self, pipe):
+        before = attributes(pipe)
+        tritium.optimize(pipe, PLAN)
+        gc.collect()
+        with pytest.raises(PipelineError, match=r"tritium\.Handle\.of\(pipe\)"):
+            tritium.optimize(pipe, PLAN)
+        tritium.Handle.of(pipe).remove()
+        assert attributes(pipe) == before
+        assert tritium.Handle.of(pipe) is None
 
     def test_a_shared_component_is_an_error_that_names_it(self, pipe):
         other = type(pipe)(**pipe.components)

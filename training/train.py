@@ -141,12 +141,16 @@ def vae_loss(vae: Any, truth: torch.Tensor) -> torch.Tensor:
     return error.abs().mean() + error.square().mean() + 0.5 * edges + KL * kl
 
 
-def train_vae(vae: Any, options: argparse.Namespace, device: torch.device) -> None:
-    """Train in place."""
-    path = options.out / "vae.pt"
-    clock = Clock("vae", options.vae_seconds)
+def train_vae(vae: Any, options: argparse.Namespace, device: torch.device, *, decoder_only: bool = False) -> None:
+    """Train in place. The decoder alone can be trained on beside a denoiser: latents stay what they were."""
+    name = "decoder" if decoder_only else "vae"
+    path = options.out / f"{name}.pt"
+    clock = Clock(name, options.decoder_seconds if decoder_only else options.vae_seconds)
     vae.to(device, memory_format=torch.channels_last).train()
-    parameters = list(vae.parameters())
+    vae.requires_grad_(requires_grad=True)
+    if decoder_only:
+        vae.encoder.requires_grad_(requires_grad=False)
+    parameters = [parameter for parameter in vae.parameters() if parameter.requires_grad]
     optimizer = adam(parameters, device)
     if options.resume and path.exists():
         state = torch.load(path, map_location=device)
@@ -171,7 +175,7 @@ def train_vae(vae: Any, options: argparse.Namespace, device: torch.device) -> No
             truth = truth.contiguous(memory_format=torch.channels_last)
         with autocast(device):
             loss = vae_loss(vae, truth)
-        rate = clock.rate(options.vae_rate)
+        rate = clock.rate(options.vae_rate * (0.3 if decoder_only else 1.0))
         descend(optimizer, parameters, loss, rate)
         smooth = loss.detach() if smooth is None else torch.lerp(smooth, loss.detach(), 0.02)
         clock.step += 1
@@ -361,6 +365,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoints in --out")
     parser.add_argument("--start", type=Path, help="take all weights from this saved pipeline first")
     parser.add_argument("--vae-seconds", type=float, default=150, help="0 leaves the VAE as it is")
+    parser.add_argument("--decoder-seconds", type=float, default=0, help="train the VAE's decoder alone for that long")
     parser.add_argument("--latent-seconds", type=float, default=40)
     parser.add_argument("--denoiser-seconds", type=float, default=360)
     parser.add_argument("--deadline-seconds", type=float, default=0, help="shorten the last stage to end by then")
@@ -398,6 +403,8 @@ def main() -> None:
 
     if options.vae_seconds:
         train_vae(vae, options, device)
+    if options.decoder_seconds:
+        train_vae(vae, options, device, decoder_only=True)
     vae.to(device).eval().requires_grad_(requires_grad=False)
     # A denoiser that was trained before is tied to the scale it was trained with.
     if options.vae_seconds or not options.start:

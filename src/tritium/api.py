@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -23,10 +22,8 @@ from tritium.pipelines import hooks, parts, recipe, trial
 from tritium.pipelines.installed import Installed
 from tritium.pipelines.plan import Choice, Plan
 from tritium.pipelines.progress import Progress
+from tritium.pipelines.watch import Entry
 from tritium.report import Component, Report
-
-# The handle that has something on a module, for as long as it has.
-_TAKEN: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Handle]] = weakref.WeakKeyDictionary()
 
 
 def optimize(
@@ -73,23 +70,30 @@ class Handle:
         _refuse_taken(pipe, found)
         chosen = {part.name: plan.choice(part.name) for part in found}
         # A plan's own word counts; measuring is for what it leaves open.
-        open_parts = [part for part in found if plan.measure and chosen[part.name] is None and part.targets]
-        for part in found:
-            if part in open_parts or (chosen[part.name] or part.default).how != "eager":
-                hooks.check(part)
+        to_measure = {part.name for part in found if plan.measure and chosen[part.name] is None and part.targets}
+        compiled = [
+            part for part in found if part.name in to_measure or (chosen[part.name] or part.default).how != "eager"
+        ]
+        for part in compiled:
+            hooks.check(part)
         self.artifacts = _load(compiled_before, pipe)
-        compiled = [part for part in found if part in open_parts or (chosen[part.name] or part.default).how != "eager"]
         classes = {type(target.module) for part in compiled for target in part.targets}
         self._progress = Progress(len(classes), shown=plan.progress)
         self._installed = [Installed(part, chosen[part.name] or part.default, plan, self._progress) for part in found]
         for installed in self._installed:
             part = installed.part
             installed.why = "" if chosen[part.name] is not None else part.left
-            installed.install()
-            if part in open_parts:
+            installed.entry.owner = self
+            if part.name in to_measure:
                 installed.entry.before_first = self._decision(installed)
-            _TAKEN[part.entry] = weakref.ref(self)
+            installed.install()
         self._active = True
+
+    @classmethod
+    def of(cls, pipe: Any) -> Handle | None:
+        """The handle that is on a pipeline, for who has lost it; None if there is none."""
+        owners = (_owner(part.entry) for part in parts.find(pipe, Plan()))
+        return next((owner for owner in owners if owner is not None and owner.pipe is pipe), None)
 
     def _decision(self, installed: Installed) -> Any:
         def decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -114,7 +118,6 @@ class Handle:
         self._active = False
         for installed in self._installed:
             installed.remove()
-            _TAKEN.pop(installed.part.entry, None)
 
     @property
     def active(self) -> bool:
@@ -194,15 +197,21 @@ def _what(installed: Installed) -> str:
     return done + layout + (f" ({installed.why})" if installed.why else "")
 
 
+def _owner(entry: nn.Module) -> Handle | None:
+    """The handle through which a module is called now. It hangs on the module itself, so it lives as long as that."""
+    call = entry._compiled_call_impl
+    return call.owner if isinstance(call, Entry) else None
+
+
 def _refuse_taken(pipe: Any, found: list[parts.Part]) -> None:
     for part in found:
-        reference = _TAKEN.get(part.entry)
-        other = reference() if reference is not None else None
+        other = _owner(part.entry)
         if other is None:
             continue
         if other.pipe is pipe:
             raise PipelineError(
-                "this pipeline is optimized already; call remove() on its handle before optimizing it again"
+                "this pipeline is optimized already; call remove() on its handle (tritium.Handle.of(pipe)) before "
+                "optimizing it again"
             )
         raise PipelineError(
             f"{part.name} is shared with another pipeline ({type(other.pipe).__name__}) that is optimized already; "

@@ -179,6 +179,22 @@ class TestTune:
         assert json.loads(done.stdout)["rows"] == []
 
 
+class TestExplain:
+    def test_a_pipeline_is_explained_with_its_components(self, folder, monkeypatch):
+        monkeypatch.setattr("tritium.bench.whole.jobs_for", small_jobs)
+        done = invoke("explain", folder, "--json")
+        assert done.exit_code == 0, done.output
+        found = json.loads(done.stdout)
+        assert {"transformer", "vae.decode"} <= {component["name"] for component in found["components"]}
+        assert found["sites"]["rope"]["declined"] == 0
+
+    def test_as_a_page(self, folder, tmp_path, monkeypatch):
+        monkeypatch.setattr("tritium.bench.whole.jobs_for", small_jobs)
+        done = invoke("explain", folder, "--html", tmp_path / "report.html")
+        assert done.exit_code == 0, done.output
+        assert "FluxPipeline, one picture of" in (tmp_path / "report.html").read_text()
+
+
 def test_prompts_of_the_example_are_known_words():
     from tritium.cli.run import known_prompt
 

@@ -16,12 +16,14 @@ from rich.table import Table
 
 from tritium import fusions as catalogue
 from tritium import page
-from tritium.bench import run, workloads
+from tritium.bench import drawing, run, whole, workloads
 from tritium.cli import progress
 from tritium.cli.bench import known_device
 from tritium.config import CompilationConfig
 from tritium.errors import ConfigError
 from tritium.fusions import Fusion
+from tritium.pipelines.plan import Plan
+from tritium.report import Report
 
 _NAMES = ", ".join(workloads.WORKLOADS)
 
@@ -30,7 +32,10 @@ _FILE_WIDTH = 150
 
 
 def command(
-    name: Annotated[str | None, typer.Argument(metavar="WORKLOAD", help=f"One of: {_NAMES}.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="WORKLOAD", help=f"One of: {_NAMES}; 'example' or a folder: a whole pipeline."),
+    ] = None,
     fusions: Annotated[bool, typer.Option("--fusions", help="List every fusion instead; takes no workload.")] = False,
     engine: Annotated[
         str | None, typer.Option(help="inductor, or eager: recognise and rewrite without generating code.")
@@ -59,11 +64,40 @@ def _explain(name: str, engine: str | None, device_type: str | None, *, json: bo
     if html is not None:
         # Now, and not after minutes of compiling.
         page.check_writable(html)
-    workload = workloads.find(name)
     # Without the option the environment decides, as it does for a Backend; a wrong name is a ConfigError.
     given: dict[str, Any] = {} if engine is None else {"engine": engine}
     config = CompilationConfig(**given)
     settings = run.Settings(device_type=known_device(device_type), config=config)
+    explained = _of_pipeline if whole.is_pipeline(name) else _of_model
+    headline, report = explained(name, settings, config, kernels=html is not None)
+    if html is not None:
+        report.to_html(html, title=headline)
+    if json:
+        print(report.to_json())
+    else:
+        print(f"{headline}\n\n{report}" if html is None else f"{headline}: report in {html}")
+
+
+def _of_pipeline(name: str, settings: run.Settings, config: CompilationConfig, *, kernels: bool) -> tuple[str, Report]:
+    """The report over all components of a pipeline that draws one picture."""
+    tritium: Any = importlib.import_module("tritium")
+    job = whole.jobs_for(name)[0]
+    with progress.shown() as notify:
+        notify(f"loading {name}", 0.0)
+        pipe = drawing.load(name, settings.device_type)
+        pipe.set_progress_bar_config(disable=True)
+        notify("first picture, with compilation", 0.1)
+        with tritium.optimize(pipe, Plan(config=config, progress=False)) as handle:
+            drawing.draw(pipe, job)
+            notify("another picture", 0.8)
+            drawing.draw(pipe, job)
+            report: Report = tritium.explain(handle, call=(lambda: drawing.draw(pipe, job)) if kernels else None)
+    return f"{Path(name).name}: {type(pipe).__name__}, one picture of {job.prompt!r}", report
+
+
+def _of_model(name: str, settings: run.Settings, config: CompilationConfig, *, kernels: bool) -> tuple[str, Report]:
+    """The report of one call of a workload's model."""
+    workload = workloads.find(name)
     with progress.shown() as notify:
         notify(f"{name}: building", 0.0)
         built = run.build(workload, settings)
@@ -72,16 +106,10 @@ def _explain(name: str, engine: str | None, device_type: str | None, *, json: bo
         tritium: Any = importlib.import_module("tritium")
         with torch.inference_mode():
             model(**built.inputs)
-            if html is not None:
+            if kernels:
                 notify(f"{name}: timing the kernels", 0.9)
-            report = tritium.explain(model, call=None if html is None else lambda: model(**built.inputs))
-    headline = f"{name}: {built.note}{' (shrunk for the CPU)' if built.shrunk else ''}"
-    if html is not None:
-        report.to_html(html, title=headline)
-    if json:
-        print(report.to_json())
-    else:
-        print(f"{headline}\n\n{report}" if html is None else f"{headline}: report in {html}")
+            report = tritium.explain(model, call=(lambda: model(**built.inputs)) if kernels else None)
+    return f"{name}: {built.note}{' (shrunk for the CPU)' if built.shrunk else ''}", report
 
 
 def _list_fusions(*, json: bool) -> None:

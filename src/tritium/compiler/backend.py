@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import time
 import weakref
@@ -151,11 +152,23 @@ def _callers(frame: compat.Frame | None) -> tuple[tuple[weakref.ref[Any], ...], 
     current: Any = sys._getframe(1)
     while current is not None:
         codes.add(current.f_code)
-        names = current.f_code.co_varnames
-        if names and names[0] == "self" and isinstance(module := current.f_locals.get("self"), torch.nn.Module):
+        if isinstance(module := _self_of(current), torch.nn.Module):
             modules[id(module)] = module
         current = current.f_back
     return tuple(weakref.ref(module) for module in modules.values()), frozenset(map(id, codes))
+
+
+def _self_of(frame: Any) -> Any:
+    """The `self` of a method's frame, or None."""
+    code = frame.f_code
+    if not (code.co_flags & inspect.CO_OPTIMIZED and code.co_varnames and code.co_varnames[0] == "self"):
+        return None
+    found = frame.f_locals.get("self")
+    if sys.version_info < (3, 13):
+        # Before 3.13 asking makes a copy of all locals that stays with the frame: a method that deletes its pipeline
+        # afterwards would not free it. The copy is made anew whenever it is asked for.
+        frame.f_locals.clear()
+    return found
 
 
 def _recompile(frame: compat.Frame | None) -> Recompile | None:

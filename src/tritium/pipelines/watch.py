@@ -30,7 +30,7 @@ class Times:
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.calls += 1
         graphs = compat.graphs_compiled()
-        on_device = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
+        on_device = _on_device(args, kwargs) and not torch.cuda.is_current_stream_capturing()
         if on_device:
             events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             events[0].record()
@@ -55,6 +55,11 @@ class Times:
         return statistics.median(taken) if taken else None
 
 
+def _on_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    # The arguments, not the weights: those may be on their way from the host.
+    return any(isinstance(value, torch.Tensor) and value.is_cuda for value in (*args, *kwargs.values()))
+
+
 class Entry:
     """A module's call while its part is watched; stands in `_compiled_call_impl`, which `nn.Module.__call__` asks first.
 
@@ -66,6 +71,8 @@ class Entry:
         self.inner: Callable[..., Any] = module._call_impl
         self._by_way: dict[Hashable, Times] = {}
         self.times = Times()
+        # Whoever put this here.
+        self.owner: Any = None
         # Called once with the arguments of the first call, before it runs.
         self.before_first: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
 
