@@ -117,8 +117,17 @@ def test_first_call_calls_once():
     assert calls == [1]
 
 
-def test_peak_memory_is_unknown_on_a_cpu():
-    assert measure.peak_memory(lambda: pytest.fail("must not be run for nothing"), "cpu") is None
+class TestPeakMemoryOnACPU:
+    @pytest.mark.skipif(not device.forget_peak_memory(), reason="this system does not count it")
+    def test_it_is_that_of_the_call(self):
+        little = measure.peak_memory(lambda: None, "cpu")
+        much = measure.peak_memory(lambda: torch.ones(2**26), "cpu")
+        assert 2**27 < much - little < 2**29
+        assert measure.peak_memory(lambda: None, "cpu") < much - 2**27
+
+    def test_it_is_unknown_where_nobody_counts(self, monkeypatch):
+        monkeypatch.setattr(device, "forget_peak_memory", lambda: False)
+        assert measure.peak_memory(lambda: pytest.fail("must not be run for nothing"), "cpu") is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

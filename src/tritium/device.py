@@ -112,6 +112,26 @@ def busy_cpu_seconds() -> float | None:
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
+def forget_peak_memory() -> bool:
+    """Start measuring the most memory this process has anew; False where the system cannot."""
+    try:
+        # 5: reset the high-water mark of resident memory (proc(5)).
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return True
+
+
+def peak_memory_of_process() -> int | None:
+    """The most bytes of this process that were resident at once since `forget_peak_memory`; None where nobody says."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    kilobytes = next((line.split()[1] for line in lines if line.startswith("VmHWM:")), None)
+    return int(kilobytes) * 1024 if kilobytes is not None else None
+
+
 def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

@@ -173,9 +173,15 @@ def first_call(run: Callable[[], Any], device_type: str) -> float:
 
 
 def peak_memory(run: Callable[[], Any], device_type: str) -> int | None:
-    """Most bytes allocated at once while a function runs, weights included; None where nobody counts them."""
+    """Most bytes at once while a function runs, weights included; None where nobody counts them.
+
+    On a GPU what torch has allocated there; on a CPU what is resident of the whole process, its libraries too.
+    """
     if device_type != "cuda":
-        return None
+        if not device.forget_peak_memory():
+            return None
+        run()
+        return device.peak_memory_of_process()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     run()

@@ -44,6 +44,7 @@ class Row:
     ratio: float | None
     first_call_s: float
     first_call_cold: bool
+    # Allocated on a GPU; resident of the whole process on a CPU.
     peak_memory_bytes: int | None
     relative_l2: float
     # Other processes took cores from this one while it was timed: the milliseconds mean little. None: not known.
