@@ -67,6 +67,12 @@ def test_a_slower_eager_is_drift_and_no_regression():
     assert [change.variant for change in comparison.drift] == ["eager"]
 
 
+def test_a_disturbed_timing_is_named():
+    assert compare(results(ROW), results(ROW)).disturbed == ()
+    assert compare(results(changed(disturbed=True)), results(ROW)).disturbed == ("flux",)
+    assert compare(results(ROW), results(changed(disturbed=True))).disturbed == ("flux",)
+
+
 def test_rows_of_only_one_side_are_named():
     comparison = compare(results(ROW, changed(workload="wan")), results(ROW, changed(workload="sd3")))
     assert [name.split()[0] for name in comparison.unmatched] == ["wan", "sd3"]

@@ -122,6 +122,8 @@ class Comparison:
     changes: tuple[Change, ...]
     unmatched: tuple[str, ...]
     tolerance: float
+    # Workloads whose timing others disturbed, then or now: their changes may be those of the machine.
+    disturbed: tuple[str, ...] = ()
 
     @property
     def regressions(self) -> tuple[Change, ...]:
@@ -152,4 +154,5 @@ def compare(old: Results, new: Results, tolerance: float = TOLERANCE) -> Compari
     lone = [(row, "only before") for key, row in before.items() if key not in after]
     lone += [(row, "only now") for key, row in after.items() if key not in before]
     names = tuple(f"{row.workload} {row.variant} ({row.mode or 'no mode'}, {row.dtype}): {when}" for row, when in lone)
-    return Comparison(changes, names, tolerance)
+    disturbed = sorted({after[key].workload for key in shared if before[key].disturbed or after[key].disturbed})
+    return Comparison(changes, names, tolerance, tuple(disturbed))

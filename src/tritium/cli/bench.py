@@ -105,6 +105,8 @@ def report_comparison(comparison: Comparison) -> bool:
         print(change)
     for name in comparison.unmatched:
         print(f"not compared: {name}")
+    for name in comparison.disturbed:
+        print(f"warning: other processes took cores while {name} was timed, then or now: measure it again")
     for change in comparison.drift:
         print(f"warning: {change.variant} itself moved by {change.slower_by:+.1%}: the machine or torch changed")
     for change in comparison.regressions:
