@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from tritium import compat, ops
 from tritium.ops.op import NAMESPACE
 
 # Every kind of attention counts like this one; the ways a device computes it have names of their own.
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
+
+
+def _counter() -> Any:
+    # Importing it imports Triton, which nobody should wait for who only imports Tritium.
+    return importlib.import_module("torch.utils.flop_counter")
 
 
 def flops_of(node: fx.Node) -> int | None:
@@ -22,9 +27,10 @@ def flops_of(node: fx.Node) -> int | None:
         return None
     if target.namespace == NAMESPACE:
         return _flops_of_owned(node, target)
-    formula = flop_registry.get(target.overloadpacket)
+    formulas = _counter().flop_registry
+    formula = formulas.get(target.overloadpacket)
     if formula is None and target._opname.startswith("_scaled_dot_product"):
-        formula = flop_registry[_ATTENTION]
+        formula = formulas[_ATTENTION]
     if formula is None:
         return None
     try:
@@ -59,7 +65,7 @@ def _flops_of_owned(node: fx.Node, target: torch._ops.OpOverload) -> int | None:
             return value
         return torch.empty(_shape(value), dtype=value.dtype, device="meta")
 
-    counter = FlopCounterMode(display=False)
+    counter = _counter().FlopCounterMode(display=False)
     try:
         with counter:
             op.reference(*fx.map_arg(node.args, empty))
