@@ -784,3 +784,8 @@ def debug_folder() -> Path | None:
     if not inductor_config().trace.enabled:
         return None
     return Path(importlib.import_module("torch._dynamo.utils").get_debug_dir())
+
+
+def is_work(event: str) -> bool:
+    """Whether a profiler's event on a CPU is an operator, or a compiled graph as a whole: not bookkeeping of Dynamo's."""
+    return "::" in event or "CompiledFxGraph" in event
