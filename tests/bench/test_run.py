@@ -167,9 +167,6 @@ def test_the_profile_says_what_fusion_gains():
     assert eager.operators_us > 0
     assert eager.fusion_gain is None
     assert ours.fusion_gain == pytest.approx((ours.operators_us - eager.operators_us) / eager.operators_us)
-    # The operators of a call are a part of it; with engine `eager` none of them is lost sight of.
-    assert 0.1 < ours.operators_us / eager.operators_us < 10
-    assert eager.operators_us < 1e3 * 20 * max(eager.median_ms, 0.05)
 
 
 def test_a_profile_without_eager_has_nothing_to_be_against():
