@@ -435,7 +435,7 @@ class Report:
         for entry in itertools.chain.from_iterable(record.fallbacks for record in self.records):
             known = found.setdefault((entry["op"], entry["reason"]), {**entry, "count": 0, "arguments": Counter()})
             known["count"] += entry["count"]
-            known["arguments"].update(entry["arguments"])
+            known["arguments"].update(entry.get("arguments", {}))
         return [{**entry, "arguments": dict(entry["arguments"])} for entry in found.values()]
 
     @property
@@ -599,7 +599,7 @@ class Report:
             more = f" and {len(others)} other shapes" if others else ""
             lines.append(
                 f"Fallback {entry['count']}x {entry['op'].partition('(')[0]}({first}){more}  # {entry['reason']}, "
-                f"has_lowering={entry['has_lowering']}, has_decomposition={entry['has_decomposition']}"
+                f"has_lowering={entry.get('has_lowering')}, has_decomposition={entry.get('has_decomposition')}"
             )
         title = "Operators (lowered: became generated code; fallback: Inductor calls them instead)"
         return "\n".join([title, *lines]) if lines else ""

@@ -47,7 +47,7 @@ def dumped(tmp_path_factory):
         compiled(x, scale, w)
         written = tritium.explain(compiled).dump(folder)
     assert written
-    assert all(path.parent.name == "modulated-0_0" for path in written)
+    assert all(path.parent.name.startswith("modulated-") for path in written)
     return written
 
 

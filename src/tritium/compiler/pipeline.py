@@ -186,7 +186,7 @@ class Compilation:
         self.record.failures.append(Failure(part, brief(error), where))
         warnings.warn(
             f"tritium: {part} failed and is turned off for graph {self.record.graph} of {self.record.function}: "
-            f"{brief(error)}" + (f"; graphs and kernels in {where}" if where else ""),
+            f"{brief(error)}" + (f"; graphs{' and kernels' if kernels else ''} in {where}" if where else ""),
             RuntimeWarning,
             stacklevel=2,
         )
