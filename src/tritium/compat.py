@@ -402,7 +402,10 @@ def kernel_dependencies(nodes: Sequence[Any]) -> tuple[dict[str, int], dict[str,
     for node in nodes:
         for dep in node.read_writes.reads:
             if dep.name not in written:
-                reads[dep.name] = max(reads.get(dep.name, 0), int(graph.get_dep_size_hint(dep)))
+                # One of several places to read from, or one looked up: counted for every result, and at most all of it.
+                whole = _buffer_bytes(graph, dep.name)
+                found = int(graph.get_dep_size_hint(dep))
+                reads[dep.name] = max(reads.get(dep.name, 0), found if whole is None else min(found, whole))
         for dep in node.read_writes.writes:
             if dep.name not in graph.removed_buffers:
                 writes[dep.name] = max(writes.get(dep.name, 0), int(graph.get_dep_size_hint(dep)))
@@ -789,3 +792,13 @@ def debug_folder() -> Path | None:
 def is_work(event: str) -> bool:
     """Whether a profiler's event on a CPU is an operator, or a compiled graph as a whole: not bookkeeping of Dynamo's."""
     return "::" in event or "CompiledFxGraph" in event
+
+
+def _buffer_bytes(graph: Any, name: str) -> int | None:
+    held = graph.try_get_buffer(name)
+    if held is None:
+        return None
+    try:
+        return int(_hint(graph, held.get_numel())) * int(held.get_dtype().itemsize)
+    except (AttributeError, NotImplementedError):
+        return None

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import codegen
 import tritium
-import triton_codegen
 from tritium import whitebox
 from tritium.compiler import dissect
 from tritium.errors import ReportError
@@ -110,8 +110,8 @@ def test_the_benchmark_measures_the_source_beside_it(dumped):
 
 def test_triton_folders_without_a_gpu(tmp_path):
     """Everything but running: the source is a module with one kernel, and a launch passes what it takes."""
-    observer = triton_codegen.generated(modulated, *modulated_inputs(torch.bfloat16), dynamic={0: [1]})
-    folders = triton_codegen.folders(observer, tmp_path)
+    observer = codegen.generated(modulated, *modulated_inputs(torch.bfloat16), dynamic={0: [1]})
+    folders = codegen.folders(observer, tmp_path)
     assert folders
     for folder in folders:
         meta = json.loads((folder / "meta.json").read_text())
@@ -130,7 +130,7 @@ def test_triton_folders_without_a_gpu(tmp_path):
 
 
 def test_a_kernel_s_scratch_memory_is_made_too(tmp_path):
-    observer = triton_codegen.generated(
+    observer = codegen.generated(
         lambda x: x.sum(), torch.randn(1 << 18), **{"triton.force_cooperative_reductions": True}
     )
     (kernel,) = observer.dissection.found

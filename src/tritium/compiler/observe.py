@@ -196,7 +196,7 @@ def _fallbacks(lowering: Any) -> list[dict[str, Any]]:
     """Operators that Inductor calls, each with the first arguments it was given and how many others there were."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for overload, inputs in compat.fallback_nodes(lowering):
-        op, reason = _fallback(str(overload), [dtype for dtype, _ in inputs])
+        op, reason = _fallback(overload, [dtype for dtype, _ in inputs])
         arguments = ", ".join(f"{str(dtype).removeprefix('torch.')}{list(sizes)}" for dtype, sizes in inputs)
         entry = found.setdefault(
             (op, reason),
@@ -306,7 +306,8 @@ def _source_lines(origins: Sequence[fx.Node]) -> list[str]:
     return list(lines)
 
 
-def _fallback(op: str, dtypes: Sequence[torch.dtype]) -> tuple[str, str]:
+def _fallback(overload: torch._ops.OpOverload, dtypes: Sequence[torch.dtype]) -> tuple[str, str]:
+    op = str(overload)
     of = [dtype for dtype in dtypes if dtype.is_complex]
     if of:
         name = f"{op}({str(of[0]).removeprefix('torch.')})"
@@ -315,6 +316,8 @@ def _fallback(op: str, dtypes: Sequence[torch.dtype]) -> tuple[str, str]:
         return op, "an operator of its own: Inductor calls it as it is"
     if "attention" in op:
         return op, "attention has its own kernels, Inductor calls them"
+    if compat.has_lowering(overload):
+        return op, "Inductor has a lowering for it that does not take these arguments on this device"
     return op, "Inductor has no lowering for it"
 
 
