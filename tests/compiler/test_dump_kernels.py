@@ -17,6 +17,7 @@ from tritium import whitebox
 from tritium.compiler import dissect
 from tritium.errors import ReportError
 from tritium.report import GraphRecord, Report
+from tritium.whitebox import benchmark
 
 
 def run_script(path: Path, *arguments: str) -> str:
@@ -126,7 +127,12 @@ def test_triton_folders_without_a_gpu(tmp_path):
         assert meta["tiling"]["size_hints"]
         numels = {a["parameter"]: a["value"] for a in meta["arguments"] if a["kind"] == "number"}
         assert all(value > 0 for value in numels.values())
-        run_script(folder / "fragment.py")
+        assert meta["device"] == "cuda"
+        script = folder / "fragment.py"
+        text = script.read_text()
+        assert "'device': 'cuda:0'" in text
+        script.write_text(text.replace("'device': 'cuda:0'", "'device': 'cpu'"))
+        run_script(script)
 
 
 def test_a_kernel_s_scratch_memory_is_made_too(tmp_path):
@@ -136,7 +142,14 @@ def test_a_kernel_s_scratch_memory_is_made_too(tmp_path):
     (kernel,) = observer.dissection.found
     spaces = {a["parameter"]: a for a in kernel["arguments"] if a["kind"] == "workspace"}
     assert {"sem_ptr", "ws_ptr"} <= spaces.keys()
-    assert whitebox.benchmark.make(spaces["ws_ptr"]).sum() == 0
+    assert benchmark.make({**spaces["ws_ptr"], "device": "cpu"}).sum() == 0
+
+
+def test_a_function_that_the_kernel_calls_is_not_taken_for_it():
+    (kernel,) = codegen.generated(lambda x: x.cumsum(-1) * 2, torch.randn(64, 96)).dissection.found
+    assert kernel["source"].count("\ndef ") == 2
+    names = [argument["parameter"] for argument in kernel["arguments"]]
+    assert {"in_ptr0", "xnumel", "r0_numel"} < set(names)
 
 
 @pytest.mark.codegen

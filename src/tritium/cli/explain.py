@@ -64,17 +64,17 @@ def command(
 def _explain(
     name: str, engine: str | None, device_type: str | None, *, json: bool, html: Path | None, dump: Path | None
 ) -> None:
-    # Now, and not after minutes of compiling.
     if html is not None:
+        # Now, and not after minutes of compiling.
         page.check_writable(html)
-    if dump is not None:
-        _check_folder(dump)
     workload = workloads.find(name)
     # Without the option the environment decides, as it does for a Backend; a wrong name is a ConfigError.
     given: dict[str, Any] = {} if engine is None else {"engine": engine}
     config = CompilationConfig(**given)
     if dump is not None and config.engine == "eager":
         raise ConfigError("--dump writes generated kernels, and engine 'eager' generates none")
+    if dump is not None:
+        _check_folder(dump)
     settings = run.Settings(device_type=known_device(device_type), config=config)
     with progress.shown() as notify:
         notify(f"{name}: building", 0.0)

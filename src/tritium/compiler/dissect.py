@@ -166,10 +166,11 @@ def parameter_names(source: str, language: str) -> list[str]:
         start = source.rindex('extern "C"')
         inner = source[source.index("(", start) + 1 : source.index(")", start)]
         return [parameter.split()[-1] for parameter in inner.split(",") if parameter.strip()]
-    match = re.search(r"^def \w+\(([^)]*)\):", source, re.MULTILINE)
-    if match is None:
+    functions = re.findall(r"^def \w+\(([^)]*)\):", source, re.MULTILINE)
+    if not functions:
         raise ValueError("no function in the source")
-    parameters = [parameter.strip() for parameter in match[1].split(",")]
+    # What a scan combines with is a function too, and stands before the kernel.
+    parameters = [parameter.strip() for parameter in functions[-1].split(",")]
     return [parameter for parameter in parameters if parameter and "tl.constexpr" not in parameter]
 
 

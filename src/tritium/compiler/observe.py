@@ -156,8 +156,13 @@ class KernelObserver:
     def _pairs(self, moved: Moved) -> list[dict[str, Any]]:
         """Each two kernels of which one reads what the other writes or reads, and what Inductor said about joining them."""
         found: dict[tuple[str, str, str], dict[str, Any]] = {}
-        for second, (reads, _) in enumerate(moved):
-            for first, (their_reads, their_writes) in enumerate(moved[:second]):
+        touching: dict[str, list[int]] = {}
+        for second, (reads, writes) in enumerate(moved):
+            earlier = sorted({first for name in reads for first in touching.get(name, ())})
+            for name in [*reads, *writes]:
+                touching.setdefault(name, []).append(second)
+            for first in earlier:
+                their_reads, their_writes = moved[first]
                 passed = sum(size for name, size in their_writes.items() if name in reads)
                 shared = sum(size for name, size in their_reads.items() if name in reads)
                 if not passed and not shared:
