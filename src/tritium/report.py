@@ -17,10 +17,12 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import CodeType
 from typing import Any, Literal
 
-from tritium import compat, device, measure
+from tritium import compat, device, measure, whitebox
+from tritium.errors import ReportError
 
 SEED_FAMILIES = ("rms_norm", "rope", "adalayernorm", "gelu", "mul_add")
 
@@ -207,7 +209,12 @@ class GraphRecord:
     failures: list[Failure] = field(default_factory=list)
     fallbacks: list[dict[str, Any]] = field(default_factory=list)
     kernels: list[dict[str, Any]] = field(default_factory=list)
+    # Operators that became generated code, and pairs of kernels that exchange data and are two.
+    lowered: list[dict[str, Any]] = field(default_factory=list)
+    not_fused: list[dict[str, Any]] = field(default_factory=list)
     kernels_from: Literal["codegen", "store", "none"] = "none"
+    # The kernels' texts, packed by `whitebox`.
+    sources: str = ""
     recompile: Recompile | None = None
     seconds: float = 0.0
     drawing: Drawing | None = None
@@ -220,6 +227,34 @@ class GraphRecord:
     def belongs_to(self, thing: object) -> bool:
         """Whether `thing` was on the stack when this graph was compiled."""
         return any(owner() is thing for owner in self.owners)
+
+    @property
+    def label(self) -> str:
+        return f"{self.function}-{self.graph}"
+
+    def why_no_kernels(self) -> str | None:
+        """Why there is nothing to dump although Inductor compiled the graph; None where there is, or nothing was asked."""
+        if self.kernels_from != "none" or self.engine != "inductor":
+            return None
+        if self.needs_gradients:
+            return "it needs gradients and was left to Inductor"
+        return (
+            "it was found compiled in Inductor's cache, and what was seen of its code generation is not there: "
+            "clear the cache, or set TORCHINDUCTOR_FORCE_DISABLE_CACHES=1"
+        )
+
+    def write_kernels(self, folder: Path) -> list[Path]:
+        """A folder for each generated kernel, see `whitebox`."""
+        if not self.sources:
+            return []
+        inner = folder / re.sub(r"[^A-Za-z0-9_.-]+", "_", self.label).strip("_")
+        return whitebox.write(inner, whitebox.unpack(self.sources), self.kernels)
+
+    def observed(self, observation: Mapping[str, Any], source: Literal["codegen", "store"]) -> None:
+        """Take over what was seen of the code generation, now or in an earlier process."""
+        for name in ("kernels", "fallbacks", "lowered", "not_fused", "sources"):
+            setattr(self, name, observation[name])
+        self.kernels_from = source
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -241,6 +276,10 @@ CompilationObserver = Callable[[str, float | None], None]
 
 # Graphs of this process that keep a drawing, at most about 200 KB each; later ones are counted, not drawn.
 MOST_DRAWINGS = 16
+
+
+# Pairs of kernels that the text of a report shows; the data has all.
+MOST_PAIRS = 20
 
 
 class Ledger:
@@ -392,11 +431,25 @@ class Report:
 
     @property
     def fallbacks(self) -> list[dict[str, Any]]:
-        total: Counter[tuple[str, str]] = Counter()
-        for record in self.records:
-            for entry in record.fallbacks:
-                total[entry["op"], entry["reason"]] += entry["count"]
-        return [{"op": op, "count": count, "reason": reason} for (op, reason), count in total.items()]
+        found: dict[tuple[str, str], dict[str, Any]] = {}
+        for entry in itertools.chain.from_iterable(record.fallbacks for record in self.records):
+            known = found.setdefault((entry["op"], entry["reason"]), {**entry, "count": 0, "arguments": Counter()})
+            known["count"] += entry["count"]
+            known["arguments"].update(entry.get("arguments", {}))
+        return [{**entry, "arguments": dict(entry["arguments"])} for entry in found.values()]
+
+    @property
+    def lowered(self) -> list[dict[str, Any]]:
+        """Operators of Inductor's graphs that became generated code, most frequent first."""
+        total: Counter[str] = Counter()
+        for entry in itertools.chain.from_iterable(record.lowered for record in self.records):
+            total[entry["op"]] += entry["count"]
+        return [{"op": op, "count": count} for op, count in total.most_common()]
+
+    @property
+    def not_fused(self) -> list[dict[str, Any]]:
+        """Pairs of generated kernels of which one reads what the other writes or reads, with Inductor's reason."""
+        return [{"graph": record.graph, **pair} for record in self.records for pair in record.not_fused]
 
     @property
     def recompiles(self) -> list[dict[str, str | None]]:
@@ -439,7 +492,9 @@ class Report:
             "measurement": self.measurement.to_dict() if self.measurement is not None else None,
             "graphs": [record.describe() for record in self.records],
             "sites": {family: counts.to_dict() for family, counts in self.sites.items()},
+            "lowered": self.lowered,
             "fallbacks": self.fallbacks,
+            "not_fused": self.not_fused,
             "recompiles": self.recompiles,
             "captures": [],
             "kernels": self.kernels,
@@ -450,6 +505,21 @@ class Report:
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
+
+    def dump(self, folder: str | os.PathLike[str]) -> list[Path]:
+        """Write a folder for every generated kernel, in which it can be read, run, edited and measured alone.
+
+        They are `<folder>/<function>-<graph>/fused_<operators>_<hash>`, with the files that `tritium.whitebox` lists. On a
+        warm start they come from beside Inductor's cache; a graph whose kernels are not known raises a `ReportError`,
+        after the others were written.
+        """
+        written = [path for record in self.records for path in record.write_kernels(Path(folder))]
+        lacking = [f"{record.graph} ({reason})" for record in self.records if (reason := record.why_no_kernels())]
+        if lacking:
+            raise ReportError(
+                f"no kernels are known for graph {'; '.join(lacking)}; {len(written)} folders were written"
+            )
+        return written
 
     def to_html(self, path: str | os.PathLike[str], *, title: str = "Tritium report") -> None:
         """Write one page that holds everything it shows: it loads nothing. The file appears whole or not at all."""
@@ -477,10 +547,11 @@ class Report:
             self.text_of_components(),
             self._text_of_graphs(),
             self._text_of_sites(),
-            self._text_of_fallbacks(),
+            self._text_of_operators(),
             self._text_of_recompiles(),
             self._text_of_passes(),
             self._text_of_kernels(),
+            self._text_of_pairs(),
             self._text_of_folded(),
             self._text_of_failures(),
         ]
@@ -520,9 +591,38 @@ class Report:
             rows.append((family, counts.fused, counts.inductor, counts.declined, reasons))
         return _table("Sites", ("family", "fused", "inductor", "declined", "why"), rows)
 
-    def _text_of_fallbacks(self) -> str:
-        lines = [f"Fallback {entry['count']}x {entry['op']}  # {entry['reason']}" for entry in self.fallbacks]
-        return "\n".join(["Fallbacks (operators Inductor calls instead of generating code)", *lines]) if lines else ""
+    def _text_of_operators(self) -> str:
+        """What became of Inductor's operators: generated code, or a call with a reason."""
+        lines = [f"Lowered {entry['count']}x {entry['op']}" for entry in self.lowered]
+        for entry in self.fallbacks:
+            first, *others = entry["arguments"] or [""]
+            more = f" and {len(others)} other shapes" if others else ""
+            lines.append(
+                f"Fallback {entry['count']}x {entry['op'].partition('(')[0]}({first}){more}  # {entry['reason']}, "
+                f"has_lowering={entry.get('has_lowering')}, has_decomposition={entry.get('has_decomposition')}"
+            )
+        title = "Operators (lowered: became generated code; fallback: Inductor calls them instead)"
+        return "\n".join([title, *lines]) if lines else ""
+
+    def _text_of_pairs(self) -> str:
+        pairs = sorted(self.not_fused, key=lambda pair: -pair["count"] * (pair["bytes_passed"] + pair["bytes_shared"]))
+        rows = [
+            (
+                pair["graph"],
+                pair["first"],
+                pair["second"],
+                f"{pair['count']}x",
+                _bytes(pair["bytes_passed"]),
+                _bytes(pair["bytes_shared"]),
+                pair["reason"],
+            )
+            for pair in pairs[:MOST_PAIRS]
+        ]
+        title = "Not fused (pairs of kernels: the second reads what the first writes, or both read the same)"
+        if len(pairs) > MOST_PAIRS:
+            title += f"; the {MOST_PAIRS} that move most of {len(pairs)}"
+        header = ("graph", "first", "second", "times", "passes", "both read", "Inductor's reason")
+        return _table(title, header, rows) if rows else ""
 
     def _text_of_recompiles(self) -> str:
         rows = [

@@ -160,3 +160,31 @@ def test_all_sides_live_at_once_and_are_compiled_once(monkeypatch):
     assert ours.ratio == pytest.approx(by_variant["inductor"].median_ms / ours.median_ms)
     assert ours.first_call_cold
     assert max(row.relative_l2 for row in outcome.rows) < 1e-5
+
+
+def test_the_profile_says_what_fusion_gains():
+    eager, ours = run.run(TINY, settings(profile=True)).rows
+    assert eager.operators_us > 0
+    assert eager.fusion_gain is None
+    assert ours.fusion_gain == pytest.approx((ours.operators_us - eager.operators_us) / eager.operators_us)
+
+
+def test_a_profile_without_eager_has_nothing_to_be_against():
+    with pytest.raises(ConfigError, match="--against needs eager"):
+        settings(profile=True, against=("inductor",))
+
+
+@pytest.mark.codegen
+def test_generated_code_counts_as_time_in_operators():
+    from tritium.bench.profile import operator_time
+
+    x = torch.randn(1 << 20)
+
+    def chain(x):
+        return x.sin().cos().sin().cos()
+
+    with torch.inference_mode():
+        compiled = torch.compile(chain, backend="tritium")
+        fused = operator_time(lambda: compiled(x), "cpu")
+    # Four passes of sine and cosine over a million numbers take far more than bookkeeping; nothing of it is an operator.
+    assert fused > 500

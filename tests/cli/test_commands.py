@@ -7,11 +7,12 @@ import re
 import sys
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
 from tritium import cli, envs, fusions, measure, tuned
-from tritium.bench import run
+from tritium.bench import run, workloads
 from tritium.bench.results import Results, Row
 from tritium.cli import progress
 from tritium.cli.app import app
@@ -81,6 +82,10 @@ def test_an_unknown_workload_names_the_nearest(command):
         (["bench", "flux", "--device", "tpu"], "device 'tpu' is not known"),
         (["bench", "flux", "--compare", "missing.json"], "cannot be read"),
         (["explain", "flux", "--engine", "egaer"], "did you mean 'eager'"),
+        (["explain", "flux", "--engine", "eager", "--dump", "kernels"], "engine 'eager' generates none"),
+        (["explain", "flux", "--dump", __file__], "cannot be made"),
+        (["explain", "--fusions", "--dump", "kernels"], "leave out --dump"),
+        (["bench", "flux", "--profile", "--against", "inductor"], "--against needs eager"),
         (["explain"], "explain needs a workload, one of "),
         (["explain", "flux", "--fusions"], "leave out a workload"),
         (["explain", "--fusions", "--engine", "eager", "--device", "cpu"], "leave out --engine, --device"),
@@ -169,6 +174,35 @@ def test_explain_prints_the_page():
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("wan: 2 blocks")
     assert "Sites" in result.stdout
+
+
+class Tiny(workloads.Workload):
+    def build(self, device, dtype, *, small):
+        model = torch.nn.Sequential(torch.nn.RMSNorm(16), torch.nn.SiLU())
+        return workloads.Built(model.to(device, dtype), {"input": torch.randn(3, 16)}, "3 tokens", small)
+
+
+@pytest.mark.codegen
+def test_explain_writes_a_folder_for_every_kernel(monkeypatch, tmp_path):
+    size = workloads.Size({}, (3,), 0, "3 tokens")
+    monkeypatch.setattr(workloads, "find", lambda name: Tiny(name, "Tiny", size, size, lambda config, size, draw: {}))
+    result = invoke("explain", "tiny", "--device", "cpu", "--dump", str(tmp_path / "kernels"))
+    assert result.exit_code == 0, result.output
+    (folder,) = (tmp_path / "kernels").glob("*/fused_*")
+    assert (folder / "kernel.cpp").exists()
+    assert f"1 kernels in {tmp_path / 'kernels'}" in result.stdout
+    assert "Lowered " in result.stdout
+
+
+def test_bench_prints_what_fusion_gains(monkeypatch):
+    rows = [
+        dataclasses.replace(ROW, variant="eager", operators_us=8000.0),
+        dataclasses.replace(ROW, variant="tritium", operators_us=6000.0, fusion_gain=-0.25),
+    ]
+    monkeypatch.setattr(run, "run", lambda *_: run.Outcome(rows, {}))
+    printed = " ".join(invoke("bench", "flux", "--device", "cpu", "--profile").stdout.split())
+    assert "6.00 ms in operators and kernels, eagerly 8.00 ms: fusion gain -25.0%" in printed
+    assert "(fused total - unfused total) / unfused total" in printed
 
 
 def test_explain_lists_every_fusion():

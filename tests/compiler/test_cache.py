@@ -165,9 +165,10 @@ class TestIdentity:
 
 def test_a_damaged_store_is_ignored(tmp_path):
     store = observe.Store(tmp_path)
-    store.save("abc", [{"name": "k"}], [])
-    assert store.load("abc") == {"kernels": [{"name": "k"}], "fallbacks": []}
-    for text in ("", "[]", '{"kernels": []}', "{"):
+    observation = {"kernels": [{"name": "k"}], "fallbacks": [], "lowered": [], "not_fused": [], "sources": ""}
+    store.save("abc", observation)
+    assert store.load("abc") == observation
+    for text in ("", "[]", '{"kernels": [], "fallbacks": []}', "{"):
         store.path("abc").write_text(text)
         assert store.load("abc") is None
     assert store.load("missing") is None

@@ -109,7 +109,47 @@ def test_complex_numbers_are_a_fallback_with_a_reason():
     report = tritium.explain(compiled)
     reasons = {entry["reason"] for entry in report.fallbacks if "complex64" in entry["op"]}
     assert reasons == {"Inductor generates no code for complex numbers"}
-    assert "Fallback 1x aten.mul.Tensor(complex64)  # Inductor generates no code for complex numbers" in str(report)
+    assert (
+        "Fallback 1x aten.mul.Tensor(complex64[2, 7, 8], complex64[7, 8])  # Inductor generates no code for complex "
+        "numbers, has_lowering=True, has_decomposition=False"
+    ) in str(report)
+
+
+def test_operators_and_pairs_in_the_report():
+    """What was lowered, what was called and why, and which kernels stayed two."""
+
+    def function(x, w):
+        rows = nn.functional.layer_norm(x, (48,))
+        # The mean and the variance are computed once and read by two kernels: a product lies between them.
+        return rows.cos() @ w, rows.sum(1), torch.linalg.svdvals(w)
+
+    x, w = torch.randn(2, 9, 48), torch.randn(48, 48)
+    with torch.inference_mode():
+        compiled = torch.compile(function, backend="tritium")
+        compiled(x, w)
+    report = tritium.explain(compiled)
+    lowered = {entry["op"]: entry["count"] for entry in report.lowered}
+    assert lowered["aten.cos.default"] == 1
+    assert lowered["aten.var_mean.correction"] == 1
+    assert not any("mm" in op or "svd" in op for op in lowered)
+    (fallback,) = report.fallbacks
+    assert fallback["op"] == "aten._linalg_svd.default"
+    assert fallback["arguments"] == {"float32[48, 48]": 1}
+    assert (fallback["has_lowering"], fallback["has_decomposition"]) == (False, False)
+    generated = {kernel["name"] for kernel in report.kernels if kernel["kind"] == "generated"}
+    for pair in report.not_fused:
+        assert {pair["first"], pair["second"]} <= generated
+        assert pair["bytes_passed"] + pair["bytes_shared"] > 0
+        assert pair["reason"]
+    text = str(report)
+    assert "Lowered 1x aten.cos.default" in text
+    assert (
+        "Fallback 1x aten._linalg_svd.default(float32[48, 48])  # Inductor has no lowering for it, has_lowering="
+        in text
+    )
+    assert report.not_fused
+    assert f"{report.not_fused[0]['reason']}" in text.partition("Not fused (")[2]
+    assert report.to_dict()["not_fused"] == report.not_fused
 
 
 def test_an_inductor_error_is_local(monkeypatch, tmp_path):

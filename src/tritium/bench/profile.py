@@ -1,15 +1,21 @@
-"""Where the time of a call goes on a GPU: its kernels, how often each runs and how long."""
+"""Where the time of a call goes: its kernels on a GPU, and all its operators and kernels together on any device."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from tritium import compat
+
 # Calls under the profiler; a kernel's time is the mean over them. They follow each other closely, but not for long: the
 # clock is higher than under sustained load, so these times add up to less than a sustained call takes.
 CALLS = 5
+
+# The profiler's event around each call. A CPU's time is the median over calls: other processes disturb some of them.
+_CALL = "one call"
 
 # Kernels that are kept by name; what the others take is added up.
 KEPT = 40
@@ -31,6 +37,42 @@ def profile(call: Callable[[], Any], device_type: str) -> list[dict[str, Any]] |
         if event.device_type.name == "CUDA":
             found.setdefault(event.name, []).append(event.device_time)
     return summarise(found)
+
+
+def operator_time(call: Callable[[], Any], device_type: str) -> float:
+    """Microseconds that one call spends in operators and kernels.
+
+    On a GPU these are the kernels' times. On a CPU they are the operators' own times, dispatch included, and for a
+    compiled graph what it takes outside of operators: its kernels and the code that launches them.
+    """
+    is_gpu = device_type == "cuda"
+    kinds = torch.profiler.ProfilerActivity
+    for _ in range(2):
+        call()
+    with torch.profiler.profile(activities=[kinds.CUDA if is_gpu else kinds.CPU]) as profiler:
+        for _ in range(CALLS):
+            with torch.profiler.record_function(_CALL):
+                call()
+        if is_gpu:
+            torch.cuda.synchronize()
+    events = profiler.events()
+    if is_gpu:
+        # A kernel runs after the call that launched it: only the sum is known.
+        return float(sum(event.device_time for event in events if event.device_type.name == "CUDA")) / CALLS
+    totals = []
+    for whole in (event.time_range for event in events if event.name == _CALL):
+        inside = (event for event in events if whole.start <= event.time_range.start < whole.end)
+        totals.append(sum(event.self_cpu_time_total for event in inside if compat.is_work(event.name)))
+    return float(statistics.median(totals))
+
+
+def fusion_gain(fused: float, unfused: float) -> float:
+    """`(fused total - unfused total) / unfused total` of the times in operators: below 0 is time saved.
+
+    >>> fusion_gain(fused=6.0, unfused=8.0)
+    -0.25
+    """
+    return (fused - unfused) / unfused
 
 
 def summarise(found: dict[str, list[float]]) -> list[dict[str, Any]]:

@@ -51,6 +51,9 @@ class Row:
     disturbed: bool | None
     # The kernels of a call, where they were asked for.
     kernels: list[dict[str, Any]] | None = None
+    # Where it was asked for: the time in operators and kernels, and (this - eager's) / eager's.
+    operators_us: float | None = None
+    fusion_gain: float | None = None
     # Of whole pictures against eager's, the worst of several; a PSNR of None with an SSIM of 1 is equality.
     psnr: float | None = None
     ssim: float | None = None

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tritium import compat, device, measure, ops
-from tritium.bench.profile import profile
+from tritium.bench.profile import fusion_gain, operator_time, profile
 from tritium.bench.results import OURS, YARDSTICK, Row
 from tritium.bench.workloads import Built, Workload
 from tritium.config import CompilationConfig
@@ -51,6 +51,8 @@ class Settings:
     config: CompilationConfig | None = None
     # Also profile the kernels of compiled variants.
     kernels: bool = False
+    # Also add up the time in operators and kernels of every variant: what fusion gains.
+    profile: bool = False
     # Also measure Tritium with fidelity `exact`: what bit-equality costs.
     exact: bool = False
     # Ops to measure Tritium without, each in a variant of its own: what each is worth among the others.
@@ -65,6 +67,8 @@ class Settings:
         for name in self.against:
             if name not in (EAGER, YARDSTICK):
                 raise ConfigError(f"nothing to measure against is called {name!r}; {nearest(name, (EAGER, YARDSTICK))}")
+        if self.profile and EAGER not in self.against:
+            raise ConfigError("--profile compares with the operators one by one: --against needs eager")
         if self.mode not in MODES:
             raise ConfigError(f"there is no mode {self.mode!r}; {nearest(self.mode, MODES)}")
         if self.dtype_name is not None and self.dtype_name not in DTYPES:
@@ -127,9 +131,10 @@ def run(workload: Workload, settings: Settings, notify: Notify = _silent) -> Out
             on_round=lambda share: notify(what, PREPARED + (1 - PREPARED) * share),
         )
         load = meter.read()
+        totals = {v: operator_time(side.call, settings.device_type) for v, side in sides.items() if settings.profile}
         reference = _tensor(built.model(**built.inputs), name)
         rows = [
-            _row(name, built, settings, variant, side, timings=timings, reference=reference, load=load)
+            _row(name, built, settings, variant, side, timings=timings, totals=totals, reference=reference, load=load)
             for variant, side in sides.items()
         ]
     return Outcome(rows, {variant: side.model for variant, side in sides.items()})
@@ -210,6 +215,7 @@ def _row(
     side: Side,
     *,
     timings: Mapping[str, measure.Timing],
+    totals: Mapping[str, float],
     reference: torch.Tensor,
     load: measure.Load | None,
 ) -> Row:
@@ -232,5 +238,7 @@ def _row(
         peak_memory_bytes=measure.peak_memory(side.call, settings.device_type),
         relative_l2=measure.relative_l2(_tensor(side.call(), name), reference),
         disturbed=load.disturbed if load is not None else None,
+        operators_us=totals.get(variant),
+        fusion_gain=fusion_gain(totals[variant], totals[EAGER]) if variant in totals and variant != EAGER else None,
         kernels=profile(side.call, settings.device_type) if settings.kernels and variant in (YARDSTICK, OURS) else None,
     )

@@ -35,6 +35,9 @@ def command(
     device_type: Annotated[str | None, typer.Option("--device", help="cuda or cpu; the GPU if there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 on a CPU and bfloat16 on a GPU if left out.")] = None,
     kernels: Annotated[bool, typer.Option("--kernels", help="Also profile what each kernel takes (GPU).")] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Also add up the time in operators: what fusion gains against eager.")
+    ] = False,
     exact: Annotated[bool, typer.Option("--exact", help="Also measure Tritium with fidelity 'exact'.")] = False,
     without: Annotated[
         str, typer.Option(metavar="OP,...", help="Also measure Tritium without each of these ops' own kernels.")
@@ -54,6 +57,7 @@ def command(
         device_type=known_device(device_type),
         cold=cold,
         kernels=kernels,
+        profile=profile,
         exact=exact,
         without=tuple(name.strip() for name in without.split(",") if name.strip()),
         dtype_name=dtype,
@@ -73,6 +77,8 @@ def command(
     results = Results.now(rows, settings.device_type)
     table.show(results)
     table.show_kernels(results)
+    for line in table.gains(results):
+        print(line)
     if json is not None:
         results.save(json)
     for name, reason in failed.items():

@@ -45,11 +45,17 @@ def command(
         Path | None,
         typer.Option("--html", metavar="FILE", help="Measure every kernel and write the report there as one page."),
     ] = None,
+    dump: Annotated[
+        Path | None,
+        typer.Option(
+            "--dump", metavar="DIR", help="Write a folder for every generated kernel: source, benchmark, graph."
+        ),
+    ] = None,
     device_type: Annotated[str | None, typer.Option("--device", help="cuda or cpu; the GPU if there is one.")] = None,
 ) -> None:
     """Compile a workload with Tritium and say what fused, what did not, and why; or list the fusions."""
     if fusions:
-        given = {"a workload": name, "--engine": engine, "--device": device_type, "--html": html}
+        given = {"a workload": name, "--engine": engine, "--device": device_type, "--html": html, "--dump": dump}
         superfluous = [what for what, value in given.items() if value is not None]
         if superfluous:
             raise ConfigError(f"--fusions lists the catalogue and compiles nothing: leave out {', '.join(superfluous)}")
@@ -57,25 +63,36 @@ def command(
     elif name is None:
         raise ConfigError(f"explain needs a workload, one of {_NAMES}; or --fusions for the list of fusions")
     else:
-        _explain(name, engine, device_type, json=json, html=html)
+        _explain(name, engine, device_type, json=json, html=html, dump=dump)
 
 
-def _explain(name: str, engine: str | None, device_type: str | None, *, json: bool, html: Path | None) -> None:
+def _explain(
+    name: str, engine: str | None, device_type: str | None, *, json: bool, html: Path | None, dump: Path | None
+) -> None:
     if html is not None:
         # Now, and not after minutes of compiling.
         page.check_writable(html)
     # Without the option the environment decides, as it does for a Backend; a wrong name is a ConfigError.
     given: dict[str, Any] = {} if engine is None else {"engine": engine}
     config = CompilationConfig(**given)
+    if dump is not None and config.engine == "eager":
+        raise ConfigError("--dump writes generated kernels, and engine 'eager' generates none")
+    if dump is not None:
+        _check_folder(dump)
     settings = run.Settings(device_type=known_device(device_type), config=config)
     explained = _of_pipeline if whole.is_pipeline(name) else _of_model
     headline, report = explained(name, settings, config, kernels=html is not None)
     if html is not None:
         report.to_html(html, title=headline)
+    folders = report.dump(dump) if dump is not None else []
     if json:
         print(report.to_json())
-    else:
-        print(f"{headline}\n\n{report}" if html is None else f"{headline}: report in {html}")
+        return
+    print(f"{headline}\n\n{report}" if html is None else f"{headline}: report in {html}")
+    if dump is not None:
+        print(
+            f"\n{len(folders)} kernels in {dump}; run benchmark.py in one of the folders to measure it, edited or not"
+        )
 
 
 def _of_pipeline(name: str, settings: run.Settings, config: CompilationConfig, *, kernels: bool) -> tuple[str, Report]:
@@ -110,6 +127,13 @@ def _of_model(name: str, settings: run.Settings, config: CompilationConfig, *, k
                 notify(f"{name}: timing the kernels", 0.9)
             report = tritium.explain(model, call=(lambda: model(**built.inputs)) if kernels else None)
     return f"{name}: {built.note}{' (shrunk for the CPU)' if built.shrunk else ''}", report
+
+
+def _check_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--dump {folder}: cannot be made: {error.strerror}") from error
 
 
 def _list_fusions(*, json: bool) -> None:

@@ -43,6 +43,22 @@ def show_kernels(results: Results, most: int = 15) -> None:
             console.print(table)
 
 
+def gains(results: Results) -> list[str]:
+    """What fusion gains, a line for each compiled variant that was profiled."""
+    unfused = {row.workload: row.operators_us for row in results.rows if row.variant == "eager"}
+    lines = []
+    for row in results.rows:
+        before = unfused.get(row.workload)
+        if row.fusion_gain is not None and row.operators_us is not None and before is not None:
+            lines.append(
+                f"{row.workload}, {_NAMES.get(row.variant, row.variant)}: {row.operators_us / 1e3:.2f} ms in operators and "
+                f"kernels, eagerly {before / 1e3:.2f} ms: fusion gain {row.fusion_gain:+.1%}"
+            )
+    if lines:
+        lines.append("fusion gain: (fused total - unfused total) / unfused total, below 0 is time saved")
+    return lines
+
+
 def of_results(results: Results) -> Table:
     """One line a variant. Memory has a column where it was measured."""
     versions = ", ".join(f"{name} {version}" for name, version in results.versions.items() if version)

@@ -7,7 +7,7 @@ because a protobuf library is no dependency of this package; the field numbers a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch.fx.node import _get_qualified_name
 
+from tritium import whitebox
 from tritium.fusions.expression import value_of
 
 _ONNX_DTYPES = {
@@ -184,12 +185,22 @@ class GraphLog:
                 self._count += 1
             write(graph, self.folder, f"{self._count:02d}-{file_name(stage)}-{when}")
 
-    def failed(self, graphs: Iterable[tuple[str, fx.Graph]], stage: str, otherwise: Path) -> str | None:
-        """Write the graphs of a failed stage even when nobody asked for logs; where they are, or None if that failed too."""
+    def failed(
+        self,
+        graphs: Iterable[tuple[str, fx.Graph]],
+        stage: str,
+        otherwise: Path,
+        kernels: Sequence[Mapping[str, Any]] = (),
+    ) -> str | None:
+        """Write the graphs and kernels of a failed stage even when nobody asked for logs.
+
+        Returns where they are, or None if that failed too.
+        """
         folder = self.folder or otherwise
         try:
             for name, graph in graphs:
                 write(graph, folder, f"failed-{file_name(stage)}-{name}")
+            whitebox.write(folder / f"failed-{file_name(stage)}-kernels", kernels, ())
         except OSError:
             return None
         return str(folder)

@@ -7,7 +7,7 @@ runs uncompiled. Each step down is in the report with the error and the graphs t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
@@ -29,6 +29,8 @@ class Lowering:
     example_inputs: Sequence[Any]
     settings: Mapping[str, Any]
     identity: bytes
+    # The kernels that code generation had written when the attempt failed.
+    unfinished: list[dict[str, Any]] = field(default_factory=list)
 
 
 def lower(attempt: Lowering, record: GraphRecord) -> Callable[..., Any]:
@@ -40,11 +42,19 @@ def lower(attempt: Lowering, record: GraphRecord) -> Callable[..., Any]:
     observer = KernelObserver(record.device_type)
     with compat.inductor_patched(settings):
         key = store_key(attempt.gm.graph, attempt.identity)
-        with compat.observed_codegen(observer):
-            compiled = compat.compile_fx(attempt.gm, attempt.example_inputs)
+        try:
+            with compat.observed_codegen(observer), compat.recorded_kernels(observer):
+                compiled = compat.compile_fx(attempt.gm, attempt.example_inputs)
+        except Exception:
+            attempt.unfinished = observer.dissection.unfinished()
+            raise
     if observer.saw_codegen:
-        record.kernels, record.fallbacks, record.kernels_from = observer.kernels, observer.fallbacks, "codegen"
-        store().save(key, observer.kernels, observer.fallbacks)
+        observation = observer.observation()
+        record.observed(observation, "codegen")
+        store().save(key, observation)
     elif (found := store().load(key)) is not None:
-        record.kernels, record.fallbacks, record.kernels_from = found["kernels"], found["fallbacks"], "store"
+        record.observed(found, "store")
+    if (folder := compat.debug_folder()) is not None:
+        # Beside what torch writes for TORCH_COMPILE_DEBUG=1.
+        record.write_kernels(folder / "tritium")
     return compiled

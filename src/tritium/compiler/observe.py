@@ -8,23 +8,30 @@ import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
-from tritium import compat, device
+from tritium import compat, device, whitebox
 from tritium.compiler.count_flops import bytes_of, flops_of
+from tritium.compiler.dissect import Dissection, Kernel
 from tritium.compiler.dump import readable
 from tritium.ops.op import NAMESPACE
 
 # Reasons a kernel lists at most: the rest repeats them.
 MOST_REASONS = 3
 
+# The reason of a pair that Inductor's scheduler was never asked about.
+UNSAID = "Inductor did not consider it"
+
+# For each kernel the buffers it reads and writes, with their bytes.
+Moved = Sequence[tuple[dict[str, int], dict[str, int]]]
+
 # What a stored observation holds; one with less is not found again.
-_FORMAT = b"2"
+_FORMAT = b"3"
 
 
 class KernelObserver:
@@ -33,6 +40,9 @@ class KernelObserver:
     def __init__(self, device_type: str) -> None:
         self.kernels: list[dict[str, Any]] = []
         self.fallbacks: list[dict[str, Any]] = []
+        self.lowered: list[dict[str, Any]] = []
+        self.not_fused_pairs: list[dict[str, Any]] = []
+        self.dissection = Dissection()
         self.saw_codegen = False
         self._bandwidth = device.copy_bandwidth(device.describe(device_type))
         self._defined: list[tuple[str, Sequence[Any]]] = []
@@ -40,6 +50,22 @@ class KernelObserver:
 
     def kernel(self, name: str, nodes: Sequence[Any]) -> None:
         self._defined.append((name, nodes))
+
+    def source(self, name: str, language: str, text: str) -> None:
+        self.dissection.source(name, language, text)
+
+    def launch(self, name: str, arguments: Callable[[], list[compat.KernelArgument]]) -> None:
+        self.dissection.launch(name, arguments)
+
+    def observation(self) -> dict[str, Any]:
+        """What a report needs, as JSON has it."""
+        return {
+            "kernels": self.kernels,
+            "fallbacks": self.fallbacks,
+            "lowered": self.lowered,
+            "not_fused": self.not_fused_pairs,
+            "sources": whitebox.pack(self.dissection.found),
+        }
 
     def not_fused(self, why: Any) -> None:
         # There are many: those that matter are put into words at the end.
@@ -78,9 +104,16 @@ class KernelObserver:
                 }
             )
         self.kernels += [self._call(overload, node) for overload, node in calls]
-        counted = Counter(_fallback(op, dtypes) for op, dtypes in compat.fallback_operators(lowering))
-        for (op, reason), count in counted.items():
-            self.fallbacks.append({"op": op, "count": count, "reason": reason})
+        self.fallbacks += _fallbacks(lowering)
+        self.lowered += _lowered(lowering, [node for _, node in calls])
+        self.not_fused_pairs += self._pairs(moved)
+        self.dissection.graph(
+            lowering.graph,
+            [
+                Kernel(name, nodes, _origins(nodes), set(moved[index][0]))
+                for index, (name, nodes) in enumerate(self._defined)
+            ],
+        )
         self._defined.clear()
 
     def _call(self, overload: torch._ops.OpOverload, node: fx.Node) -> dict[str, Any]:
@@ -110,36 +143,110 @@ class KernelObserver:
             return None
         return round(moved / self._bandwidth * 1e6, 2)
 
-    def _reasons(self, index: int, moved: Sequence[tuple[dict[str, int], dict[str, int]]]) -> list[str]:
+    def _reasons(self, index: int, moved: Moved) -> list[str]:
         """What kept a kernel apart from those it exchanges data with."""
         reads, writes = moved[index]
-        neighbours = [
-            other
-            for other, (their_reads, their_writes) in enumerate(moved)
-            if other != index and (reads.keys() & their_writes.keys() or writes.keys() & their_reads.keys())
-        ]
-        own = _names(self._defined[index][1])
         reasons: dict[str, None] = {}
-        for other in neighbours:
-            for theirs in _names(self._defined[other][1]):
-                for mine in own:
-                    if (why := self._why.get(frozenset({mine, theirs}))) is not None:
-                        reasons[f"{self._defined[other][0]}: {_worded(why)}"] = None
+        for other, (their_reads, their_writes) in enumerate(moved):
+            if other != index and (reads.keys() & their_writes.keys() or writes.keys() & their_reads.keys()):
+                for words in self._between(index, other):
+                    reasons[f"{self._defined[other][0]}: {words}"] = None
         return list(reasons)[:MOST_REASONS]
+
+    def _pairs(self, moved: Moved) -> list[dict[str, Any]]:
+        """Each two kernels of which one reads what the other writes or reads, and what Inductor said about joining them."""
+        found: dict[tuple[str, str, str], dict[str, Any]] = {}
+        touching: dict[str, list[int]] = {}
+        for second, (reads, writes) in enumerate(moved):
+            earlier = sorted({first for name in reads for first in touching.get(name, ())})
+            for name in [*reads, *writes]:
+                touching.setdefault(name, []).append(second)
+            for first in earlier:
+                their_reads, their_writes = moved[first]
+                passed = sum(size for name, size in their_writes.items() if name in reads)
+                shared = sum(size for name, size in their_reads.items() if name in reads)
+                if not passed and not shared:
+                    continue
+                reasons = self._between(first, second)
+                # Kernels that only read the same have a reason where Inductor thought of joining them at all.
+                if not reasons and not passed:
+                    continue
+                names = self._defined[first][0], self._defined[second][0]
+                reason = "; ".join(reasons[:MOST_REASONS]) or UNSAID
+                entry = found.setdefault(
+                    (*names, reason),
+                    {
+                        "first": names[0],
+                        "second": names[1],
+                        "count": 0,
+                        "bytes_passed": passed,
+                        "bytes_shared": shared,
+                        "reason": reason,
+                    },
+                )
+                entry["count"] += 1
+        return list(found.values())
+
+    def _between(self, one: int, other: int) -> list[str]:
+        """Why two kernels are two, in Inductor's words; nothing where it never asked."""
+        words: dict[str, None] = {}
+        for mine in _names(self._defined[one][1]):
+            for theirs in _names(self._defined[other][1]):
+                if (why := self._why.get(frozenset({mine, theirs}))) is not None:
+                    words[_worded(why)] = None
+        return list(words)
+
+
+def _fallbacks(lowering: Any) -> list[dict[str, Any]]:
+    """Operators that Inductor calls, each with the first arguments it was given and how many others there were."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for overload, inputs in compat.fallback_nodes(lowering):
+        op, reason = _fallback(overload, [dtype for dtype, _ in inputs])
+        arguments = ", ".join(f"{str(dtype).removeprefix('torch.')}{list(sizes)}" for dtype, sizes in inputs)
+        entry = found.setdefault(
+            (op, reason),
+            {
+                "op": op,
+                "count": 0,
+                "reason": reason,
+                "arguments": {},
+                "has_lowering": compat.has_lowering(overload),
+                "has_decomposition": compat.has_decomposition(overload),
+            },
+        )
+        entry["count"] += 1
+        entry["arguments"][arguments] = entry["arguments"].get(arguments, 0) + 1
+    return list(found.values())
+
+
+def _lowered(lowering: Any, called: Sequence[fx.Node]) -> list[dict[str, Any]]:
+    """Operators of Inductor's graph that became generated code."""
+    elsewhere = set(called)
+    counted = Counter(
+        str(node.target)
+        for node in lowering.graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload)
+        and node not in elsewhere
+        and compat.has_lowering(node.target)
+        and not compat.is_view(node.target)
+    )
+    return [{"op": op, "count": count} for op, count in counted.most_common()]
 
 
 def _worded(why: Any) -> str:
     try:
-        return str(why.reason % why.args)
+        words = str(why.reason % why.args)
     except TypeError:
-        return str(why.reason)
+        words = str(why.reason)
+    # Only kernels that do exchange data are asked about here.
+    return f"{words} that both index alike" if words == "no shared data" else words
 
 
 def _names(nodes: Sequence[Any]) -> list[str]:
     return [inner.get_name() for node in nodes for inner in [node, *node.get_nodes()]]
 
 
-def _regions(moved: Sequence[tuple[dict[str, int], dict[str, int]]], outputs: set[str]) -> tuple[list[int], list[int]]:
+def _regions(moved: Moved, outputs: set[str]) -> tuple[list[int], list[int]]:
     """For each kernel, the bytes and the number of the connected region of generated kernels it is part of.
 
     The bytes are those of the region's distinct inputs and outputs.
@@ -204,7 +311,8 @@ def _source_lines(origins: Sequence[fx.Node]) -> list[str]:
     return list(lines)
 
 
-def _fallback(op: str, dtypes: Sequence[torch.dtype]) -> tuple[str, str]:
+def _fallback(overload: torch._ops.OpOverload, dtypes: Sequence[torch.dtype]) -> tuple[str, str]:
+    op = str(overload)
     of = [dtype for dtype in dtypes if dtype.is_complex]
     if of:
         name = f"{op}({str(of[0]).removeprefix('torch.')})"
@@ -213,8 +321,13 @@ def _fallback(op: str, dtypes: Sequence[torch.dtype]) -> tuple[str, str]:
         return op, "an operator of its own: Inductor calls it as it is"
     if "attention" in op:
         return op, "attention has its own kernels, Inductor calls them"
+    if compat.has_lowering(overload):
+        return op, "Inductor has a lowering for it that does not take these arguments on this device"
     return op, "Inductor has no lowering for it"
 
+
+# What every stored observation has.
+PARTS = {"kernels", "fallbacks", "lowered", "not_fused", "sources"}
 
 # Keys that this process wrote or found: what belongs into its artifacts.
 _used: dict[str, None] = {}
@@ -234,19 +347,19 @@ class Store:
             found = json.loads(self.path(key).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        if not isinstance(found, dict) or not {"kernels", "fallbacks"} <= found.keys():
+        if not isinstance(found, dict) or not found.keys() >= PARTS:
             return None
         _used[key] = None
         return found
 
-    def save(self, key: str, kernels: list[dict[str, Any]], fallbacks: list[dict[str, Any]]) -> None:
+    def save(self, key: str, observation: dict[str, Any]) -> None:
         _used[key] = None
         path = self.path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         # Another process may write the same key: a rename is whole or not there.
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
         with os.fdopen(handle, "w", encoding="utf-8") as out:
-            json.dump({"kernels": kernels, "fallbacks": fallbacks}, out)
+            json.dump(observation, out)
         Path(temporary).replace(path)
 
 

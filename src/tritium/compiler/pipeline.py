@@ -73,7 +73,7 @@ class Compilation:
         self.dynamo = self.gm
         self.gm = with_graph(self.dynamo, copied(self.dynamo.graph))
         folder = Path(self.config.graph_log_url) if self.config.graph_log_url else None
-        self.log = GraphLog(folder, f"{self.record.function}-{self.record.graph}")
+        self.log = GraphLog(folder, self.record.label)
         self.context = PassContext(
             self.config, self.record.device_type, example_inputs=self.example_inputs, measure=measure_in_child
         )
@@ -174,15 +174,19 @@ class Compilation:
         del self.context.sites[sites:]
         self._fail(f"pass {entry.name!r}", error, [("before", before), ("broken", broken)])
 
-    def _fail(self, part: str, error: Exception, graphs: Sequence[tuple[str, fx.Graph]]) -> None:
-        otherwise = (
-            compat.cache_dir() / "tritium" / "failures" / file_name(f"{self.record.function}-{self.record.graph}")
-        )
-        where = self.log.failed(graphs, part, otherwise)
+    def _fail(
+        self,
+        part: str,
+        error: Exception,
+        graphs: Sequence[tuple[str, fx.Graph]],
+        kernels: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        otherwise = compat.cache_dir() / "tritium" / "failures" / file_name(self.record.label)
+        where = self.log.failed(graphs, part, otherwise, kernels)
         self.record.failures.append(Failure(part, brief(error), where))
         warnings.warn(
             f"tritium: {part} failed and is turned off for graph {self.record.graph} of {self.record.function}: "
-            f"{brief(error)}" + (f"; graphs in {where}" if where else ""),
+            f"{brief(error)}" + (f"; graphs{' and kernels' if kernels else ''} in {where}" if where else ""),
             RuntimeWarning,
             stacklevel=2,
         )
@@ -218,12 +222,14 @@ class Compilation:
         settings = {**{name: value for name, (value, _) in self.requests.items()}, **self.user_settings}
         key = identity(self.gm.graph, self.config, self.passes, self.fusions)
         rewritten = copied(self.gm.graph)
+        attempt = Lowering(self.gm, self.example_inputs, settings, key)
         try:
-            return lower(Lowering(self.gm, self.example_inputs, settings, key), self.record)
+            return lower(attempt, self.record)
         except Exception as error:
             if is_the_callers(error):
                 raise
-            self._fail("lowering", error, [("rewritten", rewritten), ("original", self.dynamo.graph)])
+            graphs = [("rewritten", rewritten), ("original", self.dynamo.graph)]
+            self._fail("lowering", error, graphs, attempt.unfinished)
         return self._lower_untouched(key)
 
     def _lower_untouched(self, key: bytes) -> Callable[..., Any]:
@@ -234,13 +240,16 @@ class Compilation:
             self.folding = None
         self.record.sites = [site.declined("lowering failed, see failures") for site in self.record.sites]
         if changed:
-            gm = with_graph(self.dynamo, copied(self.dynamo.graph))
+            attempt = Lowering(
+                with_graph(self.dynamo, copied(self.dynamo.graph)), inputs, dict(self.user_settings), key
+            )
             try:
-                return lower(Lowering(gm, inputs, dict(self.user_settings), key), self.record)
+                return lower(attempt, self.record)
             except Exception as error:
                 if is_the_callers(error):
                     raise
-                self._fail("lowering of the untouched graph", error, [("original", self.dynamo.graph)])
+                original = [("original", self.dynamo.graph)]
+                self._fail("lowering of the untouched graph", error, original, attempt.unfinished)
         self.record.engine = "eager"
         return self.dynamo.forward
 

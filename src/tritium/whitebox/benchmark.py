@@ -1,0 +1,210 @@
+"""Time the kernel in this folder, and compare it with the operators it stands for.
+
+    python benchmark.py            prints the time of a launch, GB/s against a copy, and the difference to fragment.py
+    python benchmark.py --json     the same as data
+
+The source is read from kernel.py (Triton) or kernel.cpp (C++) beside this file: edit it and run this again to measure the
+edit. Shapes and strides of the arguments are in meta.json. Integers are zero, so that an index never leads out of a tensor.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+
+# Seconds that one measurement takes at most, after three launches that warm up.
+SECONDS = 0.5
+
+# Bytes of the tensor whose copy gives the device's bandwidth; more than any cache holds.
+COPIED = {"cpu": 1 << 27, "cuda": 1 << 29}
+
+
+def make(spec: dict[str, Any]) -> Any:
+    """A number, or a tensor of the given dtype, size and stride: random, or zeros if its elements are integers."""
+    if spec["kind"] == "number":
+        return spec["value"]
+    dtype, size, stride = getattr(torch, spec["dtype"]), spec["size"], spec["stride"]
+    extent = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True)) if all(size) else 0
+    if spec["kind"] == "workspace" or not (dtype.is_floating_point or dtype.is_complex):
+        flat = torch.zeros(extent, dtype=dtype, device=spec["device"])
+    elif dtype.itemsize == 1:
+        flat = torch.randn(extent, device=spec["device"]).to(dtype)
+    else:
+        flat = torch.randn(extent, dtype=dtype, device=spec["device"])
+    return flat.as_strided(size, stride)
+
+
+def load_kernel(folder: Path, language: str) -> Callable[..., None]:
+    """A function of the kernel's arguments, compiled from the source as it is in the folder now."""
+    if language == "cpp":
+        return load_cpp((folder / "kernel.cpp").read_text(encoding="utf-8"))
+    return load_triton(folder / "kernel.py")
+
+
+def load_cpp(source: str) -> Callable[..., None]:
+    """Compile through Inductor's own loader: the same compiler, flags and vector instructions as in the model."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    start = source.rindex('extern "C"')
+    parameters = source[source.index("(", start) + 1 : source.index(")", start)]
+    types = [" ".join(parameter.split()[:-1]) for parameter in parameters.split(",")]
+    loaded: Callable[..., None] = CppPythonBindingsCodeCache.load_pybinding(types, source)
+    return loaded
+
+
+def load_triton(path: Path) -> Callable[..., None]:
+    """The module as Inductor wrote it; its first launch tries the tile sizes that its decorator lists."""
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    kernels = [value for value in vars(load_module(path)).values() if isinstance(value, CachingAutotuner)]
+    if len(kernels) != 1:
+        raise SystemExit(f"{path} must define one kernel, it defines {len(kernels)}")
+
+    def launch(*arguments: Any) -> None:
+        kernels[0].run(*arguments, stream=torch.cuda.current_stream().cuda_stream)
+
+    return launch
+
+
+def load_module(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise SystemExit(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    # Triton looks for a kernel's module by its name.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def seconds(run: Callable[[], Any], device: str) -> float:
+    """The median of a call."""
+    for _ in range(3):
+        run()
+    sample = _on_gpu if device == "cuda" else _on_host
+    samples: list[float] = []
+    end = time.perf_counter() + SECONDS
+    while len(samples) < 5 or (time.perf_counter() < end and len(samples) < 1000):
+        samples.append(sample(run))
+    return statistics.median(samples)
+
+
+def _on_host(run: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def _on_gpu(run: Callable[[], Any]) -> float:
+    # Ten launches in a row: one alone would measure the host.
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(10):
+        run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e4
+
+
+def copy_bandwidth(device: str) -> float:
+    """Bytes a second, read and written, of a large copy."""
+    source = torch.zeros(COPIED[device], dtype=torch.uint8, device=device)
+    target = torch.ones_like(source)
+    return 2 * COPIED[device] / seconds(lambda: target.copy_(source), device)
+
+
+def compare(folder: Path, meta: dict[str, Any], kernel: Callable[..., None]) -> float | str:
+    """The largest relative L2 difference between the kernel's results and the operators'; or why there is none."""
+    if not (folder / "fragment.py").exists():
+        return "there is no fragment.py"
+    unknown = [given["parameter"] for given in meta["arguments"] if given.get("input") and given["reads"] is None]
+    if unknown:
+        return f"no operator returns what {', '.join(unknown)} holds"
+    fragment = load_module(folder / "fragment.py")
+    values = fragment.make_inputs()
+    values.update(fragment.run(**values))
+    arguments = [make(given) for given in meta["arguments"]]
+    for given, argument in zip(meta["arguments"], arguments, strict=True):
+        if given.get("input"):
+            if given["reads"] not in values:
+                return f"fragment.py has no {given['reads']}, which {given['parameter']} holds"
+            argument.copy_(values[given["reads"]])
+    kernel(*arguments)
+    found = [
+        _relative_l2(argument, values[given["writes"]])
+        for given, argument in zip(meta["arguments"], arguments, strict=True)
+        if given.get("output") and given["writes"] in values
+    ]
+    return max(found) if found else "no operator returns what the kernel writes"
+
+
+def _relative_l2(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    wide = torch.complex128 if actual.is_complex() else torch.float64
+    left, right = actual.to(wide), expected.to(wide)
+    return float((left - right).norm() / right.norm().clamp(min=1e-30))
+
+
+def measure(folder: Path) -> dict[str, Any]:
+    """Everything this file prints, as data."""
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    if meta.get("not_runnable"):
+        raise SystemExit(f"{meta['name']} cannot be run on its own: {meta['not_runnable']}")
+    device = meta["device"]
+    kernel = load_kernel(folder, meta["language"])
+    arguments = [make(given) for given in meta["arguments"]]
+    with torch.inference_mode():
+        difference = compare(folder, meta, kernel)
+        taken = seconds(lambda: kernel(*arguments), device)
+        eager = None
+        if (folder / "fragment.py").exists():
+            fragment = load_module(folder / "fragment.py")
+            inputs = fragment.make_inputs()
+            eager = seconds(lambda: fragment.run(**inputs), device)
+        bandwidth = copy_bandwidth(device)
+    moved = meta["bytes_read"] + meta["bytes_written"]
+    return {
+        "name": meta["name"],
+        "device": device,
+        "us": taken * 1e6,
+        "eager_us": eager * 1e6 if eager is not None else None,
+        "bytes": moved,
+        "gb_per_s": moved / taken / 1e9,
+        "copy_gb_per_s": bandwidth / 1e9,
+        "difference": difference if isinstance(difference, float) else None,
+        "not_compared": difference if isinstance(difference, str) else None,
+    }
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    share = found["gb_per_s"] / found["copy_gb_per_s"]
+    cached = " (the data stays in a cache)" if share > 1 else ""
+    told = [
+        f"{found['name']} on {found['device']}",
+        f"  time        {found['us']:.2f} us a launch",
+        f"  bandwidth   {found['gb_per_s']:.2f} GB/s for {found['bytes']} bytes",
+        f"  copy        {found['copy_gb_per_s']:.2f} GB/s by a large copy here: the kernel reaches {share:.0%}{cached}",
+    ]
+    if found["eager_us"] is not None:
+        told.append(
+            f"  operators   {found['eager_us']:.2f} us one by one, {found['eager_us'] / found['us']:.2f}x as long"
+        )
+    if found["difference"] is not None:
+        told.append(f"  difference  {found['difference']:.1e} relative to fragment.py")
+    else:
+        told.append(f"  difference  not compared: {found['not_compared']}")
+    return told
+
+
+if __name__ == "__main__":
+    result = measure(HERE)
+    sys.stdout.write(json.dumps(result) + "\n" if "--json" in sys.argv[1:] else "\n".join(lines(result)) + "\n")

@@ -1,0 +1,133 @@
+"""Generate code and stop: Triton for a GPU that need not be there, or C++; nothing is compiled.
+
+Functions are traced on the CPU. For a GPU, the graph's tensors are moved there just before Inductor lowers it: they have no
+storage, so there need not be one. What Inductor asks the driver about is answered as an H200 would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._inductor.config as inductor
+from torch import fx
+from torch._dynamo.device_interface import CudaInterface
+from torch._inductor import compile_fx, scheduler
+from torch._inductor.graph import GraphLowering
+from torch._subclasses import FakeTensor
+from torch.utils import _triton
+from torch.utils._pytree import tree_map
+
+from tritium import compat, whitebox
+from tritium.compiler.observe import KernelObserver
+
+H200 = types.SimpleNamespace(
+    name="NVIDIA H200",
+    major=9,
+    minor=0,
+    total_memory=140 << 30,
+    multi_processor_count=132,
+    max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024,
+    regs_per_multiprocessor=65536,
+    warp_size=32,
+    L2_cache_size=60 << 20,
+    gcnArchName="",
+)
+
+
+class _Generated(Exception):
+    """Code generation is over."""
+
+
+def _stop(lowering: GraphLowering) -> None:
+    lowering.codegen()
+    raise _Generated
+
+
+@contextlib.contextmanager
+def _pretended_gpu() -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+
+        def replace(owner: Any, name: str, value: Any) -> None:
+            stack.enter_context(mock.patch.object(owner, name, value))
+
+        for owner in (torch.cuda, CudaInterface, CudaInterface.Worker):
+            replace(owner, "get_device_properties", staticmethod(lambda *_, **__: H200))
+        replace(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        replace(torch.cuda, "current_device", lambda: 0)
+        replace(CudaInterface, "get_compute_capability", staticmethod(lambda *_: 90))
+        replace(CudaInterface, "current_device", staticmethod(lambda: 0))
+        replace(CudaInterface, "is_available", staticmethod(lambda: True))
+        replace(CudaInterface, "is_bf16_supported", staticmethod(lambda *_, **__: True))
+        replace(CudaInterface, "raise_if_triton_unavailable", staticmethod(lambda *_: None))
+        replace(_triton, "triton_hash_with_backend", lambda *_, **__: "none")
+        replace(scheduler, "has_triton", lambda: True)
+        yield
+
+
+def _on_gpu(value: Any) -> Any:
+    if not isinstance(value, FakeTensor):
+        return value
+    with value.fake_mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda:0")
+
+
+def _move(gm: fx.GraphModule) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda:0")
+    for node in gm.graph.nodes:
+        node.args, node.kwargs = tree_map(lambda value: gpu if value == cpu else value, (node.args, node.kwargs))
+        if "val" in node.meta:
+            node.meta["val"] = tree_map(_on_gpu, node.meta["val"])
+
+
+def generated(
+    function: Callable[..., Any],
+    *inputs: torch.Tensor,
+    device: str = "cuda",
+    dynamic: dict[int, Sequence[int]] | None = None,
+    **settings: Any,
+) -> KernelObserver:
+    """What code generation makes of a function; `dynamic` are the dims of inputs, by their place, of no fixed size."""
+    observer = KernelObserver(device)
+    torch._dynamo.reset()
+    marks = [(inputs[index], dim) for index, dims in (dynamic or {}).items() for dim in dims]
+
+    def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        gpu = _pretended_gpu() if device == "cuda" else contextlib.nullcontext()
+        with gpu, compat.observed_codegen(observer), compat.recorded_kernels(observer):
+            if device == "cuda":
+                _move(gm)
+                example_inputs = [_on_gpu(value) for value in example_inputs]
+            return compile_fx.compile_fx_inner(gm, example_inputs, **kwargs)
+
+    backend = functools.partial(compile_fx.compile_fx, inner_compile=inner)
+    quiet = inductor.patch({"fx_graph_cache": False, "compile_threads": 1, **settings})
+    stopped = mock.patch.object(GraphLowering, "compile_to_module", _stop)
+    with quiet, stopped, compat.marked_dynamic(marks), torch.inference_mode():
+        try:
+            torch.compile(function, backend=backend, fullgraph=True)(*inputs)
+        except Exception as error:
+            if _Generated.__name__ not in f"{type(error).__name__} {error}":
+                raise
+    assert observer.saw_codegen
+    return observer
+
+
+def launches(observer: KernelObserver) -> list[str]:
+    """The kernels that were generated, one entry for each launch."""
+    return [kernel["name"] for kernel in observer.kernels if kernel["kind"] == "generated"]
+
+
+def sources(observer: KernelObserver) -> list[str]:
+    return [kernel["source"] for kernel in observer.dissection.found]
+
+
+def folders(observer: KernelObserver, folder: Path) -> list[Path]:
+    return whitebox.write(folder, observer.dissection.found, observer.kernels)

@@ -1,0 +1,279 @@
+"""A folder for every generated kernel: what is in it runs, and editing the source changes what is measured."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+
+import codegen
+import tritium
+from tritium import whitebox
+from tritium.compiler import dissect
+from tritium.errors import ReportError
+from tritium.report import GraphRecord, Report
+from tritium.whitebox import benchmark
+
+
+def run_script(path: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, path.name, *arguments], cwd=path.parent, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def modulated(x, scale, w):
+    h = F.layer_norm(x, (48,)) * (1 + scale)
+    return F.gelu(h) @ w, h.sum(1), x.transpose(1, 2).contiguous().relu()
+
+
+def modulated_inputs(dtype=torch.float32):
+    return torch.randn(2, 10, 48, dtype=dtype), torch.randn(2, 1, 48, dtype=dtype), torch.randn(48, 32, dtype=dtype)
+
+
+@pytest.fixture(scope="module")
+def dumped(tmp_path_factory):
+    """The folders of one compiled function with a dynamic dimension, by the operators in their names."""
+    folder = tmp_path_factory.mktemp("dumped")
+    x, scale, w = modulated_inputs()
+    torch._dynamo.mark_dynamic(x, 1)
+    with torch.inference_mode():
+        compiled = torch.compile(modulated, backend="tritium")
+        compiled(x, scale, w)
+        written = tritium.explain(compiled).dump(folder)
+    assert written
+    assert all(path.parent.name.startswith("modulated-") for path in written)
+    return written
+
+
+@pytest.mark.codegen
+def test_every_folder_is_whole(dumped):
+    for folder in dumped:
+        assert folder.name.startswith("fused_")
+        names = {path.name for path in folder.iterdir()}
+        assert names == {"fragment.py", "fragment.onnx", "loops.txt", "kernel.cpp", "benchmark.py", "meta.json"}
+        meta = json.loads((folder / "meta.json").read_text())
+        assert meta["missing"] == {}
+        assert meta["bytes_read"] > 0
+        assert meta["ideal_bytes"] > 0
+        assert meta["tiling"]["steps"]
+        assert "ops.load(" in (folder / "loops.txt").read_text()
+        drawn = [node.op_type for node in onnx.load(folder / "fragment.onnx").graph.node]
+        assert all(op.startswith(("aten.", "prims.", "operator.")) for op in drawn)
+        assert {op.rpartition(".")[0] for op in drawn if op.startswith("aten.")} <= set(meta["operators"]) | {
+            "aten.reshape",
+            "aten.permute",
+            "aten.transpose",
+            "aten.view",
+        }
+
+
+@pytest.mark.codegen
+def test_fragments_run_on_what_the_kernel_is_given(dumped):
+    for folder in dumped:
+        meta = json.loads((folder / "meta.json").read_text())
+        printed = run_script(folder / "fragment.py")
+        for argument in meta["arguments"]:
+            if argument.get("output") and argument["writes"]:
+                assert f"{argument['writes']} torch.float32 {tuple(argument['size'])}" in printed
+
+
+@pytest.mark.codegen
+def test_the_benchmark_measures_the_source_beside_it(dumped):
+    """The folder moves, its kernel is edited: the numbers and the results are the edit's."""
+    folder = next(path for path in dumped if "erf" in path.name)
+    found = json.loads(run_script(folder / "benchmark.py", "--json"))
+    assert found["not_compared"] is None
+    assert found["difference"] < 1e-5
+    assert found["us"] > 0
+    assert found["gb_per_s"] == pytest.approx(found["bytes"] / found["us"] / 1e3)
+    assert found["copy_gb_per_s"] > 0.1
+    assert found["eager_us"] > 0
+
+    source = (folder / "kernel.cpp").read_text()
+    assert source.count("0.7071067811865476") >= 1
+    (folder / "kernel.cpp").write_text(source.replace("0.7071067811865476", "0.25"))
+    try:
+        printed = run_script(folder / "benchmark.py")
+    finally:
+        (folder / "kernel.cpp").write_text(source)
+    difference = float(printed.partition("difference  ")[2].split()[0])
+    assert 1e-3 < difference < 1
+    for word in ("us a launch", "GB/s for", "by a large copy here: the kernel reaches", "one by one"):
+        assert word in printed
+
+
+def test_triton_folders_without_a_gpu(tmp_path):
+    """Everything but running: the source is a module with one kernel, and a launch passes what it takes."""
+    observer = codegen.generated(modulated, *modulated_inputs(torch.bfloat16), dynamic={0: [1]})
+    folders = codegen.folders(observer, tmp_path)
+    assert folders
+    for folder in folders:
+        meta = json.loads((folder / "meta.json").read_text())
+        assert meta["missing"] == {}
+        assert "not_runnable" not in meta
+        tree = ast.parse((folder / "kernel.py").read_text())
+        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+        assert len(functions) == 1
+        taken = [a.arg for a in functions[0].args.args if a.annotation is None]
+        assert [argument["parameter"] for argument in meta["arguments"]] == taken
+        assert meta["tiling"]["kind"] in ("pointwise", "reduction", "persistent_reduction")
+        assert meta["tiling"]["size_hints"]
+        numels = {a["parameter"]: a["value"] for a in meta["arguments"] if a["kind"] == "number"}
+        assert all(value > 0 for value in numels.values())
+        assert meta["device"] == "cuda"
+        script = folder / "fragment.py"
+        text = script.read_text()
+        assert "'device': 'cuda:0'" in text
+        script.write_text(text.replace("'device': 'cuda:0'", "'device': 'cpu'"))
+        run_script(script)
+
+
+def test_a_kernel_s_scratch_memory_is_made_too(tmp_path):
+    observer = codegen.generated(
+        lambda x: x.sum(), torch.randn(1 << 18), **{"triton.force_cooperative_reductions": True}
+    )
+    (kernel,) = observer.dissection.found
+    spaces = {a["parameter"]: a for a in kernel["arguments"] if a["kind"] == "workspace"}
+    assert {"sem_ptr", "ws_ptr"} <= spaces.keys()
+    assert benchmark.make({**spaces["ws_ptr"], "device": "cpu"}).sum() == 0
+
+
+def test_a_function_that_the_kernel_calls_is_not_taken_for_it():
+    (kernel,) = codegen.generated(lambda x: x.cumsum(-1) * 2, torch.randn(64, 96)).dissection.found
+    assert kernel["source"].count("\ndef ") == 2
+    names = [argument["parameter"] for argument in kernel["arguments"]]
+    assert {"in_ptr0", "xnumel", "r0_numel"} < set(names)
+
+
+@pytest.mark.codegen
+def test_equal_kernels_have_equal_folders_in_any_process(tmp_path, in_process):
+    """The second process finds the graph compiled: what it writes is what the first one wrote."""
+    program = """
+import sys, torch, tritium
+def f(x): return (x.exp() + 1).sum(-1)
+with torch.inference_mode():
+    compiled = torch.compile(f, backend="tritium")
+    compiled(torch.ones(4, 64))
+report = tritium.explain(compiled)
+print(report.records[0].kernels_from, *sorted(path.name for path in report.dump({folder!r})))
+"""
+    first = in_process(program.format(folder=str(tmp_path / "cold"))).split()
+    second = in_process(program.format(folder=str(tmp_path / "warm"))).split()
+    assert (first[0], second[0]) == ("codegen", "store")
+    assert first[1:] == second[1:]
+    for name in ("kernel.cpp", "fragment.py", "loops.txt", "meta.json"):
+        cold, warm = (next((tmp_path / which).rglob(name)).read_text() for which in ("cold", "warm"))
+        assert cold == warm
+
+
+def test_a_graph_whose_kernels_are_not_known_says_why(tmp_path):
+    lost = Report([GraphRecord("0/0", "f", "inductor", "cpu")])
+    with pytest.raises(ReportError, match=r"0/0 \(it was found compiled in Inductor's cache"):
+        lost.dump(tmp_path)
+    # Engine `eager` generates nothing: there is nothing to miss.
+    assert Report([GraphRecord("0/0", "f", "eager", "cpu")]).dump(tmp_path) == []
+
+
+@pytest.mark.codegen
+def test_a_compiler_error_leaves_the_kernels_where_the_warning_says(tmp_path, monkeypatch):
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("the C++ compiler is broken")
+
+    monkeypatch.setattr(CppPythonBindingsCodeCache, "load_pybinding_async", broken)
+    config = tritium.CompilationConfig(graph_log_url=str(tmp_path))
+    x = torch.randn(3, 37)
+    with torch.inference_mode(), pytest.warns(RuntimeWarning, match="graphs and kernels in"):
+        compiled = torch.compile(lambda x: x.exp().mul(3.25).sum(-1), backend=tritium.Backend(config))
+        torch.testing.assert_close(compiled(x), x.exp().mul(3.25).sum(-1))
+    (failure,) = tritium.explain(compiled).failures
+    (kernel,) = Path(failure["graphs_at"]).rglob("kernel.cpp")
+    assert "exp()" in kernel.read_text()
+    assert (kernel.parent / "fragment.py").exists()
+
+
+@pytest.mark.codegen
+def test_torch_compile_debug_writes_them_beside_torch_s_own(tmp_path, in_process, monkeypatch):
+    program = """
+import torch
+with torch.inference_mode():
+    torch.compile(lambda x: x.exp() + 1, backend="tritium")(torch.ones(4, 64))
+"""
+    monkeypatch.chdir(tmp_path)
+    in_process(program, env={"TORCH_COMPILE_DEBUG": "1"})
+    (folder,) = tmp_path.glob("torch_compile_debug/run_*/tritium/*/fused_*")
+    # Torch's own folder of the same run.
+    assert list((folder.parents[2] / "torchinductor").rglob("output_code.py"))
+    assert (folder / "benchmark.py").exists()
+
+
+def test_code_generation_that_fails_half_way_leaves_the_sources(tmp_path):
+    dissection = dissect.Dissection()
+    dissection.source("cpp_fused_add_0", "cpp", "int x;\n")
+    (folder,) = whitebox.write(tmp_path, dissection.unfinished(), ())
+    assert (folder / "kernel.cpp").read_text() == "int x;\n"
+    assert "code generation failed" in json.loads((folder / "meta.json").read_text())["not_runnable"]
+
+
+class TestFragments:
+    def captured(self, function, *inputs):
+        graph = torch.fx.experimental.proxy_tensor.make_fx(function, tracing_mode="fake")(*inputs).graph
+        return graph, {node.name: node for node in graph.nodes}
+
+    def evaluated(self, part, **inputs):
+        space: dict = {}
+        exec(dissect.script(part, "k"), space)
+        return space["run"](**inputs)
+
+    def test_it_begins_at_what_the_kernel_reads(self):
+        graph, _ = self.captured(lambda x: (x.exp() + 1).sin() * 2, torch.randn(3))
+        calls = [node for node in graph.nodes if node.op == "call_function"]
+        part = dissect.fragment(graph, calls, {"add"}, {"mul"})
+        assert [node.name for node in part.find_nodes(op="placeholder")] == ["add"]
+        x = torch.randn(3)
+        torch.testing.assert_close(self.evaluated(part, add=x)["mul"], x.sin() * 2)
+
+    def test_views_belong_to_it_and_other_operators_do_not(self):
+        graph, nodes = self.captured(lambda x: x.exp().t().sin(), torch.randn(3, 4))
+        part = dissect.fragment(graph, [nodes["sin"]], set(), {"sin"})
+        assert [node.name for node in part.find_nodes(op="placeholder")] == ["exp"]
+
+    def test_one_of_several_results(self):
+        graph, nodes = self.captured(lambda x: torch.var_mean(x, 1)[1] * 2, torch.randn(3, 4))
+        part = dissect.fragment(graph, [nodes["var_mean"], nodes["mul"]], set(), {"mul"})
+        x = torch.randn(3, 4)
+        (name,) = [node.name for node in part.find_nodes(op="placeholder")]
+        torch.testing.assert_close(self.evaluated(part, **{name: x})["mul"], x.mean(1) * 2)
+
+    def test_values_that_print_as_no_python(self):
+        graph, _ = self.captured(
+            lambda x: torch.full((2,), float("-inf"), device="cpu") + x.clamp(max=float("inf")).double(), torch.randn(2)
+        )
+        calls = [node for node in graph.nodes if node.op == "call_function"]
+        part = dissect.fragment(graph, calls, set(), {calls[-1].name})
+        (name,) = [node.name for node in part.find_nodes(op="placeholder")]
+        assert self.evaluated(part, **{name: torch.ones(2)})[calls[-1].name].isneginf().all()
+
+
+@pytest.mark.gpu
+def test_a_triton_folder_runs(tmp_path):
+    inputs = [value.cuda() for value in modulated_inputs(torch.bfloat16)]
+    with torch.inference_mode():
+        compiled = torch.compile(modulated, backend="tritium")
+        compiled(*inputs)
+        folders = tritium.explain(compiled).dump(tmp_path)
+    assert folders
+    for folder in folders:
+        assert (folder / "kernel.py").exists()
+        found = json.loads(run_script(folder / "benchmark.py", "--json").splitlines()[-1])
+        assert found["us"] > 0
+        if found["not_compared"] is None:
+            assert found["difference"] < 2e-2
