@@ -565,8 +565,6 @@ def test_kernels_of_a_real_model_are_measured(tmp_path):
     assert [entry["flops"] for entry in products] == [2 * 32 * 64 * 256] * 2
     assert {entry["kind"] for entry in report.kernels} == {"generated", "library"}
     assert all(entry["measured_us"] > 0 for entry in report.kernels)
-    # What the kernels take together is part of what the call takes; profiling adds a little to each.
-    assert sum(entry["measured_us"] for entry in report.kernels) < 3e3 * found.call_ms
     assert "us each" in str(report)
     assert all(entry["measured_us"] is None for entry in tritium.explain(compiled).kernels)
     report.to_html(tmp_path / "report.html")
