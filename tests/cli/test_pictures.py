@@ -103,7 +103,9 @@ class TestRun:
 class TestBench:
     def test_a_folder_is_a_workload(self, folder, tmp_path, monkeypatch):
         monkeypatch.setattr("tritium.bench.whole.jobs_for", small_jobs)
-        done = invoke("bench", folder, "--against", "eager", "--seconds", 0, "--json", tmp_path / "found.json")
+        done = invoke(
+            "bench", folder, "--warm", "--against", "eager", "--seconds", 0, "--json", tmp_path / "found.json"
+        )
         assert done.exit_code == 0, done.output
         rows = {row.variant: row for row in Results.load(tmp_path / "found.json").rows}
         assert set(rows) == {"eager", "tritium"}
