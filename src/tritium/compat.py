@@ -618,6 +618,9 @@ _RECORDER: ContextVar[KernelRecorder | None] = ContextVar("tritium_kernel_record
 # The wrapper's attribute that keeps the scratch memory its kernels are given, by name.
 _WORKSPACES = "tritium_workspaces"
 
+# Stands for a size that depends on data, where Inductor has no hint; its own guess is the same.
+_UNKNOWN_SIZE = 8192
+
 # What generated code calls to compile a kernel's source -> the source's language.
 _LANGUAGES = {"triton": "triton", "cpp_pybinding": "cpp"}
 
@@ -720,16 +723,19 @@ def _hint(graph: Any, expression: Any) -> int | float:
     if isinstance(expression, (int, float)):
         return expression
     ask = getattr(graph.sizevars, "optimization_hint", None) or graph.sizevars.size_hint
-    return cast("int", ask(expression))
+    return cast("int", ask(expression, fallback=_UNKNOWN_SIZE))
 
 
 def _number(graph: Any, text: str) -> int | float:
     """The value of a size that a wrapper spells as Python (`s0`, `2*s0`), by the hints of the sizes in it."""
     environment = graph.sizevars.shape_env
-    hints = getattr(environment, "backed_var_to_val", None) or getattr(environment, "var_to_val", {})
+    hints = environment.backed_var_to_val if hasattr(environment, "backed_var_to_val") else environment.var_to_val
     names = {str(symbol): float(value) if value.is_Float else int(value) for symbol, value in hints.items()}
-    # The text is a size in code that Inductor wrote and that the process runs in any case.
-    return cast("int", eval(text, {"__builtins__": {}}, names))  # noqa: S307
+    try:
+        # The text is a size in code that Inductor wrote and that the process runs in any case.
+        return cast("int", eval(text, {"__builtins__": {}}, names))  # noqa: S307
+    except NameError as error:
+        raise ValueError(f"the size {text} is not known before the model runs") from error
 
 
 def loops_of(nodes: Sequence[Any]) -> str:
@@ -800,5 +806,5 @@ def _buffer_bytes(graph: Any, name: str) -> int | None:
         return None
     try:
         return int(_hint(graph, held.get_numel())) * int(held.get_dtype().itemsize)
-    except (AttributeError, NotImplementedError):
+    except Exception:  # noqa: BLE001 - not every buffer has a size, and a count is no reason to fail
         return None

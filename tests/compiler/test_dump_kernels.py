@@ -152,6 +152,20 @@ def test_a_function_that_the_kernel_calls_is_not_taken_for_it():
     assert {"in_ptr0", "xnumel", "r0_numel"} < set(names)
 
 
+def test_sizes_that_depend_on_data_break_nothing():
+    """Inductor has no hint for them: whatever is not known is told, and compiling goes on."""
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        observer = codegen.generated(lambda x: x[x > 0].exp() + 1, torch.randn(64), device="cpu")
+    before, after = observer.dissection.found
+    assert before["arguments"]
+    assert "is not known before the model runs" in after["not_runnable"]
+    assert "fragment.py" in after["missing"]
+    assert "ops.exp(" in after["loops"]
+    (fallback,) = observer.fallbacks
+    assert fallback["op"] == "aten.index.Tensor"
+    assert fallback["has_lowering"]
+
+
 @pytest.mark.codegen
 def test_equal_kernels_have_equal_folders_in_any_process(tmp_path, in_process):
     """The second process finds the graph compiled: what it writes is what the first one wrote."""

@@ -6,6 +6,7 @@ runs uncompiled. Each step down is in the report with the error and the graphs t
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,7 +55,16 @@ def lower(attempt: Lowering, record: GraphRecord) -> Callable[..., Any]:
         store().save(key, observation)
     elif (found := store().load(key)) is not None:
         record.observed(found, "store")
-    if (folder := compat.debug_folder()) is not None:
-        # Beside what torch writes for TORCH_COMPILE_DEBUG=1.
-        record.write_kernels(folder / "tritium")
+    _write_for_debugging(record)
     return compiled
+
+
+def _write_for_debugging(record: GraphRecord) -> None:
+    """The kernels beside what torch writes for TORCH_COMPILE_DEBUG=1."""
+    folder = compat.debug_folder()
+    if folder is None:
+        return
+    try:
+        record.write_kernels(folder / "tritium")
+    except OSError as error:
+        warnings.warn(f"tritium: kernels cannot be written into {folder}: {error}", RuntimeWarning, stacklevel=2)

@@ -48,7 +48,7 @@ def folder_name(kernel: Mapping[str, Any]) -> str:
     """Equal kernels have equal names, in any process: the hash is of the source without its own name.
 
     >>> folder_name({"name": "cpp_fused_add_0", "operators": ["aten.add", "aten.mul"], "source": "int x;"})
-    'fused_add_mul_39cc28cc'
+    'fused_add_mul_e13e332b'
     """
     operators = [re.sub(r"\W", "_", name.partition(".")[2] or name) for name in kernel["operators"]]
     words = "_".join(operators[:_NAMED]) or "nothing"
