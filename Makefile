@@ -7,6 +7,8 @@ STAMP   = $(VENV)/.tritium-ready
 TEST_CACHE ?= .cache/test-inductor
 # A file stays with one worker: what it compiles once serves all its tests.
 WORKERS ?= 2
+# Each worker has a core: two threads of each would wait for one another at the end of every parallel loop.
+THREADS ?= 1
 
 .PHONY: setup demo test check fmt bench docs clean
 
@@ -25,7 +27,7 @@ demo: setup
 
 test: check docs
 	rm -rf $(TEST_CACHE)
-	TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(TEST_CACHE) $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist loadfile
+	OMP_NUM_THREADS=$(THREADS) TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(TEST_CACHE) $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist loadfile
 
 check: setup
 	$(BIN)/ruff check .
