@@ -74,6 +74,19 @@ class TestReversible:
         assert all(map(torch.equal, weights, values))
         assert torch.equal(small_pipelines.draw(pipe), picture)
 
+    def test_layouts_are_compiled_apart_and_leave_ordinary_parameters(self, pipe):
+        """torch 2.11 does not guard the strides of weights: what the other layout compiled must not be found."""
+        installed = tritium.optimize(pipe, PLAN).part("vae.decode")
+        plain, other = Choice(), Choice(channels_last=True)
+        with torch.inference_mode():
+            for choice in (plain, other, plain, other):
+                installed.use(choice)
+                small_pipelines.draw(pipe)
+        weight = pipe.vae.decoder.conv_in.weight
+        assert not weight.is_inference()
+        for how in ("tritium", "inductor"):
+            assert installed._backends[how, True] != installed._backends[how, False]
+
     def test_weights_that_change_meanwhile_stay_changed(self, pipe):
         handle = tritium.optimize(pipe, PLAN.with_(components={"vae.decode": Choice(how="eager", channels_last=True)}))
         with torch.no_grad():

@@ -8,11 +8,13 @@ tries a few compiled steps and prints how long one takes.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import math
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -23,12 +25,30 @@ import parts
 # Most steps are on this size and this length of text; it is what is compiled.
 MAIN_SIZE, MAIN_LENGTH = (128, 128), 32
 
+# Where the middle of the noise levels lies, as a logit: 0 is as much noise as picture.
+EARLY = 0.4
+
+# How slowly the averaged weights, which are the ones that are kept, follow the trained ones.
+EMA = 0.999
+
 # Seconds that compiling may take before it is given up.
 PATIENCE = 200
 
 
 def adam(parameters: list[nn.Parameter], device: torch.device) -> torch.optim.AdamW:
-    return torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=0.01, fused=device.type == "cuda")
+    """AdamW whose learning rate, on a GPU, is a value on the device: a captured step reads it anew."""
+    if device.type != "cuda":
+        return torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=0.01)
+    rate = torch.zeros((), device=device)
+    return torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), weight_decay=0.01, fused=True, capturable=True)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def positions(height: int, width: int, device: torch.device) -> torch.Tensor:
@@ -49,7 +69,8 @@ class Denoising(nn.Module):
     ) -> torch.Tensor:
         noise = torch.randn_like(latents)
         # Half of the times where the picture takes form, half anywhere, so that the first of few steps is good too.
-        middle = torch.sigmoid(torch.randn(len(latents), device=latents.device))
+        # What stands where is decided early, while there is still more noise than picture.
+        middle = torch.sigmoid(torch.randn(len(latents), device=latents.device) + EARLY)
         evenly = torch.rand_like(middle)
         time_ = torch.where(torch.rand_like(middle) < 0.5, middle, evenly)
         mixed = torch.lerp(latents, noise, time_[:, None, None])
@@ -81,7 +102,7 @@ class Halves:
             with torch.no_grad():
                 torch._foreach_copy_(self.copies, self.masters)
 
-    def descend(self, optimizer: torch.optim.Optimizer, loss: torch.Tensor, rate: float) -> None:
+    def descend(self, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
         for copied in self.copies:
             copied.grad = None
         loss.backward()
@@ -92,10 +113,56 @@ class Halves:
             moved = [(m.grad, c.grad) for m, c in zip(self.masters, self.copies, strict=True) if c.grad is not None]
             torch._foreach_copy_(*map(list, zip(*moved, strict=True)))
         nn.utils.clip_grad_norm_(self.masters, 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
         optimizer.step()
         self.refresh()
+
+
+class Steps:
+    """Whole steps: batch, loss, gradients, weights, averaged weights.
+
+    A step of so small a model is a few thousand small kernels, which take longer to launch than to run. So on a GPU the
+    step of each shape is captured at its second use and replayed from then on. A capture that fails is said, and
+    steps go on without.
+    """
+
+    def __init__(self, model: Denoising, averaged: nn.Module, device: torch.device) -> None:
+        self.halves, self.optimizer = Halves(model, device), adam(list(model.parameters()), device)
+        self.loss = torch.ones((), device=device)
+        self._averages, self._device = list(averaged.parameters()), device
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph | None] = {}
+        self._captures = device.type == "cuda"
+        self._pool: Any = None
+
+    def __call__(self, key: Hashable, batch: Callable[[], Any], rate: float, denoise: Any = None) -> None:
+        """One step on what `batch` gives; `key` is its shape. `loss` is a running mean of the losses."""
+        set_rate(self.optimizer, rate)
+        graph = self._graphs.get(key)
+        if graph is None and key in self._graphs and self._captures:
+            graph = self._graphs[key] = self._capture(key, batch, denoise)
+        self._graphs.setdefault(key, None)
+        if graph is not None:
+            graph.replay()
+        else:
+            self._step(batch, denoise)
+
+    def _step(self, batch: Callable[[], Any], denoise: Any) -> None:
+        loss = self.halves.model(*batch(), denoise=denoise)
+        self.halves.descend(self.optimizer, loss)
+        with torch.no_grad():
+            torch._foreach_lerp_(self._averages, self.halves.masters, 1 - EMA)
+            self.loss.lerp_(loss.detach(), 0.02)
+
+    def _capture(self, key: Hashable, batch: Callable[[], Any], denoise: Any) -> torch.cuda.CUDAGraph | None:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream()):
+                self._step(batch, denoise)
+        except RuntimeError as error:
+            print(f"steps of {key} cannot be captured and are run kernel by kernel: {error}", flush=True)
+            self._captures = False
+            return None
+        self._pool = graph.pool()
+        return graph
 
 
 def plain_attention() -> None:
@@ -126,6 +193,14 @@ class CompileCheck:
         return self._child.returncode == 0
 
 
+def side_stream(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """A stream that can be captured; everything of a training run happens on it."""
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    torch.cuda.synchronize()
+    return torch.cuda.stream(torch.cuda.Stream(device))
+
+
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -135,22 +210,25 @@ def check(device: torch.device, tokens_a_step: int) -> None:
     """A few steps of the main size on noise, compiled, and how long one takes."""
     plain_attention()
     model = Denoising(*parts.build_text_encoders(), parts.build_denoiser()).to(device).train()
-    halves, optimizer = Halves(model, device), adam(list(model.parameters()), device)
-    quick = torch.compile(halves.model.denoiser, dynamic=False)
+    steps = Steps(model, copy.deepcopy(model).requires_grad_(requires_grad=False), device)
+    quick = torch.compile(steps.halves.model.denoiser, dynamic=False)
     tokens = MAIN_SIZE[0] * MAIN_SIZE[1] // 256
     count = max(2, tokens_a_step // (tokens + MAIN_LENGTH))
     ids = torch.ones(count, parts.TEXT, dtype=torch.long, device=device)
     at = positions(MAIN_SIZE[0] // 16, MAIN_SIZE[1] // 16, device)
-    for step in range(12):
-        if step == 2:
-            synchronize(device)
-            start = time.monotonic()
-        latents = torch.randn(count, tokens, 4 * parts.LATENT, device=device)
-        loss = halves.model(latents, ids.clamp(max=3), ids, at, denoise=quick)
-        halves.descend(optimizer, loss, 1e-4)
-    synchronize(device)
-    if not math.isfinite(float(loss)):
-        raise RuntimeError(f"the loss is {float(loss)}")
+
+    def batch() -> Any:
+        return torch.randn(count, tokens, 4 * parts.LATENT, device=device), ids.clamp(max=3), ids, at
+
+    with side_stream(device):
+        for step in range(14):
+            if step == 4:
+                synchronize(device)
+                start = time.monotonic()
+            steps("main", batch, 1e-4, quick)
+        synchronize(device)
+    if not math.isfinite(float(steps.loss)):
+        raise RuntimeError(f"the loss is {float(steps.loss)}")
     print(f"{(time.monotonic() - start) * 100:.1f} ms a step of {count}")
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import functools
 import json
 import math
 import random
@@ -27,33 +28,43 @@ from torch import nn
 import parts
 import score
 from draw import draw, sample_scenes
-from steps import MAIN_LENGTH, MAIN_SIZE, CompileCheck, Denoising, Halves, adam, plain_attention, positions
+from steps import (
+    MAIN_LENGTH,
+    MAIN_SIZE,
+    CompileCheck,
+    Denoising,
+    Steps,
+    adam,
+    plain_attention,
+    positions,
+    set_rate,
+    side_stream,
+)
 from tritium.example.grammar import Scene, caption
 
 STARTED = time.monotonic()
 
 # height, width: share of the cached pictures and of the denoiser's steps. 128 x 128 is what the plain call draws.
 BUCKETS = {
-    (128, 128): 0.46,
-    (96, 160): 0.08,
-    (160, 96): 0.08,
-    (128, 192): 0.08,
-    (192, 128): 0.08,
-    (192, 192): 0.10,
-    (256, 256): 0.12,
+    (128, 128): 0.70,
+    (96, 160): 0.05,
+    (160, 96): 0.05,
+    (128, 192): 0.05,
+    (192, 128): 0.05,
+    (192, 192): 0.05,
+    (256, 256): 0.05,
 }
 # The share of steps on a 256 x 256 picture costs the VAE four times as much, so it sees fewer of them.
 VAE_BUCKETS = {(128, 128): 0.7, (96, 160): 0.07, (160, 96): 0.07, (192, 192): 0.08, (256, 256): 0.08}
 # FluxPipeline pads T5's tokens to max_sequence_length without a mask, and the default is 512: the denoiser must have
 # seen every amount of padding that it will meet.
 LENGTHS = {32: 0.40, 64: 0.14, 128: 0.12, 256: 0.10, 512: 0.24}
-# Most steps are on one size and one length, which is compiled: a step takes a quarter of the time. The others teach
-# what another size and more padding look like, which takes little once pictures are right.
-MAIN_SHARE = 0.88
+# Most steps are on one size and one length, which is compiled. The others teach what another size and more padding
+# look like, which takes little once pictures are right.
+MAIN_SHARE = 0.80
 CAPTIONS = 4
 NULL_SHARE = 0.1
 UNSAID_BACKGROUND = 0.1
-EMA = 0.999
 KL = 2e-4
 
 
@@ -118,8 +129,7 @@ def descend(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], lo
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
     nn.utils.clip_grad_norm_(parameters, 1.0)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
+    set_rate(optimizer, rate)
     optimizer.step()
 
 
@@ -193,6 +203,7 @@ def train_vae(vae: Any, options: argparse.Namespace, device: torch.device, *, de
 class Bucket:
     """Cached pictures of one size: packed latents [N, tokens, 4 * channels] and the ids of their captions."""
 
+    size: tuple[int, int]
     latents: torch.Tensor
     clip_ids: torch.Tensor
     t5_ids: torch.Tensor
@@ -253,7 +264,7 @@ def cache_latents(vae: Any, options: argparse.Namespace, device: torch.device) -
         packed = pack(torch.cat(latents)).to(torch.bfloat16)
         found.setdefault(sides, []).append((packed, clip_ids, t5_ids))
     buckets = [
-        Bucket(*(torch.cat(column) for column in zip(*chunk, strict=True)), positions(h // 16, w // 16, device))
+        Bucket((h, w), *(torch.cat(column) for column in zip(*chunk, strict=True)), positions(h // 16, w // 16, device))
         for (h, w), chunk in found.items()
     ]
     sizes = {f"{h}x{w}": len(bucket.latents) for (h, w), bucket in zip(found, buckets, strict=True)}
@@ -280,13 +291,6 @@ def pick_shape(buckets: list[Bucket], choose: random.Random, *, is_main: bool) -
     return buckets[pick(dict(enumerate(BUCKETS.values())), choose)], pick(LENGTHS, choose)
 
 
-def average(averages: list[nn.Parameter], parameters: list[nn.Parameter], step: int) -> None:
-    """Move averaged weights towards the current ones, faster at first."""
-    decay = min(EMA, (1 + step) / (10 + step))
-    with torch.no_grad():
-        torch._foreach_lerp_(averages, parameters, 1 - decay)
-
-
 def train_denoiser(
     model: Denoising,
     vae: Any,
@@ -303,45 +307,41 @@ def train_denoiser(
     clock = Clock("denoiser", budget)
     model.to(device).train()
     averaged = copy.deepcopy(model).requires_grad_(requires_grad=False)
-    parameters, averages = list(model.parameters()), list(averaged.parameters())
-    optimizer = adam(parameters, device)
+    steps = Steps(model, averaged, device)
     if options.resume and path.exists():
         state = torch.load(path, map_location=device)
         model.load_state_dict(state["model"])
         averaged.load_state_dict(state["averaged"])
-        optimizer.load_state_dict(state["optimizer"])
+        steps.optimizer.load_state_dict(state["optimizer"])
         clock.spent, clock.step = state["elapsed"], state["step"]
-    halves = Halves(model, device)
-    halves.refresh()
+    steps.halves.refresh()
     quick = None
     if check is not None and check.passed():
         plain_attention()
-        quick = torch.compile(halves.model.denoiser, dynamic=False)
+        quick = torch.compile(steps.halves.model.denoiser, dynamic=False)
     pipeline = parts.assemble(vae, averaged.clip, averaged.t5, averaged.denoiser, shift=options.shift)
 
     def save() -> None:
-        state = {"model": model.state_dict(), "averaged": averaged.state_dict(), "optimizer": optimizer.state_dict()}
+        state = {"model": model.state_dict(), "averaged": averaged.state_dict()}
+        state["optimizer"] = steps.optimizer.state_dict()
         write(state | {"elapsed": clock.elapsed, "step": clock.step}, path)
         parts.save(pipeline, options.out / "pipeline")
 
     choose = random.Random(clock.step)
     clip_ids, t5_ids = parts.CaptionIds()([""])
     null = clip_ids.to(device), t5_ids.to(device)
-    seen, smooth = 0, None
+    seen = 0
     while clock.fraction < 1:
         is_main = choose.random() < MAIN_SHARE
         bucket, length = pick_shape(buckets, choose, is_main=is_main)
         count = max(2, options.tokens // (len(bucket.positions) + length))
-        batch = sample_batch(bucket, length, count, null)
-        loss = halves.model(*batch, denoise=quick if is_main else None)
         rate = clock.rate(options.denoiser_rate)
-        halves.descend(optimizer, loss, rate)
-        average(averages, parameters, clock.step)
-        smooth = loss.detach() if smooth is None else torch.lerp(smooth, loss.detach(), 0.02)
+        batch = functools.partial(sample_batch, bucket, length, count, null)
+        steps((is_main, *bucket.size, length), batch, rate, quick if is_main else None)
         clock.step += 1
         seen += count
         if clock.due_log():
-            clock.log(smooth, rate=rate, text=length, tokens=len(bucket.positions), thousand_seen=seen / 1e3)
+            clock.log(steps.loss, rate=rate, text=length, tokens=len(bucket.positions), thousand_seen=seen / 1e3)
         if clock.due_save(options.save_seconds):
             save()
             if options.probe:
@@ -401,6 +401,7 @@ def main() -> None:
     counts = {name: sum(p.numel() for p in part.parameters()) for name, part in sizes.items()}
     print(f"parameters {json.dumps(counts)}; {sum(counts.values()) * 4 / 1e6:.1f} MB on {device}", flush=True)
 
+    check = CompileCheck(options.device, options.tokens) if options.compile else None
     if options.vae_seconds:
         train_vae(vae, options, device)
     if options.decoder_seconds:
@@ -409,9 +410,9 @@ def main() -> None:
     # A denoiser that was trained before is tied to the scale it was trained with.
     if options.vae_seconds or not options.start:
         normalise(vae, device, 1024 if device.type == "cuda" else 64)
-    check = CompileCheck(options.device, options.tokens) if options.compile else None
     buckets = cache_latents(vae, options, device)
-    pipeline = train_denoiser(model, vae, buckets, options, device, check)
+    with side_stream(device):
+        pipeline = train_denoiser(model, vae, buckets, options, device, check)
     finish(pipeline, options)
 
 

@@ -331,3 +331,11 @@ class TestTune:
         result = invoke("tune", *arguments)
         assert result.exit_code == 2
         assert message in " ".join(result.output.split())
+
+
+def test_the_start_of_another_process_is_told_against_a_cold_one(measured, monkeypatch):
+    del measured
+    row = dataclasses.replace(ROW, cold_start_s=30.0, restart_s=6.0)
+    monkeypatch.setattr(run, "run", lambda *_: run.Outcome([row], {}))
+    said = " ".join(invoke("bench", "flux", COLUMNS="300").stdout.split())
+    assert "6.0 s to the first picture of another process with compile artifacts, 20% of 30.0 s" in said

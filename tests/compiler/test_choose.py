@@ -17,8 +17,8 @@ def context(device_type="cpu", **settings):
 
 def complex_rope():
     return {
-        "x": torch.randn(1, 700, 3, 8),
-        "table": torch.randn(700, 1, 4, dtype=torch.complex64),
+        "x": torch.randn(1, 14000, 24, 8),
+        "table": torch.randn(14000, 1, 4, dtype=torch.complex64),
         "sin": None,
         "mode": "complex",
         "merge_heads": False,
@@ -145,7 +145,7 @@ def test_a_compilation_asks_for_what_it_needs_and_uses_the_answer(table, monkeyp
 
     monkeypatch.setattr(pipeline, "measure_in_child", measure)
     monkeypatch.setattr(choose, "WHERE_MEASURED", "cpu")
-    x, freqs = torch.randn(2, 700, 3, 8), torch.randn(700, 1, 4, dtype=torch.complex64)
+    x, freqs = torch.randn(2, 14000, 24, 8), torch.randn(14000, 1, 4, dtype=torch.complex64)
     with torch.inference_mode():
         compiled = torch.compile(attention, backend=tritium.Backend(), fullgraph=True)
         torch.testing.assert_close(compiled(x, freqs), attention(x, freqs))

@@ -281,7 +281,7 @@ class TestFragments:
 def test_a_triton_folder_runs(tmp_path):
     inputs = [value.cuda() for value in modulated_inputs(torch.bfloat16)]
     with torch.inference_mode():
-        compiled = torch.compile(modulated, backend="tritium")
+        compiled = torch.compile(modulated, backend=tritium.Backend())
         compiled(*inputs)
         folders = tritium.explain(compiled).dump(tmp_path)
     assert folders

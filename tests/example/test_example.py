@@ -13,9 +13,6 @@ from tritium import example
 from tritium.errors import MissingExtra, MissingWeights
 from tritium.example import PROMPTS, WEIGHTS, load_example, unknown_words
 
-# The model card has the scores. Strict: weights that are good enough make this mark fail, and it goes.
-undertrained = pytest.mark.xfail(strict=True, reason="the weights need more training to place what they draw")
-
 
 @pytest.fixture
 def no_network(monkeypatch):
@@ -74,7 +71,6 @@ def test_the_plain_call_draws_the_prompt(pipeline):
     assert result["halves"] == result["colour"] == result["background"] == 1.0
 
 
-@undertrained
 def test_held_out_prompts_have_the_right_colours_in_the_right_halves(pipeline):
     scenes, prompts = score.unseen(64)
     drawn = score.pictures(pipeline, prompts, 128, 128, 8, length=32)
@@ -85,7 +81,6 @@ def test_held_out_prompts_have_the_right_colours_in_the_right_halves(pipeline):
     assert score.means(score.check(drawn, scenes.roll(1, 0)))["halves"] < 0.3
 
 
-@undertrained
 @pytest.mark.parametrize("sides", [(96, 160), (192, 128)])
 def test_other_shapes_are_drawn_too(pipeline, sides):
     scenes, prompts = score.unseen(12)

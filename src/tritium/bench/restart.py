@@ -1,4 +1,4 @@
-"""The first picture of a new process, with compile artifacts: `python -m tritium.bench.restart`, a JSON order on stdin.
+"""The first picture of a new process, with compile artifacts or without: `python -m tritium.bench.restart`, a JSON order on stdin.
 
 Seconds count from `optimize` to the picture: what a service waits for after its model is loaded.
 """

@@ -61,7 +61,7 @@ def run(name: str, settings: Settings, notify: Notify) -> Outcome:
     jobs = jobs_for(name)
     drawn: dict[str, list[Drawn]] = {}
     first: dict[str, float] = {}
-    restart: float | None = None
+    restart: dict[str, Any] = {}
     # The parts that Tritium compiles by default; torch.compile gets the same.
     with optimize(pipe, Plan(progress=False)) as handle, tempfile.TemporaryDirectory() as folder:
         ways = _ways(handle, settings)
@@ -79,8 +79,12 @@ def run(name: str, settings: Settings, notify: Notify) -> Outcome:
                     handle.save(Path(folder) / "artifacts")
             drawn[variant] = [drawing.draw(pipe, job) for job in jobs]
         if keeps:
-            notify(f"{label}: first picture of another process, with artifacts", PREPARED)
-            restart = _restart(name, settings, jobs[0], Path(folder) / "artifacts")
+            for field, what, artifacts in (
+                ("cold_start_s", "with empty caches", None),
+                ("restart_s", "with artifacts", Path(folder) / "artifacts"),
+            ):
+                notify(f"{label}: first picture of another process, {what}", PREPARED)
+                restart[field] = _restart(name, settings, jobs[0], artifacts)
         timings, load = _timed(label, pipe, handle, ways, jobs[0], settings, notify)
         rows = []
         for variant in settings.variants:
@@ -103,7 +107,7 @@ def run(name: str, settings: Settings, notify: Notify) -> Outcome:
                     first_call_cold=settings.cold,
                     peak_memory_bytes=measure.peak_memory(lambda: drawing.draw(pipe, jobs[0]), settings.device_type),
                     disturbed=load.disturbed if load is not None else None,
-                    restart_s=restart if variant == OURS else None,
+                    **(restart if variant == OURS else {}),
                     **_differences(drawn[variant], drawn[EAGER]),
                 )
             )
@@ -191,14 +195,14 @@ def _note(drawn: Drawn, jobs: int) -> str:
     return f"a picture of {width} x {height}; differences are the worst of {jobs} pictures"
 
 
-def _restart(name: str, settings: Settings, job: Job, artifacts: Path) -> float:
-    """Seconds to the first picture of a new process whose caches are empty but for the artifacts."""
+def _restart(name: str, settings: Settings, job: Job, artifacts: Path | None) -> float:
+    """Seconds to the first picture of a new process whose caches are empty but for artifacts, if they are given."""
     order = {
         "name": name,
         "device": settings.device_type,
         "dtype": str(settings.dtype).removeprefix("torch."),
         "job": job.to_dict(),
-        "artifacts": str(artifacts),
+        "artifacts": str(artifacts) if artifacts is not None else None,
     }
     with tempfile.TemporaryDirectory() as cache:
         # The interpreter and the program are our own.

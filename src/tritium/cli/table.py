@@ -101,16 +101,20 @@ def _picture_cells(row: Row) -> list[str]:
     return ["equal" if row.psnr is None else f"{row.psnr:.1f}", f"{row.ssim:.4f}"]
 
 
+def _start(row: Row) -> str:
+    told = f"{row.workload}: {row.restart_s:.1f} s to the first picture of another process with compile artifacts"
+    if row.cold_start_s is None:
+        return told
+    assert row.restart_s is not None
+    return f"{told}, {row.restart_s / row.cold_start_s:.0%} of {row.cold_start_s:.1f} s with empty caches"
+
+
 def _caption(rows: Sequence[Row]) -> str:
     about = {row.workload: f"{row.workload}: {row.note}, {row.dtype}" + _shrunk(row) for row in rows}
     cold = "with empty caches" if all(row.first_call_cold for row in rows) else "caches as they were"
     notes = [*about.values(), "ratio: torch.compile's median by this one's, above 1 is faster"]
     notes.append(f"first call: includes compilation, {cold}; relative L2: against eager")
-    notes += [
-        f"{row.workload}: {row.restart_s:.1f} s to the first picture of another process with compile artifacts"
-        for row in rows
-        if row.restart_s is not None
-    ]
+    notes += [_start(row) for row in rows if row.restart_s is not None]
     disturbed = sorted({row.workload for row in rows if row.disturbed})
     if disturbed:
         notes.append(f"DISTURBED: other processes took cores while {', '.join(disturbed)} was timed; run again")

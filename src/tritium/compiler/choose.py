@@ -19,6 +19,7 @@ from tritium.compiler.arguments import as_fake
 from tritium.config import CompilationConfig
 from tritium.errors import ProviderError, nearest
 from tritium.ops import INDUCTOR, REFERENCE, Op
+from tritium.ops.op import count
 from tritium.passes import PassContext
 from tritium.tuned import Key
 
@@ -27,6 +28,9 @@ NOT_MEASURED = "left to Inductor: nothing was measured for this shape on this de
 
 # Nothing is measured on a CPU unless the user asks for it, with `tritium tune`.
 WHERE_MEASURED = "cuda"
+
+# What moves fewer bytes takes as long as its launch, about: a verdict is used where one is known, none is measured.
+WORTH_MEASURING = 16 << 20
 
 # Measures some keys on this device and adds them to the user's table.
 Measure = Callable[[list[Key]], None]
@@ -73,6 +77,14 @@ def key_of(op: Op, arguments: Mapping[str, Any]) -> Key | None:
     return Key.of(op.name, op.trial.shape(**fakes), _dtype(fakes.values()))
 
 
+def least_bytes(op: Op, arguments: Mapping[str, Any]) -> int:
+    """The fewest bytes that must move: every input read once, every result written once."""
+    made = op.fake(**arguments)
+    flat = [part for value in arguments.values() for part in (value if isinstance(value, list) else [value])]
+    tensors = {id(part): part for part in (*flat, *(made if isinstance(made, tuple) else (made,)))}
+    return sum(count(part.shape) * part.element_size() for part in tensors.values() if isinstance(part, torch.Tensor))
+
+
 def _dtype(values: Iterable[Any]) -> torch.dtype:
     """The dtype of the first tensor: what an op computes."""
     for value in values:
@@ -97,11 +109,9 @@ def unmeasured(wanted: Iterable[tuple[Op, Mapping[str, Any]]], context: PassCont
         if op.trial is None or config.provider_for(op.name) is not None or not _able(op, arguments)[0]:
             continue
         key = key_of(op, arguments)
-        if (
-            key is not None
-            and tuned.is_worth_measuring(key)
-            and tuned.lookup(_device_name(context.device_type), key) is None
-        ):
+        if key is None or tuned.lookup(_device_name(context.device_type), key) is not None:
+            continue
+        if least_bytes(op, {name: as_fake(value) for name, value in arguments.items()}) >= WORTH_MEASURING:
             keys[key] = None
     return list(keys)
 

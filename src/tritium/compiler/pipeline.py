@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -47,10 +48,14 @@ def passes_for(config: CompilationConfig, fusions: Sequence[Fusion], passes: Seq
     if config.pass_config.enable_nd_tiling_workaround:
         own.append(nd_tiling.PASS)
     here = Path(__file__)
-    installed = plugins("tritium.passes", Pass)
-    entries = [Entry(entry, here, "tritium") for entry in own] + installed
+    entries = [*(Entry(entry, here, "tritium") for entry in own), *_installed_passes()]
     entries += [Entry(entry, entry.file() or here, "Backend(passes=...)") for entry in passes]
     return [entry.value for entry in unique(entries, "pass").values()]
+
+
+@functools.cache
+def _installed_passes() -> tuple[Entry[Pass], ...]:
+    return tuple(plugins("tritium.passes", Pass))
 
 
 @dataclass

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from tritium import compat, device, measure, ops, tuned
+from tritium.compiler.choose import least_bytes
 from tritium.compiler.explain import explain
 from tritium.config import CompilationConfig
 from tritium.errors import TritiumError
@@ -109,7 +110,7 @@ def _compared(op: Op, key: Key, draw: Draw, device_type: str, seconds: float) ->
         block_ms=block_ms,
         alone_us=alone_us,
         host_us=_host_us(blocks, device_type) if device_type == "cuda" else {},
-        bytes=_bytes(op, arguments),
+        bytes=least_bytes(op, arguments),
         torch=compat.version_text(),
         remarks=remarks,
     )
@@ -177,14 +178,6 @@ def _host_us(runs: Mapping[str, Callable[[], Any]], device_type: str) -> dict[st
             run()
             taken[name].append((time.perf_counter() - start) * 1e6)
     return {name: round(statistics.median(times), 1) for name, times in taken.items()}
-
-
-def _bytes(op: Op, arguments: Mapping[str, Any]) -> int:
-    """The fewest bytes that must move: every input read once, every result written once."""
-    made = op.fake(**arguments)
-    flat = [part for value in arguments.values() for part in (value if isinstance(value, list) else [value])]
-    tensors = {id(part): part for part in (*flat, *(made if isinstance(made, tuple) else (made,)))}
-    return sum(part.numel() * part.element_size() for part in tensors.values() if isinstance(part, torch.Tensor))
 
 
 def measure_keys(

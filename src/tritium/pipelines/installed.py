@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
+from tritium import compat
 from tritium.compiler.backend import Backend
 from tritium.pipelines.parts import Part
 from tritium.pipelines.plan import Choice, How, Plan
@@ -17,6 +18,18 @@ from tritium.pipelines.watch import Entry
 
 # What `nn.Module.__call__` asks before it runs the module: a class attribute that is None until an instance has its own.
 _SLOT = "_compiled_call_impl"
+
+
+class _ChannelsLast(Backend):
+    """A backend that is not equal to the one for plain layouts, so that Dynamo keeps what the two compiled apart."""
+
+    def _identity(self) -> tuple[Any, ...]:
+        return (*super()._identity(), "channels_last")
+
+
+def _inductor_channels_last(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """torch.compile's own backend by another name, for the same reason."""
+    return compat.compile_fx(gm, example_inputs)
 
 
 class Installed:
@@ -29,11 +42,18 @@ class Installed:
         self.why = ""
         self.measured: dict[str, float] = {}
         self.entry = Entry(part.entry)
-        self._backend = Backend(plan.config)
+        # One backend a layout: torch 2.11 does not look at the strides of weights again, and would run what it compiled
+        # for the other layout.
+        self._backends: dict[tuple[How, bool], Any] = {
+            ("tritium", False): Backend(plan.config),
+            ("tritium", True): _ChannelsLast(plan.config),
+            ("inductor", False): "inductor",
+            ("inductor", True): _inductor_channels_last,
+        }
         self._dynamic = plan.dynamic
         self._progress = progress
         self._inner = self.entry.inner
-        self._calls: dict[tuple[How, nn.Module], Callable[..., Any]] = {}
+        self._calls: dict[tuple[How, bool, nn.Module], Callable[..., Any]] = {}
         # The strides that parameters had before their layout was changed.
         self._strides: dict[nn.Parameter, tuple[int, ...]] = {}
 
@@ -55,8 +75,7 @@ class Installed:
         self.choice = choice
         self.entry.switch(choice)
         for target in self.part.targets:
-            how = choice.how if among is None or target.module in among else "eager"
-            call = self._call(how, target.module)
+            call = self._call(choice, target.module) if among is None or target.module in among else None
             if target.module is self.part.entry:
                 self._inner = call or target.module._call_impl
             else:
@@ -70,14 +89,18 @@ class Installed:
         _put(self.part.entry, None)
         self._lay_out(channels_last=False)
 
-    def _call(self, how: How, module: nn.Module) -> Callable[..., Any] | None:
-        if how == "eager":
+    def _call(self, choice: Choice, module: nn.Module) -> Callable[..., Any] | None:
+        if choice.how == "eager":
             return None
-        if (how, module) not in self._calls:
-            backend: Any = self._backend if how == "tritium" else "inductor"
-            self._calls[how, module] = torch.compile(module._call_impl, backend=backend, dynamic=self._dynamic)
-        return self._calls[how, module]
+        key = (choice.how, choice.channels_last, module)
+        if key not in self._calls:
+            backend = self._backends[choice.how, choice.channels_last]
+            self._calls[key] = torch.compile(module._call_impl, backend=backend, dynamic=self._dynamic)
+        return self._calls[key]
 
+    # In inference mode new storage would make inference tensors of the parameters, for good.
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
     def _lay_out(self, *, channels_last: bool) -> None:
         """Give the weights of convolutions another layout, or their own back. Values stay: weights may have changed since."""
         if not channels_last:

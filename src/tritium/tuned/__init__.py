@@ -212,15 +212,3 @@ def _nearest(table: Mapping[Key, Verdict], key: Key) -> Verdict | None:
 # The sizes along which a kernel only does more of the same, and by which factor a verdict may be stretched.
 STRETCHABLE = ("tokens", "pixels")
 STRETCH = 16
-
-# Fewer tokens or pixels than this take microseconds: a verdict about them is used where one is known, none is measured.
-WORTH_MEASURING = 1024
-
-
-def is_worth_measuring(key: Key) -> bool:
-    """Whether a compilation may stop to measure something as small as this.
-
-    >>> is_worth_measuring(Key("rope", "tokens=512 width=64", "float32")), is_worth_measuring(Key("rope", "tokens=1024", ""))
-    (False, True)
-    """
-    return all(int(size) >= WORTH_MEASURING for name, size in key.sizes().items() if name in STRETCHABLE)
