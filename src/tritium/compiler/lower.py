@@ -6,7 +6,8 @@ runs uncompiled. Each step down is in the report with the error and the graphs t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,15 @@ from torch import fx
 from tritium import compat
 from tritium.compiler import libraries
 from tritium.compiler.observe import KernelObserver, store, store_key
-from tritium.report import GraphRecord
+from tritium.report import Failure, GraphRecord, PassRecord
+from tritium.tiling import hooks
+from tritium.tiling.policy import Decisions, TilingPolicy
 
 # The setting that carries our identity into Inductor's cache key.
 SALT = "post_grad_custom_pre_pass"
+
+# The entry of the tiling policy among the passes of a graph.
+TILING = "tiling_policy"
 
 
 @dataclass
@@ -29,6 +35,7 @@ class Lowering:
     example_inputs: Sequence[Any]
     settings: Mapping[str, Any]
     identity: bytes
+    tiling: TilingPolicy = TilingPolicy()
 
 
 def lower(attempt: Lowering, record: GraphRecord) -> Callable[..., Any]:
@@ -38,7 +45,8 @@ def lower(attempt: Lowering, record: GraphRecord) -> Callable[..., Any]:
     settings[SALT] = compat.salted_pass(attempt.identity, own)
     libraries.install()
     observer = KernelObserver(record.device_type)
-    with compat.inductor_patched(settings):
+    with compat.inductor_patched(settings), _tiled(attempt.tiling, record) as decisions:
+        observer.tilings = decisions
         key = store_key(attempt.gm.graph, attempt.identity)
         with compat.observed_codegen(observer):
             compiled = compat.compile_fx(attempt.gm, attempt.example_inputs)
@@ -48,3 +56,29 @@ def lower(attempt: Lowering, record: GraphRecord) -> Callable[..., Any]:
     elif (found := store().load(key)) is not None:
         record.kernels, record.fallbacks, record.kernels_from = found["kernels"], found["fallbacks"], "store"
     return compiled
+
+
+@contextlib.contextmanager
+def _tiled(policy: TilingPolicy, record: GraphRecord) -> Iterator[Decisions | None]:
+    """Let the tiling policy act on Triton kernels, and record what it did and why it did not."""
+    entry = PassRecord(TILING)
+    record.passes = [*(kept for kept in record.passes if kept.name != TILING), entry]
+    entry.declined = _why_untiled(policy, record.device_type)
+    if entry.declined is not None:
+        yield None
+        return
+    with hooks.active(policy) as decisions:
+        yield decisions
+    entry.changed = any(kernel.choice != "coalesced" or kernel.sizes for kernel in decisions.kernels())
+    if decisions.kernels() and (unmet := decisions.unmet(policy)):
+        entry.declined = f"force_tiling: this graph has no kernel {', '.join(unmet)}"
+    for retry in decisions.retries:
+        record.failures.append(Failure("Inductor's tiling analysis, off for one kernel", retry))
+
+
+def _why_untiled(policy: TilingPolicy, device_type: str) -> str | None:
+    if device_type == "cpu" and compat.inductor_config().cpu_backend != "triton":
+        return "C++ kernels have no tiles"
+    if not policy.is_on:
+        return "every part of it is switched off"
+    return compat.tiling_obstacle()

@@ -19,12 +19,13 @@ from tritium import compat, device
 from tritium.compiler.count_flops import bytes_of, flops_of
 from tritium.compiler.dump import readable
 from tritium.ops.op import NAMESPACE
+from tritium.tiling.policy import Decisions
 
 # Reasons a kernel lists at most: the rest repeats them.
 MOST_REASONS = 3
 
 # What a stored observation holds; one with less is not found again.
-_FORMAT = b"2"
+_FORMAT = b"3"
 
 
 class KernelObserver:
@@ -34,6 +35,8 @@ class KernelObserver:
         self.kernels: list[dict[str, Any]] = []
         self.fallbacks: list[dict[str, Any]] = []
         self.saw_codegen = False
+        # What the tiling policy decided; None where it was off.
+        self.tilings: Decisions | None = None
         self._bandwidth = device.copy_bandwidth(device.describe(device_type))
         self._defined: list[tuple[str, Sequence[Any]]] = []
         self._why: dict[frozenset[str], Any] = {}
@@ -75,6 +78,7 @@ class KernelObserver:
                     "estimated_us": self._estimate(total, flops),
                     "measured_us": None,
                     "why_not_fused": self._reasons(index, moved),
+                    "tiling": self._tiling(nodes),
                 }
             )
         self.kernels += [self._call(overload, node) for overload, node in calls]
@@ -103,6 +107,12 @@ class KernelObserver:
             "measured_us": None,
             "why_not_fused": [],
         }
+
+    def _tiling(self, nodes: Sequence[Any]) -> dict[str, Any] | None:
+        if self.tilings is None:
+            return None
+        decided = self.tilings.of(node.get_name() for node in nodes)
+        return decided.to_dict() if decided is not None else None
 
     def _estimate(self, moved: int, flops: int | None) -> float | None:
         """The time that moving the bytes takes; a contraction is not estimated, its arithmetic takes longer."""

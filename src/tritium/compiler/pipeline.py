@@ -4,7 +4,8 @@
 2. `nd_tiling_workaround`  and other passes of this package: rewrite, request configuration
 3. plug-ins' passes        in order of their names, then those given to the backend, in the order given
 4. fold                    (enable_freezing) take the parameter-only part out
-5. lower                   Inductor compiles, under the merged requests; or engine `eager` runs the graph as it is
+5. lower                   Inductor compiles, under the merged requests, and its Triton kernels are tiled (`tiling_policy`);
+                           or engine `eager` runs the graph as it is
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from tritium.fusions import Fusion
 from tritium.passes import ConfigRequest, Decline, Outcome, Pass, PassContext
 from tritium.report import Failure, GraphRecord, PassRecord
 from tritium.tiling import nd_tiling
+from tritium.tiling.policy import policy_of
 
 NEEDS_GRADIENTS = (
     "the graph needs gradients: call it under torch.inference_mode() or torch.no_grad(), or freeze its parameters"
@@ -219,7 +221,7 @@ class Compilation:
         key = identity(self.gm.graph, self.config, self.passes, self.fusions)
         rewritten = copied(self.gm.graph)
         try:
-            return lower(Lowering(self.gm, self.example_inputs, settings, key), self.record)
+            return lower(Lowering(self.gm, self.example_inputs, settings, key, policy_of(self.config)), self.record)
         except Exception as error:
             if is_the_callers(error):
                 raise

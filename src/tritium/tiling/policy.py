@@ -1,0 +1,116 @@
+"""What the tiling policy may do, and what it did: switches, and a decision with its reason for every kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tritium.config import CompilationConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TilingPolicy:
+    """The parts of the policy, each of which can be switched off.
+
+    >>> TilingPolicy(narrow_sizes=False).narrow_sizes
+    False
+    """
+
+    # Prove that products of sums are multiples of their factors.
+    prove_divisibility: bool = True
+    # Compute indices in 32 bits where that is proven to be the same.
+    narrow_sizes: bool = True
+    # Compare tilings of each kernel by their cost.
+    choose_tiling: bool = True
+    # Go on without the coalescing analysis where it fails.
+    retry_analysis: bool = True
+    # Kernel name and choice.
+    pins: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def is_on(self) -> bool:
+        return any(dataclasses.astuple(self))
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """What of the policy goes into a cache key: the switches, and the text of every file that decides."""
+        digest = hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode())
+        for file in sorted(Path(__file__).parent.glob("*.py")):
+            digest.update(hashlib.sha256(file.read_bytes()).digest())
+        return digest.hexdigest()
+
+
+def policy_of(config: CompilationConfig) -> TilingPolicy:
+    """The policy that a backend's configuration asks for."""
+    switches = config.pass_config
+    return TilingPolicy(
+        prove_divisibility=switches.enable_divisibility_proof,
+        narrow_sizes=switches.enable_narrow_sizes,
+        choose_tiling=switches.enable_nd_tiling_workaround,
+        retry_analysis=switches.enable_tiling_retry,
+        pins=config.tiling_pins(),
+    )
+
+
+@dataclass
+class KernelTiling:
+    """What was decided for one kernel."""
+
+    # Dims of the grid, outermost first, with their sizes.
+    dims: dict[str, str]
+    choice: str
+    reason: str
+    # Cost of every tiling that was compared, in picoseconds an element; empty where nothing was compared.
+    costs: dict[str, float] = field(default_factory=dict)
+    # What became of 64-bit index arithmetic; None where the kernel has none.
+    sizes: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+class Decisions:
+    """What the policy decided while one graph was compiled."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kernels: dict[frozenset[str], KernelTiling] = {}
+        self._order: list[frozenset[str]] = []
+        # Products of sums that were proven multiples, as `numerator / denominator`.
+        self.proofs: dict[str, None] = {}
+        # Errors of Inductor's analysis that were survived.
+        self.retries: list[str] = []
+        # Pins that met their kernel.
+        self.pinned: set[str] = set()
+
+    def decide(self, nodes: Iterable[str], tiling: KernelTiling) -> None:
+        key = frozenset(nodes)
+        with self._lock:
+            if key not in self._kernels:
+                self._order.append(key)
+            self._kernels[key] = tiling
+
+    def of(self, nodes: Iterable[str]) -> KernelTiling | None:
+        return self._kernels.get(frozenset(nodes))
+
+    def kernels(self) -> list[KernelTiling]:
+        with self._lock:
+            return [self._kernels[key] for key in self._order]
+
+    def unmet(self, policy: TilingPolicy) -> list[str]:
+        """Pins that no kernel of this graph answers to."""
+        return [kernel for kernel, _ in policy.pins if kernel not in self.pinned]
+
+
+def printed(tiling: Mapping[str, Any]) -> dict[str, str]:
+    """Dims and sizes for people: a reduction of size 1 is none."""
+    return {
+        name.rstrip("_"): str(size) for name, size in tiling.items() if not (name.startswith("r") and str(size) == "1")
+    }
