@@ -13,6 +13,7 @@ import importlib
 import inspect
 import logging
 import re
+import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -496,6 +497,26 @@ def _tiling_hooks() -> list[tuple[str, Any, str, tuple[str, ...]]]:
     ]
 
 
+# Settings under which Inductor tiles kernels without looking at what their accesses coalesce.
+NO_TILING_ANALYSIS = {"triton.coalesce_tiling_analysis": False}
+
+_TILING_FUNCTIONS = frozenset({"get_tiling_and_scores", "compute_tiling_strategy", "_split_iteration_ranges"})
+
+
+def came_from_tiling(error: BaseException) -> bool:
+    """Whether an error, or one that it was raised for, comes from Inductor's tiling analysis."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        for frame, _ in traceback.walk_tb(current.__traceback__):
+            code = frame.f_code
+            if Path(code.co_filename).name == "tiling_utils.py" or code.co_name in _TILING_FUNCTIONS:
+                return True
+        current = current.__cause__ or current.__context__
+    return False
+
+
 def multiple_of_hook() -> tuple[Any, str]:
     return importlib.import_module("torch._inductor.sizevars").SizeVarAllocator, "statically_known_multiple_of"
 
@@ -556,14 +577,16 @@ def next_kernel_name(schedule: Sequence[Any]) -> str:
 
 
 def kernel_sizes(kernel: Any) -> dict[str, Any]:
-    """The size arguments of a Triton kernel by name, as expressions of the graph's symbols."""
+    """The whole-numbered size arguments of a Triton kernel by name, as expressions of the graph's symbols."""
     common = importlib.import_module("torch._inductor.codegen.common")
     _, _, signature, _ = kernel.args.python_argdefs()
-    return {
+    sizes = {
         argument.name: original_size(argument.expr)
         for argument in signature
         if isinstance(argument, common.SizeArg) and argument.name.startswith("ks")
     }
+    # A scalar that came as a tensor may be a fraction.
+    return {name: size for name, size in sizes.items() if getattr(size, "is_integer", False)}
 
 
 def original_size(size: Any) -> Any:
@@ -583,7 +606,9 @@ def kernel_extents(kernel: Any) -> dict[str, Any]:
 def guarded_sizes(features: Any) -> list[Any]:
     """What Inductor compared with 2^31 - 1, and guards, before it indexes a kernel with 32 bits."""
     graph = lowering_graph()
-    names = {name for node in features.scheduler_nodes() for name in [*node.get_buffer_names(), *node.used_buffer_names()]}
+    names = {
+        name for node in features.scheduler_nodes() for name in [*node.get_buffer_names(), *node.used_buffer_names()]
+    }
     buffers = [graph.get_buffer(name) for name in sorted(names)]
     extents = [buffer.get_layout().storage_size() for buffer in buffers if buffer.has_tensor_output()]
     return [original_size(size) for size in [features.numel * features.reduction_numel, *extents]]
@@ -592,7 +617,7 @@ def guarded_sizes(features: Any) -> list[Any]:
 def least_size(symbol: Any) -> int | None:
     """The smallest value of a size's symbol, or None where nothing is known."""
     known = lowering_graph().sizevars.shape_env.var_to_range.get(symbol)
-    lower = getattr(known, "lower", None)
+    lower: Any = getattr(known, "lower", None)
     return int(lower) if getattr(lower, "is_Integer", False) else None
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -51,23 +52,26 @@ class Kernel:
         return [name for name in "zyx" if f"{name}numel" in self.signature]
 
 
-@contextmanager
+@contextlib.contextmanager
 def triton_on_cpu():
-    """Inside, CPU tensors get Triton code, and compiling stops where that code would be loaded."""
+    """Inside, CPU tensors get Triton code, which is not compiled: calling it raises."""
     import torch._dynamo
     import torch.utils._triton
 
-    def stop(self):
+    def stop(inputs):
+        raise _Stop("there is no code behind this")
+
+    def compile_to_module(self):
         self.codegen()
-        for source, name in self.wrapper_code.src_to_kernel.items():
-            kernels.append(Kernel(name, source))
-        raise _Stop("codegen ends here")
+        kernels.extend(Kernel(name, source) for source, name in self.wrapper_code.src_to_kernel.items())
+        self.cache_key, self.cache_path, self.cache_linemap = "none", None, []
+        return SimpleNamespace(call=stop)
 
     kernels: list[Kernel] = []
     settings = {"cpu_backend": "triton", "fx_graph_cache": False, "compile_threads": 1}
     with (
-        mock.patch.object(torch.utils._triton, "triton_hash_with_backend", lambda *args, **kwargs: "none"),
-        mock.patch.object(GraphLowering, "compile_to_module", stop),
+        mock.patch.object(torch.utils._triton, "triton_hash_with_backend", return_value="none"),
+        mock.patch.object(GraphLowering, "compile_to_module", compile_to_module),
         inductor_config.patch(settings),
     ):
         yield kernels
@@ -85,10 +89,11 @@ def generate(
     torch._dynamo.reset()
     for position, dims in (dynamic or {}).items():
         torch._dynamo.mark_dynamic(inputs[position], list(dims))
-    with triton_on_cpu() as kernels, inductor_config.patch(dict(settings or {})), torch.no_grad():
-        try:
-            torch.compile(function, fullgraph=True, backend=backend)(*inputs)
-        except Exception as error:
-            if "codegen ends here" not in str(error):
-                raise
+    with (
+        triton_on_cpu() as kernels,
+        inductor_config.patch(dict(settings or {})),
+        torch.no_grad(),
+        contextlib.suppress(_Stop),
+    ):
+        torch.compile(function, fullgraph=True, backend=backend)(*inputs)
     return kernels

@@ -55,51 +55,56 @@ def wan_norm(x, gain):
     return F.silu(F.normalize(x, dim=1) * (96**0.5) * gain)
 
 
-IMAGE = lambda: R(2, 64, 32, 48)
-VIDEO = lambda: R(1, 96, 5, 32, 48)
+def image():
+    return R(2, 64, 32, 48)
+
+
+def video():
+    return R(1, 96, 5, 32, 48)
+
 
 # Two dynamic dims that are padded or cropped: what Inductor alone leaves with one flat grid.
 CUT = {
-    "pad_to_nhwc": Pattern(lambda x: channels_last(F.pad(x, (1, 1, 1, 1))) * 2, lambda: (IMAGE(),), {0: (2, 3)}),
-    "crop_to_nhwc": Pattern(lambda x: channels_last(x[:, :, 1:, 1:]) * 2, lambda: (IMAGE(),), {0: (2, 3)}),
-    "pad_to_ndhwc": Pattern(lambda x: channels_last_3d(F.pad(x, (1, 1, 1, 1, 2, 0))), lambda: (VIDEO(),), {0: (3, 4)}),
+    "pad_to_nhwc": Pattern(lambda x: channels_last(F.pad(x, (1, 1, 1, 1))) * 2, lambda: (image(),), {0: (2, 3)}),
+    "crop_to_nhwc": Pattern(lambda x: channels_last(x[:, :, 1:, 1:]) * 2, lambda: (image(),), {0: (2, 3)}),
+    "pad_to_ndhwc": Pattern(lambda x: channels_last_3d(F.pad(x, (1, 1, 1, 1, 2, 0))), lambda: (video(),), {0: (3, 4)}),
     "causal_pad_cat": Pattern(
         lambda x, c: channels_last_3d(F.pad(torch.cat([c, x], 2), (1, 1, 1, 1))),
         lambda: (R(1, 96, 4, 32, 48), R(1, 96, 2, 32, 48)),
         {0: (3, 4), 1: (3, 4)},
     ),
-    "downsample_pad": Pattern(lambda x: channels_last(F.pad(F.silu(x), (0, 1, 0, 1))), lambda: (IMAGE(),), {0: (2, 3)}),
+    "downsample_pad": Pattern(lambda x: channels_last(F.pad(F.silu(x), (0, 1, 0, 1))), lambda: (image(),), {0: (2, 3)}),
 }
 
 PLAIN = {
-    "nchw_to_nhwc": Pattern(lambda x: x.permute(0, 2, 3, 1).contiguous() * 2, lambda: (IMAGE(),), {0: (2, 3)}),
-    "pad_nchw": Pattern(lambda x: F.pad(x, (1, 1, 1, 1)) * 2, lambda: (IMAGE(),), {0: (2, 3)}),
-    "pad_nhwc": Pattern(lambda x: F.pad(x, (1, 1, 1, 1)) * 2, lambda: (channels_last(IMAGE()),), {0: (2, 3)}),
-    "pad_ncdhw": Pattern(lambda x: F.pad(x, (1, 1, 1, 1, 2, 0)), lambda: (VIDEO(),), {0: (3, 4)}),
+    "nchw_to_nhwc": Pattern(lambda x: x.permute(0, 2, 3, 1).contiguous() * 2, lambda: (image(),), {0: (2, 3)}),
+    "pad_nchw": Pattern(lambda x: F.pad(x, (1, 1, 1, 1)) * 2, lambda: (image(),), {0: (2, 3)}),
+    "pad_nhwc": Pattern(lambda x: F.pad(x, (1, 1, 1, 1)) * 2, lambda: (channels_last(image()),), {0: (2, 3)}),
+    "pad_ncdhw": Pattern(lambda x: F.pad(x, (1, 1, 1, 1, 2, 0)), lambda: (video(),), {0: (3, 4)}),
     "pad_group_norm": Pattern(
         lambda x, w, b: F.group_norm(F.pad(x, (0, 1, 0, 1)), 32, w, b) * 2,
-        lambda: (IMAGE(), R(64), R(64)),
+        lambda: (image(), R(64), R(64)),
         {0: (2, 3)},
     ),
     "group_norm_nchw": Pattern(
-        lambda x, w, b: F.silu(F.group_norm(x, 32, w, b)), lambda: (IMAGE(), R(64), R(64)), {0: (2, 3)}
+        lambda x, w, b: F.silu(F.group_norm(x, 32, w, b)), lambda: (image(), R(64), R(64)), {0: (2, 3)}
     ),
     "group_norm_nhwc": Pattern(
         lambda x, w, b: F.silu(F.group_norm(x, 32, w, b)),
-        lambda: (channels_last(IMAGE()), R(64), R(64)),
+        lambda: (channels_last(image()), R(64), R(64)),
         {0: (2, 3)},
     ),
     "group_norm_to_nhwc": Pattern(
         lambda x, w, b: channels_last(F.silu(F.group_norm(x, 32, w, b))),
-        lambda: (IMAGE(), R(64), R(64)),
+        lambda: (image(), R(64), R(64)),
         {0: (2, 3)},
     ),
-    "wan_norm_ncdhw": Pattern(wan_norm, lambda: (VIDEO(), R(96, 1, 1, 1)), {0: (3, 4)}),
-    "wan_norm_ndhwc": Pattern(wan_norm, lambda: (channels_last_3d(VIDEO()), R(96, 1, 1, 1)), {0: (3, 4)}),
+    "wan_norm_ncdhw": Pattern(wan_norm, lambda: (video(), R(96, 1, 1, 1)), {0: (3, 4)}),
+    "wan_norm_ndhwc": Pattern(wan_norm, lambda: (channels_last_3d(video()), R(96, 1, 1, 1)), {0: (3, 4)}),
     "wan_norm_to_ndhwc": Pattern(
-        lambda x, g: channels_last_3d(wan_norm(x, g)), lambda: (VIDEO(), R(96, 1, 1, 1)), {0: (3, 4)}
+        lambda x, g: channels_last_3d(wan_norm(x, g)), lambda: (video(), R(96, 1, 1, 1)), {0: (3, 4)}
     ),
-    "upsample": Pattern(upsample, lambda: (VIDEO(),), {0: (3, 4)}),
+    "upsample": Pattern(upsample, lambda: (video(),), {0: (3, 4)}),
     "unpatchify": Pattern(unpatchify, lambda: (R(2, 32 * 48, 64), torch.empty(32, 48)), {0: (1,), 1: (0, 1)}),
     "patchify": Pattern(patchify, lambda: (R(2, 16, 64, 96),), {0: (2, 3)}),
     "transposed_add": Pattern(

@@ -21,7 +21,9 @@ monomials = st.tuples(*[st.integers(0, 2)] * 3)
 @st.composite
 def polynomials(draw):
     terms = draw(st.dictionaries(monomials, coefficients, max_size=4))
-    return sympy.Add(*(c * sympy.prod(s**p for s, p in zip(SYMBOLS, powers)) for powers, c in terms.items()))
+    return sympy.Add(
+        *(c * sympy.prod(s**p for s, p in zip(SYMBOLS, powers, strict=True)) for powers, c in terms.items())
+    )
 
 
 sums = st.tuples(st.sampled_from(SYMBOLS), st.integers(-3, 4)).map(lambda pair: pair[0] + pair[1])

@@ -18,7 +18,7 @@ from tritium.compiler import libraries
 from tritium.compiler.observe import KernelObserver, store, store_key
 from tritium.report import Failure, GraphRecord, PassRecord
 from tritium.tiling import hooks
-from tritium.tiling.policy import Decisions, TilingPolicy
+from tritium.tiling.policy import OFF, Decisions, TilingPolicy
 
 # The setting that carries our identity into Inductor's cache key.
 SALT = "post_grad_custom_pre_pass"
@@ -35,7 +35,7 @@ class Lowering:
     example_inputs: Sequence[Any]
     settings: Mapping[str, Any]
     identity: bytes
-    tiling: TilingPolicy = TilingPolicy()
+    tiling: TilingPolicy = OFF
 
 
 def lower(attempt: Lowering, record: GraphRecord) -> Callable[..., Any]:
@@ -45,35 +45,44 @@ def lower(attempt: Lowering, record: GraphRecord) -> Callable[..., Any]:
     settings[SALT] = compat.salted_pass(attempt.identity, own)
     libraries.install()
     observer = KernelObserver(record.device_type)
-    with compat.inductor_patched(settings), _tiled(attempt.tiling, record) as decisions:
-        observer.tilings = decisions
+    tiling = PassRecord(TILING, declined=_why_untiled(attempt.tiling, record.device_type))
+    record.passes = [*(entry for entry in record.passes if entry.name != TILING), tiling]
+    with compat.inductor_patched(settings):
         key = store_key(attempt.gm.graph, attempt.identity)
-        with compat.observed_codegen(observer):
+        with compat.observed_codegen(observer), _tiled(attempt.tiling, tiling, record) as observer.tilings:
             compiled = compat.compile_fx(attempt.gm, attempt.example_inputs)
     if observer.saw_codegen:
         record.kernels, record.fallbacks, record.kernels_from = observer.kernels, observer.fallbacks, "codegen"
         store().save(key, observer.kernels, observer.fallbacks)
     elif (found := store().load(key)) is not None:
         record.kernels, record.fallbacks, record.kernels_from = found["kernels"], found["fallbacks"], "store"
+    _describe_tiling(attempt.tiling, tiling, record)
     return compiled
 
 
 @contextlib.contextmanager
-def _tiled(policy: TilingPolicy, record: GraphRecord) -> Iterator[Decisions | None]:
-    """Let the tiling policy act on Triton kernels, and record what it did and why it did not."""
-    entry = PassRecord(TILING)
-    record.passes = [*(kept for kept in record.passes if kept.name != TILING), entry]
-    entry.declined = _why_untiled(policy, record.device_type)
+def _tiled(policy: TilingPolicy, entry: PassRecord, record: GraphRecord) -> Iterator[Decisions | None]:
+    """Let the tiling policy act on Triton kernels, unless it declined."""
     if entry.declined is not None:
         yield None
         return
     with hooks.active(policy) as decisions:
-        yield decisions
-    entry.changed = any(kernel.choice != "coalesced" or kernel.sizes for kernel in decisions.kernels())
-    if decisions.kernels() and (unmet := decisions.unmet(policy)):
+        try:
+            yield decisions
+        except Exception as error:
+            entry.failed = f"{type(error).__name__} while it was active"
+            raise
+        finally:
+            record.failures += [Failure("tiling analysis of one kernel", retry) for retry in decisions.retries]
+
+
+def _describe_tiling(policy: TilingPolicy, entry: PassRecord, record: GraphRecord) -> None:
+    tilings = [found for kernel in record.kernels if (found := kernel.get("tiling")) is not None]
+    entry.changed = any(found["choice"] != "coalesced" or found["sizes"] for found in tilings)
+    names = {kernel["name"] for kernel in record.kernels}
+    unmet = [kernel for kernel, _ in policy.pins if kernel not in names]
+    if unmet and entry.declined is None and record.kernels_from != "none":
         entry.declined = f"force_tiling: this graph has no kernel {', '.join(unmet)}"
-    for retry in decisions.retries:
-        record.failures.append(Failure("Inductor's tiling analysis, off for one kernel", retry))
 
 
 def _why_untiled(policy: TilingPolicy, device_type: str) -> str | None:

@@ -106,6 +106,7 @@ class KernelObserver:
             "estimated_us": self._estimate(read + written, flops),
             "measured_us": None,
             "why_not_fused": [],
+            "tiling": None,
         }
 
     def _tiling(self, nodes: Sequence[Any]) -> dict[str, Any] | None:

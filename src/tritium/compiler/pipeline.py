@@ -225,11 +225,25 @@ class Compilation:
         except Exception as error:
             if is_the_callers(error):
                 raise
+            if compat.came_from_tiling(error):
+                self._fail("tiling analysis", error, [("rewritten", rewritten)])
+                return self._lower_untiled(rewritten, settings, key)
+            self._fail("lowering", error, [("rewritten", rewritten), ("original", self.dynamo.graph)])
+        return self._lower_untouched(key)
+
+    def _lower_untiled(self, rewritten: fx.Graph, settings: Mapping[str, Any], key: bytes) -> Callable[..., Any]:
+        """Once more, with Inductor's tiling analysis and our policy off."""
+        gm = with_graph(self.gm, copied(rewritten))
+        try:
+            return lower(Lowering(gm, self.example_inputs, {**settings, **compat.NO_TILING_ANALYSIS}, key), self.record)
+        except Exception as error:
+            if is_the_callers(error):
+                raise
             self._fail("lowering", error, [("rewritten", rewritten), ("original", self.dynamo.graph)])
         return self._lower_untouched(key)
 
     def _lower_untouched(self, key: bytes) -> Callable[..., Any]:
-        changed = any(entry.changed or entry.requests for entry in self.record.passes)
+        changed = any(entry.changed or entry.requests or entry.failed for entry in self.record.passes)
         inputs = self.example_inputs
         if self.folding is not None:
             inputs = inputs[: -len(self.folding.example_values)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import sympy
@@ -41,7 +42,7 @@ class Question:
 
     @property
     def is_reduction(self) -> bool:
-        return self.reduction_numel != 1
+        return bool(self.reduction_numel != 1)
 
     @property
     def loops(self) -> list[sympy.Symbol]:
@@ -51,7 +52,7 @@ class Question:
         """A tiling in Inductor's form, with its scores."""
         ranges = self.analysis.norm_read_writes.var_ranges
         edges = [0, *cuts, len(self.loops)]
-        dims = [self.loops[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+        dims = [self.loops[start:end] for start, end in pairwise(edges)]
         sizes = [sympy.prod([ranges[loop] for loop in dim]) for dim in dims]
         scores = [self.analysis.coalesced_by_var.get(dim[-1], 0) for dim in dims]
         make = self.scheduling.create_tiling
@@ -72,8 +73,8 @@ def choose(
     kept = question.answer
     if question.is_reduction and "z" in kept and compat.TORCH >= REDUCTIONS_IN_3D_MISCOMPILE:
         flat = question.scheduling.create_tiling([question.numel], [question.reduction_numel])
-        reason = f"torch {compat.version_text()} miscompiles reductions over three dims of grid"
-        return _answer("1d", flat, None, reason)
+        why = f"torch {compat.version_text()} miscompiles reductions over three dims of grid"
+        return _answer("1d", flat, None, why)
     if pin == "coalesced":
         return _keep(question, "pinned to what Inductor chose")
     reason = _why_not(question)
@@ -140,9 +141,7 @@ def _keep(question: Question, reason: str, costs: Mapping[str, float] | None = N
     return _answer("coalesced", question.answer, question.scores, reason, costs)
 
 
-def _answer(
-    choice: str, tiling: Tiling, scores: Any, reason: str, costs: Mapping[str, float] | None = None
-) -> Answer:
+def _answer(choice: str, tiling: Tiling, scores: Any, reason: str, costs: Mapping[str, float] | None = None) -> Answer:
     return Answer(tiling, scores, KernelTiling(printed(tiling), choice, reason, dict(costs or {})))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 
 # Inductor counts a written byte twice, since a store that is not coalesced costs more; 4.3 TB/s for a copy.
 PS_PER_BYTE = 0.155
@@ -85,7 +85,7 @@ def all_cuts(loops: int, most_dims: int) -> Iterator[Cuts]:
 
 def groups(workload: Workload, cuts: Cuts) -> list[Sequence[Loop]]:
     edges = [0, *cuts, len(workload.loops)]
-    return [workload.loops[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    return [workload.loops[start:end] for start, end in pairwise(edges)]
 
 
 def cost(workload: Workload, cuts: Cuts) -> float:

@@ -190,9 +190,10 @@ class Bounds:
                 return one[0] - two[1], one[1] - two[0]
             case ast.Mult():
                 return self._product(one, two)
-            case ast.FloorDiv() if self.at_least(one[0], 0) and self.at_least(two[0], 1):
-                return sympy.Integer(0), one[1]
-            case ast.Mod() if self.at_least(one[0], 0) and self.at_least(two[0], 1):
+            # A divisor of 0 is none in 64 bits either.
+            case ast.FloorDiv() if self.at_least(one[0], 0) and self.at_least(two[0], 0):
+                return self._quotient(one, two)
+            case ast.Mod() if self.at_least(one[0], 0) and self.at_least(two[0], 0):
                 return sympy.Integer(0), two[1] - 1
         return None
 
@@ -208,6 +209,13 @@ class Bounds:
             return one[0] * two[0], one[1] * two[1]
         return None
 
+    def _quotient(
+        self, one: tuple[sympy.Expr, sympy.Expr], two: tuple[sympy.Expr, sympy.Expr]
+    ) -> tuple[sympy.Expr, sympy.Expr]:
+        if two[0] == two[1] and two[0].is_Integer and two[0] > 0:
+            return sympy.Integer(0), _floor_at_most(one[1], two[0])
+        return sympy.Integer(0), one[1]
+
     def fits(self, value: sympy.Expr) -> bool:
         """Whether a value is at most 2^31 - 1 whenever the guards hold."""
         if value not in self._fits:
@@ -222,7 +230,7 @@ class Bounds:
         then.
         """
         value = sympy.expand(value - bound)
-        if value.is_Integer:
+        if value.is_Rational:
             return bool(value >= 0)
         shifts = {}
         for symbol in value.free_symbols:
@@ -239,6 +247,19 @@ class Bounds:
         # The generators are the symbols, which start at 0 now, and quotients of them.
         plain = all(generator.is_Symbol or generator.is_nonnegative for generator in polynomial.gens)
         return plain and all(coefficient >= 0 for coefficient in polynomial.coeffs())
+
+
+def _floor_at_most(value: sympy.Expr, divisor: sympy.Integer) -> sympy.Expr:
+    """At least `value // divisor`, and exactly that where only a number does not divide.
+
+    >>> W = sympy.Symbol("W", integer=True, positive=True)
+    >>> _floor_at_most(2 * W - 1, sympy.Integer(2)), _floor_at_most(W, sympy.Integer(2))
+    (W - 1, W/2)
+    """
+    terms = sympy.Add.make_args(sympy.expand(value))
+    whole = sympy.Add(*(term for term in terms if term.as_coeff_Mul()[0] % divisor == 0 and not term.is_number))
+    rest = sympy.expand(value - whole)
+    return whole / divisor + rest // divisor if rest.is_Integer else value / divisor
 
 
 def _index_definitions(tree: ast.Module, extents: Mapping[str, sympy.Expr]) -> Iterator[tuple[str, ast.expr]]:

@@ -47,6 +47,9 @@ class TilingPolicy:
         return digest.hexdigest()
 
 
+OFF = TilingPolicy(prove_divisibility=False, narrow_sizes=False, choose_tiling=False, retry_analysis=False)
+
+
 def policy_of(config: CompilationConfig) -> TilingPolicy:
     """The policy that a backend's configuration asks for."""
     switches = config.pass_config
@@ -87,8 +90,6 @@ class Decisions:
         self.proofs: dict[str, None] = {}
         # Errors of Inductor's analysis that were survived.
         self.retries: list[str] = []
-        # Pins that met their kernel.
-        self.pinned: set[str] = set()
 
     def decide(self, nodes: Iterable[str], tiling: KernelTiling) -> None:
         key = frozenset(nodes)
@@ -103,10 +104,6 @@ class Decisions:
     def kernels(self) -> list[KernelTiling]:
         with self._lock:
             return [self._kernels[key] for key in self._order]
-
-    def unmet(self, policy: TilingPolicy) -> list[str]:
-        """Pins that no kernel of this graph answers to."""
-        return [kernel for kernel, _ in policy.pins if kernel not in self.pinned]
 
 
 def printed(tiling: Mapping[str, Any]) -> dict[str, str]:
