@@ -28,6 +28,9 @@ from tritium.tiling.divisibility import MOST_SYMBOLS, MOST_TERMS
 
 LARGEST = 2**31 - 1
 
+# The least and the largest value of an expression.
+Interval = tuple[sympy.Expr, sympy.Expr]
+
 _POINTER = re.compile(r"(in_out|in|out)_ptr\d+")
 _DEFINITION = re.compile(r"^def [\w.]+\(.*\):$")
 
@@ -157,14 +160,14 @@ class Bounds:
         """Whether an expression is index arithmetic all of whose results fit in 32 bits."""
         return self.of(node) is not None
 
-    def of(self, node: ast.expr) -> tuple[sympy.Expr, sympy.Expr] | None:
+    def of(self, node: ast.expr) -> Interval | None:
         """The least and the largest value, or None where the expression or a part of it is not known to fit."""
         found = self._of(node)
         if found is None or not (self.fits(found[1]) and self.fits(-found[0])):
             return None
         return found
 
-    def _of(self, node: ast.expr) -> tuple[sympy.Expr, sympy.Expr] | None:
+    def _of(self, node: ast.expr) -> Interval | None:
         match node:
             case ast.Constant(value=int(value)) if not isinstance(value, bool):
                 return sympy.Integer(value), sympy.Integer(value)
@@ -180,9 +183,7 @@ class Bounds:
                 return None if one is None or two is None else self._combined(operator, one, two)
         return None
 
-    def _combined(
-        self, operator: ast.operator, one: tuple[sympy.Expr, sympy.Expr], two: tuple[sympy.Expr, sympy.Expr]
-    ) -> tuple[sympy.Expr, sympy.Expr] | None:
+    def _combined(self, operator: ast.operator, one: Interval, two: Interval) -> Interval | None:
         match operator:
             case ast.Add():
                 return one[0] + two[0], one[1] + two[1]
@@ -197,21 +198,23 @@ class Bounds:
                 return sympy.Integer(0), two[1] - 1
         return None
 
-    def _product(
-        self, one: tuple[sympy.Expr, sympy.Expr], two: tuple[sympy.Expr, sympy.Expr]
-    ) -> tuple[sympy.Expr, sympy.Expr] | None:
-        if self.at_least(-one[1], 0):
-            flipped = self._product((-one[1], -one[0]), two)
-            return None if flipped is None else (-flipped[1], -flipped[0])
-        if self.at_least(-two[1], 0) and not self.at_least(two[0], 0):
-            return self._product(two, one)
-        if self.at_least(one[0], 0) and self.at_least(two[0], 0):
-            return one[0] * two[0], one[1] * two[1]
-        return None
+    def _product(self, one: Interval, two: Interval) -> Interval | None:
+        first, minus = self._turned(one)
+        second, again = self._turned(two)
+        if first is None or second is None:
+            return None
+        least, largest = first[0] * second[0], first[1] * second[1]
+        return (least, largest) if minus == again else (-largest, -least)
 
-    def _quotient(
-        self, one: tuple[sympy.Expr, sympy.Expr], two: tuple[sympy.Expr, sympy.Expr]
-    ) -> tuple[sympy.Expr, sympy.Expr]:
+    def _turned(self, interval: Interval) -> tuple[Interval | None, bool]:
+        """An interval at or above 0, and whether it was turned around for that; None if it lies on both sides."""
+        if self.at_least(interval[0], 0):
+            return interval, False
+        if self.at_least(-interval[1], 0):
+            return (-interval[1], -interval[0]), True
+        return None, False
+
+    def _quotient(self, one: Interval, two: Interval) -> Interval:
         if two[0] == two[1] and two[0].is_Integer and two[0] > 0:
             return sympy.Integer(0), _floor_at_most(one[1], two[0])
         return sympy.Integer(0), one[1]
