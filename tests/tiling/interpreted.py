@@ -21,7 +21,7 @@ from torch._inductor.graph import GraphLowering
 
 import tritium
 
-BLOCKS = {"XBLOCK": 64, "YBLOCK": 16, "ZBLOCK": 2, "R0_BLOCK": 64}
+BLOCKS = {"XBLOCK": 1024, "YBLOCK": 32, "ZBLOCK": 2, "R0_BLOCK": 64}
 
 # Other sizes for a pattern's second call: every dynamic dim gets longer by so much.
 GROWTH = {"patchify": 4, "windows": 8, "unpatchify": None}
