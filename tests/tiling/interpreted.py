@@ -16,10 +16,10 @@ import torch
 import torch._inductor.config as inductor_config
 import torch.utils._triton
 import triton
-from tiling.patterns import ALL
 from torch._inductor.graph import GraphLowering
 
 import tritium
+from tiling.patterns import ALL
 
 BLOCKS = {"XBLOCK": 1024, "YBLOCK": 32, "ZBLOCK": 2, "R0_BLOCK": 64}
 

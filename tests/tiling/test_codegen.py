@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from tiling.generated import generate
-from tiling.patterns import ALL, CUT, TRANSFORMER
 
 import tritium
+from tiling.generated import generate
+from tiling.patterns import ALL, CUT, TRANSFORMER
 from tritium.tiling import cost
 
 HERE = Path(__file__).parent

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tiling.generated import generate, triton_on_cpu
 
 import tritium
+from tiling.generated import generate, triton_on_cpu
 from tritium import compat
 from tritium.tiling.narrow import LARGEST, Bounds, Facts, narrowed
 
