@@ -98,6 +98,7 @@ class TestEnable:
         monkeypatch.delattr(compat.simd_scheduling(), "create_tiling")
         assert "has no SIMDScheduling.create_tiling" in compat.tiling_obstacle()
 
+    @pytest.mark.skipif(compat.TORCH < (2, 12), reason="torch 2.11 crashes in Dynamo after a thread has compiled")
     def test_it_acts_in_every_thread(self):
         pattern, found = ALL["crop_to_nhwc"], []
         with tritium.autofuse.enabled():
@@ -184,7 +185,7 @@ class TestBackend:
         (entry,) = record.kernels
         assert entry["tiling"]["choice"] == "2d"
         assert "ps an element" in entry["tiling"]["reason"]
-        assert entry["tiling"]["sizes"].startswith("8 of 8")
+        assert entry["tiling"]["sizes"].endswith("index expressions with dynamic sizes in 32 bits")
         json.dumps(record.kernels)
 
     def test_each_part_has_its_switch(self):

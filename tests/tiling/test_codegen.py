@@ -14,7 +14,8 @@ import torch.nn.functional as F
 import tritium
 from tiling.generated import generate
 from tiling.patterns import ALL, CUT, TRANSFORMER
-from tritium.tiling import cost
+from tritium import compat
+from tritium.tiling import choose, cost
 
 HERE = Path(__file__).parent
 
@@ -43,7 +44,11 @@ def compiled(name, *, dynamic=True, dtype=torch.float32, **parts):
         return generate(*arguments)
 
 
-@pytest.mark.parametrize("name", ALL)
+# torch 2.11 gives broadcasts a dim of their own that are coalesced without (pytorch#177117).
+OVERTILED = {"pad_group_norm"} if compat.TORCH < (2, 13) else set()
+
+
+@pytest.mark.parametrize("name", sorted(set(ALL) - OVERTILED))
 def test_with_the_proof_dynamic_sizes_are_tiled_like_static_ones(name):
     proven = compiled(name, choose_tiling=False)
     assert dims(proven) == dims(compiled(name, dynamic=False))
@@ -55,7 +60,7 @@ def test_without_the_proof_they_are_not(name):
     assert dims(compiled(name)) != dims(compiled(name, dynamic=False))
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", sorted(set(ALL) - OVERTILED))
 def test_what_the_cost_model_changes(name):
     before, after = dims(compiled(name, choose_tiling=False)), dims(compiled(name, choose_tiling=True))
     changes = [one if one == two else f"{one}->{two}" for one, two in zip(before, after, strict=True)]
@@ -78,8 +83,9 @@ class TestNarrow:
     @pytest.mark.parametrize("name", ["crop_to_nhwc", "pad_ncdhw", "pad_nhwc", "unpatchify", "qkv_split", "rope"])
     def test_no_index_keeps_64_bits(self, name):
         for kernel in compiled(name, narrow_sizes=True):
-            body = re.sub(r"\w+ = ks\d+\.to\(tl\.int32\)", "", kernel.body.split("\n", 1)[1])
-            assert re.findall(r"\bks\d+\b", body) == []
+            indices = [line for line in kernel.body.splitlines() if re.match(r"\s+[xyz]\d+ =|.*_ptr\d+ \+", line)]
+            assert indices
+            assert re.findall(r"\bks\d+\b", "\n".join(indices)) == []
 
     def test_sizes_are_still_passed_as_64_bits(self):
         (kernel,) = compiled("pad_ncdhw", narrow_sizes=True)
@@ -178,6 +184,7 @@ class TestGrids:
         assert kernel.dims < 3
         assert "a reduction keeps the tiling" in decision["reason"]
 
+    @pytest.mark.skipif(compat.TORCH < choose.REDUCTIONS_IN_3D_MISCOMPILE, reason="they are right on this torch")
     def test_not_even_where_settings_ask_for_it(self):
         settings = {"triton.prefer_nd_tiling": True, "triton.max_tiles": 3, "triton.tile_reductions": True}
         x = torch.randn(4, 6, 32, 10, 48)
