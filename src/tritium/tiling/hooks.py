@@ -144,7 +144,7 @@ def _multiple_of(original: Any) -> Any:
             return False
         if not is_multiple(sympy.sympify(numerator), sympy.sympify(denominator)):
             return False
-        session.decisions.proofs[f"({numerator}) / ({denominator})"] = None
+        session.decisions.prove(f"({numerator}) / ({denominator})")
         return True
 
     return statically_known_multiple_of
@@ -168,11 +168,16 @@ def _analyse(original: Any) -> Any:
 
 def _codegen_node_schedule(original: Any) -> Any:
     def codegen_node_schedule(self: Any, kernel_features: Any) -> Any:
+        session = current()
+        if session is None:
+            return original(self, kernel_features)
         token = _IN_CODEGEN.set(True)
+        session.decisions.begin()
         try:
             return original(self, kernel_features)
         finally:
             _IN_CODEGEN.reset(token)
+            session.decisions.finish(_names(kernel_features.node_schedule))
 
     return codegen_node_schedule
 

@@ -18,6 +18,7 @@ its 64 bits: there, variables that became narrow are widened again.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -230,26 +231,30 @@ class Bounds:
         """Whether a value is at least a bound, whatever the symbols are.
 
         Each symbol is its least value plus something that is not negative; the proof is that no coefficient is negative
-        then.
+        when the difference is written that way.
         """
-        value = sympy.expand(value - bound)
-        if value.is_Rational:
-            return bool(value >= 0)
-        shifts = {}
-        for symbol in value.free_symbols:
-            least = self.facts.least(symbol)
-            if least is None or least < 0:
-                return False
-            shifts[symbol] = symbol + least
-        try:
-            polynomial = sympy.Poly(sympy.expand(value.xreplace(shifts)))
-        except sympy.PolynomialError:
+        value = sympy.sympify(value - bound)
+        least = {symbol: self.facts.least(symbol) for symbol in value.free_symbols}
+        if any(number is None or number < 0 for number in least.values()):
             return False
-        if len(polynomial.gens) > MOST_SYMBOLS or len(polynomial.terms()) > MOST_TERMS:
-            return False
-        # The generators are the symbols, which start at 0 now, and quotients of them.
-        plain = all(generator.is_Symbol or generator.is_nonnegative for generator in polynomial.gens)
-        return plain and all(coefficient >= 0 for coefficient in polynomial.coeffs())
+        return _is_never_negative(value, frozenset(least.items()))
+
+
+# Equal blocks of a model have equal kernels: most questions were asked before.
+@functools.lru_cache(maxsize=8192)
+def _is_never_negative(value: sympy.Expr, least: frozenset[tuple[sympy.Symbol, int]]) -> bool:
+    shifted = sympy.expand(value.xreplace({symbol: symbol + number for symbol, number in least}))
+    if shifted.is_Rational:
+        return bool(shifted >= 0)
+    try:
+        polynomial = sympy.Poly(shifted)
+    except sympy.PolynomialError:
+        return False
+    if len(polynomial.gens) > MOST_SYMBOLS or len(polynomial.terms()) > MOST_TERMS:
+        return False
+    # The generators are the symbols, which start at 0 now, and quotients of them.
+    plain = all(generator.is_Symbol or generator.is_nonnegative for generator in polynomial.gens)
+    return plain and all(coefficient >= 0 for coefficient in polynomial.coeffs())
 
 
 def _floor_at_most(value: sympy.Expr, divisor: sympy.Integer) -> sympy.Expr:

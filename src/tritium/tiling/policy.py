@@ -74,6 +74,8 @@ class KernelTiling:
     costs: dict[str, float] = field(default_factory=dict)
     # What became of 64-bit index arithmetic; None where the kernel has none.
     sizes: str | None = None
+    # Multiples that were proven for it, as `numerator / denominator`.
+    proofs: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -86,8 +88,9 @@ class Decisions:
         self._lock = threading.Lock()
         self._kernels: dict[frozenset[str], KernelTiling] = {}
         self._order: list[frozenset[str]] = []
-        # Products of sums that were proven multiples, as `numerator / denominator`.
+        # Everything that was proven a multiple, and what of it since the last kernel was finished.
         self.proofs: dict[str, None] = {}
+        self._recent: dict[str, None] = {}
         # Errors of Inductor's analysis that were survived.
         self.retries: list[str] = []
 
@@ -97,6 +100,19 @@ class Decisions:
             if key not in self._kernels:
                 self._order.append(key)
             self._kernels[key] = tiling
+
+    def prove(self, proof: str) -> None:
+        self.proofs[proof] = self._recent[proof] = None
+
+    def begin(self) -> None:
+        """The code of a kernel is about to be generated."""
+        self._recent.clear()
+
+    def finish(self, nodes: Iterable[str]) -> None:
+        """It was; what was proven meanwhile was proven for it."""
+        kernel = self.of(nodes)
+        if kernel is not None:
+            kernel.proofs = list(self._recent)
 
     def of(self, nodes: Iterable[str]) -> KernelTiling | None:
         return self._kernels.get(frozenset(nodes))
