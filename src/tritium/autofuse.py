@@ -74,6 +74,6 @@ def decisions() -> dict[str, Any]:
     made = session.decisions
     return {
         "kernels": [kernel.to_dict() for kernel in made.kernels()],
-        "proofs": list(made.proofs),
+        "proofs": made.proofs(),
         "retries": list(made.retries),
     }

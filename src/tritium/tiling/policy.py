@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-import threading
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,28 +81,30 @@ class KernelTiling:
         return dataclasses.asdict(self)
 
 
+# What is remembered of a process that compiles all day.
+MOST_DECISIONS = 4096
+
+
 class Decisions:
-    """What the policy decided while one graph was compiled."""
+    """What the policy decided while it was active, for one graph or for a process."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._kernels: dict[frozenset[str], KernelTiling] = {}
-        self._order: list[frozenset[str]] = []
-        # Everything that was proven a multiple, and what of it since the last kernel was finished.
-        self.proofs: dict[str, None] = {}
+        self._made: deque[KernelTiling] = deque(maxlen=MOST_DECISIONS)
+        # By the kernel's nodes, whose names are those of the graph that is compiled now.
+        self._latest: dict[frozenset[str], KernelTiling] = {}
+        self._proofs: deque[str] = deque(maxlen=MOST_DECISIONS)
+        # What was proven since the last kernel was begun.
         self._recent: dict[str, None] = {}
         # Errors of Inductor's analysis that were survived.
-        self.retries: list[str] = []
+        self.retries: deque[str] = deque(maxlen=MOST_DECISIONS)
 
     def decide(self, nodes: Iterable[str], tiling: KernelTiling) -> None:
-        key = frozenset(nodes)
-        with self._lock:
-            if key not in self._kernels:
-                self._order.append(key)
-            self._kernels[key] = tiling
+        self._made.append(tiling)
+        self._latest[frozenset(nodes)] = tiling
 
     def prove(self, proof: str) -> None:
-        self.proofs[proof] = self._recent[proof] = None
+        self._recent[proof] = None
+        self._proofs.append(proof)
 
     def begin(self) -> None:
         """The code of a kernel is about to be generated."""
@@ -115,11 +117,14 @@ class Decisions:
             kernel.proofs = list(self._recent)
 
     def of(self, nodes: Iterable[str]) -> KernelTiling | None:
-        return self._kernels.get(frozenset(nodes))
+        return self._latest.get(frozenset(nodes))
 
     def kernels(self) -> list[KernelTiling]:
-        with self._lock:
-            return [self._kernels[key] for key in self._order]
+        return list(self._made)
+
+    def proofs(self) -> list[str]:
+        """Everything that was proven a multiple, each once."""
+        return list(dict.fromkeys(self._proofs))
 
 
 def printed(tiling: Mapping[str, Any]) -> dict[str, str]:
