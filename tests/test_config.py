@@ -28,7 +28,13 @@ def test_defaults_are_the_documented_ones():
         "max_captures": 64,
         "safe_output_mode": True,
         "graph_log_url": None,
-        "pass_config": {"enable_nd_tiling_workaround": True},
+        "pass_config": {
+            "enable_tiling_policy": False,
+            "enable_nd_tiling_workaround": True,
+            "enable_divisibility_proof": True,
+            "enable_narrow_sizes": True,
+            "enable_tiling_retry": True,
+        },
         "engine": "inductor",
         "fidelity": "close",
         "force_tiling": None,
@@ -70,7 +76,7 @@ def test_is_a_value():
         ({"max_captures": 8}, "concerns captured graphs"),
         ({"fidelity": "fast"}, "no lossy technique"),
         ({"fidelity": "exact"}, "write engine='eager' with it"),
-        ({"force_tiling": "x"}, "no tiling policy"),
+        ({"force_tiling": "x"}, "'x' is no kernel=tiling pair"),
     ],
 )
 def test_a_wrong_argument_is_an_error_that_helps(arguments, message):
@@ -173,7 +179,7 @@ class TestEnvironment:
 
     def test_every_field_has_a_variable(self):
         assert "TRITIUM_FORCE_PROVIDER" in environment_names()
-        assert len(environment_names()) == 10 + 10 + 1
+        assert len(environment_names()) == 10 + 10 + 4
 
 
 def test_a_folder_is_not_part_of_the_identity():

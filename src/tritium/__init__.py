@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tritium import errors
+    from tritium import autofuse, errors
     from tritium.api import Handle, optimize
     from tritium.compiler.backend import Backend
     from tritium.compiler.compile import compile
@@ -42,6 +42,7 @@ _HOME = {
     "Plan": "tritium.pipelines.plan",
     "Provider": "tritium.ops.op",
     "Report": "tritium.report",
+    "autofuse": "tritium",
     "compile": "tritium.compiler.compile",
     "custom_op": "tritium.ops.bridge",
     "errors": "tritium",
@@ -67,6 +68,7 @@ __all__ = [
     "Plan",
     "Provider",
     "Report",
+    "autofuse",
     "compile",
     "custom_op",
     "errors",
@@ -80,8 +82,8 @@ def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'tritium' has no attribute {name!r}")
-    if name == "errors":
-        return importlib.import_module("tritium.errors")
+    if home == "tritium":
+        return importlib.import_module(f"tritium.{name}")
     value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value

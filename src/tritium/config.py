@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -122,6 +123,9 @@ class FusionPatterns(_Group):
         return bool(getattr(self, SWITCH_OF_FAMILY.get(family, f"enable_{family}"), True))
 
 
+# What a kernel's tiling can be pinned to: so many dims, or what Inductor's coalescing analysis takes.
+TILINGS = ("1d", "coalesced", "2d", "3d")
+
 # A family whose switch does not simply carry its name.
 SWITCH_OF_FAMILY = {"gelu": "enable_fast_gelu"}
 
@@ -129,9 +133,19 @@ SWITCH_OF_FAMILY = {"gelu": "enable_fast_gelu"}
 @_speak_plainly
 @dataclass(frozen=True, kw_only=True)
 class PassConfig(_Group):
-    """Switches of single passes. A pass that is switched off is not registered."""
+    """Switches of single passes, and of the parts of the tiling policy. A pass that is switched off is not registered."""
 
+    # The tiling policy acts on generated Triton kernels, with those of its parts that are on. Off by default until its
+    # kernels have been timed on a GPU.
+    enable_tiling_policy: bool = False
+    # The tiling of each kernel is compared with others by its cost. On torch before 2.11 this is all there is of the policy.
     enable_nd_tiling_workaround: bool = True
+    # Sizes like (H + 2) * (W + 2) are proven multiples of their factors.
+    enable_divisibility_proof: bool = True
+    # Indices are computed in 32 bits where that is proven to be the same.
+    enable_narrow_sizes: bool = True
+    # An error in Inductor's tiling analysis costs that analysis, not the graph.
+    enable_tiling_retry: bool = True
 
 
 @_speak_plainly
@@ -152,7 +166,8 @@ class CompilationConfig(_Group):
     pass_config: PassConfig = dataclasses.field(default_factory=PassConfig)
     engine: Literal["inductor", "eager"] = "inductor"
     fidelity: Literal["exact", "close", "fast"] = "close"
-    force_tiling: str | None = None
+    # A tiling for a kernel by its name, "triton_poi_fused_add_0=2d", or a mapping kernel -> tiling. Kept as sorted pairs.
+    force_tiling: str | Mapping[str, str] | tuple[tuple[str, str], ...] | None = None
     # A provider for every op, or a mapping op -> provider. Kept as sorted pairs, so that the value can be hashed.
     force_provider: str | Mapping[str, str] | tuple[tuple[str, str], ...] | None = None
     # On a GPU that no table knows: measure owned providers once, and keep the result. Off: Inductor keeps those regions.
@@ -160,6 +175,11 @@ class CompilationConfig(_Group):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if isinstance(self.force_tiling, str):
+            pairs = (_parse_pair("force_tiling", pair, "kernel=tiling") for pair in self.force_tiling.split(","))
+            object.__setattr__(self, "force_tiling", tuple(sorted(pairs)))
+        for kernel, tiling in self.tiling_pins():
+            _check_pin(kernel, tiling)
         if self.max_captures < 1:
             raise ConfigError(f"CompilationConfig.max_captures must be at least 1, got {self.max_captures}")
         self._refuse_what_is_not_there()
@@ -177,8 +197,12 @@ class CompilationConfig(_Group):
             raise ConfigError(
                 "fidelity='exact': code that Inductor generates is not bit-equal to eager; write engine='eager' with it"
             )
-        if self.force_tiling is not None:
-            raise ConfigError("force_tiling: this version has no tiling policy to pin")
+        if self.force_tiling is not None and self.engine == "eager":
+            raise ConfigError("force_tiling concerns generated kernels, and engine='eager' generates none")
+
+    def tiling_pins(self) -> tuple[tuple[str, str], ...]:
+        """Kernels whose tiling is pinned, each with its tiling."""
+        return self.force_tiling if isinstance(self.force_tiling, tuple) else ()
 
     def provider_for(self, op: str) -> str | None:
         """The provider pinned for an op, or None when the choice is free."""
@@ -265,11 +289,21 @@ def _parse(variable: str, hint: Any, text: str) -> Any:
     return text
 
 
-def _parse_pair(variable: str, pair: str) -> tuple[str, str]:
-    op, _, provider = (part.strip() for part in pair.partition("="))
-    if not op or not provider:
-        raise ConfigError(f"{variable}: {pair!r} is no op=provider pair")
-    return op, provider
+def _parse_pair(variable: str, pair: str, form: str = "op=provider") -> tuple[str, str]:
+    name, _, value = (part.strip() for part in pair.partition("="))
+    if not name or not value:
+        raise ConfigError(f"{variable}: {pair!r} is no {form} pair")
+    return name, value
+
+
+def _check_pin(kernel: str, tiling: str) -> None:
+    if tiling not in TILINGS:
+        raise ConfigError(f"force_tiling: kernel {kernel!r} cannot be tiled {tiling!r}; {nearest(tiling, TILINGS)}")
+    if re.fullmatch(r"triton_[a-z]{3}_\w+_\d+", kernel) is None:
+        raise ConfigError(
+            f"force_tiling: {kernel!r} is no name of a generated kernel; the report lists them, "
+            "as in 'triton_poi_fused_add_0'"
+        )
 
 
 def _check(name: str, hint: Any, value: Any) -> Any:
@@ -298,9 +332,11 @@ def _check(name: str, hint: Any, value: Any) -> Any:
 
 
 def _check_pairs(name: str, value: tuple[Any, ...]) -> tuple[Any, ...]:
-    if not name.endswith("force_provider"):
+    what = {"force_provider": "op names to provider names", "force_tiling": "kernel names to tilings"}
+    field = name.rpartition(".")[2]
+    if field not in what:
         raise ConfigError(f"{name} cannot be {value!r}")
     for pair in value:
         if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(part, str) for part in pair)):
-            raise ConfigError(f"{name} maps op names to provider names, got {pair!r}")
+            raise ConfigError(f"{name} maps {what[field]}, got {pair!r}")
     return value

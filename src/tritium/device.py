@@ -91,6 +91,13 @@ def copy_bandwidth(device: Device) -> float | None:
     return COPY_BANDWIDTH.get(device.name)
 
 
+def multiprocessors(device_type: str, index: int | None = None) -> int | None:
+    """How many multiprocessors a GPU has; None for what is no GPU."""
+    if device_type != "cuda" or not cuda_available():
+        return None
+    return int(torch.cuda.get_device_properties(index if index is not None else "cuda").multi_processor_count)
+
+
 @functools.cache
 def has_triton() -> bool:
     """Whether the triton package is there; importing it is left to whoever launches a kernel."""

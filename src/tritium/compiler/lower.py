@@ -6,8 +6,9 @@ runs uncompiled. Each step down is in the report with the error and the graphs t
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +17,15 @@ from torch import fx
 from tritium import compat
 from tritium.compiler import libraries
 from tritium.compiler.observe import KernelObserver, store, store_key
-from tritium.report import GraphRecord
+from tritium.report import Failure, GraphRecord, PassRecord
+from tritium.tiling import hooks
+from tritium.tiling.policy import OFF, Decisions, TilingPolicy
 
 # The setting that carries our identity into Inductor's cache key.
 SALT = "post_grad_custom_pre_pass"
+
+# The entry of the tiling policy among the passes of a graph.
+TILING = "tiling_policy"
 
 
 @dataclass
@@ -30,6 +36,7 @@ class Lowering:
     example_inputs: Sequence[Any]
     settings: Mapping[str, Any]
     identity: bytes
+    tiling: TilingPolicy = OFF
     # The kernels that code generation had written when the attempt failed.
     unfinished: list[dict[str, Any]] = field(default_factory=list)
 
@@ -41,10 +48,16 @@ def lower(attempt: Lowering, record: GraphRecord) -> Callable[..., Any]:
     settings[SALT] = compat.salted_pass(attempt.identity, own)
     libraries.install()
     observer = KernelObserver(record.device_type)
+    tiling = PassRecord(TILING, declined=_why_untiled(attempt.tiling, record.device_type))
+    record.passes = [*(entry for entry in record.passes if entry.name != TILING), tiling]
     with compat.inductor_patched(settings):
         key = store_key(attempt.gm.graph, attempt.identity)
         try:
-            with compat.observed_codegen(observer), compat.recorded_kernels(observer):
+            with (
+                compat.observed_codegen(observer),
+                compat.recorded_kernels(observer),
+                _tiled(attempt.tiling, tiling, record) as observer.tilings,
+            ):
                 compiled = compat.compile_fx(attempt.gm, attempt.example_inputs)
         except Exception:
             attempt.unfinished = observer.dissection.unfinished()
@@ -55,6 +68,7 @@ def lower(attempt: Lowering, record: GraphRecord) -> Callable[..., Any]:
         store().save(key, observation)
     elif (found := store().load(key)) is not None:
         record.observed(found, "store")
+    _describe_tiling(attempt.tiling, tiling, record)
     _write_for_debugging(record)
     return compiled
 
@@ -68,3 +82,36 @@ def _write_for_debugging(record: GraphRecord) -> None:
         record.write_kernels(folder / "tritium")
     except OSError as error:
         warnings.warn(f"tritium: kernels cannot be written into {folder}: {error}", RuntimeWarning, stacklevel=2)
+
+
+@contextlib.contextmanager
+def _tiled(policy: TilingPolicy, entry: PassRecord, record: GraphRecord) -> Iterator[Decisions | None]:
+    """Let the tiling policy act on Triton kernels, unless it declined."""
+    if entry.declined is not None:
+        yield None
+        return
+    with hooks.active(policy) as decisions:
+        try:
+            yield decisions
+        except Exception as error:
+            entry.failed = f"{type(error).__name__} while it was active"
+            raise
+        finally:
+            record.failures += [Failure("tiling analysis of one kernel", retry) for retry in decisions.retries]
+
+
+def _describe_tiling(policy: TilingPolicy, entry: PassRecord, record: GraphRecord) -> None:
+    tilings = [found for kernel in record.kernels if (found := kernel.get("tiling")) is not None]
+    entry.changed = any(found["choice"] != "coalesced" or found["sizes"] for found in tilings)
+    names = {kernel["name"] for kernel in record.kernels}
+    unmet = [kernel for kernel, _ in policy.pins if kernel not in names]
+    if unmet and entry.declined is None and record.kernels_from != "none":
+        entry.declined = f"force_tiling: this graph has no kernel {', '.join(unmet)}"
+
+
+def _why_untiled(policy: TilingPolicy, device_type: str) -> str | None:
+    if device_type == "cpu" and compat.inductor_config().cpu_backend != "triton":
+        return "C++ kernels have no tiles"
+    if not policy.is_on:
+        return "switched off"
+    return compat.tiling_obstacle()

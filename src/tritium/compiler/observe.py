@@ -20,6 +20,7 @@ from tritium.compiler.count_flops import bytes_of, flops_of
 from tritium.compiler.dissect import Dissection, Kernel
 from tritium.compiler.dump import readable
 from tritium.ops.op import NAMESPACE
+from tritium.tiling.policy import Decisions
 
 # Reasons a kernel lists at most: the rest repeats them.
 MOST_REASONS = 3
@@ -44,6 +45,8 @@ class KernelObserver:
         self.not_fused_pairs: list[dict[str, Any]] = []
         self.dissection = Dissection()
         self.saw_codegen = False
+        # What the tiling policy decided; None where it was off.
+        self.tilings: Decisions | None = None
         self._bandwidth = device.copy_bandwidth(device.describe(device_type))
         self._defined: list[tuple[str, Sequence[Any]]] = []
         self._why: dict[frozenset[str], Any] = {}
@@ -101,6 +104,7 @@ class KernelObserver:
                     "estimated_us": self._estimate(total, flops),
                     "measured_us": None,
                     "why_not_fused": self._reasons(index, moved),
+                    "tiling": self._tiling(nodes),
                 }
             )
         self.kernels += [self._call(overload, node) for overload, node in calls]
@@ -135,7 +139,14 @@ class KernelObserver:
             "estimated_us": self._estimate(read + written, flops),
             "measured_us": None,
             "why_not_fused": [],
+            "tiling": None,
         }
+
+    def _tiling(self, nodes: Sequence[Any]) -> dict[str, Any] | None:
+        if self.tilings is None:
+            return None
+        decided = self.tilings.of(node.get_name() for node in nodes)
+        return decided.to_dict() if decided is not None else None
 
     def _estimate(self, moved: int, flops: int | None) -> float | None:
         """The time that moving the bytes takes; a contraction is not estimated, its arithmetic takes longer."""

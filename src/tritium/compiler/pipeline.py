@@ -4,7 +4,8 @@
 2. `nd_tiling_workaround`  and other passes of this package: rewrite, request configuration
 3. plug-ins' passes        in order of their names, then those given to the backend, in the order given
 4. fold                    (enable_freezing) take the parameter-only part out
-5. lower                   Inductor compiles, under the merged requests; or engine `eager` runs the graph as it is
+5. lower                   Inductor compiles, under the merged requests, and its Triton kernels are tiled (`tiling_policy`);
+                           or engine `eager` runs the graph as it is
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from tritium.fusions import Fusion
 from tritium.passes import ConfigRequest, Decline, Outcome, Pass, PassContext
 from tritium.report import Failure, GraphRecord, PassRecord
 from tritium.tiling import nd_tiling
+from tritium.tiling.policy import policy_of
 
 NEEDS_GRADIENTS = (
     "the graph needs gradients: call it under torch.inference_mode() or torch.no_grad(), or freeze its parameters"
@@ -227,7 +229,23 @@ class Compilation:
         settings = {**{name: value for name, (value, _) in self.requests.items()}, **self.user_settings}
         key = identity(self.gm.graph, self.config, self.passes, self.fusions)
         rewritten = copied(self.gm.graph)
-        attempt = Lowering(self.gm, self.example_inputs, settings, key)
+        attempt = Lowering(self.gm, self.example_inputs, settings, key, policy_of(self.config))
+        try:
+            return lower(attempt, self.record)
+        except Exception as error:
+            if is_the_callers(error):
+                raise
+            if compat.came_from_tiling(error):
+                self._fail("tiling analysis", error, [("rewritten", rewritten)], attempt.unfinished)
+                return self._lower_untiled(rewritten, settings, key)
+            graphs = [("rewritten", rewritten), ("original", self.dynamo.graph)]
+            self._fail("lowering", error, graphs, attempt.unfinished)
+        return self._lower_untouched(key)
+
+    def _lower_untiled(self, rewritten: fx.Graph, settings: Mapping[str, Any], key: bytes) -> Callable[..., Any]:
+        """Once more, with Inductor's tiling analysis and our policy off."""
+        gm = with_graph(self.gm, copied(rewritten))
+        attempt = Lowering(gm, self.example_inputs, {**settings, **compat.NO_TILING_ANALYSIS}, key)
         try:
             return lower(attempt, self.record)
         except Exception as error:
@@ -238,7 +256,7 @@ class Compilation:
         return self._lower_untouched(key)
 
     def _lower_untouched(self, key: bytes) -> Callable[..., Any]:
-        changed = any(entry.changed or entry.requests for entry in self.record.passes)
+        changed = any(entry.changed or entry.requests or entry.failed for entry in self.record.passes)
         inputs = self.example_inputs
         if self.folding is not None:
             inputs = inputs[: -len(self.folding.example_values)]

@@ -2,7 +2,8 @@
 
 There, Inductor's coalescing analysis gives up on symbolic sizes and transposing kernels fall back to one flat grid.
 torch 2.11 analyses symbolic sizes itself, and the same settings switch that analysis off for the whole graph: measured on
-an H200, an AutoencoderKL decode gets 1.1 times slower (53.0 -> 59.3 ms) and a RoPE 3.2 times. So newer versions decline.
+an H200, an AutoencoderKL decode gets 1.1 times slower (53.0 -> 59.3 ms) and a RoPE 3.2 times. So newer versions decline,
+and there the same switch governs the choice of each kernel's tiling (`tiling/choose.py`).
 """
 
 from __future__ import annotations

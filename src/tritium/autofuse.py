@@ -1,0 +1,79 @@
+"""The tiling policy alone, for everything that plain `torch.compile` compiles.
+
+    tritium.autofuse.enable()
+    fast = torch.compile(model)          # Inductor, with better kernels where sizes are dynamic
+    tritium.autofuse.disable()           # Inductor as it was
+
+`backend="tritium"` has the policy by its own configuration, `PassConfig.enable_tiling_policy`. What was compiled before stays as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tritium import compat
+from tritium.config import CompilationConfig
+from tritium.passes import Decline
+from tritium.tiling import hooks
+from tritium.tiling.policy import TilingPolicy
+
+
+def enable(
+    *,
+    prove_divisibility: bool = True,
+    narrow_sizes: bool = True,
+    choose_tiling: bool = True,
+    retry_analysis: bool = True,
+    force_tiling: str | Mapping[str, str] | None = None,
+) -> Decline | None:
+    """Let the policy act on all kernels compiled from now on; each part can be left out.
+
+    On a torch whose tiling code is not known this changes nothing, and returns why.
+    """
+    pins = CompilationConfig(force_tiling=force_tiling).tiling_pins()
+    policy = TilingPolicy(
+        prove_divisibility=prove_divisibility,
+        narrow_sizes=narrow_sizes,
+        choose_tiling=choose_tiling,
+        retry_analysis=retry_analysis,
+        pins=pins,
+    )
+    obstacle = compat.tiling_obstacle()
+    if obstacle is not None:
+        return Decline(obstacle)
+    hooks.enable_for_process(policy)
+    return None
+
+
+def disable() -> None:
+    """Give Inductor its own functions back. Calling it without `enable` does nothing."""
+    hooks.disable_for_process()
+
+
+@contextlib.contextmanager
+def enabled(**parts: Any) -> Iterator[Decline | None]:
+    """`enable` inside, `disable` afterwards."""
+    declined = enable(**parts)
+    try:
+        yield declined
+    finally:
+        disable()
+
+
+def is_enabled() -> bool:
+    return hooks.process_session() is not None
+
+
+def decisions() -> dict[str, Any]:
+    """What was decided since `enable`, with reasons: kernels, proofs, and errors of Inductor's analysis that were survived."""
+    session = hooks.process_session()
+    if session is None:
+        return {"kernels": [], "proofs": [], "retries": []}
+    made = session.decisions
+    return {
+        "kernels": [kernel.to_dict() for kernel in made.kernels()],
+        "proofs": made.proofs(),
+        "retries": list(made.retries),
+    }

@@ -1,0 +1,175 @@
+"""What a tiling of a pointwise kernel costs, by a small model: memory or index arithmetic, whichever takes longer.
+
+The constants are picoseconds an element on an H200, from kernels of one kind in both forms: a pad of
+[1, 96, 2, 544, 960] by one flat grid takes 0.78 ms with six 32-bit divisions an element, 3.47 ms with six 64-bit ones,
+and 0.23 ms with none. Only ratios matter, and a tiling is replaced only where the model sees a clear gain.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+
+# Inductor counts a written byte twice, since a store that is not coalesced costs more; 4.3 TB/s for a copy.
+PS_PER_BYTE = 0.155
+# A warp that reads 32 addresses far apart moves 32 bytes for each of them: 8 times what a 4-byte element needs.
+UNCOALESCED = 8.0
+# A division or remainder by a number that is known when the kernel runs, and by one known when it is compiled.
+PS_PER_DIVISION = {32: 0.7, 64: 2.9}
+PS_PER_CONSTANT_DIVISION = 0.1
+# Neighbouring elements have one quotient where the divisor is a multiple of 16: Triton then divides once for all that
+# one thread holds. Measured on a nearest upsample with 128 channels inside: a quarter.
+SHARED = 0.25
+SHARED_FROM = 16
+
+# Elements of a tile, and the most along its innermost dim, as Inductor's heuristics start with.
+TILE = 1024
+TILE_INNER = 64
+# Tiles that one multiprocessor works on at a time.
+TILES_PER_MULTIPROCESSOR = 8
+
+# Another tiling must promise this much more than Inductor's before it is taken.
+LEAST_GAIN = 1.2
+# Each dim more makes tiles thinner and masks longer.
+PER_DIM = 0.03
+
+# CUDA launches at most so many blocks along y and z.
+MOST_BLOCKS = 65_535
+
+
+@dataclass(frozen=True)
+class Loop:
+    """One loop of the iteration space, outermost first in a sequence of them."""
+
+    size: int
+    is_symbolic: bool = False
+    # The largest whole factor of the size that is known.
+    known_factor: int = 1
+    # Bytes whose access is coalesced when this loop runs innermost in a tile's dim.
+    bytes: int = 0
+    # Divisions inside index expressions that depend on this loop: by symbols, and by numbers.
+    divisions: int = 0
+    constant_divisions: int = 0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a kernel does, whatever its tiling."""
+
+    loops: tuple[Loop, ...]
+    # Bytes that no tiling makes coalesced.
+    scattered_bytes: int = 0
+    index_bits: int = 32
+    multiprocessors: int | None = None
+
+    @property
+    def elements(self) -> int:
+        return math.prod(loop.size for loop in self.loops)
+
+
+# Where the loops are cut into the dims of a tile: () is one flat grid, (2,) puts the first two loops into y.
+Cuts = tuple[int, ...]
+
+
+def all_cuts(loops: int, most_dims: int) -> Iterator[Cuts]:
+    """Every way to make up to `most_dims` dims of consecutive loops.
+
+    >>> list(all_cuts(3, 2))
+    [(), (1,), (2,)]
+    """
+    for dims in range(1, most_dims + 1):
+        yield from combinations(range(1, loops), dims - 1)
+
+
+def groups(workload: Workload, cuts: Cuts) -> list[Sequence[Loop]]:
+    edges = [0, *cuts, len(workload.loops)]
+    return [workload.loops[start:end] for start, end in pairwise(edges)]
+
+
+def cost(workload: Workload, cuts: Cuts) -> float:
+    """Picoseconds an element.
+
+    >>> inner = Loop(962, is_symbolic=True, bytes=6 * 96 * 546 * 962)
+    >>> padded = Workload((Loop(96), Loop(546, is_symbolic=True), inner))
+    >>> cost(padded, (2,)) < cost(padded, ())
+    True
+    """
+    dims = groups(workload, cuts)
+    sizes = [math.prod(loop.size for loop in dim) for dim in dims]
+    tile = tile_of(sizes)
+    waste = _padding(sizes, tile) * last_wave_waste(sizes, tile, workload.multiprocessors)
+    time = max(_memory(workload, dims), _arithmetic(workload, dims, tile))
+    return time * waste * (1 + PER_DIM * (len(dims) - 1))
+
+
+def tile_of(sizes: Sequence[int]) -> list[int]:
+    """The tile a kernel of this shape is likely to get: powers of two, wide along the innermost dim."""
+    left, tile = TILE, []
+    for position, size in enumerate(reversed(sizes)):
+        is_last = position == len(sizes) - 1
+        most = left if is_last else TILE_INNER
+        block = min(_next_power_of_two(size), most, left)
+        tile.append(block)
+        left = max(left // block, 1)
+    return tile[::-1]
+
+
+def last_wave_waste(sizes: Sequence[int], tile: Sequence[int], multiprocessors: int | None) -> float:
+    """How much longer the kernel takes because its last wave of tiles fills the device only in part.
+
+    >>> last_wave_waste([1024 * 1056], [1024], 132)
+    1.0
+    >>> last_wave_waste([1024 * 1057], [1024], 132) > 1.9
+    True
+    """
+    if multiprocessors is None:
+        return 1.0
+    tiles = math.prod(math.ceil(size / block) for size, block in zip(sizes, tile, strict=True))
+    waves = tiles / (multiprocessors * TILES_PER_MULTIPROCESSOR)
+    # Less than one wave: every tiling leaves part of the device idle, and the tile's size follows.
+    return math.ceil(waves) / waves if waves > 1 else 1.0
+
+
+def _memory(workload: Workload, dims: Sequence[Sequence[Loop]]) -> float:
+    total = sum(loop.bytes for loop in workload.loops)
+    coalesced = 0.0
+    for dim in dims:
+        # Runs of less than 8 elements use a part of each transaction only.
+        coalesced += dim[-1].bytes * min(math.prod(loop.size for loop in dim), 8) / 8
+    scattered = total - coalesced + workload.scattered_bytes
+    return PS_PER_BYTE * (coalesced + UNCOALESCED * scattered) / max(workload.elements, 1)
+
+
+def _arithmetic(workload: Workload, dims: Sequence[Sequence[Loop]], tile: Sequence[int]) -> float:
+    elements = math.prod(tile)
+    # What depends on one dim alone is computed once a row of the tile.
+    return sum(
+        _divisions(dim, PS_PER_DIVISION[workload.index_bits]) * block / elements
+        for dim, block in zip(dims, tile, strict=True)
+    )
+
+
+def _divisions(dim: Sequence[Loop], price: float) -> float:
+    total, inside, known, is_symbolic = 0.0, 1, 1, False
+    for position in reversed(range(len(dim))):
+        loop = dim[position]
+        share = SHARED if known % SHARED_FROM == 0 else 1.0
+        if inside > 1:
+            total += (price if is_symbolic else PS_PER_CONSTANT_DIVISION) * share
+        if position > 0:
+            total += (price if loop.is_symbolic else PS_PER_CONSTANT_DIVISION) * share
+        total += (loop.divisions * price + loop.constant_divisions * PS_PER_CONSTANT_DIVISION) * share
+        inside *= loop.size
+        known *= loop.known_factor
+        is_symbolic = is_symbolic or loop.is_symbolic
+    return total
+
+
+def _padding(sizes: Sequence[int], tile: Sequence[int]) -> float:
+    return math.prod(math.ceil(size / block) * block / size for size, block in zip(sizes, tile, strict=True) if size)
+
+
+def _next_power_of_two(size: int) -> int:
+    return 1 << max(size - 1, 0).bit_length()

@@ -1,0 +1,69 @@
+"""Prove that one size is a multiple of another: `(H + 2) * (W + 2)` of `W + 2`, whatever H and W are.
+
+Inductor multiplies sizes out before it asks. For `H*W + 2*H + 2*W + 4` and `W + 2` it then has no answer, takes that for
+a no, and a kernel over two padded or cropped dynamic dims gets one flat grid.
+
+The proof is division of polynomials: `numerator == quotient * denominator` as polynomials with whole coefficients holds
+for every value of the symbols. What is no polynomial (`H // 2`) counts as one more symbol. It proves or it does not; it
+never guesses from the sizes of the call at hand.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import sympy
+
+# Sizes of tensors have a handful of symbols. Division is quick up to here, and no worse kernel is worth a slow compile.
+MOST_SYMBOLS = 6
+MOST_TERMS = 64
+
+
+@functools.lru_cache(maxsize=4096)
+def quotient(numerator: sympy.Expr, denominator: sympy.Expr) -> sympy.Expr | None:
+    """`numerator / denominator` where that is a polynomial with whole coefficients, else None.
+
+    >>> H, W = sympy.symbols("H W", integer=True, positive=True)
+    >>> quotient(sympy.expand(96 * (H + 2) * (W + 2)), W + 2)
+    96*H + 192
+    >>> quotient((H + 2) * (W + 2), 2 * W + 4)
+    """
+    numerator, denominator = sympy.sympify(numerator), sympy.sympify(denominator)
+    if denominator.is_zero:
+        return None
+    try:
+        dividend, divisor = sympy.parallel_poly_from_expr((numerator, denominator))[0]
+    except (sympy.PolificationFailed, sympy.PolynomialError):
+        return _of_numbers(numerator, denominator)
+    if not _within_bounds(dividend) or not _within_bounds(divisor):
+        return None
+    # A single divisor leaves no remainder exactly where it divides, in any order of the terms.
+    whole, rest = sympy.div(dividend, divisor, domain=sympy.QQ)
+    if not rest.is_zero or not all(coefficient.is_integer for coefficient in whole.coeffs()):
+        return None
+    return whole.as_expr()
+
+
+def is_multiple(numerator: sympy.Expr | int, denominator: sympy.Expr | int) -> bool:
+    """Whether `numerator` is a whole multiple of `denominator` for every value of the symbols.
+
+    >>> H, W = sympy.symbols("H W", integer=True, positive=True)
+    >>> is_multiple(sympy.expand((H - 1) * (W - 1)), H - 1)
+    True
+    """
+    return quotient(sympy.sympify(numerator), sympy.sympify(denominator)) is not None
+
+
+def _of_numbers(numerator: sympy.Expr, denominator: sympy.Expr) -> sympy.Expr | None:
+    if not (numerator.is_Integer and denominator.is_Integer):
+        return None
+    return numerator // denominator if numerator % denominator == 0 else None
+
+
+def _within_bounds(polynomial: sympy.Poly) -> bool:
+    return (
+        len(polynomial.gens) <= MOST_SYMBOLS
+        and len(polynomial.terms()) <= MOST_TERMS
+        and polynomial.domain in (sympy.ZZ, sympy.QQ)
+        and all(generator.is_integer for generator in polynomial.gens)
+    )

@@ -1,0 +1,307 @@
+"""Where the policy enters Inductor: five functions are wrapped while it is active, and put back afterwards.
+
+    SizeVarAllocator.statically_known_multiple_of    the divisibility proof is asked where Inductor finds none
+    SIMDScheduling.get_tiling_and_scores             the tiling of a kernel is compared with others
+    TritonKernel.codegen_kernel                      indices of a finished kernel are narrowed
+    the coalescing analysis                          an error in it costs the analysis of that kernel, not the graph
+    FxGraphHashDetails                               the policy is part of the key of every compiled graph
+
+Each wrapper does what Inductor does, unless a policy is active in this context or for the whole process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+
+from tritium import compat, device
+from tritium.tiling import choose as choosing
+from tritium.tiling.divisibility import is_multiple
+from tritium.tiling.narrow import Facts, narrowed
+from tritium.tiling.policy import Decisions, KernelTiling, TilingPolicy, printed
+
+
+@dataclass(frozen=True)
+class Session:
+    """A policy at work, and where its decisions go."""
+
+    policy: TilingPolicy
+    decisions: Decisions
+
+
+_CONTEXT: ContextVar[Session | None] = ContextVar("tritium_tiling", default=None)
+# Inductor also asks for tilings to decide about fusions; only the question for a kernel's code is answered differently.
+_IN_CODEGEN: ContextVar[bool] = ContextVar("tritium_tiling_codegen", default=False)
+_process: Session | None = None
+_lock = threading.RLock()
+_users = 0
+_installed: list[tuple[Any, str, Any, Any]] = []
+
+
+def current() -> Session | None:
+    """The policy for what is compiled here: of this context, or of the process."""
+    return _CONTEXT.get() or _process
+
+
+@contextlib.contextmanager
+def active(policy: TilingPolicy) -> Iterator[Decisions]:
+    """Let a policy act on what is compiled inside, in this context."""
+    session = Session(policy, Decisions())
+    _acquire()
+    token = _CONTEXT.set(session)
+    try:
+        yield session.decisions
+    finally:
+        _CONTEXT.reset(token)
+        _release()
+
+
+def enable_for_process(policy: TilingPolicy) -> Decisions:
+    """Let a policy act on everything that is compiled from now on."""
+    global _process  # noqa: PLW0603 - the process has one default policy
+    with _lock:
+        if _process is None:
+            _acquire()
+        _process = Session(policy, Decisions())
+        return _process.decisions
+
+
+def disable_for_process() -> None:
+    global _process  # noqa: PLW0603
+    with _lock:
+        if _process is not None:
+            _process = None
+            _release()
+
+
+def process_session() -> Session | None:
+    return _process
+
+
+# --- wrapping ---
+
+
+def _acquire() -> None:
+    global _users  # noqa: PLW0603
+    with _lock:
+        _users += 1
+        if _users == 1:
+            _install()
+
+
+def _release() -> None:
+    global _users  # noqa: PLW0603
+    with _lock:
+        _users -= 1
+        if _users == 0:
+            _remove()
+
+
+def _install() -> None:
+    scheduling, kernel = compat.simd_scheduling(), compat.triton_kernel()
+    _wrap(*compat.multiple_of_hook(), _multiple_of)
+    _wrap(scheduling, "get_tiling_and_scores", _get_tiling_and_scores)
+    _wrap(scheduling, "codegen_node_schedule", _codegen_node_schedule)
+    _wrap(kernel, "codegen_kernel", _codegen_kernel)
+    _wrap(*compat.coalescing_analysis(), _analyse)
+    _wrap(compat.graph_key(), "__init__", _describe_graph)
+
+
+def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    found = vars(owner)[name]
+    is_classmethod = isinstance(found, classmethod)
+    original = found.__func__ if is_classmethod else found
+    wrapper = functools.wraps(original)(make(original))
+    replacement = classmethod(wrapper) if is_classmethod else wrapper
+    setattr(owner, name, replacement)
+    _installed.append((owner, name, found, replacement))
+
+
+def _remove() -> None:
+    while _installed:
+        owner, name, found, replacement = _installed.pop()
+        # Somebody who wrapped it after us still calls ours, which now does what Inductor does.
+        if vars(owner)[name] is replacement:
+            setattr(owner, name, found)
+
+
+# --- the wrappers ---
+
+
+def _multiple_of(original: Any) -> Any:
+    def statically_known_multiple_of(self: Any, numerator: Any, denominator: Any) -> bool:
+        if original(self, numerator, denominator):
+            return True
+        session = current()
+        if session is None or not session.policy.prove_divisibility:
+            return False
+        if not is_multiple(sympy.sympify(numerator), sympy.sympify(denominator)):
+            return False
+        session.decisions.prove(f"({numerator}) / ({denominator})")
+        return True
+
+    return statically_known_multiple_of
+
+
+def _analyse(original: Any) -> Any:
+    def analyse(fused_node: Any) -> Any:
+        session = current()
+        if session is None or not session.policy.retry_analysis:
+            return original(fused_node)
+        try:
+            return original(fused_node)
+        except Exception as error:
+            if compat.steers_dynamo(error):
+                raise
+            session.decisions.retries.append(f"{fused_node.get_name()}: {_brief(error)}")
+            return None
+
+    return analyse
+
+
+def _codegen_node_schedule(original: Any) -> Any:
+    def codegen_node_schedule(self: Any, kernel_features: Any) -> Any:
+        session = current()
+        if session is None:
+            return original(self, kernel_features)
+        token = _IN_CODEGEN.set(True)
+        session.decisions.begin()
+        try:
+            return original(self, kernel_features)
+        finally:
+            _IN_CODEGEN.reset(token)
+            session.decisions.finish(_names(kernel_features.node_schedule))
+
+    return codegen_node_schedule
+
+
+def _get_tiling_and_scores(original: Any) -> Any:
+    def get_tiling_and_scores(
+        cls: Any,
+        node_schedule: Any,
+        numel: sympy.Expr,
+        reduction_numel: sympy.Expr = sympy.S.One,
+        coalesce_analysis: Any = None,
+    ) -> Any:
+        session = current()
+        if session is None:
+            return original(cls, node_schedule, numel, reduction_numel, coalesce_analysis)
+        try:
+            answer = original(cls, node_schedule, numel, reduction_numel, coalesce_analysis)
+        except Exception as error:
+            if not session.policy.retry_analysis or coalesce_analysis is None or compat.steers_dynamo(error):
+                raise
+            names = _names(node_schedule)
+            session.decisions.retries.append(f"{names[0] if names else '?'}: {_brief(error)}")
+            coalesce_analysis = None
+            answer = original(cls, node_schedule, numel, reduction_numel, None)
+        if not _IN_CODEGEN.get():
+            return answer
+        question = choosing.Question(
+            cls,
+            compat.lowering_graph().sizevars,
+            node_schedule,
+            sympy.sympify(numel),
+            sympy.sympify(reduction_numel),
+            coalesce_analysis,
+            *answer,
+        )
+        return _chosen(session, question)
+
+    return get_tiling_and_scores
+
+
+def _chosen(session: Session, question: choosing.Question) -> Any:
+    policy, decisions = session.policy, session.decisions
+    names = _names(question.schedule)
+    try:
+        answer = choosing.choose(
+            question,
+            pin=_pin(session, question.schedule),
+            compare=policy.choose_tiling,
+            index_bits=32 if policy.narrow_sizes else 64,
+            multiprocessors=_multiprocessors(),
+        )
+    except Exception as error:
+        if compat.steers_dynamo(error):
+            raise
+        kept = KernelTiling(printed(question.answer), "coalesced", f"the cost model failed: {_brief(error)}")
+        decisions.decide(names, kept)
+        return question.answer, question.scores
+    decisions.decide(names, answer.decision)
+    return answer.tiling, answer.scores
+
+
+def _pin(session: Session, schedule: Sequence[Any]) -> str | None:
+    if not session.policy.pins:
+        return None
+    name = compat.next_kernel_name(schedule)
+    for kernel, choice in session.policy.pins:
+        # `triton_poi_fused_add_0`: the part in the middle is known only when the code is.
+        if kernel.split("_", 2)[2:] == [name]:
+            return choice
+    return None
+
+
+def _codegen_kernel(original: Any) -> Any:
+    def codegen_kernel(self: Any, name: Any = None) -> Any:
+        source = original(self, name)
+        session = current()
+        if session is None or not session.policy.narrow_sizes or type(self) is not compat.triton_kernel():
+            return source
+        decision = session.decisions.of(_names(self.features.node_schedule))
+        try:
+            source, summary = _narrow(self, source)
+        except Exception as error:
+            if compat.steers_dynamo(error):
+                raise
+            summary = f"all in 64 bits: {_brief(error)}"
+        if decision is not None:
+            decision.sizes = summary
+        return source
+
+    return codegen_kernel
+
+
+def _narrow(kernel: Any, source: str) -> tuple[str, str | None]:
+    sizes = compat.kernel_sizes(kernel)
+    if not sizes:
+        return source, None
+    if not compat.indexes_with_32_bits(kernel):
+        return source, "all in 64 bits: so is the kernel's index"
+    if compat.compiles_ahead_of_time():
+        return source, "all in 64 bits: code compiled ahead of time runs without guards"
+    facts = Facts(sizes, compat.kernel_extents(kernel), compat.guarded_sizes(kernel.features), compat.least_size)
+    done = narrowed(source, facts)
+    return done.source, done.summary
+
+
+def _describe_graph(original: Any) -> Any:
+    def describe(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        session = current()
+        if session is not None:
+            self.tritium_tiling = session.policy.identity
+
+    return describe
+
+
+def _names(schedule: Sequence[Any]) -> list[str]:
+    return [node.get_name() for node in schedule if hasattr(node, "get_name")]
+
+
+def _multiprocessors() -> int | None:
+    target = compat.lowering_graph().get_current_device_or_throw()
+    return device.multiprocessors(target.type, target.index)
+
+
+def _brief(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,298 @@
+"""Compute indices in 32 bits where a kernel's index type is 32 bits and the result is proven to be the same.
+
+Inductor passes every dynamic size as 64 bits, since a product of sizes may be used as a value. With that, each
+`xindex // ks0` is a 64-bit division, about four times as dear as one of 32 bits.
+
+This works on the text of a generated kernel. Sizes are still passed as they were; where a whole index expression provably
+fits, the 32-bit copy of a size is used in it:
+
+    ks0_i32 = ks0.to(tl.int32)
+    x1 = (xindex // ks0_i32) % ks1_i32          # was: (xindex // ks0) % ks1
+
+A proof needs a bound. The kernel's index type is 32 bits because the number of its elements and the extents of its
+buffers were compared with 2^31 - 1, and guards keep it so; every intermediate result of an expression must be at most
+one of those, whatever the sizes are. What is no index (a size that is averaged over, say) or what is not proven keeps
+its 64 bits: there, variables that became narrow are widened again.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import sympy
+
+from tritium.tiling.divisibility import MOST_SYMBOLS, MOST_TERMS
+
+LARGEST = 2**31 - 1
+
+# The least and the largest value of an expression.
+Interval = tuple[sympy.Expr, sympy.Expr]
+
+_POINTER = re.compile(r"(in_out|in|out)_ptr\d+")
+_DEFINITION = re.compile(r"^def [\w.]+\(.*\):$")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of the numbers in a kernel."""
+
+    # Size arguments by name, as expressions of the graph's symbols.
+    sizes: Mapping[str, sympy.Expr]
+    # How many values an index variable takes: 0 up to this, exclusively.
+    extents: Mapping[str, sympy.Expr]
+    # Expressions that guards keep at most 2^31 - 1.
+    limits: Sequence[sympy.Expr]
+    # The smallest value of a symbol; None where nothing is known.
+    least: Callable[[sympy.Symbol], int | None]
+
+
+@dataclass(frozen=True)
+class Narrowed:
+    """A kernel's text, and how many of its expressions with dynamic sizes are computed in 32 bits."""
+
+    source: str
+    narrow: int
+    wide: int
+
+    @property
+    def summary(self) -> str | None:
+        if not self.narrow and not self.wide:
+            return None
+        return f"{self.narrow} of {self.narrow + self.wide} index expressions with dynamic sizes in 32 bits"
+
+
+def narrowed(source: str, facts: Facts) -> Narrowed:
+    """The kernel with 32-bit index arithmetic where that is proven to be the same."""
+    lines = source.split("\n")
+    start = next((number for number, line in enumerate(lines) if _DEFINITION.match(line)), None)
+    if start is None or not facts.sizes:
+        return Narrowed(source, 0, 0)
+    end = start + 1
+    while end < len(lines) and (not lines[end].strip() or lines[end].startswith(" ")):
+        end += 1
+    # The kernel gets its name later: the place for it is not Python.
+    tree = ast.parse("\n".join(["def kernel():", *lines[start + 1 : end]]))
+    work = _Rewrite(facts, tree)
+    if not work.narrow:
+        return Narrowed(source, 0, work.wide)
+    body = lines[start + 1 : end]
+    for line, column, end_column, text in sorted(work.edits, reverse=True):
+        # Line 1 is the definition; columns count bytes.
+        encoded = body[line - 2].encode()
+        body[line - 2] = (encoded[:column] + text.encode() + encoded[end_column:]).decode()
+    copies = [f"    {name}_i32 = {name}.to(tl.int32)" for name in sorted(work.used, key=_natural)]
+    return Narrowed("\n".join([*lines[: start + 1], *copies, *body, *lines[end:]]), work.narrow, work.wide)
+
+
+class _Rewrite:
+    """Which names of a kernel become narrow, and which edits that takes."""
+
+    def __init__(self, facts: Facts, tree: ast.Module) -> None:
+        self.facts = facts
+        self.bounds = Bounds(facts)
+        self.edits: list[tuple[int, int, int, str]] = []
+        self.used: set[str] = set()
+        self.narrow = 0
+        self.wide = 0
+        definitions = list(_index_definitions(tree, facts.extents))
+        self._wide_today = self._carriers(definitions)
+        proven = {id(value): self.bounds.proves(value) for _, value in definitions}
+        unproven = {name for name, value in definitions if not proven[id(value)]}
+        self._narrow_names = {name for name in self._wide_today if name not in unproven}
+        expressions = {id(value) for name, value in definitions if name not in unproven}
+        uses = [index for node in ast.walk(tree) if (index := _index_use(node)) is not None]
+        expressions |= {id(index) for index in uses if self.bounds.proves(index)}
+        self._edit(tree, expressions, within=False)
+
+    def _carriers(self, definitions: Sequence[tuple[str, ast.expr]]) -> set[str]:
+        """Index variables that are 64 bits today: a size of 64 bits takes part in them."""
+        found: set[str] = set()
+        while True:
+            more = {
+                name
+                for name, value in definitions
+                if any(part in self.facts.sizes or part in found for part in _names(value))
+            }
+            if more <= found:
+                return found
+            found |= more
+
+    def _edit(self, node: ast.AST, proven: set[int], *, within: bool) -> None:
+        if not within and id(node) in proven:
+            within = True
+            if any(name in self.facts.sizes for name in _names(node)):
+                self.narrow += 1
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            self._edit_name(node, within=within)
+            return
+        if not within and isinstance(node, (ast.Assign, ast.Expr)) and self._has_wide_expression(node, proven):
+            self.wide += 1
+        for child in ast.iter_child_nodes(node):
+            self._edit(child, proven, within=within)
+
+    def _has_wide_expression(self, node: ast.AST, proven: set[int]) -> bool:
+        if id(node) in proven:
+            return False
+        if isinstance(node, ast.Name):
+            return node.id in self.facts.sizes
+        return any(self._has_wide_expression(child, proven) for child in ast.iter_child_nodes(node))
+
+    def _edit_name(self, node: ast.Name, *, within: bool) -> None:
+        where = (node.lineno, node.col_offset, node.end_col_offset or node.col_offset)
+        if within and node.id in self.facts.sizes:
+            self.used.add(node.id)
+            self.edits.append((*where, f"{node.id}_i32"))
+        elif not within and node.id in self._narrow_names:
+            self.edits.append((*where, f"{node.id}.to(tl.int64)"))
+
+
+class Bounds:
+    """Intervals of index expressions, as expressions of the sizes."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self._fits: dict[sympy.Expr, bool] = {}
+
+    def proves(self, node: ast.expr) -> bool:
+        """Whether an expression is index arithmetic all of whose results fit in 32 bits."""
+        return self.of(node) is not None
+
+    def of(self, node: ast.expr) -> Interval | None:
+        """The least and the largest value, or None where the expression or a part of it is not known to fit."""
+        found = self._of(node)
+        if found is None or not (self.fits(found[1]) and self.fits(-found[0])):
+            return None
+        return found
+
+    def _of(self, node: ast.expr) -> Interval | None:
+        match node:
+            case ast.Constant(value=int(value)) if not isinstance(value, bool):
+                return sympy.Integer(value), sympy.Integer(value)
+            case ast.Name(id=name) if name in self.facts.sizes:
+                return self.facts.sizes[name], self.facts.sizes[name]
+            case ast.Name(id=name) if name in self.facts.extents:
+                return sympy.Integer(0), self.facts.extents[name] - 1
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                inner = self.of(operand)
+                return None if inner is None else (-inner[1], -inner[0])
+            case ast.BinOp(left=left, op=operator, right=right):
+                one, two = self.of(left), self.of(right)
+                return None if one is None or two is None else self._combined(operator, one, two)
+        return None
+
+    def _combined(self, operator: ast.operator, one: Interval, two: Interval) -> Interval | None:
+        match operator:
+            case ast.Add():
+                return one[0] + two[0], one[1] + two[1]
+            case ast.Sub():
+                return one[0] - two[1], one[1] - two[0]
+            case ast.Mult():
+                return self._product(one, two)
+            # A divisor of 0 is none in 64 bits either.
+            case ast.FloorDiv() if self.at_least(one[0], 0) and self.at_least(two[0], 0):
+                return self._quotient(one, two)
+            case ast.Mod() if self.at_least(one[0], 0) and self.at_least(two[0], 0):
+                return sympy.Integer(0), two[1] - 1
+        return None
+
+    def _product(self, one: Interval, two: Interval) -> Interval | None:
+        first, minus = self._turned(one)
+        second, again = self._turned(two)
+        if first is None or second is None:
+            return None
+        least, largest = first[0] * second[0], first[1] * second[1]
+        return (least, largest) if minus == again else (-largest, -least)
+
+    def _turned(self, interval: Interval) -> tuple[Interval | None, bool]:
+        """An interval at or above 0, and whether it was turned around for that; None if it lies on both sides."""
+        if self.at_least(interval[0], 0):
+            return interval, False
+        if self.at_least(-interval[1], 0):
+            return (-interval[1], -interval[0]), True
+        return None, False
+
+    def _quotient(self, one: Interval, two: Interval) -> Interval:
+        if two[0] == two[1] and two[0].is_Integer and two[0] > 0:
+            return sympy.Integer(0), _floor_at_most(one[1], two[0])
+        return sympy.Integer(0), one[1]
+
+    def fits(self, value: sympy.Expr) -> bool:
+        """Whether a value is at most 2^31 - 1 whenever the guards hold."""
+        if value not in self._fits:
+            limits = [sympy.Integer(LARGEST), *self.facts.limits]
+            self._fits[value] = any(self.at_least(limit - value, 0) for limit in limits)
+        return self._fits[value]
+
+    def at_least(self, value: sympy.Expr, bound: int) -> bool:
+        """Whether a value is at least a bound, whatever the symbols are.
+
+        Each symbol is its least value plus something that is not negative; the proof is that no coefficient is negative
+        when the difference is written that way.
+        """
+        value = sympy.sympify(value - bound)
+        least = {symbol: self.facts.least(symbol) for symbol in value.free_symbols}
+        if any(number is None or number < 0 for number in least.values()):
+            return False
+        return _is_never_negative(value, frozenset(least.items()))
+
+
+# Equal blocks of a model have equal kernels: most questions were asked before.
+@functools.lru_cache(maxsize=8192)
+def _is_never_negative(value: sympy.Expr, least: frozenset[tuple[sympy.Symbol, int]]) -> bool:
+    shifted = sympy.expand(value.xreplace({symbol: symbol + number for symbol, number in least}))
+    if shifted.is_Rational:
+        return bool(shifted >= 0)
+    try:
+        polynomial = sympy.Poly(shifted)
+    except sympy.PolynomialError:
+        return False
+    if len(polynomial.gens) > MOST_SYMBOLS or len(polynomial.terms()) > MOST_TERMS:
+        return False
+    # The generators are the symbols, which start at 0 now, and quotients of them.
+    plain = all(generator.is_Symbol or generator.is_nonnegative for generator in polynomial.gens)
+    return plain and all(coefficient >= 0 for coefficient in polynomial.coeffs())
+
+
+def _floor_at_most(value: sympy.Expr, divisor: sympy.Integer) -> sympy.Expr:
+    """At least `value // divisor`, and exactly that where only a number does not divide.
+
+    >>> W = sympy.Symbol("W", integer=True, positive=True)
+    >>> _floor_at_most(2 * W - 1, sympy.Integer(2)), _floor_at_most(W, sympy.Integer(2))
+    (W - 1, W/2)
+    """
+    terms = sympy.Add.make_args(sympy.expand(value))
+    whole = sympy.Add(*(term for term in terms if term.as_coeff_Mul()[0] % divisor == 0 and not term.is_number))
+    rest = sympy.expand(value - whole)
+    return whole / divisor + rest // divisor if rest.is_Integer else value / divisor
+
+
+def _index_definitions(tree: ast.Module, extents: Mapping[str, sympy.Expr]) -> Iterator[tuple[str, ast.expr]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and len(node.targets) == 1:
+            target = node.targets[0]
+            if isinstance(target, ast.Name) and target.id in extents:
+                yield target.id, node.value
+
+
+def _index_use(node: ast.AST) -> ast.expr | None:
+    """The index of `pointer + (index)` or `(index).to(tl.int32)`: nothing sees how wide it is there."""
+    match node:
+        case ast.BinOp(left=ast.Name(id=name), op=ast.Add(), right=index) if _POINTER.fullmatch(name):
+            return index
+        case ast.Call(
+            func=ast.Attribute(value=index, attr="to"), args=[ast.Attribute(value=ast.Name(id="tl"), attr="int32")]
+        ):
+            return index
+    return None
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+
+
+def _natural(name: str) -> int:
+    return int(re.sub(r"\D", "", name) or 0)

@@ -1,0 +1,99 @@
+"""Triton kernels without a GPU: Inductor generates Triton code for CPU tensors, and stops before anything is compiled."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._inductor.config as inductor_config
+from torch._inductor.graph import GraphLowering
+
+
+class _Stop(Exception):
+    pass
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One generated kernel."""
+
+    name: str
+    source: str
+
+    @property
+    def grid(self) -> str:
+        return re.search(r"'grid_type': '(\w+)'", self.source)[1]
+
+    @property
+    def is_reduction(self) -> bool:
+        return "r0_numel" in self.body
+
+    @property
+    def dims(self) -> int:
+        """Dims of the grid's tile, without those of a reduction."""
+        return len(self.numels)
+
+    @property
+    def signature(self) -> str:
+        return re.search(r"\ndef [\w.]+\((.*)\):", self.source)[1]
+
+    @property
+    def body(self) -> str:
+        return self.source[self.source.index("\ndef ") + 1 :]
+
+    @property
+    def numels(self) -> list[str]:
+        return [name for name in "zyx" if f"{name}numel" in self.signature]
+
+
+@contextlib.contextmanager
+def triton_on_cpu():
+    """Inside, CPU tensors get Triton code, which is not compiled: calling it raises."""
+    import torch._dynamo
+    import torch.utils._triton
+
+    def stop(inputs):
+        raise _Stop("there is no code behind this")
+
+    def compile_to_module(self):
+        self.codegen()
+        kernels.extend(Kernel(name, source) for source, name in self.wrapper_code.src_to_kernel.items())
+        self.cache_key, self.cache_path, self.cache_linemap = "none", None, []
+        return SimpleNamespace(call=stop)
+
+    kernels: list[Kernel] = []
+    settings = {"cpu_backend": "triton", "fx_graph_cache": False, "compile_threads": 1}
+    with (
+        mock.patch.object(torch.utils._triton, "triton_hash_with_backend", return_value="none"),
+        mock.patch.object(GraphLowering, "compile_to_module", compile_to_module),
+        inductor_config.patch(settings),
+    ):
+        yield kernels
+
+
+def generate(
+    function: Callable[..., Any],
+    inputs: Sequence[torch.Tensor],
+    dynamic: Mapping[int, Sequence[int]] | None = None,
+    *,
+    backend: Any = "inductor",
+    settings: Mapping[str, Any] | None = None,
+) -> list[Kernel]:
+    """The Triton kernels of a function; `dynamic` maps an input's position to its dynamic dims."""
+    torch._dynamo.reset()
+    for position, dims in (dynamic or {}).items():
+        torch._dynamo.mark_dynamic(inputs[position], list(dims))
+    with (
+        triton_on_cpu() as kernels,
+        inductor_config.patch(dict(settings or {})),
+        torch.no_grad(),
+        contextlib.suppress(_Stop),
+    ):
+        torch.compile(function, fullgraph=True, backend=backend)(*inputs)
+    return kernels

@@ -1,0 +1,199 @@
+"""The policy on kernels that Inductor generates: which tilings, which widths, and that they compute the same."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tritium
+from tiling.generated import generate
+from tiling.patterns import ALL, CUT, TRANSFORMER
+from tritium import compat
+from tritium.tiling import choose, cost
+
+HERE = Path(__file__).parent
+
+# Kernels that the cost model cuts further than Inductor does, static or not: their divisions cost more than their bytes.
+FURTHER = {
+    "pad_nchw": ["1->2"],
+    "pad_ncdhw": ["1->2"],
+    "pad_group_norm": ["r1", "1", "1->2"],
+    "upsample": ["1->2"],
+}
+
+
+def dims(kernels):
+    return [f"{'r' if kernel.is_reduction else ''}{kernel.dims}" for kernel in kernels]
+
+
+def compiled(name, *, dynamic=True, dtype=torch.float32, **parts):
+    """The kernels of a pattern; with the policy if any part of it is given."""
+    pattern = ALL[name]
+    inputs = [tensor.to(dtype) for tensor in pattern.inputs()]
+    arguments = (pattern.function, inputs, pattern.dynamic if dynamic else None)
+    if not parts:
+        return generate(*arguments)
+    with tritium.autofuse.enabled(**parts) as declined:
+        assert declined is None
+        return generate(*arguments)
+
+
+# torch 2.11 gives broadcasts a dim of their own that are coalesced without (pytorch#177117).
+OVERTILED = {"pad_group_norm"} if compat.TORCH < (2, 13) else set()
+
+
+@pytest.mark.parametrize("name", sorted(set(ALL) - OVERTILED))
+def test_with_the_proof_dynamic_sizes_are_tiled_like_static_ones(name):
+    proven = compiled(name, choose_tiling=False)
+    assert dims(proven) == dims(compiled(name, dynamic=False))
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_without_the_proof_they_are_not(name):
+    """If this fails, Inductor has learnt it, and the proof can go."""
+    assert dims(compiled(name)) != dims(compiled(name, dynamic=False))
+
+
+@pytest.mark.parametrize("name", sorted(set(ALL) - OVERTILED))
+def test_what_the_cost_model_changes(name):
+    before, after = dims(compiled(name, choose_tiling=False)), dims(compiled(name, choose_tiling=True))
+    changes = [one if one == two else f"{one}->{two}" for one, two in zip(before, after, strict=True)]
+    assert changes == FURTHER.get(name, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", TRANSFORMER)
+def test_transformer_kernels_keep_their_tiling(name, dtype):
+    assert dims(compiled(name, dtype=dtype, choose_tiling=True)) == dims(compiled(name, dtype=dtype))
+
+
+def test_static_kernels_do_not_change_at_all():
+    for name in ("pad_ncdhw", "crop_to_nhwc", "rope"):
+        plain, tiled = compiled(name, dynamic=False), compiled(name, dynamic=False, choose_tiling=True)
+        assert [kernel.source for kernel in plain] == [kernel.source for kernel in tiled]
+
+
+class TestNarrow:
+    @pytest.mark.parametrize("name", ["crop_to_nhwc", "pad_ncdhw", "pad_nhwc", "unpatchify", "qkv_split", "rope"])
+    def test_no_index_keeps_64_bits(self, name):
+        for kernel in compiled(name, narrow_sizes=True):
+            indices = [line for line in kernel.body.splitlines() if re.match(r"\s+[xyz]\d+ =|.*_ptr\d+ \+", line)]
+            assert indices
+            assert re.findall(r"\bks\d+\b", "\n".join(indices)) == []
+
+    def test_sizes_are_still_passed_as_64_bits(self):
+        (kernel,) = compiled("pad_ncdhw", narrow_sizes=True)
+        assert "'ks0': 'i64'" in kernel.source
+
+    def test_switched_off(self):
+        (kernel,) = compiled("pad_ncdhw", narrow_sizes=False)
+        assert "_i32" not in kernel.source
+
+    @pytest.mark.parametrize("name", ["crop_to_nhwc", "pad_ncdhw", "patchify"])
+    def test_the_machine_code_divides_in_32_bits(self, name, tmp_path, monkeypatch):
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+        (before,) = compiled(name, choose_tiling=False, narrow_sizes=False)
+        (after,) = compiled(name, choose_tiling=False)
+        wide, narrow = (wide_divisions(assembly(kernel, tmp_path)) for kernel in (before, after))
+        assert wide > narrow
+        # In patchify what remains is the same for a whole tile: the maximum of two sizes.
+        assert narrow == 0 or name == "patchify"
+
+
+def wide_divisions(text):
+    return len(re.findall(r"(?:div|rem)\.[su]64", text))
+
+
+def assembly(kernel, folder):
+    """PTX for a GPU that need not be there."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    file = folder / f"{abs(hash(kernel.source))}.py"
+    imports = "import triton\nimport triton.language as tl\n"
+    imports += "from torch._inductor.runtime import triton_helpers\n@triton.jit\n"
+    file.write_text(imports + kernel.body.replace("Placeholder.KERNEL_NAME", "kernel"))
+    spec = importlib.util.spec_from_file_location("kernel", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    signature = dict(re.findall(r"'(\w+)': '([^']+)'", re.search(r"'signature': (\{[^}]*\})", kernel.source)[1]))
+    blocks = {name: 32 for name, kind in signature.items() if kind == "constexpr"}
+    source = ASTSource(module.kernel, signature, constexprs=blocks)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+
+def test_kernels_compute_what_they_should():
+    """In Triton's interpreter, with the whole policy, for two shapes of one compiled kernel each."""
+    pytest.importorskip("triton")
+    names = ["crop_to_nhwc", "pad_to_nhwc", "pad_nchw", "pad_nhwc", "pad_ncdhw", "upsample", "patchify"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parent.parent / "src"), str(HERE.parent)])
+    program = [sys.executable, str(HERE / "interpreted.py"), *names]
+    done = subprocess.run(program, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [line.split()[0] for line in done.stdout.splitlines()] == names
+
+
+class TestGrids:
+    def three_dims(self, x):
+        return F.pad(x, (1, 1, 1, 1)) * 2
+
+    def decided(self, x, dynamic, pins):
+        with tritium.autofuse.enabled(force_tiling=pins):
+            kernels = generate(self.three_dims, [x], {0: dynamic})
+            return kernels, tritium.autofuse.decisions()["kernels"]
+
+    def test_three_dims_where_they_fit(self):
+        x = torch.randn(8, 32, 48)
+        (kernel,), (decision,) = self.decided(x, (1, 2), "triton_poi_fused_constant_pad_nd_mul_0=3d")
+        assert kernel.grid == "Grid3D"
+        assert (decision["choice"], decision["reason"]) == ("3d", "pinned")
+
+    def test_never_more_blocks_than_can_be_launched(self):
+        """65,536 rows need as many blocks along y when a block has one row: refused, though it was asked for."""
+        x = torch.empty(8, cost.MOST_BLOCKS, 4)
+        (kernel,), (decision,) = self.decided(x, (1, 2), "triton_poi_fused_constant_pad_nd_mul_0=3d")
+        assert kernel.grid != "Grid3D"
+        assert "y may need more than 65,535 blocks" in decision["reason"]
+
+    def test_larger_sizes_compile_again_instead_of_failing_to_launch(self):
+        from tiling.generated import triton_on_cpu
+
+        torch._dynamo.reset()
+        small, large = torch.empty(8, 32, 48), torch.empty(8, 70_000, 4)
+        torch._dynamo.mark_dynamic(small, [1, 2])
+        pins = {f"triton_poi_fused_constant_pad_nd_mul_{number}": "3d" for number in (0, 1)}
+        with tritium.autofuse.enabled(force_tiling=pins), triton_on_cpu() as kernels, torch.no_grad():
+            function = torch.compile(self.three_dims, fullgraph=True)
+            for x in (small, torch.empty(8, 40, 50), large):
+                with pytest.raises(Exception, match="there is no code behind this"):
+                    function(x)
+        assert [kernel.grid == "Grid3D" for kernel in kernels] == [True, False]
+
+    def test_reductions_never_get_three_dims_of_grid(self):
+        with tritium.autofuse.enabled(force_tiling="triton_red_fused_sum_0=3d"):
+            (kernel,) = generate(lambda x: x.sum(1), [torch.randn(8, 32, 48)], {0: (1, 2)})
+            (decision,) = tritium.autofuse.decisions()["kernels"]
+        assert kernel.dims < 3
+        assert "a reduction keeps the tiling" in decision["reason"]
+
+    @pytest.mark.skipif(compat.TORCH < choose.REDUCTIONS_IN_3D_MISCOMPILE, reason="they are right on this torch")
+    def test_not_even_where_settings_ask_for_it(self):
+        settings = {"triton.prefer_nd_tiling": True, "triton.max_tiles": 3, "triton.tile_reductions": True}
+        x = torch.randn(4, 6, 32, 10, 48)
+
+        def reduce(x):
+            return x.permute(0, 2, 4, 1, 3).sum(-1)
+
+        plain = generate(reduce, [x], {0: (2, 4)}, settings=settings)
+        with tritium.autofuse.enabled():
+            kept = generate(reduce, [x], {0: (2, 4)}, settings=settings)
+        assert max(kernel.dims for kernel in plain if kernel.is_reduction) == 3
+        assert max(kernel.dims for kernel in kept if kernel.is_reduction) < 3
