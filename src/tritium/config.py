@@ -131,6 +131,7 @@ SWITCH_OF_FAMILY = {"gelu": "enable_fast_gelu"}
 class PassConfig(_Group):
     """Switches of single passes. A pass that is switched off is not registered."""
 
+    enable_channels_last: bool = True
     enable_nd_tiling_workaround: bool = True
 
 
