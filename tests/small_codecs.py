@@ -93,9 +93,7 @@ CODECS: dict[str, ZooModel] = {
     model.name: model
     for model in (
         *MODELS,
-        ZooModel(
-            "ltx_decoder", builder(_ltx), _video("hidden_states", 8), (8, 12), False, {"hidden_states": (3,)}
-        ),
+        ZooModel("ltx_decoder", builder(_ltx), _video("hidden_states", 8), (8, 12), False, {"hidden_states": (3,)}),
         ZooModel(
             "hunyuan_decoder", builder(_hunyuan), _video("hidden_states", 4), (8, 12), False, {"hidden_states": (3,)}
         ),

@@ -28,7 +28,7 @@ def test_defaults_are_the_documented_ones():
         "max_captures": 64,
         "safe_output_mode": True,
         "graph_log_url": None,
-        "pass_config": {"enable_nd_tiling_workaround": True},
+        "pass_config": {"enable_channels_last": True, "enable_nd_tiling_workaround": True},
         "engine": "inductor",
         "fidelity": "close",
         "force_tiling": None,

@@ -21,7 +21,10 @@ _CONVOLUTIONS = frozenset(
 
 
 _SPATIAL = frozenset(
-    getattr(space, f"conv{transpose}{rank}d") for space in (torch, F) for transpose in ("", "_transpose") for rank in (2, 3)
+    getattr(space, f"conv{transpose}{rank}d")
+    for space in (torch, F)
+    for transpose in ("", "_transpose")
+    for rank in (2, 3)
 )
 
 
