@@ -4,7 +4,22 @@ import diffusers
 import torch
 
 from zoo_codec import MODELS
-from zoo_model import Source, ZooModel, builder
+from zoo_model import SEED, Source, ZooModel, builder
+
+
+def wan() -> torch.nn.Module:
+    """A whole autoencoder, whose `decode` calls its decoder frame by frame."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        return diffusers.AutoencoderKLWan(
+            base_dim=8,
+            z_dim=4,
+            dim_mult=[1, 2],
+            num_res_blocks=1,
+            temperal_downsample=[True],
+            latents_mean=[0.0] * 4,
+            latents_std=[1.0] * 4,
+        ).eval()
 
 
 def _ltx() -> torch.nn.Module:
