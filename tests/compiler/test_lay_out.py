@@ -614,3 +614,23 @@ def test_compiled_by_inductor(rank):
         assert_no_worse(actual, expected, exact(x.double()))
         model.convs[0].weight.mul_(2)
         torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", ["kl_decoder", "wan_decoder"])
+def test_on_a_gpu(name, dynamic):
+    entry = CODECS[name]
+    model, exact = entry.build(torch.bfloat16).cuda(), entry.build(torch.float64).cuda()
+    inputs, exactly = (
+        {key: value.cuda() for key, value in entry.inputs(dtype).items()} for dtype in (torch.bfloat16, torch.float64)
+    )
+    compiled = torch.compile(model, backend=tritium.Backend())
+    with torch.no_grad():
+        expected, truth = first(model(**inputs)), first(exact(**exactly))
+        if dynamic:
+            mark_dynamic(entry, inputs)
+        assert_no_worse(first(compiled(**inputs)), expected, truth, name)
+    done = EXPECTED[name][0]
+    assert entry_of(compiled)["summary"].startswith(f"{done} of {done} convolutions channels-last")
+    assert len(tritium.explain(compiled).folded) == done
