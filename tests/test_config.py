@@ -29,6 +29,7 @@ def test_defaults_are_the_documented_ones():
         "safe_output_mode": True,
         "graph_log_url": None,
         "pass_config": {
+            "enable_channels_last": False,
             "enable_tiling_policy": False,
             "enable_nd_tiling_workaround": True,
             "enable_divisibility_proof": True,
@@ -179,7 +180,7 @@ class TestEnvironment:
 
     def test_every_field_has_a_variable(self):
         assert "TRITIUM_FORCE_PROVIDER" in environment_names()
-        assert len(environment_names()) == 10 + 10 + 4
+        assert len(environment_names()) == 10 + 10 + 6
 
 
 def test_a_folder_is_not_part_of_the_identity():

@@ -278,6 +278,12 @@ def mode_settings(mode: str | None) -> dict[str, Any]:
     return dict(inductor.list_mode_options(mode))
 
 
+def allows_tf32() -> bool:
+    """Whether float32 convolutions may run on tensor cores."""
+    cudnn: Any = torch.backends.cudnn
+    return bool(cudnn.conv.fp32_precision == "tf32")
+
+
 def compile_fx(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     module = importlib.import_module("torch._inductor.compile_fx")
     return cast("Callable[..., Any]", module.compile_fx(gm, example_inputs))

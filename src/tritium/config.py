@@ -135,6 +135,8 @@ SWITCH_OF_FAMILY = {"gelu": "enable_fast_gelu"}
 class PassConfig(_Group):
     """Switches of single passes, and of the parts of the tiling policy. A pass that is switched off is not registered."""
 
+    # Regions of convolutions run channels-last, their weights laid out once. Off by default until it was timed on a GPU.
+    enable_channels_last: bool = False
     # The tiling policy acts on generated Triton kernels, with those of its parts that are on. Off by default until its
     # kernels have been timed on a GPU.
     enable_tiling_policy: bool = False

@@ -42,6 +42,14 @@ class Decline:
     reason: str
 
 
+@dataclass(frozen=True)
+class Applied:
+    """What a pass did, in a sentence for the report, and how many places it left alone for which reasons."""
+
+    summary: str
+    declined: Mapping[str, int] = field(default_factory=dict)
+
+
 @dataclass
 class PassContext:
     """What a pass may know beside the graph."""
@@ -59,7 +67,7 @@ class PassContext:
     sites: list[Site] = field(default_factory=list)
 
 
-Outcome = ConfigRequest | Decline | Iterable[ConfigRequest] | None
+Outcome = ConfigRequest | Decline | Applied | Iterable[ConfigRequest] | None
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,9 @@ class PassRecord:
     seconds: float = 0.0
     declined: str | None = None
     failed: str | None = None
+    # What it did, where it says so, and how many places it left alone for which reasons.
+    summary: str | None = None
+    left_alone: dict[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -87,6 +90,8 @@ class PassRecord:
             "seconds": round(self.seconds, 6),
             "declined": self.declined,
             "failed": self.failed,
+            "summary": self.summary,
+            "left_alone": self.left_alone,
         }
 
 
@@ -635,6 +640,8 @@ class Report:
         rows = []
         for entry in self.passes:
             notes = [f"{request['settings']} because {request['because']}" for request in entry["requests"]]
+            notes += [entry["summary"]] if entry["summary"] else []
+            notes += [f"{count}x left alone: {reason}" for reason, count in entry["left_alone"].items()]
             if entry["declined"]:
                 notes.append(f"declined: {entry['declined']}")
             if entry["failed"]:

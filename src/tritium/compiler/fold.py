@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,19 @@ from tritium import compat
 from tritium.fusions.expression import mutated_arguments, storages, value_of
 from tritium.report import Folded
 
+# Marks a node that is folded whatever the configuration says.
+_MARK = "tritium_fold"
+
 UNTRACKED = "an inference tensor has no version counter: a change could not be seen"
+
+
+def mark_for_folding(node: fx.Node) -> None:
+    """Ask that a value be folded also where `enable_freezing` is off: it holds its parameter's numbers, arranged anew."""
+    node.meta[_MARK] = True
+
+
+def marked_for_folding(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.meta.get(_MARK)]
 
 
 class _ImpureError(Exception):
@@ -157,8 +169,13 @@ class Folding:
         return call
 
 
-def fold_parameters(graph: fx.Graph, example_inputs: Sequence[Any]) -> tuple[Folding | None, list[Folded]]:
-    """Take the parameter-only part out of a graph, in place. Returns it, and what the report lists."""
+def fold_parameters(
+    graph: fx.Graph, example_inputs: Sequence[Any], only: Collection[fx.Node] | None = None
+) -> tuple[Folding | None, list[Folded]]:
+    """Take the parameter-only part out of a graph, or only some values of it, in place.
+
+    Returns it, and what the report lists.
+    """
     placeholders = list(graph.find_nodes(op="placeholder"))
     inputs = dict(zip(placeholders, example_inputs, strict=True))
     parameters = [node for node in placeholders if compat.is_parameter_placeholder(node)]
@@ -167,7 +184,7 @@ def fold_parameters(graph: fx.Graph, example_inputs: Sequence[Any]) -> tuple[Fol
     foldable = _foldable(graph, parameters, written)
     listed: list[Folded] = []
     frontier = []
-    for node in foldable:
+    for node in foldable if only is None else [node for node in foldable if node in only]:
         if all(user in foldable for user in node.users) or not isinstance(value_of(node), torch.Tensor):
             continue
         if storages([node]) & storages(placeholders):

@@ -22,6 +22,8 @@ from tritium.ops import INDUCTOR, Op
 from tritium.passes import Pass, PassContext
 from tritium.report import Outcome, Site
 
+NAME = "fuse"
+
 
 def make_pass(fusions: Iterable[Fusion]) -> Pass:
     """The fuse pass over a set of fusions."""
@@ -30,7 +32,7 @@ def make_pass(fusions: Iterable[Fusion]) -> Pass:
     def run(graph: fx.Graph, context: PassContext) -> None:
         fuse(graph, context, known)
 
-    return Pass("fuse", run)
+    return Pass(NAME, run)
 
 
 @dataclass

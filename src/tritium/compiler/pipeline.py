@@ -1,10 +1,11 @@
 """What happens to a graph, in what order.
 
-1. `fuse`                  recognise every fusion's sites; rewrite those an owned kernel takes over
-2. `nd_tiling_workaround`  and other passes of this package: rewrite, request configuration
-3. plug-ins' passes        in order of their names, then those given to the backend, in the order given
-4. fold                    (enable_freezing) take the parameter-only part out
-5. lower                   Inductor compiles, under the merged requests, and its Triton kernels are tiled (`tiling_policy`);
+1. `channels_last`         lay out regions of convolutions; before `fuse`, whose kernels are chosen by layout
+2. `fuse`                  recognise every fusion's sites; rewrite those an owned kernel takes over
+3. `nd_tiling_workaround`  and other passes of this package: rewrite, request configuration
+4. plug-ins' passes        in order of their names, then those given to the backend, in the order given
+5. fold                    take out the parameter-only part (enable_freezing), or what a pass asked for of it
+6. lower                   Inductor compiles, under the merged requests, and its Triton kernels are tiled (`tiling_policy`);
                            or engine `eager` runs the graph as it is
 """
 
@@ -24,17 +25,17 @@ from torch import fx
 from tritium import compat
 from tritium import fusions as fusion_catalogue
 from tritium.catalog import Entry, plugins, unique
-from tritium.compiler import fuse
+from tritium.compiler import fuse, lay_out
 from tritium.compiler.draw import draw
 from tritium.compiler.dump import GraphLog, file_name
-from tritium.compiler.fold import Folding, fold_parameters
+from tritium.compiler.fold import Folding, fold_parameters, marked_for_folding
 from tritium.compiler.identity import identity
 from tritium.compiler.lower import Lowering, lower
 from tritium.compiler.tune import measure_in_child
 from tritium.config import CompilationConfig
 from tritium.errors import RequestConflict, TritiumError, UnrequestedConfig
 from tritium.fusions import Fusion
-from tritium.passes import ConfigRequest, Decline, Outcome, Pass, PassContext
+from tritium.passes import Applied, ConfigRequest, Decline, Outcome, Pass, PassContext
 from tritium.report import Failure, GraphRecord, PassRecord
 from tritium.tiling import nd_tiling
 from tritium.tiling.policy import policy_of
@@ -46,7 +47,8 @@ NEEDS_GRADIENTS = (
 
 def passes_for(config: CompilationConfig, fusions: Sequence[Fusion], passes: Sequence[Pass]) -> list[Pass]:
     """Every pass a backend runs, in order."""
-    own = [fuse.make_pass([*fusion_catalogue.catalog().values(), *fusions])]
+    own = [lay_out.PASS] if config.pass_config.enable_channels_last else []
+    own.append(fuse.make_pass([*fusion_catalogue.catalog().values(), *fusions]))
     if config.pass_config.enable_nd_tiling_workaround:
         own.append(nd_tiling.PASS)
     here = Path(__file__)
@@ -91,8 +93,11 @@ class Compilation:
         for entry in self.passes:
             self._run_pass(entry)
         self.record.sites = self.context.sites
+        marked = marked_for_folding(self.gm.graph)
         if self.config.enable_freezing:
-            self._fold()
+            self._fold(None)
+        elif marked:
+            self._fold(marked)
         self._draw()
         if self.config.engine == "eager":
             compiled: Callable[..., Any] = self.gm.forward
@@ -103,7 +108,7 @@ class Compilation:
     def _run_untouched(self) -> Callable[..., Any]:
         """Gradients are Inductor's and autograd's business; the sites are still counted."""
         self.context.read_only = NEEDS_GRADIENTS
-        self._run_pass(self.passes[0])
+        self._run_pass(next(entry for entry in self.passes if entry.name == fuse.NAME))
         self.record.sites = self.context.sites
         if self.config.engine == "eager":
             return self.gm.forward
@@ -150,6 +155,9 @@ class Compilation:
     def _take(self, entry: Pass, outcome: Outcome, record: PassRecord) -> None:
         if isinstance(outcome, Decline):
             record.declined = outcome.reason
+            return
+        if isinstance(outcome, Applied):
+            record.summary, record.left_alone = outcome.summary, dict(outcome.declined)
             return
         requests = [outcome] if isinstance(outcome, ConfigRequest) else list(outcome or ())
         for request in requests:
@@ -200,14 +208,14 @@ class Compilation:
 
     # --- fold and lower ---
 
-    def _fold(self) -> None:
+    def _fold(self, only: Sequence[fx.Node] | None) -> None:
         before = copied(self.gm.graph)
         self.log.note(self.gm.graph, "fold", "before")
         record = PassRecord("fold")
         self.record.passes.append(record)
         start = time.perf_counter()
         try:
-            self.folding, self.record.folded = fold_parameters(self.gm.graph, self.example_inputs)
+            self.folding, self.record.folded = fold_parameters(self.gm.graph, self.example_inputs, only)
         except Exception as error:  # noqa: BLE001 - folding is an optimisation: reported, and the graph stays as it was
             self.gm.graph = before
             record.failed = brief(error)

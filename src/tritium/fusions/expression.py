@@ -18,6 +18,7 @@ The graph itself is not rewritten. Every node gets an `Expr`; nodes that only ch
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -384,8 +385,9 @@ def live_nodes(graph: fx.Graph) -> set[fx.Node]:
     return live
 
 
+_IN_PLACE = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "setitem")
 _IN_PLACE_OPERATORS = frozenset(
-    {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow, operator.setitem}
+    {*(getattr(operator, name) for name in _IN_PLACE), *(f"__{name}__" for name in _IN_PLACE)}
 )
 
 
@@ -408,7 +410,17 @@ def mutated_arguments(node: fx.Node) -> list[fx.Node]:
 
 
 def argument_flag(node: fx.Node, name: str) -> bool:
-    return node.kwargs.get(name) is True
+    """Whether a flag is set, by keyword or, as `F.leaky_relu(x, 0.2, True)` has it, by position."""
+    if node.kwargs.get(name) is True:
+        return True
+    if not callable(node.target) or not any(arg is True for arg in node.args):
+        return False
+    try:
+        given = inspect.signature(node.target).bind_partial(*node.args)
+    except (TypeError, ValueError):
+        # A builtin without a signature: none of those takes the flag.
+        return False
+    return given.arguments.get(name) is True
 
 
 def storages(nodes: Sequence[fx.Node]) -> set[int]:

@@ -166,6 +166,8 @@ def _passes(passes: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     rows = []
     for entry in passes:
         notes = [f"{request['settings']} because {request['because']}" for request in entry["requests"]]
+        notes += [entry["summary"]] if entry["summary"] else []
+        notes += [f"{count}x left alone: {reason}" for reason, count in entry["left_alone"].items()]
         notes += [f"declined: {entry['declined']}"] if entry["declined"] else []
         notes += [f"failed: {entry['failed']}"] if entry["failed"] else []
         rows.append({**entry, "notes": "; ".join(notes)})

@@ -20,6 +20,19 @@ _CONVOLUTIONS = frozenset(
 )
 
 
+_SPATIAL = frozenset(
+    getattr(space, f"conv{transpose}{rank}d")
+    for space in (torch, F)
+    for transpose in ("", "_transpose")
+    for rank in (2, 3)
+)
+
+
+def spatial_convolutions(graph: fx.Graph) -> list[fx.Node]:
+    """The 2-D and 3-D convolutions of Dynamo's graph, in order."""
+    return [node for node in graph.nodes if node.op == "call_function" and node.target in _SPATIAL]
+
+
 def is_dynamic(graph: fx.Graph) -> bool:
     """Whether a placeholder carries free symbols: some size may change without a recompile."""
     for node in graph.find_nodes(op="placeholder"):

@@ -1,0 +1,487 @@
+"""Run convolutions channels-last, and carry that layout from one to the next.
+
+Before:  conv2d(x, w) -> group_norm -> silu -> conv2d(., v) -> out
+After:   x.contiguous(channels_last) -> conv2d(., w') -> group_norm -> silu -> conv2d(., v') -> clone(contiguous) -> out
+         with w' and v' laid out once, by folding, and not on every call
+
+Convolutions that values of one layout connect are a region; a convolution alone is left as it is. Inside a region every
+operation whose result does not depend on strides reads whatever layout its input has, and what layout it gives is asked
+of PyTorch by computing it on fake tensors, never assumed. Where a value leaves (it is returned, or an operation that is
+not known to ignore strides reads it) it gets back the strides that the model gave it. What something writes to in place
+is never laid out anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+
+from tritium import compat
+from tritium.compiler.fold import mark_for_folding
+from tritium.fusions.expression import argument, mutated_arguments, same_shape, same_size, storages, value_of
+from tritium.passes import Applied, Decline, Pass, PassContext
+from tritium.tiling.predicates import spatial_convolutions
+
+# One alone would be converted to and from; cuDNN does that itself.
+FEWEST_CONVOLUTIONS = 2
+
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+# A 3-D convolution of 96 channels, 3x3x3, on one core: 111 ms and 110 ms in float32, 15.2 ms and 14.9 ms in bfloat16.
+ON_A_CPU = "on a CPU Inductor lays out 2-D convolutions itself, and 3-D ones take as long in either layout"
+NOT_EXACT = "fidelity 'exact': a channels-last convolution adds in another order"
+ALONE = "no other convolution shares its layout"
+GROUPED = "grouped: cuDNN is slower at these channels-last"
+WRITTEN = "it reads or gives a tensor that is written to in place"
+NO_TENSOR_CORES = "float32 without TF32 runs on no tensor cores, and those are what wants channels last"
+NO_BATCH = "its input has no batch dim"
+NOT_FOLLOWED = "its result is not the one Dynamo saw (autocast?), so its layout cannot be followed"
+NOT_RESTORABLE = "the model gives its result strides that could not be restored"
+
+_FOLLOWERS = """
+    add sub mul div true_divide truediv neg pow square sqrt rsqrt exp sigmoid tanh abs clamp clamp_min clamp_max minimum
+    maximum where addcmul lerp silu relu relu6 gelu leaky_relu elu mish hardswish hardsigmoid softplus dropout
+    to float half bfloat16 type_as detach clone contiguous
+    pad interpolate cat concat concatenate group_norm layer_norm rms_norm normalize linear mean sum amax amin
+    avg_pool2d avg_pool3d permute transpose swapaxes swapdims movedim moveaxis reshape view flatten unflatten squeeze
+    unsqueeze expand repeat repeat_interleave stack chunk split split_with_sizes unbind getitem select narrow flip
+    pixel_shuffle pixel_unshuffle
+""".split()  # noqa: SIM905 - a text of names, not one a line
+_JOINS = frozenset({torch.cat, torch.concat, torch.concatenate})
+
+# What computes the same values from any strides, as functions and as methods' names.
+FOLLOWERS = frozenset(
+    {
+        *_FOLLOWERS,
+        *(
+            getattr(space, name)
+            for space in (torch, F, torch._C._nn, operator)
+            for name in _FOLLOWERS
+            if hasattr(space, name)
+        ),
+    }
+)
+_DROPOUTS = frozenset({F.dropout, torch.dropout})
+# What reads sizes and no memory.
+_QUERIES = frozenset({"size", "dim", "numel", "ndimension"})
+
+
+def gate(device_type: str, fidelity: str) -> str | None:
+    """Why no graph is laid out anew, or None.
+
+    >>> gate("cuda", "close")
+    >>> gate("cuda", "exact")
+    "fidelity 'exact': a channels-last convolution adds in another order"
+    """
+    if fidelity == "exact":
+        return NOT_EXACT
+    if device_type == "cpu":
+        return ON_A_CPU
+    if device_type != "cuda":
+        return f"not measured on {device_type!r}"
+    return None
+
+
+def run(graph: fx.Graph, context: PassContext) -> Applied | Decline:
+    reason = context.read_only or gate(context.device_type, context.config.fidelity)
+    convolutions = spatial_convolutions(graph)
+    if reason is None and not convolutions:
+        reason = "no 2-D or 3-D convolution"
+    if reason is not None:
+        return Decline(reason)
+    rewriter = _Rewriter(graph)
+    reasons = Counter(rewriter.run(convolutions))
+    done = len(convolutions) - reasons.total()
+    if not done:
+        return Decline("; ".join(f"{count} convolutions: {reason}" for reason, count in reasons.items()))
+    summary = f"{done} of {len(convolutions)} convolutions channels-last; activations converted {rewriter.entered}x in"
+    summary += f", {rewriter.left}x out"
+    if rewriter.stops:
+        summary += " (for " + ", ".join(f"{count}x {name}" for name, count in rewriter.stops.items()) + ")"
+    return Applied(summary, reasons)
+
+
+PASS = Pass("channels_last", run)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, (tuple, list)):
+        return [tensor for part in value for tensor in _tensors(part)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+def _packed(shape: Sequence[Any]) -> list[Any]:
+    """The strides of a contiguous tensor; an empty dim counts as one, as PyTorch has it."""
+    ones = [size if not same_size(size, 0) else 1 for size in shape]
+    return [math.prod(ones[place + 1 :]) for place in range(len(ones))]
+
+
+def is_contiguous(value: Any) -> bool:
+    """Whether strides are exactly those that packing gives, for every value of symbolic sizes; no guard is added."""
+    return isinstance(value, torch.Tensor) and same_shape(value.stride(), _packed(value.shape))
+
+
+def is_channels_last(value: Any) -> bool:
+    """The same for channels-last, where the stride of a dim of size one may be anything."""
+    if not isinstance(value, torch.Tensor) or value.dim() not in FORMATS:
+        return False
+    shape = [value.shape[0], *value.shape[2:], value.shape[1]]
+    strides = [value.stride(0), *value.stride()[2:], value.stride(1)]
+    return all(
+        same_size(size, 1) or same_size(stride, packed)
+        for size, stride, packed in zip(shape, strides, _packed(shape), strict=True)
+    )
+
+
+def _same_layout(left: Any, right: Any) -> bool:
+    """Whether two values, known to be of one shape, have the same strides everywhere."""
+    return all(
+        same_shape(one.stride(), other.stride()) for one, other in zip(_tensors(left), _tensors(right), strict=True)
+    )
+
+
+def _same_kind(left: Any, right: Any) -> bool:
+    ours, theirs = _tensors(left), _tensors(right)
+    return len(ours) == len(theirs) and all(
+        one.dtype == other.dtype and one.device == other.device and same_shape(one.shape, other.shape)
+        for one, other in zip(ours, theirs, strict=True)
+    )
+
+
+class _Rewriter:
+    """One walk over one graph, from its inputs to its outputs."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self._inserted: list[fx.Node] = []
+        self._entries: list[fx.Node] = []
+        self._exits: list[fx.Node] = []
+        # The operations that values were given back their strides for.
+        self.stops: Counter[str] = Counter()
+        # Values and arguments as Dynamo made them.
+        self._value = {node: value_of(node) for node in graph.nodes}
+        self._arguments = {node: (node.args, node.kwargs) for node in graph.nodes}
+        self._written = {storage for node in graph.nodes for storage in storages(mutated_arguments(node))}
+        # Nodes whose strides are no longer the model's, and nodes that share memory with others than they did.
+        self._moved: set[fx.Node] = set()
+        self._shares: set[fx.Node] = set()
+        self._channels_last: dict[fx.Node, fx.Node] = {}
+        # By node, and whether it is a view of what its source was restored to.
+        self._restored: dict[tuple[fx.Node, bool], fx.Node] = {}
+
+    def run(self, convolutions: Sequence[fx.Node]) -> list[str]:
+        """Rewrite the graph; returns a reason for every convolution that stays as it was."""
+        obstacles = {node: self._obstacle(node) for node in convolutions}
+        able = [node for node, reason in obstacles.items() if reason is None]
+        regions = self._regions(able)
+        chosen = {node for region in regions if len(region) >= FEWEST_CONVOLUTIONS for node in region}
+        reasons = [reason or ALONE for node, reason in obstacles.items() if node not in chosen]
+        wanted = self._wanted(chosen)
+        for node in list(self.graph.nodes):
+            if node in chosen:
+                reason = self._convolve(node)
+                reasons += [reason] if reason is not None else []
+            elif node.op == "output":
+                self._leave(node, self._moved | self._shares, shared=True)
+            elif node in wanted and _packs(node) and not self._is_written(node.args[0]):
+                self._pack(node)
+            elif any(source in self._moved for source in node.all_input_nodes):
+                self._follow(node, node in wanted)
+            elif self._is_view(node) and any(source in self._shares for source in node.all_input_nodes):
+                if self._can_follow(node):
+                    self._shares.add(node)
+                else:
+                    self._stop(node)
+        self._sweep()
+        return reasons
+
+    @property
+    def entered(self) -> int:
+        """How many values are converted where they enter a region."""
+        return len(self._entries)
+
+    @property
+    def left(self) -> int:
+        return len(self._exits)
+
+    # --- what may be laid out anew ---
+
+    def _obstacle(self, node: fx.Node) -> str | None:
+        x, weight = _operands(node)
+        values = [self._value.get(part) for part in (x, weight, node) if isinstance(part, fx.Node)]
+        if len(values) < 3 or not all(isinstance(value, torch.Tensor) for value in values):
+            return "nothing is known about its shapes"
+        if self._value[x].dim() != self._value[weight].dim():
+            return NO_BATCH
+        if argument(node, 6, "groups", 1) != 1:
+            return GROUPED
+        if self._value[x].dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            return f"{self._value[x].dtype} has no channels-last convolution"
+        if self._value[x].device.type == "cuda" and self._value[x].dtype == torch.float32 and not compat.allows_tf32():
+            return NO_TENSOR_CORES
+        if any(self._is_written(part) for part in (x, weight, node)):
+            return WRITTEN
+        return None
+
+    def _is_written(self, node: fx.Node) -> bool:
+        return bool(self._storages([node]) & self._written)
+
+    def _storages(self, nodes: Iterable[fx.Node]) -> set[int]:
+        return {tensor.untyped_storage()._cdata for node in nodes for tensor in _tensors(self._value.get(node))}
+
+    def _can_follow(self, node: fx.Node) -> bool:
+        if node.op not in ("call_function", "call_method") or node.target not in FOLLOWERS:
+            return False
+        if mutated_arguments(node) or self._is_written(node):
+            return False
+        if node.target in _DROPOUTS and argument(node, 2, "training", node.kwargs.get("train", True)) is not False:
+            # Random numbers are drawn in the order of memory.
+            return False
+        # `x.view(dtype)` reads bits.
+        return not (node.target == "view" and any(isinstance(arg, torch.dtype) for arg in node.args))
+
+    def _carries(self, node: fx.Node) -> bool:
+        """Whether an operation takes images or videos to such."""
+        value = self._value.get(node)
+        return isinstance(value, torch.Tensor) and value.dim() in FORMATS and self._can_follow(node)
+
+    def _regions(self, convolutions: Sequence[fx.Node]) -> list[list[fx.Node]]:
+        """The convolutions that are connected, whatever the direction, by operations that carry a layout."""
+        seeds = set(convolutions)
+        inside = dict.fromkeys(convolutions) | dict.fromkeys(node for node in self.graph.nodes if self._carries(node))
+        leader: dict[fx.Node, fx.Node] = {node: node for node in inside}
+
+        def find(node: fx.Node) -> fx.Node:
+            while leader[node] is not node:
+                leader[node] = leader[leader[node]]
+                node = leader[node]
+            return node
+
+        for node in inside:
+            data = _operands(node)[:1] if node in seeds else node.all_input_nodes
+            for source in data:
+                if source in inside:
+                    leader[find(node)] = find(source)
+        regions: dict[fx.Node, list[fx.Node]] = {}
+        for node in convolutions:
+            regions.setdefault(find(node), []).append(node)
+        return list(regions.values())
+
+    def _wanted(self, chosen: set[fx.Node]) -> set[fx.Node]:
+        """Operations whose result reaches a convolution without changing what it is a picture of."""
+        wanted: set[fx.Node] = set()
+        stack = [_operands(node)[0] for node in chosen]
+        while stack:
+            node = stack.pop()
+            if node not in wanted and self._carries(node):
+                wanted.add(node)
+                stack.extend(node.all_input_nodes)
+        return wanted
+
+    # --- the walk ---
+
+    def _convolve(self, node: fx.Node) -> str | None:
+        x, weight = _operands(node)
+        swap = {x: self._as_channels_last(x, node), weight: self._weight(weight, node)}
+        made = self._compute(node, swap)
+        if made is None:
+            return self._give_up(node, NOT_FOLLOWED)
+        if not _same_layout(made, self._value[node]) and not is_contiguous(self._value[node]):
+            return self._give_up(node, NOT_RESTORABLE)
+        self._take(node, swap, made)
+        return None
+
+    def _give_up(self, node: fx.Node, reason: str) -> str:
+        self._stop(node)
+        return reason
+
+    def _follow(self, node: fx.Node, wanted: bool) -> None:
+        tensors = _tensors(self._value[node])
+        if not tensors and (node.target in _QUERIES or node.target is getattr):
+            return
+        if not tensors or not self._can_follow(node):
+            self._stop(node)
+            return
+        mates = self._mates(node)
+        if mates and not wanted:
+            # Nothing that follows is better off: one conversion here instead of two.
+            self._stop(node)
+            return
+        swap = {mate: self._as_channels_last(mate, node) for mate in mates}
+        if node.target == "view":
+            # The same view where the strides allow one, and a copy instead of an error where they do not.
+            node.target = "reshape"
+        made = self._compute(node, swap)
+        if made is None:
+            self._stop(node)
+            return
+        self._take(node, swap, made)
+
+    def _pack(self, node: fx.Node) -> None:
+        """The model asks for packed pixels on the way to a convolution, which then wants packed channels."""
+        node.args, node.kwargs = node.args[:1], {"memory_format": FORMATS[self._value[node].dim()]}
+        made = self._compute(node, {})
+        assert made is not None
+        self._take(node, {}, made)
+
+    def _mates(self, node: fx.Node) -> list[fx.Node]:
+        """What an operation combines, element by element, with a channels-last value and that is not itself."""
+        result = self._value[node]
+        if not isinstance(result, torch.Tensor) or result.dim() not in FORMATS:
+            return []
+        joins = node.target in _JOINS
+        full = [
+            source
+            for source in node.all_input_nodes
+            if isinstance(value := self._value[source], torch.Tensor)
+            and value.dim() == result.dim()
+            and (joins or same_shape(value.shape, result.shape))
+        ]
+        if not any(source in self._moved and is_channels_last(value_of(source)) for source in full):
+            return []
+        mates = [source for source in full if source not in self._moved and not is_channels_last(value_of(source))]
+        return mates if not any(map(self._is_written, mates)) else []
+
+    def _compute(self, node: fx.Node, swap: dict[fx.Node, fx.Node]) -> Any:
+        """What a node gives for the values its inputs have now; None where that is not what Dynamo saw but for strides."""
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: value_of(swap.get(source, source)))
+        try:
+            with _as_dynamo_does(self._value[node]):
+                if node.op == "call_method":
+                    made = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+                else:
+                    made = node.target(*args, **kwargs)  # type: ignore[operator]
+        except (RuntimeError, TypeError):
+            return None
+        return made if _same_kind(made, self._value[node]) else None
+
+    def _take(self, node: fx.Node, swap: dict[fx.Node, fx.Node], made: Any) -> None:
+        for source, other in swap.items():
+            node.replace_input_with(source, other)
+        node.meta = {**node.meta, "example_value": made}
+        if not _same_layout(made, self._value[node]):
+            self._moved.add(node)
+        view = self._is_view(node)
+        away = any(source in self._moved or source in self._shares for source in node.all_input_nodes)
+        if (view and away) or view != bool(storages([node]) & storages(node.all_input_nodes)):
+            self._shares.add(node)
+
+    def _is_view(self, node: fx.Node) -> bool:
+        """Whether the model's own value lies in the memory of an input."""
+        sources = self._arguments[node]
+        return bool(self._storages([node]) & self._storages(_nodes_in(sources)))
+
+    # --- conversions ---
+
+    def _insert(self, place: fx.Node, source: fx.Node, method: str, memory_format: torch.memory_format) -> fx.Node:
+        with self.graph.inserting_before(place):
+            made = self.graph.call_method(method, (source,), {"memory_format": memory_format})
+        value = value_of(source)
+        with _as_dynamo_does(value):
+            made.meta["example_value"] = getattr(value, method)(memory_format=memory_format)
+        made.meta |= {name: place.meta[name] for name in ("stack_trace", "nn_module_stack") if name in place.meta}
+        self._inserted.append(made)
+        return made
+
+    def _as_channels_last(self, node: fx.Node, place: fx.Node) -> fx.Node:
+        value = value_of(node)
+        if is_channels_last(value):
+            return node
+        if node not in self._channels_last:
+            self._channels_last[node] = self._insert(place, node, "contiguous", FORMATS[value.dim()])
+            self._entries.append(self._channels_last[node])
+        return self._channels_last[node]
+
+    def _weight(self, node: fx.Node, place: fx.Node) -> fx.Node:
+        """A clone even where `contiguous` would give the kernel back: of a 1x1 one only the strides say what it is."""
+        if node not in self._channels_last:
+            made = self._insert(place, node, "clone", FORMATS[value_of(node).dim()])
+            mark_for_folding(made)
+            # The user may have laid it out already.
+            self._channels_last[node] = node if _same_layout(value_of(made), value_of(node)) else made
+        return self._channels_last[node]
+
+    def _sweep(self) -> None:
+        """Take out conversions for convolutions that were given up."""
+        for node in reversed(self._inserted):
+            if not node.users:
+                self.graph.erase_node(node)
+        self._entries = [node for node in self._entries if not node._erased]
+        self._exits = [node for node in self._exits if not node._erased]
+
+    def _stop(self, node: fx.Node) -> None:
+        """The layout ends here: what is not known to ignore it reads what the model has."""
+        view = self._is_view(node)
+        self._leave(node, self._moved | self._shares if view else self._moved, shared=view)
+
+    def _leave(self, node: fx.Node, which: Collection[fx.Node], *, shared: bool = False) -> None:
+        """Let a node read some of its inputs with the strides, and the sharing of memory, that the model gave them."""
+        sources = [source for source in node.all_input_nodes if source in which]
+        for source in sources:
+            node.replace_input_with(source, self._restore(source, node, shared))
+        if sources:
+            self.stops[_name(node)] += 1
+
+    def _restore(self, node: fx.Node, place: fx.Node, shared: bool) -> fx.Node:
+        if node not in self._moved and not (shared and node in self._shares):
+            return node
+        view = shared and self._is_view(node)
+        if (node, view) not in self._restored:
+            if is_contiguous(self._value[node]) and not view:
+                made = self._insert(place, node, "clone", torch.contiguous_format)
+                self._exits.append(made)
+            else:
+                made = self._repeat(node, place, shared)
+            self._restored[node, view] = made
+        return self._restored[node, view]
+
+    def _repeat(self, node: fx.Node, place: fx.Node, shared: bool) -> fx.Node:
+        """The node once more, as Dynamo made it: a transposed view, say, of what now is transposed itself."""
+        args, kwargs = fx.map_arg(self._arguments[node], lambda source: self._restore(source, place, shared))
+        with self.graph.inserting_before(place):
+            made = self.graph.create_node(node.op, node.target, args, kwargs)
+        made.meta = {**node.meta, "example_value": self._value[node]}
+        return made
+
+
+def _operands(node: fx.Node) -> tuple[Any, Any]:
+    return argument(node, 0, "input"), argument(node, 1, "weight")
+
+
+def _packs(node: fx.Node) -> bool:
+    return node.target == "contiguous" and (
+        argument(node, 1, "memory_format", torch.contiguous_format) is torch.contiguous_format
+    )
+
+
+def _nodes_in(arguments: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+
+    def note(node: fx.Node) -> fx.Node:
+        found.append(node)
+        return node
+
+    fx.map_arg(arguments, note)
+    return found
+
+
+def _name(node: fx.Node) -> str:
+    return "output" if node.op == "output" else str(getattr(node.target, "__name__", node.target))
+
+
+@contextlib.contextmanager
+def _as_dynamo_does(value: Any) -> Iterator[None]:
+    """Compute on fake tensors of a value's kind without asking for more of symbolic sizes than Dynamo did."""
+    mode = next(tensor.fake_mode for tensor in _tensors(value) if hasattr(tensor, "fake_mode"))
+    # Without its dispatcher some operators' C++ turns a symbolic size into the number it has now.
+    with mode, torch.no_grad(), enable_python_dispatcher():
+        yield
