@@ -194,8 +194,8 @@ class TestBackend:
         json.dumps(record.kernels)
 
     def test_each_part_has_its_switch(self):
-        def body(**switches):
-            (kernel,), _, _ = self.compiled("crop_to_nhwc", pass_config=switches(**switches))
+        def body(**parts):
+            (kernel,), _, _ = self.compiled("crop_to_nhwc", pass_config=switches(**parts))
             LEDGER.clear()
             return kernel.dims, "_i32" in kernel.source
 

@@ -79,8 +79,9 @@ def describe(kernel: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, A
     texts = ("source", "loops", "fragment", "drawing")
     return {
         **{name: value for name, value in kernel.items() if name not in texts},
-        "tiling": tiling(kernel["source"], kernel["language"]),
         **{name: value for name, value in about.items() if name not in ("name", "ops", "kind")},
+        # How it is tiled, and what the tiling policy decided and why.
+        "tiling": {**tiling(kernel["source"], kernel["language"]), "decision": about.get("tiling")},
     }
 
 
