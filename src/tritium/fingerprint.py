@@ -24,7 +24,7 @@ from tritium import compat, device
 from tritium.errors import FingerprintError, nearest
 
 # Parts of the package that decide what a graph becomes. A change elsewhere leaves compiled code valid.
-CODE = ("compat.py", "compiler", "fusions", "ops", "tiling")
+CODE = ("compat", "compiler", "fusions", "ops", "tiling")
 _SUFFIXES = {".py", ".cpp", ".h"}
 
 # Entries of a configuration that say where it came from, beside those whose names start with an underscore.

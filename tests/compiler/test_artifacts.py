@@ -1,5 +1,6 @@
 """Compile artifacts: a second process starts warm from one moved file, and no damaged or foreign file is ever used."""
 
+import importlib
 import json
 import os
 import pickle
@@ -225,11 +226,11 @@ class TestLibraries:
 
     def test_settings(self):
         given = {"main_code": "int x;", "submit_fn": object()}
-        before = compat._library_request(given)
-        assert compat._library_request({"main_code": "int x;", "submit_fn": object()}) == before
-        assert compat._library_request({"main_code": "int y;"}) != before
+        before = compat.artifacts._library_request(given)
+        assert compat.artifacts._library_request({"main_code": "int x;", "submit_fn": object()}) == before
+        assert compat.artifacts._library_request({"main_code": "int y;"}) != before
         with torch._inductor.config.patch({"cpp.enable_floating_point_contract_flag": "fast"}):
-            assert compat._library_request(given) != before
+            assert compat.artifacts._library_request(given) != before
 
 
 SECTIONS = [Section("torch", "artifacts", b"pickled"), Section("library", "ab12", b""), Section("record", "cd", b"{}")]
@@ -398,7 +399,7 @@ def test_nothing_to_save(tmp_path):
 
 def test_saving_leaves_torch_s_own_count_alone(monkeypatch):
     with CacheArtifactManager.with_fresh_cache():
-        compat.importlib.import_module("torch._inductor.codecache")
+        importlib.import_module("torch._inductor.codecache")
         CacheArtifactManager.record_artifact("inductor", "key", b"content")
         assert compat.cache_artifacts() == compat.cache_artifacts() is not None
         assert CacheArtifactManager.need_serialize()

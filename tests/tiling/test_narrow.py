@@ -262,6 +262,6 @@ class TestGenerated:
         common = torch._inductor.codegen.common
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(common, "SizeArg", Argument)
-            patch.setattr(compat, "original_size", lambda size: size)
+            patch.setattr(compat.tiling, "original_size", lambda size: size)
             arguments = type("Arguments", (), {"python_argdefs": lambda self: ([], [], [Argument()], [])})()
             assert compat.kernel_sizes(type("Kernel", (), {"args": arguments})()) == {}

@@ -19,8 +19,8 @@ from tritium.passes import Pass
 def package_files() -> list[Path]:
     """The package's files that decide what a graph becomes, whichever fusions and passes take part."""
     own = Path(__file__).parent
-    tiling = own.parent / "tiling"
-    return [*sorted(own.glob("*.py")), *sorted(tiling.glob("*.py")), own.parent / "compat.py"]
+    folders = (own, own.parent / "tiling", own.parent / "compat")
+    return [file for folder in folders for file in sorted(folder.glob("*.py"))]
 
 
 def identity(

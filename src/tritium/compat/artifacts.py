@@ -1,0 +1,111 @@
+"""Compile artifacts: torch's own, and the libraries of C++ kernels, which it does not keep."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from tritium.compat.inductor import inductor_config, inductor_settings
+
+
+def caching_obstacle() -> str | None:
+    """Why Inductor would keep or find nothing in its cache, or None."""
+    config = inductor_config()
+    if config.force_disable_caches:
+        return "torch's compile caches are off (force_disable_caches)"
+    if not config.fx_graph_cache:
+        return "Inductor's graph cache is off (fx_graph_cache)"
+    return None
+
+
+def cache_artifacts() -> tuple[bytes, int] | None:
+    """What torch compiled or found in its caches in this process, as bytes, and how many graphs that is.
+
+    `torch.compiler.save_cache_artifacts` writes one group of entries a call, and reading keeps the last group alone: a
+    second save in one process would lose what the first one had. So all entries are written as one group, and torch's
+    own count of what is new stays as it was.
+    """
+    manager = importlib.import_module("torch.compiler._cache").CacheArtifactManager
+    seen = list(manager._seen_artifacts)
+    with manager.with_fresh_cache():
+        for artifact in seen:
+            manager._new_cache_artifacts[artifact.type()].append(artifact)
+        written = manager.serialize()
+    return None if written is None else (written[0], sum(artifact.type() == "inductor" for artifact in seen))
+
+
+def load_cache_artifacts(content: bytes) -> bool:
+    """Put such bytes into torch's caches; False if this torch cannot read them. They are unpickled: only from friends."""
+    return torch.compiler.load_cache_artifacts(content) is not None
+
+
+class LibraryShelf(Protocol):
+    """Where libraries of C++ kernels are found before Inductor compiles them."""
+
+    def find(self, request: str) -> Path | None: ...
+
+    def loaded(self, request: str, library: Path) -> None: ...
+
+
+def share_libraries(shelf: LibraryShelf) -> None:
+    """Look for Inductor's C++ kernels on a shelf first, and tell it which libraries were loaded.
+
+    Inductor names a library by the compiler's whole command line, which takes a probe of the compiler for each vector
+    instruction set and has torch's folder in it. A shelf knows it by its source and Inductor's settings.
+    """
+    bindings = importlib.import_module("torch._inductor.codecache").CppPythonBindingsCodeCache
+    if hasattr(bindings.load_async, "tritium_original"):
+        return
+    original = bindings.load_async.__func__
+
+    def load_async(cls: Any, main_code: str, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(original).bind(cls, main_code, *args, **kwargs).arguments
+        # Subclasses build wrappers with libraries of their own; extra flags may name files.
+        if cls is not bindings or given.get("extra_flags"):
+            return original(cls, main_code, *args, **kwargs)
+        request = _library_request(given)
+        found = shelf.find(request)
+        # Started now and not at the first call: the compiler works in the background until then.
+        started = original(cls, main_code, *args, **kwargs) if found is None else None
+
+        @functools.cache
+        def load() -> Any:
+            module = _load_library(bindings, found) if found is not None else None
+            if module is None:
+                module = (started or original(cls, main_code, *args, **kwargs))()
+            shelf.loaded(request, Path(module.__file__))
+            return module
+
+        return load
+
+    load_async.tritium_original = original  # type: ignore[attr-defined]
+    bindings.load_async = classmethod(load_async)
+
+
+def _library_request(given: Mapping[str, Any]) -> str:
+    """Everything about a library but the machine it is for: the source, and the settings that decide how it is compiled."""
+    arguments = {name: value for name, value in given.items() if name not in {"cls", "submit_fn"}}
+    # Which compiler is asked does not change what the source means.
+    settings = {
+        name: value
+        for name, value in inductor_settings().items()
+        if name.startswith(("cpp.", "aot_inductor.")) and name != "cpp.cxx"
+    }
+    return repr((sorted(arguments.items()), sorted(settings.items())))
+
+
+def _load_library(bindings: Any, library: Path) -> Any:
+    try:
+        return bindings._load_library(str(library), library.stem)
+    except (ImportError, OSError) as error:
+        warnings.warn(
+            f"tritium: {library.name} cannot be loaded and is compiled again: {error}", RuntimeWarning, stacklevel=2
+        )
+        return None

@@ -1,0 +1,194 @@
+"""What Dynamo knows of a graph: frames, guards, breaks, recompiles, sources and sizes of inputs."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import fx
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The Python frame that Dynamo is compiling while it calls a backend."""
+
+    code: CodeType
+    arguments: Mapping[str, Any]
+    compile_id: str
+
+
+def compiling_frame() -> Frame | None:
+    """The frame being compiled, or None when a backend is called by hand."""
+    convert = importlib.import_module("torch._dynamo.symbolic_convert")
+    try:
+        output = convert.InstructionTranslator.current_tx().output
+    except AttributeError:
+        return None
+    root = output.root_tx
+    return Frame(root.f_code, root.f_locals, str(getattr(output, "dynamo_compile_id", None) or "?"))
+
+
+def graphs_compiled() -> int:
+    """How many graphs Dynamo has handed to any backend in this process."""
+    return int(importlib.import_module("torch._dynamo.utils").counters["stats"]["unique_graphs"])
+
+
+def guard_failures(code: CodeType) -> list[str]:
+    """Why the compiled versions of a frame did not fit, oldest first, as Dynamo words it."""
+    return list(importlib.import_module("torch._dynamo.utils").guard_failures.get(code, ()))
+
+
+def break_reason(gm: fx.GraphModule) -> str | None:
+    """Why Dynamo ended the graph early, in one line, or None when it did not."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    text = str(reason.reason)
+    headline = text.strip().splitlines()[0]
+    explanation = re.search(r"Explanation: (.+)", text)
+    where = reason.user_stack[-1] if reason.user_stack else None
+    place = f" at {Path(where.filename).name}:{where.lineno}" if where is not None else ""
+    return headline + place + (f" ({explanation[1].strip()})" if explanation else "")
+
+
+_LIMIT_MESSAGE = "torch._dynamo hit config.%s (%s)"
+
+
+@dataclass(frozen=True)
+class LimitReached:
+    """Dynamo gave up recompiling a function: from now on it runs eagerly for arguments that fit no compiled version."""
+
+    limit: str
+    value: int
+    function: str
+    file: str
+    line: int
+    reason: str
+
+
+class _LimitHandler(logging.Handler):
+    def __init__(self, notify: Callable[[LimitReached], None]) -> None:
+        super().__init__(logging.WARNING)
+        self.notify = notify
+
+    def emit(self, record: logging.LogRecord) -> None:
+        arguments = record.args
+        if not str(record.msg).startswith(_LIMIT_MESSAGE) or not isinstance(arguments, tuple) or len(arguments) < 4:
+            return
+        match = re.match(r"'(.+)' \((.+):(\d+)\)", str(arguments[2]))
+        if match is not None:
+            value = int(str(arguments[1]))
+            self.notify(LimitReached(str(arguments[0]), value, match[1], match[2], int(match[3]), str(arguments[3])))
+
+
+def watch_recompile_limit(notify: Callable[[LimitReached], None]) -> None:
+    """Call `notify` whenever Dynamo reaches a recompile limit; it announces that in its log and nowhere else."""
+    logger = logging.getLogger("torch._dynamo.convert_frame")
+    if not any(isinstance(handler, _LimitHandler) for handler in logger.handlers):
+        logger.addHandler(_LimitHandler(notify))
+
+
+@contextlib.contextmanager
+def many_recompiles() -> Iterator[None]:
+    """Lift Dynamo's limits of versions of one function, for whoever compiles it in many ways on purpose."""
+    config: Any = importlib.import_module("torch._dynamo.config")
+    with config.patch(recompile_limit=4096, accumulated_recompile_limit=65536):
+        yield
+
+
+def is_parameter_placeholder(node: fx.Node) -> bool:
+    """Whether Dynamo made this graph input from a parameter or buffer of a module."""
+    source = getattr(node, "_dynamo_source", None)
+    if source is None:
+        return False
+    name = source.name
+    # A method before it became a property.
+    text = str(name() if callable(name) else name)
+    return re.search(r"\._(parameters|buffers)\['[^']+'\]$", text) is not None
+
+
+def source_name(node: fx.Node) -> str:
+    """The user's name of a graph input: `hidden_states`, or `transformer.norm.weight` for a parameter."""
+    source = getattr(node, "_dynamo_source", None)
+    if source is None:
+        return node.name
+    name = source.name
+    text = str(name() if callable(name) else name)
+    text = re.sub(r"L\['(\w+)'\]", r"\1", text)
+    text = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", text)
+    return re.sub(r"\.__dict__\['([^']+)'\]", r".\1", text)
+
+
+def module_path(node: fx.Node) -> tuple[str, ...]:
+    """The module whose forward a node comes from: `("transformer_blocks", "0", "norm1")`; empty for the model's own."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ()
+    innermost = list(stack.values())[-1]
+    words = re.findall(r"\w+", str(innermost[0]))
+    return tuple(word for word in words if word not in ("L", "self", "__dict__", "_modules"))
+
+
+def size_hint(size: Any) -> int | None:
+    """The number behind a symbolic size in the call that is being compiled; no guard is added."""
+    node = getattr(size, "node", None)
+    hint = getattr(node, "hint", None)
+    return int(hint) if isinstance(hint, int) else None
+
+
+def describe_new_input(node: fx.Node, *, is_static: bool) -> None:
+    """Give a placeholder that Dynamo did not make what AOTAutograd expects of those it did."""
+    node._dynamo_source = None
+    node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"} if is_static else {}
+
+
+@contextlib.contextmanager
+def marked_dynamic(marks: Sequence[tuple[torch.Tensor, int]]) -> Iterator[None]:
+    """Mark dims dynamic for the calls inside, and leave the caller's tensors as they were."""
+    names = [f"_dynamo_{name}" for name in ("dynamic_indices", "weak_dynamic_indices", "dynamic_range")]
+    names += ["_dynamo_hint_overrides", "_dynamo_unbacked_indices"]
+    saved = [
+        (tensor, {name: tensor.__dict__[name] for name in names if name in tensor.__dict__}) for tensor, _ in marks
+    ]
+    try:
+        for tensor, dim in marks:
+            # Sizes 0 and 1 are always specialised; asking for them to be dynamic would be an error.
+            if tensor.shape[dim] < 2:
+                torch._dynamo.maybe_mark_dynamic(tensor, dim)
+            else:
+                torch._dynamo.mark_dynamic(tensor, dim)
+        yield
+    finally:
+        for tensor, attributes in saved:
+            for name in names:
+                tensor.__dict__.pop(name, None)
+            tensor.__dict__.update(attributes)
+
+
+def passes_through(error: Exception) -> bool:
+    """Whether Dynamo steers by this exception, or speaks to the user, through a backend: never a failure of ours."""
+    exc = importlib.import_module("torch._dynamo.exc")
+    shapes = importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    steering = (
+        exc.RestartAnalysis,
+        exc.SkipFrame,
+        exc.UserError,
+        shapes.ConstraintViolationError,
+        shapes.GuardOnDataDependentSymNode,
+        torch.OutOfMemoryError,
+    )
+    return isinstance(error, steering)
+
+
+def steers_dynamo(error: Exception) -> bool:
+    """Whether Dynamo steers by this exception, or the machine is out of memory: nothing may catch it on the way."""
+    exc = importlib.import_module("torch._dynamo.exc")
+    return isinstance(error, (exc.RestartAnalysis, exc.SkipFrame, exc.UserError, torch.OutOfMemoryError))

@@ -1,0 +1,109 @@
+"""Inductor as a whole: its configuration, its caches, one compilation."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+
+def inductor_config() -> Any:
+    return importlib.import_module("torch._inductor.config")
+
+
+def inductor_settings() -> dict[str, Any]:
+    """All of Inductor's settings as they are for this thread."""
+    return cast("dict[str, Any]", inductor_config().get_config_copy())
+
+
+@contextlib.contextmanager
+def inductor_patched(changes: Mapping[str, Any]) -> Iterator[None]:
+    """Change settings for what runs inside, in this thread, and restore them on any exit.
+
+    torch 2.13 keeps overrides in context variables, 2.11 in globals; `config.patch` entered and left in the compiling
+    thread is right for both, because Dynamo compiles one frame at a time.
+    """
+    with inductor_config().patch(dict(changes)):
+        yield
+
+
+def unknown_settings(names: Sequence[str]) -> list[str]:
+    known = inductor_settings()
+    return [name for name in names if name not in known]
+
+
+def mode_settings(mode: str | None) -> dict[str, Any]:
+    """What `torch.compile(mode=...)` means for Inductor."""
+    if mode in (None, "default"):
+        return {}
+    inductor = importlib.import_module("torch._inductor")
+    return dict(inductor.list_mode_options(mode))
+
+
+def allows_tf32() -> bool:
+    """Whether float32 convolutions may run on tensor cores."""
+    cudnn: Any = torch.backends.cudnn
+    return bool(cudnn.conv.fp32_precision == "tf32")
+
+
+def compile_fx(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    module = importlib.import_module("torch._inductor.compile_fx")
+    return cast("Callable[..., Any]", module.compile_fx(gm, example_inputs))
+
+
+def cache_dir() -> Path:
+    """Inductor's cache folder; what Tritium stores lies beside it and moves with it."""
+    return Path(importlib.import_module("torch._inductor.runtime.cache_dir_utils").cache_dir())
+
+
+@contextlib.contextmanager
+def empty_cache() -> Iterator[None]:
+    """Compile with an empty cache folder, which is gone afterwards."""
+    with importlib.import_module("torch._inductor.utils").fresh_cache():
+        yield
+
+
+def vector_isas() -> list[str]:
+    """The CPU's vector instruction sets that Inductor knows of; asking which the compiler can use would start it."""
+    return list(importlib.import_module("torch._inductor.cpu_vec_isa").x86_isa_checker())
+
+
+def salted_pass(identity: bytes, inner: Any) -> Any:
+    """A post-grad pass that changes nothing but Inductor's cache key, around the user's own pass if there is one.
+
+    Inductor's key knows a custom op by its name alone: without this, editing an op's kernel or its fake would hit the
+    code compiled for the old one.
+    """
+    base = importlib.import_module("torch._inductor.custom_graph_pass").CustomGraphPass
+
+    class Salt(base):  # type: ignore[misc, valid-type]
+        def __call__(self, graph: fx.Graph) -> None:
+            for step in inner if isinstance(inner, (list, tuple)) else [inner]:
+                if step is not None:
+                    step(graph)
+
+        def uuid(self) -> Any:
+            parts: list[Any] = [identity]
+            for step in inner if isinstance(inner, (list, tuple)) else [inner]:
+                if step is None:
+                    continue
+                # A plain function has no identity, and Inductor then does not cache: the user's choice stays theirs.
+                theirs = step.uuid() if isinstance(step, base) else None
+                if theirs is None:
+                    return None
+                parts.append(theirs)
+            return tuple(parts) if len(parts) > 1 else identity
+
+    return Salt()
+
+
+def debug_folder() -> Path | None:
+    """Where `TORCH_COMPILE_DEBUG=1` makes torch write, or None when it was not asked for."""
+    if not inductor_config().trace.enabled:
+        return None
+    return Path(importlib.import_module("torch._dynamo.utils").get_debug_dir())

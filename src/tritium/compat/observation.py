@@ -1,0 +1,187 @@
+"""Code generation, looked at while it happens: kernels, operators that are called, pairs that stay two."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from tritium.compat.kernels import _hint
+
+
+class CodegenObserver(Protocol):
+    """What `observed_codegen` tells while Inductor generates code."""
+
+    def kernel(self, name: str, nodes: Sequence[Any]) -> None: ...
+
+    def graph(self, lowering: Any) -> None: ...
+
+    def not_fused(self, why: Any) -> None: ...
+
+
+_OBSERVER: ContextVar[CodegenObserver | None] = ContextVar("tritium_codegen_observer", default=None)
+
+
+def _observe_define_kernel(scheduling: Any) -> None:
+    original = scheduling.define_kernel
+
+    def define_kernel(self: Any, src_code: str, nodes: Any, *args: Any, **kwargs: Any) -> Any:
+        name = original(self, src_code, nodes, *args, **kwargs)
+        observer = _OBSERVER.get()
+        if observer is not None:
+            observer.kernel(str(name), [node for node in nodes if hasattr(node, "read_writes")])
+        return name
+
+    define_kernel.tritium_original = original  # type: ignore[attr-defined]
+    scheduling.define_kernel = define_kernel
+
+
+def _observe_reasons(why_no_fuse: Any) -> None:
+    # Not through the log these go to: at its level Inductor also prints every candidate pair, which takes seconds.
+    original = why_no_fuse.__call__
+
+    def call(self: Any, reason: str, *args: Any) -> None:
+        original(self, reason, *args)
+        observer = _OBSERVER.get()
+        if observer is not None:
+            observer.not_fused(self)
+
+    why_no_fuse.__call__ = call
+
+
+def _install_observation() -> None:
+    lowering = importlib.import_module("torch._inductor.graph").GraphLowering
+    if hasattr(lowering.codegen, "tritium_original"):
+        return
+    original = lowering.codegen
+
+    def codegen(self: Any) -> Any:
+        result = original(self)
+        observer = _OBSERVER.get()
+        if observer is not None:
+            observer.graph(self)
+        return result
+
+    codegen.tritium_original = original  # type: ignore[attr-defined]
+    _observe_define_kernel(importlib.import_module("torch._inductor.codegen.cpp").CppScheduling)
+    _observe_define_kernel(importlib.import_module("torch._inductor.codegen.triton").TritonScheduling)
+    _observe_reasons(importlib.import_module("torch._inductor.scheduler").WhyNoFuse)
+    lowering.codegen = codegen
+
+
+@contextlib.contextmanager
+def observed_codegen(observer: CodegenObserver) -> Iterator[None]:
+    """Let an observer see the kernels Inductor defines inside; it only looks, so no cache key needs to know of it."""
+    _install_observation()
+    token = _OBSERVER.set(observer)
+    try:
+        yield
+    finally:
+        _OBSERVER.reset(token)
+
+
+def kernel_dependencies(nodes: Sequence[Any]) -> tuple[dict[str, int], dict[str, int]]:
+    """Buffers that a kernel reads from and writes to memory, each with its bytes (dynamic sizes by their hint)."""
+    virtualized = importlib.import_module("torch._inductor.virtualized")
+    graph = virtualized.V.graph
+    written = {dep.name for node in nodes for dep in node.read_writes.writes}
+    reads: dict[str, int] = {}
+    writes: dict[str, int] = {}
+    for node in nodes:
+        for dep in node.read_writes.reads:
+            if dep.name not in written:
+                # One of several places to read from, or one looked up: counted for every result, and at most all of it.
+                whole = _buffer_bytes(graph, dep.name)
+                found = int(graph.get_dep_size_hint(dep))
+                reads[dep.name] = max(reads.get(dep.name, 0), found if whole is None else min(found, whole))
+        for dep in node.read_writes.writes:
+            if dep.name not in graph.removed_buffers:
+                writes[dep.name] = max(writes.get(dep.name, 0), int(graph.get_dep_size_hint(dep)))
+    return reads, writes
+
+
+def library_calls(lowering: Any) -> list[tuple[torch._ops.OpOverload, fx.Node]]:
+    """Operators that generated code calls (library products, attention, owned ops), in the order it calls them."""
+    ir = importlib.import_module("torch._inductor.ir")
+    found = []
+    for group in lowering.scheduler.nodes:
+        for scheduled in group.get_nodes():
+            operation = scheduled.node
+            overload = getattr(operation, "op_overload", None)
+            if not isinstance(operation, ir.ExternKernel) or not isinstance(overload, torch._ops.OpOverload):
+                continue
+            # What feeds an operator counts among its origins too.
+            origins = [operation.get_origin_node(), *operation.origins]
+            own = (node for node in origins if node is not None and _calls(node, overload))
+            if (node := next(own, None)) is not None:
+                found.append((overload, node))
+    return found
+
+
+def _calls(node: fx.Node, overload: torch._ops.OpOverload) -> bool:
+    return getattr(node.target, "overloadpacket", None) is overload.overloadpacket
+
+
+def loops_of(nodes: Sequence[Any]) -> str:
+    """Inductor's loop IR of what a kernel computes, one body after the other."""
+    texts = []
+    for inner in dict.fromkeys(inner for node in nodes for inner in node.get_nodes()):
+        body = getattr(inner, "_body", None)
+        texts.append(f"{inner.get_name()}: {type(inner).__name__}")
+        texts.append(body.debug_str().strip("\n") if body is not None else "  (no loops: a template or an operator)")
+    return "\n".join(texts) + "\n"
+
+
+def has_lowering(overload: torch._ops.OpOverload) -> bool:
+    """Whether Inductor can generate code for an operator; registering a fallback for one does not count."""
+    module = importlib.import_module("torch._inductor.lowering")
+    return overload in module.lowerings and overload not in module.fallbacks
+
+
+def has_decomposition(overload: torch._ops.OpOverload) -> bool:
+    """Whether Inductor takes an operator apart before it lowers it."""
+    return overload in importlib.import_module("torch._inductor.decomposition").select_decomp_table()
+
+
+def fallback_nodes(lowering: Any) -> list[tuple[torch._ops.OpOverload, list[tuple[torch.dtype, tuple[int, ...]]]]]:
+    """Operators that Inductor calls instead of generating code for them, with the dtypes and sizes that go in."""
+    ir = importlib.import_module("torch._inductor.ir")
+    found = []
+    for operation in lowering.operations:
+        overload = getattr(operation, "op_overload", None)
+        if not isinstance(operation, ir.FallbackKernel) or not isinstance(overload, torch._ops.OpOverload):
+            continue
+        inputs = []
+        for value in operation.inputs:
+            try:
+                sizes = tuple(int(_hint(lowering, size)) for size in value.get_size())
+                inputs.append((value.get_dtype(), sizes))
+            except (AttributeError, NotImplementedError):
+                continue
+        found.append((overload, inputs))
+    return found
+
+
+def is_view(target: Any) -> bool:
+    """Whether an operator returns its input's memory under another shape, or may do so."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    aliases = [result.alias_info for result in target._schema.returns]
+    return target is torch.ops.aten.reshape.default or any(
+        found is not None and not found.is_write for found in aliases
+    )
+
+
+def _buffer_bytes(graph: Any, name: str) -> int | None:
+    held = graph.try_get_buffer(name)
+    if held is None:
+        return None
+    try:
+        return int(_hint(graph, held.get_numel())) * int(held.get_dtype().itemsize)
+    except Exception:  # noqa: BLE001 - not every buffer has a size, and a count is no reason to fail
+        return None

@@ -1,0 +1,182 @@
+"""The functions of Inductor that decide how a Triton kernel is tiled, and what the tiling policy asks of them."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tritium.compat.inductor import inductor_config
+from tritium.compat.versions import TORCH, Version
+
+# Versions whose tiling code was read: the hooks below mean there what they are taken for.
+TILING_KNOWN = ((2, 11), (2, 12), (2, 13))
+
+
+def tiling_obstacle(version: Version = TORCH) -> str | None:
+    """Why Inductor's tiling must be left alone on this torch, or None.
+
+    >>> tiling_obstacle((2, 10))
+    'tiling is known of torch 2.11 to 2.13, not of 2.10'
+    """
+    text = ".".join(map(str, version))
+    if version not in TILING_KNOWN:
+        return f"tiling is known of torch 2.11 to 2.13, not of {text}"
+    for name, owner, attribute, parameters in _tiling_hooks():
+        hook = getattr(owner, attribute, None) if owner is not None else None
+        if hook is None:
+            return f"torch {text} has no {name}"
+        missing = [parameter for parameter in parameters if parameter not in inspect.signature(hook).parameters]
+        if missing:
+            return f"{name} of torch {text} takes no {', '.join(missing)}"
+    return None
+
+
+def _tiling_hooks() -> list[tuple[str, Any, str, tuple[str, ...]]]:
+    """Everything of Inductor that the tiling policy wraps: a name, its owner, and the parameters that are relied on."""
+    simd = importlib.import_module("torch._inductor.codegen.simd").SIMDScheduling
+    question = ("node_schedule", "numel", "reduction_numel", "coalesce_analysis")
+    analysis, function = coalescing_analysis()
+    return [
+        ("SizeVarAllocator.statically_known_multiple_of", *multiple_of_hook(), ("numerator", "denominator")),
+        ("SIMDScheduling.get_tiling_and_scores", simd, "get_tiling_and_scores", question),
+        ("SIMDScheduling.create_tiling", simd, "create_tiling", ("pw_tiling", "reduction_tiling")),
+        ("SIMDScheduling.tiling_is_compatible", simd, "tiling_is_compatible", ("node_schedule", "tiling")),
+        ("SIMDScheduling.codegen_node_schedule", simd, "codegen_node_schedule", ("kernel_features",)),
+        ("TritonKernel.codegen_kernel", triton_kernel(), "codegen_kernel", ("name",)),
+        ("the coalescing analysis", analysis, function, ()),
+        ("FxGraphHashDetails", graph_key(), "__init__", ("gm", "example_inputs")),
+    ]
+
+
+# Settings under which Inductor tiles kernels without looking at what their accesses coalesce.
+NO_TILING_ANALYSIS = {"triton.coalesce_tiling_analysis": False}
+
+
+_TILING_FUNCTIONS = frozenset({"get_tiling_and_scores", "compute_tiling_strategy", "_split_iteration_ranges"})
+
+
+def came_from_tiling(error: BaseException) -> bool:
+    """Whether an error, or one that it was raised for, comes from Inductor's tiling analysis."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        for frame, _ in traceback.walk_tb(current.__traceback__):
+            code = frame.f_code
+            if Path(code.co_filename).name == "tiling_utils.py" or code.co_name in _TILING_FUNCTIONS:
+                return True
+        current = current.__cause__ or current.__context__
+    return False
+
+
+def multiple_of_hook() -> tuple[Any, str]:
+    return importlib.import_module("torch._inductor.sizevars").SizeVarAllocator, "statically_known_multiple_of"
+
+
+def simd_scheduling() -> Any:
+    return importlib.import_module("torch._inductor.codegen.simd").SIMDScheduling
+
+
+def triton_kernel() -> Any:
+    return importlib.import_module("torch._inductor.codegen.triton").TritonKernel
+
+
+def graph_key() -> Any:
+    """The class whose attributes are hashed into the key of a compiled graph."""
+    return importlib.import_module("torch._inductor.codecache").FxGraphHashDetails
+
+
+def coalescing_analysis() -> tuple[Any, str]:
+    """Where code generation looks the coalescing analysis up."""
+    utilities = importlib.import_module("torch._inductor.tiling_utils")
+    if hasattr(utilities, "_analyze_memory_coalescing"):
+        return utilities, "_analyze_memory_coalescing"
+    return importlib.import_module("torch._inductor.codegen.simd"), "analyze_memory_coalescing"
+
+
+def lowering_graph() -> Any:
+    """The graph that Inductor lowers right now."""
+    return importlib.import_module("torch._inductor.virtualized").V.graph
+
+
+def compiles_ahead_of_time() -> bool:
+    """Whether the code will run without Dynamo's guards."""
+    return importlib.import_module("torch._inductor.virtualized").V.aot_compilation is True
+
+
+def can_guard(size: Any) -> bool:
+    """Whether a guard on a size is checked before the code runs."""
+    shapes = importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    return not compiles_ahead_of_time() and not shapes.free_unbacked_symbols(size)
+
+
+def division_functions() -> tuple[Any, Any]:
+    """`FloorDiv` and `ModularIndexing`, as they stand in index expressions."""
+    functions = importlib.import_module("torch.utils._sympy.functions")
+    return functions.FloorDiv, functions.ModularIndexing
+
+
+def next_kernel_name(schedule: Sequence[Any]) -> str:
+    """The name, without the part that tells reductions from the rest, that a new kernel of these nodes would get."""
+    utilities = importlib.import_module("torch._inductor.utils")
+    fused = utilities.get_fused_kernel_name(schedule, inductor_config().triton.descriptive_names)
+    wrapper = lowering_graph().wrapper_code
+    # A graph inside a graph numbers its kernels with those of the outer one.
+    while hasattr(wrapper, "parent_wrapper"):
+        wrapper = wrapper.parent_wrapper
+    # Looking at the counter must not advance it.
+    return f"{fused}_{next(copy.copy(wrapper._names_iter))}"
+
+
+def kernel_sizes(kernel: Any) -> dict[str, Any]:
+    """The whole-numbered size arguments of a Triton kernel by name, as expressions of the graph's symbols."""
+    common = importlib.import_module("torch._inductor.codegen.common")
+    _, _, signature, _ = kernel.args.python_argdefs()
+    sizes = {
+        argument.name: original_size(argument.expr)
+        for argument in signature
+        if isinstance(argument, common.SizeArg) and argument.name.startswith("ks")
+    }
+    # A scalar that came as a tensor may be a fraction.
+    return {name: size for name, size in sizes.items() if getattr(size, "is_integer", False)}
+
+
+def original_size(size: Any) -> Any:
+    """A size without the names that Inductor gives to products it computes on the host."""
+    precomputed = lowering_graph().sizevars.inv_precomputed_replacements
+    utilities = importlib.import_module("torch._inductor.utils")
+    return utilities.sympy_subs(size, precomputed) if hasattr(size, "free_symbols") else size
+
+
+def kernel_extents(kernel: Any) -> dict[str, Any]:
+    """How many values each index variable of a Triton kernel takes."""
+    roots = {tree.name: tree.numel for tree in kernel.range_trees}
+    parts = {str(symbol): entry.length for symbol, entry in kernel.range_tree_nodes.items()}
+    return {name: original_size(extent) for name, extent in {**roots, **parts}.items()}
+
+
+def guarded_sizes(features: Any) -> list[Any]:
+    """What Inductor compared with 2^31 - 1, and guards, before it indexes a kernel with 32 bits."""
+    graph = lowering_graph()
+    names = {
+        name for node in features.scheduler_nodes() for name in [*node.get_buffer_names(), *node.used_buffer_names()]
+    }
+    buffers = [graph.get_buffer(name) for name in sorted(names)]
+    extents = [buffer.get_layout().storage_size() for buffer in buffers if buffer.has_tensor_output()]
+    return [original_size(size) for size in [features.numel * features.reduction_numel, *extents]]
+
+
+def least_size(symbol: Any) -> int | None:
+    """The smallest value of a size's symbol, or None where nothing is known."""
+    known = lowering_graph().sizevars.shape_env.var_to_range.get(symbol)
+    lower: Any = getattr(known, "lower", None)
+    return int(lower) if getattr(lower, "is_Integer", False) else None
+
+
+def indexes_with_32_bits(kernel: Any) -> bool:
+    return bool(kernel.index_dtype == "tl.int32")
