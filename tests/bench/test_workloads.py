@@ -5,10 +5,21 @@ import sys
 import pytest
 import torch
 
-from tritium.bench import workloads
+import tritium
+from tritium import compat
+from tritium.bench import run, transformers, workloads
+from tritium.bench.decoders import DECODERS, WAN_DECODE
+from tritium.bench.dynamic_kernels import DYNAMIC_KERNELS
 from tritium.errors import ConfigError, MissingExtra
 
-every_workload = pytest.mark.parametrize("workload", workloads.WORKLOADS.values(), ids=workloads.WORKLOADS)
+
+def by_name(*chosen):
+    return pytest.mark.parametrize("workload", chosen, ids=[workload.name for workload in chosen])
+
+
+every_transformer = by_name(*transformers.TRANSFORMERS)
+every_workload = by_name(*(workload for found in workloads.WORKLOADS.values() for workload in found))
+SETTINGS = run.Settings(cold=False)
 
 
 @every_workload
@@ -17,7 +28,8 @@ def test_small_workloads_run_and_say_that_they_are_small(workload):
     built = workload.build("cpu", torch.float32, small=True)
     assert built.shrunk
     with torch.inference_mode():
-        output = built.model(**built.inputs)[0]
+        output = run.compiled(built, "eager", SETTINGS).call(**built.inputs)
+    output = output[0] if isinstance(output, tuple) else output
     assert output.isfinite().all()
     # Neither vanished nor exploded, so that a relative error means something.
     assert 1e-2 < float(output.std()) < 1e2
@@ -31,12 +43,15 @@ def test_a_workload_is_the_same_every_time_and_leaves_the_random_state(workload)
     assert torch.equal(torch.random.get_rng_state(), state)
     torch.manual_seed(1234)
     second = workload.build("cpu", torch.float32, small=True)
-    for (name, before), after in zip(first.model.state_dict().items(), second.model.state_dict().values(), strict=True):
-        assert torch.equal(before, after), name
-    assert torch.equal(first.inputs["hidden_states"], second.inputs["hidden_states"])
+    if isinstance(first.model, torch.nn.Module):
+        states = first.model.state_dict(), second.model.state_dict()
+        for (name, before), after in zip(states[0].items(), states[1].values(), strict=True):
+            assert torch.equal(before, after), name
+    for name, value in first.inputs.items():
+        assert not isinstance(value, torch.Tensor) or torch.equal(value, second.inputs[name])
 
 
-@every_workload
+@every_transformer
 def test_norm_weights_are_not_ones(workload):
     pytest.importorskip("diffusers")
     model = workload.build("cpu", torch.float32, small=True).model
@@ -46,11 +61,11 @@ def test_norm_weights_are_not_ones(workload):
     assert not any(torch.equal(weight, torch.ones_like(weight)) for weight in vectors)
 
 
-@every_workload
+@every_transformer
 def test_the_note_names_the_tokens_of_the_full_size(workload):
     pytest.importorskip("diffusers")
     with torch.device("meta"):
-        config = getattr(workloads._diffusers(), workload.class_name)(**workload.full.config).config
+        config = getattr(transformers.diffusers(), workload.class_name)(**workload.full.config).config
     patch = config.patch_size if workload.name in ("wan", "sd3") else 1
     tokens = 1
     for place, extent in enumerate(workload.full.grid):
@@ -62,7 +77,7 @@ def test_the_note_names_the_tokens_of_the_full_size(workload):
 
 def test_dtypes_are_those_of_a_loaded_model():
     pytest.importorskip("diffusers")
-    model = workloads.WAN.build("cpu", torch.bfloat16, small=True).model
+    model = transformers.WAN.build("cpu", torch.bfloat16, small=True).model
     assert model.blocks[0].attn1.to_q.weight.dtype == torch.bfloat16
     # diffusers keeps these in float32 when it loads a checkpoint in bfloat16.
     assert model.blocks[0].scale_shift_table.dtype == torch.float32
@@ -78,4 +93,51 @@ def test_an_unknown_workload_names_the_nearest():
 def test_without_diffusers_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "diffusers", None)
     with pytest.raises(MissingExtra, match=r"tritium\[diffusers\]"):
-        workloads.FLUX.build("cpu", torch.float32, small=True)
+        transformers.FLUX.build("cpu", torch.float32, small=True)
+
+
+@by_name(*DECODERS, *DYNAMIC_KERNELS)
+def test_all_regimes_agree_with_eager_and_dynamic_sizes_are_dynamic(workload):
+    pytest.importorskip("diffusers")
+    settings = run.Settings(cold=False, config=tritium.CompilationConfig(engine="eager"))
+    built = workload.build("cpu", torch.float32, small=True)
+    eager = run.compiled(built, "eager", settings).call
+    for regime in workload.regimes:
+        torch._dynamo.reset()
+        ours = run.compiled(built, "tritium", settings, regime)
+        assert ours.parts
+        with torch.inference_mode():
+            inputs = built.marked() if regime == "dynamic" else built.inputs
+            torch.testing.assert_close(ours.call(**inputs), eager(**built.inputs))
+            if regime == "static" or workload is WAN_DECODE:
+                continue
+            (name, value), *_ = built.inputs.items()
+            dim = (built.dims or {name: [-1]})[name][-1]
+            # The first size may have equal height and width, which Dynamo takes for one size.
+            for times in (2, 3):
+                before = compat.graphs_compiled()
+                larger = torch.cat([value] * times, dim=dim)
+                torch.testing.assert_close(ours.call(**{name: larger}), eager(**{name: larger}))
+        assert compat.graphs_compiled() == before
+
+
+def test_the_marks_are_on_tensors_of_their_own():
+    built = DYNAMIC_KERNELS[0].build("cpu", torch.float32, small=True)
+    assert not hasattr(built.inputs["x"], "_dynamo_dynamic_indices")
+    assert built.marked()["x"]._dynamo_dynamic_indices == {3, 4}
+
+
+def test_a_decoder_is_compiled_inside_of_its_autoencoder():
+    pytest.importorskip("diffusers")
+    built = WAN_DECODE.build("cpu", torch.float32, small=True)
+    compiled = []
+    built.install(built.model, lambda module: compiled.append(module) or module)
+    assert compiled == [built.model.decoder]
+
+
+@by_name(*DECODERS)
+def test_other_sizes_are_twelve_and_differ(workload):
+    for small in (True, False):
+        sizes = workload.sizes(small=small)
+        assert len(set(sizes)) == len(sizes) == 12
+        assert (workload.small if small else workload.full).latents not in sizes

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from tritium import cli, envs, fusions, measure, tuned
 from tritium.bench import run, workloads
 from tritium.bench.results import Results, Row
+from tritium.bench.workload import Built
 from tritium.cli import progress
 from tritium.cli.app import app
 from tritium.compiler import tune
@@ -176,16 +177,17 @@ def test_explain_prints_the_page():
     assert "Sites" in result.stdout
 
 
-class Tiny(workloads.Workload):
+class Tiny:
+    name, regimes = "tiny", ("static",)
+
     def build(self, device, dtype, *, small):
         model = torch.nn.Sequential(torch.nn.RMSNorm(16), torch.nn.SiLU())
-        return workloads.Built(model.to(device, dtype), {"input": torch.randn(3, 16)}, "3 tokens", small)
+        return Built(model.to(device, dtype), {"input": torch.randn(3, 16)}, "3 tokens", small)
 
 
 @pytest.mark.codegen
 def test_explain_writes_a_folder_for_every_kernel(monkeypatch, tmp_path):
-    size = workloads.Size({}, (3,), 0, "3 tokens")
-    monkeypatch.setattr(workloads, "find", lambda name: Tiny(name, "Tiny", size, size, lambda config, size, draw: {}))
+    monkeypatch.setattr(workloads, "find", lambda name: [Tiny()])
     result = invoke("explain", "tiny", "--device", "cpu", "--dump", str(tmp_path / "kernels"))
     assert result.exit_code == 0, result.output
     (folder,) = (tmp_path / "kernels").glob("*/fused_*")

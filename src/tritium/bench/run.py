@@ -18,12 +18,14 @@ import torch
 from tritium import compat, device, measure, ops
 from tritium.bench.profile import fusion_gain, operator_time, profile
 from tritium.bench.results import OURS, YARDSTICK, Row
-from tritium.bench.workloads import Built, Workload
+from tritium.bench.workload import Built, Regime, Workload, label
 from tritium.config import CompilationConfig
 from tritium.errors import ConfigError, TritiumError, nearest
 
 EAGER = "eager"
 EXACT = f"{OURS} exact"
+# torch.compile with static sizes, beside a dynamic regime.
+STATIC = f"{YARDSTICK} static"
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -78,6 +80,7 @@ class Settings:
 
     @property
     def variants(self) -> list[str]:
+        """What is measured of every workload, in this order."""
         yardsticks = [name for name in (EAGER, YARDSTICK) if name in self.against]
         return [*yardsticks, OURS, *[EXACT] * self.exact, *(f"{OURS} without {name}" for name in self.without)]
 
@@ -98,6 +101,14 @@ class Side:
 
 
 @dataclass(frozen=True)
+class Compiled:
+    """A workload as one variant runs it, and the modules of it that were compiled."""
+
+    call: Callable[..., Any]
+    parts: list[Any]
+
+
+@dataclass(frozen=True)
 class Outcome:
     """The rows of one workload, and the models they are about while they are still alive."""
 
@@ -114,12 +125,26 @@ def _silent(what: str, share: float) -> None:
 
 
 def run(workload: Workload, settings: Settings, notify: Notify = _silent) -> Outcome:
-    """Measure one workload. The model is built as a user builds it; every call runs in inference mode."""
-    name = workload.name
+    """Measure one workload, in one regime after the other."""
+    outcomes: list[Outcome] = []
+    for index, regime in enumerate(workload.regimes):
+
+        def share(what: str, done: float, index: int = index) -> None:
+            notify(what, (index + done) / len(workload.regimes))
+
+        if outcomes:
+            release()
+        outcomes.append(_run(workload, regime, settings, share))
+    return Outcome([row for outcome in outcomes for row in outcome.rows], outcomes[-1].models)
+
+
+def _run(workload: Workload, regime: Regime, settings: Settings, notify: Notify) -> Outcome:
+    """The model is built as a user builds it; every call runs in inference mode."""
+    name = label(workload, regime)
     notify(f"{name}: building", 0.0)
     built = build(workload, settings)
     with torch.inference_mode():
-        sides = _prepare(name, built, settings, notify)
+        sides = _prepare(name, built, regime, settings, notify)
         what = f"{name}: timing {', '.join(sides)} in turns"
         notify(what, PREPARED)
         meter = measure.LoadMeter()
@@ -132,7 +157,7 @@ def run(workload: Workload, settings: Settings, notify: Notify = _silent) -> Out
         )
         load = meter.read()
         totals = {v: operator_time(side.call, settings.device_type) for v, side in sides.items() if settings.profile}
-        reference = _tensor(built.model(**built.inputs), name)
+        reference = _tensor(compiled(built, EAGER, settings).call(**built.inputs), name)
         rows = [
             _row(name, built, settings, variant, side, timings=timings, totals=totals, reference=reference, load=load)
             for variant, side in sides.items()
@@ -148,36 +173,57 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def compiled(model: Any, variant: str, settings: Settings) -> Any:
-    """The model as a variant runs it; both compiled variants get the same mode."""
+def compiled(built: Built, variant: str, settings: Settings, regime: Regime = "static") -> Compiled:
+    """The workload as a variant runs it; both compiled variants get the same mode and the same dynamic sizes."""
+    dynamic = True if regime == "dynamic" and built.dims is None else None
+    parts: list[Any] = []
+
+    def compile_(module: Any) -> Any:
+        parts.append(_compiled(module, variant, settings, dynamic=dynamic))
+        return parts[-1]
+
+    return Compiled(built.install(built.model, compile_), parts)
+
+
+def _static_inductor(gm: Any, example_inputs: Any) -> Any:
+    """torch.compile's backend by another name: what it compiled is kept apart from what has dynamic sizes."""
+    return compat.compile_fx(gm, example_inputs)
+
+
+def _compiled(model: Any, variant: str, settings: Settings, *, dynamic: bool | None) -> Any:
     if variant == EAGER:
         return model
+    if variant == STATIC:
+        return torch.compile(model, backend=_static_inductor, dynamic=False)
     if variant == YARDSTICK:
-        return torch.compile(model, mode=settings.mode)
+        return torch.compile(model, mode=settings.mode, dynamic=dynamic)
     tritium: Any = importlib.import_module("tritium")
     config = settings.config or CompilationConfig()
     if variant == EXACT:
         # Engine `eager` takes no mode: there is no code to generate.
-        return torch.compile(model, backend=tritium.Backend(config.with_(engine="eager", fidelity="exact")))
+        exact = config.with_(engine="eager", fidelity="exact")
+        return torch.compile(model, backend=tritium.Backend(exact), dynamic=dynamic)
     left_out = variant.removeprefix(OURS).removeprefix(" without ")
     if left_out:
         config = config.with_(force_provider={left_out: ops.INDUCTOR})
-    return torch.compile(model, backend=tritium.Backend(config), mode=settings.mode)
+    return torch.compile(model, backend=tritium.Backend(config), mode=settings.mode, dynamic=dynamic)
 
 
-def _prepare(name: str, built: Built, settings: Settings, notify: Notify) -> dict[str, Side]:
+def _prepare(name: str, built: Built, regime: Regime, settings: Settings, notify: Notify) -> dict[str, Side]:
     sides = {}
+    variants = [*settings.variants, *[STATIC] * (regime == "dynamic" and built.against_static)]
+    marked = built.marked() if regime == "dynamic" else built.inputs
     if settings.cold:
         notify(f"{name}: starting the compiler", 0.0)
         start_compiler(settings.device_type)
-    for index, variant in enumerate(settings.variants):
+    for index, variant in enumerate(variants):
         what = "first eager call" if variant == EAGER else f"compiling with {variant}"
-        notify(f"{name}: {what}", PREPARED * index / len(settings.variants))
-        model = compiled(built.model, variant, settings)
-        call = _call_of(model, built.inputs)
+        notify(f"{name}: {what}", PREPARED * index / len(variants))
+        made = compiled(built, variant, settings, regime)
+        call = _call_of(made.call, built.inputs if variant == STATIC else marked)
         with compat.empty_cache() if settings.cold and variant != EAGER else contextlib.nullcontext():
             seconds = measure.first_call(call, settings.device_type)
-        sides[variant] = Side(model, call, seconds)
+        sides[variant] = Side(made.parts[0] if made.parts else built.model, call, seconds)
     return sides
 
 
@@ -233,6 +279,7 @@ def _row(
         upper_quartile_ms=timing.upper_quartile_ms,
         samples=timing.samples,
         ratio=yardstick.median_ms / timing.median_ms if yardstick is not None else None,
+        against_static=timing.median_ms / timings[STATIC].median_ms if STATIC in timings else None,
         first_call_s=side.first_call_s,
         first_call_cold=settings.cold,
         peak_memory_bytes=measure.peak_memory(side.call, settings.device_type),

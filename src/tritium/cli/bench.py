@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from tritium import device
 from tritium.bench import run, whole, workloads
 from tritium.bench.results import Comparison, Results, Row, compare
+from tritium.bench.workload import Workload
 from tritium.cli import progress, table
 from tritium.errors import ConfigError
 
@@ -91,7 +92,23 @@ def _runner(name: str) -> Callable[[run.Settings, run.Notify], run.Outcome]:
     """What measures a workload; an unknown one is an error before anything is measured."""
     if whole.is_pipeline(name):
         return functools.partial(whole.run, name)
-    return functools.partial(run.run, workloads.find(name))
+    return functools.partial(_run_all, workloads.find(name))
+
+
+def _run_all(chosen: Sequence[Workload], settings: run.Settings, notify: run.Notify) -> run.Outcome:
+    rows: list[Row] = []
+    models: dict[str, Any] = {}
+    for index, workload in enumerate(chosen):
+
+        def share(what: str, done: float, index: int = index) -> None:
+            notify(what, (index + done) / len(chosen))
+
+        if rows:
+            run.release()
+        outcome = run.run(workload, settings, share)
+        rows += outcome.rows
+        models = outcome.models
+    return run.Outcome(rows, models)
 
 
 def known_device(name: str | None) -> str:

@@ -114,18 +114,20 @@ def _of_pipeline(name: str, settings: run.Settings, config: CompilationConfig, *
 
 def _of_model(name: str, settings: run.Settings, config: CompilationConfig, *, kernels: bool) -> tuple[str, Report]:
     """The report of one call of a workload's model."""
-    workload = workloads.find(name)
+    workload, *others = workloads.find(name)
+    if others:
+        raise ConfigError(f"{name} is {1 + len(others)} workloads; explain takes one model")
     with progress.shown() as notify:
         notify(f"{name}: building", 0.0)
         built = run.build(workload, settings)
         notify(f"{name}: compiling with engine {config.engine}", 0.2)
-        model = run.compiled(built.model, "tritium", settings)
+        model = run.compiled(built, "tritium", settings)
         tritium: Any = importlib.import_module("tritium")
         with torch.inference_mode():
-            model(**built.inputs)
+            model.call(**built.inputs)
             if kernels:
                 notify(f"{name}: timing the kernels", 0.9)
-            report = tritium.explain(model, call=(lambda: model(**built.inputs)) if kernels else None)
+            report = tritium.explain(model.parts[0], call=(lambda: model.call(**built.inputs)) if kernels else None)
     return f"{name}: {built.note}{' (shrunk for the CPU)' if built.shrunk else ''}", report
 
 

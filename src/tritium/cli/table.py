@@ -68,14 +68,21 @@ def of_results(results: Results) -> Table:
     for name in ("workload", "variant"):
         table.add_column(name, no_wrap=True)
     with_pictures = any(row.ssim is not None for row in results.rows)
+    with_static = any(row.against_static is not None for row in results.rows)
     figures = ["median ms", "quartiles", "ratio", "first call s", "relative L2"]
-    for name in (*figures, *["PSNR dB", "SSIM"] * with_pictures, *["peak GiB"] * with_memory):
+    for name in (
+        *figures,
+        *["of static"] * with_static,
+        *["PSNR dB", "SSIM"] * with_pictures,
+        *["peak GiB"] * with_memory,
+    ):
         table.add_column(name, justify="right", no_wrap=True)
     last = None
     for row in results.rows:
         if last is not None and row.workload != last:
             table.add_section()
         cells = [row.workload if row.workload != last else "", *_cells(row)]
+        cells += [f"{row.against_static:.2f}x" if row.against_static is not None else "-"] * with_static
         cells += [*_picture_cells(row)] * with_pictures
         cells += [f"{row.peak_memory_bytes / 2**30:.2f}" if row.peak_memory_bytes is not None else "-"] * with_memory
         table.add_row(*cells)
@@ -114,6 +121,8 @@ def _caption(rows: Sequence[Row]) -> str:
     cold = "with empty caches" if all(row.first_call_cold for row in rows) else "caches as they were"
     notes = [*about.values(), "ratio: torch.compile's median by this one's, above 1 is faster"]
     notes.append(f"first call: includes compilation, {cold}; relative L2: against eager")
+    if any(row.against_static is not None for row in rows):
+        notes.append("of static: this median by that of torch.compile with static sizes, above 1 is slower")
     notes += [_start(row) for row in rows if row.restart_s is not None]
     disturbed = sorted({row.workload for row in rows if row.disturbed})
     if disturbed:
