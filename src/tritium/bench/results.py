@@ -59,6 +59,8 @@ class Row:
     ssim: float | None = None
     # Times the median with static sizes, where sizes are dynamic and both were measured.
     against_static: float | None = None
+    # Graphs that ten sizes compiled after two others.
+    recompiles: int | None = None
     # The first picture of another process, with empty caches and with this one's compile artifacts.
     cold_start_s: float | None = None
     restart_s: float | None = None

@@ -11,6 +11,8 @@ import typer
 
 from tritium import device
 from tritium.bench import run, whole, workloads
+from tritium.bench import sizes as many_sizes
+from tritium.bench.decoders import Decoder
 from tritium.bench.results import Comparison, Results, Row, compare
 from tritium.bench.workload import Workload
 from tritium.cli import progress, table
@@ -43,12 +45,16 @@ def command(
     without: Annotated[
         str, typer.Option(metavar="OP,...", help="Also measure Tritium without each of these ops' own kernels.")
     ] = "",
+    sizes: Annotated[
+        bool,
+        typer.Option("--sizes", help="Also decode twelve sizes in a row: recompiles, and the cost of dynamic ones."),
+    ] = False,
     cold: Annotated[
         bool, typer.Option("--cold/--warm", help="First calls with empty compiler caches, or as is.")
     ] = True,
 ) -> None:
     """Measure workloads eagerly, under torch.compile and under Tritium, in one process and in turns."""
-    chosen = [_runner(name) for name in names]
+    chosen = [_runner(name, sizes=sizes) for name in names]
     # Read before an hour of measuring, not after it.
     old = Results.load(compare_with) if compare_with is not None else None
     settings = run.Settings(
@@ -88,14 +94,17 @@ def command(
         raise typer.Exit(1)
 
 
-def _runner(name: str) -> Callable[[run.Settings, run.Notify], run.Outcome]:
+def _runner(name: str, *, sizes: bool) -> Callable[[run.Settings, run.Notify], run.Outcome]:
     """What measures a workload; an unknown one is an error before anything is measured."""
     if whole.is_pipeline(name):
         return functools.partial(whole.run, name)
-    return functools.partial(_run_all, workloads.find(name))
+    found = workloads.find(name)
+    if sizes and not any(isinstance(workload, Decoder) for workload in found):
+        raise ConfigError(f"--sizes concerns decoders, and {name} is none")
+    return functools.partial(_run_all, found, sizes=sizes)
 
 
-def _run_all(chosen: Sequence[Workload], settings: run.Settings, notify: run.Notify) -> run.Outcome:
+def _run_all(chosen: Sequence[Workload], settings: run.Settings, notify: run.Notify, *, sizes: bool) -> run.Outcome:
     rows: list[Row] = []
     models: dict[str, Any] = {}
     for index, workload in enumerate(chosen):
@@ -108,6 +117,9 @@ def _run_all(chosen: Sequence[Workload], settings: run.Settings, notify: run.Not
         outcome = run.run(workload, settings, share)
         rows += outcome.rows
         models = outcome.models
+        if sizes and isinstance(workload, Decoder):
+            run.release()
+            rows += many_sizes.run(workload, settings, notify).rows
     return run.Outcome(rows, models)
 
 
