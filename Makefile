@@ -10,7 +10,7 @@ WORKERS ?= 2
 # Each worker has a core: two threads of each would wait for one another at the end of every parallel loop.
 THREADS ?= 1
 
-.PHONY: setup demo test check fmt bench docs clean
+.PHONY: setup demo test test-all check fmt bench docs clean
 
 setup: $(STAMP)
 
@@ -25,9 +25,16 @@ $(STAMP): pyproject.toml
 demo: setup
 	$(BIN)/python examples/demo.py
 
+PYTEST = OMP_NUM_THREADS=$(THREADS) TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(TEST_CACHE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
 test: check docs
 	rm -rf $(TEST_CACHE)
-	OMP_NUM_THREADS=$(THREADS) TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(TEST_CACHE) $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist loadfile
+	$(PYTEST) -m "not gpu and not thorough"
+
+# Also what repeats a quicker test for more models, dtypes and sizes; twice the time.
+test-all: check docs
+	rm -rf $(TEST_CACHE)
+	$(PYTEST) -m "not gpu"
 
 check: setup
 	$(BIN)/ruff check .

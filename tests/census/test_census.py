@@ -28,13 +28,17 @@ every_model = pytest.mark.parametrize("name", ZOO)
 measured = functools.cache(lambda name, configuration: measure(ZOO[name], configuration))
 
 
-def matrix() -> list[tuple[str, Configuration]]:
+def matrix() -> list[pytest.param]:
+    """Every model in every configuration; two of these always, the others where time does not matter."""
     cells = []
     for dtype in (torch.float32, torch.bfloat16):
         for dynamic in (False, True):
-            cells += [(name, Configuration(dtype, dynamic)) for name in ZOO]
-            blocks = Configuration(dtype, dynamic, repeated_blocks=True)
-            cells += [(name, blocks) for name, model in ZOO.items() if model.repeated_blocks]
+            whole, blocks = (Configuration(dtype, dynamic, repeated_blocks=repeated) for repeated in (False, True))
+            always = [whole == STATIC, whole.dtype == torch.bfloat16 and dynamic]
+            marks = () if any(always) else (pytest.mark.thorough,)
+            cells += [pytest.param(name, whole, marks=marks) for name in ZOO]
+            marks = () if dtype == torch.bfloat16 and dynamic else (pytest.mark.thorough,)
+            cells += [pytest.param(name, blocks, marks=marks) for name, model in ZOO.items() if model.repeated_blocks]
     return cells
 
 
