@@ -194,7 +194,8 @@ def _what(installed: Installed) -> str:
     if choice.how != "eager" and not installed.entry.times.calls:
         done = f"not called yet; to be {done}" if choice.how == "tritium" else f"not called yet; {done}"
     layout = "; weights channels-last" if choice.channels_last else ""
-    return done + layout + (f" ({installed.why})" if installed.why else "")
+    notes = "; ".join([installed.why] * bool(installed.why) + installed.notes)
+    return done + layout + (f" ({notes})" if notes else "")
 
 
 def _owner(entry: nn.Module) -> Handle | None:

@@ -139,6 +139,29 @@ def peak_memory_of_process() -> int | None:
     return int(kilobytes) * 1024 if kilobytes is not None else None
 
 
+def free_memory(where: torch.device) -> int | None:
+    """Bytes that a tensor on a device could take now; None where nobody says."""
+    if where.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        free, _ = torch.cuda.mem_get_info(where)
+        # What torch keeps of freed tensors serves new ones first.
+        return int(free) + torch.cuda.memory_reserved(where) - torch.cuda.memory_allocated(where)
+    return _free_memory_of_host() if where.type == "cpu" else None
+
+
+def _free_memory_of_host() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    kilobytes = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+    if "MemAvailable" not in kilobytes:
+        return None
+    # What is swapped out is slow and not refused.
+    return (kilobytes["MemAvailable"] + kilobytes.get("SwapFree", 0)) * 1024
+
+
 def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

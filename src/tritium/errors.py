@@ -10,6 +10,7 @@ TritiumError
 ├── ProviderError                    a pinned provider that cannot run this op here
 ├── ReportError                      nothing to explain, or a report that cannot be read
 ├── PipelineError                    a pipeline that cannot be optimized as it is
+├── MemoryShortage (MemoryError)     a decode that does not fit the device, refused before it starts
 ├── RecipeError (ValueError)         a recipe that cannot be read
 │   └── RecipeMismatch               a recipe that was measured on another machine, version or model
 ├── FingerprintError (ValueError)    a fingerprint whose ingredients are missing, unknown or of the wrong type
@@ -63,6 +64,10 @@ class ReportError(TritiumError):
 
 class PipelineError(TritiumError):
     """A pipeline that is optimized already, is unknown, or has something on it that stands in the way."""
+
+
+class MemoryShortage(TritiumError, MemoryError):
+    """A decode needs more memory than the device has free."""
 
 
 class RecipeError(TritiumError, ValueError):

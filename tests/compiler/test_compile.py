@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import small_vaes
 import tritium
 from small_models import Block, block_inputs
 from tritium.errors import ConfigError, ShapeError
@@ -111,6 +112,33 @@ def test_nested_paths_and_negative_dims():
     assert graphs(f) == 1
 
 
+def test_a_star_reaches_every_tensor_of_a_list_or_dict():
+    """A cache of frames holds tensors, words and nothing, side by side."""
+
+    @tritium.compile(config=EAGER, dynamic_dims={"cache.*": [-1], "layers.*.k": [0]})
+    def f(cache, layers=None):
+        found = sum(item.sum() for item in cache if isinstance(item, torch.Tensor))
+        return found + sum(layer["k"].sum() for layer in layers or ())
+
+    with torch.inference_mode():
+        for size in (2, 5, 9):
+            layers = [{"k": torch.ones(size), "v": 1}, {"k": torch.ones(size + 1), "v": 1}]
+            assert f([torch.ones(3, size), None, "word", torch.ones(size)], layers).item() == 6 * size + 1
+    assert graphs(f) == 1
+    with torch.inference_mode():
+        assert f([None, torch.ones(2)]).item() == 2
+
+
+def test_a_decoder_with_a_cache_of_frames():
+    vae = small_vaes.SMALL_VAES["wan"].build()
+    latents = [small_vaes.SMALL_VAES["wan"].latent(*size, frames=2) for size in ((8, 8), (8, 12), (16, 5))]
+    expected = [small_vaes.decode(vae, latent) for latent in latents]
+    vae.decoder = tritium.compile(vae.decoder, EAGER, dynamic_dims={"x": [-2, -1], "feat_cache.*": [-2, -1]})
+    for latent, picture in zip(latents, expected, strict=True):
+        torch.testing.assert_close(small_vaes.decode(vae, latent), picture)
+    assert graphs(vae.decoder) == 2
+
+
 def test_sizes_zero_and_one_are_specialised_and_right():
     f = as_function()
     with torch.inference_mode():
@@ -168,6 +196,8 @@ def test_without_dims_it_is_torch_compile():
         ({"x.t": [0]}, (torch.ones(3),), "is a builtin_function_or_method, not a tensor"),
         ({"x.a": [0]}, ({"b": 1},), "no key 'a'"),
         ({"x.3": [0]}, ([1],), "no item 3"),
+        ({"x.*": [0]}, (torch.ones(3),), "a Tensor has no items"),
+        ({"x.*": [2]}, ([torch.ones(3), None],), "dim 2 does not exist in a tensor of 1 dims"),
         ({"x.missing": [0]}, (torch.ones(2),), "has no attribute 'missing'"),
     ],
 )

@@ -1,10 +1,13 @@
 """The facts about model families are facts: the classes exist, and the blocks are where they are said to be."""
 
+import inspect
+
 import diffusers
 import pytest
 import torch
 from torch import nn
 
+import small_vaes
 import zoo
 from tritium import models
 from tritium.errors import PipelineError
@@ -23,7 +26,17 @@ def test_classes_exist_in_diffusers(family):
 def test_codec_classes_exist_in_diffusers(codec):
     for name in codec.classes:
         assert hasattr(getattr(diffusers, name), "decode")
-    assert codec.left
+
+
+@pytest.mark.parametrize("name", small_vaes.SMALL_VAES)
+def test_the_varying_arguments_of_a_codec_are_arguments_of_its_halves(name):
+    vae = small_vaes.SMALL_VAES[name].build()
+    codec = models.codec_of(type(vae).__name__)
+    for half in ("decoder", "encoder"):
+        arguments = inspect.signature(getattr(vae, half).forward).parameters
+        assert {path.partition(".")[0] for path in getattr(codec, half)} <= set(arguments)
+        if half == "decoder":
+            assert set(codec.cache) <= set(arguments)
 
 
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) & set(zoo.ZOO)))

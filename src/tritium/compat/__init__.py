@@ -66,6 +66,7 @@ from tritium.compat.profiler import (
     region_of,
     visible_kernels,
 )
+from tritium.compat.shapes import backend_of, keep_sizes_apart
 from tritium.compat.tiling import (
     NO_TILING_ANALYSIS,
     TILING_KNOWN,
@@ -108,6 +109,7 @@ __all__ = [
     "LimitReached",
     "Version",
     "allows_tf32",
+    "backend_of",
     "break_reason",
     "buffer_argument",
     "cache_artifacts",
@@ -138,6 +140,7 @@ __all__ = [
     "is_parameter_placeholder",
     "is_view",
     "is_work",
+    "keep_sizes_apart",
     "kernel_dependencies",
     "kernel_extents",
     "kernel_sizes",

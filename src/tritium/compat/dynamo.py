@@ -151,8 +151,11 @@ def describe_new_input(node: fx.Node, *, is_static: bool) -> None:
 
 
 @contextlib.contextmanager
-def marked_dynamic(marks: Sequence[tuple[torch.Tensor, int]]) -> Iterator[None]:
-    """Mark dims dynamic for the calls inside, and leave the caller's tensors as they were."""
+def marked_dynamic(marks: Sequence[tuple[torch.Tensor, int]], *, weakly: bool = False) -> Iterator[None]:
+    """Mark dims dynamic for the calls inside, and leave the caller's tensors as they were.
+
+    Marked weakly, a dim that the model specialises is no error.
+    """
     names = [f"_dynamo_{name}" for name in ("dynamic_indices", "weak_dynamic_indices", "dynamic_range")]
     names += ["_dynamo_hint_overrides", "_dynamo_unbacked_indices"]
     saved = [
@@ -161,7 +164,7 @@ def marked_dynamic(marks: Sequence[tuple[torch.Tensor, int]]) -> Iterator[None]:
     try:
         for tensor, dim in marks:
             # Sizes 0 and 1 are always specialised; asking for them to be dynamic would be an error.
-            if tensor.shape[dim] < 2:
+            if weakly or tensor.shape[dim] < 2:
                 torch._dynamo.maybe_mark_dynamic(tensor, dim)
             else:
                 torch._dynamo.mark_dynamic(tensor, dim)

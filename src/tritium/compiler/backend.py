@@ -6,7 +6,7 @@ import inspect
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
@@ -44,6 +44,7 @@ class Backend:
         # Fails now, where the user reads it, and not inside the first call of the model.
         check_pins(self.config)
         self.all_passes()
+        compat.keep_sizes_apart(_is_of_pictures)
 
     # Dynamo and its logs show this name.
     __name__ = "tritium"
@@ -108,6 +109,21 @@ class Backend:
         if settings and self.config.engine == "eager":
             raise ConfigError("mode and options concern Inductor, and engine is 'eager'")
         return settings
+
+
+def _is_of_pictures(backend: Any, arguments: Mapping[str, Any]) -> bool:
+    """Whether a frame that Dynamo starts on for a backend of ours belongs to a module that is mostly convolutions.
+
+    Its sizes are heights, widths, frames and channels: where two are equal, that is chance.
+    """
+    if not isinstance(backend, Backend):
+        return False
+    # The module whose method the frame is; torch's own containers are called by a function that holds the method.
+    owners = (value.__self__ if inspect.ismethod(value) else value for value in arguments.values())
+    module = next((owner for owner in owners if isinstance(owner, torch.nn.Module)), None)
+    layers = [type(inner) for inner in module.modules()] if module is not None else []
+    convolutions = sum(issubclass(layer, (torch.nn.Conv2d, torch.nn.Conv3d)) for layer in layers)
+    return convolutions > 1 and convolutions > sum(issubclass(layer, torch.nn.Linear) for layer in layers)
 
 
 def _start_record(gm: fx.GraphModule, example_inputs: Sequence[Any], engine: str) -> GraphRecord:

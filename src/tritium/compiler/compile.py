@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
 import torch
 
-from tritium import compat
 from tritium.compiler.backend import Backend
+from tritium.compiler.mark import DynamicDims, marking
 from tritium.config import CompilationConfig
-from tritium.errors import ConfigError, ShapeError, nearest
+from tritium.errors import ConfigError
 
-DynamicDims = Mapping[str, Sequence[int]]
 T = TypeVar("T")
 
 
@@ -49,7 +48,8 @@ def compile(  # noqa: A001
     """Compile a module, a module class, a method or a function; without one, a decorator that does.
 
     `config` configures the backend. `dynamic_dims` maps argument names to dims that may change: negative dims count from
-    the end, dots reach into objects, dicts and sequences. Everything else goes to `torch.compile` as it is.
+    the end, dots reach into objects, dicts and sequences, and a star stands for every tensor of a sequence or dict
+    (`"feat_cache.*"`). Everything else goes to `torch.compile` as it is.
     """
     if model is None:
         return functools.partial(compile, config=config, dynamic_dims=dynamic_dims, **torch_compile_kwargs)
@@ -68,7 +68,7 @@ def compile(  # noqa: A001
         raise ConfigError(
             f"tritium.compile takes a module, a class, a method or a function, got {type(model).__name__}"
         )
-    return _marking(to_compiled(model), inspect.signature(model), dynamic_dims)
+    return marking(to_compiled(model), inspect.signature(model), dynamic_dims)
 
 
 def _compile_class(cls: type, to_compiled: Callable[[Any], Any], dynamic_dims: DynamicDims | None) -> type:
@@ -77,7 +77,7 @@ def _compile_class(cls: type, to_compiled: Callable[[Any], Any], dynamic_dims: D
     if name not in dir(cls):
         raise ConfigError(f"{cls.__name__} has no {name} to compile")
     original = getattr(cls, name)
-    setattr(cls, name, _marking(to_compiled(original), inspect.signature(original), dynamic_dims, wraps=original))
+    setattr(cls, name, marking(to_compiled(original), inspect.signature(original), dynamic_dims, wraps=original))
     return cls
 
 
@@ -87,85 +87,5 @@ def _compile_module(
     optimized: torch.nn.Module = to_compiled(model)
     if dynamic_dims is not None:
         # The wrapper torch.compile makes calls this attribute; it has no dims of its own to mark.
-        optimized.forward = _marking(optimized.forward, inspect.signature(model.forward), dynamic_dims)
+        optimized.forward = marking(optimized.forward, inspect.signature(model.forward), dynamic_dims)
     return optimized
-
-
-def _marking(
-    compiled: Callable[..., Any],
-    signature: inspect.Signature,
-    dynamic_dims: DynamicDims | None,
-    wraps: Callable[..., Any] | None = None,
-) -> Callable[..., Any]:
-    """A compiled callable that marks the named dims of its arguments for each call."""
-    if dynamic_dims is None:
-        return compiled
-    _check_names(signature, dynamic_dims)
-
-    @functools.wraps(wraps or compiled)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            # Inside somebody else's graph there are no tensors to mark.
-            return compiled(*args, **kwargs)
-        arguments = _arguments(signature, args, kwargs)
-        with compat.marked_dynamic(list(_marks(arguments, dynamic_dims))):
-            return compiled(*args, **kwargs)
-
-    call.__wrapped__ = compiled
-    return call
-
-
-def _check_names(signature: inspect.Signature, dynamic_dims: DynamicDims) -> None:
-    names = list(signature.parameters)
-    open_ended = any(part.kind is part.VAR_KEYWORD for part in signature.parameters.values())
-    for path, dims in dynamic_dims.items():
-        name = path.split(".")[0]
-        if name not in names and not open_ended:
-            raise ShapeError(f"dynamic_dims names {name!r}, which is no argument; {nearest(name, names)}")
-        if isinstance(dims, (str, bytes)) or not all(isinstance(dim, int) for dim in dims):
-            raise ShapeError(f"dynamic_dims[{path!r}] must be a list of dims, got {dims!r}")
-
-
-def _arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    bound = signature.bind(*args, **kwargs)
-    arguments = dict(bound.arguments)
-    for part in signature.parameters.values():
-        if part.kind is part.VAR_KEYWORD:
-            arguments.update(arguments.pop(part.name, {}))
-    return arguments
-
-
-def _marks(arguments: dict[str, Any], dynamic_dims: DynamicDims) -> list[tuple[torch.Tensor, int]]:
-    marks = []
-    for path, dims in dynamic_dims.items():
-        name, *rest = path.split(".")
-        value = arguments.get(name)
-        for part in rest:
-            value = _step(value, part, path)
-        if value is None:
-            # An optional argument that was not given.
-            continue
-        if not isinstance(value, torch.Tensor):
-            raise ShapeError(f"dynamic_dims[{path!r}] is a {type(value).__name__}, not a tensor")
-        for dim in dims:
-            if not -value.dim() <= dim < value.dim():
-                raise ShapeError(f"dynamic_dims[{path!r}]: dim {dim} does not exist in a tensor of {value.dim()} dims")
-            marks.append((value, dim % value.dim()))
-    return marks
-
-
-def _step(value: Any, part: str, path: str) -> Any:
-    """One component of a dotted path: a key, an index or an attribute."""
-    if value is None:
-        return None
-    if isinstance(value, Mapping):
-        if part not in value:
-            raise ShapeError(f"dynamic_dims[{path!r}]: no key {part!r}; {nearest(part, map(str, value))}")
-        return value[part]
-    if isinstance(value, (tuple, list)) and part.isdigit():
-        if int(part) >= len(value):
-            raise ShapeError(f"dynamic_dims[{path!r}]: no item {part} in a sequence of {len(value)}")
-        return value[int(part)]
-    if not hasattr(value, part):
-        raise ShapeError(f"dynamic_dims[{path!r}]: {type(value).__name__} has no attribute {part!r}")
-    return getattr(value, part)

@@ -22,8 +22,14 @@ class Family:
 
 @dataclass(frozen=True, kw_only=True)
 class Codec:
-    """A VAE's classes, and why it is left alone, if it is. Its decoder and encoder are what is compiled."""
+    """A VAE's classes. Its decoder and encoder are what is compiled.
+
+    `decoder` and `encoder` name the dims of their arguments that change from picture to picture, as `dynamic_dims` does.
+    `cache` are the arguments that a call changes in place for the next one.
+    """
 
     name: str
     classes: tuple[str, ...]
-    left: str
+    decoder: Mapping[str, tuple[int, ...]]
+    encoder: Mapping[str, tuple[int, ...]]
+    cache: tuple[str, ...] = ()

@@ -14,6 +14,7 @@ from tritium.compiler.backend import Backend
 from tritium.pipelines.parts import Part
 from tritium.pipelines.plan import Choice, How, Plan
 from tritium.pipelines.progress import Progress
+from tritium.pipelines.sizes import AnySize
 from tritium.pipelines.watch import Entry
 
 # What `nn.Module.__call__` asks before it runs the module: a class attribute that is None until an instance has its own.
@@ -51,6 +52,7 @@ class Installed:
             ("inductor", True): _inductor_channels_last,
         }
         self._dynamic = plan.dynamic
+        self._checks_memory = plan.check_memory
         self._progress = progress
         self._inner = self.entry.inner
         self._calls: dict[tuple[How, bool, nn.Module], Callable[..., Any]] = {}
@@ -64,6 +66,8 @@ class Installed:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """A call of the part that is not counted."""
+        if self.part.guard is not None and self._checks_memory:
+            self.part.guard.check(args, kwargs)
         with self._progress.during(self.part.name):
             return self._inner(*args, **kwargs)
 
@@ -95,7 +99,10 @@ class Installed:
         key = (choice.how, choice.channels_last, module)
         if key not in self._calls:
             backend = self._backends[choice.how, choice.channels_last]
-            self._calls[key] = torch.compile(module._call_impl, backend=backend, dynamic=self._dynamic)
+            compiled: Callable[..., Any] = torch.compile(module._call_impl, backend=backend, dynamic=self._dynamic)
+            if self.part.varying and self._dynamic is not False:
+                compiled = AnySize(module, compiled, self.part.varying)
+            self._calls[key] = compiled
         return self._calls[key]
 
     # In inference mode new storage would make inference tensors of the parameters, for good.
@@ -114,6 +121,13 @@ class Installed:
             if layout is not None and parameter not in self._strides:
                 self._strides[parameter] = parameter.stride()
                 parameter.data = parameter.data.contiguous(memory_format=layout)
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader of the summary should know of the calls so far."""
+        slivers = sum(call.slivers for call in self._calls.values() if isinstance(call, AnySize))
+        found = [f"{slivers} calls of one row or column ran eagerly"] if slivers else []
+        return found + ([self.part.guard.unknown] if self.part.guard is not None and self.part.guard.unknown else [])
 
     @contextmanager
     def using(self, choice: Choice) -> Iterator[None]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from tritium import models
 from tritium.errors import PipelineError, nearest
+from tritium.pipelines.memory import Guard
 from tritium.pipelines.plan import Choice, Plan
 
 # Names that pipelines of diffusers give to what runs at every step.
@@ -46,6 +47,10 @@ class Part:
     default: Choice
     # Why the default is to leave it alone.
     left: str = ""
+    # Dims of the entry's arguments that change from picture to picture, by name.
+    varying: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    # Checks a call before it starts.
+    guard: Guard | None = None
 
 
 def find(pipe: Any, plan: Plan) -> list[Part]:
@@ -113,9 +118,11 @@ def _codec(name: str, module: nn.Module) -> Iterator[Part]:
         inner = getattr(module, attribute, None)
         if not isinstance(inner, nn.Module):
             continue
-        left = codec.left if codec is not None else ""
+        varying = getattr(codec, attribute) if codec is not None else {}
+        cache = codec.cache if codec is not None else ()
+        guard = Guard(module, inner, cache) if attribute == "decoder" else None
         what = f"{type(inner).__name__} as a whole"
-        yield Part(part, inner, (Target("", inner),), what, Choice(how="eager" if left else "tritium"), left)
+        yield Part(part, inner, (Target("", inner),), what, Choice(), varying=varying, guard=guard)
 
 
 def _repeated(module: nn.Module) -> tuple[str, ...]:

@@ -50,6 +50,7 @@ class Plan:
         measure: On its first call, time each part eagerly, under torch.compile and under Tritium, and keep the fastest.
         dynamic: As `torch.compile` has it: None makes a size dynamic when it changes, False compiles each size.
         blocks: For a denoiser that Tritium does not know: the class names of its repeated blocks, by component.
+        check_memory: Refuse a decode that does not fit the device's free memory before it starts.
         progress: Show what is being compiled.
 
     >>> Plan(components={"vae": "eager"}).choice("vae.decode").how
@@ -61,6 +62,7 @@ class Plan:
     measure: bool = False
     dynamic: bool | None = None
     blocks: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    check_memory: bool = True
     progress: bool = True
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from tritium import measure
 from tritium.pipelines.installed import Installed
@@ -42,7 +43,9 @@ def decide(installed: Installed, calls: Sequence[Call], seconds: float = SECONDS
     by_name = {str(choice): choice for choice in choices}
 
     def run() -> None:
-        for args, kwargs in calls:
+        for call in calls:
+            # Lists are made anew: a cache of frames in one is changed by every call.
+            args, kwargs = pytree.tree_map(lambda value: value, call)
             installed.run(*args, **kwargs)
 
     timings = measure.interleave(

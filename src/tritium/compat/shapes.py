@@ -1,0 +1,90 @@
+"""How Dynamo names sizes and guards them, and what of that differs between versions of torch.
+
+By default sizes that are equal in the first call are one symbol ("duck shaping"). For tokens that is a good guess; for pictures it is
+chance: a square, or a height that equals a number of channels, and the next size compiles everything again.
+
+On a CPU, torch picks the routine of a float32 convolution by the number of its elements (20,480), and tracing asks which it would be:
+to know the layout of the result. The answer becomes a guard on the picture's size, also where both routines give the same layout.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+# The arguments of Dynamo's `OutputGraph` by which a frame is told from another.
+_NEEDED = {"compiler_fn", "local_scope"}
+
+# On what this module has put in torch's place, and on the symbols of graphs that it applies to.
+_MARK = "_tritium_sizes_apart"
+
+
+def keep_sizes_apart(when: Callable[[Any, Mapping[str, Any]], bool]) -> bool:
+    """Give every size of a frame's arguments a symbol of its own, for frames where `when(backend, arguments)` holds.
+
+    Installed once in a process; other frames, and other backends', are as before. False on a torch where that cannot be done.
+    """
+    output_graph = importlib.import_module("torch._dynamo.output_graph").OutputGraph
+    settings: Any = importlib.import_module("torch.fx.experimental._config")
+    original = output_graph.__init__
+    if hasattr(original, _MARK):
+        return True
+    signature = inspect.signature(original)
+    if not _NEEDED.issubset(signature.parameters) or not hasattr(settings, "use_duck_shape"):
+        return False
+
+    @functools.wraps(original)
+    def start(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind(self, *args, **kwargs).arguments
+        if not when(backend_of(given["compiler_fn"]), given["local_scope"]):
+            original(self, *args, **kwargs)
+            return
+        # The symbols of a graph keep the setting that they were started with.
+        with settings.patch(use_duck_shape=False):
+            original(self, *args, **kwargs)
+        setattr(self.shape_env, _MARK, True)
+
+    setattr(start, _MARK, True)
+    output_graph.__init__ = start
+    _drop_guards_that_decide_nothing()
+    return True
+
+
+def backend_of(compiler: Any) -> Any:
+    """What the user gave torch.compile as `backend`, under everything that Dynamo wraps around it."""
+    while (inner := getattr(compiler, "_torchdynamo_orig_backend", None)) is not None:
+        compiler = inner
+    return getattr(compiler, "compiler_fn", compiler)
+
+
+def _drop_guards_that_decide_nothing() -> None:
+    """Ask for the routine of a convolution without a guard, in marked graphs, where every answer gives the same layout."""
+    bindings: Any = torch._C
+    names = ("_select_conv_backend", "_conv_determine_backend_memory_format", "_ConvBackend")
+    if not all(hasattr(bindings, name) for name in names):
+        return
+    original = bindings._select_conv_backend
+    routines = bindings._ConvBackend
+    # The routines between which the number of elements decides, by the weight's dims.
+    candidates = {4: (routines.Mkldnn, routines.Slow2d), 5: (routines.Mkldnn, routines.Slow3d)}
+
+    @functools.wraps(original)
+    def select(tensor: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        symbols: Any = getattr(getattr(tensor, "fake_mode", None), "shape_env", None)
+        if not hasattr(symbols, _MARK) or tensor.device.type != "cpu":
+            return original(tensor, weight, *args, **kwargs)
+        with symbols.suppress_guards():
+            found = original(tensor, weight, *args, **kwargs)
+        among = candidates.get(weight.dim(), ())
+        if found in among:
+            layouts = {bindings._conv_determine_backend_memory_format(tensor, weight, one) for one in among}
+            if len(layouts) == 1:
+                return found
+        return original(tensor, weight, *args, **kwargs)
+
+    bindings._select_conv_backend = select

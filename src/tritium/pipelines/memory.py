@@ -1,0 +1,162 @@
+"""What a decode needs at once, known before it starts.
+
+The decoder's own code runs on tensors without contents, and the bytes that are alive are added up wherever a convolution,
+a matrix product or attention runs. Nothing fuses those away, so compiled code holds the same tensors there; what a routine
+takes for itself comes on top and is not known. The figure is a lower bound: what it refuses does not fit.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tritium import device
+from tritium.errors import MemoryShortage
+
+# Aten routines that read and write whole tensors, whoever compiles the graph around them.
+_ROUTINES = ("convolution", "mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product")
+
+# A cache of frames is empty, then begun, then full: from the third call on all are alike.
+_REGIMES = 3
+
+
+class _Live(TorchDispatchMode):
+    """Counts the bytes of tensors that were made inside and are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._held: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.most = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in pytree.tree_leaves(result):
+            if isinstance(value, torch.Tensor):
+                storage = value.untyped_storage()
+                self._held.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+        self._held = {key: held for key, held in self._held.items() if not held[0].expired()}
+        if func.overloadpacket.__name__.startswith(_ROUTINES):
+            self.most = max(self.most, sum(size for _, size in self._held.values()))
+        return result
+
+
+def needed(decoder: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, calls: int = 1) -> int:
+    """The bytes that a call takes at least, beside its arguments and the weights.
+
+    With a cache that a call changes for the next one, that of several calls in a row.
+    """
+    fakes = torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+    live, outputs = _Live(), []
+    # In inference mode whole operators would arrive here, and not the routines in them.
+    with torch.inference_mode(mode=False), torch.no_grad(), fakes:
+        # Lists are rebuilt on the way: the call changes these, and not the caller's.
+        args, named = pytree.tree_map_only(torch.Tensor, fake, (args, dict(kwargs)))
+        started = {name: list(value) for name, value in named.items() if _counts(value)}
+        with live:
+            for _ in range(min(calls, _REGIMES)):
+                outputs.append(decoder.forward(*args, **named))
+                # Each call counts the layers up from the start, and only the first of several is the first chunk.
+                named |= {name: list(value) for name, value in started.items()}
+                named |= {name: False for name, value in named.items() if value is True}
+    # What is decoded stays until the last frame is; of that, the calls above have kept their own.
+    last = outputs[-1]
+    piled = max(0, calls - _REGIMES) * (last.untyped_storage().nbytes() if isinstance(last, torch.Tensor) else 0)
+    return live.most + piled
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, int) for item in value)
+
+
+@dataclass(frozen=True)
+class _Signature:
+    """What the memory of a call depends on: the shapes, and everything else."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    rest: tuple[Any, ...]
+    calls: int
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], calls: int) -> _Signature:
+        leaves = pytree.tree_leaves((args, dict(kwargs)))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        rest = [(leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else str(leaf) for leaf in leaves]
+        return cls(tuple(tuple(tensor.shape) for tensor in tensors), tuple(rest), calls)
+
+    def is_within(self, other: _Signature) -> bool:
+        """Whether a call is no larger than another in any size, and like it otherwise."""
+        if self.rest != other.rest or self.calls > other.calls:
+            return False
+        sizes = zip(self.shapes, other.shapes, strict=True)
+        return all(len(own) == len(its) and all(map(operator.le, own, its)) for own, its in sizes)
+
+
+class Guard:
+    """Refuses decodes that do not fit the device, before they start."""
+
+    def __init__(self, vae: nn.Module, decoder: nn.Module, cache: Sequence[str]) -> None:
+        self._vae = vae
+        self._decoder = decoder
+        self._cache = tuple(cache)
+        self._known: dict[_Signature, int | None] = {}
+        # Why nothing is known, if the decoder could not be run without contents.
+        self.unknown = ""
+
+    def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raise a `MemoryShortage` if a call cannot fit."""
+        latent = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
+        free = device.free_memory(latent.device) if latent is not None else None
+        if latent is None or free is None or torch.compiler.is_compiling():
+            return
+        call = _Signature.of(args, kwargs, self._calls(latent, kwargs))
+        if call not in self._known:
+            if any(
+                known is not None and known <= free and call.is_within(other) for other, known in self._known.items()
+            ):
+                return
+            self._known[call] = self._estimate(args, kwargs, call.calls)
+        estimate = self._known[call]
+        if estimate is not None and estimate > free:
+            raise MemoryShortage(
+                f"decoding a latent of shape {tuple(latent.shape)} takes {_gib(estimate)} at least, and {_gib(free)} are "
+                f"free on {latent.device}: {self._advice(latent)}"
+            )
+
+    def _estimate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], calls: int) -> int | None:
+        try:
+            return needed(self._decoder, args, kwargs, calls=calls)
+        except Exception as error:  # noqa: BLE001 - an estimate must not stand in the way of a decode
+            self.unknown = f"memory not estimated: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            return None
+
+    def _calls(self, latent: torch.Tensor, kwargs: Mapping[str, Any]) -> int:
+        """How many frames there are to come, if this is the first of several: they lie behind it in memory."""
+        first = any(isinstance(kwargs.get(name), list) and set(kwargs[name]) == {None} for name in self._cache)
+        if not first or latent.numel() == 0:
+            return 1
+        return max(1, latent.untyped_storage().nbytes() // (latent.numel() * latent.element_size()))
+
+    def _advice(self, latent: torch.Tensor) -> str:
+        if latent.shape[0] > 1 and not getattr(self._vae, "use_slicing", False):
+            return "vae.enable_slicing() decodes one of the batch at a time, and vae.enable_tiling() in tiles"
+        if getattr(self._vae, "use_tiling", False):
+            return "its tiles are too large; vae.enable_tiling() takes smaller ones, or free memory on the device"
+        return "vae.enable_tiling() decodes it in tiles"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

@@ -1,0 +1,107 @@
+"""Sizes that are equal by chance stay apart in graphs of pictures, and nowhere else."""
+
+import pytest
+import torch
+from torch import nn
+
+import tritium
+from tritium import CompilationConfig, compat
+
+
+def picture_net() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.SiLU(), nn.Conv2d(8, 8, 3, padding=1)).eval()
+
+
+def token_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 8)).eval()
+
+
+def graphs_of(module: nn.Module, backend, shapes) -> list[int]:
+    """How many graphs each call compiles."""
+    compiled = torch.compile(module, backend=backend, dynamic=True)
+    counts = []
+    with torch.no_grad():
+        for shape in shapes:
+            before = compat.graphs_compiled()
+            value = torch.rand(shape)
+            torch.testing.assert_close(compiled(value), module(value))
+            counts.append(compat.graphs_compiled() - before)
+    return counts
+
+
+SQUARE_FIRST = [(1, 8, 8, 8), (1, 8, 8, 12), (1, 8, 12, 8), (1, 8, 9, 7)]
+
+
+def test_a_square_with_as_many_channels_is_compiled_once():
+    assert graphs_of(picture_net(), tritium.Backend(CompilationConfig(engine="eager")), SQUARE_FIRST) == [1, 0, 0, 0]
+
+
+def test_other_backends_and_other_modules_are_as_before():
+    tritium.Backend()
+    assert sum(graphs_of(picture_net(), "eager", SQUARE_FIRST)) > 1
+    torch._dynamo.reset()
+    tokens = [(8, 8, 8), (8, 12, 8), (9, 7, 8)]
+    assert sum(graphs_of(token_net(), tritium.Backend(CompilationConfig(engine="eager")), tokens)) > 1
+
+
+def test_the_setting_of_others_is_left_alone():
+    settings = torch.fx.experimental._config
+    graphs_of(picture_net(), tritium.Backend(CompilationConfig(engine="eager")), SQUARE_FIRST[:1])
+    assert settings.use_duck_shape is True
+
+
+def test_it_is_installed_once():
+    output_graph = torch._dynamo.output_graph.OutputGraph
+    tritium.Backend()
+    first = output_graph.__init__, torch._C._select_conv_backend
+    tritium.Backend(CompilationConfig(engine="eager"))
+    assert (output_graph.__init__, torch._C._select_conv_backend) == first
+
+
+def test_a_torch_that_it_does_not_know_is_left_alone(monkeypatch):
+    class OutputGraph:
+        def __init__(self, something_else):
+            pass
+
+    original = OutputGraph.__init__
+    monkeypatch.setattr(torch._dynamo.output_graph, "OutputGraph", OutputGraph)
+    assert compat.shapes.keep_sizes_apart(lambda backend, arguments: True) is False
+    assert OutputGraph.__init__ is original
+
+
+def test_the_backend_is_found_under_what_dynamo_wraps_around_it():
+    backend = tritium.Backend()
+    wrapped = torch._dynamo.repro.after_dynamo.wrap_backend_debug(
+        torch._TorchCompileWrapper(backend, None, None, dynamic=True), "tritium"
+    )
+    assert compat.shapes.backend_of(wrapped) is backend
+    assert compat.shapes.backend_of(backend) is backend
+
+
+# With eight channels, 20,480 elements are 51 pixels high and wide.
+BOTH_SIDES = [(1, 8, 12, 14), (1, 8, 60, 70), (1, 8, 20, 90), (1, 8, 300, 10)]
+
+
+class TestRoutines:
+    @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+    def test_their_limits_are_no_guards_on_sizes(self, layout):
+        net = picture_net().to(memory_format=layout)
+        assert graphs_of(net, tritium.Backend(CompilationConfig(engine="eager")), BOTH_SIDES) == [1, 0, 0, 0]
+
+    def test_other_backends_keep_them(self):
+        tritium.Backend()
+        assert sum(graphs_of(picture_net(), "eager", BOTH_SIDES)) > 1
+
+    @pytest.mark.codegen
+    @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+    def test_generated_code_is_right_on_both_sides(self, layout):
+        net = picture_net().to(memory_format=layout)
+        assert graphs_of(net, tritium.Backend(), BOTH_SIDES) == [1, 0, 0, 0]
+
+    @pytest.mark.codegen
+    def test_videos_of_which_the_weights_alone_are_channels_last(self):
+        """Here the routine decides the layout of the result: the guard stays, and the result is right."""
+        net = nn.Sequential(nn.Conv3d(8, 8, 3, padding=1), nn.SiLU(), nn.Conv3d(8, 8, 3, padding=1)).eval()
+        net = net.to(memory_format=torch.channels_last_3d)
+        shapes = [(1, 8, 3, 12, 14), (1, 8, 5, 600, 7), (1, 8, 4, 9, 9)]
+        graphs_of(net, tritium.Backend(), shapes)
