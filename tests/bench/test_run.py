@@ -5,7 +5,7 @@ import torch
 
 from tritium import CompilationConfig, measure
 from tritium.bench import run
-from tritium.bench.workloads import Built, Size, Workload
+from tritium.bench.workload import Built
 from tritium.errors import ConfigError, TritiumError
 
 EAGER_ENGINE = CompilationConfig(engine="eager")
@@ -24,7 +24,9 @@ class Block(torch.nn.Module):
         return (self.down(self.norm(self.up(hidden_states))),)
 
 
-class Tiny(Workload):
+class Tiny:
+    name, regimes = "tiny", ("static",)
+
     def build(self, device, dtype, *, small):
         torch.manual_seed(0)
         model = Block().to(device, dtype).eval()
@@ -32,8 +34,7 @@ class Tiny(Workload):
         return Built(model, inputs, "7 tokens", small)
 
 
-SIZE = Size({}, (7,), 0, "7 tokens")
-TINY = Tiny("tiny", "Block", SIZE, SIZE, lambda config, size, draw: {})
+TINY = Tiny()
 
 
 def settings(**fields):
@@ -70,10 +71,10 @@ def test_an_op_that_is_left_out_is_left_to_inductor(variant, fused):
     import tritium
 
     built = TINY.build("cpu", torch.float32, small=True)
-    model = run.compiled(built.model, variant, settings(without=("rms_norm",)))
+    made = run.compiled(built, variant, settings(without=("rms_norm",)))
     with torch.inference_mode():
-        model(**built.inputs)
-    assert tritium.explain(model).sites["rms_norm"].fused == fused
+        made.call(**built.inputs)
+    assert tritium.explain(made.parts[0]).sites["rms_norm"].fused == fused
 
 
 def test_an_op_that_does_not_exist_cannot_be_left_out():
@@ -91,9 +92,11 @@ def test_the_compiled_model_is_handed_out_for_explain():
 def test_a_wrong_answer_is_seen(monkeypatch):
     original = run.compiled
 
-    def off_by_a_tenth(model, variant, given):
-        side = original(model, variant, given)
-        return (lambda **inputs: (side(**inputs)[0] * 1.1,)) if variant == "tritium" else side
+    def off_by_a_tenth(built, variant, *given):
+        made = original(built, variant, *given)
+        if variant != "tritium":
+            return made
+        return run.Compiled(lambda **inputs: (made.call(**inputs)[0] * 1.1,), made.parts)
 
     monkeypatch.setattr(run, "compiled", off_by_a_tenth)
     assert run.run(TINY, settings()).rows[-1].relative_l2 == pytest.approx(0.1, rel=1e-3)
