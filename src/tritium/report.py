@@ -134,6 +134,24 @@ class Failure:
         return dict(self.__dict__)
 
 
+@dataclass
+class Capture:
+    """One bucket of one region: a recording that is replayed, or the reason why there is none."""
+
+    bucket: str
+    hits: int = 0
+    # Static inputs and results, and what the recording took of the device's memory besides.
+    bytes: int = 0
+    # Which piece of a graph that is cut at boundary ops; None for a whole graph.
+    piece: int | None = None
+    declined: str | None = None
+    # Whether results are copied, because a caller held one over the next call.
+    copies: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
 @dataclass(frozen=True, slots=True)
 class DrawnNode:
     """A node of a graph as words: nothing of the model stays alive through it."""
@@ -212,6 +230,9 @@ class GraphRecord:
     passes: list[PassRecord] = field(default_factory=list)
     folded: list[Folded] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
+    captures: list[Capture] = field(default_factory=list)
+    # The regions that hold the recordings, for whoever wants to clear them; they live as long as the compiled code.
+    regions: list[weakref.ref[Any]] = field(default_factory=list)
     fallbacks: list[dict[str, Any]] = field(default_factory=list)
     kernels: list[dict[str, Any]] = field(default_factory=list)
     # Operators that became generated code, and pairs of kernels that exchange data and are two.
@@ -474,6 +495,10 @@ class Report:
         return [entry.to_dict() for entry in found]
 
     @property
+    def captures(self) -> list[dict[str, Any]]:
+        return [{"graph": record.graph, **entry.to_dict()} for record in self.records for entry in record.captures]
+
+    @property
     def kernels(self) -> list[dict[str, Any]]:
         return [{"graph": record.graph, **kernel} for record in self.records for kernel in record.kernels]
 
@@ -501,7 +526,7 @@ class Report:
             "fallbacks": self.fallbacks,
             "not_fused": self.not_fused,
             "recompiles": self.recompiles,
-            "captures": [],
+            "captures": self.captures,
             "kernels": self.kernels,
             "passes": self.passes,
             "folded": self.folded,
@@ -554,6 +579,7 @@ class Report:
             self._text_of_sites(),
             self._text_of_operators(),
             self._text_of_recompiles(),
+            self._text_of_captures(),
             self._text_of_passes(),
             self._text_of_kernels(),
             self._text_of_pairs(),
@@ -635,6 +661,19 @@ class Report:
             for entry in self.recompiles
         ]
         return _table("Recompiles", ("graph", "argument", "was", "now", "reason"), rows) if rows else ""
+
+    def _text_of_captures(self) -> str:
+        rows = [
+            (
+                entry["graph"] if entry["piece"] is None else f"{entry['graph']} piece {entry['piece']}",
+                entry["hits"],
+                _bytes(entry["bytes"]),
+                "not captured" if entry["declined"] else "copied" if entry["copies"] else "lent",
+                entry["bucket"] + (f": {entry['declined']}" if entry["declined"] else ""),
+            )
+            for entry in self.captures
+        ]
+        return _table("Captures", ("graph", "replays", "bytes", "results", "bucket"), rows) if rows else ""
 
     def _text_of_passes(self) -> str:
         rows = []
