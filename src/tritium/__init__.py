@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tritium.compiler.backend import Backend
     from tritium.compiler.compile import compile
     from tritium.compiler.explain import explain
+    from tritium.compiler.pad import pad_to
     from tritium.config import CompilationConfig, FusionPatterns, PassConfig
     from tritium.example import load_example
     from tritium.fusions.fusion import Fusion, Match
@@ -49,6 +50,7 @@ _HOME = {
     "explain": "tritium.compiler.explain",
     "load_example": "tritium.example",
     "optimize": "tritium.api",
+    "pad_to": "tritium.compiler.pad",
 }
 
 __all__ = [
@@ -75,6 +77,7 @@ __all__ = [
     "explain",
     "load_example",
     "optimize",
+    "pad_to",
 ]
 
 

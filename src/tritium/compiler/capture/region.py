@@ -115,10 +115,13 @@ class Region:
 
     def clear(self) -> None:
         """Give the memory of all recordings back; the next call of each bucket records again."""
-        for weights in list(self._sets.values()):
-            for entry in list(weights.entries.values()):
-                self._drop(entry)
-        self._sets.clear()
+        if self._device is None:
+            return
+        with lane_of(self._device).lock:
+            for weights in self._sets.values():
+                for entry in weights.entries.values():
+                    self._drop(entry)
+            self._sets.clear()
 
     def __len__(self) -> int:
         return sum(entry.graph is not None for weights in self._sets.values() for entry in weights.entries.values())
