@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tritium.ops.op import Op, Provider
     from tritium.passes import ConfigRequest, Decline, Pass, PassContext
     from tritium.pipelines.plan import Choice, Plan
+    from tritium.pipelines.shapes import Shapes
     from tritium.report import Report
 
 __version__ = "0.1.0"
@@ -43,6 +44,7 @@ _HOME = {
     "Plan": "tritium.pipelines.plan",
     "Provider": "tritium.ops.op",
     "Report": "tritium.report",
+    "Shapes": "tritium.pipelines.shapes",
     "autofuse": "tritium",
     "compile": "tritium.compiler.compile",
     "custom_op": "tritium.ops.bridge",
@@ -70,6 +72,7 @@ __all__ = [
     "Plan",
     "Provider",
     "Report",
+    "Shapes",
     "autofuse",
     "compile",
     "custom_op",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,3 +55,22 @@ def recompile_limit(least: int) -> Iterator[None]:
     total = max(int(config.accumulated_recompile_limit), limit * 64)
     with config.patch(recompile_limit=limit, accumulated_recompile_limit=total):
         yield
+
+
+_FAILS = "fail_on_recompile"
+
+
+@contextlib.contextmanager
+def compiling_fails() -> Iterator[None]:
+    """Make it an error that Dynamo compiles, for the calls inside."""
+    with torch.compiler.set_stance(_FAILS):
+        yield
+
+
+def why_compiling_failed(error: Exception) -> str | None:
+    """The first failed guard behind an error of `compiling_fails`, empty if none is told; None for any other error."""
+    text = str(error)
+    if _FAILS not in text:
+        return None
+    reasons = re.findall(r"^\s*- (?:\d+/\d+(?:_\d+)?: )?(.+)$", text, flags=re.MULTILINE)
+    return str(reasons[0]) if reasons else ""

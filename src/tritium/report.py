@@ -105,8 +105,53 @@ class Recompile:
     now: str | None
     reason: str
 
+    @property
+    def suggestion(self) -> str | None:
+        """What to write so that this does not happen; None where nothing would help."""
+        return suggest(self.argument, self.was, self.now, self.reason)
+
     def to_dict(self) -> dict[str, str | None]:
-        return dict(self.__dict__)
+        return {**self.__dict__, "suggestion": self.suggestion}
+
+
+_SIZE = re.compile(r"size (\d+) at dim (\d+)")
+
+
+def suggest(argument: str | None, was: str | None, now: str | None, reason: str) -> str | None:
+    """The line that prevents a recompile.
+
+    >>> suggest("encoder_hidden_states", "size 128 at dim 1", "size 512 at dim 1", "")
+    'Plan(shapes=Shapes(..., text_tokens=[128, 512])), or dynamic_dims={"encoder_hidden_states": [1]}'
+    """
+    sizes = [_SIZE.fullmatch(text or "") for text in (was, now)]
+    if argument is not None and sizes[0] is not None and sizes[1] is not None:
+        first, second, dim = sizes[0][1], sizes[1][1], sizes[0][2]
+        field = "sizes=[...]"
+        if dim == "0":
+            field = f"batch=[{first}, {second}]"
+        elif "encoder" in argument or "txt" in argument or "prompt" in argument:
+            field = f"text_tokens=[{first}, {second}]"
+        shapes = f"Shapes({field})" if field.startswith("sizes") else f"Shapes(..., {field})"
+        return f'Plan(shapes={shapes}), or dynamic_dims={{"{argument}": [{dim}]}}'
+    if now == "inference tensor" or was == "inference tensor" or "GLOBAL_STATE" in reason or "grad_mode" in reason:
+        return "make every call, and handle.warmup(), in one mode: with torch.inference_mode():"
+    if "requires_grad mismatch" in reason:
+        return "freeze the weights before warmup(): model.requires_grad_(False); loading a LoRA freezes them otherwise"
+    if "peft." in reason or "lora_" in reason or "merged_adapters" in reason or (argument and ".scaling[" in argument):
+        return "load LoRAs and set their scales before handle.warmup(), or merge them: pipe.fuse_lora()"
+    if reason.startswith("___check_type_id(self"):
+        return "replace modules, as loading a LoRA does, before handle.warmup()"
+    if argument is None:
+        return None
+    if was is not None and was.startswith("stride"):
+        return f"pass {argument} in one memory layout"
+    if was is not None and "dtype" in was:
+        return f"pass {argument} in one dtype"
+    if re.search(rf"{re.escape(argument)}.* is None|is not None|NoneType", reason) or now == "None":
+        return f"pass {argument} always, or never"
+    if was is not None and re.fullmatch(r"-?\d+(\.\d+)?(e-?\d+)?|True|False|'.*'", was):
+        return f"pass {argument} as a tensor if it changes from call to call"
+    return None
 
 
 @dataclass(frozen=True)
@@ -131,6 +176,19 @@ class Failure:
     graphs_at: str | None = None
 
     def to_dict(self) -> dict[str, str | None]:
+        return dict(self.__dict__)
+
+
+@dataclass(frozen=True)
+class Violation:
+    """Calls of a part outside of the shapes that were promised."""
+
+    part: str
+    what: str
+    done: str
+    times: int
+
+    def to_dict(self) -> dict[str, Any]:
         return dict(self.__dict__)
 
 
@@ -354,6 +412,11 @@ class Ledger:
             self._records = [kept for kept in self._records if kept.code is None or kept.code() is not None]
             return list(self._records)
 
+    def limits(self) -> list[compat.LimitReached]:
+        """Every recompile limit that was reached, oldest first."""
+        with self._lock:
+            return list(self._limits)
+
     def limits_of(self, records: Sequence[GraphRecord]) -> list[compat.LimitReached]:
         places = set()
         for record in records:
@@ -378,6 +441,8 @@ _MISMATCH = re.compile(
 )
 _EQUALITY = re.compile(r"^(?P<argument>[A-Za-z_][\w.\[\]']*) == (?P<was>.+)$")
 _NAME = re.compile(r"[A-Za-z_]\w*")
+# Something of the module itself, in Dynamo's spelling.
+_INSIDE = re.compile(r"self(?:\._(?:modules|parameters|buffers)\['[^']+'\]|\.\w+(?:\['[^']+'\])?)+")
 
 
 def parse_guard_failure(graph: str, text: str, arguments: Mapping[str, Any]) -> Recompile:
@@ -400,6 +465,10 @@ def parse_guard_failure(graph: str, text: str, arguments: Mapping[str, Any]) -> 
     if reason.startswith("GLOBAL_STATE changed"):
         return Recompile(graph, None, None, None, reason)
     equality = _EQUALITY.match(reason)
+    inside = _INSIDE.search(reason)
+    if inside is not None:
+        was = equality["was"].strip() if equality is not None else None
+        return Recompile(graph, _inner_name(inside[0]), was, None, reason)
     named = next((name for name in _NAME.findall(reason) if name in arguments), None)
     argument = equality["argument"] if equality is not None else named
     if argument is None:
@@ -412,6 +481,15 @@ def parse_guard_failure(graph: str, text: str, arguments: Mapping[str, Any]) -> 
 def _argument_name(text: str) -> str:
     """`hidden_states` for `kwargs['hidden_states']`: a decorator around forward hides the name otherwise."""
     return re.sub(r"^(?:kw)?args\['?([\w.]+)'?\]", r"\1", text)
+
+
+def _inner_name(path: str) -> str:
+    """A place inside of a module as a user writes it.
+
+    >>> _inner_name("self._modules['attn']._modules['to_q'].scaling['one']")
+    "attn.to_q.scaling['one']"
+    """
+    return re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", path).removeprefix("self.")
 
 
 def _brief(value: Any) -> str:
@@ -432,12 +510,15 @@ class Report:
         *,
         components: Iterable[Component] = (),
         measurement: Measurement | None = None,
+        violations: Iterable[Violation] = (),
     ) -> None:
         self.records = list(records)
         self.limits = list(limits)
         # The parts of a pipeline, where the report is about one.
         self.components = list(components)
         self.measurement = measurement
+        # Calls outside of `Plan(shapes=...)`.
+        self.violations = list(violations)
 
     @property
     def device(self) -> dict[str, Any]:
@@ -526,6 +607,7 @@ class Report:
             "fallbacks": self.fallbacks,
             "not_fused": self.not_fused,
             "recompiles": self.recompiles,
+            "violations": [violation.to_dict() for violation in self.violations],
             "captures": self.captures,
             "kernels": self.kernels,
             "passes": self.passes,
@@ -579,6 +661,7 @@ class Report:
             self._text_of_sites(),
             self._text_of_operators(),
             self._text_of_recompiles(),
+            self._text_of_violations(),
             self._text_of_captures(),
             self._text_of_passes(),
             self._text_of_kernels(),
@@ -657,10 +740,20 @@ class Report:
 
     def _text_of_recompiles(self) -> str:
         rows = [
-            (entry["graph"], entry["argument"] or "-", entry["was"] or "-", entry["now"] or "-", entry["reason"])
+            (
+                entry["graph"],
+                entry["argument"] or "-",
+                entry["was"] or "-",
+                entry["now"] or "-",
+                str(entry["reason"]) + (f"; to prevent it: {entry['suggestion']}" if entry["suggestion"] else ""),
+            )
             for entry in self.recompiles
         ]
         return _table("Recompiles", ("graph", "argument", "was", "now", "reason"), rows) if rows else ""
+
+    def _text_of_violations(self) -> str:
+        rows = [(entry.part, f"{entry.times}x {entry.done}", entry.what) for entry in self.violations]
+        return _table("Calls outside of the promised shapes", ("part", "done", "what was new"), rows) if rows else ""
 
     def _text_of_captures(self) -> str:
         rows = [

@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from tritium import compat
 from tritium.compiler.backend import Backend
+from tritium.pipelines.contract import Contract
 from tritium.pipelines.parts import Part
 from tritium.pipelines.plan import Choice, How, Plan
 from tritium.pipelines.progress import Progress
@@ -50,7 +51,13 @@ class Installed:
             ("inductor", False): "inductor",
             ("inductor", True): _inductor_channels_last,
         }
-        self._dynamic = plan.dynamic
+        # Shapes that are promised are compiled one by one: code for one size is the fastest for it.
+        self._dynamic = False if plan.dynamic is None and plan.shapes is not None else plan.dynamic
+        self.contract = (
+            Contract(part.name, part.entry, plan.shapes.on_violation, len(plan.shapes.buckets))
+            if plan.shapes is not None
+            else None
+        )
         self._progress = progress
         self._inner = self.entry.inner
         self._calls: dict[tuple[How, bool, nn.Module], Callable[..., Any]] = {}
@@ -65,7 +72,9 @@ class Installed:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """A call of the part that is not counted."""
         with self._progress.during(self.part.name):
-            return self._inner(*args, **kwargs)
+            if self.contract is None or self.choice.how == "eager":
+                return self._inner(*args, **kwargs)
+            return self.contract.call(self._inner, args, kwargs)
 
     def use(self, choice: Choice, among: Container[nn.Module] | None = None) -> None:
         """Switch to another way of running; what was compiled before is kept for the next time.

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from tritium.config import CompilationConfig
 from tritium.errors import ConfigError, nearest
+from tritium.pipelines.shapes import Shapes
 
 How = Literal["tritium", "inductor", "eager"]
 HOWS: tuple[How, ...] = get_args(How)
@@ -51,6 +52,8 @@ class Plan:
         dynamic: As `torch.compile` has it: None makes a size dynamic when it changes, False compiles each size.
         blocks: For a denoiser that Tritium does not know: the class names of its repeated blocks, by component.
         progress: Show what is being compiled.
+        shapes: What the pipeline will be asked for; `handle.warmup()` then compiles all of it, each size on its own unless
+            `dynamic` says otherwise, and no call inside compiles afterwards.
 
     >>> Plan(components={"vae": "eager"}).choice("vae.decode").how
     'eager'
@@ -62,8 +65,11 @@ class Plan:
     dynamic: bool | None = None
     blocks: Mapping[str, Sequence[str]] = field(default_factory=dict)
     progress: bool = True
+    shapes: Shapes | None = None
 
     def __post_init__(self) -> None:
+        if self.shapes is not None and not isinstance(self.shapes, Shapes):
+            raise ConfigError(f"Plan.shapes takes a Shapes, got {type(self.shapes).__name__}")
         if not isinstance(self.config, CompilationConfig):
             raise ConfigError(f"Plan.config takes a CompilationConfig, got {type(self.config).__name__}")
         choices = {}
