@@ -123,16 +123,8 @@ def suggest(argument: str | None, was: str | None, now: str | None, reason: str)
     >>> suggest("encoder_hidden_states", "size 128 at dim 1", "size 512 at dim 1", "")
     'Plan(shapes=Shapes(..., text_tokens=[128, 512])), or dynamic_dims={"encoder_hidden_states": [1]}'
     """
-    sizes = [_SIZE.fullmatch(text or "") for text in (was, now)]
-    if argument is not None and sizes[0] is not None and sizes[1] is not None:
-        first, second, dim = sizes[0][1], sizes[1][1], sizes[0][2]
-        field = "sizes=[...]"
-        if dim == "0":
-            field = f"batch=[{first}, {second}]"
-        elif "encoder" in argument or "txt" in argument or "prompt" in argument:
-            field = f"text_tokens=[{first}, {second}]"
-        shapes = f"Shapes({field})" if field.startswith("sizes") else f"Shapes(..., {field})"
-        return f'Plan(shapes={shapes}), or dynamic_dims={{"{argument}": [{dim}]}}'
+    if argument is not None and (shape := _suggest_shape(argument, was, now)) is not None:
+        return shape
     if now == "inference tensor" or was == "inference tensor" or "GLOBAL_STATE" in reason or "grad_mode" in reason:
         return "make every call, and handle.warmup(), in one mode: with torch.inference_mode():"
     if "requires_grad mismatch" in reason:
@@ -152,6 +144,19 @@ def suggest(argument: str | None, was: str | None, now: str | None, reason: str)
     if was is not None and re.fullmatch(r"-?\d+(\.\d+)?(e-?\d+)?|True|False|'.*'", was):
         return f"pass {argument} as a tensor if it changes from call to call"
     return None
+
+
+def _suggest_shape(argument: str, was: str | None, now: str | None) -> str | None:
+    sizes = [_SIZE.fullmatch(text or "") for text in (was, now)]
+    if sizes[0] is None or sizes[1] is None:
+        return None
+    first, second, dim = sizes[0][1], sizes[1][1], sizes[0][2]
+    shapes = "Shapes(sizes=[...])"
+    if dim == "0":
+        shapes = f"Shapes(..., batch=[{first}, {second}])"
+    elif "encoder" in argument or "txt" in argument or "prompt" in argument:
+        shapes = f"Shapes(..., text_tokens=[{first}, {second}])"
+    return f'Plan(shapes={shapes}), or dynamic_dims={{"{argument}": [{dim}]}}'
 
 
 @dataclass(frozen=True)

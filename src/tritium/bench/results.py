@@ -57,6 +57,8 @@ class Row:
     # Of whole pictures against eager's, the worst of several; a PSNR of None with an SSIM of 1 is equality.
     psnr: float | None = None
     ssim: float | None = None
+    # Where graphs were asked for: what a call takes on the host until it returns, the device left to itself.
+    host_us: float | None = None
     # The first picture of another process, with empty caches and with this one's compile artifacts.
     cold_start_s: float | None = None
     restart_s: float | None = None

@@ -10,7 +10,12 @@ from rich.table import Table
 
 from tritium.bench.results import Results, Row
 
-_NAMES = {"eager": "eager", "inductor": "torch.compile", "tritium": "Tritium"}
+_NAMES = {
+    "eager": "eager",
+    "inductor": "torch.compile",
+    "tritium": "Tritium",
+    "inductor reduce-overhead": "torch.compile",
+}
 
 # Wide enough for all columns where there is no terminal to fit into.
 _FILE_WIDTH = 130
@@ -114,6 +119,11 @@ def _caption(rows: Sequence[Row]) -> str:
     cold = "with empty caches" if all(row.first_call_cold for row in rows) else "caches as they were"
     notes = [*about.values(), "ratio: torch.compile's median by this one's, above 1 is faster"]
     notes.append(f"first call: includes compilation, {cold}; relative L2: against eager")
+    notes += [
+        f"{row.workload}, {row.variant}: a call takes {row.host_us:.0f} us on the host"
+        for row in rows
+        if row.host_us is not None
+    ]
     notes += [_start(row) for row in rows if row.restart_s is not None]
     disturbed = sorted({row.workload for row in rows if row.disturbed})
     if disturbed:

@@ -60,7 +60,8 @@ class Installed:
         )
         self._progress = progress
         self._inner = self.entry.inner
-        self._calls: dict[tuple[How, bool, nn.Module], Callable[..., Any]] = {}
+        self._config = plan.config
+        self._calls: dict[tuple[Choice, nn.Module], Callable[..., Any]] = {}
         # The strides that parameters had before their layout was changed.
         self._strides: dict[nn.Parameter, tuple[int, ...]] = {}
 
@@ -101,9 +102,12 @@ class Installed:
     def _call(self, choice: Choice, module: nn.Module) -> Callable[..., Any] | None:
         if choice.how == "eager":
             return None
-        key = (choice.how, choice.channels_last, module)
+        key = (choice, module)
         if key not in self._calls:
             backend = self._backends[choice.how, choice.channels_last]
+            if choice.graphs is not None and choice.graphs != self._config.graphs:
+                kind = _ChannelsLast if choice.channels_last else Backend
+                backend = kind(self._config.with_(graphs=choice.graphs))
             self._calls[key] = torch.compile(module._call_impl, backend=backend, dynamic=self._dynamic)
         return self._calls[key]
 

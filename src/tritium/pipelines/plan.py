@@ -15,26 +15,35 @@ from tritium.pipelines.shapes import Shapes
 How = Literal["tritium", "inductor", "eager"]
 HOWS: tuple[How, ...] = get_args(How)
 
+Graphs = Literal["off", "only", "with_compile", "auto"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     """What to do with one part of a pipeline.
 
     `how` is what runs it: Tritium, plain torch.compile (`inductor`), or nothing of either (`eager`: it is left alone).
-    `channels_last` keeps the weights of its convolutions in that layout.
+    `channels_last` keeps the weights of its convolutions in that layout. `graphs` captures it, as the field of that name in
+    `CompilationConfig` says; None for what the plan's configuration has.
     """
 
     how: How = "tritium"
     channels_last: bool = False
+    graphs: Graphs | None = None
 
     def __post_init__(self) -> None:
         if self.how not in HOWS:
             raise ConfigError(f"a part cannot run with {self.how!r}; {nearest(str(self.how), HOWS)}")
         if not isinstance(self.channels_last, bool):
             raise ConfigError(f"channels_last must be True or False, got {self.channels_last!r}")
+        if self.graphs is not None and self.graphs not in get_args(Graphs):
+            raise ConfigError(f"graphs cannot be {self.graphs!r}; {nearest(str(self.graphs), get_args(Graphs))}")
+        if self.graphs not in (None, "off") and self.how != "tritium":
+            raise ConfigError(f"graphs={self.graphs!r} is Tritium's, and the part runs with {self.how!r}")
 
     def __str__(self) -> str:
-        return self.how + (", channels-last" if self.channels_last else "")
+        graphs = f", graphs {self.graphs}" if self.graphs is not None else ""
+        return self.how + (", channels-last" if self.channels_last else "") + graphs
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
