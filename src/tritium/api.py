@@ -175,12 +175,10 @@ class Handle:
     def report(self) -> Report:
         """What was done to all components, declined, and why; `tritium.explain(handle, call=...)` also measures kernels."""
         try:
-            report = explain(self)
+            return explain(self)
         except ReportError:
             # Nothing was compiled yet, or by Tritium.
-            report = Report([], components=self.components)
-        report.violations = self.violations
-        return report
+            return Report([], components=self.components, violations=self.violations)
 
     @property
     def entries(self) -> list[nn.Module]:

@@ -153,6 +153,17 @@ class TestInputs:
         f(x)
         assert len(record.captures) == 7
 
+    def test_recordings_share_the_buffers_of_their_inputs(self, device):
+        regions = [region(lambda x, y, n=n: (x + n, y * n), device, ("x", "y")) for n in (2, 3)]
+        args = torch.full((1000,), 5.0, device=device), torch.full((1000,), 7.0, device=device)
+        kept = [[f(*args) for f, _ in regions] for _ in range(2)]
+        for results in kept:
+            assert [(float(x[0]), float(y[0])) for x, y in results] == [(7.0, 14.0), (8.0, 21.0)]
+        first, second = (next(iter(next(iter(f._sets.values())).entries.values())).inputs.args for f, _ in regions)
+        assert [x.data_ptr() for x in first] == [x.data_ptr() for x in second]
+        assert first[0].data_ptr() != first[1].data_ptr()
+        assert regions[1][1].captures[0].bytes < regions[0][1].captures[0].bytes
+
     def test_our_own_buffer_is_not_copied(self, device, monkeypatch):
         f, _ = region(lambda x: x + 1, device)
         f(torch.ones(3, device=device))
@@ -402,6 +413,26 @@ class TestWeights:
         gc.collect()
         assert watched() is None
 
+    def test_folded_weights_are_weights(self, device):
+        class Scaled(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.scale = nn.Parameter(torch.full((4,), 2.0), requires_grad=False)
+
+            def forward(self, x):
+                return x * (self.scale * 3)
+
+        model = Scaled().to(device)
+        f = compiled(model, CompilationConfig(graphs="with_compile", engine="eager", enable_freezing=True))
+        x = torch.ones(2, 4, device=device)
+        assert f(x).tolist() == [[6.0] * 4] * 2
+        with torch.no_grad():
+            model.scale.mul_(2)
+        assert f(x).tolist() == [[12.0] * 4] * 2
+        report = tritium.explain(f)
+        assert report.folded
+        assert [entry["bucket"] for entry in report.captures] == ["x 2x4 float32"]
+
     def test_parameters_are_not_part_of_the_key(self, device, config, monkeypatch):
         seen = []
         from tritium.compiler.capture import key
@@ -435,7 +466,7 @@ class TestBounds:
     def test_clearing_gives_memory_back_and_records_again(self, device):
         f, record = region(lambda x: x + 1, device)
         kept = f(torch.ones(3, device=device))
-        assert record.captures[0].bytes >= 24
+        assert record.captures[0].bytes >= 12
         f.clear()
         assert not record.captures
         assert len(f) == 0

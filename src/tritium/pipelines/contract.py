@@ -70,12 +70,12 @@ class Contract:
         self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, promised: bool
     ) -> Any:
         """A call that may compile; if it does although it is as promised, that is told."""
-        graphs, records = compat.graphs_compiled(), LEDGER.records()
+        graphs, before = compat.graphs_compiled(), {id(record) for record in LEDGER.records()}
         with compat_capture.recompile_limit(self._versions + len(self._known)):
             result = inner(*args, **kwargs)
         if promised and compat.graphs_compiled() != graphs:
-            causes = [new.recompile for new in LEDGER.records() if new not in records and new.recompile is not None]
-            self._note(_would_compile(causes[0].reason if causes else ""))
+            causes = [new.recompile for new in LEDGER.records() if id(new) not in before]
+            self._note(_would_compile(next((cause.reason for cause in causes if cause is not None), "")))
         return result
 
     def _note(self, text: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from tritium import compat_capture
-from tritium.compiler.capture.inputs import without_repeats
+from tritium.compiler.capture.inputs import Buffers, without_repeats
 from tritium.compiler.capture.outputs import flatten
 from tritium.errors import CaptureRefused
 
@@ -33,7 +33,7 @@ class Lane(Protocol):
     """A device on which recordings run one after the other."""
 
     lock: threading.RLock
-    emulated: bool
+    buffers: Buffers
 
     def order(self) -> None:
         """Let what follows on the caller's stream wait for what an earlier caller's stream still does with shared memory."""
@@ -42,6 +42,9 @@ class Lane(Protocol):
 
     def record(self, run: Callable[[], Any], generators: Sequence[torch.Generator]) -> tuple[DeviceGraph, Any]:
         """Record a call; returns the recording and the memory that its replays write results into."""
+
+    def retire(self, things: Any) -> None:
+        """Let recordings and their memory go as soon as nothing can be using them any more."""
 
     def memory(self) -> int:
         """Bytes that the device's allocator has taken."""
@@ -67,10 +70,9 @@ class EmulatedGraph:
 class CpuLane:
     """The emulation: as right and as wrong as CUDA's graphs where addresses are concerned, and never faster."""
 
-    emulated = True
-
     def __init__(self) -> None:
         self.lock = threading.RLock()
+        self.buffers = Buffers()
 
     def order(self) -> None:
         pass
@@ -85,6 +87,9 @@ class CpuLane:
         result, graph.result = graph.result, None
         return graph, result
 
+    def retire(self, things: Any) -> None:
+        del things
+
     def memory(self) -> int:
         return 0
 
@@ -92,14 +97,15 @@ class CpuLane:
 class CudaLane:
     """A GPU. Its recordings share one pool of memory, so no two of them may run at once."""
 
-    emulated = False
-
     def __init__(self, device: torch.device) -> None:
         self.lock = threading.RLock()
+        self.buffers = Buffers()
         self._device = device
         self._pool: Any = None
         self._side: Any = None
         self._last: Any = None
+        self._recording = False
+        self._retired: list[Any] = []
 
     def order(self) -> None:
         current = torch.cuda.current_stream(self._device)
@@ -124,6 +130,7 @@ class CudaLane:
             graph = torch.cuda.CUDAGraph()
             for generator in generators:
                 compat_capture.register_generator(graph, generator)
+            self._recording = True
             try:
                 # Other threads may go on using the device meanwhile.
                 with torch.cuda.graph(
@@ -134,7 +141,17 @@ class CudaLane:
                 # A pool that a recording broke off in is not used again.
                 self._pool = None
                 raise
+            finally:
+                self._recording = False
         return graph, result
+
+    def retire(self, things: Any) -> None:
+        # A replay on another stream than the one that owns the memory may still run. Waiting for it is for rare moments
+        # only, and would break a recording: the things then wait for the next time.
+        self._retired.append(things)
+        if not self._recording and not is_recording():
+            torch.cuda.synchronize(self._device)
+            self._retired.clear()
 
     def memory(self) -> int:
         return torch.cuda.memory_reserved(self._device)

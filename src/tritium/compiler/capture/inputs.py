@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import weakref
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -62,25 +64,46 @@ class Copies:
                 torch._foreach_copy_(theirs if back else ours, ours if back else theirs)
 
 
+class Buffers:
+    """The buffers of a device. Recordings run one at a time and are filled each time, so equal layouts share memory."""
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakValueDictionary[Hashable, torch.Tensor] = weakref.WeakValueDictionary()
+
+    def take(self, like: torch.Tensor, occurrence: int) -> tuple[torch.Tensor, int]:
+        """A buffer for the n-th input of a layout in one call, and the bytes that are new."""
+        # A tensor made in inference mode cannot be written to outside of it.
+        mode = torch.is_inference_mode_enabled()
+        key = (like.shape, like.stride(), like.dtype, like.device, mode, occurrence)
+        known = self._known.get(key)
+        if known is not None:
+            return known, 0
+        made = empty_as(like)
+        self._known[key] = made
+        return made, made.untyped_storage().nbytes()
+
+
 class StaticInputs:
     """The arguments of one recording: buffers for tensors, aliases of weights, and everything else as it is."""
 
-    def __init__(self, args: Sequence[Any], weights: Collection[int]) -> None:
+    def __init__(self, args: Sequence[Any], weights: Collection[int], buffers: Buffers) -> None:
         self.args: list[Any] = list(args)
         self.indices = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor) and i not in weights]
         for index in weights:
             # The memory of a weight and not the object: a recording knows addresses.
             self.args[index] = args[index].detach()
+        # What this recording took; buffers that it shares were counted where they were made.
+        self.bytes = 0
+        taken: Counter[Hashable] = Counter()
         for index in self.indices:
-            self.args[index] = empty_as(args[index])
+            layout = (args[index].shape, args[index].stride(), args[index].dtype)
+            self.args[index], new = buffers.take(args[index], taken[layout])
+            taken[layout] += 1
+            self.bytes += new
         self._copies = Copies([self.args[index] for index in self.indices])
         self._layouts = [_layout(self.args[index]) for index in self.indices]
         self._written: list[int] = []
         self._write_back = Copies([])
-
-    @property
-    def bytes(self) -> int:
-        return sum(self.args[index].untyped_storage().nbytes() for index in self.indices)
 
     @property
     def generators(self) -> list[torch.Generator]:

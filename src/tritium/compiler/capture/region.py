@@ -247,7 +247,7 @@ class Region:
         self._check(args)
         device = self._device_of(args)
         lane = lane_of(device)
-        inputs = StaticInputs(args, self._spec.weights)
+        inputs = StaticInputs(args, self._spec.weights, lane.buffers)
         before = lane.memory()
         with unchanged(device, inputs.generators, self._written_weights(inputs)):
             inputs.fill(args)
@@ -316,7 +316,10 @@ class Region:
             self._drop(oldest)
 
     def _drop(self, entry: Entry) -> None:
+        held = (entry.graph, entry.outputs, entry.inputs)
         entry.graph = entry.outputs = entry.inputs = None
+        if self._device is not None and held[0] is not None:
+            lane_of(self._device).retire(held)
         # By identity: two blocks may have equal rows.
         self._record.captures[:] = [row for row in self._record.captures if row is not entry.row]
 
