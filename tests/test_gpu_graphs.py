@@ -96,6 +96,28 @@ class TestRefusals:
         assert record.captures[0].declined == "t is on cpu: its value would be baked into a graph on cuda:0"
 
 
+class TestPool:
+    def test_the_last_graph_may_go_and_another_come(self):
+        x = torch.randn(256, 256, device=DEVICE)
+        f, _ = region(lambda x: x @ x)
+        expected = x @ x
+        kept = [f(x) for _ in range(3)]
+        f.clear()
+        kept += [f(x) for _ in range(3)]
+        assert all(torch.equal(result, expected) for result in kept)
+
+    def test_workspaces_that_others_clear_are_not_missed(self):
+        x = torch.randn(512, 512, device=DEVICE, dtype=torch.bfloat16)
+        f, _ = region(lambda x: x @ x)
+        expected = f(x).clone()
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        filling = [torch.full((1 << 20,), 7.0, device=DEVICE) for _ in range(32)]
+        for _ in range(5):
+            assert torch.equal(f(x), expected)
+        assert all(bool((block == 7).all()) for block in filling)
+
+
 class TestAuto:
     def test_the_share_of_long_and_of_short_kernels(self):
         big = torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16)

@@ -34,6 +34,21 @@ def register_generator(graph: Any, generator: torch.Generator) -> None:
 
 
 @contextlib.contextmanager
+def fresh_cublas_workspaces() -> Iterator[None]:
+    """Let cuBLAS take its workspace anew inside, and forget it afterwards.
+
+    A recording keeps the address of the workspace. It must lie in the recordings' own pool: one that torch keeps for a
+    stream is freed by whoever clears the workspaces, as Inductor's own graphs do.
+    """
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
+    clear()
+    try:
+        yield
+    finally:
+        clear()
+
+
+@contextlib.contextmanager
 def compiled_code_runs_eagerly() -> Iterator[None]:
     """Run what torch.compile compiled as it was written, for the calls inside."""
     with torch.compiler.set_stance("force_eager"):

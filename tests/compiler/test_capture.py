@@ -601,6 +601,24 @@ class TestPieces:
         assert all(entry["hits"] == 3 for entry in report.captures)
         assert "cut at 2 boundary ops" in next(e["summary"] for e in report.passes if e["name"] == "capture")
 
+    @pytest.mark.parametrize("engine", ["eager", pytest.param("inductor", marks=pytest.mark.codegen)])
+    def test_sizes_views_and_writes_cross_a_boundary(self, device, engine):
+        def model(x, n):
+            row = x[0]
+            x.mul_(n)
+            y = boundary_sort(x)
+            y.add_(row)
+            return y.view(-1)[: x.shape[0]] * n, row, boundary_sort(y)
+
+        f = compiled(model, CompilationConfig(graphs="with_compile", engine=engine), dynamic=True)
+        for size, n in ((3, 2), (4, 3), (3, 2), (5, 4)):
+            x = torch.randn(size, 6, device=device)
+            ours, theirs = x.clone(), x.clone()
+            found, right = f(ours, n), model(theirs, n)
+            torch.testing.assert_close(ours, theirs)
+            for one, other in zip(found, right, strict=True):
+                torch.testing.assert_close(one, other)
+
     def test_weights_of_pieces_are_known(self, device, config):
         model = nn.Linear(5, 5).to(device).requires_grad_(False)
         f = compiled(lambda x: boundary_sort(model(x)) @ model.weight, config)
@@ -631,6 +649,24 @@ class TestAuto:
         said = entry.summary if captured else entry.declined
         assert "the device is idle for" in said
         assert ("70 %" in said) == captured
+
+    def test_what_cannot_be_measured_is_not_captured(self):
+        def measured(run):
+            raise RuntimeError("profiler is busy\nand more")
+
+        entry = PassRecord("capture", changed=True)
+        record = GraphRecord("0/0", "run", "eager", "cpu")
+        f = Region(
+            lambda x: x + 1,
+            Spec(("x",)),
+            CompilationConfig(graphs="auto"),
+            record,
+            share.decision(entry, measured),
+        )
+        for size in (2, 3):
+            assert f(torch.ones(size)).tolist() == [2.0] * size
+        assert len(f) == 0
+        assert entry.declined == "graphs='auto': the share of idle time cannot be measured (profiler is busy)"
 
 
 @pytest.mark.codegen

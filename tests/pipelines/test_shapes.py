@@ -93,6 +93,22 @@ class TestPromise:
             captures = handle.captures
         assert len(captures) == 0
 
+    def test_a_denoiser_as_one_graph(self, pipe):
+        expected = draw(pipe)
+        config = CompilationConfig(engine="eager", graphs="with_compile")
+        plan = Plan(
+            config=config,
+            progress=False,
+            shapes=Shapes(sizes=[(32, 32)], text_tokens=[16]),
+            blocks={"transformer": "FluxTransformer2DModel"},
+            components={"vae": "eager"},
+        )
+        with tritium.optimize(pipe, plan) as handle:
+            handle.warmup()
+            assert torch.equal(draw(pipe), expected)
+            assert len(handle.captures) == 1
+            assert handle.violations == []
+
     def test_guidance_by_two_calls_is_bit_equal(self, pipe):
         guided = {"negative_prompt": "a blue square", "true_cfg_scale": 3.0}
         expected = draw(pipe, num_inference_steps=4, **guided)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -102,6 +103,7 @@ class CudaLane:
         self.buffers = Buffers()
         self._device = device
         self._pool: Any = None
+        self._anchor: Any = None
         self._side: Any = None
         self._last: Any = None
         self._recording = False
@@ -124,26 +126,48 @@ class CudaLane:
             current.wait_stream(side)
 
     def record(self, run: Callable[[], Any], generators: Sequence[torch.Generator]) -> tuple[DeviceGraph, Any]:
-        with torch.cuda.device(self._device):
+        graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            compat_capture.register_generator(graph, generator)
+        with torch.cuda.device(self._device), compat_capture.fresh_cublas_workspaces():
+            return graph, self._recorded(graph, run)
+
+    def _recorded(self, graph: Any, run: Callable[[], Any]) -> Any:
+        failure: Exception | None = None
+        result = None
+        self._recording = True
+        try:
             if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
-            graph = torch.cuda.CUDAGraph()
-            for generator in generators:
-                compat_capture.register_generator(graph, generator)
-            self._recording = True
-            try:
-                # Other threads may go on using the device meanwhile.
-                with torch.cuda.graph(
-                    graph, pool=self._pool, stream=self._side_stream(), capture_error_mode="thread_local"
-                ):
+                self._start_pool()
+            with self._into(graph):
+                try:
                     result = run()
-            except BaseException:
-                # A pool that a recording broke off in is not used again.
-                self._pool = None
-                raise
-            finally:
-                self._recording = False
-        return graph, result
+                except Exception as error:
+                    failure = error
+                    raise
+        except BaseException:
+            # A pool that a recording broke off in is not used again.
+            self._pool = self._anchor = None
+            if failure is not None:
+                # Ending a broken recording is an error too, which says less.
+                raise failure from None
+            raise
+        finally:
+            self._recording = False
+        return result
+
+    def _start_pool(self) -> None:
+        """A pool lives as long as some graph uses it: this empty one outlives all others, so that none is the last."""
+        self._pool = torch.cuda.graph_pool_handle()
+        self._anchor = torch.cuda.CUDAGraph()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with self._into(self._anchor):
+                pass
+
+    def _into(self, graph: Any) -> Any:
+        # Other threads may go on using the device meanwhile.
+        return torch.cuda.graph(graph, pool=self._pool, stream=self._side_stream(), capture_error_mode="thread_local")
 
     def retire(self, things: Any) -> None:
         # A replay on another stream than the one that owns the memory may still run. Waiting for it is for rare moments

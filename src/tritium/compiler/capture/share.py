@@ -83,7 +83,11 @@ def decision(entry: PassRecord, measured: Callable[[Callable[[], Any]], tuple[fl
     """What a region asks on its first bucket; the figure goes into the report."""
 
     def decide(run: Callable[[], Any]) -> str | None:
-        worth, why = verdict(*measured(run))
+        try:
+            worth, why = verdict(*measured(run))
+        except RuntimeError as error:
+            # Another profiler is at work, for one.
+            worth, why = False, f"the share of idle time cannot be measured ({str(error).splitlines()[0]})"
         if worth:
             entry.summary = f"graphs='auto': {why}"
             return None
