@@ -159,7 +159,7 @@ class TestInputs:
         kept = [[f(*args) for f, _ in regions] for _ in range(2)]
         for results in kept:
             assert [(float(x[0]), float(y[0])) for x, y in results] == [(7.0, 14.0), (8.0, 21.0)]
-        first, second = (next(iter(next(iter(f._sets.values())).entries.values())).inputs.args for f, _ in regions)
+        first, second = (next(iter(f.sets[0].entries.values())).inputs.args for f, _ in regions)
         assert [x.data_ptr() for x in first] == [x.data_ptr() for x in second]
         assert first[0].data_ptr() != first[1].data_ptr()
         assert regions[1][1].captures[0].bytes < regions[0][1].captures[0].bytes
@@ -167,7 +167,7 @@ class TestInputs:
     def test_our_own_buffer_is_not_copied(self, device, monkeypatch):
         f, _ = region(lambda x: x + 1, device)
         f(torch.ones(3, device=device))
-        entry = next(iter(next(iter(f._sets.values())).entries.values()))
+        entry = next(iter(f.sets[0].entries.values()))
         monkeypatch.setattr(torch, "_foreach_copy_", None)
         assert f(entry.inputs.args[0]).tolist() == [2.0] * 3
 
@@ -393,6 +393,25 @@ class TestWeights:
             x = torch.randn(2, 4, device=device)
             for f, block in zip(fs, blocks, strict=True):
                 assert torch.equal(f(x), block(x))
+
+    def test_blocks_that_share_their_first_weight(self, device):
+        f, record = region(lambda x, a, b: x * a + b, device, ("x", "a", "b"), weights=[1, 2])
+        shared = torch.full((3,), 2.0, device=device)
+        others = [torch.full((3,), float(value), device=device) for value in range(3)]
+        x = torch.ones(3, device=device)
+        for _ in range(MOST_MOVES):
+            for value, other in enumerate(others):
+                assert f(x, shared, other).tolist() == [2.0 + value] * 3
+        assert f.off is None
+        assert [row.hits for row in record.captures] == [MOST_MOVES] * 3
+        del other, others[0]
+        gc.collect()
+        assert len(f) == 2
+
+    def test_a_device_without_graphs_is_left_alone(self):
+        f, record = region(lambda x: x + 1, "meta")
+        assert f(torch.ones(3, device="meta")).shape == (3,)
+        assert record.captures[0].declined == "there are no static graphs on 'meta'"
 
     def test_recordings_go_with_their_weights(self, device):
         f, _ = region(nn.functional.linear, device, ("x", "weight"), weights=[1])

@@ -66,12 +66,14 @@ class Entry:
     outputs: StaticOutputs | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class _Weights:
     """The addresses of one set of weights, and the recordings that read there."""
 
     pointers: list[int]
-    watch: Any = None
+    # Which tensors they are, and references that tell when one of them is gone.
+    identities: list[int]
+    watched: list[Any] = field(default_factory=list)
     moves: int = 0
     entries: OrderedDict[Hashable, Entry] = field(default_factory=OrderedDict)
     evictions: Counter[Hashable] = field(default_factory=Counter)
@@ -95,7 +97,8 @@ class Region:
         self._record = record
         self._decide = decide
         self._written = set(spec.written)
-        self._sets: dict[int, _Weights] = {}
+        # By the first weight: blocks that share it are told apart by the others.
+        self._sets: dict[int, list[_Weights]] = {}
         self._device: torch.device | None = None
         # Why nothing is captured here any more.
         self.off: str | None = None
@@ -118,13 +121,17 @@ class Region:
         if self._device is None:
             return
         with lane_of(self._device).lock:
-            for weights in self._sets.values():
-                for entry in weights.entries.values():
-                    self._drop(entry)
+            for weights in self.sets:
+                self._forget(weights)
             self._sets.clear()
 
     def __len__(self) -> int:
-        return sum(entry.graph is not None for weights in self._sets.values() for entry in weights.entries.values())
+        return sum(entry.graph is not None for weights in self.sets for entry in weights.entries.values())
+
+    @property
+    def sets(self) -> list[_Weights]:
+        """Every set of weights that this was called with."""
+        return [weights for group in list(self._sets.values()) for weights in group]
 
     # --- finding a recording ---
 
@@ -136,10 +143,14 @@ class Region:
             key = key_of(args, self._inputs)
             hash(key)
             pointers = [args[index].data_ptr() for index in self._spec.weights]
+            lane = lane_of(self._device_of(args))
+        except CaptureRefused as refusal:
+            self._turn_off(str(refusal))
+            return None
         except (TypeError, RuntimeError, NotImplementedError) as error:
             self._turn_off(f"an input cannot be part of a key ({type(error).__name__}: {error})")
             return None
-        with lane_of(self._device_of(args)).lock:
+        with lane.lock:
             weights = self._weights(args, pointers)
             if weights is None:
                 return None
@@ -159,31 +170,40 @@ class Region:
 
     def _weights(self, args: Sequence[Any], pointers: list[int]) -> _Weights | None:
         """The set of weights that is passed, by the identity of the first; by address, so that none is read where it was."""
-        first = args[self._spec.weights[0]] if self._spec.weights else None
-        identity = id(first)
-        known = self._sets.get(identity)
-        if known is not None and known.pointers == pointers:
-            return known
-        made = _Weights(pointers)
-        if known is not None:
-            made.moves = known.moves + 1
-            for entry in known.entries.values():
-                self._drop(entry)
-            if made.moves > MOST_MOVES:
-                self._turn_off(f"its weights moved in memory {made.moves} times (are they offloaded between calls?)")
-                return None
-        if first is not None:
-            sets = weakref.ref(self)
-
-            def forget(_: Any) -> None:
-                region = sets()
-                gone = region._sets.pop(identity, None) if region is not None else None
-                for entry in gone.entries.values() if gone is not None else ():
-                    region._drop(entry)  # type: ignore[union-attr]
-
-            made.watch = weakref.ref(first, forget)
-        self._sets[identity] = made
+        group = self._sets.setdefault(id(args[self._spec.weights[0]]) if self._spec.weights else 0, [])
+        for known in group:
+            if known.pointers == pointers:
+                return known
+        made = _Weights(pointers, [id(args[index]) for index in self._spec.weights])
+        for known in group:
+            if known.identities == made.identities:
+                # The same weights in another place: what was recorded reads where they were.
+                made.moves = known.moves + 1
+                group.remove(known)
+                self._forget(known)
+                break
+        if made.moves > MOST_MOVES:
+            self._turn_off(f"its weights moved in memory {made.moves} times (are they offloaded between calls?)")
+            return None
+        group.append(made)
+        self._watch(made, group, args)
         return made
+
+    def _watch(self, weights: _Weights, group: list[_Weights], args: Sequence[Any]) -> None:
+        """Let recordings go with their weights."""
+        region, watched = weakref.ref(self), weakref.ref(weights)
+
+        def forget(_: Any) -> None:
+            owner, gone = region(), watched()
+            if owner is not None and gone is not None and any(gone is known for known in group):
+                group[:] = [known for known in group if known is not gone]
+                owner._forget(gone)
+
+        weights.watched = [weakref.ref(args[index], forget) for index in self._spec.weights]
+
+    def _forget(self, weights: _Weights) -> None:
+        for entry in weights.entries.values():
+            self._drop(entry)
 
     def _aliased(self, args: Sequence[Any]) -> str | None:
         """Copies of inputs that share memory would not see each other's changes."""
@@ -339,6 +359,8 @@ class Region:
         return entry
 
     def _turn_off(self, reason: str) -> None:
-        self.clear()
         self.off = reason
+        for weights in self.sets:
+            self._forget(weights)
+        self._sets.clear()
         self._record.captures.append(Capture("every bucket", piece=self._spec.piece, declined=reason))
