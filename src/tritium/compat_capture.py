@@ -18,6 +18,15 @@ def storage_users(tensor: torch.Tensor) -> int | None:
     return int(count(tensor.untyped_storage()._cdata)) if count is not None else None
 
 
+def lie_at(args: list[Any], pointers: list[int | None], indices: list[int]) -> bool:
+    """Whether some tensors among arguments lie where a list of all arguments' addresses says."""
+    # There where torch is built for CUDA.
+    compare = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+    if compare is not None:
+        return bool(compare(args, pointers, indices))
+    return [args[index].data_ptr() for index in indices] == [pointers[index] for index in indices]
+
+
 def has_one_address_per_element(tensor: torch.Tensor) -> bool:
     """Whether no two elements share memory, as far as torch can tell without counting."""
     check: Any = torch._debug_has_internal_overlap

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tritium import compat_capture
 from tritium.compiler.capture.graph import DeviceGraph, Lane, is_recording, lane_of, unchanged
 from tritium.compiler.capture.inputs import StaticInputs
 from tritium.compiler.capture.key import bucket_text, key_of
@@ -70,7 +71,8 @@ class Entry:
 class _Weights:
     """The addresses of one set of weights, and the recordings that read there."""
 
-    pointers: list[int]
+    # By position among all arguments; None for what is no weight.
+    pointers: list[int | None]
     # Which tensors they are, and references that tell when one of them is gone.
     identities: list[int]
     watched: list[Any] = field(default_factory=list)
@@ -93,6 +95,7 @@ class Region:
         self._run = run
         self._spec = spec
         self._inputs = spec.inputs
+        self._weight_list = list(spec.weights)
         self._config = config
         self._record = record
         self._decide = decide
@@ -138,11 +141,10 @@ class Region:
     def _find(self, args: Sequence[Any]) -> Entry | None:
         if len(args) != len(self._spec.names):
             self._spec = self._spec.first(len(args))
-            self._inputs = self._spec.inputs
+            self._inputs, self._weight_list = self._spec.inputs, list(self._spec.weights)
         try:
             key = key_of(args, self._inputs)
             hash(key)
-            pointers = [args[index].data_ptr() for index in self._spec.weights]
             lane = lane_of(self._device_of(args))
         except CaptureRefused as refusal:
             self._turn_off(str(refusal))
@@ -151,7 +153,11 @@ class Region:
             self._turn_off(f"an input cannot be part of a key ({type(error).__name__}: {error})")
             return None
         with lane.lock:
-            weights = self._weights(args, pointers)
+            try:
+                weights = self._weights(list(args))
+            except (RuntimeError, NotImplementedError) as error:
+                self._turn_off(f"a weight has no address ({type(error).__name__}: {error})")
+                return None
             if weights is None:
                 return None
             if self._written and (alias := self._aliased(args)) is not None:
@@ -168,12 +174,15 @@ class Region:
             self._device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
         return self._device
 
-    def _weights(self, args: Sequence[Any], pointers: list[int]) -> _Weights | None:
+    def _weights(self, args: list[Any]) -> _Weights | None:
         """The set of weights that is passed, by the identity of the first; by address, so that none is read where it was."""
         group = self._sets.setdefault(id(args[self._spec.weights[0]]) if self._spec.weights else 0, [])
         for known in group:
-            if known.pointers == pointers:
+            if compat_capture.lie_at(args, known.pointers, self._weight_list):
                 return known
+        pointers: list[int | None] = [None] * len(args)
+        for index in self._spec.weights:
+            pointers[index] = args[index].data_ptr()
         made = _Weights(pointers, [id(args[index]) for index in self._spec.weights])
         for known in group:
             if known.identities == made.identities:
