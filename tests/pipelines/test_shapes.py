@@ -362,3 +362,51 @@ class TestWhatUsersDo:
         finally:
             pipe.unload_lora_weights()
         assert torch.equal(self.draw(pipe), before)
+
+    def test_a_fused_lora_and_the_way_back(self, handle):
+        pytest.importorskip("peft")
+        pipe = handle.pipe
+        pipe.transformer.requires_grad_(requires_grad=False)
+        before = self.draw(pipe)
+        torch.manual_seed(0)
+        try:
+            pipe.load_lora_weights(lora_weights(pipe), adapter_name="one")
+            picture = self.draw(pipe)
+            pipe.fuse_lora()
+            count, fused = self.compiles(pipe)
+            assert count == 1
+            torch.testing.assert_close(fused, picture, rtol=1e-3, atol=1e-3)
+            pipe.unfuse_lora()
+        finally:
+            pipe.unload_lora_weights()
+        count, same = self.compiles(pipe)
+        assert count == 0
+        torch.testing.assert_close(same, before, rtol=1e-3, atol=1e-3)
+
+
+class TestLoraUnderTheContract:
+    """A change that no argument shows is seen by Dynamo's guards, and follows `on_violation` too."""
+
+    @pytest.fixture
+    def loaded(self, pipe):
+        def load(on_violation):
+            handle = optimized(pipe, CompilationConfig(engine="eager", graphs="only"), on_violation=on_violation)
+            handle.warmup()
+            torch.manual_seed(0)
+            pipe.load_lora_weights(lora_weights(pipe), adapter_name="one")
+            return handle
+
+        pytest.importorskip("peft")
+        return load
+
+    def test_an_error(self, pipe, loaded):
+        with loaded("error"), pytest.raises(ShapeViolation, match="as promised, and yet to be compiled again"):
+            draw(pipe)
+
+    def test_eager(self, pipe, loaded):
+        with loaded("eager") as handle:
+            with Compiles() as compiles:
+                picture = draw(pipe)
+            assert compiles.count == 0
+            assert {violation.done for violation in handle.violations} == {"ran eagerly"}
+        assert torch.equal(picture, draw(pipe))
