@@ -301,6 +301,22 @@ class TestMeasuring:
         assert trial.pick(taken)[0] == plain
         assert trial.pick({**taken, other: 4.0})[0] == other
 
+    def test_graphs_are_a_way_of_running_and_must_give_something(self, pipe):
+        plain, captured = Choice(), Choice(graphs="auto")
+        taken = {Choice(how="eager"): 10.0, plain: 5.0, captured: 4.95}
+        assert trial.pick(taken)[0] == plain
+        assert trial.pick({**taken, captured: 3.0})[0] == captured
+        expected = small_pipelines.draw(pipe)
+        with tritium.optimize(pipe, PLAN) as handle:
+            handle.part("transformer").use(Choice(graphs="with_compile"))
+            assert torch.equal(small_pipelines.draw(pipe), expected)
+            assert len(handle.captures) > 0
+            assert Choice(graphs="auto") not in trial.ways(handle.part("transformer")), "there is no GPU to wait"
+        with pytest.raises(ConfigError, match="is Tritium's"):
+            Choice(how="inductor", graphs="auto")
+        with pytest.raises(ConfigError, match="did you mean 'auto'"):
+            Choice(graphs="aut")
+
 
 class TestArtifacts:
     def test_a_file_that_is_damaged_is_refused_and_the_pipeline_compiles(self, pipe, tmp_path):

@@ -22,6 +22,7 @@ from tritium.errors import ReportError
 from tritium.report import (
     LEDGER,
     MOST_DRAWINGS,
+    Capture,
     Component,
     Drawing,
     DrawnNode,
@@ -32,6 +33,7 @@ from tritium.report import (
     Recompile,
     Report,
     Site,
+    Violation,
 )
 
 HOSTILE = "<img src=x onerror=alert(1)>&\"'</script></style></title>"
@@ -132,6 +134,7 @@ def full_report(text="plain", *, measured=True):
         fallbacks=[{"op": f"aten.{text}", "count": 2, "reason": f"no lowering for {text}"}],
         kernels=kernels,
         recompile=Recompile("0/1", f"hidden_{text}", "size 8 at dim 1", "size 16 at dim 1", f"mismatch {text}"),
+        captures=[Capture(f"x {text}", hits=3, bytes=64), Capture(f"y {text}", piece=2, declined=f"no {text}")],
         runs=2.0 if measured else None,
         drawing=Drawing(
             f"blocks.{text}",
@@ -151,7 +154,9 @@ def full_report(text="plain", *, measured=True):
         ),
         Component(name="vae", milliseconds=None, calls=0, share=None, first_call_seconds=0.0, what="left"),
     ]
-    return Report([record], components=components, measurement=measurement() if measured else None)
+    violations = [Violation(f"vae {text}", f"size of {text}", "compiled", 2)]
+    timed = measurement() if measured else None
+    return Report([record], components=components, measurement=timed, violations=violations)
 
 
 @pytest.fixture

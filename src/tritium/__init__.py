@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tritium.compiler.backend import Backend
     from tritium.compiler.compile import compile
     from tritium.compiler.explain import explain
+    from tritium.compiler.pad import pad_to
     from tritium.config import CompilationConfig, FusionPatterns, PassConfig
     from tritium.example import load_example
     from tritium.fusions.fusion import Fusion, Match
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from tritium.ops.op import Op, Provider
     from tritium.passes import ConfigRequest, Decline, Pass, PassContext
     from tritium.pipelines.plan import Choice, Plan
+    from tritium.pipelines.shapes import Shapes
     from tritium.report import Report
 
 __version__ = "0.1.0"
@@ -42,6 +44,7 @@ _HOME = {
     "Plan": "tritium.pipelines.plan",
     "Provider": "tritium.ops.op",
     "Report": "tritium.report",
+    "Shapes": "tritium.pipelines.shapes",
     "autofuse": "tritium",
     "compile": "tritium.compiler.compile",
     "custom_op": "tritium.ops.bridge",
@@ -49,6 +52,7 @@ _HOME = {
     "explain": "tritium.compiler.explain",
     "load_example": "tritium.example",
     "optimize": "tritium.api",
+    "pad_to": "tritium.compiler.pad",
 }
 
 __all__ = [
@@ -68,6 +72,7 @@ __all__ = [
     "Plan",
     "Provider",
     "Report",
+    "Shapes",
     "autofuse",
     "compile",
     "custom_op",
@@ -75,6 +80,7 @@ __all__ = [
     "explain",
     "load_example",
     "optimize",
+    "pad_to",
 ]
 
 

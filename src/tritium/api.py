@@ -19,11 +19,13 @@ from tritium.compiler import artifacts as compiled_files
 from tritium.compiler.explain import explain
 from tritium.errors import ArtifactError, ConfigError, PipelineError, ReportError, nearest
 from tritium.pipelines import hooks, parts, recipe, trial
+from tritium.pipelines.captures import Captures
 from tritium.pipelines.installed import Installed
 from tritium.pipelines.plan import Choice, Plan
 from tritium.pipelines.progress import Progress
+from tritium.pipelines.warm_up import warm_up
 from tritium.pipelines.watch import Entry
-from tritium.report import Component, Report
+from tritium.report import Component, Report, Violation
 
 
 def optimize(
@@ -116,8 +118,37 @@ class Handle:
         if not self._active:
             return
         self._active = False
+        self.captures.clear()
         for installed in self._installed:
             installed.remove()
+
+    def warmup(self, **call: Any) -> dict[str, float]:
+        """Compile and capture every bucket of `Plan(shapes=...)`; returns the seconds each took.
+
+        Afterwards no call inside compiles, and one outside follows `on_violation`. Arguments go to every call of the
+        pipeline: give those that your own calls have and that change what is computed, such as `negative_prompt`. Warm up
+        in the mode in which you call: under `torch.inference_mode()` if you call it there.
+        """
+        if self.plan.shapes is None:
+            raise PipelineError("there is nothing to warm up: say what will be asked for with Plan(shapes=Shapes(...))")
+        if not self._active:
+            raise PipelineError("this handle is removed")
+        return warm_up(self.pipe, self.plan.shapes, self._installed, self._progress, call)
+
+    @property
+    def captures(self) -> Captures:
+        """The recordings of all parts; `handle.captures.clear()` gives their memory back."""
+        return Captures(lambda: self.report.records)
+
+    @property
+    def violations(self) -> list[Violation]:
+        """Calls outside of `Plan(shapes=...)`, and what was done with them."""
+        return [
+            Violation(installed.part.name, what, done, times)
+            for installed in self._installed
+            if installed.contract is not None
+            for (what, done), times in installed.contract.violations.items()
+        ]
 
     @property
     def active(self) -> bool:
@@ -147,7 +178,7 @@ class Handle:
             return explain(self)
         except ReportError:
             # Nothing was compiled yet, or by Tritium.
-            return Report([], components=self.components)
+            return Report([], components=self.components, violations=self.violations)
 
     @property
     def entries(self) -> list[nn.Module]:

@@ -164,6 +164,8 @@ class CompilationConfig(_Group):
     graphs: Literal["off", "only", "with_compile", "auto"] = "off"
     max_captures: int = 64
     safe_output_mode: bool = True
+    # For finding who reads a result too late under safe_output_mode=False: what the next call makes invalid becomes nan.
+    poison_outputs: bool = False
     graph_log_url: str | None = None
     pass_config: PassConfig = dataclasses.field(default_factory=PassConfig)
     engine: Literal["inductor", "eager"] = "inductor"
@@ -188,11 +190,13 @@ class CompilationConfig(_Group):
 
     def _refuse_what_is_not_there(self) -> None:
         # Raising beats accepting a setting that would change nothing.
-        if self.graphs != "off":
-            raise ConfigError(f"graphs={self.graphs!r}: this version cannot capture graphs; the only value is 'off'")
-        for name, default in (("max_captures", 64), ("safe_output_mode", True)):
-            if getattr(self, name) != default:
+        for name, default in (("max_captures", 64), ("safe_output_mode", True), ("poison_outputs", False)):
+            if self.graphs == "off" and getattr(self, name) != default:
                 raise ConfigError(f"{name} concerns captured graphs, and graphs is 'off'")
+        if self.poison_outputs and self.safe_output_mode:
+            raise ConfigError("poison_outputs shows results that became invalid; under safe_output_mode=True none does")
+        if self.graphs == "only" and self.enable_freezing:
+            raise ConfigError("enable_freezing changes the graph, and graphs='only' captures it as it is")
         if self.fidelity == "fast":
             raise ConfigError("fidelity='fast': this version has no lossy technique; it offers 'exact' and 'close'")
         if self.fidelity == "exact" and self.engine != "eager":
@@ -215,10 +219,12 @@ class CompilationConfig(_Group):
     def identity(self) -> str:
         """What of this configuration goes into a cache key: everything that can change the compiled code.
 
-        A folder can be moved by its owner without the code becoming another, so `graph_log_url` stays out.
+        A folder can be moved by its owner without the code becoming another, so `graph_log_url` stays out; and recording a
+        graph changes nothing about the code that is recorded.
         """
         plain = dataclasses.asdict(self)
-        plain.pop("graph_log_url")
+        for name in ("graph_log_url", "graphs", "max_captures", "safe_output_mode", "poison_outputs"):
+            plain.pop(name)
         return json.dumps(plain, sort_keys=True)
 
 

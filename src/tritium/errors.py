@@ -3,6 +3,8 @@
 TritiumError
 ├── ConfigError (ValueError)         a field, value or environment variable that means nothing
 ├── ShapeError (ValueError)          dynamic_dims that name no argument, no tensor or no dimension
+│   └── ShapeViolation               a call outside of the shapes that were promised, where that is an error
+├── CaptureRefused                   a call that cannot be recorded as a static graph, and why
 ├── RequestConflict                  two passes ask Inductor for different things
 ├── UnrequestedConfig                a pass changed Inductor's configuration instead of asking
 ├── CatalogError                     two files declare the same op, fusion or pass, or a plug-in is broken
@@ -36,6 +38,14 @@ class ConfigError(TritiumError, ValueError):
 
 class ShapeError(TritiumError, ValueError):
     """`dynamic_dims` does not describe the arguments of the call."""
+
+
+class ShapeViolation(ShapeError):
+    """A call outside of `Plan(shapes=...)` under `on_violation="error"`."""
+
+
+class CaptureRefused(TritiumError):
+    """A call cannot be recorded as a static graph; it runs without one, and the report has the reason."""
 
 
 class RequestConflict(TritiumError):

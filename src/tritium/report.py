@@ -105,8 +105,58 @@ class Recompile:
     now: str | None
     reason: str
 
+    @property
+    def suggestion(self) -> str | None:
+        """What to write so that this does not happen; None where nothing would help."""
+        return suggest(self.argument, self.was, self.now, self.reason)
+
     def to_dict(self) -> dict[str, str | None]:
-        return dict(self.__dict__)
+        return {**self.__dict__, "suggestion": self.suggestion}
+
+
+_SIZE = re.compile(r"size (\d+) at dim (\d+)")
+
+
+def suggest(argument: str | None, was: str | None, now: str | None, reason: str) -> str | None:
+    """The line that prevents a recompile.
+
+    >>> suggest("encoder_hidden_states", "size 128 at dim 1", "size 512 at dim 1", "")
+    'Plan(shapes=Shapes(..., text_tokens=[128, 512])), or dynamic_dims={"encoder_hidden_states": [1]}'
+    """
+    if argument is not None and (shape := _suggest_shape(argument, was, now)) is not None:
+        return shape
+    if now == "inference tensor" or was == "inference tensor" or "GLOBAL_STATE" in reason or "grad_mode" in reason:
+        return "make every call, and handle.warmup(), in one mode: with torch.inference_mode():"
+    if "requires_grad mismatch" in reason:
+        return "freeze the weights before warmup(): model.requires_grad_(False); loading a LoRA freezes them otherwise"
+    if "peft." in reason or "lora_" in reason or "merged_adapters" in reason or (argument and ".scaling[" in argument):
+        return "load LoRAs and set their scales before handle.warmup(), or merge them: pipe.fuse_lora()"
+    if reason.startswith("___check_type_id(self"):
+        return "replace modules, as loading a LoRA does, before handle.warmup()"
+    if argument is None:
+        return None
+    if was is not None and was.startswith("stride"):
+        return f"pass {argument} in one memory layout"
+    if was is not None and "dtype" in was:
+        return f"pass {argument} in one dtype"
+    if re.search(rf"{re.escape(argument)}.* is None|is not None|NoneType", reason) or now == "None":
+        return f"pass {argument} always, or never"
+    if was is not None and re.fullmatch(r"-?\d+(\.\d+)?(e-?\d+)?|True|False|'.*'", was):
+        return f"pass {argument} as a tensor if it changes from call to call"
+    return None
+
+
+def _suggest_shape(argument: str, was: str | None, now: str | None) -> str | None:
+    sizes = [_SIZE.fullmatch(text or "") for text in (was, now)]
+    if sizes[0] is None or sizes[1] is None:
+        return None
+    first, second, dim = sizes[0][1], sizes[1][1], sizes[0][2]
+    shapes = "Shapes(sizes=[...])"
+    if dim == "0":
+        shapes = f"Shapes(..., batch=[{first}, {second}])"
+    elif "encoder" in argument or "txt" in argument or "prompt" in argument:
+        shapes = f"Shapes(..., text_tokens=[{first}, {second}])"
+    return f'Plan(shapes={shapes}), or dynamic_dims={{"{argument}": [{dim}]}}'
 
 
 @dataclass(frozen=True)
@@ -131,6 +181,37 @@ class Failure:
     graphs_at: str | None = None
 
     def to_dict(self) -> dict[str, str | None]:
+        return dict(self.__dict__)
+
+
+@dataclass(frozen=True)
+class Violation:
+    """Calls of a part outside of the shapes that were promised."""
+
+    part: str
+    what: str
+    done: str
+    times: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+@dataclass
+class Capture:
+    """One bucket of one region: a recording that is replayed, or the reason why there is none."""
+
+    bucket: str
+    hits: int = 0
+    # Static inputs and results, and what the recording took of the device's memory besides.
+    bytes: int = 0
+    # Which piece of a graph that is cut at boundary ops; None for a whole graph.
+    piece: int | None = None
+    declined: str | None = None
+    # Whether results are copied, because a caller held one over the next call.
+    copies: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
         return dict(self.__dict__)
 
 
@@ -212,6 +293,9 @@ class GraphRecord:
     passes: list[PassRecord] = field(default_factory=list)
     folded: list[Folded] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
+    captures: list[Capture] = field(default_factory=list)
+    # The regions that hold the recordings, for whoever wants to clear them; they live as long as the compiled code.
+    regions: list[weakref.ref[Any]] = field(default_factory=list)
     fallbacks: list[dict[str, Any]] = field(default_factory=list)
     kernels: list[dict[str, Any]] = field(default_factory=list)
     # Operators that became generated code, and pairs of kernels that exchange data and are two.
@@ -333,6 +417,11 @@ class Ledger:
             self._records = [kept for kept in self._records if kept.code is None or kept.code() is not None]
             return list(self._records)
 
+    def limits(self) -> list[compat.LimitReached]:
+        """Every recompile limit that was reached, oldest first."""
+        with self._lock:
+            return list(self._limits)
+
     def limits_of(self, records: Sequence[GraphRecord]) -> list[compat.LimitReached]:
         places = set()
         for record in records:
@@ -357,6 +446,8 @@ _MISMATCH = re.compile(
 )
 _EQUALITY = re.compile(r"^(?P<argument>[A-Za-z_][\w.\[\]']*) == (?P<was>.+)$")
 _NAME = re.compile(r"[A-Za-z_]\w*")
+# Something of the module itself, in Dynamo's spelling.
+_INSIDE = re.compile(r"self(?:\._(?:modules|parameters|buffers)\['[^']+'\]|\.\w+(?:\['[^']+'\])?)+")
 
 
 def parse_guard_failure(graph: str, text: str, arguments: Mapping[str, Any]) -> Recompile:
@@ -379,6 +470,10 @@ def parse_guard_failure(graph: str, text: str, arguments: Mapping[str, Any]) -> 
     if reason.startswith("GLOBAL_STATE changed"):
         return Recompile(graph, None, None, None, reason)
     equality = _EQUALITY.match(reason)
+    inside = _INSIDE.search(reason)
+    if inside is not None:
+        was = equality["was"].strip() if equality is not None else None
+        return Recompile(graph, _inner_name(inside[0]), was, None, reason)
     named = next((name for name in _NAME.findall(reason) if name in arguments), None)
     argument = equality["argument"] if equality is not None else named
     if argument is None:
@@ -391,6 +486,15 @@ def parse_guard_failure(graph: str, text: str, arguments: Mapping[str, Any]) -> 
 def _argument_name(text: str) -> str:
     """`hidden_states` for `kwargs['hidden_states']`: a decorator around forward hides the name otherwise."""
     return re.sub(r"^(?:kw)?args\['?([\w.]+)'?\]", r"\1", text)
+
+
+def _inner_name(path: str) -> str:
+    """A place inside of a module as a user writes it.
+
+    >>> _inner_name("self._modules['attn']._modules['to_q'].scaling['one']")
+    "attn.to_q.scaling['one']"
+    """
+    return re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", path).removeprefix("self.")
 
 
 def _brief(value: Any) -> str:
@@ -411,12 +515,15 @@ class Report:
         *,
         components: Iterable[Component] = (),
         measurement: Measurement | None = None,
+        violations: Iterable[Violation] = (),
     ) -> None:
         self.records = list(records)
         self.limits = list(limits)
         # The parts of a pipeline, where the report is about one.
         self.components = list(components)
         self.measurement = measurement
+        # Calls outside of `Plan(shapes=...)`.
+        self.violations = list(violations)
 
     @property
     def device(self) -> dict[str, Any]:
@@ -474,6 +581,10 @@ class Report:
         return [entry.to_dict() for entry in found]
 
     @property
+    def captures(self) -> list[dict[str, Any]]:
+        return [{"graph": record.graph, **entry.to_dict()} for record in self.records for entry in record.captures]
+
+    @property
     def kernels(self) -> list[dict[str, Any]]:
         return [{"graph": record.graph, **kernel} for record in self.records for kernel in record.kernels]
 
@@ -501,7 +612,8 @@ class Report:
             "fallbacks": self.fallbacks,
             "not_fused": self.not_fused,
             "recompiles": self.recompiles,
-            "captures": [],
+            "violations": [violation.to_dict() for violation in self.violations],
+            "captures": self.captures,
             "kernels": self.kernels,
             "passes": self.passes,
             "folded": self.folded,
@@ -554,6 +666,8 @@ class Report:
             self._text_of_sites(),
             self._text_of_operators(),
             self._text_of_recompiles(),
+            self._text_of_violations(),
+            self._text_of_captures(),
             self._text_of_passes(),
             self._text_of_kernels(),
             self._text_of_pairs(),
@@ -631,10 +745,33 @@ class Report:
 
     def _text_of_recompiles(self) -> str:
         rows = [
-            (entry["graph"], entry["argument"] or "-", entry["was"] or "-", entry["now"] or "-", entry["reason"])
+            (
+                entry["graph"],
+                entry["argument"] or "-",
+                entry["was"] or "-",
+                entry["now"] or "-",
+                str(entry["reason"]) + (f"; to prevent it: {entry['suggestion']}" if entry["suggestion"] else ""),
+            )
             for entry in self.recompiles
         ]
         return _table("Recompiles", ("graph", "argument", "was", "now", "reason"), rows) if rows else ""
+
+    def _text_of_violations(self) -> str:
+        rows = [(entry.part, f"{entry.times}x {entry.done}", entry.what) for entry in self.violations]
+        return _table("Calls outside of the promised shapes", ("part", "done", "what was new"), rows) if rows else ""
+
+    def _text_of_captures(self) -> str:
+        rows = [
+            (
+                entry["graph"] if entry["piece"] is None else f"{entry['graph']} piece {entry['piece']}",
+                entry["hits"],
+                _bytes(entry["bytes"]),
+                "not captured" if entry["declined"] else "copied" if entry["copies"] else "lent",
+                entry["bucket"] + (f": {entry['declined']}" if entry["declined"] else ""),
+            )
+            for entry in self.captures
+        ]
+        return _table("Captures", ("graph", "replays", "bytes", "results", "bucket"), rows) if rows else ""
 
     def _text_of_passes(self) -> str:
         rows = []

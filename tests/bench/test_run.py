@@ -66,6 +66,29 @@ def test_variants_that_tell_what_each_part_is_worth():
     assert rows["tritium exact"].mode is None
 
 
+def test_graphs_are_measured_and_their_host_time_is_told():
+    outcome = run.run(TINY, settings(graphs=True))
+    assert [row.variant for row in outcome.rows] == ["eager", "tritium", "tritium graphs"]
+    captured = outcome.rows[2]
+    assert captured.relative_l2 < 1e-6
+    assert all(row.host_us > 0 for row in outcome.rows)
+    import tritium
+
+    report = tritium.explain(outcome.models["tritium graphs"])
+    assert any(entry["hits"] for entry in report.captures)
+
+
+def test_inductors_graphs_are_what_graphs_are_compared_with():
+    assert settings(graphs=True, against=("inductor",)).variants == [
+        "inductor",
+        "tritium",
+        "tritium graphs",
+        "inductor reduce-overhead",
+    ]
+    with pytest.raises(ConfigError, match="compares with mode 'reduce-overhead' already"):
+        settings(graphs=True, mode="reduce-overhead")
+
+
 @pytest.mark.parametrize(("variant", "fused"), [("tritium", 1), ("tritium without rms_norm", 0)])
 def test_an_op_that_is_left_out_is_left_to_inductor(variant, fused):
     import tritium

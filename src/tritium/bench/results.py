@@ -61,6 +61,8 @@ class Row:
     against_static: float | None = None
     # Graphs that ten sizes compiled after two others.
     recompiles: int | None = None
+    # Where graphs were asked for: what a call takes on the host until it returns, the device left to itself.
+    host_us: float | None = None
     # The first picture of another process, with empty caches and with this one's compile artifacts.
     cold_start_s: float | None = None
     restart_s: float | None = None

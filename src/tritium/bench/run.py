@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import statistics
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +28,9 @@ EAGER = "eager"
 EXACT = f"{OURS} exact"
 # torch.compile with static sizes, beside a dynamic regime.
 STATIC = f"{YARDSTICK} static"
+# What captures: Tritium's static graphs, and Inductor's own.
+GRAPHS = f"{OURS} graphs"
+TREES = f"{YARDSTICK} reduce-overhead"
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -59,6 +64,8 @@ class Settings:
     exact: bool = False
     # Ops to measure Tritium without, each in a variant of its own: what each is worth among the others.
     without: tuple[str, ...] = ()
+    # Also measure Tritium with static graphs, and torch.compile with its own.
+    graphs: bool = False
     # By name; the device's own if None.
     dtype_name: str | None = None
 
@@ -73,6 +80,8 @@ class Settings:
             raise ConfigError("--profile compares with the operators one by one: --against needs eager")
         if self.mode not in MODES:
             raise ConfigError(f"there is no mode {self.mode!r}; {nearest(self.mode, MODES)}")
+        if self.graphs and self.mode != "default":
+            raise ConfigError(f"--graphs compares with mode 'reduce-overhead' already: leave out --mode {self.mode}")
         if self.dtype_name is not None and self.dtype_name not in DTYPES:
             raise ConfigError(f"there is no dtype {self.dtype_name!r} here; {nearest(self.dtype_name, DTYPES)}")
         if self.device_type == "cuda" and not device.cuda_available():
@@ -82,7 +91,9 @@ class Settings:
     def variants(self) -> list[str]:
         """What is measured of every workload, in this order."""
         yardsticks = [name for name in (EAGER, YARDSTICK) if name in self.against]
-        return [*yardsticks, OURS, *[EXACT] * self.exact, *(f"{OURS} without {name}" for name in self.without)]
+        captured = [GRAPHS] * self.graphs + [TREES] * (self.graphs and YARDSTICK in self.against)
+        others = [*[EXACT] * self.exact, *(f"{OURS} without {name}" for name in self.without)]
+        return [*yardsticks, OURS, *captured, *others]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -197,12 +208,16 @@ def _compiled(model: Any, variant: str, settings: Settings, *, dynamic: bool | N
         return torch.compile(model, backend=_static_inductor, dynamic=False)
     if variant == YARDSTICK:
         return torch.compile(model, mode=settings.mode, dynamic=dynamic)
+    if variant == TREES:
+        return torch.compile(model, mode="reduce-overhead", dynamic=dynamic)
     tritium: Any = importlib.import_module("tritium")
     config = settings.config or CompilationConfig()
     if variant == EXACT:
         # Engine `eager` takes no mode: there is no code to generate.
         exact = config.with_(engine="eager", fidelity="exact")
         return torch.compile(model, backend=tritium.Backend(exact), dynamic=dynamic)
+    if variant == GRAPHS:
+        return torch.compile(model, backend=tritium.Backend(config.with_(graphs="with_compile")), dynamic=dynamic)
     left_out = variant.removeprefix(OURS).removeprefix(" without ")
     if left_out:
         config = config.with_(force_provider={left_out: ops.INDUCTOR})
@@ -234,6 +249,18 @@ def _call_of(model: Any, inputs: Mapping[str, Any]) -> Callable[[], Any]:
         return model(**inputs)
 
     return call
+
+
+def host_us(call: Callable[[], Any], device_type: str, calls: int = 20) -> float:
+    """Microseconds until a call returns; the device finishes before the next, so that no queue holds the host up."""
+    taken = []
+    for _ in range(calls):
+        device.synchronize(device_type)
+        start = time.perf_counter()
+        result = call()
+        taken.append((time.perf_counter() - start) * 1e6)
+        del result
+    return statistics.median(taken)
 
 
 def start_compiler(device_type: str) -> None:
@@ -269,7 +296,7 @@ def _row(
     return Row(
         workload=name,
         variant=variant,
-        mode=None if variant in (EAGER, EXACT) else settings.mode,
+        mode=None if variant in (EAGER, EXACT) else "reduce-overhead" if variant == TREES else settings.mode,
         dtype=str(settings.dtype).removeprefix("torch."),
         shrunk=built.shrunk,
         note=built.note,
@@ -287,5 +314,6 @@ def _row(
         disturbed=load.disturbed if load is not None else None,
         operators_us=totals.get(variant),
         fusion_gain=fusion_gain(totals[variant], totals[EAGER]) if variant in totals and variant != EAGER else None,
+        host_us=host_us(side.call, settings.device_type) if settings.graphs else None,
         kernels=profile(side.call, settings.device_type) if settings.kernels and variant in (YARDSTICK, OURS) else None,
     )

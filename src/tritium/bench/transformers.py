@@ -141,6 +141,16 @@ def _sd3(config: Any, size: Size, draw: Draw) -> dict[str, Any]:
     }
 
 
+def _pixart(config: Any, size: Size, draw: Draw) -> dict[str, Any]:
+    hidden = draw(1, config.in_channels, *size.grid)
+    return {
+        "hidden_states": hidden,
+        "encoder_hidden_states": draw(1, size.text, config.caption_channels),
+        "timestep": torch.full((1,), 500, device=hidden.device),
+        "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
+    }
+
+
 FLUX = Transformer(
     name="flux",
     class_name="FluxTransformer2DModel",
@@ -229,4 +239,31 @@ SD3 = Transformer(
     inputs=_sd3,
 )
 
-TRANSFORMERS = (FLUX, QWEN_IMAGE, WAN, SD3)
+PIXART = Transformer(
+    name="pixart",
+    class_name="PixArtTransformer2DModel",
+    # PixArt-Sigma at 512 x 512: short kernels, so a GPU waits for its launches. It has 28 blocks.
+    full=Size(
+        config={"num_layers": 8, "sample_size": 64, "use_additional_conditions": False},
+        grid=(64, 64),
+        text=300,
+        note="8 blocks, width 1152, 1024 + 300 tokens",
+    ),
+    small=Size(
+        config={
+            "num_layers": 2,
+            "num_attention_heads": 4,
+            "attention_head_dim": 32,
+            "cross_attention_dim": 128,
+            "caption_channels": 64,
+            "sample_size": 16,
+            "use_additional_conditions": False,
+        },
+        grid=(16, 16),
+        text=32,
+        note="2 blocks, width 128, 64 + 32 tokens",
+    ),
+    inputs=_pixart,
+)
+
+TRANSFORMERS = (FLUX, QWEN_IMAGE, WAN, SD3, PIXART)

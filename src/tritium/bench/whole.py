@@ -21,7 +21,7 @@ from tritium.api import Handle, optimize
 from tritium.bench import drawing, quality
 from tritium.bench.drawing import Drawn, Job
 from tritium.bench.results import OURS, YARDSTICK, Row
-from tritium.bench.run import EAGER, PREPARED, Notify, Outcome, Settings, start_compiler
+from tritium.bench.run import EAGER, GRAPHS, PREPARED, TREES, Notify, Outcome, Settings, start_compiler
 from tritium.errors import ConfigError
 from tritium.example import PROMPTS
 from tritium.pipelines.plan import Choice, Plan
@@ -70,7 +70,7 @@ def run(name: str, settings: Settings, notify: Notify) -> Outcome:
         if settings.cold:
             start_compiler(settings.device_type)
         # Tritium before torch.compile, so that its artifacts hold nothing of the other's.
-        for index, variant in enumerate(sorted(ways, key=[EAGER, OURS, YARDSTICK].index)):
+        for index, variant in enumerate(sorted(ways, key=[EAGER, OURS, GRAPHS, YARDSTICK].index)):
             notify(f"{label}: first picture, {variant}", PREPARED * index / len(ways))
             handle.use(ways[variant])
             with compat.empty_cache() if settings.cold and variant != EAGER else contextlib.nullcontext():
@@ -87,7 +87,7 @@ def run(name: str, settings: Settings, notify: Notify) -> Outcome:
                 restart[field] = _restart(name, settings, jobs[0], artifacts)
         timings, load = _timed(label, pipe, handle, ways, jobs[0], settings, notify)
         rows = []
-        for variant in settings.variants:
+        for variant in _variants(settings):
             handle.use(ways[variant])
             rows.append(
                 Row(
@@ -119,8 +119,17 @@ def _ways(handle: Handle, settings: Settings) -> dict[str, dict[str, Choice]]:
     eager = Choice(how="eager")
     ours = handle.choices
     theirs = {name: choice if choice.how == "eager" else Choice(how="inductor") for name, choice in ours.items()}
-    ways = {EAGER: dict.fromkeys(ours, eager), YARDSTICK: theirs, OURS: ours}
+    captured = {
+        name: replace(choice, graphs="with_compile") if choice.how == "tritium" else choice
+        for name, choice in ours.items()
+    }
+    ways = {EAGER: dict.fromkeys(ours, eager), YARDSTICK: theirs, OURS: ours, GRAPHS: captured}
     return {name: way for name, way in ways.items() if name in settings.variants or name == EAGER}
+
+
+def _variants(settings: Settings) -> list[str]:
+    """Without Inductor's own graphs: blocks that hand each other their results would have to be told of every step."""
+    return [variant for variant in settings.variants if variant != TREES]
 
 
 @dataclass(frozen=True)
@@ -164,10 +173,11 @@ def _timed(
     settings: Settings,
     notify: Notify,
 ) -> tuple[dict[str, measure.Timing], measure.Load | None]:
-    what = f"{label}: timing {', '.join(settings.variants)} in turns"
+    variants = _variants(settings)
+    what = f"{label}: timing {', '.join(variants)} in turns"
     meter = measure.LoadMeter()
     timings = measure.interleave(
-        dict.fromkeys(settings.variants, lambda: drawing.draw(pipe, job)),
+        dict.fromkeys(variants, lambda: drawing.draw(pipe, job)),
         settings.device_type,
         seconds=settings.seconds,
         warmup=1,

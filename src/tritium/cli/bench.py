@@ -41,6 +41,9 @@ def command(
     profile: Annotated[
         bool, typer.Option("--profile", help="Also add up the time in operators: what fusion gains against eager.")
     ] = False,
+    graphs: Annotated[
+        bool, typer.Option("--graphs", help="Also measure static graphs: Tritium's, and torch.compile's own.")
+    ] = False,
     exact: Annotated[bool, typer.Option("--exact", help="Also measure Tritium with fidelity 'exact'.")] = False,
     without: Annotated[
         str, typer.Option(metavar="OP,...", help="Also measure Tritium without each of these ops' own kernels.")
@@ -66,6 +69,7 @@ def command(
         kernels=kernels,
         profile=profile,
         exact=exact,
+        graphs=graphs,
         without=tuple(name.strip() for name in without.split(",") if name.strip()),
         dtype_name=dtype,
     )

@@ -10,7 +10,12 @@ from rich.table import Table
 
 from tritium.bench.results import Results, Row
 
-_NAMES = {"eager": "eager", "inductor": "torch.compile", "tritium": "Tritium"}
+_NAMES = {
+    "eager": "eager",
+    "inductor": "torch.compile",
+    "tritium": "Tritium",
+    "inductor reduce-overhead": "torch.compile",
+}
 
 # Wide enough for all columns where there is no terminal to fit into.
 _FILE_WIDTH = 130
@@ -123,6 +128,11 @@ def _caption(rows: Sequence[Row]) -> str:
     notes.append(f"first call: includes compilation, {cold}; relative L2: against eager")
     if any(row.against_static is not None for row in rows):
         notes.append("of static: this median by that of torch.compile with static sizes, above 1 is slower")
+    notes += [
+        f"{row.workload}, {row.variant}: a call takes {row.host_us:.0f} us on the host"
+        for row in rows
+        if row.host_us is not None
+    ]
     notes += [_start(row) for row in rows if row.restart_s is not None]
     disturbed = sorted({row.workload for row in rows if row.disturbed})
     if disturbed:

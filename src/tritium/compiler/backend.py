@@ -108,6 +108,13 @@ class Backend:
             settings[name] = value
         if settings and self.config.engine == "eager":
             raise ConfigError("mode and options concern Inductor, and engine is 'eager'")
+        if settings and self.config.graphs == "only":
+            raise ConfigError("mode and options concern Inductor, and graphs='only' captures the graph as it is")
+        if settings.get("triton.cudagraphs") and self.config.graphs != "off":
+            raise ConfigError(
+                f"graphs={self.config.graphs!r} captures graphs, and so would this mode or option of Inductor "
+                "(triton.cudagraphs): give one of them"
+            )
         return settings
 
 

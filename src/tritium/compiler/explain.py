@@ -11,7 +11,7 @@ import torch
 from tritium import ops
 from tritium.compiler.time_kernels import time_kernels
 from tritium.errors import ReportError
-from tritium.report import LEDGER, Component, Failure, GraphRecord, Report
+from tritium.report import LEDGER, Component, Failure, GraphRecord, Report, Violation
 
 
 @runtime_checkable
@@ -23,6 +23,9 @@ class InParts(Protocol):
 
     @property
     def components(self) -> list[Component]: ...
+
+    @property
+    def violations(self) -> list[Violation]: ...
 
 
 def explain(thing: Any = None, *, call: Callable[[], Any] | None = None) -> Report:
@@ -50,6 +53,7 @@ def explain(thing: Any = None, *, call: Callable[[], Any] | None = None) -> Repo
         report = Report(records, limits)
     if isinstance(thing, InParts):
         report.components = list(thing.components)
+        report.violations = list(thing.violations)
     _add_failed_providers(report)
     return report
 

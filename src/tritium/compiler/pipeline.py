@@ -7,6 +7,7 @@
 5. fold                    take out the parameter-only part (enable_freezing), or what a pass asked for of it
 6. lower                   Inductor compiles, under the merged requests, and its Triton kernels are tiled (`tiling_policy`);
                            or engine `eager` runs the graph as it is
+7. capture                 record each call as a static device graph and replay it (`graphs`)
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from tritium import compat
+from tritium import compat, whitebox
 from tritium import fusions as fusion_catalogue
 from tritium.catalog import Entry, plugins, unique
 from tritium.compiler import fuse, lay_out
+from tritium.compiler.capture import stage as capture
+from tritium.compiler.capture.split import Piece
 from tritium.compiler.draw import draw
 from tritium.compiler.dump import GraphLog, file_name
 from tritium.compiler.fold import Folding, fold_parameters, marked_for_folding
@@ -43,6 +46,8 @@ from tritium.tiling.policy import policy_of
 NEEDS_GRADIENTS = (
     "the graph needs gradients: call it under torch.inference_mode() or torch.no_grad(), or freeze its parameters"
 )
+
+UNTOUCHED = "graphs='only' captures the graph as it is"
 
 
 def passes_for(config: CompilationConfig, fusions: Sequence[Fusion], passes: Sequence[Pass]) -> list[Pass]:
@@ -90,6 +95,8 @@ class Compilation:
     def run(self) -> Callable[..., Any]:
         if self.record.needs_gradients:
             return self._run_untouched()
+        if self.config.graphs == "only":
+            return self._capture_untouched()
         for entry in self.passes:
             self._run_pass(entry)
         self.record.sites = self.context.sites
@@ -99,18 +106,33 @@ class Compilation:
         elif marked:
             self._fold(marked)
         self._draw()
-        if self.config.engine == "eager":
-            compiled: Callable[..., Any] = self.gm.forward
+        if self.config.graphs == "off":
+            compiled = self._engine()
         else:
-            compiled = self._lower()
+            compiled = capture.captured(self.gm, self._engine, self._engine_of_piece, self.config, self.record)
         return self.folding.wrap(compiled) if self.folding is not None else compiled
+
+    def _engine(self) -> Callable[..., Any]:
+        return self.gm.forward if self.config.engine == "eager" else self._lower()
+
+    def _capture_untouched(self) -> Callable[..., Any]:
+        """No rewriting and no code generation: what Dynamo saw, replayed; the sites are still counted."""
+        self.context.read_only = UNTOUCHED
+        self._run_pass(next(entry for entry in self.passes if entry.name == fuse.NAME))
+        self.record.sites = self.context.sites
+        self.record.engine = "eager"
+        return capture.captured(
+            self.gm, lambda: self.gm.forward, lambda piece: piece.gm.forward, self.config, self.record
+        )
 
     def _run_untouched(self) -> Callable[..., Any]:
         """Gradients are Inductor's and autograd's business; the sites are still counted."""
         self.context.read_only = NEEDS_GRADIENTS
         self._run_pass(next(entry for entry in self.passes if entry.name == fuse.NAME))
         self.record.sites = self.context.sites
-        if self.config.engine == "eager":
+        if self.config.graphs != "off":
+            self.record.passes.append(PassRecord(capture.NAME, declined=NEEDS_GRADIENTS))
+        if self.config.engine == "eager" or self.config.graphs == "only":
             return self.gm.forward
         with compat.inductor_patched(self.user_settings):
             return compat.compile_fx(self.dynamo, self.example_inputs)
@@ -249,6 +271,29 @@ class Compilation:
             graphs = [("rewritten", rewritten), ("original", self.dynamo.graph)]
             self._fail("lowering", error, graphs, attempt.unfinished)
         return self._lower_untouched(key)
+
+    def _engine_of_piece(self, piece: Piece) -> Callable[..., Any]:
+        """One piece of a graph that is cut at boundary ops; what is known of its kernels joins the others'."""
+        if self.config.engine == "eager":
+            return piece.gm.forward
+        settings = {**{name: value for name, (value, _) in self.requests.items()}, **self.user_settings}
+        key = identity(piece.gm.graph, self.config, self.passes, self.fusions)
+        rewritten = copied(piece.gm.graph)
+        attempt = Lowering(piece.gm, piece.example_inputs, settings, key, policy_of(self.config))
+        seen = {name: getattr(self.record, name) for name in ("kernels", "fallbacks", "lowered", "not_fused")}
+        sources = whitebox.unpack(self.record.sources) if self.record.sources else []
+        try:
+            compiled = lower(attempt, self.record)
+        except Exception as error:
+            if is_the_callers(error):
+                raise
+            self._fail(f"lowering of piece {piece.spec.piece}", error, [("rewritten", rewritten)], attempt.unfinished)
+            return with_graph(piece.gm, rewritten).forward
+        for name, before in seen.items():
+            setattr(self.record, name, [*before, *getattr(self.record, name)])
+        if self.record.sources and sources:
+            self.record.sources = whitebox.pack([*sources, *whitebox.unpack(self.record.sources)])
+        return compiled
 
     def _lower_untiled(self, rewritten: fx.Graph, settings: Mapping[str, Any], key: bytes) -> Callable[..., Any]:
         """Once more, with Inductor's tiling analysis and our policy off."""

@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from tritium import compat
 from tritium.compiler.backend import Backend
+from tritium.pipelines.contract import Contract
 from tritium.pipelines.parts import Part
 from tritium.pipelines.plan import Choice, How, Plan
 from tritium.pipelines.progress import Progress
@@ -51,11 +52,18 @@ class Installed:
             ("inductor", False): "inductor",
             ("inductor", True): _inductor_channels_last,
         }
-        self._dynamic = plan.dynamic
+        # Shapes that are promised are compiled one by one: code for one size is the fastest for it.
+        self._dynamic = False if plan.dynamic is None and plan.shapes is not None else plan.dynamic
+        self.contract = (
+            Contract(part.name, part.entry, plan.shapes.on_violation, len(plan.shapes.buckets))
+            if plan.shapes is not None
+            else None
+        )
         self._checks_memory = plan.check_memory
         self._progress = progress
         self._inner = self.entry.inner
-        self._calls: dict[tuple[How, bool, nn.Module], Callable[..., Any]] = {}
+        self._config = plan.config
+        self._calls: dict[tuple[Choice, nn.Module], Callable[..., Any]] = {}
         # The strides that parameters had before their layout was changed.
         self._strides: dict[nn.Parameter, tuple[int, ...]] = {}
 
@@ -69,7 +77,9 @@ class Installed:
         if self.part.guard is not None and self._checks_memory:
             self.part.guard.check(args, kwargs)
         with self._progress.during(self.part.name):
-            return self._inner(*args, **kwargs)
+            if self.contract is None or self.choice.how == "eager":
+                return self._inner(*args, **kwargs)
+            return self.contract.call(self._inner, args, kwargs)
 
     def use(self, choice: Choice, among: Container[nn.Module] | None = None) -> None:
         """Switch to another way of running; what was compiled before is kept for the next time.
@@ -96,9 +106,12 @@ class Installed:
     def _call(self, choice: Choice, module: nn.Module) -> Callable[..., Any] | None:
         if choice.how == "eager":
             return None
-        key = (choice.how, choice.channels_last, module)
+        key = (choice, module)
         if key not in self._calls:
             backend = self._backends[choice.how, choice.channels_last]
+            if choice.graphs is not None and choice.graphs != self._config.graphs:
+                kind = _ChannelsLast if choice.channels_last else Backend
+                backend = kind(self._config.with_(graphs=choice.graphs))
             compiled: Callable[..., Any] = torch.compile(module._call_impl, backend=backend, dynamic=self._dynamic)
             if self.part.varying and self._dynamic is not False:
                 compiled = AnySize(module, compiled, self.part.varying)

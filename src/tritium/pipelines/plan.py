@@ -10,9 +10,12 @@ from typing import Any, Literal, get_args
 
 from tritium.config import CompilationConfig
 from tritium.errors import ConfigError, nearest
+from tritium.pipelines.shapes import Shapes
 
 How = Literal["tritium", "inductor", "eager"]
 HOWS: tuple[How, ...] = get_args(How)
+
+Graphs = Literal["off", "only", "with_compile", "auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,20 +23,27 @@ class Choice:
     """What to do with one part of a pipeline.
 
     `how` is what runs it: Tritium, plain torch.compile (`inductor`), or nothing of either (`eager`: it is left alone).
-    `channels_last` keeps the weights of its convolutions in that layout.
+    `channels_last` keeps the weights of its convolutions in that layout. `graphs` captures it, as the field of that name in
+    `CompilationConfig` says; None for what the plan's configuration has.
     """
 
     how: How = "tritium"
     channels_last: bool = False
+    graphs: Graphs | None = None
 
     def __post_init__(self) -> None:
         if self.how not in HOWS:
             raise ConfigError(f"a part cannot run with {self.how!r}; {nearest(str(self.how), HOWS)}")
         if not isinstance(self.channels_last, bool):
             raise ConfigError(f"channels_last must be True or False, got {self.channels_last!r}")
+        if self.graphs is not None and self.graphs not in get_args(Graphs):
+            raise ConfigError(f"graphs cannot be {self.graphs!r}; {nearest(str(self.graphs), get_args(Graphs))}")
+        if self.graphs not in (None, "off") and self.how != "tritium":
+            raise ConfigError(f"graphs={self.graphs!r} is Tritium's, and the part runs with {self.how!r}")
 
     def __str__(self) -> str:
-        return self.how + (", channels-last" if self.channels_last else "")
+        graphs = f", graphs {self.graphs}" if self.graphs is not None else ""
+        return self.how + (", channels-last" if self.channels_last else "") + graphs
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -52,6 +62,8 @@ class Plan:
         blocks: For a denoiser that Tritium does not know: the class names of its repeated blocks, by component.
         check_memory: Refuse a decode that does not fit the device's free memory before it starts.
         progress: Show what is being compiled.
+        shapes: What the pipeline will be asked for; `handle.warmup()` then compiles all of it, each size on its own unless
+            `dynamic` says otherwise, and no call inside compiles afterwards.
 
     >>> Plan(components={"vae": "eager"}).choice("vae.decode").how
     'eager'
@@ -64,8 +76,11 @@ class Plan:
     blocks: Mapping[str, Sequence[str]] = field(default_factory=dict)
     check_memory: bool = True
     progress: bool = True
+    shapes: Shapes | None = None
 
     def __post_init__(self) -> None:
+        if self.shapes is not None and not isinstance(self.shapes, Shapes):
+            raise ConfigError(f"Plan.shapes takes a Shapes, got {type(self.shapes).__name__}")
         if not isinstance(self.config, CompilationConfig):
             raise ConfigError(f"Plan.config takes a CompilationConfig, got {type(self.config).__name__}")
         choices = {}

@@ -1,0 +1,100 @@
+"""Differences between torch versions, and private doors into torch, that captured graphs need."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def storage_users(tensor: torch.Tensor) -> int | None:
+    """How many tensors and other owners hold the memory behind a tensor; None where this torch does not say."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return int(count(tensor.untyped_storage()._cdata)) if count is not None else None
+
+
+def lie_at(args: list[Any], pointers: list[int | None], indices: list[int]) -> bool:
+    """Whether some tensors among arguments lie where a list of all arguments' addresses says."""
+    # There where torch is built for CUDA.
+    compare = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+    if compare is not None:
+        return bool(compare(args, pointers, indices))
+    return [args[index].data_ptr() for index in indices] == [pointers[index] for index in indices]
+
+
+def has_one_address_per_element(tensor: torch.Tensor) -> bool:
+    """Whether no two elements share memory, as far as torch can tell without counting."""
+    check: Any = torch._debug_has_internal_overlap
+    # 0: no overlap, 1: overlap, 2: too hard to say.
+    return int(check(tensor)) == 0
+
+
+def register_generator(graph: Any, generator: torch.Generator) -> None:
+    """Let a CUDA graph draw new numbers of a generator on each replay, as it does of the default one by itself."""
+    register = getattr(graph, "register_generator_state", None)
+    if register is None:
+        raise RuntimeError("this torch cannot replay random numbers of a generator that is not the default one")
+    register(generator)
+
+
+@contextlib.contextmanager
+def fresh_cublas_workspaces() -> Iterator[None]:
+    """Let cuBLAS take its workspace anew inside, and forget it afterwards.
+
+    A recording keeps the address of the workspace. It must lie in the recordings' own pool: one that torch keeps for a
+    stream is freed by whoever clears the workspaces, as Inductor's own graphs do.
+    """
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
+    clear()
+    try:
+        yield
+    finally:
+        clear()
+
+
+@contextlib.contextmanager
+def compiled_code_runs_eagerly() -> Iterator[None]:
+    """Run what torch.compile compiled as it was written, for the calls inside."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def split_graph(gm: fx.GraphModule, piece_of: dict[fx.Node, int]) -> fx.GraphModule:
+    """A module that calls one submodule for each piece, in order; placeholders keep their nodes' names."""
+    split = importlib.import_module("torch.fx.passes.split_module").split_module
+    made: fx.GraphModule = split(gm, gm, piece_of.__getitem__, keep_original_order=True)
+    return made
+
+
+@contextlib.contextmanager
+def recompile_limit(least: int) -> Iterator[None]:
+    """Let Dynamo keep at least so many versions of one function, for the calls inside."""
+    config: Any = importlib.import_module("torch._dynamo.config")
+    limit = max(int(config.recompile_limit), least)
+    total = max(int(config.accumulated_recompile_limit), limit * 64)
+    with config.patch(recompile_limit=limit, accumulated_recompile_limit=total):
+        yield
+
+
+_FAILS = "fail_on_recompile"
+
+
+@contextlib.contextmanager
+def compiling_fails() -> Iterator[None]:
+    """Make it an error that Dynamo compiles, for the calls inside."""
+    with torch.compiler.set_stance(_FAILS):
+        yield
+
+
+def why_compiling_failed(error: Exception) -> str | None:
+    """The first failed guard behind an error of `compiling_fails`, empty if none is told; None for any other error."""
+    text = str(error)
+    if _FAILS not in text:
+        return None
+    reasons = re.findall(r"^\s*- (?:\d+/\d+(?:_\d+)?: )?(.+)$", text, flags=re.MULTILINE)
+    return str(reasons[0]) if reasons else ""

@@ -1,0 +1,142 @@
+"""Owned buffers that stand for the caller's tensors: read by every replay, and the only memory it reads besides weights."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from tritium.compat import capture as compat_capture
+from tritium.errors import CaptureRefused
+
+
+def without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with each expanded dim shown once: all its memory, every address one time."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def empty_as(tensor: torch.Tensor) -> torch.Tensor:
+    """New memory with the strides of a tensor; a stride of 0 stays one."""
+    shown = without_repeats(tensor)
+    if not compat_capture.has_one_address_per_element(shown):
+        shown = _checked(shown)
+    made = torch.empty_strided(shown.shape, shown.stride(), dtype=tensor.dtype, device=tensor.device)
+    return made.as_strided(tensor.shape, tensor.stride()) if shown is not tensor else made
+
+
+def _checked(tensor: torch.Tensor) -> torch.Tensor:
+    # Strides that grow by at least the extent of the dims inside them give every element its own address.
+    reach = 0
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+        if stride <= reach:
+            raise CaptureRefused(f"elements of a tensor with strides {tuple(tensor.stride())} share memory")
+        reach += stride * (size - 1)
+    return tensor
+
+
+class Copies:
+    """Copies between pairs of tensors whose layouts are known beforehand, in as few launches as torch allows."""
+
+    def __init__(self, targets: Sequence[torch.Tensor]) -> None:
+        # One launch copies many tensors of one dtype.
+        self._groups: dict[torch.dtype, list[int]] = {}
+        self.targets = [without_repeats(target) for target in targets]
+        for place, target in enumerate(targets):
+            self._groups.setdefault(target.dtype, []).append(place)
+
+    def run(self, sources: Sequence[torch.Tensor], *, back: bool = False) -> None:
+        """Copy sources into targets, or with `back` the other way; the caller's stream orders it, nobody waits."""
+        for places in self._groups.values():
+            ours, theirs = [], []
+            for place in places:
+                source = sources[place]
+                # The caller hands us our own buffer: it has what it should have.
+                if source.data_ptr() != self.targets[place].data_ptr():
+                    ours.append(self.targets[place])
+                    theirs.append(without_repeats(source))
+            if ours:
+                torch._foreach_copy_(theirs if back else ours, ours if back else theirs)
+
+
+class Buffers:
+    """The buffers of a device. Recordings run one at a time and are filled each time, so equal layouts share memory."""
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakValueDictionary[Hashable, torch.Tensor] = weakref.WeakValueDictionary()
+
+    def take(self, like: torch.Tensor, occurrence: int) -> tuple[torch.Tensor, int]:
+        """A buffer for the n-th input of a layout in one call, and the bytes that are new."""
+        # A tensor made in inference mode cannot be written to outside of it.
+        mode = torch.is_inference_mode_enabled()
+        key = (like.shape, like.stride(), like.dtype, like.device, mode, occurrence)
+        known = self._known.get(key)
+        if known is not None:
+            return known, 0
+        made = empty_as(like)
+        self._known[key] = made
+        return made, made.untyped_storage().nbytes()
+
+
+class StaticInputs:
+    """The arguments of one recording: buffers for tensors, aliases of weights, and everything else as it is."""
+
+    def __init__(self, args: Sequence[Any], weights: Collection[int], buffers: Buffers) -> None:
+        self.args: list[Any] = list(args)
+        self.indices = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor) and i not in weights]
+        for index in weights:
+            # The memory of a weight and not the object: a recording knows addresses.
+            self.args[index] = args[index].detach()
+        # What this recording took; buffers that it shares were counted where they were made.
+        self.bytes = 0
+        taken: Counter[Hashable] = Counter()
+        for index in self.indices:
+            layout = (args[index].shape, args[index].stride(), args[index].dtype)
+            self.args[index], new = buffers.take(args[index], taken[layout])
+            taken[layout] += 1
+            self.bytes += new
+        self._copies = Copies([self.args[index] for index in self.indices])
+        self._layouts = [_layout(self.args[index]) for index in self.indices]
+        self._written: list[int] = []
+        self._write_back = Copies([])
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        return [arg for arg in self.args if isinstance(arg, torch.Generator)]
+
+    def fill(self, args: Sequence[Any]) -> None:
+        self._copies.run([args[index] for index in self.indices])
+
+    def changed(self, args: Sequence[Any]) -> set[int]:
+        """Inputs that a run has written to, found by comparing; one whose shape changed is refused."""
+        for index, layout in zip(self.indices, self._layouts, strict=True):
+            if _layout(self.args[index]) != layout:
+                raise CaptureRefused("it changes the shape or the memory of an input in place")
+        return {index for index in self.indices if not _same(self.args[index], args[index])}
+
+    def write_back_to(self, written: Iterable[int]) -> None:
+        """Whose changes a caller must see."""
+        self._written = [index for index in self.indices if index in set(written)]
+        self._write_back = Copies([self.args[index] for index in self._written])
+
+    def write_back(self, args: Sequence[Any]) -> None:
+        if self._written:
+            self._write_back.run([args[index] for index in self._written], back=True)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.data_ptr()
+
+
+def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Equal in every bit: nan is not equal to itself otherwise."""
+    return torch.equal(_bits(left), _bits(right))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).contiguous().view(torch.uint8)

@@ -1,0 +1,180 @@
+"""How long a result stays valid.
+
+A recording writes its results into the same memory on every replay. Three ways to hand them out:
+
+- `lend`    a tensor over that memory; the next replay asks first whether anybody still holds it
+- `copy`    a copy of it: what a recording does for good once somebody held a result over the next call
+- `expose`  a tensor over that memory, which the next replay overwrites (`safe_output_mode=False`)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch.utils import _pytree as pytree
+
+from tritium.compat import capture as compat_capture
+from tritium.compiler.capture.inputs import Copies, empty_as
+from tritium.errors import CaptureRefused
+
+Way = Literal["lend", "copy", "expose"]
+
+
+def flatten(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """Leaves of a result, and what builds an equal result of other leaves.
+
+    Everything that torch's pytrees know (diffusers' outputs register themselves there), and dataclasses.
+    """
+    leaves, spec = pytree.tree_flatten(value, is_leaf=_is_plain_dataclass)
+    if not any(map(_is_plain_dataclass, leaves)):
+        return leaves, lambda parts: pytree.tree_unflatten(list(parts), spec)
+    flat: list[Any] = []
+    builders = []
+    for leaf in leaves:
+        inner, build = _flatten_dataclass(leaf) if _is_plain_dataclass(leaf) else ([leaf], _only)
+        builders.append((len(flat), len(flat) + len(inner), build))
+        flat += inner
+
+    def rebuild(parts: Sequence[Any]) -> Any:
+        return pytree.tree_unflatten([build(parts[start:end]) for start, end, build in builders], spec)
+
+    return flat, rebuild
+
+
+def _only(parts: Sequence[Any]) -> Any:
+    return parts[0]
+
+
+def _is_plain_dataclass(value: Any) -> bool:
+    is_instance = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return is_instance and type(value) not in pytree.SUPPORTED_NODES
+
+
+def _flatten_dataclass(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    names = [field.name for field in dataclasses.fields(value) if field.init]
+    leaves, build = flatten([getattr(value, name) for name in names])
+    cls = type(value)
+    return leaves, lambda parts: cls(**dict(zip(names, build(parts), strict=True)))
+
+
+@dataclasses.dataclass
+class _View:
+    """A leaf that shows memory of an argument: the caller gets the same view of what they passed."""
+
+    argument: int
+    # From the argument's own offset; None for the argument itself.
+    offset: int | None
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    def of(self, args: Sequence[Any]) -> torch.Tensor:
+        argument: torch.Tensor = args[self.argument]
+        if self.offset is None:
+            return argument
+        return argument.as_strided(self.size, self.stride, argument.storage_offset() + self.offset)
+
+
+class StaticOutputs:
+    """The results of one recording."""
+
+    def __init__(self, result: Any, args: Sequence[Any], way: Way, *, poison: bool = False) -> None:
+        leaves, self._rebuild = flatten(result)
+        self.way = way
+        self._poison = poison
+        self._leaves: list[Any] = []
+        self._owned: list[torch.Tensor] = []
+        self._places: list[int] = []
+        self._exposed: list[torch.Tensor] = []
+        storages = {_storage(arg): index for index, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor):
+                self._leaves.append(leaf)
+            elif (index := storages.get(_storage(leaf))) is not None:
+                self._leaves.append(_view(leaf, args[index], index))
+            else:
+                self._places.append(len(self._leaves))
+                self._leaves.append(None)
+                self._owned.append(leaf)
+        if any(type(leaf) not in (torch.Tensor, torch.nn.Parameter) for leaf in self._owned):
+            raise CaptureRefused("it returns a tensor subclass")
+        self._shared = len({_storage(leaf) for leaf in self._owned}) < len(self._owned)
+        self._whole = _by_storage(self._owned) if self._shared else []
+        self._users: list[int | None] = []
+        if self.way == "lend" and None in self._counts():
+            # A torch that does not count who holds memory.
+            self.way = "copy"
+
+    @property
+    def bytes(self) -> int:
+        return sum({_storage(leaf): leaf.untyped_storage().nbytes() for leaf in self._owned}.values())
+
+    def settle(self) -> None:
+        """Take the present holders of the results' memory for our own: nothing was handed out yet."""
+        self._users = self._counts()
+
+    def held(self) -> bool:
+        """Whether the memory is lent, and somebody still holds some of it."""
+        return self.way == "lend" and self._counts() != self._users
+
+    def _counts(self) -> list[int | None]:
+        return [compat_capture.storage_users(leaf) for leaf in self._owned]
+
+    def before_replay(self) -> None:
+        """In debug mode: what was handed out before is no longer valid, and shows it."""
+        for tensor in self._exposed:
+            tensor.fill_(float("nan") if tensor.is_floating_point() or tensor.is_complex() else _largest(tensor.dtype))
+        self._exposed.clear()
+
+    def hand_out(self, args: Sequence[Any]) -> Any:
+        copied = self.way == "copy" or self._poison
+        owned = self._copied() if copied else [_over(leaf) for leaf in self._owned]
+        if self._poison:
+            self._exposed = list(owned)
+        leaves = [leaf.of(args) if isinstance(leaf, _View) else leaf for leaf in self._leaves]
+        for place, tensor in zip(self._places, owned, strict=True):
+            leaves[place] = tensor
+        return self._rebuild(leaves)
+
+    def _copied(self) -> list[torch.Tensor]:
+        if not self._shared:
+            made = [empty_as(leaf) for leaf in self._owned]
+            Copies(made).run(self._owned)
+            return made
+        # Leaves that share memory go on sharing it: the memory is copied as a whole.
+        memory = {_storage(whole): whole.clone().untyped_storage() for whole in self._whole}
+        return [_over(leaf, memory[_storage(leaf)]) for leaf in self._owned]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _view(leaf: torch.Tensor, argument: torch.Tensor, index: int) -> _View:
+    if leaf is argument:
+        return _View(index, None, leaf.shape, leaf.stride())
+    if leaf.dtype != argument.dtype:
+        raise CaptureRefused(f"it returns an input's memory as {leaf.dtype}")
+    return _View(index, int(leaf.storage_offset() - argument.storage_offset()), leaf.shape, leaf.stride())
+
+
+def _by_storage(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Each memory as bytes, once."""
+    found = {}
+    for leaf in leaves:
+        storage = leaf.untyped_storage()
+        whole = torch.empty(0, dtype=torch.uint8, device=leaf.device)
+        found[_storage(leaf)] = whole.set_(storage, 0, (storage.nbytes(),), (1,))
+    return list(found.values())
+
+
+def _over(leaf: torch.Tensor, storage: Any = None) -> torch.Tensor:
+    """A tensor of its own over some memory: not a view in autograd's sense, which the caller could not write to later."""
+    made = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
+    return made.set_(storage or leaf.untyped_storage(), leaf.storage_offset(), leaf.shape, leaf.stride())
+
+
+def _largest(dtype: torch.dtype) -> int:
+    return 1 if dtype is torch.bool else torch.iinfo(dtype).max

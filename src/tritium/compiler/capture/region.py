@@ -1,0 +1,375 @@
+"""One compiled piece with its recordings: a callable that replays instead of launching.
+
+Equal blocks of a model share compiled code and differ in their weights, so recordings are kept by set of weights; each
+set has its own buckets, of which the least recently used one makes room.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tritium.compat import capture as compat_capture
+from tritium.compiler.capture.graph import DeviceGraph, Lane, is_recording, lane_of, unchanged
+from tritium.compiler.capture.inputs import StaticInputs
+from tritium.compiler.capture.key import bucket_text, key_of
+from tritium.compiler.capture.outputs import StaticOutputs, Way
+from tritium.config import CompilationConfig
+from tritium.errors import CaptureRefused
+from tritium.report import Capture, Failure, GraphRecord
+
+# How often weights may move before their region gives up: each move costs new recordings (offloading moves them always).
+MOST_MOVES = 8
+
+# How often a bucket is recorded again after it had to make room.
+MOST_RETURNS = 2
+
+PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+# Measures a call on static inputs and says why it should not be captured, or None.
+Decide = Callable[[Callable[[], Any]], str | None]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What is known of a piece when it is compiled: the names of its inputs, which are weights, and which it writes to."""
+
+    names: tuple[str, ...]
+    weights: tuple[int, ...] = ()
+    written: frozenset[int] = frozenset()
+    # Which piece of its graph; None for all of it.
+    piece: int | None = None
+
+    def first(self, count: int) -> Spec:
+        """Without the last inputs: folded values, where lowering them failed and the graph was lowered as it came."""
+        kept = tuple(index for index in self.weights if index < count)
+        return Spec(self.names[:count], kept, frozenset(index for index in self.written if index < count), self.piece)
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        weights = set(self.weights)
+        return tuple(index for index in range(len(self.names)) if index not in weights)
+
+
+@dataclass
+class Entry:
+    """A bucket. Without a graph it is one that runs uncaptured, and its row says why."""
+
+    row: Capture
+    inputs: StaticInputs | None = None
+    graph: DeviceGraph | None = None
+    outputs: StaticOutputs | None = None
+
+
+@dataclass(eq=False)
+class _Weights:
+    """The addresses of one set of weights, and the recordings that read there."""
+
+    # By position among all arguments; None for what is no weight.
+    pointers: list[int | None]
+    # Which tensors they are, and references that tell when one of them is gone.
+    identities: list[int]
+    watched: list[Any] = field(default_factory=list)
+    moves: int = 0
+    entries: OrderedDict[Hashable, Entry] = field(default_factory=OrderedDict)
+    evictions: Counter[Hashable] = field(default_factory=Counter)
+
+
+class Region:
+    """`run` with its recordings."""
+
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        spec: Spec,
+        config: CompilationConfig,
+        record: GraphRecord,
+        decide: Decide | None = None,
+    ) -> None:
+        self._run = run
+        self._spec = spec
+        self._inputs = spec.inputs
+        self._weight_list = list(spec.weights)
+        self._config = config
+        self._record = record
+        self._decide = decide
+        self._written = set(spec.written)
+        # By the first weight: blocks that share it are told apart by the others.
+        self._sets: dict[int, list[_Weights]] = {}
+        self._device: torch.device | None = None
+        # Why nothing is captured here any more.
+        self.off: str | None = None
+        record.regions.append(weakref.ref(self))
+
+    def __call__(self, *args: Any) -> Any:
+        if self.off is not None or is_recording():
+            return self._run(*args)
+        entry = self._find(args)
+        if entry is None or entry.graph is None:
+            return self._run(*args)
+        lane = lane_of(self._device_of(args))
+        with lane.lock:
+            if self._is_ready(entry, lane):
+                return self._replay(entry, args)
+        return self._run(*args)
+
+    def clear(self) -> None:
+        """Give the memory of all recordings back; the next call of each bucket records again."""
+        if self._device is None:
+            return
+        with lane_of(self._device).lock:
+            for weights in self.sets:
+                self._forget(weights)
+            self._sets.clear()
+
+    def __len__(self) -> int:
+        return sum(entry.graph is not None for weights in self.sets for entry in weights.entries.values())
+
+    @property
+    def sets(self) -> list[_Weights]:
+        """Every set of weights that this was called with."""
+        return [weights for group in list(self._sets.values()) for weights in group]
+
+    # --- finding a recording ---
+
+    def _find(self, args: Sequence[Any]) -> Entry | None:
+        if len(args) != len(self._spec.names):
+            self._spec = self._spec.first(len(args))
+            self._inputs, self._weight_list = self._spec.inputs, list(self._spec.weights)
+        try:
+            key = key_of(args, self._inputs)
+            hash(key)
+            lane = lane_of(self._device_of(args))
+        except CaptureRefused as refusal:
+            self._turn_off(str(refusal))
+            return None
+        except (TypeError, RuntimeError, NotImplementedError) as error:
+            self._turn_off(f"an input cannot be part of a key ({type(error).__name__}: {error})")
+            return None
+        with lane.lock:
+            try:
+                weights = self._weights(list(args))
+            except (RuntimeError, NotImplementedError) as error:
+                self._turn_off(f"a weight has no address ({type(error).__name__}: {error})")
+                return None
+            if weights is None:
+                return None
+            if self._written and (alias := self._aliased(args)) is not None:
+                return self._declined_once(weights, args, alias)
+            entry = weights.entries.get(key)
+            if entry is None:
+                entry = self._make(weights, key, args)
+            weights.entries.move_to_end(key)
+            return entry
+
+    def _device_of(self, args: Sequence[Any]) -> torch.device:
+        if self._device is None:
+            devices = [arg.device for arg in args if isinstance(arg, torch.Tensor)]
+            self._device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+        return self._device
+
+    def _weights(self, args: list[Any]) -> _Weights | None:
+        """The set of weights that is passed, by the identity of the first; by address, so that none is read where it was."""
+        group = self._sets.setdefault(id(args[self._spec.weights[0]]) if self._spec.weights else 0, [])
+        for known in group:
+            if compat_capture.lie_at(args, known.pointers, self._weight_list):
+                return known
+        pointers: list[int | None] = [None] * len(args)
+        for index in self._spec.weights:
+            pointers[index] = args[index].data_ptr()
+        made = _Weights(pointers, [id(args[index]) for index in self._spec.weights])
+        for known in group:
+            if known.identities == made.identities:
+                # The same weights in another place: what was recorded reads where they were.
+                made.moves = known.moves + 1
+                group.remove(known)
+                self._forget(known)
+                break
+        if made.moves > MOST_MOVES:
+            self._turn_off(f"its weights moved in memory {made.moves} times (are they offloaded between calls?)")
+            return None
+        group.append(made)
+        self._watch(made, group, args)
+        return made
+
+    def _watch(self, weights: _Weights, group: list[_Weights], args: Sequence[Any]) -> None:
+        """Let recordings go with their weights."""
+        region, watched = weakref.ref(self), weakref.ref(weights)
+
+        def forget(_: Any) -> None:
+            owner, gone = region(), watched()
+            if owner is not None and gone is not None and any(gone is known for known in group):
+                group[:] = [known for known in group if known is not gone]
+                owner._forget(gone)
+
+        weights.watched = [weakref.ref(args[index], forget) for index in self._spec.weights]
+
+    def _forget(self, weights: _Weights) -> None:
+        for entry in weights.entries.values():
+            self._drop(entry)
+
+    def _aliased(self, args: Sequence[Any]) -> str | None:
+        """Copies of inputs that share memory would not see each other's changes."""
+        seen: dict[int, int] = {}
+        tensors = [index for index, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
+        for index in tensors:
+            other = seen.setdefault(args[index].untyped_storage().data_ptr(), index)
+            both_weights = {index, other} <= set(self._spec.weights)
+            if other != index and not both_weights and {index, other} & self._written and args[index].numel():
+                names = self._spec.names
+                return f"{names[other]} and {names[index]} share memory that is written to"
+        return None
+
+    # --- recording ---
+
+    def _make(self, weights: _Weights, key: Hashable, args: Sequence[Any]) -> Entry:
+        row = Capture(bucket_text(args, self._inputs, self._spec.names), piece=self._spec.piece)
+        entry = Entry(row)
+        self._make_room(weights)
+        weights.entries[key] = entry
+        self._record.captures.append(row)
+        if weights.evictions[key] > MOST_RETURNS:
+            row.declined = f"made room {weights.evictions[key]} times: more buckets are in turn than max_captures"
+            return entry
+        self._attempt(entry, lambda: self._capture(entry, args))
+        return entry
+
+    def _attempt(self, entry: Entry, record: Callable[[], None]) -> None:
+        """Record; a recording is an optimisation, so one that fails is reported, and the call runs without."""
+        try:
+            record()
+        except CaptureRefused as refusal:
+            self._give_up(entry, str(refusal))
+        except Exception as error:  # noqa: BLE001 - what is wrong with the call itself shows when it runs without
+            reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+            self._give_up(entry, reason)
+            self._record.failures.append(Failure(f"capture of {entry.row.bucket}", reason))
+            warnings.warn(
+                f"tritium: a call of {self._record.function} could not be captured and runs without: {reason}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    def _check(self, args: Sequence[Any]) -> None:
+        """Refuse what a recording would get wrong."""
+        device = self._device_of(args)
+        for index, arg in enumerate(args):
+            name = self._spec.names[index]
+            if not isinstance(arg, torch.Tensor):
+                continue
+            if type(arg) not in PLAIN:
+                raise CaptureRefused(f"{name} is a {type(arg).__name__}, whose memory has no one address")
+            if arg.layout is not torch.strided:
+                raise CaptureRefused(f"{name} is {arg.layout}")
+            if arg.device != device:
+                raise CaptureRefused(f"{name} is on {arg.device}: its value would be baked into a graph on {device}")
+            if arg.requires_grad and torch.is_grad_enabled():
+                raise CaptureRefused(f"{name} needs gradients")
+
+    def _capture(self, entry: Entry, args: Sequence[Any]) -> None:
+        self._check(args)
+        device = self._device_of(args)
+        lane = lane_of(device)
+        inputs = StaticInputs(args, self._spec.weights, lane.buffers)
+        before = lane.memory()
+        with unchanged(device, inputs.generators, self._written_weights(inputs)):
+            inputs.fill(args)
+            lane.warm_up(lambda: self._run(*inputs.args))
+            self._written |= inputs.changed(args)
+            if self._written and (alias := self._aliased(args)) is not None:
+                raise CaptureRefused(alias)
+            if self._decide is not None:
+                decide, self._decide = self._decide, None
+                self.off = decide(lambda: self._run(*inputs.args))
+                if self.off is not None:
+                    raise CaptureRefused(self.off)
+        inputs.write_back_to(self._written)
+        entry.inputs = inputs
+        self._record_graph(entry, lane, "lend" if self._config.safe_output_mode else "expose")
+        assert entry.outputs is not None
+        entry.row.bytes = inputs.bytes + max(entry.outputs.bytes, lane.memory() - before)
+
+    def _written_weights(self, inputs: StaticInputs) -> list[torch.Tensor]:
+        return [inputs.args[index] for index in self._spec.weights if index in self._written]
+
+    def _record_graph(self, entry: Entry, lane: Lane, way: Way) -> None:
+        inputs = entry.inputs
+        assert inputs is not None
+        run, static = self._run, inputs.args
+        assert self._device is not None
+        with unchanged(self._device, inputs.generators, self._written_weights(inputs)):
+            graph, result = lane.record(lambda: run(*static), inputs.generators)
+        entry.outputs = StaticOutputs(result, static, way, poison=self._config.poison_outputs)
+        entry.graph = graph
+        entry.row.copies = entry.outputs.way == "copy"
+        del result
+        entry.outputs.settle()
+
+    # --- replaying ---
+
+    def _is_ready(self, entry: Entry, lane: Lane) -> bool:
+        """Whether a bucket can be replayed now; one whose last result is still held gets new memory for its results."""
+        # Another thread may have made room meanwhile.
+        if entry.outputs is None:
+            return False
+        lane.order()
+        if entry.outputs.held():
+            # The caller keeps the memory of that result; from now on results are copied.
+            entry.outputs = entry.graph = None
+            self._attempt(entry, lambda: self._record_graph(entry, lane, "copy"))
+        return entry.graph is not None
+
+    def _replay(self, entry: Entry, args: Sequence[Any]) -> Any:
+        assert entry.inputs is not None
+        assert entry.graph is not None
+        assert entry.outputs is not None
+        entry.outputs.before_replay()
+        entry.inputs.fill(args)
+        entry.graph.replay()
+        entry.inputs.write_back(args)
+        entry.row.hits += 1
+        return entry.outputs.hand_out(args)
+
+    # --- letting go ---
+
+    def _make_room(self, weights: _Weights) -> None:
+        while len(weights.entries) >= self._config.max_captures:
+            key, oldest = weights.entries.popitem(last=False)
+            weights.evictions[key] += 1
+            self._drop(oldest)
+
+    def _drop(self, entry: Entry) -> None:
+        held = (entry.graph, entry.outputs, entry.inputs)
+        entry.graph = entry.outputs = entry.inputs = None
+        if self._device is not None and held[0] is not None:
+            lane_of(self._device).retire(held)
+        # By identity: two blocks may have equal rows.
+        self._record.captures[:] = [row for row in self._record.captures if row is not entry.row]
+
+    def _give_up(self, entry: Entry, reason: str) -> None:
+        entry.graph = entry.outputs = entry.inputs = None
+        entry.row.declined, entry.row.bytes = reason, 0
+
+    def _declined_once(self, weights: _Weights, args: Sequence[Any], reason: str) -> Entry:
+        """A call that runs uncaptured; the row is one for all calls with this reason."""
+        entry = weights.entries.get(reason)
+        if entry is None:
+            self._make_room(weights)
+            entry = Entry(Capture(bucket_text(args, self._inputs, self._spec.names), piece=self._spec.piece))
+            entry.row.declined = reason
+            weights.entries[reason] = entry
+            self._record.captures.append(entry.row)
+        return entry
+
+    def _turn_off(self, reason: str) -> None:
+        self.off = reason
+        for weights in self.sets:
+            self._forget(weights)
+        self._sets.clear()
+        self._record.captures.append(Capture("every bucket", piece=self._spec.piece, declined=reason))

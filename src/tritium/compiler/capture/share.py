@@ -1,0 +1,97 @@
+"""Whether capturing pays, measured: graphs remove launches, so they help as far as the device waits for them.
+
+`graphs="auto"` runs the first bucket a few times, and compares how long its kernels take with how long the call takes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tritium.compiler.capture.region import Decide
+from tritium.report import PassRecord
+
+# The share of a call that the device must wait for the host. Below it, replaying gains less than noise; FLUX at 1024
+# pixels waits for nothing, SANA at 512 most of the time.
+WORTH_IT = 0.05
+
+CALLS = 10
+
+
+def idle_share(busy_us: float, elapsed_us: float) -> float:
+    """The part of a call in which the device does nothing.
+
+    >>> idle_share(300.0, 1000.0)
+    0.7
+    """
+    if elapsed_us <= 0:
+        return 0.0
+    return min(1.0, max(0.0, 1.0 - busy_us / elapsed_us))
+
+
+def verdict(busy_us: float, elapsed_us: float) -> tuple[bool, str]:
+    """Whether to capture, and the figures behind it.
+
+    >>> verdict(990.0, 1000.0)
+    (False, 'the device is idle for 1 % of a call (0.99 of 1.00 ms busy): less than 5 %')
+    """
+    share = idle_share(busy_us, elapsed_us)
+    figures = f"the device is idle for {share:.0%} of a call ({busy_us / 1e3:.2f} of {elapsed_us / 1e3:.2f} ms busy)"
+    figures = figures.replace("%", " %")
+    if share < WORTH_IT:
+        return False, f"{figures}: less than {WORTH_IT:.0%}".replace("5%", "5 %")
+    return True, figures
+
+
+def busy_us(intervals: list[tuple[float, float]]) -> float:
+    """The time in which at least one of some intervals runs: kernels of two streams overlap.
+
+    >>> busy_us([(0.0, 10.0), (5.0, 12.0), (20.0, 21.0)])
+    13.0
+    """
+    total, end = 0.0, float("-inf")
+    for start, stop in sorted(intervals):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total
+
+
+def measure(run: Callable[[], Any]) -> tuple[float, float]:
+    """Microseconds that the device is busy in a call, and that a call takes when calls follow one another."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(CALLS):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    elapsed = start.elapsed_time(end) * 1e3 / CALLS
+    # Only the kernels' own times are taken from here: the profiler slows the host down.
+    profiler: Any = importlib.import_module("torch.profiler")
+    with profiler.profile(activities=[profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(CALLS):
+            run()
+        torch.cuda.synchronize()
+    spans = [(e.time_range.start, e.time_range.end) for e in profile.events() if e.device_type.name == "CUDA"]
+    return busy_us(spans) / CALLS, elapsed
+
+
+def decision(entry: PassRecord, measured: Callable[[Callable[[], Any]], tuple[float, float]] = measure) -> Decide:
+    """What a region asks on its first bucket; the figure goes into the report."""
+
+    def decide(run: Callable[[], Any]) -> str | None:
+        try:
+            worth, why = verdict(*measured(run))
+        except RuntimeError as error:
+            # Another profiler is at work, for one.
+            worth, why = False, f"the share of idle time cannot be measured ({str(error).splitlines()[0]})"
+        if worth:
+            entry.summary = f"graphs='auto': {why}"
+            return None
+        entry.changed, entry.declined = False, f"graphs='auto': {why}"
+        return entry.declined
+
+    return decide

@@ -1,0 +1,71 @@
+"""The last stage of the pipeline: put regions around what the engine made of a graph, or of its pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from tritium.compiler.capture import share
+from tritium.compiler.capture.region import Decide, Region
+from tritium.compiler.capture.split import Piece, obstacle, spec_of, split, written_storages
+from tritium.config import CompilationConfig
+from tritium.ops.bridge import boundaries
+from tritium.report import GraphRecord, PassRecord
+
+NAME = "capture"
+
+EMULATED = "emulated on the CPU: as right as on a GPU, and slower than without"
+
+
+def captured(
+    gm: fx.GraphModule,
+    whole: Callable[[], Callable[..., Any]],
+    of_piece: Callable[[Piece], Callable[..., Any]],
+    config: CompilationConfig,
+    record: GraphRecord,
+) -> Callable[..., Any]:
+    """A graph that replays: `whole` compiles all of it, `of_piece` one piece between boundary ops."""
+    entry = PassRecord(NAME)
+    entry.declined = _why_not(gm.graph, config, record)
+    if entry.declined is not None:
+        record.passes.append(entry)
+        return whole()
+    entry.changed = True
+    entry.summary = EMULATED if record.device_type == "cpu" else None
+    decide = share.decision(entry) if config.graphs == "auto" else None
+    cuts = len(boundaries(gm.graph.nodes))
+    if not cuts:
+        spec = spec_of(gm.graph, written_storages(gm.graph))
+        region = Region(whole(), spec, config, record, decide)
+        record.passes.append(entry)
+        return region
+    run = _in_pieces(gm, of_piece, config, record, decide)
+    text = f"cut at {cuts} boundary op{'s' if cuts > 1 else ''}"
+    entry.summary = f"{text}; {entry.summary}" if entry.summary else text
+    record.passes.append(entry)
+    return run
+
+
+def _why_not(graph: fx.Graph, config: CompilationConfig, record: GraphRecord) -> str | None:
+    if config.graphs == "auto" and record.device_type == "cpu":
+        return "graphs='auto': a CPU launches nothing that a graph could save"
+    return obstacle(graph)
+
+
+def _in_pieces(
+    gm: fx.GraphModule,
+    of_piece: Callable[[Piece], Callable[..., Any]],
+    config: CompilationConfig,
+    record: GraphRecord,
+    decide: Decide | None,
+) -> Callable[..., Any]:
+    parent, pieces = split(gm)
+    for piece in pieces:
+        region = Region(of_piece(piece), piece.spec, config, record, decide)
+        delattr(parent, piece.name)
+        # Not a module: the generated code only calls it.
+        object.__setattr__(parent, piece.name, region)
+    run: Callable[..., Any] = parent.forward
+    return run

@@ -1,0 +1,119 @@
+"""Call a pipeline once for every bucket of its shapes, so that no later call compiles."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tritium.errors import PipelineError, ShapeError
+from tritium.pipelines.installed import Installed
+from tritium.pipelines.progress import Progress
+from tritium.pipelines.shapes import Bucket, Shapes
+from tritium.report import LEDGER
+
+# Two steps: what the first one compiles is called a second time, and results of the first are held over it.
+STEPS = 2
+
+PROMPT = "a"
+
+
+def warm_up(
+    pipe: Any, shapes: Shapes, parts: Sequence[Installed], progress: Progress, call: Mapping[str, Any]
+) -> dict[str, float]:
+    """Seconds by bucket. Reaching Dynamo's recompile limit is an error: the rest would run eagerly."""
+    buckets = shapes.buckets
+    seconds: dict[str, float] = {}
+    limits = len(LEDGER.limits())
+    with _learning(parts), _quiet(pipe):
+        for place, bucket in enumerate(buckets):
+            arguments = {**arguments_of(pipe, bucket), **call}
+            progress.tell(f"{_bar(place, len(buckets))} warming up {bucket}{_estimate(seconds, len(buckets))}")
+            start = time.perf_counter()
+            pipe(**arguments)
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+            seconds[str(bucket)] = time.perf_counter() - start
+            reached = LEDGER.limits()[limits:]
+            if reached:
+                raise ShapeError(
+                    f"{reached[0].function} reached Dynamo's {reached[0].limit} ({reached[0].value}) while {bucket} was warmed "
+                    f"up, so some of its calls would run eagerly; last: {reached[0].reason}"
+                )
+    progress.tell(f"warmed up {len(buckets)} buckets in {sum(seconds.values()):.1f} s")
+    return seconds
+
+
+def _bar(done: int, total: int, width: int = 20) -> str:
+    """How far it is.
+
+    >>> _bar(3, 12, width=8)
+    '[##------] 3 of 12'
+    """
+    full = width * done // total
+    return f"[{'#' * full}{'-' * (width - full)}] {done} of {total}"
+
+
+def _estimate(seconds: Mapping[str, float], total: int) -> str:
+    if not seconds:
+        return ""
+    left = sum(seconds.values()) / len(seconds) * (total - len(seconds))
+    return f", about {left:.0f} s left"
+
+
+def arguments_of(pipe: Any, bucket: Bucket) -> dict[str, Any]:
+    """How a pipeline is asked for a bucket; a `PipelineError` names what it has no argument for."""
+    known = inspect.signature(type(pipe).__call__).parameters
+    asked: dict[str, Any] = {"height": bucket.height, "width": bucket.width}
+    if bucket.text_tokens is not None:
+        asked["max_sequence_length"] = bucket.text_tokens
+    count = next((name for name in ("num_images_per_prompt", "num_videos_per_prompt") if name in known), None)
+    if count is not None:
+        asked[count] = bucket.batch
+    elif bucket.batch > 1:
+        asked["num_images_per_prompt"] = bucket.batch
+    for name in asked:
+        if name not in known:
+            raise PipelineError(
+                f"{type(pipe).__name__} takes no {name!r}, so Shapes cannot be promised of it ({bucket}); call it yourself "
+                "for each shape instead of warmup()"
+            )
+    generator = torch.Generator().manual_seed(0)
+    rest = {"prompt": PROMPT, "num_inference_steps": STEPS, "output_type": "pt", "generator": generator}
+    return {**{name: value for name, value in rest.items() if name in known}, **asked}
+
+
+@contextlib.contextmanager
+def _learning(parts: Sequence[Installed]) -> Iterator[None]:
+    contracts = [installed.contract for installed in parts if installed.contract is not None]
+    before = [contract.learning for contract in contracts]
+    for contract in contracts:
+        contract.learning = True
+    try:
+        yield
+    except BaseException:
+        for contract, was in zip(contracts, before, strict=True):
+            contract.learning = was
+        raise
+    for contract in contracts:
+        contract.learning = False
+
+
+@contextlib.contextmanager
+def _quiet(pipe: Any) -> Iterator[None]:
+    """Without the pipeline's own bar of two steps."""
+    own = getattr(pipe, "_progress_bar_config", None)
+    silence = getattr(pipe, "set_progress_bar_config", None)
+    if silence is not None:
+        silence(**{**(own or {}), "disable": True})
+    try:
+        yield
+    finally:
+        if own is not None:
+            pipe._progress_bar_config = own
+        elif hasattr(pipe, "_progress_bar_config"):
+            del pipe._progress_bar_config

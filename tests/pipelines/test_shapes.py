@@ -1,0 +1,412 @@
+"""The shape contract: after `warmup()` nothing compiles, and what is outside of it is named."""
+
+import diffusers
+import pytest
+import torch
+
+import small_pipelines
+import tritium
+from tritium import CompilationConfig, Plan, Shapes, compat
+from tritium.errors import ConfigError, PipelineError, ShapeError, ShapeViolation
+
+EAGER = CompilationConfig(engine="eager")
+SIZES = [(32, 32), (32, 48)]
+
+
+def optimized(pipe, config=EAGER, **shapes):
+    plan = Plan(config=config, progress=False, shapes=Shapes(**{"sizes": SIZES, "text_tokens": [16], **shapes}))
+    return tritium.optimize(pipe, plan)
+
+
+def draw(pipe, height=32, width=32, **call):
+    arguments = {"max_sequence_length": 16, "num_inference_steps": 2, "output_type": "pt", **call}
+    generator = torch.Generator().manual_seed(0)
+    return pipe(
+        arguments.pop("prompt", "a red circle"), height=height, width=width, generator=generator, **arguments
+    ).images
+
+
+@pytest.fixture
+def pipe():
+    return small_pipelines.flux(1, 1)
+
+
+class Compiles:
+    """Graphs that Dynamo compiles inside."""
+
+    def __enter__(self):
+        self._before = compat.graphs_compiled()
+        return self
+
+    def __exit__(self, *_):
+        self.count = compat.graphs_compiled() - self._before
+
+
+class TestPromise:
+    @pytest.mark.parametrize("graphs", ["off", "with_compile"])
+    def test_nothing_compiles_inside_and_pictures_are_right(self, pipe, graphs):
+        calls = [(32, 32, 1), (32, 48, 2), (32, 48, 1), (32, 32, 2)]
+        expected = [draw(pipe, h, w, num_images_per_prompt=n) for h, w, n in calls]
+        with optimized(pipe, CompilationConfig(engine="eager", graphs=graphs), batch=[1, 2]) as handle:
+            taken = handle.warmup()
+            assert list(taken) == [
+                "32 x 48, batch 2, 16 text tokens",
+                "32 x 32, batch 2, 16 text tokens",
+                "32 x 48, batch 1, 16 text tokens",
+                "32 x 32, batch 1, 16 text tokens",
+            ]
+            with Compiles() as compiles:
+                found = [draw(pipe, h, w, num_images_per_prompt=n) for h, w, n in calls]
+            assert compiles.count == 0
+            assert all(map(torch.equal, found, expected))
+            assert handle.violations == []
+            rows = handle.report.captures
+            assert bool(rows) == (graphs != "off")
+            assert all(row["declined"] is None and row["hits"] > 1 and row["bytes"] > 0 for row in rows)
+
+    def test_more_buckets_than_dynamo_keeps_versions(self, pipe):
+        sizes = [(16 * side, 32) for side in range(1, 13)]
+        assert len(sizes) > torch._dynamo.config.recompile_limit
+        with optimized(pipe, sizes=sizes) as handle:
+            handle.warmup()
+            with Compiles() as compiles:
+                for height, width in sizes:
+                    draw(pipe, height, width)
+            assert compiles.count == 0
+            assert not handle.report.limits
+
+    def test_a_range_of_sizes(self):
+        assert len(Shapes(sizes=range(512, 1025, 256)).buckets) == 9
+
+    def test_captures_can_be_cleared_and_go_with_the_handle(self, pipe):
+        config = CompilationConfig(engine="eager", graphs="only")
+        with optimized(pipe, config) as handle:
+            handle.warmup()
+            assert len(handle.captures) > 0
+            assert handle.captures.bytes > 0
+            handle.captures.clear()
+            assert len(handle.captures) == 0
+            with Compiles() as compiles:
+                draw(pipe)
+            assert compiles.count == 0
+            assert len(handle.captures) > 0
+            captures = handle.captures
+        assert len(captures) == 0
+
+    def test_a_denoiser_as_one_graph(self, pipe):
+        expected = draw(pipe)
+        config = CompilationConfig(engine="eager", graphs="with_compile")
+        plan = Plan(
+            config=config,
+            progress=False,
+            shapes=Shapes(sizes=[(32, 32)], text_tokens=[16]),
+            blocks={"transformer": "FluxTransformer2DModel"},
+            components={"vae": "eager"},
+        )
+        with tritium.optimize(pipe, plan) as handle:
+            handle.warmup()
+            assert torch.equal(draw(pipe), expected)
+            assert len(handle.captures) == 1
+            assert handle.violations == []
+
+    def test_guidance_by_two_calls_is_bit_equal(self, pipe):
+        guided = {"negative_prompt": "a blue square", "true_cfg_scale": 3.0}
+        expected = draw(pipe, num_inference_steps=4, **guided)
+        config = CompilationConfig(engine="eager", graphs="with_compile")
+        with optimized(pipe, config, sizes=[(32, 32)]) as handle:
+            handle.warmup(**guided)
+            assert torch.equal(draw(pipe, num_inference_steps=4, **guided), expected)
+
+
+class TestViolations:
+    def test_a_size_outside_compiles_and_is_named(self, pipe):
+        expected = draw(pipe, 64, 32)
+        with optimized(pipe) as handle:
+            handle.warmup()
+            with Compiles() as compiles:
+                assert torch.equal(draw(pipe, 64, 32), expected)
+            assert compiles.count > 0
+            found = {violation.part: violation for violation in handle.violations}
+            assert "hidden_states has size 128 at dim 1 (promised: 64, 96)" in found["transformer"].what
+            assert found["transformer"].done == "compiled"
+            assert found["transformer"].times == 1
+            assert "vae.decode" in found
+            with Compiles() as compiles:
+                draw(pipe, 64, 32)
+            assert compiles.count == 0
+            assert "outside of the promised shapes" in str(handle.report)
+            assert handle.report.to_dict()["violations"]
+
+    def test_a_size_outside_runs_eagerly_and_is_named(self, pipe):
+        expected = draw(pipe, 64, 32)
+        with optimized(pipe, on_violation="eager") as handle:
+            handle.warmup()
+            with Compiles() as compiles:
+                assert torch.equal(draw(pipe, 64, 32), expected)
+            assert compiles.count == 0
+            assert {violation.done for violation in handle.violations} == {"ran eagerly"}
+            assert max(violation.times for violation in handle.violations) == 2
+
+    def test_a_size_outside_is_an_error(self, pipe):
+        with optimized(pipe, on_violation="error") as handle:
+            handle.warmup()
+            draw(pipe, 32, 48)
+            with pytest.raises(
+                ShapeViolation, match=r"transformer: outside of Plan\(shapes=\.\.\.\): hidden_states has"
+            ):
+                draw(pipe, 64, 32)
+            draw(pipe, 32, 32)
+
+    def test_a_dtype_a_none_and_a_scalar_are_named(self, pipe):
+        with optimized(pipe, on_violation="error", sizes=[(32, 32)]) as handle:
+            seen = []
+            transformer = pipe.transformer
+            hook = transformer.register_forward_pre_hook(lambda m, a, k: seen.append(k), with_kwargs=True)
+            handle.warmup()
+            call = seen[0]
+            hook.remove()
+            with torch.no_grad():
+                transformer(**call)
+                for name, value, message in (
+                    (
+                        "hidden_states",
+                        call["hidden_states"].double(),
+                        "dtype torch.float64, promised was torch.float32",
+                    ),
+                    ("guidance", torch.ones(1), "guidance is a tensor of shape .*, promised was None"),
+                    ("return_dict", True, "return_dict is True, promised was False"),
+                ):
+                    with pytest.raises(ShapeViolation, match=message):
+                        transformer(**{**call, name: value})
+            with pytest.raises(ShapeViolation, match="mode is gradients, promised was no_grad"):
+                transformer(**call)
+
+    def test_a_part_that_was_not_warmed_up(self, pipe):
+        with optimized(pipe, on_violation="error", sizes=[(32, 32)]) as handle:
+            handle.warmup()
+            with pytest.raises(ShapeViolation, match=r"vae\.encode: .*warmup\(\) did not call it"), torch.no_grad():
+                pipe.vae.encode(torch.rand(1, 3, 32, 32))
+
+    def test_the_recompile_limit_is_an_error(self, pipe, monkeypatch):
+        monkeypatch.setattr("tritium.pipelines.contract._SPARE_VERSIONS", -100)
+        limit, message = torch._dynamo.config.patch(recompile_limit=1), r"reached Dynamo's recompile_limit \(1\)"
+        with limit, optimized(pipe) as handle, pytest.raises(ShapeError, match=message):
+            handle.warmup()
+
+    @pytest.mark.parametrize(
+        ("shapes", "message"),
+        [
+            ({"sizes": []}, "pairs of height and width"),
+            ({"sizes": [512]}, "pairs of height and width"),
+            ({"sizes": [(512, 512)], "batch": [0]}, r"Shapes\.batch takes whole numbers"),
+            ({"sizes": [(512, 512)], "batch": []}, r"Shapes\.batch takes whole numbers"),
+            ({"sizes": [(512, 512)], "on_violation": "eagr"}, "did you mean 'eager'"),
+        ],
+    )
+    def test_shapes_that_mean_nothing(self, shapes, message):
+        with pytest.raises(ConfigError, match=message):
+            Shapes(**shapes)
+
+    def test_refusals(self, pipe):
+        with (
+            tritium.optimize(pipe, Plan(config=EAGER)) as handle,
+            pytest.raises(PipelineError, match="nothing to warm"),
+        ):
+            handle.warmup()
+        with pytest.raises(ConfigError, match="takes a Shapes, got dict"):
+            Plan(shapes={"sizes": [(1, 1)]})
+
+
+class TestSuggestions:
+    @pytest.mark.parametrize(
+        ("argument", "was", "now", "reason", "expected"),
+        [
+            ("hidden_states", "size 8 at dim 0", "size 16 at dim 0", "", "Shapes(..., batch=[8, 16])"),
+            ("hidden_states", "size 8 at dim 1", "size 16 at dim 1", "", "Shapes(sizes=[...])"),
+            ("encoder_hidden_states", "size 8 at dim 1", "size 16 at dim 1", "", "text_tokens=[8, 16]"),
+            ("x", "dtype torch.float32", "dtype torch.float64", "", "pass x in one dtype"),
+            ("n", "3", "4", "n == 3", "pass n as a tensor"),
+            (None, None, None, "GLOBAL_STATE changed: grad_mode", "in one mode"),
+            ("ff.bias", None, None, "tensor 'self.ff.bias' requires_grad mismatch", "model.requires_grad_(False)"),
+            ("x", "stride 4 at dim 0", "stride 8 at dim 0", "", "one memory layout"),
+        ],
+    )
+    def test_a_line_for_each_cause(self, argument, was, now, reason, expected):
+        from tritium.report import suggest
+
+        assert expected in suggest(argument, was, now, reason)
+
+    def test_the_report_has_the_line(self):
+        f = torch.compile(lambda x: x + 1, backend=tritium.Backend(EAGER), dynamic=False)
+        f(torch.ones(2, 3))
+        f(torch.ones(2, 4))
+        (entry,) = tritium.explain(f).recompiles
+        assert entry["argument"] == "x"
+        assert 'dynamic_dims={"x": [1]}' in entry["suggestion"]
+        assert "to prevent it" in str(tritium.explain(f))
+
+
+@pytest.fixture(scope="module")
+def example():
+    pipe = tritium.load_example()
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def lora_weights(pipe, rank=2):
+    """A LoRA for the attention of the first block, as diffusers' files have it."""
+    width = pipe.transformer.inner_dim
+    name = "transformer.transformer_blocks.0.attn.to_q"
+    return {
+        f"{name}.lora_A.weight": torch.randn(rank, width) * 0.1,
+        f"{name}.lora_B.weight": torch.randn(width, rank) * 0.1,
+    }
+
+
+class TestWhatUsersDo:
+    """The table of docs/static-graphs.md, row by row, on the example model with captured graphs."""
+
+    CONFIG = CompilationConfig(engine="eager", graphs="with_compile")
+    SIDE = 96
+
+    @pytest.fixture
+    def handle(self, example):
+        shapes = {"sizes": [(self.SIDE, self.SIDE)], "text_tokens": [16]}
+        with optimized(example, self.CONFIG, **shapes) as handle:
+            handle.warmup()
+            yield handle
+
+    def draw(self, pipe, **call):
+        return draw(pipe, self.SIDE, self.SIDE, **call)
+
+    def compiles(self, pipe, **call):
+        with Compiles() as compiles:
+            picture = self.draw(pipe, **call)
+        return compiles.count, picture
+
+    def right(self, handle, **call):
+        handle.remove()
+        return self.draw(handle.pipe, **call)
+
+    def test_another_prompt_steps_and_seed(self, handle):
+        count, picture = self.compiles(handle.pipe, prompt="two blue squares", num_inference_steps=3)
+        assert count == 0
+        assert torch.equal(picture, self.right(handle, prompt="two blue squares", num_inference_steps=3))
+
+    def test_another_scheduler(self, handle):
+        pipe, own = handle.pipe, handle.pipe.scheduler
+        pipe.scheduler = diffusers.UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+        )
+        try:
+            count, picture = self.compiles(pipe)
+            assert count == 0
+            assert handle.violations == []
+            assert torch.equal(picture, self.right(handle))
+        finally:
+            pipe.scheduler = own
+
+    def test_guidance(self, handle):
+        guided = {"negative_prompt": "", "true_cfg_scale": 4.0}
+        count, picture = self.compiles(handle.pipe, **guided)
+        assert count == 0
+        other, _ = self.compiles(handle.pipe, **{**guided, "true_cfg_scale": 2.0})
+        assert other == 0
+        assert torch.equal(picture, self.right(handle, **guided))
+
+    def test_more_images_per_prompt(self, handle):
+        count, picture = self.compiles(handle.pipe, num_images_per_prompt=2)
+        assert count > 0
+        assert any("at dim 0 (promised: 1)" in violation.what for violation in handle.violations)
+        again, _ = self.compiles(handle.pipe, num_images_per_prompt=2)
+        assert again == 0
+        assert torch.equal(picture, self.right(handle, num_images_per_prompt=2))
+
+    def test_another_prompt_length(self, handle):
+        count, picture = self.compiles(handle.pipe, max_sequence_length=8)
+        assert count > 0
+        assert any("encoder_hidden_states has size" in violation.what for violation in handle.violations)
+        assert torch.equal(picture, self.right(handle, max_sequence_length=8))
+
+    def test_lora(self, handle):
+        """Loading one compiles the blocks again, once; its scale and switching it off do so too, and are right."""
+        pytest.importorskip("peft")
+        pipe = handle.pipe
+        before = self.draw(pipe)
+        torch.manual_seed(0)
+        try:
+            pipe.load_lora_weights(lora_weights(pipe), adapter_name="one")
+            count, picture = self.compiles(pipe)
+            assert count > 0
+            assert not torch.equal(picture, before)
+            assert any("as promised, and yet to be compiled again" in violation.what for violation in handle.violations)
+            again, same = self.compiles(pipe)
+            assert again == 0
+            assert torch.equal(same, picture)
+            pipe.set_adapters("one", 0.5)
+            scaled, half = self.compiles(pipe)
+            assert not torch.equal(half, picture)
+            assert scaled == 1, "a scale is a number of the model: only the block that has the LoRA compiles again"
+            pipe.set_adapters("one", 0.25)
+            assert self.compiles(pipe)[0] == 1
+            pipe.set_adapters("one", 0.5)
+            back, same = self.compiles(pipe)
+            assert back == 0
+            assert torch.equal(same, half)
+            causes = {entry["argument"]: entry["suggestion"] for entry in handle.report.recompiles}
+            assert "before handle.warmup()" in causes["attn.to_q.scaling['one']"]
+            handle.remove()
+            assert torch.equal(self.draw(pipe), half)
+            pipe.set_adapters("one", 1.0)
+            assert torch.equal(self.draw(pipe), picture)
+        finally:
+            pipe.unload_lora_weights()
+        assert torch.equal(self.draw(pipe), before)
+
+    def test_a_fused_lora_and_the_way_back(self, handle):
+        pytest.importorskip("peft")
+        pipe = handle.pipe
+        pipe.transformer.requires_grad_(requires_grad=False)
+        before = self.draw(pipe)
+        torch.manual_seed(0)
+        try:
+            pipe.load_lora_weights(lora_weights(pipe), adapter_name="one")
+            picture = self.draw(pipe)
+            pipe.fuse_lora()
+            count, fused = self.compiles(pipe)
+            assert count == 1
+            torch.testing.assert_close(fused, picture, rtol=1e-3, atol=1e-3)
+            pipe.unfuse_lora()
+        finally:
+            pipe.unload_lora_weights()
+        count, same = self.compiles(pipe)
+        assert count == 0
+        torch.testing.assert_close(same, before, rtol=1e-3, atol=1e-3)
+
+
+class TestLoraUnderTheContract:
+    """A change that no argument shows is seen by Dynamo's guards, and follows `on_violation` too."""
+
+    @pytest.fixture
+    def loaded(self, pipe):
+        def load(on_violation):
+            handle = optimized(pipe, CompilationConfig(engine="eager", graphs="only"), on_violation=on_violation)
+            handle.warmup()
+            torch.manual_seed(0)
+            pipe.load_lora_weights(lora_weights(pipe), adapter_name="one")
+            return handle
+
+        pytest.importorskip("peft")
+        return load
+
+    def test_an_error(self, pipe, loaded):
+        with loaded("error"), pytest.raises(ShapeViolation, match="as promised, and yet to be compiled again"):
+            draw(pipe)
+
+    def test_eager(self, pipe, loaded):
+        with loaded("eager") as handle:
+            with Compiles() as compiles:
+                picture = draw(pipe)
+            assert compiles.count == 0
+            assert {violation.done for violation in handle.violations} == {"ran eagerly"}
+        assert torch.equal(picture, draw(pipe))

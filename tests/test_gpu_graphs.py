@@ -1,0 +1,204 @@
+"""Static graphs where they are CUDA's own. What holds on every device is in compiler/test_capture.py, which runs on a GPU too."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import small_pipelines
+import tritium
+from tritium import Backend, CompilationConfig, Plan, Shapes, compat
+from tritium.compiler.capture import Region, Spec, share
+from tritium.report import GraphRecord
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+
+
+def region(run, names=("x",), **config):
+    record = GraphRecord("0/0", "run", "eager", DEVICE)
+    return Region(run, Spec(tuple(names)), CompilationConfig(**{"graphs": "only", **config}), record), record
+
+
+def block(width=64):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+    return model.to(DEVICE, torch.bfloat16).requires_grad_(False)
+
+
+class TestStreams:
+    def test_replaying_waits_for_nothing(self):
+        f, _ = region(lambda x: torch.relu(x) * 2)
+        inputs = [torch.full((1024,), float(value), device=DEVICE) for value in range(4)]
+        # A result that is held over the next call: from there on results are copied, and nothing is recorded any more.
+        held = f(inputs[0])
+        f(inputs[1])
+        del held
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            results = [f(value) for value in inputs]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for value, result in enumerate(results):
+            assert bool((result == 2 * value).all())
+
+    def test_callers_on_different_streams_do_not_meet(self):
+        weight = torch.randn(2048, 2048, device=DEVICE)
+        f, _ = region(lambda x: (x @ weight).relu() @ weight)
+        streams = [torch.cuda.Stream() for _ in range(3)]
+        inputs = [torch.randn(2048, 2048, device=DEVICE) for _ in range(12)]
+        expected = [(x @ weight).relu() @ weight for x in inputs]
+        torch.cuda.synchronize()
+        sums = []
+        for place, x in enumerate(inputs):
+            with torch.cuda.stream(streams[place % 3]):
+                result = f(x)
+                sums.append(result.double().sum())
+                del result
+        torch.cuda.synchronize()
+        for found, right in zip(sums, expected, strict=True):
+            assert found == right.double().sum()
+
+    def test_inside_somebody_elses_recording_nothing_is_replayed(self):
+        f, record = region(lambda x: x * 2)
+        x = torch.ones(4, device=DEVICE)
+        f(x)
+        hits = record.captures[0].hits
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = f(x)
+        x.fill_(5)
+        graph.replay()
+        assert y.tolist() == [10.0] * 4
+        assert record.captures[0].hits == hits
+
+
+class TestRefusals:
+    def test_a_call_that_waits_for_the_device_cannot_be_recorded(self):
+        f, record = region(lambda x: x * float(x.sum().item()))
+        x = torch.ones(4, device=DEVICE)
+        with pytest.warns(RuntimeWarning, match="could not be captured"):
+            assert f(x).tolist() == [4.0] * 4
+        assert f(x * 2).tolist() == [16.0] * 4
+        assert record.captures[0].declined
+        g, _ = region(lambda x: x + 1)
+        assert g(x).tolist() == [2.0] * 4, "a recording that failed does not spoil the next one"
+        assert len(g) == 1
+
+    def test_a_tensor_on_the_host_would_be_baked_in(self):
+        f, record = region(lambda x, t: x * t, ("x", "t"))
+        x = torch.ones(4, device=DEVICE)
+        for value in (2.0, 3.0):
+            assert f(x, torch.tensor(value)).tolist() == [value] * 4
+        assert record.captures[0].declined == "t is on cpu: its value would be baked into a graph on cuda:0"
+
+
+class TestPool:
+    def test_the_last_graph_may_go_and_another_come(self):
+        x = torch.randn(256, 256, device=DEVICE)
+        f, _ = region(lambda x: x @ x)
+        expected = x @ x
+        kept = [f(x) for _ in range(3)]
+        f.clear()
+        kept += [f(x) for _ in range(3)]
+        assert all(torch.equal(result, expected) for result in kept)
+
+    def test_workspaces_that_others_clear_are_not_missed(self):
+        x = torch.randn(512, 512, device=DEVICE, dtype=torch.bfloat16)
+        f, _ = region(lambda x: x @ x)
+        expected = f(x).clone()
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        filling = [torch.full((1 << 20,), 7.0, device=DEVICE) for _ in range(32)]
+        for _ in range(5):
+            assert torch.equal(f(x), expected)
+        assert all(bool((block == 7).all()) for block in filling)
+
+
+class TestAuto:
+    def test_the_share_of_long_and_of_short_kernels(self):
+        big = torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16)
+        small = torch.ones(8, device=DEVICE)
+
+        def compute_bound():
+            for _ in range(4):
+                big @ big
+
+        def launch_bound():
+            for _ in range(200):
+                small.add(1)
+
+        for run in (compute_bound, launch_bound):
+            run()
+        assert share.idle_share(*share.measure(compute_bound)) < 0.05
+        assert share.idle_share(*share.measure(launch_bound)) > 0.3
+
+    def test_the_report_has_the_figure(self):
+        f = torch.compile(block(), backend=Backend(CompilationConfig(graphs="auto")))
+        with torch.inference_mode():
+            f(torch.randn(8, 64, device=DEVICE, dtype=torch.bfloat16))
+        entry = next(entry for entry in tritium.explain(f).passes if entry["name"] == "capture")
+        assert "the device is idle for" in (entry["summary"] or entry["declined"])
+
+
+@pytest.mark.codegen
+class TestManyShapes:
+    def test_five_hundred_calls_of_24_shapes_in_any_order(self):
+        model = block()
+        plain = torch.compile(model, backend=Backend(CompilationConfig()), dynamic=False)
+        captured = torch.compile(model, backend=Backend(CompilationConfig(graphs="with_compile")), dynamic=False)
+        shapes = [(batch, 16 * size, 64) for batch in (1, 2) for size in range(4, 16)]
+        generator = torch.Generator().manual_seed(0)
+        inputs = {shape: torch.randn(shape, generator=generator).to(DEVICE, torch.bfloat16) for shape in shapes}
+        checksums = {shape: x.double().sum() for shape, x in inputs.items()}
+        with torch.inference_mode(), compat.many_recompiles():
+            expected = {shape: plain(x).clone() for shape, x in inputs.items()}
+            for shape in shapes:
+                captured(inputs[shape])
+                captured(inputs[shape])
+            graphs = compat.graphs_compiled()
+            torch.cuda.synchronize()
+            memory = torch.cuda.memory_allocated()
+            order = random.Random(0)
+            for _ in range(500):
+                shape = order.choice(shapes)
+                assert torch.equal(captured(inputs[shape]), expected[shape])
+            torch.cuda.synchronize()
+        assert compat.graphs_compiled() == graphs
+        assert torch.cuda.memory_allocated() == memory
+        assert all(inputs[shape].double().sum() == total for shape, total in checksums.items())
+        rows = tritium.explain(captured).captures
+        assert len(rows) == len(shapes)
+        assert all(row["declined"] is None for row in rows)
+
+
+class TestPipeline:
+    def test_guidance_by_two_calls_for_28_steps_is_bit_equal(self):
+        pipe = small_pipelines.flux(2, 2).to(DEVICE)
+
+        def guided():
+            return pipe(
+                "a red circle",
+                negative_prompt="a blue square",
+                true_cfg_scale=3.0,
+                height=32,
+                width=32,
+                num_inference_steps=28,
+                max_sequence_length=16,
+                output_type="pt",
+                generator=torch.Generator().manual_seed(0),
+            ).images
+
+        shapes = Shapes(sizes=[(32, 32)], text_tokens=[16], on_violation="error")
+        pictures = []
+        for graphs in ("off", "with_compile"):
+            torch._dynamo.reset()
+            plan = Plan(config=CompilationConfig(graphs=graphs), shapes=shapes, progress=False)
+            with tritium.optimize(pipe, plan) as handle:
+                handle.warmup(negative_prompt="a blue square", true_cfg_scale=3.0)
+                pictures.append(guided())
+                assert bool(handle.report.captures) == (graphs != "off")
+        assert torch.equal(*pictures)
