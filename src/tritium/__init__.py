@@ -17,6 +17,14 @@ if TYPE_CHECKING:
     from tritium.config import CompilationConfig, FusionPatterns, PassConfig
     from tritium.example import load_example
     from tritium.fusions.fusion import Fusion, Match
+    from tritium.layers.activation import get_activation_layer
+    from tritium.layers.group_norm import group_norm_silu
+    from tritium.layers.layer_norm import fast_layernorm, layernorm_scale_shift
+    from tritium.layers.query_key import qk_norm_rope
+    from tritium.layers.residual import residual_norm_modulate
+    from tritium.layers.rms_norm import RMSNorm
+    from tritium.layers.rotary import rotary_position_embedding
+    from tritium.layers.scaled_add import muls_add
     from tritium.ops.bridge import custom_op
     from tritium.ops.op import Op, Provider
     from tritium.passes import ConfigRequest, Decline, Pass, PassContext
@@ -41,14 +49,23 @@ _HOME = {
     "PassContext": "tritium.passes",
     "Plan": "tritium.pipelines.plan",
     "Provider": "tritium.ops.op",
+    "RMSNorm": "tritium.layers.rms_norm",
     "Report": "tritium.report",
     "autofuse": "tritium",
     "compile": "tritium.compiler.compile",
     "custom_op": "tritium.ops.bridge",
     "errors": "tritium",
     "explain": "tritium.compiler.explain",
+    "fast_layernorm": "tritium.layers.layer_norm",
+    "get_activation_layer": "tritium.layers.activation",
+    "group_norm_silu": "tritium.layers.group_norm",
+    "layernorm_scale_shift": "tritium.layers.layer_norm",
     "load_example": "tritium.example",
+    "muls_add": "tritium.layers.scaled_add",
     "optimize": "tritium.api",
+    "qk_norm_rope": "tritium.layers.query_key",
+    "residual_norm_modulate": "tritium.layers.residual",
+    "rotary_position_embedding": "tritium.layers.rotary",
 }
 
 __all__ = [
@@ -67,14 +84,23 @@ __all__ = [
     "PassContext",
     "Plan",
     "Provider",
+    "RMSNorm",
     "Report",
     "autofuse",
     "compile",
     "custom_op",
     "errors",
     "explain",
+    "fast_layernorm",
+    "get_activation_layer",
+    "group_norm_silu",
+    "layernorm_scale_shift",
     "load_example",
+    "muls_add",
     "optimize",
+    "qk_norm_rope",
+    "residual_norm_modulate",
+    "rotary_position_embedding",
 ]
 
 

@@ -3,6 +3,8 @@
 TritiumError
 ├── ConfigError (ValueError)         a field, value or environment variable that means nothing
 ├── ShapeError (ValueError)          dynamic_dims that name no argument, no tensor or no dimension
+├── ArgumentError (ValueError)       a layer function was given a value, rank or shape that it cannot honour
+│   └── ArgumentTypeError (TypeError)  or something of another type
 ├── RequestConflict                  two passes ask Inductor for different things
 ├── UnrequestedConfig                a pass changed Inductor's configuration instead of asking
 ├── CatalogError                     two files declare the same op, fusion or pass, or a plug-in is broken
@@ -35,6 +37,14 @@ class ConfigError(TritiumError, ValueError):
 
 class ShapeError(TritiumError, ValueError):
     """`dynamic_dims` does not describe the arguments of the call."""
+
+
+class ArgumentError(TritiumError, ValueError):
+    """A layer function was given a value, a rank or a shape that it cannot honour."""
+
+
+class ArgumentTypeError(ArgumentError, TypeError):
+    """A layer function was given something of another type than it takes."""
 
 
 class RequestConflict(TritiumError):
