@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tritium.example import load_example
     from tritium.fusions.fusion import Fusion, Match
     from tritium.layers.activation import get_activation_layer
+    from tritium.layers.attention.forward import attention_forward
     from tritium.layers.group_norm import group_norm_silu
     from tritium.layers.layer_norm import fast_layernorm, layernorm_scale_shift
     from tritium.layers.query_key import qk_norm_rope
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from tritium.layers.rms_norm import RMSNorm
     from tritium.layers.rotary import rotary_position_embedding
     from tritium.layers.scaled_add import muls_add
+    from tritium.layers.attention.stock import register_attention_backend, set_attention
     from tritium.ops.bridge import custom_op
     from tritium.ops.op import Op, Provider
     from tritium.passes import ConfigRequest, Decline, Pass, PassContext
@@ -51,6 +53,7 @@ _HOME = {
     "Provider": "tritium.ops.op",
     "RMSNorm": "tritium.layers.rms_norm",
     "Report": "tritium.report",
+    "attention_forward": "tritium.layers.attention.forward",
     "autofuse": "tritium",
     "compile": "tritium.compiler.compile",
     "custom_op": "tritium.ops.bridge",
@@ -64,8 +67,10 @@ _HOME = {
     "muls_add": "tritium.layers.scaled_add",
     "optimize": "tritium.api",
     "qk_norm_rope": "tritium.layers.query_key",
+    "register_attention_backend": "tritium.layers.attention.stock",
     "residual_norm_modulate": "tritium.layers.residual",
     "rotary_position_embedding": "tritium.layers.rotary",
+    "set_attention": "tritium.layers.attention.stock",
 }
 
 __all__ = [
@@ -86,6 +91,7 @@ __all__ = [
     "Provider",
     "RMSNorm",
     "Report",
+    "attention_forward",
     "autofuse",
     "compile",
     "custom_op",
@@ -99,8 +105,10 @@ __all__ = [
     "muls_add",
     "optimize",
     "qk_norm_rope",
+    "register_attention_backend",
     "residual_norm_modulate",
     "rotary_position_embedding",
+    "set_attention",
 ]
 
 

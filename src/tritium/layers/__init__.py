@@ -10,14 +10,17 @@ from typing import Any
 
 PUBLIC = {
     "RMSNorm": "rms_norm",
+    "attention_forward": "attention.forward",
     "fast_layernorm": "layer_norm",
     "get_activation_layer": "activation",
     "group_norm_silu": "group_norm",
     "layernorm_scale_shift": "layer_norm",
     "muls_add": "scaled_add",
     "qk_norm_rope": "query_key",
+    "register_attention_backend": "attention.stock",
     "residual_norm_modulate": "residual",
     "rotary_position_embedding": "rotary",
+    "set_attention": "attention.stock",
 }
 
 

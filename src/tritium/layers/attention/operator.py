@@ -1,0 +1,95 @@
+"""Attention as an operator that chooses when it is traced.
+
+`tritium::attention` is made of other operators: eagerly it chooses and computes; while a graph is traced it chooses for
+the sizes of that call, and the graph holds what was chosen. So a compiled model asks nobody when it runs.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tritium.layers.attention.candidates import Candidate, candidates
+from tritium.layers.attention.choice import choose
+from tritium.layers.attention.request import Request
+
+_LIBRARY = torch.library.Library("tritium", "FRAGMENT")
+_LIBRARY.define(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool causal, "
+    "str mode, str? op_type, str? layout) -> Tensor"
+)
+_LIBRARY.define(
+    "attention_by(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool causal, *, str candidate) -> Tensor"
+)
+
+
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    mode: str,
+    op_type: str | None,
+    layout: str | None,
+) -> torch.Tensor:
+    request = Request.of(q, k, v, mask, causal)
+    candidate = choose(request, mode, op_type, layout, q.device)
+    if layout is not None:
+        q, k, v = (laid_out(tensor, layout) for tensor in (q, k, v))
+    return run(candidate, q, k, v, mask, scale, causal)
+
+
+def run(
+    candidate: Candidate,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+) -> torch.Tensor:
+    if candidate.opaque:
+        by = torch.ops.tritium.attention_by.default
+        return by(q, k, v, mask, scale, causal, candidate=candidate.name)  # type: ignore[no-any-return]
+    return candidate.run(q, k, v, mask, scale, causal)
+
+
+def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    """A heads-first tensor that lies in memory as a layout says."""
+    return tensor.contiguous() if layout == "BNSD" else tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _attention_by(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    *,
+    candidate: str,
+) -> torch.Tensor:
+    return candidates()[candidate].run(q, k, v, mask, scale, causal).contiguous()
+
+
+def _fake_attention_by(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    *,
+    candidate: str,
+) -> torch.Tensor:
+    del k, mask, scale, causal, candidate
+    return q.new_empty((*q.shape[:3], v.shape[3]))
+
+
+_LIBRARY.impl("attention", _attention, "CompositeImplicitAutograd")
+_LIBRARY.impl("attention_by", _attention_by, "CompositeExplicitAutograd")
+torch.library.register_fake("tritium::attention_by", _fake_attention_by, lib=_LIBRARY)
+
+# What `attention_forward` calls.
+ATTENTION = torch.ops.tritium.attention.default
