@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from tritium.fusions.fusion import Fusion, Match
     from tritium.layers.activation import get_activation_layer
     from tritium.layers.attention.forward import attention_forward
+    from tritium.layers.attention.stock import register_attention_backend, set_attention
+    from tritium.layers.attention.varlen import attention_forward_varlen
     from tritium.layers.group_norm import group_norm_silu
     from tritium.layers.layer_norm import fast_layernorm, layernorm_scale_shift
     from tritium.layers.query_key import qk_norm_rope
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
     from tritium.layers.rms_norm import RMSNorm
     from tritium.layers.rotary import rotary_position_embedding
     from tritium.layers.scaled_add import muls_add
-    from tritium.layers.attention.stock import register_attention_backend, set_attention
     from tritium.ops.bridge import custom_op
     from tritium.ops.op import Op, Provider
     from tritium.passes import ConfigRequest, Decline, Pass, PassContext
@@ -54,6 +55,7 @@ _HOME = {
     "RMSNorm": "tritium.layers.rms_norm",
     "Report": "tritium.report",
     "attention_forward": "tritium.layers.attention.forward",
+    "attention_forward_varlen": "tritium.layers.attention.varlen",
     "autofuse": "tritium",
     "compile": "tritium.compiler.compile",
     "custom_op": "tritium.ops.bridge",
@@ -92,6 +94,7 @@ __all__ = [
     "RMSNorm",
     "Report",
     "attention_forward",
+    "attention_forward_varlen",
     "autofuse",
     "compile",
     "custom_op",

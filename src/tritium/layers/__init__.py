@@ -11,6 +11,7 @@ from typing import Any
 PUBLIC = {
     "RMSNorm": "rms_norm",
     "attention_forward": "attention.forward",
+    "attention_forward_varlen": "attention.varlen",
     "fast_layernorm": "layer_norm",
     "get_activation_layer": "activation",
     "group_norm_silu": "group_norm",

@@ -200,7 +200,6 @@ def _as_pytorch(
     return attend(*given, attn_mask, scale, is_causal=is_causal, enable_gqa=enable_gqa).transpose(1, 2)
 
 
-@functools.cache
 def _intercepting(cls: type, attend: Attend) -> type:
     """A processor's class whose calls find PyTorch's function replaced."""
     plain: Callable[..., Any] = cls.__call__
