@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from tritium.layers.rms_norm import RMSNorm
     from tritium.layers.rotary import rotary_position_embedding
     from tritium.layers.scaled_add import muls_add
+    from tritium.layers.sparse.forward import sparse_attention
+    from tritium.layers.sparse.layout import SparseLayout
+    from tritium.layers.sparse.schedule import SparseAttention, set_sparse_attention
     from tritium.ops.bridge import custom_op
     from tritium.ops.op import Op, Provider
     from tritium.passes import ConfigRequest, Decline, Pass, PassContext
@@ -54,6 +57,8 @@ _HOME = {
     "Provider": "tritium.ops.op",
     "RMSNorm": "tritium.layers.rms_norm",
     "Report": "tritium.report",
+    "SparseAttention": "tritium.layers.sparse.schedule",
+    "SparseLayout": "tritium.layers.sparse.layout",
     "attention_forward": "tritium.layers.attention.forward",
     "attention_forward_varlen": "tritium.layers.attention.varlen",
     "autofuse": "tritium",
@@ -73,6 +78,8 @@ _HOME = {
     "residual_norm_modulate": "tritium.layers.residual",
     "rotary_position_embedding": "tritium.layers.rotary",
     "set_attention": "tritium.layers.attention.stock",
+    "set_sparse_attention": "tritium.layers.sparse.schedule",
+    "sparse_attention": "tritium.layers.sparse.forward",
 }
 
 __all__ = [
@@ -93,6 +100,8 @@ __all__ = [
     "Provider",
     "RMSNorm",
     "Report",
+    "SparseAttention",
+    "SparseLayout",
     "attention_forward",
     "attention_forward_varlen",
     "autofuse",
@@ -112,6 +121,8 @@ __all__ = [
     "residual_norm_modulate",
     "rotary_position_embedding",
     "set_attention",
+    "set_sparse_attention",
+    "sparse_attention",
 ]
 
 

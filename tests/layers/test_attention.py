@@ -209,9 +209,9 @@ class TestChoice:
         assert "width=16 " not in "".join(row.key for row in choice.choices())
 
     def test_the_fastest_wins_and_pytorch_s_own_wins_ties(self, monkeypatch):
-        monkeypatch.setattr(choice, "_timed", lambda runs, where: {"sdpa": 1.0, "math": 0.5, "chunked": 2.0})
+        monkeypatch.setattr(choice, "timed", lambda runs, where: {"sdpa": 1.0, "math": 0.5, "chunked": 2.0})
         assert choice.compare(request(), CPU).winner == "math"
-        monkeypatch.setattr(choice, "_timed", lambda runs, where: {"sdpa": 1.0, "math": 0.99, "chunked": 2.0})
+        monkeypatch.setattr(choice, "timed", lambda runs, where: {"sdpa": 1.0, "math": 0.99, "chunked": 2.0})
         assert choice.compare(request(), CPU).winner == "sdpa"
 
     def test_a_candidate_that_is_not_close_is_dropped_with_the_figure(self, monkeypatch):
@@ -384,7 +384,7 @@ class TestCompiled:
         from tritium.layers.attention import operator
 
         monkeypatch.setattr(operator, "choose", lambda *given: asked.append(1) or real(*given))
-        monkeypatch.setattr(choice, "_timed", lambda runs, where: {"sdpa": 2.0, "math": 1.0})
+        monkeypatch.setattr(choice, "timed", lambda runs, where: {"sdpa": 2.0, "math": 1.0})
 
         def keep(gm, inputs):
             graphs.append(gm)

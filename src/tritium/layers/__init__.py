@@ -10,6 +10,8 @@ from typing import Any
 
 PUBLIC = {
     "RMSNorm": "rms_norm",
+    "SparseAttention": "sparse.schedule",
+    "SparseLayout": "sparse.layout",
     "attention_forward": "attention.forward",
     "attention_forward_varlen": "attention.varlen",
     "fast_layernorm": "layer_norm",
@@ -22,6 +24,8 @@ PUBLIC = {
     "residual_norm_modulate": "residual",
     "rotary_position_embedding": "rotary",
     "set_attention": "attention.stock",
+    "set_sparse_attention": "sparse.schedule",
+    "sparse_attention": "sparse.forward",
 }
 
 

@@ -102,13 +102,18 @@ def rule(request: Request, capability: tuple[int, int] | None) -> str:
 
 def _runtime(request: Request, where: torch.device) -> Row | None:
     """The row of a request, measured now if there is none; None where nothing can be measured."""
-    name, key = _device_name(where), request.key()
+    if 0 in (request.batch, request.heads, request.queries, request.keys, request.width):
+        return None
+    return recall(where, request.key(), lambda: compare(request, where))
+
+
+def recall(where: torch.device, key: str, measured: Callable[[], Row | None]) -> Row | None:
+    """What is known about a key, in memory or in the user's file; otherwise measured now, and kept in both."""
+    name = _device_name(where)
     with _LOCK:
         row = _MEMORY.get((name, key)) or table.measured(name, key)
         if row is None:
-            if _cannot_measure(request, where):
-                return None
-            row = _elsewhere(lambda: compare(request, where))
+            row = _elsewhere(measured) if _can_measure(where) else None
             if row is None:
                 return None
             table.write(name, [row])
@@ -129,13 +134,11 @@ def forget() -> None:
     _MEMORY.clear()
 
 
-def _cannot_measure(request: Request, where: torch.device) -> bool:
-    if 0 in (request.batch, request.heads, request.queries, request.keys, request.width):
-        return True
+def _can_measure(where: torch.device) -> bool:
     if where.type == "cuda":
         # A graph that is being captured cannot be timed, and a tensor may pretend to be on a device that is not there.
-        return not device.cuda_available() or torch.cuda.is_current_stream_capturing()
-    return where.type != "cpu"
+        return device.cuda_available() and not torch.cuda.is_current_stream_capturing()
+    return where.type == "cpu"
 
 
 def _elsewhere(work: Callable[[], Row | None]) -> Row | None:
@@ -167,7 +170,7 @@ def compare(request: Request, where: torch.device) -> Row | None:
         if not runs:
             warnings.warn(f"tritium: nothing computes attention of {request.words()} closely: {dropped}", stacklevel=2)
             return None
-        ms = _timed(runs, where.type)
+        ms = timed(runs, where.type)
     best = min(ms, key=lambda name: ms[name])
     winner = "sdpa" if ms.get("sdpa", math.inf) <= ms[best] * (1 + MARGIN) else best
     rounded = {name: round(value, 5) for name, value in ms.items()}
@@ -217,7 +220,8 @@ def _not_close(run: Callable[[], torch.Tensor], exact: torch.Tensor, allowed: fl
     return None if found <= allowed else f"error {found:.2e} against float64, allowed {allowed:.2e}"
 
 
-def _timed(runs: dict[str, Callable[[], torch.Tensor]], device_type: str) -> dict[str, float]:
+def timed(runs: dict[str, Callable[[], torch.Tensor]], device_type: str) -> dict[str, float]:
+    """Median milliseconds of each, in turns; those without hope are timed briefly."""
     first = measure.interleave(runs, device_type, rounds=2, warmup=1)
     limit = HOPELESS * min(timing.median_ms for timing in first.values())
     close = {name: run for name, run in runs.items() if first[name].median_ms <= limit}

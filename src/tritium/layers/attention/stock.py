@@ -122,6 +122,18 @@ def register_attention_backend(name: str = NAME, attend: Attend = attention_forw
     return member
 
 
+def forget_attention_backend(name: str) -> None:
+    """Take a name back that was registered for one use; one that is not there is none to take back."""
+    names, registry = _dispatcher()
+    member = names._value2member_map_.pop(name, None)
+    if member is None:
+        return
+    del names._member_map_[member._name_]
+    names._member_names_.remove(member._name_)
+    for known in (registry._backends, registry._constraints, registry._supported_arg_names):
+        known.pop(member, None)
+
+
 def _dispatcher() -> tuple[Any, Any]:
     try:
         module = importlib.import_module("diffusers.models.attention_dispatch")

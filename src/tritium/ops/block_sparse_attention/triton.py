@@ -62,9 +62,8 @@ def _seen_tile() -> Any:
                 seen = seen & (token[None, :] <= query[:, None])
             score = tl.where(seen, score, float("-inf"))
         now = tl.maximum(largest, tl.max(score, 1))
-        if ALL:
-            safe = now
-        else:
+        safe = now
+        if not ALL:
             # A query that has seen nothing so far: infinity less infinity is no number.
             safe = tl.where(now == float("-inf"), 0.0, now)
         weight = tl.exp2(score - safe[:, None])
