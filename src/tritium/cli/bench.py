@@ -10,12 +10,12 @@ from typing import Annotated
 import typer
 
 from tritium import device
-from tritium.bench import run, whole, workloads
+from tritium.bench import functions, run, whole, workloads
 from tritium.bench.results import Comparison, Results, Row, compare
 from tritium.cli import progress, table
 from tritium.errors import ConfigError
 
-_NAMES = ", ".join(workloads.WORKLOADS)
+_NAMES = ", ".join((*workloads.WORKLOADS, *functions.NAMES))
 
 
 def command(
@@ -91,6 +91,8 @@ def _runner(name: str) -> Callable[[run.Settings, run.Notify], run.Outcome]:
     """What measures a workload; an unknown one is an error before anything is measured."""
     if whole.is_pipeline(name):
         return functools.partial(whole.run, name)
+    if functions.is_function(name):
+        return functools.partial(functions.run, name)
     return functools.partial(run.run, workloads.find(name))
 
 
