@@ -14,7 +14,7 @@ import math
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -41,6 +41,10 @@ REMEMBERED = 512
 # Queries whose result is compared with float64.
 CHECKED = 128
 
+# Calls, with every size and stride of theirs, whose choice is kept.
+CALLS = 4096
+
+_CALLS: dict[Hashable, Candidate] = {}
 _MEMORY: OrderedDict[tuple[str, str], Row] = OrderedDict()
 _LOCK = threading.RLock()
 
@@ -124,6 +128,18 @@ def recall(where: torch.device, key: str, measured: Callable[[], Row | None]) ->
         return row
 
 
+def choose_again(again: Hashable, chosen: Callable[[], Candidate]) -> Candidate:
+    """What was chosen for the very same call before. Describing a request costs the host more than launching a kernel."""
+    known = (again, envs.get(envs.ATTENTION))
+    candidate = _CALLS.get(known)
+    if candidate is None:
+        candidate = chosen()
+        if len(_CALLS) >= CALLS:
+            _CALLS.clear()
+        _CALLS[known] = candidate
+    return candidate
+
+
 def choices() -> list[Row]:
     """What this process has chosen by measuring, the most recent last."""
     return list(_MEMORY.values())
@@ -132,6 +148,7 @@ def choices() -> list[Row]:
 def forget() -> None:
     """Drop what is kept in memory; the files stay."""
     _MEMORY.clear()
+    _CALLS.clear()
 
 
 def _can_measure(where: torch.device) -> bool:

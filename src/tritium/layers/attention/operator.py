@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from tritium.layers.attention.candidates import Candidate, candidates
-from tritium.layers.attention.choice import choose
+from tritium.layers.attention.choice import choose, choose_again
 from tritium.layers.attention.request import Request
 
 _LIBRARY = torch.library.Library("tritium", "FRAGMENT")
@@ -33,11 +33,18 @@ def _attention(
     op_type: str | None,
     layout: str | None,
 ) -> torch.Tensor:
-    request = Request.of(q, k, v, mask, causal)
-    candidate = choose(request, mode, op_type, layout, q.device)
-    if layout is not None:
-        q, k, v = (laid_out(tensor, layout) for tensor in (q, k, v))
-    return run(candidate, q, k, v, mask, scale, causal)
+    def chosen() -> Candidate:
+        return choose(Request.of(q, k, v, mask, causal), mode, op_type, layout, q.device)
+
+    # A tensor that is traced has another type, and sizes that no two calls share.
+    if type(q) is torch.Tensor:
+        grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, mask) if t is not None)
+        sides = tuple((t.shape, t.stride(), t.dtype) if t is not None else None for t in (q, k, v, mask))
+        candidate = choose_again((sides, q.device, causal, mode, op_type, layout, grad), chosen)
+    else:
+        candidate = chosen()
+    given = (q, k, v) if layout is None else tuple(laid_out(tensor, layout) for tensor in (q, k, v))
+    return run(candidate, given[0], given[1], given[2], mask, scale, causal)
 
 
 def run(
