@@ -234,6 +234,19 @@ class TestChoice:
         assert row.dropped["broken"] == "RuntimeError: no such kernel"
         assert "nan against float64" in row.dropped["empty"]
 
+    def test_nothing_is_compiled_while_something_is_compiled(self, monkeypatch):
+        known = {**entries.candidates()}
+        known["mine"] = entries.Candidate("mine", attention_math, lambda request: None, compiles=True)
+        for module in (choice, entries):
+            monkeypatch.setattr(module, "candidates", lambda: known)
+        q, k, v = qkv()
+        with torch.inference_mode():
+            torch.compile(lambda q: tritium.attention_forward(q, k, v), backend="aot_eager", fullgraph=True)(q)
+            tritium.attention_forward(q, k, v, is_causal=True)
+        traced, eager = choice.choices()
+        assert "something else is being compiled" in traced.dropped["mine"]
+        assert "mine" in eager.ms
+
     def test_a_winner_that_cannot_do_it_here_is_passed_over(self):
         row = table.Row(request().key(), "chunked", {"chunked": 1.0, "math": 3.0, "sdpa": 2.0})
         assert choice._fastest(row, request()) == "chunked"
@@ -404,6 +417,27 @@ class TestCompiled:
         targets = {str(node.target) for node in graphs[0].graph.nodes}
         assert "aten.bmm.default" in targets
         assert not any("tritium" in target for target in targets)
+
+    def test_what_was_compiled_for_another_choice_is_not_found(self, monkeypatch):
+        """The graph that Dynamo traces is what compiled code is found by: it must differ where the choice may."""
+        traced = []
+
+        def look(gm, inputs):
+            traced.append([node.args[-1] for node in gm.graph.nodes if "attention" in str(node.target)])
+            return gm
+
+        q, k, v = qkv()
+        for override in ("math", "chunked", "math"):
+            monkeypatch.setenv("TRITIUM_ATTENTION", override)
+            torch._dynamo.reset()
+            torch.compile(lambda q: tritium.attention_forward(q, k, v), backend=look, fullgraph=True)(q)
+        monkeypatch.delenv("TRITIUM_ATTENTION")
+        before = choice.identity()
+        tritium.attention_forward(q, k, v)
+        assert [len(names) for names in traced] == [1, 1, 1]
+        assert traced[0] == traced[2] != traced[1]
+        # A new measurement counts as well.
+        assert choice.identity() != before
 
     def test_an_opaque_candidate_stays_one_operator(self, monkeypatch):
         known = {**entries.candidates()}

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 import threading
 import warnings
@@ -108,7 +109,9 @@ def _runtime(request: Request, where: torch.device) -> Row | None:
     """The row of a request, measured now if there is none; None where nothing can be measured."""
     if 0 in (request.batch, request.heads, request.queries, request.keys, request.width):
         return None
-    return recall(where, request.key(), lambda: compare(request, where))
+    # Asked here: the thread that measures is not the one that traces.
+    tracing = torch.compiler.is_compiling()
+    return recall(where, request.key(), lambda: compare(request, where, tracing))
 
 
 def recall(where: torch.device, key: str, measured: Callable[[], Row | None]) -> Row | None:
@@ -140,6 +143,20 @@ def choose_again(again: Hashable, chosen: Callable[[], Candidate]) -> Candidate:
     return candidate
 
 
+@torch.compiler.assume_constant_result
+def identity() -> str:
+    """A digest of what choices depend on beside the call itself. It is part of a traced graph, and so of its cache key.
+
+    Compiled code is found again by the graph that Dynamo traced, which does not hold what was chosen: without this, code
+    for another choice would be found.
+    """
+    digest = hashlib.sha256()
+    texts = [envs.get(envs.ATTENTION) or "", *candidates(), *map(str, compat_attention.versions().items())]
+    for text in [*texts, *table.texts()]:
+        digest.update(text.encode() + b"\0")
+    return digest.hexdigest()[:16]
+
+
 def choices() -> list[Row]:
     """What this process has chosen by measuring, the most recent last."""
     return list(_MEMORY.values())
@@ -164,9 +181,8 @@ def _elsewhere(work: Callable[[], Row | None]) -> Row | None:
         return pool.submit(work).result()
 
 
-def compare(request: Request, where: torch.device) -> Row | None:
+def compare(request: Request, where: torch.device, tracing: bool = False) -> Row | None:
     """Time the candidates that can do what is asked and are close enough to float64; None if none is."""
-    tracing = torch.compiler.is_compiling()
     dropped: dict[str, str] = {}
     runs: dict[str, Callable[[], torch.Tensor]] = {}
     with torch.inference_mode(), torch.device(where):

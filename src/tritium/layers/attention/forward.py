@@ -8,7 +8,7 @@ import torch
 
 from tritium.errors import ArgumentError, ArgumentTypeError
 from tritium.layers import checks
-from tritium.layers.attention.choice import RUNTIME, check_choice
+from tritium.layers.attention.choice import RUNTIME, check_choice, identity
 from tritium.layers.attention.mathematics import attention_math
 from tritium.layers.attention.operator import ATTENTION
 
@@ -59,7 +59,8 @@ def attention_forward(
         mask, is_causal = _also_causal(mask, query.shape[2], key.shape[2]), False
     factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
     if fused:
-        out = ATTENTION(query, key, value, mask, factor, is_causal, opt_mode, op_type, layout)
+        known = identity() if torch.compiler.is_compiling() else ""
+        out = ATTENTION(query, key, value, mask, factor, is_causal, opt_mode, op_type, layout, known)
     else:
         out = attention_math(query, key, value, mask, factor, is_causal)
     return out if head_first else out.transpose(1, 2)  # type: ignore[no-any-return]

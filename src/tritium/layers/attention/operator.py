@@ -15,7 +15,7 @@ from tritium.layers.attention.request import Request
 _LIBRARY = torch.library.Library("tritium", "FRAGMENT")
 _LIBRARY.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool causal, "
-    "str mode, str? op_type, str? layout) -> Tensor"
+    "str mode, str? op_type, str? layout, str identity) -> Tensor"
 )
 _LIBRARY.define(
     "attention_by(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool causal, *, str candidate) -> Tensor"
@@ -32,7 +32,10 @@ def _attention(
     mode: str,
     op_type: str | None,
     layout: str | None,
+    identity: str,
 ) -> torch.Tensor:
+    del identity
+
     def chosen() -> Candidate:
         return choose(Request.of(q, k, v, mask, causal), mode, op_type, layout, q.device)
 

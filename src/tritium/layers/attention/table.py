@@ -5,6 +5,7 @@ A row holds for the versions it was measured with; rows of others are left in th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Iterable, Mapping
@@ -57,6 +58,16 @@ def measured(device: str, key: str) -> Row | None:
     """What this machine's user has measured with these versions."""
     row = read(tuned.user_folder() / file_name(device)).get(key)
     return row if row is not None and dict(row.versions) == compat_attention.versions() else None
+
+
+def texts() -> list[str]:
+    """The user's tables of all devices, as they are now."""
+    found = []
+    for path in sorted(tuned.user_folder().glob("attention-*.json")):
+        # Another process may have replaced it just now.
+        with contextlib.suppress(OSError):
+            found.append(path.read_text(encoding="utf-8"))
+    return found
 
 
 def shipped(device: str, key: str) -> Row | None:

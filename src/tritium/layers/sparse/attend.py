@@ -23,7 +23,7 @@ _ARGUMENTS = (
     "(Tensor q, Tensor k, Tensor v, Tensor counts, Tensor indices, Tensor q_edges, Tensor k_edges, int block, "
     "float scale, bool causal"
 )
-_LIBRARY.define(f"sparse_attention{_ARGUMENTS}, str? by) -> Tensor")
+_LIBRARY.define(f"sparse_attention{_ARGUMENTS}, str? by, str identity) -> Tensor")
 _LIBRARY.define(f"sparse_attention_by_flex{_ARGUMENTS}) -> Tensor")
 
 
@@ -43,12 +43,13 @@ def attend(
     if by is not None and by not in WAYS:
         raise ArgumentError(f"nothing computes sparse attention by {by!r}; {nearest(by, WAYS)}")
     given = (q, k, v, *lists, q_edges, k_edges, block, scale, causal)
-    return torch.ops.tritium.sparse_attention.default(*given, by)  # type: ignore[no-any-return]
+    known = choice.identity() if torch.compiler.is_compiling() else ""
+    return torch.ops.tritium.sparse_attention.default(*given, by, known)  # type: ignore[no-any-return]
 
 
 def _attend(*given: Any) -> torch.Tensor:
     """Chosen when it is traced, as attention is."""
-    *arguments, by = given
+    *arguments, by, _identity = given
     # Registers the op with PyTorch, if nobody has done so.
     triton = ops.providers(op.OP)[TRITON]
     reason = triton.decline(*arguments)

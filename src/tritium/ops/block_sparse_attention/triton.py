@@ -165,14 +165,14 @@ def _kernel() -> Any:
 def launch_options(dtype: torch.dtype, block: int, width: int) -> dict[str, Any]:
     """How a block is cut and by how many warps it is computed: what a sweep would vary.
 
-    In half precision a block of 128 queries and two buffers of 128 keys and values of width 128 fill 160 of the 227 KiB
-    that a multiprocessor of an H200 shares. In float32 tiles are a quarter of that, and products are not shortened to tf32.
+    As sm_90 code, 64 keys at a time in three buffers take 178 registers and 128 KiB of shared memory for heads of 128, and
+    226 registers of half as many warps and 64 KiB for heads of 64, of which two programs fit on a multiprocessor of an
+    H200. 128 keys at a time spill. In float32 products are not shortened to tf32, and tiles are smaller.
     """
     if dtype == torch.float32:
         return {"TILE": min(block, 32), "PRECISION": "ieee", "num_warps": 8 if block >= 64 else 4, "num_stages": 2}
-    tile = block if block < 128 or width > 64 else 128
-    stages = 2 if width > 64 else 3
-    return {"TILE": tile, "PRECISION": "tf32", "num_warps": 8 if block >= 128 else 4, "num_stages": stages}
+    warps = 8 if block >= 128 and width > 64 else 4
+    return {"TILE": min(block, 64), "PRECISION": "tf32", "num_warps": warps, "num_stages": 3}
 
 
 def run_triton(
