@@ -1,5 +1,7 @@
 """Sparse attention over layers and steps, and on a stock model."""
 
+import gc
+
 import pytest
 import torch
 
@@ -94,6 +96,32 @@ def test_density_is_the_mean_of_what_was_done():
     assert attention.density() == 1.0
     attention(q, k, v, step=1, layer=0)
     assert 0.5 < attention.density() < 1.0
+
+
+def test_the_report_shows_who_computes_and_how_densely():
+    # Those of other tests are shown for as long as they live.
+    gc.collect()
+    attention = SparseAttention(LAYOUT, sparsity=0.8)
+    q, k, v = streams()
+
+    def function(q, k, v):
+        return tritium.attention_forward(q, k, v) + plain(q, k, v, 0.5)
+
+    config = tritium.CompilationConfig(engine="eager")
+    with torch.inference_mode():
+        compiled = torch.compile(function, backend=tritium.Backend(config), fullgraph=True)
+        torch.testing.assert_close(compiled(q, k, v), function(q, k, v))
+        assert not [entry for entry in tritium.explain(compiled).attention if entry["graph"] == "-"]
+        attention(q, k, v, step=0, layer=0)
+    report = tritium.explain(compiled)
+    dense, sparse, scheduled = report.to_dict()["attention"]
+    assert dense["by"] in ("sdpa", "math", "chunked")
+    assert "249 queries, 249 keys, 2 heads of 16" in dense["what"]
+    assert (sparse["by"], sparse["what"]) == (
+        "reference", "sparse, torch.float32 on cpu, 249 queries in 16 blocks, 249 keys"
+    )  # fmt: skip
+    assert scheduled["density"] == attention.density() < 1
+    assert f"density {attention.density():.3f} over 1 calls" in str(report)
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def choose_again(again: Hashable, chosen: Callable[[], Candidate]) -> Candidate:
     return candidate
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def identity() -> str:
     """A digest of what choices depend on beside the call itself. It is part of a traced graph, and so of its cache key.
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import torch
 
+from tritium import compat
 from tritium.layers.attention.candidates import Candidate, candidates
 from tritium.layers.attention.choice import choose, choose_again
 from tritium.layers.attention.request import Request
+from tritium.report import LEDGER
 
 _LIBRARY = torch.library.Library("tritium", "FRAGMENT")
 _LIBRARY.define(
@@ -46,8 +48,16 @@ def _attention(
         candidate = choose_again((sides, q.device, causal, mode, op_type, layout, grad), chosen)
     else:
         candidate = chosen()
+        note_choice(candidate.name, Request.of(q, k, v, mask, causal).words())
     given = (q, k, v) if layout is None else tuple(laid_out(tensor, layout) for tensor in (q, k, v))
     return run(candidate, given[0], given[1], given[2], mask, scale, causal)
+
+
+def note_choice(by: str, what: str) -> None:
+    """Tell the report of the graph that is being traced."""
+    frame = compat.compiling_frame()
+    if frame is not None:
+        LEDGER.attention_chosen(frame.compile_id, by, what)
 
 
 def run(

@@ -11,10 +11,12 @@ import torch
 from tritium import compat_attention, fidelity, ops
 from tritium.errors import ArgumentError, nearest
 from tritium.layers.attention import choice
+from tritium.layers.attention.operator import note_choice
 from tritium.layers.attention.request import Request
 from tritium.layers.attention.table import Row
 from tritium.ops import block_sparse_attention as op
 from tritium.ops.block_sparse_attention import block_lists
+from tritium.ops.op import present
 
 TRITON, FLEX, REFERENCE = WAYS = ("triton", "flex", "reference")
 
@@ -57,6 +59,11 @@ def _attend(*given: Any) -> torch.Tensor:
         by = _fastest(arguments) if reason is None else _without_kernel(arguments[0])
     elif by == TRITON and reason is not None:
         raise ArgumentError(f"the Triton kernel cannot compute this sparse attention: {reason}")
+    if torch.compiler.is_compiling():
+        q, k, _, counts, *_ = arguments
+        queries, keys, blocks = present(q.shape[1]), present(k.shape[1]), present(counts.shape[2])
+        what = f"{queries} queries in {blocks} blocks, {keys} keys"
+        note_choice(by, f"sparse, {q.dtype} on {q.device.type}, {what}")
     if by == FLEX:
         return torch.ops.tritium.sparse_attention_by_flex.default(*arguments)  # type: ignore[no-any-return]
     return op.OP.overload(*arguments, provider=by)  # type: ignore[no-any-return]

@@ -24,6 +24,7 @@ from tritium.layers.sparse import masks
 from tritium.layers.sparse.attend import attend, lists_of
 from tritium.layers.sparse.forward import ADA_BSA, RF_V2, Method
 from tritium.layers.sparse.layout import SparseLayout
+from tritium.report import LEDGER
 
 
 @dataclass
@@ -84,6 +85,7 @@ class SparseAttention:
         # What all calls did, in units of one dense attention, and how many calls there were.
         self._done: torch.Tensor | float = 0.0
         self._calls = 0
+        LEDGER.watch_sparse(self)
 
     def __call__(
         self,
@@ -132,6 +134,14 @@ class SparseAttention:
         if not self._calls:
             raise ArgumentError("nothing was computed yet: there is no density")
         return float(self._done) / self._calls
+
+    def summary(self) -> dict[str, Any] | None:
+        """What a report says of it; None before it computed anything."""
+        if not self._calls:
+            return None
+        share = self.density()
+        what = f"sparse by {self.method.sparse_type}, {self.layout.tokens} tokens: density {share:.3f} over {self._calls} calls"
+        return {"graph": "-", "by": self.by or "the fastest", "what": what, "density": share}
 
     def reset(self) -> None:
         """Forget masks and densities: another picture begins."""
