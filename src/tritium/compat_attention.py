@@ -54,10 +54,19 @@ def versions() -> dict[str, str]:
 
 
 @functools.cache
-def flex_attention() -> Callable[..., Any]:
-    """FlexAttention as Inductor compiles it; uncompiled it would hold all scores in memory."""
+def _compiled_flex() -> Callable[..., Any]:
     module = importlib.import_module("torch.nn.attention.flex_attention")
     return torch.compile(module.flex_attention, dynamic=False)
+
+
+def flex_attention(*arguments: Any, **options: Any) -> torch.Tensor:
+    """FlexAttention as Inductor compiles it; uncompiled it would hold all scores in memory.
+
+    So it must be compiled for every shape, however many those are: past Dynamo's limit it would run uncompiled.
+    """
+    with compat.many_recompiles():
+        out: torch.Tensor = _compiled_flex()(*arguments, **options)
+    return out
 
 
 def block_mask_class() -> Any:

@@ -313,6 +313,30 @@ class TestChoice:
         with pytest.raises(ConfigError, match="did you mean 'TRITIUM_ATTENTION'"):
             tritium.CompilationConfig()
 
+    def test_a_package_adds_a_candidate(self, monkeypatch, tmp_path):
+        from tritium import catalog
+        from tritium.errors import CatalogError
+
+        def plugged(name):
+            mine = entries.Candidate(name, attention_math, lambda request: None)
+            monkeypatch.setattr(catalog, "plugins", lambda group, kind: [catalog.Entry(mine, tmp_path, group)])
+            entries.candidates.cache_clear()
+
+        try:
+            plugged("mine")
+            q, k, v = qkv()
+            out = tritium.attention_forward(q, k, v, opt_mode="manual", op_type="mine")
+            exact = exact_of(q, k, v)
+            assert_no_worse(out, exact.float(), exact)
+            tritium.attention_forward(q, k, v)
+            assert "mine" in choice.choices()[0].ms
+            plugged("flash")
+            with pytest.raises(CatalogError, match="'flash' is declared twice"):
+                entries.candidates()
+        finally:
+            monkeypatch.undo()
+            entries.candidates.cache_clear()
+
     def test_a_file_that_cannot_be_read_is_measured_anew(self, tmp_path):
         q, k, v = qkv()
         tritium.attention_forward(q, k, v)

@@ -118,6 +118,19 @@ def test_a_mask_for_each_sample_as_diffusers_means_it():
         dispatch_attention_fn(q, q, q, dropout_p=0.1, backend=member)
 
 
+@torch.inference_mode()
+def test_a_processor_that_is_a_module_is_left_alone_and_named():
+    class Own(torch.nn.Module):
+        def forward(self, attn, hidden_states, *args, **kwargs):
+            return hidden_states, hidden_states[:, :1]
+
+    model = flux()
+    model.transformer_blocks[0].attn.processor = Own()
+    handle = tritium.set_attention(model)
+    assert handle.skipped == ["transformer_blocks.0.attn"]
+    assert handle.layers == len(processors(model)) - 1
+
+
 def test_errors():
     with pytest.raises(ArgumentError, match="Linear has no attention layers of diffusers"):
         tritium.set_attention(torch.nn.Linear(2, 2))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tritium import ops
+from tritium import device, ops
 from tritium.ops import Op
 
 
@@ -24,7 +24,8 @@ def compute(op: Op, fused: bool, *arguments: Any) -> Any:
     provider = _owned(op, arguments)
     if provider is not None:
         return op.overload(*arguments, provider=provider)
-    return _generated(op)(*arguments) if _on_gpu(arguments) else op.reference(*arguments)
+    generated = _on_gpu(arguments) and device.has_triton()
+    return _generated(op)(*arguments) if generated else op.reference(*arguments)
 
 
 def _owned(op: Op, arguments: tuple[Any, ...]) -> str | None:

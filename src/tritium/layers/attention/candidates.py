@@ -153,7 +153,7 @@ def _flex(
         score = _kept_score(bias) if mask.dtype == torch.bool else _added_score(bias)
     blocks = _causal_blocks(q.shape[2], k.shape[2], str(q.device)) if causal else None
     grouped = bool(q.shape[1] != k.shape[1])
-    out: torch.Tensor = compat_attention.flex_attention()(
+    out: torch.Tensor = compat_attention.flex_attention(
         q, k, v, score_mod=score, block_mask=blocks, scale=scale, enable_gqa=grouped
     )
     return out

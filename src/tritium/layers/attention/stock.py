@@ -34,8 +34,9 @@ Attend = Callable[..., torch.Tensor]
 class AttentionHandle:
     """What `set_attention` changed, and the way back."""
 
-    # How many attention layers are served.
+    # How many attention layers are served, and the paths of those that are not: modules as processors have their own ways.
     layers: int
+    skipped: list[str] = field(default_factory=list)
     _undo: list[Callable[[], None]] = field(default_factory=list)
 
     def remove(self) -> None:
@@ -74,7 +75,7 @@ def serve(module: nn.Module, name: str, attend: Attend) -> AttentionHandle:
     """Let the attention layers of a module compute by a function that diffusers knows under a name."""
     member = register_attention_backend(name, attend)
     handle = AttentionHandle(0)
-    for layer in module.modules():
+    for path, layer in module.named_modules():
         processor = getattr(layer, "processor", None)
         if processor is None or not callable(processor):
             continue
@@ -87,6 +88,7 @@ def serve(module: nn.Module, name: str, attend: Attend) -> AttentionHandle:
             handle._undo.append(functools.partial(setattr, processor, "__class__", type(processor)))
             processor.__class__ = _intercepting(type(processor), attend)
         else:
+            handle.skipped.append(path)
             continue
         handle.layers += 1
     if handle.layers == 0:

@@ -95,6 +95,8 @@ def _compared(key: str, arguments: list[Any]) -> Row:
     dropped: dict[str, str] = {}
     with torch.inference_mode():
         torch.cuda.set_device(arguments[0].device)
+        # This thread has a stream of its own: what was given must be there.
+        torch.cuda.synchronize()
         plain = runs[TRITON]()
         try:
             found = fidelity.error(runs[FLEX](), plain.double())
@@ -136,7 +138,7 @@ def by_flex(
         seq_lengths=(q_slots.shape[0], k_slots.shape[0]),
     )  # fmt: skip
     grouped = q.shape[2] != k.shape[2]
-    out = compat_attention.flex_attention()(*wide, block_mask=mask, scale=scale, enable_gqa=grouped)
+    out = compat_attention.flex_attention(*wide, block_mask=mask, scale=scale, enable_gqa=grouped)
     kept = torch.nonzero(q_inside).squeeze(1)
     result: torch.Tensor = out.transpose(1, 2).index_select(1, kept).contiguous()
     return result
