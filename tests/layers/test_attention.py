@@ -234,6 +234,13 @@ class TestChoice:
         assert row.dropped["broken"] == "RuntimeError: no such kernel"
         assert "nan against float64" in row.dropped["empty"]
 
+    def test_who_holds_all_scores_is_not_tried_on_a_video(self):
+        video = request(32_760, 32_760)
+        reason = choice._not_measured(entries.candidates()["math"], video, tracing=False)
+        assert reason == "not measured: its scores would take 32.0 GiB"
+        for name in ("sdpa", "chunked"):
+            assert choice._not_measured(entries.candidates()[name], video, tracing=False) is None
+
     def test_nothing_is_compiled_while_something_is_compiled(self, monkeypatch):
         known = {**entries.candidates()}
         known["mine"] = entries.Candidate("mine", attention_math, lambda request: None, compiles=True)
@@ -348,7 +355,7 @@ class TestChoice:
 
 
 def request(queries=63, keys=100, *, causal=False, **changes):
-    q, k, v = (t.transpose(1, 2) for t in qkv(queries, keys))
+    q, k, v = (torch.empty(2, tokens, 4, 32).transpose(1, 2) for tokens in (queries, keys, keys))
     return Request(**{**vars(Request.of(q, k, v, None, causal)), **changes})
 
 

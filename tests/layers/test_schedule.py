@@ -72,6 +72,17 @@ def test_a_mask_serves_for_some_steps_and_for_its_layer_and_shape_alone(made):
     assert len(made) == 9
 
 
+@pytest.mark.parametrize("sparse_type", ["rf_v2", "radial"])
+def test_text_behind_the_latent(sparse_type):
+    """The same tokens in another order give the same."""
+    q, k, v = streams()
+    first, behind = SparseLayout((2, 12, 10), 9, 16), SparseLayout((2, 12, 10), 9, 16, text_first=False)
+    expected = SparseAttention(first, sparse_type=sparse_type)(q, k, v, step=0, layer=0)
+    moved = [torch.cat([t[:, 9:], t[:, :9]], 1) for t in (q, k, v)]
+    out = SparseAttention(behind, sparse_type=sparse_type)(*moved, step=0, layer=0)
+    torch.testing.assert_close(torch.cat([out[:, -9:], out[:, :-9]], 1), expected)
+
+
 @pytest.mark.parametrize("sparse_type", ["rf_v2", "radial", "ada_bsa"])
 def test_every_method_gives_what_the_function_gives(sparse_type):
     q, k, v = streams()
@@ -183,6 +194,21 @@ class TestStock:
                 model(**inputs)
             # Each of the two calls of a step has masks of its own, which serve for two steps.
             assert len(made) == 2 * layers
+
+    @torch.inference_mode()
+    def test_video_without_text_in_its_stream(self, made):
+        """Wan attends to its prompt by an attention of its own, which stays dense."""
+        from tritium.bench import workloads
+
+        built = workloads.WAN.build("cpu", torch.float32, small=True)
+        model, inputs = built.model, built.inputs
+        before = model(**inputs)[0]
+        with tritium.set_sparse_attention(model, SparseLayout((3, 8, 10), 0, 16), sparsity=0.6) as handle:
+            after = model(**inputs)[0]
+            assert len(made) == len(model.blocks)
+            assert 0.5 < handle.density() < 0.9
+        assert not torch.allclose(after, before, rtol=1e-4, atol=1e-5)
+        assert torch.equal(model(**inputs)[0], before)
 
     @torch.inference_mode()
     def test_other_tokens_stay_dense(self):

@@ -54,9 +54,9 @@ def masked_attention(q, k, v, mask, q_layout, k_layout, *, causal=False):
 
 class TestLayout:
     @settings(max_examples=60, deadline=None)
-    @given(sizes, st.integers(0, 40), st.sampled_from([1, 7, 16, 128]), st.sampled_from([1, 3, 8]))
-    def test_a_permutation_and_its_inverse(self, latent, text, block, tile):
-        layout = SparseLayout(latent, text, block, tile)
+    @given(sizes, st.integers(0, 40), st.sampled_from([1, 7, 16, 128]), st.sampled_from([1, 3, 8]), st.booleans())
+    def test_a_permutation_and_its_inverse(self, latent, text, block, tile, text_first):
+        layout = SparseLayout(latent, text, block, tile, text_first)
         index = layout.index()
         assert torch.equal(index.sort().values, torch.arange(layout.tokens))
         x = torch.arange(2 * layout.tokens * 3).view(2, layout.tokens, 3)
@@ -65,7 +65,7 @@ class TestLayout:
         table = torch.arange(layout.tokens)
         assert torch.equal(layout.permute(table, dim=0), index)
         # Text goes to the end, in its order.
-        assert torch.equal(index[layout.video :], torch.arange(text))
+        assert torch.equal(index[layout.video :], torch.arange(text) + (0 if text_first else layout.video))
 
     @settings(max_examples=60, deadline=None)
     @given(sizes, st.integers(0, 300), st.sampled_from([1, 7, 16, 128]))

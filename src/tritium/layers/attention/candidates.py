@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,9 @@ from tritium.layers.attention import mathematics
 from tritium.layers.attention.request import Request
 
 HALF = (torch.float16, torch.bfloat16)
+
+# Scores of 4608 tokens and 24 heads are 1.9 GiB, those of video 160 GiB: trying that would take the model's own memory.
+MOST_SCORES = 2 << 30
 
 # (q, k, v, mask, scale, causal) -> [B, N, Sq, D]
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float, bool], torch.Tensor]
@@ -42,6 +46,8 @@ class Candidate:
     compiles: bool = False
     # The devices on which it is worth measuring; elsewhere it is used when it is named.
     measured_on: tuple[str, ...] = ("cpu", "cuda")
+    # The most bytes of scores, of all heads in float32, with which it is worth measuring: it holds them all at once.
+    most_scores: float = math.inf
 
 
 def _by_pytorch(
@@ -187,7 +193,7 @@ OWN = (
     Candidate("cudnn", _by_kernel("cudnn"), _decline_cudnn),
     Candidate("flash", _by_kernel("flash"), _decline_flash),
     Candidate("efficient", _by_kernel("efficient"), _decline_efficient),
-    Candidate("math", _by_kernel("math"), _never),
+    Candidate("math", _by_kernel("math"), _never, most_scores=MOST_SCORES),
     Candidate("chunked", mathematics.chunked, _decline_chunked),
     Candidate("flex", _flex, _decline_flex, opaque=True, compiles=True, measured_on=("cuda",)),
     Candidate(

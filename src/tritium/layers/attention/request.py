@@ -70,6 +70,11 @@ class Request:
     def square(self) -> bool:
         return self.queries == self.keys
 
+    @property
+    def score_bytes(self) -> int:
+        """What all scores take in float32."""
+        return 4 * self.batch * self.heads * self.queries * self.keys
+
     def words(self) -> str:
         """The request in an error's words."""
         parts = [f"{self.dtype} on {self.device}", f"{self.queries} queries, {self.keys} keys"]

@@ -1,6 +1,6 @@
 """Which tokens of a stream make a block of a sparse mask.
 
-A stream is text and then the frames of a latent, row by row. Neighbours in a picture are far apart in it, so frames are
+A stream is text and the frames of a latent, row by row. Neighbours in a picture are far apart in it, so frames are
 reordered by tiles, and text goes to the end: [video, text]. Blocks are cut within video and within text, never across,
 so that the tokens a mask judges are the tokens a kernel skips, whatever their numbers are.
 """
@@ -32,6 +32,8 @@ class SparseLayout:
     block_size: int = 128
     # Tiles of one token leave the frames as they are.
     tile: int = TILE
+    # Whether the stream has its text in front of the latent, as FLUX's, or behind it, as HunyuanVideo's.
+    text_first: bool = True
 
     def __post_init__(self) -> None:
         shape = self.latent_shape
@@ -119,12 +121,13 @@ def _edges(layout: SparseLayout, device: torch.device | str) -> torch.Tensor:
 
 def _index(layout: SparseLayout, device: torch.device | str) -> torch.Tensor:
     frames, height, width = layout.latent_shape
-    grid = torch.arange(layout.video, device=device).view(frames, height, width) + layout.txt_len
+    first, after = (layout.txt_len, 0) if layout.text_first else (0, layout.video)
+    grid = torch.arange(layout.video, device=device).view(frames, height, width) + first
     divisible = height % layout.tile == 0 and width % layout.tile == 0
     # Where tiles do not fit, the first frame of several stays as it is: everybody sees all of it anyway.
     raw = 0 if divisible or frames == 1 else 1
     video = torch.cat([grid[:raw].flatten(), _tiled(grid[raw:], layout.tile).flatten()])
-    return torch.cat([video, torch.arange(layout.txt_len, device=device)])
+    return torch.cat([video, torch.arange(layout.txt_len, device=device) + after])
 
 
 def _tiled(grid: torch.Tensor, tile: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ handle.remove()
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ class SparseAttention:
             # An estimate is made over the order as it is, and knows no text.
             layout = SparseLayout.plain(layout.tokens, layout.block_size)
         elif layout.tile != self.method.tile:
-            layout = SparseLayout(layout.latent_shape, layout.txt_len, layout.block_size, tile=self.method.tile)
+            layout = replace(layout, tile=self.method.tile)
         self.layout = layout
         self.dense_steps = dense_steps
         self.dense_layers = frozenset(dense_layers)
@@ -104,7 +104,8 @@ class SparseAttention:
             return attention_forward(q, k, v, None, scale, enable_gqa=True)
         factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
         # Without tiles and text the order is the stream's own.
-        reordered = not self.permuted and (self.layout.tile > 1 or self.layout.txt_len > 0)
+        moved = self.layout.tile > 1 or (self.layout.txt_len > 0 and self.layout.text_first)
+        reordered = moved and not self.permuted
         if reordered:
             q, k, v = (self.layout.permute(tensor) for tensor in (q, k, v))
         kept = self._lists(q, k, step, (layer, stream), factor)

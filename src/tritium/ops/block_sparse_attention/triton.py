@@ -167,10 +167,10 @@ def launch_options(dtype: torch.dtype, block: int, width: int) -> dict[str, Any]
 
     As sm_90 code, 64 keys at a time in three buffers take 178 registers and 128 KiB of shared memory for heads of 128, and
     226 registers of half as many warps and 64 KiB for heads of 64, of which two programs fit on a multiprocessor of an
-    H200. 128 keys at a time spill. In float32 products are not shortened to tf32, and tiles are smaller.
+    H200. 128 keys at a time spill. In float32 products are not shortened to tf32, and 16 keys at a time spill least.
     """
     if dtype == torch.float32:
-        return {"TILE": min(block, 32), "PRECISION": "ieee", "num_warps": 8 if block >= 64 else 4, "num_stages": 2}
+        return {"TILE": min(block, 16), "PRECISION": "ieee", "num_warps": 8 if block >= 64 else 4, "num_stages": 2}
     warps = 8 if block >= 128 and width > 64 else 4
     return {"TILE": min(block, 64), "PRECISION": "tf32", "num_warps": warps, "num_stages": 3}
 
