@@ -18,6 +18,20 @@ if TYPE_CHECKING:
     from tritium.config import CompilationConfig, FusionPatterns, PassConfig
     from tritium.example import load_example
     from tritium.fusions.fusion import Fusion, Match
+    from tritium.layers.activation import get_activation_layer
+    from tritium.layers.attention.forward import attention_forward
+    from tritium.layers.attention.stock import register_attention_backend, set_attention
+    from tritium.layers.attention.varlen import attention_forward_varlen
+    from tritium.layers.group_norm import group_norm_silu
+    from tritium.layers.layer_norm import fast_layernorm, layernorm_scale_shift
+    from tritium.layers.query_key import qk_norm_rope
+    from tritium.layers.residual import residual_norm_modulate
+    from tritium.layers.rms_norm import RMSNorm
+    from tritium.layers.rotary import rotary_position_embedding
+    from tritium.layers.scaled_add import muls_add
+    from tritium.layers.sparse.forward import sparse_attention
+    from tritium.layers.sparse.layout import SparseLayout
+    from tritium.layers.sparse.schedule import SparseAttention, set_sparse_attention
     from tritium.ops.bridge import custom_op
     from tritium.ops.op import Op, Provider
     from tritium.passes import ConfigRequest, Decline, Pass, PassContext
@@ -43,16 +57,33 @@ _HOME = {
     "PassContext": "tritium.passes",
     "Plan": "tritium.pipelines.plan",
     "Provider": "tritium.ops.op",
+    "RMSNorm": "tritium.layers.rms_norm",
     "Report": "tritium.report",
     "Shapes": "tritium.pipelines.shapes",
+    "SparseAttention": "tritium.layers.sparse.schedule",
+    "SparseLayout": "tritium.layers.sparse.layout",
+    "attention_forward": "tritium.layers.attention.forward",
+    "attention_forward_varlen": "tritium.layers.attention.varlen",
     "autofuse": "tritium",
     "compile": "tritium.compiler.compile",
     "custom_op": "tritium.ops.bridge",
     "errors": "tritium",
     "explain": "tritium.compiler.explain",
+    "fast_layernorm": "tritium.layers.layer_norm",
+    "get_activation_layer": "tritium.layers.activation",
+    "group_norm_silu": "tritium.layers.group_norm",
+    "layernorm_scale_shift": "tritium.layers.layer_norm",
     "load_example": "tritium.example",
+    "muls_add": "tritium.layers.scaled_add",
     "optimize": "tritium.api",
     "pad_to": "tritium.compiler.pad",
+    "qk_norm_rope": "tritium.layers.query_key",
+    "register_attention_backend": "tritium.layers.attention.stock",
+    "residual_norm_modulate": "tritium.layers.residual",
+    "rotary_position_embedding": "tritium.layers.rotary",
+    "set_attention": "tritium.layers.attention.stock",
+    "set_sparse_attention": "tritium.layers.sparse.schedule",
+    "sparse_attention": "tritium.layers.sparse.forward",
 }
 
 __all__ = [
@@ -71,16 +102,33 @@ __all__ = [
     "PassContext",
     "Plan",
     "Provider",
+    "RMSNorm",
     "Report",
     "Shapes",
+    "SparseAttention",
+    "SparseLayout",
+    "attention_forward",
+    "attention_forward_varlen",
     "autofuse",
     "compile",
     "custom_op",
     "errors",
     "explain",
+    "fast_layernorm",
+    "get_activation_layer",
+    "group_norm_silu",
+    "layernorm_scale_shift",
     "load_example",
+    "muls_add",
     "optimize",
     "pad_to",
+    "qk_norm_rope",
+    "register_attention_backend",
+    "residual_norm_modulate",
+    "rotary_position_embedding",
+    "set_attention",
+    "set_sparse_attention",
+    "sparse_attention",
 ]
 
 

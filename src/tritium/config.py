@@ -252,7 +252,7 @@ def environment_names() -> dict[str, tuple[type, str]]:
 
 def check_environment() -> None:
     """Raise for a `TRITIUM_*` variable that nobody reads: a typing error there is silent otherwise."""
-    known = environment_names()
+    known = [*environment_names(), envs.ATTENTION]
     for name in envs.tritium_variables():
         if name not in known:
             raise ConfigError(f"environment variable {name} means nothing to tritium; {nearest(name, known)}")

@@ -98,6 +98,13 @@ def multiprocessors(device_type: str, index: int | None = None) -> int | None:
     return int(torch.cuda.get_device_properties(index if index is not None else "cuda").multi_processor_count)
 
 
+def capability(where: torch.device) -> tuple[int, int] | None:
+    """A GPU's compute capability; None for what is no GPU or is not there."""
+    if where.type != "cuda" or not cuda_available():
+        return None
+    return torch.cuda.get_device_capability(where)
+
+
 @functools.cache
 def has_triton() -> bool:
     """Whether the triton package is there; importing it is left to whoever launches a kernel."""

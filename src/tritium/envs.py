@@ -8,6 +8,9 @@ from pathlib import Path
 
 PREFIX = "TRITIUM_"
 
+# Names a way to compute attention, or how it is chosen; it wins over what a call says.
+ATTENTION = "TRITIUM_ATTENTION"
+
 # oneDNN reads this when torch is imported; see `tritium doctor`.
 ONEDNN_ISA = "ONEDNN_MAX_CPU_ISA"
 

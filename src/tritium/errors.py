@@ -5,6 +5,8 @@ TritiumError
 ├── ShapeError (ValueError)          dynamic_dims that name no argument, no tensor or no dimension
 │   └── ShapeViolation               a call outside of the shapes that were promised, where that is an error
 ├── CaptureRefused                   a call that cannot be recorded as a static graph, and why
+├── ArgumentError (ValueError)       a layer function was given a value, rank or shape that it cannot honour
+│   └── ArgumentTypeError (TypeError)  or something of another type
 ├── RequestConflict                  two passes ask Inductor for different things
 ├── UnrequestedConfig                a pass changed Inductor's configuration instead of asking
 ├── CatalogError                     two files declare the same op, fusion or pass, or a plug-in is broken
@@ -46,6 +48,14 @@ class ShapeViolation(ShapeError):
 
 class CaptureRefused(TritiumError):
     """A call cannot be recorded as a static graph; it runs without one, and the report has the reason."""
+
+
+class ArgumentError(TritiumError, ValueError):
+    """A layer function was given a value, a rank or a shape that it cannot honour."""
+
+
+class ArgumentTypeError(ArgumentError, TypeError):
+    """A layer function was given something of another type than it takes."""
 
 
 class RequestConflict(TritiumError):

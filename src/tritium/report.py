@@ -379,6 +379,9 @@ class Ledger:
         self._records: list[GraphRecord] = []
         self._limits: list[compat.LimitReached] = []
         self._observers: list[CompilationObserver] = []
+        # By the graph that was traced: who computes which attention.
+        self._attention: dict[str, dict[tuple[str, str], None]] = {}
+        self._sparse: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @contextlib.contextmanager
     def observed(self, observer: CompilationObserver) -> Iterator[None]:
@@ -411,6 +414,23 @@ class Ledger:
         with self._lock:
             self._limits.append(limit)
 
+    def attention_chosen(self, graph: str, by: str, what: str) -> None:
+        """While a graph was traced, this was chosen to compute an attention; a graph is traced several times."""
+        with self._lock:
+            self._attention.setdefault(graph, {})[by, what] = None
+
+    def watch_sparse(self, attention: Any) -> None:
+        """Show a sparse attention's `summary()` in reports, for as long as it lives."""
+        self._sparse.add(attention)
+
+    def attention_of(self, records: Sequence[GraphRecord]) -> list[dict[str, Any]]:
+        """Who computes the attentions of some graphs, and how sparse those are that this process computes sparsely."""
+        with self._lock:
+            chosen = [(record.graph, *pair) for record in records for pair in self._attention.get(record.graph, ())]
+        found: list[dict[str, Any]] = [{"graph": graph, "by": by, "what": what} for graph, by, what in chosen]
+        sparse = [attention.summary() for attention in list(self._sparse)]
+        return found + [summary for summary in sparse if summary is not None]
+
     def records(self) -> list[GraphRecord]:
         """Records whose code is still alive, oldest first."""
         with self._lock:
@@ -435,6 +455,7 @@ class Ledger:
         with self._lock:
             self._records.clear()
             self._limits.clear()
+            self._attention.clear()
 
 
 LEDGER = Ledger()
@@ -551,6 +572,11 @@ class Report:
         return [{**entry, "arguments": dict(entry["arguments"])} for entry in found.values()]
 
     @property
+    def attention(self) -> list[dict[str, Any]]:
+        """Who computes which attention of the graphs, and the densities of sparse ones; see `tritium.layers`."""
+        return LEDGER.attention_of(self.records)
+
+    @property
     def lowered(self) -> list[dict[str, Any]]:
         """Operators of Inductor's graphs that became generated code, most frequent first."""
         total: Counter[str] = Counter()
@@ -608,6 +634,7 @@ class Report:
             "measurement": self.measurement.to_dict() if self.measurement is not None else None,
             "graphs": [record.describe() for record in self.records],
             "sites": {family: counts.to_dict() for family, counts in self.sites.items()},
+            "attention": self.attention,
             "lowered": self.lowered,
             "fallbacks": self.fallbacks,
             "not_fused": self.not_fused,
@@ -664,6 +691,7 @@ class Report:
             self.text_of_components(),
             self._text_of_graphs(),
             self._text_of_sites(),
+            self._text_of_attention(),
             self._text_of_operators(),
             self._text_of_recompiles(),
             self._text_of_violations(),
@@ -709,6 +737,10 @@ class Report:
             reasons = "; ".join(f"{count}x {reason}" for reason, count in counts.reasons.most_common())
             rows.append((family, counts.fused, counts.inductor, counts.declined, reasons))
         return _table("Sites", ("family", "fused", "inductor", "declined", "why"), rows)
+
+    def _text_of_attention(self) -> str:
+        rows = [(entry["graph"], entry["by"], entry["what"]) for entry in self.attention]
+        return _table("Attention", ("graph", "by", "what"), rows) if rows else ""
 
     def _text_of_operators(self) -> str:
         """What became of Inductor's operators: generated code, or a call with a reason."""

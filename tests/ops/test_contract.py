@@ -148,7 +148,7 @@ def test_triton_kernels_in_the_interpreter():
     assert int(done.stdout.split()[-1]) >= 3 * 80
 
 
-TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
 
 
 @pytest.mark.skipif(not device.has_triton(), reason="triton is not installed")

@@ -27,7 +27,7 @@ class Row:
     """One variant of one workload.
 
     `ratio` is torch.compile's median by this one's: above 1 is faster than torch.compile. It is None where
-    torch.compile was not measured. `first_call_cold` says whether the first call found the compiler's caches empty.
+    torch.compile was not measured, and against what the note says for functions. `first_call_cold` says whether the first call found the compiler's caches empty.
     """
 
     workload: str

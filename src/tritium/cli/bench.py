@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from tritium import device
-from tritium.bench import run, whole, workloads
+from tritium.bench import functions, run, whole, workloads
 from tritium.bench import sizes as many_sizes
 from tritium.bench.decoders import Decoder
 from tritium.bench.results import Comparison, Results, Row, compare
@@ -18,7 +18,7 @@ from tritium.bench.workload import Workload
 from tritium.cli import progress, table
 from tritium.errors import ConfigError
 
-_NAMES = ", ".join(workloads.WORKLOADS)
+_NAMES = ", ".join((*workloads.WORKLOADS, *functions.NAMES))
 
 
 def command(
@@ -102,6 +102,8 @@ def _runner(name: str, *, sizes: bool) -> Callable[[run.Settings, run.Notify], r
     """What measures a workload; an unknown one is an error before anything is measured."""
     if whole.is_pipeline(name):
         return functools.partial(whole.run, name)
+    if functions.is_function(name):
+        return functools.partial(functions.run, name)
     found = workloads.find(name)
     if sizes and not any(isinstance(workload, Decoder) for workload in found):
         raise ConfigError(f"--sizes concerns decoders, and {name} is none")

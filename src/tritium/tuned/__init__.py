@@ -145,9 +145,15 @@ def write(path: Path, device: str, verdicts: Iterable[Verdict]) -> None:
     """Add rows to a table. Another process may be doing the same: the file is always whole, the last row of a key wins."""
     merged = read(path) | {verdict.key: verdict for verdict in verdicts}
     rows = [merged[key].to_dict() for key in sorted(merged, key=lambda key: (key.op, key.dtype, key.shape))]
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = "{\n" + f'"device": {json.dumps(device)},\n"rows": [\n'
     text += ",\n".join(json.dumps(row) for row in rows) + "\n]\n}\n"
+    replace_file(path, text)
+    forget()
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file whose readers see all of it or the one before, whoever else is writing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".json")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -157,7 +163,6 @@ def write(path: Path, device: str, verdicts: Iterable[Verdict]) -> None:
         with contextlib.suppress(OSError):
             Path(temporary).unlink()
         raise
-    forget()
 
 
 def forget() -> None:

@@ -1,0 +1,73 @@
+"""Every candidate for attention on the shapes of known models, and what `attention_forward` chooses."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from tritium.bench.functions import Case, drawer, shapes_of
+from tritium.layers.attention.candidates import able, candidates
+from tritium.layers.attention.forward import attention_forward
+from tritium.layers.attention.request import Request
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One attention: tokens of the query and of the key, heads and their width."""
+
+    name: str
+    queries: int
+    keys: int
+    heads: int
+    width: int
+    mask: bool = False
+    causal: bool = False
+
+
+SHAPES = (
+    Shape("FLUX", 4608, 4608, 24, 128),
+    Shape("Wan", 32_760, 32_760, 40, 128),
+    Shape("SDXL", 4096, 4096, 10, 64),
+    Shape("Wan to its prompt", 32_760, 512, 40, 128),
+    Shape("FLUX, masked", 4608, 4608, 24, 128, mask=True),
+    Shape("FLUX, causal", 4608, 4608, 24, 128, causal=True),
+    Shape("a VAE's head of 512", 4096, 4096, 1, 512),
+)
+
+
+def cases(device_type: str, dtype: torch.dtype, *, small: bool) -> Iterator[Case]:
+    for shape in SHAPES:
+        yield case(shape, device_type, dtype, small=small)
+
+
+def case(shape: Shape, device_type: str, dtype: torch.dtype, *, small: bool) -> Case:
+    shrink = 32 if small else 1
+    queries, keys = shape.queries // shrink, shape.keys // shrink
+    heads = min(shape.heads, 2) if small else shape.heads
+    draw = drawer(device_type, dtype)
+    # Tokens before heads, as projections give them.
+    q, k, v = (draw(1, tokens, heads, shape.width) for tokens in (queries, keys, keys))
+    mask = torch.arange(keys, device=device_type).view(1, 1, 1, -1) < keys - keys // 8 if shape.mask else None
+    first, second, third = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    scale = shape.width**-0.5
+    request = Request.of(first, second, third, mask, shape.causal)
+    names = [name for name in able(request) if device_type in candidates()[name].measured_on]
+    variants: dict[str, Callable[[], torch.Tensor]] = {
+        name: functools.partial(candidates()[name].run, first, second, third, mask, scale, shape.causal)
+        for name in names
+    }
+    for mode, name in (("runtime", "tritium"), ("static", "tritium static")):
+        variants[name] = functools.partial(
+            attention_forward, first, second, third, mask, head_first=True, is_causal=shape.causal, opt_mode=mode
+        )
+    return Case(
+        name=shape.name,
+        variants=variants,
+        yardstick="sdpa",
+        note=f"{queries} x {keys} tokens, {heads} heads of {shape.width}",
+        shapes=shapes_of(q=q, k=k, v=v, mask=mask),
+        optional=frozenset(names) - {"sdpa"},
+    )

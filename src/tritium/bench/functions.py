@@ -1,0 +1,127 @@
+"""Functions as workloads: `attention`, `sparse-attention` and `layers`, each a list of cases with shapes of known models.
+
+The variants of a case take the same tensors and take turns. `ratio` is against the case's yardstick, which every note
+names. On a CPU the shapes shrink, and the results say so.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tritium import measure
+from tritium.bench.results import Row
+from tritium.bench.run import Notify, Outcome, Settings
+from tritium.errors import ConfigError
+
+# The module that has each workload's cases.
+_HOME = {
+    "attention": "tritium.bench.attention_cases",
+    "sparse-attention": "tritium.bench.sparse_cases",
+    "layers": "tritium.bench.layer_cases",
+}
+NAMES = tuple(_HOME)
+
+# What takes this many times the yardstick's time is not timed further: turns would take minutes.
+HOPELESS = 10.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """Variants of one function on one set of tensors."""
+
+    name: str
+    variants: Mapping[str, Callable[[], torch.Tensor]]
+    yardstick: str
+    note: str
+    shapes: dict[str, list[int]] = field(default_factory=dict)
+    # What variants may fail with or be too slow at, and then are left out; ours and the yardstick never are.
+    optional: frozenset[str] = frozenset()
+
+
+def is_function(name: str) -> bool:
+    return name in _HOME
+
+
+def cases(name: str, device_type: str, dtype: torch.dtype, *, small: bool) -> Iterator[Case]:
+    """The cases of a workload, each built when it is its turn."""
+    yield from importlib.import_module(_HOME[name]).cases(device_type, dtype, small=small)
+
+
+def run(name: str, settings: Settings, notify: Notify) -> Outcome:
+    """Measure every case of a workload."""
+    if settings.mode != "default" or settings.without or settings.exact or settings.kernels or settings.profile:
+        options = "--mode, --without, --exact, --kernels and --profile"
+        raise ConfigError(f"{name} measures functions: {options} concern single models")
+    small = settings.device_type == "cpu"
+    rows: list[Row] = []
+    with torch.inference_mode():
+        for case in cases(name, settings.device_type, settings.dtype, small=small):
+            notify(f"{name}: {case.name}", 0.0)
+            rows += _measured(f"{name}: {case.name}", case, settings, small=small)
+            if settings.device_type == "cuda":
+                torch.cuda.empty_cache()
+    notify(f"{name}: done", 1.0)
+    return Outcome(rows, {})
+
+
+def _measured(name: str, case: Case, settings: Settings, *, small: bool) -> list[Row]:
+    where = settings.device_type
+    first = {case.yardstick: measure.first_call(case.variants[case.yardstick], where)}
+    reference = case.variants[case.yardstick]().clone()
+    warm = measure.first_call(case.variants[case.yardstick], where)
+    errors: dict[str, float] = {}
+    for variant, call in case.variants.items():
+        try:
+            first.setdefault(variant, measure.first_call(call, where))
+            errors[variant] = measure.relative_l2(call(), reference)
+            if variant in case.optional and measure.first_call(call, where) > HOPELESS * warm:
+                del errors[variant]
+        except Exception:
+            # A kernel that cannot take these shapes, or not in this memory.
+            if variant not in case.optional:
+                raise
+    calls = {variant: case.variants[variant] for variant in errors}
+    meter = measure.LoadMeter()
+    timings = measure.interleave(calls, where, seconds=settings.seconds, burst=5 if where == "cuda" else 1)
+    load = meter.read()
+    return [
+        Row(
+            workload=name,
+            variant=variant,
+            mode=None,
+            dtype=str(settings.dtype).removeprefix("torch."),
+            shrunk=small,
+            note=f"{case.note}; ratio against {case.yardstick}",
+            shapes=case.shapes,
+            median_ms=timing.median_ms,
+            lower_quartile_ms=timing.lower_quartile_ms,
+            upper_quartile_ms=timing.upper_quartile_ms,
+            samples=timing.samples,
+            ratio=timings[case.yardstick].median_ms / timing.median_ms,
+            first_call_s=first[variant],
+            first_call_cold=False,
+            peak_memory_bytes=measure.peak_memory(calls[variant], where),
+            relative_l2=errors[variant],
+            disturbed=load.disturbed if load is not None else None,
+        )
+        for variant, timing in timings.items()
+    ]
+
+
+def shapes_of(**tensors: Any) -> dict[str, list[int]]:
+    return {name: list(tensor.shape) for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
+
+
+def drawer(device_type: str, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    """Draws normal tensors of one dtype on one device, the same ones every time."""
+    generator = torch.Generator(device_type).manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device_type).to(dtype)
+
+    return draw

@@ -1,0 +1,126 @@
+"""Differences between torch versions, and between installed packages, that concern attention."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tritium import compat
+
+# Kernels behind F.scaled_dot_product_attention, by the names that candidates have.
+_KERNELS = {
+    "cudnn": "CUDNN_ATTENTION",
+    "flash": "FLASH_ATTENTION",
+    "efficient": "EFFICIENT_ATTENTION",
+    "math": "MATH",
+}
+
+# Packages with attention kernels of their own: the module that is imported, and the distribution it comes from.
+PACKAGES = {"flash_attn_interface": "flash_attn_3", "sageattention": "sageattention"}
+
+
+@contextmanager
+def only_kernel(name: str) -> Iterator[None]:
+    """`F.scaled_dot_product_attention` by one kernel, or an error."""
+    with sdpa_kernel([getattr(SDPBackend, _KERNELS[name])]):
+        yield
+
+
+@functools.cache
+def installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """What a measured choice depends on beside the device."""
+    found = {"torch": compat.version_text(), "triton": compat.versions()["triton"] or "none"}
+    for module, distribution in PACKAGES.items():
+        if installed(module):
+            try:
+                found[module] = importlib.metadata.version(distribution)
+            except importlib.metadata.PackageNotFoundError:
+                found[module] = "unknown"
+    return found
+
+
+@functools.cache
+def _compiled_flex() -> Callable[..., Any]:
+    module = importlib.import_module("torch.nn.attention.flex_attention")
+    return torch.compile(module.flex_attention, dynamic=False)
+
+
+def flex_attention(*arguments: Any, **options: Any) -> torch.Tensor:
+    """FlexAttention as Inductor compiles it; uncompiled it would hold all scores in memory.
+
+    So it must be compiled for every shape, however many those are: past Dynamo's limit it would run uncompiled.
+    """
+    with compat.many_recompiles():
+        out: torch.Tensor = _compiled_flex()(*arguments, **options)
+    return out
+
+
+def block_mask_class() -> Any:
+    return importlib.import_module("torch.nn.attention.flex_attention").BlockMask
+
+
+def create_block_mask(*arguments: Any, **options: Any) -> Any:
+    return importlib.import_module("torch.nn.attention.flex_attention").create_block_mask(*arguments, **options)
+
+
+@functools.cache
+def _varlen() -> Callable[..., Any] | None:
+    try:
+        module = importlib.import_module("torch.nn.attention.varlen")
+    except ImportError:
+        return None
+    return getattr(module, "varlen_attn", None)
+
+
+def varlen_obstacle() -> str | None:
+    """Why torch's attention over segments cannot be used in this version, or None."""
+    return None if _varlen() is not None else f"torch {torch.__version__} has no torch.nn.attention.varlen"
+
+
+def varlen_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    longest: tuple[int, int],
+    scale: float,
+    causal: bool,
+) -> torch.Tensor | None:
+    """torch's attention over segments; None where this version cannot be asked for it in these words."""
+    function = _varlen()
+    if function is None:
+        return None
+    known = inspect.signature(function).parameters
+    options: dict[str, Any] = {}
+    # A version without a word for something that is needed is not asked.
+    if "scale" in known:
+        options["scale"] = scale
+    elif abs(scale - q.shape[-1] ** -0.5) > 1e-9:
+        return None
+    if "window_size" in known:
+        options["window_size"] = (-1, 0) if causal else (-1, -1)
+    elif "is_causal" in known:
+        options["is_causal"] = causal
+    elif causal:
+        return None
+    if q.shape[1] != k.shape[1]:
+        if "enable_gqa" not in known:
+            return None
+        options["enable_gqa"] = True
+    out = function(q, k, v, cu_q, cu_k, *longest, **options)
+    return out if isinstance(out, torch.Tensor) else out[0]

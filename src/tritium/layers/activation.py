@@ -1,0 +1,44 @@
+"""Activations by name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from tritium.layers import checks
+
+
+class FastGELU(nn.Module):
+    """`x * sigmoid(1.702 x)`: an approximation of GELU that is up to 0.021 off. Lossy, and only taken when named."""
+
+    lossy = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(1.702 * x)
+
+    def extra_repr(self) -> str:
+        return "lossy: x * sigmoid(1.702 x)"
+
+
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "swish": nn.SiLU,
+    "silu": nn.SiLU,
+    "mish": nn.Mish,
+    "gelu": nn.GELU,
+    "relu": nn.ReLU,
+    "gelu-tanh": functools.partial(nn.GELU, approximate="tanh"),
+    "gelu-fast": FastGELU,
+}
+
+
+def get_activation_layer(name: str) -> nn.Module:
+    """A new module for an activation's name, in whatever case it is written.
+
+    `gelu-fast` is lossy: it is not GELU but an approximation, and every other name is computed as it is defined.
+    """
+    lowered = name.lower() if isinstance(name, str) else name
+    checks.text("activation", lowered, tuple(ACTIVATIONS))
+    return ACTIVATIONS[lowered]()

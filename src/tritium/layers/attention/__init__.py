@@ -1,0 +1,1 @@
+"""Attention that chooses by measuring."""

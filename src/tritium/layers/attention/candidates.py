@@ -1,0 +1,220 @@
+"""Everything that can compute an attention, as values: what runs, and why it cannot run.
+
+All of them take heads-first tensors, a mask of rank 4 or None, a scale and causality aligned to the first key, and honour
+every one of these: one that cannot declines. Packages add their own under the entry point group `tritium.attention`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+
+from tritium import catalog
+from tritium.compat import attention as compat_attention
+from tritium.layers.attention import mathematics
+from tritium.layers.attention.request import Request
+
+HALF = (torch.float16, torch.bfloat16)
+
+# Scores of 4608 tokens and 24 heads are 1.9 GiB, those of video 160 GiB: trying that would take the model's own memory.
+MOST_SCORES = 2 << 30
+
+# (q, k, v, mask, scale, causal) -> [B, N, Sq, D]
+Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float, bool], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to compute an attention."""
+
+    name: str
+    run: Run
+    # Why it cannot do what is asked, or None.
+    decline: Callable[[Request], str | None]
+    # The layouts in memory that it reads without a copy of its own.
+    layouts: tuple[str, ...] = ("BNSD", "BSND", "BSH")
+    # Whether a compiler sees one opaque operator instead of what `run` calls.
+    opaque: bool = False
+    # Whether `run` starts a compiler, which cannot be done while another function is being compiled.
+    compiles: bool = False
+    # The devices on which it is worth measuring; elsewhere it is used when it is named.
+    measured_on: tuple[str, ...] = ("cpu", "cuda")
+    # The most bytes of scores, of all heads in float32, with which it is worth measuring: it holds them all at once.
+    most_scores: float = math.inf
+
+
+def _by_pytorch(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool
+) -> torch.Tensor:
+    # The numbers of heads may be symbolic, and whether they differ has been asked before.
+    grouped = bool(q.shape[1] != k.shape[1])
+    return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=grouped)
+
+
+def _by_kernel(name: str) -> Run:
+    def run(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool
+    ) -> torch.Tensor:
+        with compat_attention.only_kernel(name):
+            return _by_pytorch(q, k, v, mask, scale, causal)
+
+    return run
+
+
+def _never(request: Request) -> str | None:
+    del request
+    return None
+
+
+def _decline_on_gpu_alone(request: Request) -> str | None:
+    return None if request.device == "cuda" else f"it runs on a GPU, the tensors are on {request.device}"
+
+
+def _decline_half(request: Request, widest: int) -> str | None:
+    """What kernels for half precision on a GPU ask for."""
+    if elsewhere := _decline_on_gpu_alone(request):
+        return elsewhere
+    if request.dtype not in HALF:
+        return f"it takes float16 and bfloat16, not {request.dtype}"
+    if request.width > widest or request.width % 8 or request.value_width != request.width:
+        return f"it takes heads of one width, a multiple of 8 up to {widest}"
+    if request.causal and not request.square:
+        return "its causality is aligned to the last key where queries and keys differ in number"
+    return None
+
+
+def _decline_cudnn(request: Request) -> str | None:
+    return _decline_half(request, 256)
+
+
+def _decline_flash(request: Request) -> str | None:
+    return "it takes no mask" if request.mask is not None else _decline_half(request, 256)
+
+
+def _decline_efficient(request: Request) -> str | None:
+    if elsewhere := _decline_on_gpu_alone(request):
+        return elsewhere
+    if request.grouped:
+        return "it takes as many heads of keys as of queries"
+    return None if request.dtype in (*HALF, torch.float32) else f"it does not take {request.dtype}"
+
+
+def _decline_chunked(request: Request) -> str | None:
+    return "it loops over queries, whose number is symbolic in this graph" if request.symbolic else None
+
+
+def _decline_package(module: str, request: Request, widest: int) -> str | None:
+    if not compat_attention.installed(module):
+        return f"the package {module!r} is not installed"
+    if request.mask is not None:
+        return "it takes no mask"
+    if request.grad:
+        return "it computes no gradients here"
+    return _decline_half(request, widest)
+
+
+def _flash3(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool
+) -> torch.Tensor:
+    assert mask is None
+    function = importlib.import_module("flash_attn_interface").flash_attn_func
+    out = function(*(t.transpose(1, 2) for t in (q, k, v)), softmax_scale=scale, causal=causal)
+    # Some versions return the logarithms of the sums as well.
+    first: torch.Tensor = out[0] if isinstance(out, tuple) else out
+    return first.transpose(1, 2)
+
+
+def _sage(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool
+) -> torch.Tensor:
+    assert mask is None
+    function = importlib.import_module("sageattention").sageattn
+    out: torch.Tensor = function(q, k, v, tensor_layout="HND", is_causal=causal, sm_scale=scale)
+    return out
+
+
+def _decline_flex(request: Request) -> str | None:
+    if request.grad:
+        return "it computes no gradients here"
+    if request.dtype not in (*HALF, torch.float32):
+        return f"it does not take {request.dtype}"
+    if not 16 <= request.width <= 256 or not 16 <= request.value_width <= 256:
+        return "it takes heads from 16 to 256 wide"
+    return None
+
+
+def _flex(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool
+) -> torch.Tensor:
+    score = None
+    if mask is not None:
+        bias = mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        score = _kept_score(bias) if mask.dtype == torch.bool else _added_score(bias)
+    blocks = _causal_blocks(q.shape[2], k.shape[2], str(q.device)) if causal else None
+    grouped = bool(q.shape[1] != k.shape[1])
+    out: torch.Tensor = compat_attention.flex_attention(
+        q, k, v, score_mod=score, block_mask=blocks, scale=scale, enable_gqa=grouped
+    )
+    return out
+
+
+def _kept_score(mask: torch.Tensor) -> Callable[..., torch.Tensor]:
+    def kept(score: Any, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return torch.where(mask[b, h, q, k], score, -float("inf"))
+
+    return kept
+
+
+def _added_score(mask: torch.Tensor) -> Callable[..., torch.Tensor]:
+    def added(score: Any, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return score + mask[b, h, q, k]  # type: ignore[no-any-return]
+
+    return added
+
+
+@functools.lru_cache(maxsize=16)
+def _causal_blocks(queries: int, keys: int, device: str) -> Any:
+    def seen(b: Any, h: Any, q: Any, k: Any) -> Any:
+        del b, h
+        return q >= k
+
+    return compat_attention.create_block_mask(seen, None, None, queries, keys, device=device)
+
+
+OWN = (
+    Candidate("sdpa", _by_pytorch, _never),
+    Candidate("cudnn", _by_kernel("cudnn"), _decline_cudnn),
+    Candidate("flash", _by_kernel("flash"), _decline_flash),
+    Candidate("efficient", _by_kernel("efficient"), _decline_efficient),
+    Candidate("math", _by_kernel("math"), _never, most_scores=MOST_SCORES),
+    Candidate("chunked", mathematics.chunked, _decline_chunked),
+    Candidate("flex", _flex, _decline_flex, opaque=True, compiles=True, measured_on=("cuda",)),
+    Candidate(
+        "flash3",
+        _flash3,
+        functools.partial(_decline_package, "flash_attn_interface", widest=256),
+        opaque=True,
+    ),
+    Candidate("sage", _sage, functools.partial(_decline_package, "sageattention", widest=128), opaque=True),
+)
+
+
+@functools.cache
+def candidates() -> dict[str, Candidate]:
+    """Every candidate by name, those of installed packages last."""
+    own = [catalog.Entry(candidate, Path(__file__), __name__) for candidate in OWN]
+    entries = catalog.unique([*own, *catalog.plugins("tritium.attention", Candidate)], "attention candidate")
+    return {name: entry.value for name, entry in entries.items()}
+
+
+def able(request: Request) -> list[str]:
+    """The candidates that can do what is asked."""
+    return [name for name, candidate in candidates().items() if candidate.decline(request) is None]

@@ -1,0 +1,148 @@
+"""What an attention is asked to do, without its numbers: what capabilities and measurements are about."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tritium.ops.op import present
+
+# How tensors lie in memory. Merged heads, BSH, are the same bytes as BSND.
+LAYOUTS = ("BNSD", "BSND", "BSH")
+
+
+@dataclass(frozen=True)
+class Request:
+    """Sizes as they are in this call; a symbolic one has the size of the call that is being compiled."""
+
+    device: str
+    dtype: torch.dtype
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    width: int
+    value_width: int
+    # None, or the mask's shape as [B or 1, N or 1, Sq or 1, Sk].
+    mask: tuple[int, int, int, int] | None
+    # Whether the mask is added to the scores; otherwise True keeps a score.
+    additive: bool
+    causal: bool
+    # The layout in memory: BNSD or BSND.
+    memory: str
+    grad: bool
+    # Whether a size is symbolic: no loop can run over it.
+    symbolic: bool
+
+    @classmethod
+    def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> Request:
+        """The request of heads-first tensors, real or fake; `mask` has rank 4 and broadcasts."""
+        batch, heads, queries, width = map(present, q.shape)
+        tensors = [tensor for tensor in (q, k, v, mask) if tensor is not None]
+        return cls(
+            device=q.device.type,
+            dtype=q.dtype,
+            batch=batch,
+            heads=heads,
+            kv_heads=present(k.shape[1]),
+            queries=queries,
+            keys=present(k.shape[2]),
+            width=width,
+            value_width=present(v.shape[3]),
+            mask=None if mask is None else tuple(map(present, mask.shape)),  # type: ignore[arg-type]
+            additive=mask is not None and mask.dtype != torch.bool,
+            causal=causal,
+            memory="BSND" if present(q.stride(1)) < present(q.stride(2)) else "BNSD",
+            grad=torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors),
+            symbolic=any(not isinstance(size, int) for tensor in tensors for size in tensor.shape),
+        )
+
+    @property
+    def grouped(self) -> bool:
+        return self.heads != self.kv_heads
+
+    @property
+    def square(self) -> bool:
+        return self.queries == self.keys
+
+    @property
+    def score_bytes(self) -> int:
+        """What all scores take in float32."""
+        return 4 * self.batch * self.heads * self.queries * self.keys
+
+    def words(self) -> str:
+        """The request in an error's words."""
+        parts = [f"{self.dtype} on {self.device}", f"{self.queries} queries, {self.keys} keys"]
+        parts.append(f"{self.heads} heads of {self.width}")
+        if self.grouped:
+            parts.append(f"{self.kv_heads} heads of keys")
+        if self.mask is not None:
+            parts.append(f"{'an additive' if self.additive else 'a boolean'} mask {self.mask}")
+        if self.causal:
+            parts.append("causal")
+        return ", ".join(parts)
+
+    def key(self) -> str:
+        """What a measurement is kept under: sizes of tokens in classes, everything else as it is."""
+        return " ".join(f"{name}={value}" for name, value in self._classes().items())
+
+    def _classes(self) -> Mapping[str, Any]:
+        mask = "none"
+        if self.mask is not None:
+            dims = "".join(name if size > 1 else "1" for name, size in zip("BNQK", self.mask, strict=True))
+            mask = f"{'add' if self.additive else 'keep'}-{dims}"
+        return {
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "batch": self.batch,
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "queries": size_class(self.queries),
+            "keys": size_class(self.keys),
+            "square": int(self.square),
+            "width": self.width,
+            "value_width": self.value_width,
+            "mask": mask,
+            "causal": int(self.causal),
+            "memory": self.memory,
+            "grad": int(self.grad),
+        }
+
+
+def size_class(tokens: int) -> int:
+    """The nearest of 1, 1.4, 2, 2.8, 4 ...: what is fastest for a size is fastest for its class.
+
+    >>> [size_class(tokens) for tokens in (1, 77, 512, 4096, 4608, 32760)]
+    [1, 91, 512, 4096, 4096, 32768]
+    """
+    return round(2 ** (round(2 * math.log2(max(1, tokens))) / 2))
+
+
+def draw(
+    request: Request, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Tensors that a request could be about, heads first."""
+    generator = torch.Generator(device).manual_seed(3)
+
+    def random(heads: int, tokens: int, width: int) -> torch.Tensor:
+        shape = (request.batch, heads, tokens, width)
+        if request.memory == "BSND":
+            shape = (request.batch, tokens, heads, width)
+        made = torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(request.dtype)
+        return made.transpose(1, 2) if request.memory == "BSND" else made
+
+    q = random(request.heads, request.queries, request.width)
+    k = random(request.kv_heads, request.keys, request.width)
+    v = random(request.kv_heads, request.keys, request.value_width)
+    if request.mask is None:
+        return q, k, v, None
+    kept = torch.rand(request.mask, generator=generator, device=device) < 0.75
+    # No row without a key: what that gives is a matter of taste.
+    kept[..., 0] = True
+    if not request.additive:
+        return q, k, v, kept
+    return q, k, v, torch.zeros(request.mask, device=device, dtype=request.dtype).masked_fill_(~kept, -math.inf)

@@ -1,0 +1,81 @@
+"""What was measured about attention: a JSON file a device, shipped with the package or in the user's cache folder.
+
+A row holds for the versions it was measured with; rows of others are left in the file and not used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tritium import tuned
+from tritium.compat import attention as compat_attention
+
+
+@dataclass(frozen=True)
+class Row:
+    """Who won for one key, what each took, and who was not let in."""
+
+    key: str
+    winner: str
+    # Median milliseconds by candidate.
+    ms: Mapping[str, float]
+    # Why a candidate was not measured, or was dropped: it failed, or its error was too large.
+    dropped: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Row:
+        return cls(**found)
+
+
+def file_name(device: str) -> str:
+    return f"attention-{tuned.file_name(device)}"
+
+
+def read(path: Path) -> dict[str, Row]:
+    """The rows of a file by key; none where there is no such file or it cannot be read."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        return {row.key: row for row in map(Row.from_dict, rows)}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def write(device: str, rows: Iterable[Row]) -> None:
+    """Add rows to the user's table; the last row of a key wins."""
+    path = tuned.user_folder() / file_name(device)
+    merged = read(path) | {row.key: row for row in rows}
+    lines = ",\n".join(json.dumps(asdict(merged[key])) for key in sorted(merged))
+    tuned.replace_file(path, f'{{\n"device": {json.dumps(device)},\n"rows": [\n{lines}\n]\n}}\n')
+
+
+def measured(device: str, key: str) -> Row | None:
+    """What this machine's user has measured with these versions."""
+    row = read(tuned.user_folder() / file_name(device)).get(key)
+    return row if row is not None and dict(row.versions) == compat_attention.versions() else None
+
+
+def texts() -> list[str]:
+    """The user's tables of all devices, as they are now."""
+    found = []
+    for path in sorted(tuned.user_folder().glob("attention-*.json")):
+        # Another process may have replaced it just now.
+        with contextlib.suppress(OSError):
+            found.append(path.read_text(encoding="utf-8"))
+    return found
+
+
+def shipped(device: str, key: str) -> Row | None:
+    """What the package says about a device, whatever the versions: better than a rule."""
+    return _shipped(device).get(key)
+
+
+@functools.cache
+def _shipped(device: str) -> dict[str, Row]:
+    return read(tuned.SHIPPED / file_name(device))

@@ -1,0 +1,210 @@
+"""Attention over segments of one stream of tokens, in the words of flash-attn."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tritium.compat import attention as compat_attention
+from tritium.errors import ArgumentError, ArgumentTypeError
+from tritium.layers import checks
+from tritium.layers.attention.mathematics import attention_math
+
+_LIBRARY = torch.library.Library("tritium", "FRAGMENT")
+_LIBRARY.define(
+    "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k, int? max_q, int? max_k, float scale, "
+    "bool causal) -> Tensor"
+)
+
+
+def attention_forward_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | Sequence[int],
+    cu_seqlens_k: torch.Tensor | Sequence[int],
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Any = None,
+    softcap: Any = None,
+    alibi_slopes: Any = None,
+    deterministic: Any = None,
+    return_attn_probs: Any = None,
+    block_table: Any = None,
+) -> torch.Tensor:
+    """Attention of each segment of queries to its segment of keys; nothing else. [T, N, D] as q.
+
+    Args:
+        q: [T, N, D]: all queries of all segments, one after the other.
+        k: [T', N', D]; N' divides N.
+        v: As k.
+        cu_seqlens_q: Where segments begin and where the last one ends: [0, 3, 3, 8] are segments of 3, 0 and 5.
+        cu_seqlens_k: The same for the keys, of as many segments.
+        max_seqlen_q: The longest segment, or more; on a GPU giving it saves a wait for the device.
+        max_seqlen_k: The same for the keys.
+        dropout_p: 0: there is no dropout.
+        softmax_scale: D ** -0.5 if None.
+        causal: Whether the last query of a segment sees all of its keys, the one before it all but one, and so on.
+            A query that sees none gives zeros.
+        window_size: Only (-1, -1), which is no window.
+        softcap: Only 0, which is none.
+        alibi_slopes: Not supported.
+        deterministic: False or True: a forward pass always is.
+        return_attn_probs: Not supported.
+        block_table: Not supported.
+    """
+    refused = {
+        "window_size": window_size if window_size not in (None, (-1, -1), [-1, -1]) else None,
+        "softcap": softcap or None,
+        "alibi_slopes": alibi_slopes,
+        "return_attn_probs": return_attn_probs or None,
+        "block_table": block_table,
+    }
+    given = [f"{name}={value!r}" for name, value in refused.items() if value is not None]
+    if given:
+        raise ArgumentError(f"Unsupported parameters in varlen attention: {', '.join(given)}")
+    del deterministic
+    if abs(dropout_p) > 1e-6:
+        raise ArgumentError(f"dropout_p should be set to 0.0 during evaluation, got {dropout_p}")
+    checks.number("softmax_scale", softmax_scale, optional=True)
+    checks.boolean("causal", causal)
+    _check(q, k, v)
+    cu_q, cu_k = (
+        _boundaries(name, value, tensor)
+        for name, value, tensor in (("cu_seqlens_q", cu_seqlens_q, q), ("cu_seqlens_k", cu_seqlens_k, k))
+    )
+    if cu_q.shape != cu_k.shape:
+        raise ArgumentError(
+            f"cu_seqlens_q and cu_seqlens_k must be of as many segments, got {cu_q.shape[0] - 1} and {cu_k.shape[0] - 1}"
+        )
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    operator = torch.ops.tritium.varlen_attention.default
+    return operator(q, k, v, cu_q, cu_k, max_seqlen_q, max_seqlen_k, scale, causal)  # type: ignore[no-any-return]
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        checks.tensor(name, tensor)
+        if tensor.dim() != 3:
+            raise ArgumentError(f"Expected {name} to be 3D [tokens, heads, width], got shape {tuple(tensor.shape)}")
+    checks.together(q=q, k=k, v=v)
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        raise ArgumentTypeError(f"q, k and v must have one floating-point dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if k.shape[:2] != v.shape[:2]:
+        raise ArgumentError(f"k and v must have the same tokens and heads: {shapes}")
+    if q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
+        raise ArgumentError(f"q must have heads as wide as k's, and a multiple of as many: {shapes}")
+
+
+def _boundaries(name: str, given: torch.Tensor | Sequence[int], stream: torch.Tensor) -> torch.Tensor:
+    """Boundaries as a tensor beside the stream. Those that can be read without waiting for a device are checked here."""
+    if isinstance(given, torch.Tensor):
+        if given.dim() != 1 or given.shape[0] < 2 or given.is_floating_point():
+            raise ArgumentError(
+                f"{name} must hold whole numbers in one dim, two or more, got {given.dtype} of {tuple(given.shape)}"
+            )
+        return given.to(stream.device, torch.int32)
+    if not isinstance(given, (list, tuple)) or not all(isinstance(place, int) for place in given):
+        raise ArgumentTypeError(f"{name} must be a tensor or a list of whole numbers, got {given!r}")
+    _check_boundaries(name, list(given), stream.shape[0])
+    return torch.tensor(given, dtype=torch.int32, device=stream.device)
+
+
+def _check_boundaries(name: str, places: list[int], tokens: int) -> None:
+    if len(places) < 2 or places[0] != 0 or places[-1] != tokens or sorted(places) != places:
+        raise ArgumentError(
+            f"{name} must begin with 0, not decrease, and end with the number of tokens, {tokens}; got {places[:8]}"
+            f"{'...' if len(places) > 8 else ''}"
+        )
+
+
+def _varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    max_q: int | None,
+    max_k: int | None,
+    scale: float,
+    causal: bool,
+) -> torch.Tensor:
+    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[2] <= 256 and q.shape[2] == v.shape[2]:
+        longest = max_q, max_k
+        if max_q is None or max_k is None:
+            # Reading them waits for the device anyway: now they can be checked as well.
+            longest = _longest("cu_seqlens_q", cu_q, q), _longest("cu_seqlens_k", cu_k, k)
+        out = compat_attention.varlen_attention(q, k, v, cu_q, cu_k, longest, scale, causal)  # type: ignore[arg-type]
+        if out is not None:
+            return out.contiguous()
+    return by_segment(q, k, v, cu_q, cu_k, scale, causal)
+
+
+def _longest(name: str, places: torch.Tensor, stream: torch.Tensor) -> int:
+    listed = places.tolist()
+    _check_boundaries(name, listed, stream.shape[0])
+    return max(int(end - start) for start, end in itertools.pairwise(listed))
+
+
+def by_segment(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    scale: float,
+    causal: bool,
+) -> torch.Tensor:
+    """One segment after the other, as PyTorch computes attention."""
+    ends_q, ends_k = cu_q.tolist(), cu_k.tolist()
+    _check_boundaries("cu_seqlens_q", ends_q, q.shape[0])
+    _check_boundaries("cu_seqlens_k", ends_k, k.shape[0])
+    out = q.new_zeros((*q.shape[:2], v.shape[2]))
+    for first, last, key_first, key_last in zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False):
+        if first == last or key_first == key_last:
+            continue
+        own_q, own_k, own_v = (
+            tensor[start:end].transpose(0, 1).unsqueeze(0)
+            for tensor, start, end in ((q, first, last), (k, key_first, key_last), (v, key_first, key_last))
+        )
+        out[first:last] = _segment(own_q, own_k, own_v, scale, causal).squeeze(0).transpose(0, 1)
+    return out
+
+
+def _segment(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> torch.Tensor:
+    grouped = q.shape[1] != k.shape[1]
+    if not causal or q.shape[2] == k.shape[2]:
+        attention = torch.nn.functional.scaled_dot_product_attention
+        return attention(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=grouped)
+    queries, keys = q.shape[2], k.shape[2]
+    rows = torch.arange(queries, device=q.device).unsqueeze(1) + (keys - queries)
+    seen = torch.arange(keys, device=q.device) <= rows
+    bias = torch.zeros(1, 1, queries, keys, device=q.device, dtype=q.dtype).masked_fill_(~seen, -math.inf)
+    return attention_math(q, k, v, bias, scale, causal=False)
+
+
+def _fake(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    max_q: int | None,
+    max_k: int | None,
+    scale: float,
+    causal: bool,
+) -> torch.Tensor:
+    del k, cu_q, cu_k, max_q, max_k, scale, causal
+    return q.new_empty((*q.shape[:2], v.shape[2]))
+
+
+_LIBRARY.impl("varlen_attention", _varlen, "CompositeExplicitAutograd")
+torch.library.register_fake("tritium::varlen_attention", _fake, lib=_LIBRARY)

@@ -1,0 +1,62 @@
+"""What layer functions ask of their arguments. Every error says what was given and what is accepted."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import torch
+
+from tritium.errors import ArgumentError, ArgumentTypeError, nearest
+
+
+def tensor(name: str, value: Any, *, optional: bool = False) -> None:
+    if isinstance(value, torch.Tensor) or (optional and value is None):
+        return
+    accepted = "a tensor or None" if optional else "a tensor"
+    raise ArgumentTypeError(f"{name} must be {accepted}, got {type(value).__name__}")
+
+
+def boolean(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ArgumentTypeError(f"{name} must be True or False, got {value!r}")
+
+
+def number(name: str, value: Any, *, optional: bool = False) -> None:
+    if optional and value is None:
+        return
+    # True is a number to Python, and no number to anybody else.
+    if isinstance(value, bool) or not isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt)):
+        accepted = "a number or None" if optional else "a number"
+        raise ArgumentTypeError(f"{name} must be {accepted}, got {value!r}")
+
+
+def text(name: str, value: Any, accepted: tuple[str, ...]) -> None:
+    if not isinstance(value, str):
+        raise ArgumentTypeError(f"{name} must be one of {', '.join(accepted)}, got {value!r}")
+    if value not in accepted:
+        raise ArgumentError(f"there is no {name} {value!r}; {nearest(value, accepted)}")
+
+
+def rank(name: str, value: torch.Tensor, *accepted: int) -> None:
+    if value.dim() not in accepted:
+        ranks = " or ".join(map(str, accepted))
+        raise ArgumentError(f"{name} must have rank {ranks}, got {value.dim()}: shape {tuple(value.shape)}")
+
+
+def broadcastable(name: str, value: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Whether a tensor can be broadcast to a shape without making that larger."""
+    own = tuple(value.shape)
+    fits = len(own) <= len(shape) and all(
+        size in (1, wanted) for size, wanted in zip(reversed(own), reversed(shape), strict=False)
+    )
+    if not fits:
+        raise ArgumentError(f"{name} of shape {own} cannot be broadcast to {tuple(shape)}")
+
+
+def together(**tensors: torch.Tensor | None) -> None:
+    """Whether tensors lie on one device."""
+    devices = {name: value.device for name, value in tensors.items() if value is not None}
+    if len(set(devices.values())) > 1:
+        listed = ", ".join(f"{name} on {where}" for name, where in devices.items())
+        raise ArgumentError(f"all tensors must be on one device, got {listed}")

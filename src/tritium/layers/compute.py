@@ -1,0 +1,53 @@
+"""How a layer function computes an op of the core.
+
+while a graph is traced    the op's reference, operator by operator: the compiler around it fuses that
+eagerly, fused             an owned kernel that takes these arguments; on a GPU without one, what Inductor makes of
+                           the reference, compiled at the first call
+eagerly, not fused         the reference
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tritium import device, ops
+from tritium.ops import Op
+
+
+def compute(op: Op, fused: bool, *arguments: Any) -> Any:
+    if torch.compiler.is_compiling() or not fused:
+        return op.reference(*arguments)
+    provider = _owned(op, arguments)
+    if provider is not None:
+        return op.overload(*arguments, provider=provider)
+    generated = _on_gpu(arguments) and device.has_triton()
+    return _generated(op)(*arguments) if generated else op.reference(*arguments)
+
+
+def _owned(op: Op, arguments: tuple[Any, ...]) -> str | None:
+    """The first kernel of ours that takes these arguments and gives no gradients up."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(arguments)):
+        return None
+    for provider in ops.providers(op).values():
+        if not provider.inlined and provider.decline(*arguments) is None:
+            return provider.name
+    return None
+
+
+@functools.cache
+def _generated(op: Op) -> Callable[..., Any]:
+    # Sizes differ from call to call in a model: one compilation for all of them.
+    return torch.compile(op.reference, dynamic=True)
+
+
+def _on_gpu(arguments: tuple[Any, ...]) -> bool:
+    return any(tensor.is_cuda for tensor in _tensors(arguments))
+
+
+def _tensors(arguments: tuple[Any, ...]) -> list[torch.Tensor]:
+    flat = [part for value in arguments for part in (value if isinstance(value, (list, tuple)) else (value,))]
+    return [part for part in flat if isinstance(part, torch.Tensor)]

@@ -1,0 +1,43 @@
+"""The norm and activation in front of a convolution."""
+
+from __future__ import annotations
+
+import torch
+
+from tritium.errors import ArgumentError, ArgumentTypeError
+from tritium.layers import checks
+from tritium.layers.compute import compute
+from tritium.ops import group_norm_silu as op
+
+
+def group_norm_silu(
+    x: torch.Tensor,
+    groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    fused: bool = True,
+) -> torch.Tensor:
+    """`silu(group_norm(x))` in float32, rounded once; the result lies in memory as x does.
+
+    Args:
+        x: [B, C, ...], channels last or contiguous.
+        groups: How many groups the channels are divided into.
+        weight: [C] or None.
+        bias: [C] or None.
+        eps: What keeps the norm from dividing by zero.
+        fused: Whether a kernel of its own may compute it.
+    """
+    checks.tensor("x", x)
+    checks.number("eps", eps)
+    checks.boolean("fused", fused)
+    if isinstance(groups, bool) or not isinstance(groups, int):
+        raise ArgumentTypeError(f"groups must be a whole number, got {groups!r}")
+    if x.dim() < 2 or groups < 1 or x.shape[1] % groups:
+        raise ArgumentError(f"x must be [B, C, ...] with C divisible by groups={groups}, got {tuple(x.shape)}")
+    for name, value in (("weight", weight), ("bias", bias)):
+        checks.tensor(name, value, optional=True)
+        if value is not None and tuple(value.shape) != (x.shape[1],):
+            raise ArgumentError(f"{name} must have shape ({x.shape[1]},), got {tuple(value.shape)}")
+    checks.together(x=x, weight=weight, bias=bias)
+    return compute(op.OP, fused, x, groups, weight, bias, eps, None)  # type: ignore[no-any-return]

@@ -1,0 +1,94 @@
+"""Layer norm, alone and followed by the scale and shift of an adaptive norm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+from torch import nn
+
+from tritium.errors import ArgumentError, ArgumentTypeError
+from tritium.layers import checks
+from tritium.layers.compute import compute
+from tritium.ops import ada_norm
+
+# High precision, fast, and half precision only. PyTorch's kernel has the first one's precision at the speed of the others.
+IMPL_MODES = (0, 1, 2)
+
+
+def fast_layernorm(norm: nn.LayerNorm, x: torch.Tensor, impl_mode: int = 0, fused: bool = True) -> torch.Tensor:
+    """What `norm(x)` is, in the dtype of x also where the norm's weights have another one.
+
+    Args:
+        norm: The layer whose shape, weight, bias and eps are used.
+        x: Rows of the shape that the layer norms.
+        impl_mode: 0, 1 or 2. All three give the exact result; 2 is refused unless x and the weights are float16.
+        fused: Accepted for either value: PyTorch has one kernel for it.
+    """
+    _layer("norm", norm)
+    checks.tensor("x", x)
+    checks.boolean("fused", fused)
+    if isinstance(impl_mode, bool) or not isinstance(impl_mode, int):
+        raise ArgumentTypeError(f"impl_mode must be 0, 1 or 2, got {impl_mode!r}")
+    if impl_mode not in IMPL_MODES:
+        raise ArgumentError(f"impl_mode must be 0, 1 or 2, got {impl_mode}")
+    given = {name: part for name, part in (("x", x), ("weight", norm.weight), ("bias", norm.bias)) if part is not None}
+    if impl_mode == 2 and any(part.dtype != torch.float16 for part in given.values()):
+        listed = ", ".join(f"{name} is {part.dtype}" for name, part in given.items())
+        raise ArgumentError(f"impl_mode 2 computes float16 alone: {listed}")
+    shape = tuple(norm.normalized_shape)
+    if tuple(x.shape[-len(shape) :]) != shape:
+        raise ArgumentError(f"norm takes rows of shape {shape}, got x of shape {tuple(x.shape)}")
+    checks.together(**given)
+    wide = x.dtype
+    for part in given.values():
+        wide = torch.promote_types(wide, part.dtype)
+    weight, bias = (None if part is None else part.to(wide) for part in (norm.weight, norm.bias))
+    return F.layer_norm(x.to(wide), shape, weight, bias, norm.eps).to(x.dtype)
+
+
+def layernorm_scale_shift(
+    layernorm: nn.LayerNorm, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, fused: bool = True
+) -> torch.Tensor:
+    """`layernorm(x) * (1 + scale) + shift`, in float32, rounded once to the dtype of x.
+
+    Args:
+        layernorm: A layer over the last dim, with or without weights.
+        x: [B, S, H].
+        scale: [B, H], [B, 1, H] or one for each token, [B, S, H].
+        shift: Of any of these shapes, not necessarily the same one.
+        fused: Whether a kernel of its own may compute it.
+    """
+    _layer("layernorm", layernorm)
+    for name, value in (("x", x), ("scale", scale), ("shift", shift)):
+        checks.tensor(name, value)
+    checks.boolean("fused", fused)
+    checks.rank("x", x, 3)
+    if tuple(layernorm.normalized_shape) != (x.shape[-1],):
+        raise ArgumentError(
+            f"layernorm must norm the last dim of x, {x.shape[-1]} wide; its shape is {tuple(layernorm.normalized_shape)}"
+        )
+    checks.together(x=x, scale=scale, shift=shift, weight=layernorm.weight)
+    scale, shift = _modulation("scale", scale, x), _modulation("shift", shift, x)
+    arguments = (x, layernorm.weight, layernorm.bias, scale, shift, layernorm.eps, "layer", None)
+    return compute(ada_norm.OP, fused, *arguments)  # type: ignore[no-any-return]
+
+
+def _modulation(name: str, value: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    checks.rank(name, value, 2, 3)
+    batch, tokens, width = x.shape
+    if value.shape[0] != batch:
+        raise ArgumentError(f"{name} must have the batch of x, {batch}, got shape {tuple(value.shape)}")
+    if value.shape[-1] != width:
+        raise ArgumentError(f"{name} must have the width of x, {width}, got shape {tuple(value.shape)}")
+    if value.dim() == 2:
+        return value.unsqueeze(1)
+    if value.shape[1] not in (1, tokens):
+        raise ArgumentError(f"{name} must have one row or one for each of {tokens} tokens, got {tuple(value.shape)}")
+    return value
+
+
+def _layer(name: str, value: Any) -> None:
+    if not isinstance(value, nn.LayerNorm):
+        raise ArgumentTypeError(f"{name} must be a torch.nn.LayerNorm, got {type(value).__name__}")

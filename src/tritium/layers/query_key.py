@@ -1,0 +1,93 @@
+"""Norm and rotation of a query and a key in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tritium.errors import ArgumentError
+from tritium.layers import checks
+from tritium.layers.compute import compute
+from tritium.ops import qk_norm_rope as op
+from tritium.ops.qk_norm_rope import NORMS, ROPES
+
+Parts = torch.Tensor | Sequence[torch.Tensor]
+OptionalParts = torch.Tensor | Sequence[torch.Tensor | None] | None
+
+
+def qk_norm_rope(
+    q: Parts,
+    k: Parts,
+    q_weight: OptionalParts = None,
+    k_weight: OptionalParts = None,
+    cos: OptionalParts = None,
+    sin: OptionalParts = None,
+    *,
+    norm: str = "head",
+    rope: str = "interleaved",
+    eps: float = 1e-6,
+    head_first: bool = False,
+    fused: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A query and a key: their parts normed, turned and joined along tokens.
+
+    Args:
+        q: [B, S, N, D], or parts of it in the order in which they are joined, such as text and image.
+        k: The same for the key; it may have fewer heads.
+        q_weight: The norm's weight for each part, [D], or [N * D] for norm `row`; None for none.
+        k_weight: The same for the key.
+        cos: Cosines [B or 1, S, D or D / 2] for each part, or one table for all; None for a part that is not turned.
+            With rope `complex` they hold cosine and sine as complex numbers [B or 1, S, D / 2].
+        sin: Sines, or None with rope `complex`.
+        norm: What is divided by its root mean square: a `head`, a `row` of all heads, or `none`.
+        rope: `interleaved`, `half`, `complex` or `none`.
+        eps: What keeps the norm from dividing by zero.
+        head_first: Whether the results are [B, N, S, D] instead of [B, S, N, D].
+        fused: Whether a kernel of its own may compute it.
+    """
+    checks.text("norm", norm, NORMS)
+    checks.text("rope", rope, ROPES)
+    checks.number("eps", eps)
+    checks.boolean("head_first", head_first)
+    checks.boolean("fused", fused)
+    q, k = _parts("q", q), _parts("k", k)
+    if [part.shape[:2] for part in q] != [part.shape[:2] for part in k]:
+        raise ArgumentError(f"q and k must have parts of the same batch and tokens, got {_shapes(q)} and {_shapes(k)}")
+    if any(part.shape[-1] != q[0].shape[-1] for part in (*q, *k)):
+        raise ArgumentError(f"all heads must have one width, got {_shapes(q)} and {_shapes(k)}")
+    q_weights, k_weights = (_each("weights", given, len(q)) for given in (q_weight, k_weight))
+    tables, sines = (_each("tables", given, len(q), shared=True) for given in (cos, sin))
+    if rope in ("interleaved", "half") and [t is None for t in tables] != [t is None for t in sines]:
+        raise ArgumentError(f"rope {rope!r} needs cosines and sines for the same parts")
+    if rope == "complex" and any(sine is not None for sine in sines):
+        raise ArgumentError("rope 'complex' has its sines in the table: leave sin out")
+    if rope == "none" and any(table is not None for table in (*tables, *sines)):
+        raise ArgumentError("rope 'none' turns nothing: leave cos and sin out")
+    arguments = (q, k, q_weights, k_weights, tables, sines, eps, norm, rope, head_first)
+    return compute(op.OP, fused, *arguments)  # type: ignore[no-any-return]
+
+
+def _parts(name: str, given: Parts) -> list[torch.Tensor]:
+    parts = [given] if isinstance(given, torch.Tensor) else list(given)
+    for part in parts:
+        checks.tensor(name, part)
+        checks.rank(name, part, 4)
+    if not parts:
+        raise ArgumentError(f"{name} has no parts")
+    return parts
+
+
+def _each(name: str, given: OptionalParts, count: int, *, shared: bool = False) -> list[torch.Tensor | None]:
+    if given is None:
+        return [None] * count
+    parts: list[torch.Tensor | None] = [given] if isinstance(given, torch.Tensor) else list(given)
+    for part in parts:
+        checks.tensor(name, part, optional=True)
+    if len(parts) != count and not (shared and len(parts) == 1):
+        raise ArgumentError(f"{name} must come one for each of {count} parts, got {len(parts)}")
+    return parts
+
+
+def _shapes(parts: Sequence[torch.Tensor]) -> str:
+    return ", ".join(str(tuple(part.shape)) for part in parts)

@@ -1,0 +1,33 @@
+"""The root-mean-square norm as a module."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tritium.errors import ArgumentError
+from tritium.layers import checks
+from tritium.layers.compute import compute
+from tritium.ops import rms_norm
+
+RANKS = range(2, 9)
+
+
+class RMSNorm(nn.Module):
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dim, in float32, rounded once to the dtype of x."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor, if_fused: bool = True) -> torch.Tensor:
+        checks.tensor("x", x)
+        checks.boolean("if_fused", if_fused)
+        checks.rank("x", x, *RANKS)
+        if x.shape[-1] != self.weight.shape[0]:
+            raise ArgumentError(f"x must have rows of {self.weight.shape[0]} numbers, got {x.shape[-1]}")
+        return compute(rms_norm.OP, if_fused, x, self.weight, self.eps, None)  # type: ignore[no-any-return]
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"

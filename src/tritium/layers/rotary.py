@@ -1,0 +1,67 @@
+"""Rotary position embedding of a query or a key."""
+
+from __future__ import annotations
+
+import torch
+
+from tritium.errors import ArgumentError
+from tritium.layers import checks
+from tritium.layers.compute import compute
+from tritium.ops import rope
+
+# What is called how, and what the op calls it.
+MODES = {"rotated_half": rope.HALF, "rotated_interleaved": rope.INTERLEAVED}
+
+
+def rotary_position_embedding(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    rotated_mode: str = "rotated_half",
+    head_first: bool = False,
+    fused: bool = True,
+) -> torch.Tensor:
+    """Turn every pair of numbers of a head by its angle, in float32, rounded once to the dtype of `x`.
+
+    Args:
+        x: [B, S, N, D], or [B, N, S, D] with `head_first`; 4-D tables also turn [S, B, N, D].
+        cos: Cosines, [S, D], or 4-D and broadcastable to `x`. One number an element (D) or one a pair (D / 2).
+        sin: Sines of the same shape.
+        rotated_mode: `rotated_half` pairs numbers i and i + D / 2, `rotated_interleaved` pairs 2 i and 2 i + 1.
+        head_first: Whether heads come before tokens.
+        fused: Whether a kernel of its own may compute it.
+    """
+    for name, value in (("x", x), ("cos", cos), ("sin", sin)):
+        checks.tensor(name, value)
+    checks.text("rotated_mode", rotated_mode, tuple(MODES))
+    checks.boolean("head_first", head_first)
+    checks.boolean("fused", fused)
+    checks.rank("x", x, 4)
+    checks.rank("cos", cos, 2, 4)
+    checks.rank("sin", sin, 2, 4)
+    if cos.shape != sin.shape:
+        raise ArgumentError(f"cos and sin must have one shape, got {tuple(cos.shape)} and {tuple(sin.shape)}")
+    if x.shape[-1] % 2:
+        raise ArgumentError(f"x must have heads of an even width to have pairs, got {x.shape[-1]}")
+    checks.together(x=x, cos=cos, sin=sin)
+    tables = [_over_heads(table, x, head_first) for table in (cos, sin)]
+    return compute(rope.OP, fused, x, *tables, MODES[rotated_mode], False, None)  # type: ignore[no-any-return]
+
+
+def _over_heads(table: torch.Tensor, x: torch.Tensor, head_first: bool) -> torch.Tensor:
+    """A table viewed with the rank of x; one that does not fit is an error."""
+    if table.dim() == 2:
+        tokens = x.shape[2 if head_first else 1]
+        if table.shape[0] != tokens:
+            raise ArgumentError(
+                f"a 2-D table has a row for each token: got {table.shape[0]} rows for {tokens} tokens of x "
+                f"{tuple(x.shape)} with head_first={head_first}"
+            )
+        table = table[None, None] if head_first else table[None, :, None]
+    if table.shape[-1] not in (x.shape[-1], x.shape[-1] // 2):
+        raise ArgumentError(
+            f"tables have a number for each element of a head ({x.shape[-1]}) or for each pair "
+            f"({x.shape[-1] // 2}), got {table.shape[-1]}"
+        )
+    checks.broadcastable("a table", table[..., :1], (*x.shape[:-1], 1))
+    return table

@@ -1,0 +1,23 @@
+"""A product with a number and a sum."""
+
+from __future__ import annotations
+
+import torch
+
+from tritium.errors import ArgumentError
+from tritium.layers import checks
+from tritium.layers.compute import compute
+from tritium.ops import scaled_add
+
+
+def muls_add(x: torch.Tensor, y: torch.Tensor, scale: float) -> torch.Tensor:
+    """`x * scale + y`, in float32, rounded once; x and y are broadcast against each other and stay as they are."""
+    checks.tensor("x", x)
+    checks.tensor("y", y)
+    checks.number("scale", scale)
+    checks.together(x=x, y=y)
+    try:
+        torch.broadcast_shapes(x.shape, y.shape)
+    except RuntimeError as error:
+        raise ArgumentError(f"x {tuple(x.shape)} and y {tuple(y.shape)} cannot be broadcast to one shape") from error
+    return compute(scaled_add.OP, True, x, float(scale), y, None)  # type: ignore[no-any-return]

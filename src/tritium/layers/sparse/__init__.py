@@ -1,0 +1,1 @@
+"""Attention that skips blocks of keys."""

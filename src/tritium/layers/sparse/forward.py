@@ -1,0 +1,227 @@
+"""`sparse_attention`: attention that skips the blocks of keys that matter least."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tritium.errors import ArgumentError, ArgumentTypeError
+from tritium.layers import checks
+from tritium.layers.attention.forward import attention_forward
+from tritium.layers.sparse import masks
+from tritium.layers.sparse.attend import attend, lists_of
+from tritium.layers.sparse.layout import TILE, SparseLayout
+
+RF_V2, RF_V3, ADA_BSA, RADIAL = TYPES = ("rf_v2", "rf_v3", "ada_bsa", "radial")
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a mask is made, apart from the streams it is made for."""
+
+    sparse_type: str
+    sparsity: float = 0.0
+    keep_sink: bool = True
+    keep_recent: bool = True
+    cdf_threshold: float = 1.0
+    causal: bool = False
+
+    def __post_init__(self) -> None:
+        checks.text("sparse_type", self.sparse_type, TYPES)
+        for name in ("sparsity", "cdf_threshold"):
+            checks.number(name, getattr(self, name))
+            if not 0 <= getattr(self, name) <= 1:
+                raise ArgumentError(f"{name} must be from 0 to 1, got {getattr(self, name)}")
+        for name in ("keep_sink", "keep_recent", "causal"):
+            checks.boolean(name, getattr(self, name))
+        if self.causal and self.sparse_type != ADA_BSA:
+            raise ArgumentError(
+                f"is_causal means nothing to sparse_type {self.sparse_type!r}, which reorders tokens; it does to 'ada_bsa'"
+            )
+
+    @property
+    def tile(self) -> int:
+        """The tiles that frames are reordered by; radial windows and estimates are over the order as it is."""
+        return TILE if self.sparse_type in (RF_V2, RF_V3) else 1
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether everything is kept, whatever the streams are."""
+        return self.sparsity == 0 and (self.sparse_type != ADA_BSA or self.cdf_threshold >= 1)
+
+    def mask(
+        self, q: torch.Tensor, k: torch.Tensor, q_layout: SparseLayout, k_layout: SparseLayout, scale: float
+    ) -> torch.Tensor:
+        """The mask [B or 1, N, R, C] over blocks of permuted streams [B, S, N, D]."""
+        if self.sparse_type == RADIAL:
+            return masks.radial(q_layout, k_layout, self.sparsity, q.device).expand(1, q.shape[2], -1, -1)
+        if self.sparse_type != ADA_BSA:
+            return masks.rainfusion(q, k, q_layout, k_layout, scale, self.sparsity)
+        return masks.estimated(
+            q,
+            k,
+            q_layout,
+            k_layout,
+            scale,
+            self.sparsity,
+            threshold=self.cdf_threshold,
+            keep_sink=self.keep_sink,
+            keep_recent=self.keep_recent,
+            causal=self.causal,
+        )
+
+
+def sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    head_num: int = 1,
+    input_layout: str = "BNSD",
+    sparse_type: str | None = None,
+    txt_len: int = 0,
+    block_size: int = 128,
+    latent_shape_q: tuple[int, int, int] | None = None,
+    latent_shape_k: tuple[int, int, int] | None = None,
+    keep_sink: bool = True,
+    keep_recent: bool = True,
+    cdf_threshold: float = 1.0,
+    sparsity: float = 0.0,
+    *,
+    return_density: bool = False,
+    by: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the blocks of keys that matter; with sparsity 0 it is dense attention.
+
+    Args:
+        q: [B, N, S, D], or [B, S, N, D] with input_layout `BSND`: text first, then the latent row by row.
+        k: As q; fewer heads divide q's, and other tokens are of `latent_shape_k`.
+        v: As k.
+        attn_mask: Only without a sparse_type: no method here honours one besides its own.
+        scale: D ** -0.5 if None.
+        is_causal: Only for `ada_bsa` and without a sparse_type.
+        head_num: The number of q's heads, or 1, which asks for nothing.
+        input_layout: `BNSD` or `BSND`; the result has the same.
+        sparse_type: None for dense attention; `rf_v2` and `rf_v3` keep blocks by the likeness of their means,
+            `ada_bsa` by an estimate of the attention, `radial` by distance in space and time.
+        txt_len: The tokens of text in front of the latent, which everybody sees; `ada_bsa` treats them as all others.
+        block_size: The tokens of a block.
+        latent_shape_q: (frames, height, width) of q's latent in tokens; `ada_bsa` needs none.
+        latent_shape_k: The same for k; q's if None.
+        keep_sink: With `ada_bsa`, whether the first block is always seen.
+        keep_recent: With `ada_bsa`, whether the last block is always seen.
+        cdf_threshold: With `ada_bsa`, the share of the estimated attention that the kept blocks must hold.
+        sparsity: The share of blocks that is skipped, from 0 to 1, before those that are always seen are added.
+        return_density: Whether to return, besides, the share of dense attention's work that was done.
+        by: Who computes: `triton`, `flex` or `reference`; None for the fastest.
+    """
+    checks.text("input_layout", input_layout, ("BNSD", "BSND"))
+    checks.boolean("return_density", return_density)
+    checks.number("scale", scale, optional=True)
+    heads_first = input_layout == "BNSD"
+    _check(q, k, v, heads_first, head_num)
+    if sparse_type is None:
+        if sparsity != 0:
+            raise ArgumentError(f"sparsity={sparsity} needs a sparse_type: {', '.join(TYPES)}")
+        return _dense(q, k, v, attn_mask, scale, is_causal, heads_first, return_density)
+    if attn_mask is not None:
+        raise ArgumentError(f"sparse_type {sparse_type!r} honours no attn_mask; sparse_type=None does")
+    method = Method(sparse_type, sparsity, keep_sink, keep_recent, cdf_threshold, is_causal)
+    if heads_first:
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    q_layout, k_layout = layouts(method, q, k, txt_len, block_size, latent_shape_q, latent_shape_k)
+    if method.is_dense:
+        out = _dense(q, k, v, None, scale, is_causal, False, return_density)
+        done, share = out if isinstance(out, tuple) else (out, None)
+    else:
+        factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
+        done, share = _sparse(method, q, k, v, q_layout, k_layout, factor, return_density, by)
+    if heads_first:
+        done = done.transpose(1, 2)
+    return (done, share) if share is not None else done
+
+
+def _sparse(
+    method: Method,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_layout: SparseLayout,
+    k_layout: SparseLayout,
+    scale: float,
+    return_density: bool,
+    by: str | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    reordered = method.sparse_type != ADA_BSA
+    if reordered:
+        q, k, v = q_layout.permute(q), k_layout.permute(k), k_layout.permute(v)
+    mask = method.mask(q, k, q_layout, k_layout, scale)
+    q_edges, k_edges, block = q_layout.edges(q.device), k_layout.edges(q.device), q_layout.block_size
+    lists = lists_of(mask, q_edges, k_edges, block, q.shape[0], method.causal)
+    out = attend(q, k, v, lists, q_edges, k_edges, block, scale, method.causal, by)
+    share = masks.density(mask, q_layout, k_layout, method.causal) if return_density else None
+    return q_layout.unpermute(out) if reordered else out, share
+
+
+def layouts(
+    method: Method,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    txt_len: int,
+    block_size: int,
+    latent_shape_q: tuple[int, int, int] | None,
+    latent_shape_k: tuple[int, int, int] | None,
+) -> tuple[SparseLayout, SparseLayout]:
+    """The layouts of streams [B, S, N, D]; shapes that do not fit them are errors."""
+    if method.sparse_type == ADA_BSA:
+        if block_size % masks.STRIDE:
+            raise ArgumentError(f"'ada_bsa' takes blocks of a multiple of {masks.STRIDE} tokens, got {block_size}")
+        return SparseLayout.plain(q.shape[1], block_size), SparseLayout.plain(k.shape[1], block_size)
+    if latent_shape_q is None:
+        raise ArgumentTypeError(
+            f"sparse_type {method.sparse_type!r} needs latent_shape_q=(frames, height, width), got None"
+        )
+    made = []
+    for name, shape, tensor in (("q", latent_shape_q, q), ("k", latent_shape_k or latent_shape_q, k)):
+        layout = SparseLayout(shape, txt_len, block_size, tile=method.tile)
+        if layout.tokens != tensor.shape[1]:
+            raise ArgumentError(
+                f"{name} has {tensor.shape[1]} tokens; txt_len={txt_len} and latent_shape_{name}={tuple(shape)} make "
+                f"{layout.tokens}"
+            )
+        made.append(layout)
+    return made[0], made[1]
+
+
+def _dense(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+    causal: bool,
+    heads_first: bool,
+    return_density: bool,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    out = attention_forward(q, k, v, mask, scale, head_first=heads_first, is_causal=causal, enable_gqa=True)
+    return (out, torch.ones((), dtype=torch.float64, device=q.device)) if return_density else out
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads_first: bool, head_num: int) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        checks.tensor(name, tensor)
+        checks.rank(name, tensor, 4)
+    checks.together(q=q, k=k, v=v)
+    heads = 1 if heads_first else 2
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        raise ArgumentTypeError(f"q, k and v must have one floating-point dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3]:
+        raise ArgumentError(f"q, k and v must have one batch, and k and v the same tokens and heads: {shapes}")
+    if q.shape[3] != k.shape[3] or q.shape[heads] % k.shape[heads]:
+        raise ArgumentError(f"q must have heads as wide as k's, and a multiple of as many: {shapes}")
+    if head_num not in (1, q.shape[heads]):
+        raise ArgumentError(f"head_num={head_num}, and q has {q.shape[heads]} heads: {shapes}")

@@ -1,0 +1,150 @@
+"""Which tokens of a stream make a block of a sparse mask.
+
+A stream is text and the frames of a latent, row by row. Neighbours in a picture are far apart in it, so frames are
+reordered by tiles, and text goes to the end: [video, text]. Blocks are cut within video and within text, never across,
+so that the tokens a mask judges are the tokens a kernel skips, whatever their numbers are.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tritium.errors import ArgumentError, ArgumentTypeError
+
+# The side of the tiles that a frame is cut into: 64 tokens that are near each other.
+TILE = 8
+
+
+@dataclass(frozen=True)
+class SparseLayout:
+    """The order of tokens for a latent of `latent_shape` (frames, height, width) after `txt_len` tokens of text.
+
+    `permute` is applied to the stream once a forward, to everything that has a row for each token, tables of rotary
+    embeddings included; `unpermute` is its inverse. All layers between them that treat tokens alike need no change.
+    """
+
+    latent_shape: tuple[int, int, int]
+    txt_len: int = 0
+    block_size: int = 128
+    # Tiles of one token leave the frames as they are.
+    tile: int = TILE
+    # Whether the stream has its text in front of the latent, as FLUX's, or behind it, as HunyuanVideo's.
+    text_first: bool = True
+
+    def __post_init__(self) -> None:
+        shape = self.latent_shape
+        if not isinstance(shape, (tuple, list)) or len(shape) != 3 or not all(_is_size(size) for size in shape):
+            raise ArgumentTypeError(f"latent_shape must be (frames, height, width), got {shape!r}")
+        object.__setattr__(self, "latent_shape", tuple(shape))
+        for name in ("block_size", "tile"):
+            if not _is_size(getattr(self, name)):
+                raise ArgumentError(f"{name} must be a whole number above 0, got {getattr(self, name)!r}")
+        if not isinstance(self.txt_len, (int, torch.SymInt)) or self.txt_len < 0:
+            raise ArgumentError(f"txt_len must be 0 or more, got {self.txt_len!r}")
+
+    @classmethod
+    def plain(cls, tokens: int, block_size: int = 128) -> SparseLayout:
+        """A stream in its own order, cut every `block_size` tokens."""
+        return cls((1, 1, tokens), 0, block_size, tile=1)
+
+    @property
+    def video(self) -> int:
+        frames, height, width = self.latent_shape
+        return frames * height * width
+
+    @property
+    def tokens(self) -> int:
+        return self.video + self.txt_len
+
+    @property
+    def video_blocks(self) -> int:
+        return -(-self.video // self.block_size)
+
+    @property
+    def text_blocks(self) -> int:
+        return -(-self.txt_len // self.block_size)
+
+    @property
+    def blocks(self) -> int:
+        return self.video_blocks + self.text_blocks
+
+    def edges(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Where blocks begin in the permuted stream, and where the last one ends, in int32."""
+        if torch.compiler.is_compiling():
+            return _edges(self, device)
+        return _kept_edges(self, str(device))
+
+    def index(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """For each place of the permuted stream, the place in the stream."""
+        if torch.compiler.is_compiling():
+            return _index(self, device)
+        return _kept_index(self, str(device))[0]
+
+    def inverse(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """For each place of the stream, the place in the permuted stream."""
+        if torch.compiler.is_compiling():
+            return torch.argsort(_index(self, device))
+        return _kept_index(self, str(device))[1]
+
+    def permute(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """Anything with a row for each token along `dim`, in the order of blocks."""
+        self._check(x, dim)
+        return x.index_select(dim, self.index(x.device))
+
+    def unpermute(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """The inverse of `permute`."""
+        self._check(x, dim)
+        return x.index_select(dim, self.inverse(x.device))
+
+    def _check(self, x: torch.Tensor, dim: int) -> None:
+        if x.shape[dim] != self.tokens:
+            raise ArgumentError(
+                f"the layout is of {self.txt_len} + {'x'.join(map(str, self.latent_shape))} = {self.tokens} tokens, "
+                f"got {x.shape[dim]} along dim {dim} of {tuple(x.shape)}"
+            )
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) and value > 0
+
+
+def _edges(layout: SparseLayout, device: torch.device | str) -> torch.Tensor:
+    block = layout.block_size
+    video = (torch.arange(layout.video_blocks + 1, device=device) * block).clamp(max=layout.video)
+    text = (torch.arange(1, layout.text_blocks + 1, device=device) * block).clamp(max=layout.txt_len)
+    return torch.cat([video, text + layout.video]).to(torch.int32)
+
+
+def _index(layout: SparseLayout, device: torch.device | str) -> torch.Tensor:
+    frames, height, width = layout.latent_shape
+    first, after = (layout.txt_len, 0) if layout.text_first else (0, layout.video)
+    grid = torch.arange(layout.video, device=device).view(frames, height, width) + first
+    divisible = height % layout.tile == 0 and width % layout.tile == 0
+    # Where tiles do not fit, the first frame of several stays as it is: everybody sees all of it anyway.
+    raw = 0 if divisible or frames == 1 else 1
+    video = torch.cat([grid[:raw].flatten(), _tiled(grid[raw:], layout.tile).flatten()])
+    return torch.cat([video, torch.arange(layout.txt_len, device=device) + after])
+
+
+def _tiled(grid: torch.Tensor, tile: int) -> torch.Tensor:
+    """Frames [F, H, W] as rows [F, H W]: whole tiles, the strip below them, the strip to their right."""
+    frames, height, width = grid.shape
+    main_height, main_width = height - height % tile, width - width % tile
+    main = grid[:, :main_height, :main_width].reshape(frames, main_height // tile, tile, main_width // tile, tile)
+    strips = (grid[:, main_height:], grid[:, :main_height, main_width:])
+    return torch.cat([main.transpose(2, 3).flatten(1), *(strip.flatten(1) for strip in strips)], dim=1)
+
+
+@functools.lru_cache(maxsize=64)
+def _kept_edges(layout: SparseLayout, device: str) -> torch.Tensor:
+    return _edges(layout, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _kept_index(layout: SparseLayout, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    index = _index(layout, device)
+    return index, torch.argsort(index)

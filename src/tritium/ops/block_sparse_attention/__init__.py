@@ -1,0 +1,30 @@
+"""Attention of each block of queries to some blocks of keys, computed in float32 with one rounding a product.
+
+q is [B, S, N, D], k and v are [B, S', N', D] with N' dividing N, of any strides. Blocks are runs of tokens, `block` of them
+or fewer: block i of the queries is tokens q_edges[i] to q_edges[i + 1], and the same for the keys. For each sample, head
+and block of queries, `indices` lists the blocks of keys that are seen: counts[..., 0] that are whole and seen by all of
+the queries, and after them others, counts[..., 1] in all. With `causal` a query sees keys up to its own number only.
+A query that sees no key gives zeros.
+"""
+
+from __future__ import annotations
+
+from tritium.ops.block_sparse_attention.lists import block_lists
+from tritium.ops.block_sparse_attention.reference import fake, reference, samples
+from tritium.ops.block_sparse_attention.triton import decline_triton, run_triton
+from tritium.ops.launch import remembered
+from tritium.ops.op import Op, Provider
+
+__all__ = ["OP", "block_lists", "decline_triton", "fake", "reference", "run_triton", "samples"]
+
+OP = Op(
+    name="block_sparse_attention",
+    schema=(
+        "(Tensor q, Tensor k, Tensor v, Tensor counts, Tensor indices, Tensor q_edges, Tensor k_edges, int block, "
+        "float scale, bool causal) -> Tensor"
+    ),
+    reference=reference,
+    fake=fake,
+    samples=samples,
+    providers=(Provider("triton", "block_sparse_attention", remembered(run_triton), decline_triton),),
+)

@@ -1,0 +1,84 @@
+"""Workloads that are functions: their cases, and what is measured of them."""
+
+import pytest
+import torch
+
+from tritium import tuned
+from tritium.bench import functions, run
+from tritium.errors import ConfigError
+from tritium.layers.attention import choice
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch, tmp_path):
+    monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path)
+    choice.forget()
+
+
+def cases(name):
+    return list(functions.cases(name, "cpu", torch.float32, small=True))
+
+
+@pytest.mark.parametrize("name", ["attention", "layers"])
+def test_variants_of_a_case_compute_the_same(name):
+    found = cases(name)
+    assert len({case.name for case in found}) == len(found)
+    with torch.inference_mode():
+        for case in found:
+            expected = case.variants[case.yardstick]()
+            assert "tritium" in case.variants
+            for variant, call in case.variants.items():
+                # Compiling takes seconds a case.
+                if variant != "inductor":
+                    torch.testing.assert_close(call(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_sparse_variants_agree_with_each_other_and_the_density_is_the_one_named():
+    with torch.inference_mode():
+        for case in cases("sparse-attention"):
+            wanted, found = float(case.name.split()[-1]), float(case.note.split()[-1])
+            assert abs(found - wanted) < 0.05
+            plain = case.variants["tritium"]()
+            torch.testing.assert_close(case.variants["a mask each step"](), plain)
+            lists = case.variants["lists given"]()
+            torch.testing.assert_close(case.variants["permuted once"](), lists)
+            assert not torch.allclose(plain, case.variants[case.yardstick]())
+
+
+def test_the_shapes_of_the_attention_cases_are_those_of_models():
+    from tritium.bench.attention_cases import SHAPES
+
+    sizes = {(shape.queries, shape.keys, shape.heads, shape.width) for shape in SHAPES}
+    assert {(4608, 4608, 24, 128), (32760, 32760, 40, 128), (4096, 4096, 10, 64), (32760, 512, 40, 128)} <= sizes
+    assert any(shape.mask for shape in SHAPES)
+    assert any(shape.causal for shape in SHAPES)
+    assert any(shape.width == 512 for shape in SHAPES)
+
+
+def test_rows_are_against_the_yardstick_that_the_note_names(monkeypatch):
+    def made(device_type, dtype, *, small):
+        x = torch.ones(64, 64)
+
+        def broken():
+            raise RuntimeError("no kernel")
+
+        variants = {"plain": lambda: x @ x, "tritium": lambda: x @ x * 1.1, "broken": broken}
+        yield functions.Case("one", variants, "plain", "64 rows", {"x": [64, 64]}, frozenset({"broken"}))
+
+    from tritium.bench import layer_cases
+
+    monkeypatch.setattr(layer_cases, "cases", made)
+    told = []
+    outcome = functions.run("layers", run.Settings(seconds=0.0), lambda what, share: told.append(what))
+    assert [row.variant for row in outcome.rows] == ["plain", "tritium"]
+    assert outcome.rows[0].ratio == 1.0
+    assert outcome.rows[1].relative_l2 == pytest.approx(0.1, rel=1e-3)
+    assert outcome.rows[1].note == "64 rows; ratio against plain"
+    assert outcome.rows[1].workload == "layers: one"
+    assert outcome.rows[0].shrunk
+    assert told[0] == "layers: one"
+
+
+def test_options_of_models_are_refused():
+    with pytest.raises(ConfigError, match="attention measures functions"):
+        functions.run("attention", run.Settings(exact=True), lambda what, share: None)

@@ -1,0 +1,325 @@
+"""The layer functions over the core's ops: values against float64, errors, and no break of a graph."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tritium
+from fidelity import assert_no_worse
+from tritium.errors import ArgumentError, ArgumentTypeError
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def random(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def turned(x, cos, sin, mode):
+    """The rotation as the textbook has it, in the dtype it is given."""
+    if mode == "rotated_half":
+        first, second = x.chunk(2, -1)
+        rotated = torch.cat([-second, first], -1)
+    else:
+        rotated = torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+    return x * cos + rotated * sin
+
+
+class TestRotary:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("mode", ["rotated_half", "rotated_interleaved"])
+    @pytest.mark.parametrize("head_first", [False, True])
+    @pytest.mark.parametrize(("batch", "heads", "width"), [(2, 16, 88), (1, 24, 128), (4, 8, 64)])
+    def test_against_float64(self, dtype, mode, head_first, batch, heads, width):
+        tokens = 60
+        x = random(batch, tokens, heads, width, dtype=dtype)
+        cos, sin = random(tokens, width, seed=1), random(tokens, width, seed=2)
+        wide = [t[None, :, None] for t in (cos, sin)]
+        exact = turned(x.double(), *(t.double() for t in wide), mode)
+        eager = turned(x.float(), *wide, mode).to(dtype)
+        if head_first:
+            x, exact, eager = (t.transpose(1, 2) for t in (x, exact, eager))
+            wide = [t.transpose(1, 2) for t in wide]
+        for tables, fused in itertools.product(((cos, sin), wide), (True, False)):
+            out = tritium.rotary_position_embedding(x, *tables, mode, head_first, fused)
+            assert_no_worse(out, eager, exact)
+
+    def test_tokens_first_of_all_with_tables_of_rank_4(self):
+        x, cos, sin = random(7, 2, 3, 8), random(7, 1, 1, 8, seed=1), random(7, 1, 1, 8, seed=2)
+        out = tritium.rotary_position_embedding(x, cos, sin)
+        torch.testing.assert_close(out, turned(x, cos, sin, "rotated_half"))
+
+    @pytest.mark.parametrize(
+        ("changes", "error", "words"),
+        [
+            ({"x": [1.0]}, ArgumentTypeError, "x must be a tensor, got list"),
+            ({"cos": None}, ArgumentTypeError, "cos must be a tensor, got NoneType"),
+            ({"sin": 1.0}, ArgumentTypeError, "sin must be a tensor, got float"),
+            ({"x": torch.ones(2, 7, 8)}, ArgumentError, "x must have rank 4, got 3"),
+            ({"cos": torch.ones(1, 7, 8)}, ArgumentError, "cos must have rank 2 or 4, got 3"),
+            ({"sin": torch.ones(8)}, ArgumentError, "sin must have rank 2 or 4, got 1"),
+            ({"sin": torch.ones(1, 7, 1, 8)}, ArgumentError, "one shape"),
+            ({"rotated_mode": 1}, ArgumentTypeError, "rotated_mode must be one of"),
+            ({"rotated_mode": "rotated_halt"}, ArgumentError, "did you mean 'rotated_half'"),
+            ({"head_first": 1}, ArgumentTypeError, "head_first must be True or False"),
+            ({"fused": None}, ArgumentTypeError, "fused must be True or False"),
+            ({"cos": torch.ones(6, 8), "sin": torch.ones(6, 8)}, ArgumentError, "6 rows for 7 tokens"),
+            ({"cos": torch.ones(7, 6), "sin": torch.ones(7, 6)}, ArgumentError, "got 6"),
+            ({"head_first": True}, ArgumentError, "7 rows for 3 tokens"),
+        ],
+    )
+    def test_what_it_cannot_honour_is_an_error(self, changes, error, words):
+        given = {"x": torch.ones(2, 7, 3, 8), "cos": torch.ones(7, 8), "sin": torch.ones(7, 8)}
+        with pytest.raises(error, match=words):
+            tritium.rotary_position_embedding(**{**given, **changes})
+
+
+class TestRMSNorm:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("fused", [True, False])
+    def test_against_float64(self, dtype, fused):
+        norm = tritium.RMSNorm(100)
+        assert norm.eps == 1e-6
+        nn.init.normal_(norm.weight)
+        x = random(2, 5, 100, dtype=dtype)
+        with torch.no_grad():
+            exact = F.rms_norm(x.double(), (100,), norm.weight.double(), 1e-6)
+            assert_no_worse(norm(x, fused), exact.to(dtype), exact)
+
+    def test_the_case_of_the_seed(self):
+        x = random(2, 5, 4)
+        torch.testing.assert_close(tritium.RMSNorm(4)(x), F.rms_norm(x, (4,), eps=1e-6), atol=1e-6, rtol=0)
+
+    @pytest.mark.parametrize(
+        ("x", "error"),
+        [(torch.ones(4), ArgumentError), (torch.ones([1] * 8 + [4]), ArgumentError), ("x", ArgumentTypeError)],
+    )
+    def test_ranks_from_2_to_8(self, x, error):
+        with pytest.raises(error, match="x must"):
+            tritium.RMSNorm(4)(x)
+        with pytest.raises(ArgumentError, match="rows of 4 numbers, got 5"):
+            tritium.RMSNorm(4)(torch.ones(2, 5))
+
+    def test_gradients_are_kept(self):
+        norm, x = tritium.RMSNorm(8), random(2, 8).requires_grad_()
+        norm(x).sum().backward()
+        assert norm.weight.grad is not None
+        assert x.grad.abs().max() > 0
+
+
+class TestLayerNorm:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("weights", DTYPES)
+    def test_fast_layernorm(self, dtype, weights):
+        norm = nn.LayerNorm(100, eps=1e-5).to(weights)
+        nn.init.normal_(norm.weight)
+        nn.init.normal_(norm.bias)
+        x = random(2, 7, 100, dtype=dtype)
+        with torch.no_grad():
+            exact = F.layer_norm(x.double(), (100,), norm.weight.double(), norm.bias.double(), 1e-5)
+            for mode in (0, 1):
+                assert_no_worse(tritium.fast_layernorm(norm, x, mode), exact.to(dtype), exact)
+            if dtype == weights == torch.float16:
+                assert_no_worse(tritium.fast_layernorm(norm, x, 2), exact.to(dtype), exact)
+            else:
+                with pytest.raises(ArgumentError, match="impl_mode 2 computes float16 alone"):
+                    tritium.fast_layernorm(norm, x, 2)
+
+    @pytest.mark.parametrize(
+        ("given", "error"),
+        [
+            ({"norm": nn.RMSNorm(8)}, ArgumentTypeError),
+            ({"x": 1}, ArgumentTypeError),
+            ({"impl_mode": 3}, ArgumentError),
+            ({"impl_mode": "0"}, ArgumentTypeError),
+            ({"fused": 1}, ArgumentTypeError),
+            ({"x": torch.ones(2, 7)}, ArgumentError),
+        ],
+    )
+    def test_errors_of_fast_layernorm(self, given, error):
+        with pytest.raises(error):
+            tritium.fast_layernorm(**{"norm": nn.LayerNorm(8), "x": torch.ones(2, 8), **given})
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("affine", [True, False])
+    @pytest.mark.parametrize("fused", [True, False])
+    def test_scale_shift_of_every_shape(self, dtype, affine, fused):
+        norm = nn.LayerNorm(128, eps=1e-5, elementwise_affine=affine)
+        if affine:
+            nn.init.normal_(norm.weight)
+            nn.init.normal_(norm.bias)
+        x = random(2, 63, 128, dtype=dtype)
+        shapes = ((2, 128), (2, 1, 128), (2, 63, 128))
+        for scale_shape, shift_shape in itertools.product(shapes, shapes):
+            scale, shift = random(*scale_shape, dtype=dtype, seed=1), random(*shift_shape, dtype=dtype, seed=2)
+            wide = [t.double() if t.dim() == 3 else t.double()[:, None] for t in (scale, shift)]
+            with torch.no_grad():
+                normed = F.layer_norm(
+                    x.double(), (128,), *(p.double() if p is not None else None for p in (norm.weight, norm.bias)), 1e-5
+                )
+                exact = normed * (1 + wide[0]) + wide[1]
+                out = tritium.layernorm_scale_shift(norm, x, scale, shift, fused)
+            assert_no_worse(out, exact.to(dtype), exact)
+
+    @pytest.mark.parametrize(
+        ("changes", "error", "words"),
+        [
+            ({"layernorm": nn.Identity()}, ArgumentTypeError, "must be a torch.nn.LayerNorm"),
+            ({"x": None}, ArgumentTypeError, "x must be a tensor"),
+            ({"scale": 1.0}, ArgumentTypeError, "scale must be a tensor"),
+            ({"shift": None}, ArgumentTypeError, "shift must be a tensor"),
+            ({"fused": "yes"}, ArgumentTypeError, "fused"),
+            ({"x": torch.ones(2, 8)}, ArgumentError, "x must have rank 3"),
+            ({"scale": torch.ones(8)}, ArgumentError, "scale must have rank 2 or 3"),
+            ({"shift": torch.ones(2, 1, 1, 8)}, ArgumentError, "shift must have rank 2 or 3"),
+            ({"scale": torch.ones(3, 8)}, ArgumentError, "the batch of x, 2"),
+            ({"shift": torch.ones(3, 1, 8)}, ArgumentError, "the batch of x, 2"),
+            ({"scale": torch.ones(2, 4, 8)}, ArgumentError, "one for each of 7 tokens"),
+            ({"shift": torch.ones(2, 7)}, ArgumentError, "the width of x, 8"),
+            ({"layernorm": nn.LayerNorm(9)}, ArgumentError, "must norm the last dim"),
+        ],
+    )
+    def test_errors_of_scale_shift(self, changes, error, words):
+        given = {
+            "layernorm": nn.LayerNorm(8),
+            "x": torch.ones(2, 7, 8),
+            "scale": torch.ones(2, 8),
+            "shift": torch.ones(2, 8),
+        }
+        with pytest.raises(error, match=words):
+            tritium.layernorm_scale_shift(**{**given, **changes})
+
+
+class TestActivation:
+    @pytest.mark.parametrize(
+        ("name", "function"),
+        [
+            ("swish", F.silu),
+            ("SiLU", F.silu),
+            ("mish", F.mish),
+            ("GELU", F.gelu),
+            ("relu", F.relu),
+            ("gelu-tanh", lambda x: F.gelu(x, approximate="tanh")),
+            ("Gelu-Fast", lambda x: x * torch.sigmoid(1.702 * x)),
+        ],
+    )
+    def test_names_in_any_case(self, name, function):
+        x = random(1000) * 3
+        torch.testing.assert_close(tritium.get_activation_layer(name)(x), function(x))
+
+    def test_each_call_has_a_module_of_its_own(self):
+        assert tritium.get_activation_layer("silu") is not tritium.get_activation_layer("silu")
+
+    def test_the_lossy_one_says_so_and_is_the_only_one(self):
+        from tritium.layers.activation import ACTIVATIONS
+
+        lossy = {name for name in ACTIVATIONS if getattr(tritium.get_activation_layer(name), "lossy", False)}
+        assert lossy == {"gelu-fast"}
+        assert "lossy" in repr(tritium.get_activation_layer("gelu-fast"))
+        x = torch.linspace(-6, 6, 10_001)
+        assert (tritium.get_activation_layer("gelu-fast")(x) - F.gelu(x)).abs().max() > 0.02
+
+    def test_unknown_names(self):
+        with pytest.raises(ArgumentError, match="did you mean 'gelu-tanh'"):
+            tritium.get_activation_layer("gelu_tanh")
+        with pytest.raises(ArgumentTypeError):
+            tritium.get_activation_layer(None)
+
+
+class TestMulsAdd:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("scale", [0, 0.5, -0.5, 1.0, 1.5, 2, -1.0])
+    def test_against_float64_and_nothing_in_place(self, dtype, scale):
+        x, y = random(7, 100, dtype=dtype), random(7, 100, dtype=dtype, seed=1)
+        before = x.clone(), y.clone()
+        exact = x.double() * scale + y.double()
+        out = tritium.muls_add(x, y, scale)
+        assert_no_worse(out, exact.to(dtype), exact)
+        assert torch.equal(x, before[0])
+        assert torch.equal(y, before[1])
+        assert out.data_ptr() not in (x.data_ptr(), y.data_ptr())
+
+    def test_errors(self):
+        with pytest.raises(ArgumentError, match="cannot be broadcast"):
+            tritium.muls_add(torch.ones(2, 3), torch.ones(2, 4), 1.0)
+        with pytest.raises(ArgumentTypeError, match="scale must be a number"):
+            tritium.muls_add(torch.ones(2), torch.ones(2), "1")
+
+
+class TestRegions:
+    @pytest.mark.parametrize("norm", ["layer", "rms"])
+    def test_residual_norm_modulate(self, norm):
+        x, y = random(2, 7, 60), random(2, 7, 60, seed=1)
+        gate, scale, shift = (random(2, 60, seed=seed) for seed in (2, 3, 4))
+        residual, out = tritium.residual_norm_modulate(x, y, gate, scale, shift, norm=norm)
+        expected = x + gate[:, None] * y
+        torch.testing.assert_close(residual, expected)
+        function = F.layer_norm if norm == "layer" else F.rms_norm
+        torch.testing.assert_close(
+            out, function(expected, (60,), eps=1e-6) * (1 + scale[:, None]) + shift[:, None], rtol=1e-4, atol=1e-5
+        )
+        plain = tritium.residual_norm_modulate(x, y, fused=False)
+        torch.testing.assert_close(plain[0], x + y)
+        with pytest.raises(ArgumentError, match="did you mean 'layer'"):
+            tritium.residual_norm_modulate(x, y, norm="layr")
+        with pytest.raises(ArgumentError, match="gate of shape"):
+            tritium.residual_norm_modulate(x, y, random(3, 1, 60))
+        with pytest.raises(ArgumentError, match="one shape"):
+            tritium.residual_norm_modulate(x, y[:1])
+
+    def test_qk_norm_rope(self):
+        text, image = random(2, 3, 4, 8), random(2, 5, 4, 8, seed=1)
+        weight, cos, sin = random(8, seed=2), random(1, 8, 8, seed=3), random(1, 8, 8, seed=4)
+        q, k = tritium.qk_norm_rope([text, image], [text, image], [weight] * 2, [weight] * 2, cos, sin)
+        normed = F.rms_norm(torch.cat([text, image], 1), (8,), weight, 1e-6)
+        expected = turned(normed, cos[:, :, None], sin[:, :, None], "rotated_interleaved")
+        torch.testing.assert_close(q, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(k, expected, rtol=1e-4, atol=1e-5)
+        first = tritium.qk_norm_rope(text, text, weight, weight, rope="none", head_first=True)[0]
+        torch.testing.assert_close(first, F.rms_norm(text, (8,), weight, 1e-6).transpose(1, 2), rtol=1e-4, atol=1e-5)
+        with pytest.raises(ArgumentError, match="cosines and sines"):
+            tritium.qk_norm_rope(text, text, cos=cos)
+        with pytest.raises(ArgumentError, match="one for each of 2 parts"):
+            tritium.qk_norm_rope([text, image], [text, image], [weight])
+        with pytest.raises(ArgumentError, match="same batch and tokens"):
+            tritium.qk_norm_rope(text, image)
+
+    def test_group_norm_silu(self):
+        x, weight, bias = random(2, 12, 5, 7), random(12, seed=1), random(12, seed=2)
+        expected = F.silu(F.group_norm(x, 4, weight, bias, 1e-5))
+        torch.testing.assert_close(tritium.group_norm_silu(x, 4, weight, bias), expected, rtol=1e-4, atol=1e-5)
+        with pytest.raises(ArgumentError, match="divisible by groups=5"):
+            tritium.group_norm_silu(x, 5)
+        with pytest.raises(ArgumentError, match=r"weight must have shape \(12,\)"):
+            tritium.group_norm_silu(x, 4, torch.ones(4))
+
+
+NORM, SMALL_NORM = nn.LayerNorm(8), tritium.RMSNorm(8)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: tritium.rotary_position_embedding(x, x[0, :, 0], x[1, :, 0]),
+        lambda x: SMALL_NORM(x),
+        lambda x: tritium.fast_layernorm(NORM, x),
+        lambda x: tritium.layernorm_scale_shift(NORM, x[:, :, 0], x[:, 0, 0], x[:, :1, 1]),
+        lambda x: tritium.get_activation_layer("gelu-fast")(x),
+        lambda x: tritium.muls_add(x, x, 0.5),
+        lambda x: tritium.residual_norm_modulate(x, x, x, x)[1],
+        lambda x: tritium.qk_norm_rope(x, x, cos=x[:, :, 0], sin=x[:, :, 1])[0],
+        lambda x: tritium.group_norm_silu(x.flatten(2), 1),
+    ],
+    ids=["rotary", "rms", "layer", "ada", "activation", "muls_add", "residual", "qk", "group"],
+)
+def test_one_graph_for_all_lengths(function):
+    """Traced whole, and traced once: a length that changes is no reason to compile again."""
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for tokens in (7, 12, 33):
+            x = random(2, tokens, 3, 8)
+            with torch._dynamo.config.patch(error_on_recompile=tokens > 7):
+                torch.testing.assert_close(compiled(x), function(x), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,218 @@
+"""Sparse attention over layers and steps, and on a stock model."""
+
+import gc
+
+import pytest
+import torch
+
+import tritium
+from small_models import flux, flux_inputs
+from tritium import tuned
+from tritium.errors import ArgumentError, ArgumentTypeError
+from tritium.layers.attention import choice
+from tritium.layers.sparse.forward import Method
+from tritium.layers.sparse.layout import SparseLayout
+from tritium.layers.sparse.schedule import SparseAttention
+
+LAYOUT = SparseLayout((2, 12, 10), 9, 16)
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch, tmp_path):
+    monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path)
+    choice.forget()
+
+
+def streams(seed=0, batch=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(batch, LAYOUT.tokens, 2, 16, generator=generator) for _ in range(3)]
+
+
+def plain(q, k, v, sparsity, sparse_type="rf_v2"):
+    return tritium.sparse_attention(
+        q, k, v, input_layout="BSND", sparse_type=sparse_type, latent_shape_q=LAYOUT.latent_shape, txt_len=9,
+        block_size=16, sparsity=sparsity,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """How many masks were made."""
+    count = []
+    real = Method.mask
+    monkeypatch.setattr(Method, "mask", lambda self, *given: count.append(1) or real(self, *given))
+    return count
+
+
+def test_dense_steps_and_layers_and_the_rest(made):
+    attention = SparseAttention(LAYOUT, sparsity=0.6, dense_steps=2, dense_layers={1})
+    q, k, v = streams()
+    dense, sparse = plain(q, k, v, 0.0), plain(q, k, v, 0.6)
+    made.clear()
+    for step in range(4):
+        for layer in range(3):
+            out = attention(q, k, v, step=step, layer=layer)
+            torch.testing.assert_close(out, dense if step < 2 or layer == 1 else sparse)
+    assert len(made) == 4
+
+
+def test_a_mask_serves_for_some_steps_and_for_its_layer_and_shape_alone(made):
+    attention = SparseAttention(LAYOUT, sparsity=0.6, reuse_steps=3)
+    for step in range(7):
+        for layer in range(2):
+            attention(*streams(step), step=step, layer=layer)
+    assert len(made) == 2 * 3
+    attention(*streams(0, batch=2), step=7, layer=0)
+    assert len(made) == 7
+    # A mask of a later step is none for an earlier one: another picture has begun.
+    attention(*streams(0, batch=2), step=0, layer=0)
+    assert len(made) == 8
+    attention.reset()
+    attention(*streams(0, batch=2), step=1, layer=0)
+    assert len(made) == 9
+
+
+@pytest.mark.parametrize("sparse_type", ["rf_v2", "radial"])
+def test_text_behind_the_latent(sparse_type):
+    """The same tokens in another order give the same."""
+    q, k, v = streams()
+    first, behind = SparseLayout((2, 12, 10), 9, 16), SparseLayout((2, 12, 10), 9, 16, text_first=False)
+    expected = SparseAttention(first, sparse_type=sparse_type)(q, k, v, step=0, layer=0)
+    moved = [torch.cat([t[:, 9:], t[:, :9]], 1) for t in (q, k, v)]
+    out = SparseAttention(behind, sparse_type=sparse_type)(*moved, step=0, layer=0)
+    torch.testing.assert_close(torch.cat([out[:, -9:], out[:, :-9]], 1), expected)
+
+
+@pytest.mark.parametrize("sparse_type", ["rf_v2", "radial", "ada_bsa"])
+def test_every_method_gives_what_the_function_gives(sparse_type):
+    q, k, v = streams()
+    out = SparseAttention(LAYOUT, sparse_type=sparse_type, sparsity=0.5)(q, k, v, step=0, layer=0)
+    torch.testing.assert_close(out, plain(q, k, v, 0.5, sparse_type))
+
+
+def test_a_stream_that_is_permuted_once_needs_no_permuting():
+    q, k, v = streams()
+    inside = SparseAttention(LAYOUT, sparsity=0.5, permuted=True)
+    ordered = [LAYOUT.permute(t) for t in (q, k, v)]
+    out = LAYOUT.unpermute(inside(*ordered, step=0, layer=0))
+    torch.testing.assert_close(out, plain(q, k, v, 0.5))
+
+
+def test_density_is_the_mean_of_what_was_done():
+    attention = SparseAttention(LAYOUT, sparsity=0.8, dense_steps=1)
+    with pytest.raises(ArgumentError, match="nothing was computed"):
+        attention.density()
+    q, k, v = streams()
+    attention(q, k, v, step=0, layer=0)
+    assert attention.density() == 1.0
+    attention(q, k, v, step=1, layer=0)
+    assert 0.5 < attention.density() < 1.0
+
+
+def test_the_report_shows_who_computes_and_how_densely():
+    # Those of other tests are shown for as long as they live.
+    gc.collect()
+    attention = SparseAttention(LAYOUT, sparsity=0.8)
+    q, k, v = streams()
+
+    def function(q, k, v):
+        return tritium.attention_forward(q, k, v) + plain(q, k, v, 0.5)
+
+    config = tritium.CompilationConfig(engine="eager")
+    with torch.inference_mode():
+        compiled = torch.compile(function, backend=tritium.Backend(config), fullgraph=True)
+        torch.testing.assert_close(compiled(q, k, v), function(q, k, v))
+        assert not [entry for entry in tritium.explain(compiled).attention if entry["graph"] == "-"]
+        attention(q, k, v, step=0, layer=0)
+    report = tritium.explain(compiled)
+    dense, sparse, scheduled = report.to_dict()["attention"]
+    assert dense["by"] in ("sdpa", "math", "chunked")
+    assert "249 queries, 249 keys, 2 heads of 16" in dense["what"]
+    assert (sparse["by"], sparse["what"]) == (
+        "reference", "sparse, torch.float32 on cpu, 249 queries in 16 blocks, 249 keys"
+    )  # fmt: skip
+    assert scheduled["density"] == attention.density() < 1
+    assert f"density {attention.density():.3f} over 1 calls" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"dense_steps": -1}, ArgumentError),
+        ({"reuse_steps": 0}, ArgumentError),
+        ({"sparsity": 2}, ArgumentError),
+        ({"sparse_type": "none"}, ArgumentError),
+        ({"layout": (1, 2, 3)}, ArgumentTypeError),
+    ],
+)
+def test_errors(given, error):
+    with pytest.raises(error):
+        SparseAttention(**{"layout": LAYOUT, **given})
+
+
+class TestStock:
+    @staticmethod
+    def model():
+        inputs = flux_inputs()
+        text = inputs["encoder_hidden_states"].shape[1]
+        tokens = inputs["hidden_states"].shape[1]
+        return flux(), inputs, SparseLayout((1, 1, tokens), text, 8)
+
+    @torch.inference_mode()
+    def test_dense_first_then_sparse_then_back(self):
+        model, inputs, layout = self.model()
+        before = model(**inputs)[0]
+        handle = tritium.set_sparse_attention(model, layout, sparsity=0.7, dense_steps=1)
+        torch.testing.assert_close(model(**inputs)[0], before, rtol=1e-4, atol=1e-5)
+        assert handle.density() == 1.0
+        second = model(**inputs)[0]
+        assert not torch.allclose(second, before, rtol=1e-4, atol=1e-5)
+        assert handle.density() < 1.0
+        # Another picture.
+        handle.reset()
+        torch.testing.assert_close(model(**inputs)[0], before, rtol=1e-4, atol=1e-5)
+        handle.remove()
+        assert torch.equal(model(**inputs)[0], before)
+        from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+        assert not [name for name in AttentionBackendName if "sparse" in name.value]
+        assert not [name for name in _AttentionBackendRegistry._backends if "sparse" in name.value]
+
+    @torch.inference_mode()
+    def test_layers_stay_dense_and_steps_count_two_calls(self, made):
+        model, inputs, layout = self.model()
+        before = model(**inputs)[0]
+        layers = sum(getattr(m, "processor", None) is not None for m in model.modules())
+        with tritium.set_sparse_attention(model, layout, sparsity=0.7, dense_layers=range(layers)) as handle:
+            torch.testing.assert_close(model(**inputs)[0], before, rtol=1e-4, atol=1e-5)
+            assert handle.layers == layers
+        with tritium.set_sparse_attention(model, layout, sparsity=0.7, calls_per_step=2, dense_steps=1, reuse_steps=2):
+            for _ in range(2):
+                torch.testing.assert_close(model(**inputs)[0], before, rtol=1e-4, atol=1e-5)
+            assert not made
+            for _ in range(4):
+                model(**inputs)
+            # Each of the two calls of a step has masks of its own, which serve for two steps.
+            assert len(made) == 2 * layers
+
+    @torch.inference_mode()
+    def test_video_without_text_in_its_stream(self, made):
+        """Wan attends to its prompt by an attention of its own, which stays dense."""
+        from tritium.bench import workloads
+
+        built = workloads.WAN.build("cpu", torch.float32, small=True)
+        model, inputs = built.model, built.inputs
+        before = model(**inputs)[0]
+        with tritium.set_sparse_attention(model, SparseLayout((3, 8, 10), 0, 16), sparsity=0.6) as handle:
+            after = model(**inputs)[0]
+            assert len(made) == len(model.blocks)
+            assert 0.5 < handle.density() < 0.9
+        assert not torch.allclose(after, before, rtol=1e-4, atol=1e-5)
+        assert torch.equal(model(**inputs)[0], before)
+
+    @torch.inference_mode()
+    def test_other_tokens_stay_dense(self):
+        model, inputs, _ = self.model()
+        before = model(**inputs)[0]
+        with tritium.set_sparse_attention(model, SparseLayout((1, 5, 7), 3, 8), sparsity=0.9):
+            torch.testing.assert_close(model(**inputs)[0], before, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,140 @@
+"""`set_attention` on models as diffusers ships them."""
+
+import pytest
+import torch
+
+import tritium
+from small_models import flux, flux_inputs
+from tritium import tuned
+from tritium.errors import ArgumentError, ArgumentTypeError
+from tritium.layers.attention import choice
+
+diffusers = pytest.importorskip("diffusers")
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch, tmp_path):
+    monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path)
+    choice.forget()
+
+
+@pytest.fixture(scope="module")
+def unet():
+    torch.manual_seed(0)
+    model = diffusers.UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(32, 32),
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=16,
+        attention_head_dim=8,
+        norm_num_groups=8,
+    ).eval()
+    return model, (torch.randn(1, 4, 8, 8), torch.tensor(5), torch.randn(1, 7, 16))
+
+
+def processors(model):
+    return [
+        (id(m.processor), type(m.processor), dict(vars(m.processor)))
+        for m in model.modules()
+        if getattr(m, "processor", None) is not None
+    ]
+
+
+@torch.inference_mode()
+def test_a_transformer_and_back():
+    model, inputs = flux(), flux_inputs()
+    before, plain = processors(model), model(**inputs)[0]
+    with tritium.set_attention(model, opt_mode="manual", op_type="chunked") as handle:
+        assert handle.layers == len(before)
+        served = model(**inputs)[0]
+        assert not torch.equal(served, plain)
+        torch.testing.assert_close(served, plain, rtol=1e-4, atol=1e-5)
+    assert processors(model) == before
+    assert torch.equal(model(**inputs)[0], plain)
+    tritium.set_attention(model)
+    torch.testing.assert_close(model(**inputs)[0], plain, rtol=1e-4, atol=1e-5)
+    assert len(choice.choices()) == 1
+
+
+@torch.inference_mode()
+def test_two_models_with_two_ways():
+    first, second, inputs = flux(), flux(), flux_inputs()
+    second.load_state_dict(first.state_dict())
+    tritium.set_attention(first, opt_mode="manual", op_type="sdpa")
+    tritium.set_attention(second, opt_mode="manual", op_type="chunked")
+    assert not torch.equal(first(**inputs)[0], second(**inputs)[0])
+
+
+@torch.inference_mode()
+def test_diffusers_own_call_knows_the_name():
+    model, inputs = flux(), flux_inputs()
+    plain = model(**inputs)[0]
+    tritium.register_attention_backend()
+    model.set_attention_backend("tritium")
+    try:
+        torch.testing.assert_close(model(**inputs)[0], plain, rtol=1e-4, atol=1e-5)
+        assert choice.choices()
+    finally:
+        model.reset_attention_backend()
+        # Diffusers sets the name for every model of the process, and resetting does not undo that.
+        from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+        _AttentionBackendRegistry.set_active_backend(AttentionBackendName.NATIVE)
+
+
+@torch.inference_mode()
+def test_an_older_model_and_back(unet):
+    model, inputs = unet
+    before, plain = processors(model), model(*inputs)[0]
+    with tritium.set_attention(model, opt_mode="manual", op_type="chunked") as handle:
+        assert handle.layers == len(before)
+        served = model(*inputs)[0]
+        assert not torch.equal(served, plain)
+        torch.testing.assert_close(served, plain, rtol=1e-4, atol=1e-5)
+    assert processors(model) == before
+    assert torch.equal(model(*inputs)[0], plain)
+
+
+@pytest.mark.parametrize("make", [lambda unet: (flux(), (), flux_inputs()), lambda unet: (unet[0], unet[1], {})])
+@torch.inference_mode()
+def test_compiled_without_a_break(make, unet):
+    model, args, kwargs = make(unet)
+    plain = model(*args, **kwargs)[0]
+    with tritium.set_attention(model):
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(*args, **kwargs)[0], plain, rtol=1e-4, atol=1e-5)
+
+
+def test_a_mask_for_each_sample_as_diffusers_means_it():
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+    member = tritium.register_attention_backend()
+    q = torch.randn(3, 3, 2, 8)
+    mask = torch.tensor([[True, True, False], [True, False, False], [True, True, True]])
+    plain = dispatch_attention_fn(q, q, q, mask)
+    torch.testing.assert_close(dispatch_attention_fn(q, q, q, mask, backend=member), plain)
+    with pytest.raises(ArgumentError, match="no dropout"):
+        dispatch_attention_fn(q, q, q, dropout_p=0.1, backend=member)
+
+
+@torch.inference_mode()
+def test_a_processor_that_is_a_module_is_left_alone_and_named():
+    class Own(torch.nn.Module):
+        def forward(self, attn, hidden_states, *args, **kwargs):
+            return hidden_states, hidden_states[:, :1]
+
+    model = flux()
+    model.transformer_blocks[0].attn.processor = Own()
+    handle = tritium.set_attention(model)
+    assert handle.skipped == ["transformer_blocks.0.attn"]
+    assert handle.layers == len(processors(model)) - 1
+
+
+def test_errors():
+    with pytest.raises(ArgumentError, match="Linear has no attention layers of diffusers"):
+        tritium.set_attention(torch.nn.Linear(2, 2))
+    with pytest.raises(ArgumentTypeError, match=r"takes a module such as pipe.transformer, got str"):
+        tritium.set_attention("transformer")
+    with pytest.raises(ArgumentError, match="did you mean 'cudnn'"):
+        tritium.set_attention(flux(), opt_mode="manual", op_type="cudn")

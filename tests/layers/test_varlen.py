@@ -1,0 +1,115 @@
+"""`attention_forward_varlen`: every segment by itself, against float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tritium
+from fidelity import assert_no_worse
+from tritium.errors import ArgumentError, ArgumentTypeError
+
+
+def stream(tokens, heads, width, seed, dtype=torch.float32):
+    return torch.randn(tokens, heads, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def boundaries(lengths):
+    return [sum(lengths[:count]) for count in range(len(lengths) + 1)]
+
+
+def exact_of(q, k, v, cu_q, cu_k, *, scale=None, causal=False):
+    """Token by token, in float64, from the definition."""
+    out = torch.zeros(*q.shape[:2], v.shape[2], dtype=torch.float64)
+    group = q.shape[1] // k.shape[1]
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    for segment in range(len(cu_q) - 1):
+        own_k, own_v = (t[cu_k[segment] : cu_k[segment + 1]].double() for t in (k, v))
+        for row in range(cu_q[segment], cu_q[segment + 1]):
+            # The last query sees all keys, the one before it all but one.
+            seen = own_k.shape[0] - (cu_q[segment + 1] - 1 - row) if causal else own_k.shape[0]
+            for head in range(q.shape[1]):
+                if seen > 0:
+                    weights = (own_k[:seen, head // group] @ q[row, head].double() * scale).softmax(0)
+                    out[row, head] = weights @ own_v[:seen, head // group]
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("causal", [False, True])
+def test_unequal_segments(dtype, causal):
+    q, k, v = stream(24, 3, 128, 0, dtype), stream(72, 3, 128, 1, dtype), stream(72, 3, 128, 2, dtype)
+    cu_q, cu_k = [0, 7, 24], [0, 64, 72]
+    exact = exact_of(q, k, v, cu_q, cu_k, causal=causal)
+    for places in ((cu_q, cu_k), (torch.tensor(cu_q), torch.tensor(cu_k, dtype=torch.int32))):
+        out = tritium.attention_forward_varlen(q, k, v, *places, causal=causal)
+        assert_no_worse(out, exact.to(dtype), exact)
+    # flash-attn's callers give the longest segments, by position.
+    given = tritium.attention_forward_varlen(q, k, v, cu_q, cu_k, 17, 64, 0.0, None, causal)
+    assert torch.equal(given, out)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=4),
+    st.booleans(),
+    st.sampled_from([(2, 2), (4, 2), (3, 1)]),
+    st.sampled_from([None, 0.5]),
+)
+def test_any_segments_of_any_heads(lengths, causal, heads, scale):
+    cu_q, cu_k = (boundaries([pair[side] for pair in lengths]) for side in (0, 1))
+    q, k, v = stream(cu_q[-1], heads[0], 8, 0), stream(cu_k[-1], heads[1], 8, 1), stream(cu_k[-1], heads[1], 4, 2)
+    out = tritium.attention_forward_varlen(q, k, v, cu_q, cu_k, softmax_scale=scale, causal=causal)
+    exact = exact_of(q, k, v, cu_q, cu_k, scale=scale, causal=causal)
+    assert_no_worse(out, exact.float(), exact)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"window_size": (3, 0)}, ArgumentError, r"Unsupported parameters in varlen attention: window_size=\(3, 0\)"),
+        ({"softcap": 1.0, "block_table": 1}, ArgumentError, "softcap=1.0, block_table=1"),
+        ({"alibi_slopes": 1}, ArgumentError, "alibi_slopes=1"),
+        ({"return_attn_probs": True}, ArgumentError, "return_attn_probs=True"),
+        ({"dropout_p": 0.1}, ArgumentError, "dropout_p should be set to 0.0 during evaluation"),
+        ({"q": torch.ones(1, 7, 2, 8)}, ArgumentError, "Expected q to be 3D"),
+        ({"k": torch.ones(7, 2)}, ArgumentError, "Expected k to be 3D"),
+        ({"v": None}, ArgumentTypeError, "v must be a tensor"),
+        ({"q": torch.ones(7, 2, 8).half()}, ArgumentTypeError, "one floating-point dtype"),
+        ({"k": torch.ones(7, 3, 8), "v": torch.ones(7, 3, 8)}, ArgumentError, "a multiple of as many"),
+        ({"cu_seqlens_q": [0, 6]}, ArgumentError, "end with the number of tokens, 7"),
+        ({"cu_seqlens_q": [0, 5, 3, 7]}, ArgumentError, "not decrease"),
+        ({"cu_seqlens_k": torch.tensor([1, 7])}, ArgumentError, "cu_seqlens_k must begin with 0"),
+        ({"cu_seqlens_k": torch.tensor([0.0, 7.0])}, ArgumentError, "whole numbers"),
+        ({"cu_seqlens_k": "07"}, ArgumentTypeError, "a tensor or a list"),
+        ({"cu_seqlens_k": [0, 3, 7]}, ArgumentError, "as many segments, got 1 and 2"),
+        ({"causal": 1}, ArgumentTypeError, "causal must be True or False"),
+    ],
+)
+def test_what_it_cannot_honour(changes, error, words):
+    given = {name: torch.ones(7, 2, 8) for name in "qkv"} | {"cu_seqlens_q": [0, 7], "cu_seqlens_k": [0, 7]}
+    with pytest.raises(error, match=words):
+        tritium.attention_forward_varlen(**{**given, **changes})
+
+
+def test_words_that_mean_nothing_are_accepted():
+    q = stream(7, 2, 8, 0)
+    out = tritium.attention_forward_varlen(
+        q, q, q, [0, 7], [0, 7], window_size=(-1, -1), softcap=0.0, deterministic=True, return_attn_probs=False
+    )
+    assert torch.equal(out, tritium.attention_forward_varlen(q, q, q, [0, 7], [0, 7]))
+
+
+def test_one_graph_without_a_break():
+    def function(q, k, cu):
+        return tritium.attention_forward_varlen(q * 2, k, k, cu, cu, causal=True) + 1
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
+    for ends in ([0, 3, 9], [0, 5, 11]):
+        q, k = stream(ends[-1], 2, 8, 0), stream(ends[-1], 2, 8, 1)
+        with torch.inference_mode(), torch._dynamo.config.patch(error_on_recompile=ends[-1] != 9):
+            torch.testing.assert_close(compiled(q, k, torch.tensor(ends)), function(q, k, torch.tensor(ends)))
+    operator = torch.ops.tritium.varlen_attention.default
+    cu = torch.tensor([0, 4, 4, 11], dtype=torch.int32)
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(operator, (q, k, k, cu, cu, None, None, 0.5, True), test_utils=tests)
