@@ -25,6 +25,12 @@ TEN = [(16, 8), (9, 7), (16, 10), (5, 6), (13, 13), (7, 20), (11, 9), (6, 14), (
 GRAPHS = dict.fromkeys(SMALL_VAES, 1) | {"wan": 3, "wan_residual": 3}
 
 
+def mostly(always, names):
+    """Parametrised by all names; the others than one where time does not matter."""
+    cells = [pytest.param(name, marks=() if name == always else (pytest.mark.thorough,)) for name in names]
+    return pytest.mark.parametrize("name", cells)
+
+
 class Graphs:
     """Counts the graphs that Dynamo has compiled since it was made, or asked."""
 
@@ -66,7 +72,7 @@ def _eagerly(vae, latent: torch.Tensor) -> torch.Tensor:
     return picture
 
 
-@pytest.mark.parametrize("name", SMALL_VAES)
+@mostly("kl", SMALL_VAES)
 def test_optimized_whole_sliced_and_tiled(name):
     small = SMALL_VAES[name]
     vae = small.build()
@@ -96,7 +102,7 @@ def test_optimized_whole_sliced_and_tiled(name):
     torch.testing.assert_close(tiled, decode(vae, large))
 
 
-@pytest.mark.parametrize("name", ["kl", "wan", "dc"])
+@mostly("wan", ["kl", "wan", "dc"])
 def test_tiles_of_one_pixel_run_eagerly_and_the_summary_says_so(name):
     small = SMALL_VAES[name]
     vae = small.build()
@@ -113,7 +119,7 @@ def test_tiles_of_one_pixel_run_eagerly_and_the_summary_says_so(name):
         assert f"({slivers} calls of one row or column ran eagerly)" in what
 
 
-@pytest.mark.parametrize("name", ["kl", "wan", "hunyuan_video"])
+@mostly("kl", ["kl", "wan", "hunyuan_video"])
 def test_encoders_too(name):
     small = SMALL_VAES[name]
     vae = small.build()
@@ -129,7 +135,14 @@ def test_encoders_too(name):
 
 
 # HunyuanVideo has the first frame apart: one and two latent frames are graphs of their own.
-@pytest.mark.parametrize(("name", "lengths"), [("wan", (3, 5)), ("hunyuan_video", (3, 4, 6)), ("ltx_video", (3, 4, 6))])
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    [
+        ("wan", (3, 5)),
+        pytest.param("hunyuan_video", (3, 4, 6), marks=pytest.mark.thorough),
+        pytest.param("ltx_video", (3, 4, 6), marks=pytest.mark.thorough),
+    ],
+)
 def test_videos_of_other_lengths(name, lengths):
     """Frames come one by one through Wan's decoder, and all at once through the others."""
     small = SMALL_VAES[name]
@@ -226,7 +239,7 @@ class TestPacked:
 
 
 @pytest.mark.codegen
-@pytest.mark.parametrize("name", ["kl", "wan"])
+@mostly("kl", ["kl", "wan"])
 def test_generated_code_decodes_every_size(name):
     small = SMALL_VAES[name]
     vae = small.build()
