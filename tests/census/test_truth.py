@@ -142,7 +142,9 @@ def test_repeated_blocks_have_their_sites_once(name):
     assert all(blocks[family] <= whole[family] for family in whole)
 
 
-@pytest.mark.parametrize("name", ["flux", "qwen_image", "wan", "kl_decoder"])
+@pytest.mark.parametrize(
+    "name", ["flux", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("qwen_image", "wan", "kl_decoder"))]
+)
 def test_dynamic_shapes_do_not_move_the_truth(name):
     model = ZOO[name]
     assert captured(model, resize=True) == truth(model).live

@@ -76,7 +76,9 @@ EXPECTED = {
 
 
 @pytest.mark.usefixtures("anywhere")
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize(
+    "dynamic", [pytest.param(False, marks=pytest.mark.thorough, id="static"), pytest.param(True, id="dynamic")]
+)
 @pytest.mark.parametrize("name", CODECS)
 def test_numbers_and_strides_of_stock_models(name, dynamic):
     entry = CODECS[name]

@@ -466,7 +466,7 @@ def run(model, dtype):
     return *outputs, tritium.explain(compiled).sites
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.thorough)], ids=str)
 @pytest.mark.parametrize("name", COUNTS)
 def test_the_zoo_s_ropes_are_all_found(name, dtype):
     model = ZOO[name]
