@@ -3,7 +3,7 @@
 import diffusers
 import torch
 
-from zoo_codec import MODELS
+from zoo_codec import MODELS, SMALL_WAN
 from zoo_model import SEED, Source, ZooModel, builder
 
 
@@ -11,15 +11,7 @@ def wan() -> torch.nn.Module:
     """A whole autoencoder, whose `decode` calls its decoder frame by frame."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        return diffusers.AutoencoderKLWan(
-            base_dim=8,
-            z_dim=4,
-            dim_mult=[1, 2],
-            num_res_blocks=1,
-            temperal_downsample=[True],
-            latents_mean=[0.0] * 4,
-            latents_std=[1.0] * 4,
-        ).eval()
+        return diffusers.AutoencoderKLWan(**SMALL_WAN).eval()
 
 
 def _ltx() -> torch.nn.Module:
@@ -69,15 +61,7 @@ def _dc() -> torch.nn.Module:
 
 
 def _qwen_image() -> torch.nn.Module:
-    return diffusers.AutoencoderKLQwenImage(
-        base_dim=8,
-        z_dim=4,
-        dim_mult=[1, 2],
-        num_res_blocks=1,
-        temperal_downsample=[True],
-        latents_mean=[0.0] * 4,
-        latents_std=[1.0] * 4,
-    ).decoder
+    return diffusers.AutoencoderKLQwenImage(**SMALL_WAN).decoder
 
 
 def _kl_encoder() -> torch.nn.Module:

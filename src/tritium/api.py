@@ -23,7 +23,7 @@ from tritium.pipelines.installed import Installed
 from tritium.pipelines.plan import Choice, Plan
 from tritium.pipelines.progress import Progress
 from tritium.pipelines.watch import Entry
-from tritium.report import Component, Report
+from tritium.report import Component, Report, text
 
 
 def optimize(
@@ -172,7 +172,7 @@ class Handle:
         ]
 
     def __str__(self) -> str:
-        return Report([], components=self.components).text_of_components()
+        return text.components(Report([], components=self.components))
 
     def summary(self) -> None:
         """Print, by part: the time of a call, its share, and what was done."""
