@@ -21,7 +21,6 @@ from tritium.compiler.count_flops import bytes_of, flops_of
 from tritium.errors import ReportError
 from tritium.report import (
     LEDGER,
-    MOST_DRAWINGS,
     Capture,
     Component,
     Drawing,
@@ -35,6 +34,7 @@ from tritium.report import (
     Site,
     Violation,
 )
+from tritium.report.ledger import MOST_DRAWINGS
 
 HOSTILE = "<img src=x onerror=alert(1)>&\"'</script></style></title>"
 

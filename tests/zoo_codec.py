@@ -49,16 +49,20 @@ def _kl_decoder_inputs(dtype=torch.float32, size=8):
     return {"sample": Source(dtype).normal(2, 4, size, 8)}
 
 
+# Wan's autoencoder, and Qwen-Image's, which is built like it.
+SMALL_WAN = {
+    "base_dim": 8,
+    "z_dim": 4,
+    "dim_mult": [1, 2],
+    "num_res_blocks": 1,
+    "temperal_downsample": [True],
+    "latents_mean": [0.0] * 4,
+    "latents_std": [1.0] * 4,
+}
+
+
 def _wan_decoder() -> torch.nn.Module:
-    return diffusers.AutoencoderKLWan(
-        base_dim=8,
-        z_dim=4,
-        dim_mult=[1, 2],
-        num_res_blocks=1,
-        temperal_downsample=[True],
-        latents_mean=[0.0] * 4,
-        latents_std=[1.0] * 4,
-    ).decoder
+    return diffusers.AutoencoderKLWan(**SMALL_WAN).decoder
 
 
 def _wan_decoder_inputs(dtype=torch.float32, size=8):

@@ -25,7 +25,7 @@ from tritium.pipelines.plan import Choice, Plan
 from tritium.pipelines.progress import Progress
 from tritium.pipelines.warm_up import warm_up
 from tritium.pipelines.watch import Entry
-from tritium.report import Component, Report, Violation
+from tritium.report import Component, Report, Violation, text
 
 
 def optimize(
@@ -203,7 +203,7 @@ class Handle:
         ]
 
     def __str__(self) -> str:
-        return Report([], components=self.components).text_of_components()
+        return text.components(Report([], components=self.components))
 
     def summary(self) -> None:
         """Print, by part: the time of a call, its share, and what was done."""

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import tritium
+from folding import count_folding
 from tritium.compiler import fold
 
 FOLD = tritium.CompilationConfig(engine="eager", enable_freezing=True)
@@ -51,18 +52,7 @@ def test_the_report_lists_what_was_folded():
 
 def test_it_is_computed_once(monkeypatch):
     model, x = Folds(), torch.randn(3, 8)
-    runs = []
-    original = fold.FoldedValues.of
-
-    def counted(self, sources):
-        program = self.program
-        self.program = lambda *args: (runs.append(1), program(*args))[1]
-        try:
-            return original(self, sources)
-        finally:
-            self.program = program
-
-    monkeypatch.setattr(fold.FoldedValues, "of", counted)
+    runs = count_folding(monkeypatch)
     with torch.no_grad():
         compiled = compile_folding(model)
         for _ in range(4):

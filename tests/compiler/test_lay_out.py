@@ -12,6 +12,7 @@ from torch import nn
 
 import tritium
 from fidelity import assert_no_worse
+from folding import count_folding
 from small_codecs import CODECS, wan
 from tritium import compat
 from tritium.compiler import fold, lay_out
@@ -296,18 +297,7 @@ class TestWeights:
 
     def test_they_are_laid_out_once(self, monkeypatch):
         model, x = Stack(), picture()
-        runs = []
-        original = fold.FoldedValues.of
-
-        def counted(self, sources):
-            program = self.program
-            self.program = lambda *args: (runs.append(1), program(*args))[1]
-            try:
-                return original(self, sources)
-            finally:
-                self.program = program
-
-        monkeypatch.setattr(fold.FoldedValues, "of", counted)
+        runs = count_folding(monkeypatch)
         compiled = compile_eagerly(model)
         with torch.inference_mode():
             for _ in range(3):

@@ -16,6 +16,7 @@ from torch import fx
 
 from tritium import compat
 from tritium.compiler import libraries
+from tritium.compiler.dissect import Dissection
 from tritium.compiler.observe import KernelObserver, store, store_key
 from tritium.report import Failure, GraphRecord, PassRecord
 from tritium.tiling import hooks
@@ -37,8 +38,13 @@ class Lowering:
     settings: Mapping[str, Any]
     identity: bytes
     tiling: TilingPolicy = OFF
-    # The kernels that code generation had written when the attempt failed.
-    unfinished: list[dict[str, Any]] = field(default_factory=list)
+    # What code generation has written so far.
+    dissection: Dissection = field(default_factory=Dissection)
+
+    @property
+    def unfinished(self) -> list[dict[str, Any]]:
+        """The kernels that code generation had written when the attempt failed."""
+        return self.dissection.unfinished()
 
 
 def lower(attempt: Lowering, record: GraphRecord) -> Callable[..., Any]:
@@ -48,20 +54,17 @@ def lower(attempt: Lowering, record: GraphRecord) -> Callable[..., Any]:
     settings[SALT] = compat.salted_pass(attempt.identity, own)
     libraries.install()
     observer = KernelObserver(record.device_type)
+    attempt.dissection = observer.dissection
     tiling = PassRecord(TILING, declined=_why_untiled(attempt.tiling, record.device_type))
     record.passes = [*(entry for entry in record.passes if entry.name != TILING), tiling]
     with compat.inductor_patched(settings):
         key = store_key(attempt.gm.graph, attempt.identity)
-        try:
-            with (
-                compat.observed_codegen(observer),
-                compat.recorded_kernels(observer),
-                _tiled(attempt.tiling, tiling, record) as observer.tilings,
-            ):
-                compiled = compat.compile_fx(attempt.gm, attempt.example_inputs)
-        except Exception:
-            attempt.unfinished = observer.dissection.unfinished()
-            raise
+        with (
+            compat.observed_codegen(observer),
+            compat.recorded_kernels(observer),
+            _tiled(attempt.tiling, tiling, record) as observer.tilings,
+        ):
+            compiled = compat.compile_fx(attempt.gm, attempt.example_inputs)
     if observer.saw_codegen:
         observation = observer.observation()
         record.observed(observation, "codegen")

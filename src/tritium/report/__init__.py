@@ -1,0 +1,228 @@
+"""What was done, declined, and why.
+
+A `GraphRecord` is written while one graph is compiled and belongs to that compiled code; `LEDGER` keeps them for the
+process; a `Report` is a view over the records of one model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tritium import compat, device
+from tritium.errors import ReportError
+from tritium.report import text
+from tritium.report.ledger import LEDGER, CompilationObserver, Ledger
+from tritium.report.recompiles import parse_guard_failure
+from tritium.report.records import (
+    SEED_FAMILIES,
+    Capture,
+    Component,
+    Drawing,
+    DrawnNode,
+    Failure,
+    Folded,
+    GraphRecord,
+    Measurement,
+    Outcome,
+    PassRecord,
+    Recompile,
+    Site,
+    SiteCounts,
+    Violation,
+)
+
+__all__ = [
+    "LEDGER",
+    "Capture",
+    "CompilationObserver",
+    "Component",
+    "Drawing",
+    "DrawnNode",
+    "Failure",
+    "Folded",
+    "GraphRecord",
+    "Ledger",
+    "Measurement",
+    "Outcome",
+    "PassRecord",
+    "Recompile",
+    "Report",
+    "Site",
+    "SiteCounts",
+    "Violation",
+    "parse_guard_failure",
+]
+
+
+class Report:
+    """What Tritium did to one model. `str(report)` is a page of text, `to_dict()` the same as data, `to_html` a page."""
+
+    def __init__(
+        self,
+        records: Iterable[GraphRecord],
+        limits: Iterable[compat.LimitReached] = (),
+        *,
+        components: Iterable[Component] = (),
+        measurement: Measurement | None = None,
+        violations: Iterable[Violation] = (),
+    ) -> None:
+        self.records = list(records)
+        self.limits = list(limits)
+        # The parts of a pipeline, where the report is about one.
+        self.components = list(components)
+        self.measurement = measurement
+        # Calls outside of `Plan(shapes=...)`.
+        self.violations = list(violations)
+
+    @property
+    def device(self) -> dict[str, Any]:
+        types = {record.device_type for record in self.records}
+        chosen = "cuda" if "cuda" in types else next(iter(types), None)
+        return dict(device.describe(chosen).to_dict())
+
+    @property
+    def sites(self) -> dict[str, SiteCounts]:
+        counts = {family: SiteCounts() for family in SEED_FAMILIES}
+        for site in itertools.chain.from_iterable(record.sites for record in self.records):
+            for family in site.families:
+                of_family = counts.setdefault(family, SiteCounts())
+                setattr(of_family, site.outcome, getattr(of_family, site.outcome) + 1)
+                of_family.reasons[site.reason] += 1
+        return counts
+
+    @property
+    def fallbacks(self) -> list[dict[str, Any]]:
+        found: dict[tuple[str, str], dict[str, Any]] = {}
+        for entry in itertools.chain.from_iterable(record.fallbacks for record in self.records):
+            known = found.setdefault((entry["op"], entry["reason"]), {**entry, "count": 0, "arguments": Counter()})
+            known["count"] += entry["count"]
+            known["arguments"].update(entry.get("arguments", {}))
+        return [{**entry, "arguments": dict(entry["arguments"])} for entry in found.values()]
+
+    @property
+    def attention(self) -> list[dict[str, Any]]:
+        """Who computes which attention of the graphs, and the densities of sparse ones; see `tritium.layers`."""
+        return LEDGER.attention_of(self.records)
+
+    @property
+    def lowered(self) -> list[dict[str, Any]]:
+        """Operators of Inductor's graphs that became generated code, most frequent first."""
+        total: Counter[str] = Counter()
+        for entry in itertools.chain.from_iterable(record.lowered for record in self.records):
+            total[entry["op"]] += entry["count"]
+        return [{"op": op, "count": count} for op, count in total.most_common()]
+
+    @property
+    def not_fused(self) -> list[dict[str, Any]]:
+        """Pairs of generated kernels of which one reads what the other writes or reads, with Inductor's reason."""
+        return [{"graph": record.graph, **pair} for record in self.records for pair in record.not_fused]
+
+    @property
+    def recompiles(self) -> list[dict[str, str | None]]:
+        found = [record.recompile for record in self.records if record.recompile is not None]
+        for limit in self.limits:
+            last = parse_guard_failure("", limit.reason, {})
+            found.append(
+                Recompile(
+                    f"{limit.function} ({limit.file.rsplit('/', 1)[-1]}:{limit.line})",
+                    last.argument,
+                    last.was,
+                    last.now,
+                    f"{limit.limit} ({limit.value}) reached, runs eagerly from now on for other arguments; "
+                    f"last: {last.reason}",
+                )
+            )
+        return [entry.to_dict() for entry in found]
+
+    @property
+    def captures(self) -> list[dict[str, Any]]:
+        return [{"graph": record.graph, **entry.to_dict()} for record in self.records for entry in record.captures]
+
+    @property
+    def kernels(self) -> list[dict[str, Any]]:
+        return [{"graph": record.graph, **kernel} for record in self.records for kernel in record.kernels]
+
+    @property
+    def passes(self) -> list[dict[str, Any]]:
+        return [{"graph": record.graph, **entry.to_dict()} for record in self.records for entry in record.passes]
+
+    @property
+    def folded(self) -> list[dict[str, Any]]:
+        return [{"graph": record.graph, **entry.to_dict()} for record in self.records for entry in record.folded]
+
+    @property
+    def failures(self) -> list[dict[str, Any]]:
+        return [{"graph": record.graph, **entry.to_dict()} for record in self.records for entry in record.failures]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "versions": compat.versions(),
+            "device": self.device,
+            "components": [component.to_dict() for component in self.components],
+            "measurement": self.measurement.to_dict() if self.measurement is not None else None,
+            "graphs": [record.describe() for record in self.records],
+            "sites": {family: counts.to_dict() for family, counts in self.sites.items()},
+            "attention": self.attention,
+            "lowered": self.lowered,
+            "fallbacks": self.fallbacks,
+            "not_fused": self.not_fused,
+            "recompiles": self.recompiles,
+            "violations": [violation.to_dict() for violation in self.violations],
+            "captures": self.captures,
+            "kernels": self.kernels,
+            "passes": self.passes,
+            "folded": self.folded,
+            "failures": self.failures,
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    def dump(self, folder: str | os.PathLike[str]) -> list[Path]:
+        """Write a folder for every generated kernel, in which it can be read, run, edited and measured alone.
+
+        They are `<folder>/<function>-<graph>/fused_<operators>_<hash>`, with the files that `tritium.whitebox` lists. On a
+        warm start they come from beside Inductor's cache; a graph whose kernels are not known raises a `ReportError`,
+        after the others were written.
+        """
+        written = [path for record in self.records for path in record.write_kernels(Path(folder))]
+        lacking = [f"{record.graph} ({reason})" for record in self.records if (reason := record.why_no_kernels())]
+        if lacking:
+            raise ReportError(
+                f"no kernels are known for graph {'; '.join(lacking)}; {len(written)} folders were written"
+            )
+        return written
+
+    def to_html(self, path: str | os.PathLike[str], *, title: str = "Tritium report") -> None:
+        """Write one page that holds everything it shows: it loads nothing. The file appears whole or not at all."""
+        from tritium import page
+
+        sites = [
+            {"graph": record.graph, **dataclasses.asdict(site)} for record in self.records for site in record.sites
+        ]
+        drawings = [
+            {"graph": record.graph, "function": record.function, **record.drawing.to_dict()}
+            for record in self.records
+            if record.drawing is not None
+        ]
+        data = {**self.to_dict(), "bandwidth": self._bandwidth(), "site_list": sites, "drawings": drawings}
+        page.write(path, page.render(data, title))
+
+    def _bandwidth(self) -> float | None:
+        if self.measurement is not None:
+            return self.measurement.roofs.bytes_per_s
+        return device.copy_bandwidth(device.Device(self.device["type"], self.device["name"]))
+
+    def __str__(self) -> str:
+        return text.of_report(self)
+
+    def __repr__(self) -> str:
+        recognised = sum(counts.recognised for counts in self.sites.values())
+        return f"<Report: {len(self.records)} graphs, {recognised} sites recognised, {len(self.recompiles)} recompiles>"

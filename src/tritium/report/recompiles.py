@@ -1,0 +1,73 @@
+"""Why a graph was compiled again: Dynamo's sentences about failed guards, read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from tritium.report.records import Recompile
+
+_MISMATCH = re.compile(
+    r"tensor '(?P<argument>.+?)' (?P<what>[\w ]+?) mismatch(?: at index (?P<index>\d+))?\. "
+    r"expected (?P<was>.+), actual (?P<now>.+?)(?:$|[.\n])"
+)
+_EQUALITY = re.compile(r"^(?P<argument>[A-Za-z_][\w.\[\]']*) == (?P<was>.+)$")
+_NAME = re.compile(r"[A-Za-z_]\w*")
+# Something of the module itself, in Dynamo's spelling.
+_INSIDE = re.compile(r"self(?:\._(?:modules|parameters|buffers)\['[^']+'\]|\.\w+(?:\['[^']+'\])?)+")
+
+
+def parse_guard_failure(graph: str, text: str, arguments: Mapping[str, Any]) -> Recompile:
+    """Dynamo's sentence about a failed guard as argument, was and now.
+
+    >>> parse_guard_failure("0/1", "0/0: tensor 'x' size mismatch at index 1. expected 8, actual 16", {})
+    Recompile(graph='0/1', argument='x', was='size 8 at dim 1', now='size 16 at dim 1', reason="tensor 'x' size mismatch at index 1. expected 8, actual 16")
+    """
+    first = re.sub(r"^\d+/\d+(?:_\d+)?: ", "", text.splitlines()[0])
+    reason = first.split("  #")[0].strip()
+    mismatch = _MISMATCH.search(reason)
+    if mismatch is not None:
+        what, index = mismatch["what"], mismatch["index"]
+        place = f" at dim {index}" if index is not None else ""
+        values = [f"{what} {mismatch[key].strip()}{place}" for key in ("was", "now")]
+        if what == "dispatch key set":
+            # The only key that ordinary use changes: a tensor made under inference_mode lacks it.
+            values = ["normal tensor" if "ADInplaceOrView" in value else "inference tensor" for value in values]
+        return Recompile(graph, _argument_name(mismatch["argument"]), values[0], values[1], reason)
+    if reason.startswith("GLOBAL_STATE changed"):
+        return Recompile(graph, None, None, None, reason)
+    equality = _EQUALITY.match(reason)
+    inside = _INSIDE.search(reason)
+    if inside is not None:
+        was = equality["was"].strip() if equality is not None else None
+        return Recompile(graph, _inner_name(inside[0]), was, None, reason)
+    named = next((name for name in _NAME.findall(reason) if name in arguments), None)
+    argument = equality["argument"] if equality is not None else named
+    if argument is None:
+        return Recompile(graph, None, None, None, reason)
+    was = equality["was"].strip() if equality is not None else None
+    now = _brief(arguments[argument]) if argument in arguments else None
+    return Recompile(graph, _argument_name(argument), was, now, reason)
+
+
+def _argument_name(text: str) -> str:
+    """`hidden_states` for `kwargs['hidden_states']`: a decorator around forward hides the name otherwise."""
+    return re.sub(r"^(?:kw)?args\['?([\w.]+)'?\]", r"\1", text)
+
+
+def _inner_name(path: str) -> str:
+    """A place inside of a module as a user writes it.
+
+    >>> _inner_name("self._modules['attn']._modules['to_q'].scaling['one']")
+    "attn.to_q.scaling['one']"
+    """
+    return re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", path).removeprefix("self.")
+
+
+def _brief(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    if shape is not None and hasattr(value, "dtype"):
+        return f"tensor of shape {tuple(shape)}, {value.dtype}"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{type(value).__name__} object"

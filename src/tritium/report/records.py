@@ -1,0 +1,306 @@
+"""What is written down while one graph is compiled, and about the parts of a pipeline."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType
+from typing import Any, Literal
+
+from tritium import measure, whitebox
+from tritium.report.suggestions import suggest
+
+SEED_FAMILIES = ("rms_norm", "rope", "adalayernorm", "gelu", "mul_add")
+
+Outcome = Literal["fused", "inductor", "declined"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place in one graph where a fusion applies."""
+
+    fusion: str
+    families: tuple[str, ...]
+    outcome: Outcome
+    reason: str
+    node: str = ""
+    source_line: str = ""
+    # Who computes the op that stands here now; empty where nothing was rewritten.
+    provider: str = ""
+
+    def declined(self, reason: str) -> Site:
+        return Site(self.fusion, self.families, "declined", reason, self.node, self.source_line)
+
+
+@dataclass
+class SiteCounts:
+    """How the sites of one family ended."""
+
+    fused: int = 0
+    inductor: int = 0
+    declined: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def recognised(self) -> int:
+        return self.fused + self.inductor
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "fused": self.fused,
+            "inductor": self.inductor,
+            "declined": self.declined,
+            "reasons": dict(self.reasons),
+        }
+
+
+@dataclass
+class PassRecord:
+    """One pass over one graph."""
+
+    name: str
+    changed: bool = False
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+    declined: str | None = None
+    failed: str | None = None
+    # What it did, where it says so, and how many places it left alone for which reasons.
+    summary: str | None = None
+    left_alone: dict[str, int] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "changed": self.changed,
+            "requests": self.requests,
+            "seconds": round(self.seconds, 6),
+            "declined": self.declined,
+            "failed": self.failed,
+            "summary": self.summary,
+            "left_alone": self.left_alone,
+        }
+
+
+@dataclass(frozen=True)
+class Recompile:
+    """Why a frame was compiled once more."""
+
+    graph: str
+    argument: str | None
+    was: str | None
+    now: str | None
+    reason: str
+
+    @property
+    def suggestion(self) -> str | None:
+        """What to write so that this does not happen; None where nothing would help."""
+        return suggest(self.argument, self.was, self.now, self.reason)
+
+    def to_dict(self) -> dict[str, str | None]:
+        return {**self.__dict__, "suggestion": self.suggestion}
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A value that depends on parameters alone and is computed when they change instead of on every call."""
+
+    value: str
+    sources: tuple[str, ...]
+    bytes: int
+    declined: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**self.__dict__, "sources": list(self.sources)}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A part that turned itself off for one graph."""
+
+    part: str
+    reason: str
+    graphs_at: str | None = None
+
+    def to_dict(self) -> dict[str, str | None]:
+        return dict(self.__dict__)
+
+
+@dataclass(frozen=True)
+class Violation:
+    """Calls of a part outside of the shapes that were promised."""
+
+    part: str
+    what: str
+    done: str
+    times: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+@dataclass
+class Capture:
+    """One bucket of one region: a recording that is replayed, or the reason why there is none."""
+
+    bucket: str
+    hits: int = 0
+    # Static inputs and results, and what the recording took of the device's memory besides.
+    bytes: int = 0
+    # Which piece of a graph that is cut at boundary ops; None for a whole graph.
+    piece: int | None = None
+    declined: str | None = None
+    # Whether results are copied, because a caller held one over the next call.
+    copies: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnNode:
+    """A node of a graph as words: nothing of the model stays alive through it."""
+
+    name: str
+    target: str
+    type: str
+    inputs: tuple[str, ...]
+    source_line: str = ""
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A part of one graph as Dynamo made it and as the passes left it."""
+
+    # The path of the block that is drawn, or None for the graph from its beginning.
+    block: str | None
+    before: tuple[DrawnNode, ...]
+    after: tuple[DrawnNode, ...]
+    # Nodes of that part that are not drawn, because it is too large.
+    left_out: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Component:
+    """One part of a pipeline: how long a call of it takes, and what was done to it."""
+
+    name: str
+    # The median of its calls in which nothing was compiled; None if there were none.
+    milliseconds: float | None
+    calls: int
+    # Of the time in all components.
+    share: float | None
+    # The seconds of the calls that compiled.
+    first_call_seconds: float
+    what: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """How the kernels' times were measured, and what the machine reaches at best."""
+
+    # Calls under the profiler; times are means over them.
+    calls: int
+    # One call by the clock, without the profiler.
+    call_ms: float
+    # Kernels that the profiler's events could be attributed to, of all that are recorded for graphs that ran.
+    timed: int
+    of: int
+    roofs: measure.Roofs
+    # Whether others kept the machine busy meanwhile; None where nobody tells.
+    disturbed: bool | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclass
+class GraphRecord:
+    """Everything known about one compiled graph."""
+
+    graph: str
+    function: str
+    engine: str
+    device_type: str
+    nodes: int = 0
+    break_reason: str | None = None
+    needs_gradients: bool = False
+    sites: list[Site] = field(default_factory=list)
+    passes: list[PassRecord] = field(default_factory=list)
+    folded: list[Folded] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    captures: list[Capture] = field(default_factory=list)
+    # The regions that hold the recordings, for whoever wants to clear them; they live as long as the compiled code.
+    regions: list[weakref.ref[Any]] = field(default_factory=list)
+    fallbacks: list[dict[str, Any]] = field(default_factory=list)
+    kernels: list[dict[str, Any]] = field(default_factory=list)
+    # Operators that became generated code, and pairs of kernels that exchange data and are two.
+    lowered: list[dict[str, Any]] = field(default_factory=list)
+    not_fused: list[dict[str, Any]] = field(default_factory=list)
+    kernels_from: Literal["codegen", "store", "none"] = "none"
+    # The kernels' texts, packed by `whitebox`.
+    sources: str = ""
+    recompile: Recompile | None = None
+    seconds: float = 0.0
+    drawing: Drawing | None = None
+    # How often the graph ran in one measured call; None where nothing was measured.
+    runs: float | None = None
+    code: weakref.ref[CodeType] | None = None
+    owners: tuple[weakref.ref[Any], ...] = ()
+    callers: frozenset[int] = frozenset()
+
+    def belongs_to(self, thing: object) -> bool:
+        """Whether `thing` was on the stack when this graph was compiled."""
+        return any(owner() is thing for owner in self.owners)
+
+    @property
+    def label(self) -> str:
+        return f"{self.function}-{self.graph}"
+
+    def why_no_kernels(self) -> str | None:
+        """Why there is nothing to dump although Inductor compiled the graph; None where there is, or nothing was asked."""
+        if self.kernels_from != "none" or self.engine != "inductor":
+            return None
+        if self.needs_gradients:
+            return "it needs gradients and was left to Inductor"
+        return (
+            "it was found compiled in Inductor's cache, and what was seen of its code generation is not there: "
+            "clear the cache, or set TORCHINDUCTOR_FORCE_DISABLE_CACHES=1"
+        )
+
+    def write_kernels(self, folder: Path) -> list[Path]:
+        """A folder for each generated kernel, see `whitebox`."""
+        if not self.sources:
+            return []
+        inner = folder / re.sub(r"[^A-Za-z0-9_.-]+", "_", self.label).strip("_")
+        return whitebox.write(inner, whitebox.unpack(self.sources), self.kernels)
+
+    def observed(self, observation: Mapping[str, Any], source: Literal["codegen", "store"]) -> None:
+        """Take over what was seen of the code generation, now or in an earlier process."""
+        for name in ("kernels", "fallbacks", "lowered", "not_fused", "sources"):
+            setattr(self, name, observation[name])
+        self.kernels_from = source
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "graph": self.graph,
+            "function": self.function,
+            "engine": self.engine,
+            "device": self.device_type,
+            "nodes": self.nodes,
+            "seconds": round(self.seconds, 3),
+            "needs_gradients": self.needs_gradients,
+            "break_reason": self.break_reason,
+            "kernels_from": self.kernels_from,
+            "runs": self.runs,
+        }
