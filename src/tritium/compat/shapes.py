@@ -74,17 +74,19 @@ def _drop_guards_that_decide_nothing() -> None:
     candidates = {4: (routines.Mkldnn, routines.Slow2d), 5: (routines.Mkldnn, routines.Slow3d)}
 
     @functools.wraps(original)
-    def select(tensor: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def select(*args: Any, **kwargs: Any) -> Any:
+        # Some versions pass all by name.
+        tensor, weight = (args + tuple(kwargs[name] for name in ("input", "weight") if name in kwargs))[:2]
         symbols: Any = getattr(getattr(tensor, "fake_mode", None), "shape_env", None)
         if not hasattr(symbols, _MARK) or tensor.device.type != "cpu":
-            return original(tensor, weight, *args, **kwargs)
+            return original(*args, **kwargs)
         with symbols.suppress_guards():
-            found = original(tensor, weight, *args, **kwargs)
+            found = original(*args, **kwargs)
         among = candidates.get(weight.dim(), ())
         if found in among:
             layouts = {bindings._conv_determine_backend_memory_format(tensor, weight, one) for one in among}
             if len(layouts) == 1:
                 return found
-        return original(tensor, weight, *args, **kwargs)
+        return original(*args, **kwargs)
 
     bindings._select_conv_backend = select
