@@ -5,6 +5,9 @@ chance: a square, or a height that equals a number of channels, and the next siz
 
 On a CPU, torch picks the routine of a float32 convolution by the number of its elements (20,480), and tracing asks which it would be:
 to know the layout of the result. The answer becomes a guard on the picture's size, also where both routines give the same layout.
+
+Before torch 2.13 Dynamo cannot trace `tensor == "a word"`, with which Wan's decoder asks whether a frame was kept: it skips the
+decoder and compiles what the decoder calls, piece by piece and for each size.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+
+from tritium.compat.versions import TORCH
 
 # The arguments of Dynamo's `OutputGraph` by which a frame is told from another.
 _NEEDED = {"compiler_fn", "local_scope"}
@@ -52,6 +57,8 @@ def keep_sizes_apart(when: Callable[[Any, Mapping[str, Any]], bool]) -> bool:
     setattr(start, _MARK, True)
     output_graph.__init__ = start
     _drop_guards_that_decide_nothing()
+    if TORCH < (2, 13):
+        _compare_tensors_with_words()
     return True
 
 
@@ -90,3 +97,19 @@ def _drop_guards_that_decide_nothing() -> None:
         return original(*args, **kwargs)
 
     bindings._select_conv_backend = select
+
+
+def _compare_tensors_with_words() -> None:
+    """In marked graphs, a tensor is not equal to a word: what Python finds out after the tensor has declined to compare."""
+    variables: Any = importlib.import_module("torch._dynamo.variables")
+    original = variables.TensorVariable.call_method
+
+    @functools.wraps(original)
+    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name in ("__eq__", "__ne__") and hasattr(tx.output.shape_env, _MARK) and len(args) == 1:
+            (other,) = args
+            if isinstance(other, variables.ConstantVariable) and isinstance(other.as_python_constant(), str):
+                return variables.ConstantVariable.create(name == "__ne__")
+        return original(self, tx, name, args, kwargs)
+
+    variables.TensorVariable.call_method = call_method
