@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tritium import device
+from tritium import device, turns
 
 # Fewer samples than this make no quartiles worth printing.
 MINIMUM_ROUNDS = 5
@@ -78,6 +78,21 @@ def interleave(
     if (seconds is None) == (rounds is None):
         raise ValueError("say either seconds or rounds")
     stopwatch = stopwatch or stopwatch_for(device_type)
+    with turns.turn(device_type):
+        return _interleave(variants, device_type, seconds, rounds, warmup, burst, stopwatch, prepare, on_round)
+
+
+def _interleave(
+    variants: Mapping[str, Callable[[], Any]],
+    device_type: str,
+    seconds: float | None,
+    rounds: int | None,
+    warmup: int,
+    burst: int,
+    stopwatch: Stopwatch,
+    prepare: Callable[[str], None] | None,
+    on_round: Callable[[float], None] | None,
+) -> dict[str, Timing]:
     names = list(variants)
     for _ in range(warmup):
         for name in names:
