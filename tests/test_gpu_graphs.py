@@ -1,6 +1,7 @@
 """Static graphs where they are CUDA's own. What holds on every device is in compiler/test_capture.py, which runs on a GPU too."""
 
 import random
+import threading
 
 import pytest
 import torch
@@ -62,6 +63,18 @@ class TestStreams:
         for found, right in zip(sums, expected, strict=True):
             assert found == right.double().sum()
 
+    def test_a_thread_that_has_multiplied_nothing_records_again(self):
+        x = torch.randn(64, 64, device=DEVICE)
+        f, record = region(lambda x: x @ x)
+        held = [f(x)]
+        # This one finds the result held, and so records anew, before it has a handle of cuBLAS.
+        thread = threading.Thread(target=lambda: held.append(f(x)))
+        thread.start()
+        thread.join()
+        assert torch.equal(*held)
+        assert record.captures[0].declined is None
+        assert record.captures[0].copies
+
     def test_inside_somebody_elses_recording_nothing_is_replayed(self):
         f, record = region(lambda x: x * 2)
         x = torch.ones(4, device=DEVICE)
@@ -80,8 +93,11 @@ class TestRefusals:
     def test_a_call_that_waits_for_the_device_cannot_be_recorded(self):
         f, record = region(lambda x: x * float(x.sum().item()))
         x = torch.ones(4, device=DEVICE)
+        stream = torch.cuda.current_stream()
         with pytest.warns(RuntimeWarning, match="could not be captured"):
             assert f(x).tolist() == [4.0] * 4
+        assert torch.cuda.current_stream() == stream
+        assert torch.randn(4, device=DEVICE).isfinite().all(), "random numbers are as before"
         assert f(x * 2).tolist() == [16.0] * 4
         assert record.captures[0].declined
         g, _ = region(lambda x: x + 1)

@@ -562,8 +562,9 @@ class TestFailure:
 class TestThreads:
     def test_threads_and_models_do_not_mix_their_results(self, device):
         models = [nn.Linear(8, 8).to(device).requires_grad_(False) for _ in range(2)]
-        regions = [region(nn.functional.linear, device, ("x", "weight", "bias"), weights=[1, 2])[0] for _ in models]
-        wrong = []
+        made = [region(nn.functional.linear, device, ("x", "weight", "bias"), weights=[1, 2]) for _ in models]
+        regions = [made_region for made_region, _ in made]
+        wrong, finished = [], []
 
         def work(seed):
             generator = torch.Generator().manual_seed(seed)
@@ -575,6 +576,7 @@ class TestThreads:
                     expected = models[which](x)
                     if not torch.equal(found, expected):
                         wrong.append((seed, step))
+            finished.append(seed)
 
         threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
         for thread in threads:
@@ -582,6 +584,8 @@ class TestThreads:
         for thread in threads:
             thread.join()
         assert not wrong
+        assert sorted(finished) == [0, 1, 2, 3]
+        assert all(row.declined is None for _, record in made for row in record.captures)
 
 
 BOUNDARY_CALLS = []

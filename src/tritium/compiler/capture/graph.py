@@ -146,8 +146,7 @@ class CudaLane:
                     failure = error
                     raise
         except BaseException:
-            # A pool that a recording broke off in is not used again.
-            self._pool = self._anchor = None
+            self._recover()
             if failure is not None:
                 # Ending a broken recording is an error too, which says less.
                 raise failure from None
@@ -155,6 +154,15 @@ class CudaLane:
         finally:
             self._recording = False
         return result
+
+    def _recover(self) -> None:
+        """A pool that a recording broke off in is not used again.
+
+        The default generator still believes in that recording and gives nobody numbers: one that succeeds tells it better.
+        """
+        self._pool = self._anchor = None
+        with contextlib.suppress(RuntimeError):
+            self._start_pool()
 
     def _start_pool(self) -> None:
         """A pool lives as long as some graph uses it: this empty one outlives all others, so that none is the last."""
@@ -165,9 +173,16 @@ class CudaLane:
             with self._into(self._anchor):
                 pass
 
-    def _into(self, graph: Any) -> Any:
-        # Other threads may go on using the device meanwhile.
-        return torch.cuda.graph(graph, pool=self._pool, stream=self._side_stream(), capture_error_mode="thread_local")
+    @contextlib.contextmanager
+    def _into(self, graph: Any) -> Iterator[None]:
+        side = self._side_stream()
+        # The outer one is for a recording that breaks off: torch leaves its stream current then. Other threads may go on
+        # using the device meanwhile.
+        with (
+            torch.cuda.stream(side),
+            torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"),
+        ):
+            yield
 
     def retire(self, things: Any) -> None:
         # A replay on another stream than the one that owns the memory may still run. Waiting for it is for rare moments

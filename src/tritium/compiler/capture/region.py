@@ -311,6 +311,17 @@ class Region:
         del result
         entry.outputs.settle()
 
+    def _record_again(self, entry: Entry, lane: Lane) -> None:
+        inputs = entry.inputs
+        assert inputs is not None
+        assert self._device is not None
+        static = inputs.args
+        written = [static[index] for index in sorted(self._written) if isinstance(static[index], torch.Tensor)]
+        # Libraries make their handles by thread, and cannot do it while they are recorded: this may be another thread.
+        with unchanged(self._device, inputs.generators, written):
+            lane.warm_up(lambda: self._run(*static))
+        self._record_graph(entry, lane, "copy")
+
     # --- replaying ---
 
     def _is_ready(self, entry: Entry, lane: Lane) -> bool:
@@ -322,7 +333,7 @@ class Region:
         if entry.outputs.held():
             # The caller keeps the memory of that result; from now on results are copied.
             entry.outputs = entry.graph = None
-            self._attempt(entry, lambda: self._record_graph(entry, lane, "copy"))
+            self._attempt(entry, lambda: self._record_again(entry, lane))
         return entry.graph is not None
 
     def _replay(self, entry: Entry, args: Sequence[Any]) -> Any:
