@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from tritium import compat
 from tritium.compiler.backend import Backend
+from tritium.pipelines import strides
 from tritium.pipelines.parts import Part
 from tritium.pipelines.plan import Choice, How, Plan
 from tritium.pipelines.progress import Progress
@@ -95,7 +96,8 @@ class Installed:
         key = (choice.how, choice.channels_last, module)
         if key not in self._calls:
             backend = self._backends[choice.how, choice.channels_last]
-            self._calls[key] = torch.compile(module._call_impl, backend=backend, dynamic=self._dynamic)
+            compiled = torch.compile(module._call_impl, backend=backend, dynamic=self._dynamic)
+            self._calls[key] = strides.evened(compiled) if choice.how == "tritium" else compiled
         return self._calls[key]
 
     # In inference mode new storage would make inference tensors of the parameters, for good.
