@@ -40,6 +40,7 @@ from tritium.compat.inductor import (
     inductor_settings,
     mode_settings,
     salted_pass,
+    setting,
     unknown_settings,
     vector_isas,
 )
@@ -159,6 +160,7 @@ __all__ = [
     "recorded_kernels",
     "region_of",
     "salted_pass",
+    "setting",
     "share_libraries",
     "simd_scheduling",
     "size_hint",

@@ -32,8 +32,18 @@ def inductor_patched(changes: Mapping[str, Any]) -> Iterator[None]:
         yield
 
 
+def setting_names() -> list[str]:
+    """The names of all settings; copying their values takes a millisecond."""
+    return list(inductor_config()._config)
+
+
+def setting(name: str) -> Any:
+    """One setting as it is for this thread."""
+    return getattr(inductor_config(), name)
+
+
 def unknown_settings(names: Sequence[str]) -> list[str]:
-    known = inductor_settings()
+    known = inductor_settings() if names else {}
     return [name for name in names if name not in known]
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from tritium import compat
+from tritium.compiler import collector
 from tritium.compiler.backend import Backend
 from tritium.pipelines import strides
 from tritium.pipelines.parts import Part
@@ -97,7 +98,9 @@ class Installed:
         if key not in self._calls:
             backend = self._backends[choice.how, choice.channels_last]
             compiled = torch.compile(module._call_impl, backend=backend, dynamic=self._dynamic)
-            self._calls[key] = strides.evened(compiled) if choice.how == "tritium" else compiled
+            if choice.how == "tritium":
+                compiled = strides.evened(collector.paused_at_first(compiled))
+            self._calls[key] = compiled
         return self._calls[key]
 
     # In inference mode new storage would make inference tensors of the parameters, for good.
