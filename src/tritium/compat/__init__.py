@@ -41,6 +41,7 @@ from tritium.compat.inductor import (
     mode_settings,
     salted_pass,
     setting,
+    start_hashing,
     unknown_settings,
     vector_isas,
 )
@@ -165,6 +166,7 @@ __all__ = [
     "simd_scheduling",
     "size_hint",
     "source_name",
+    "start_hashing",
     "steers_dynamo",
     "tiling_obstacle",
     "triton_kernel",

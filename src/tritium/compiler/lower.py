@@ -86,9 +86,7 @@ def lower(attempt: Lowering, record: GraphRecord) -> Callable[..., Any]:
 
 def _expected(known: Mapping[str, Any] | None, device_type: str) -> bool:
     """Whether Inductor's cache should have a graph for a GPU: an earlier process that used the same cache compiled it."""
-    return (
-        known is not None and device_type != "cpu" and compat.caching_obstacle() is None and not _compiled_again
-    )
+    return known is not None and device_type != "cpu" and compat.caching_obstacle() is None and not _compiled_again
 
 
 def _without_workers() -> contextlib.AbstractContextManager[None]:
