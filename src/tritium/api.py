@@ -16,6 +16,7 @@ from typing import Any, Self
 from torch import nn
 
 from tritium.compiler import artifacts as compiled_files
+from tritium.compiler import collector
 from tritium.compiler.explain import explain
 from tritium.errors import ArtifactError, ConfigError, PipelineError, ReportError, nearest
 from tritium.pipelines import hooks, parts, recipe, trial
@@ -256,7 +257,9 @@ def _load(path: str | Path | None, pipe: Any) -> compiled_files.ArtifactSummary 
     if path is None:
         return None
     try:
-        return compiled_files.load(Path(path), recipe.fingerprint_of(pipe))
+        # Reading them imports half of torch's compiler.
+        with collector.paused():
+            return compiled_files.load(Path(path), recipe.fingerprint_of(pipe))
     except ArtifactError as error:
         warnings.warn(f"tritium: {error}; compiling as usual", RuntimeWarning, stacklevel=4)
         return None

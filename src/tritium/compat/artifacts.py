@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tritium.compat.inductor import inductor_config, inductor_settings
+from tritium.compat.inductor import inductor_config, setting, setting_names
 
 
 def caching_obstacle() -> str | None:
@@ -94,8 +94,8 @@ def _library_request(given: Mapping[str, Any]) -> str:
     arguments = {name: value for name, value in given.items() if name not in {"cls", "submit_fn"}}
     # Which compiler is asked does not change what the source means.
     settings = {
-        name: value
-        for name, value in inductor_settings().items()
+        name: setting(name)
+        for name in setting_names()
         if name.startswith(("cpp.", "aot_inductor.")) and name != "cpp.cxx"
     }
     return repr((sorted(arguments.items()), sorted(settings.items())))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -32,8 +33,18 @@ def inductor_patched(changes: Mapping[str, Any]) -> Iterator[None]:
         yield
 
 
+def setting_names() -> list[str]:
+    """The names of all settings; copying their values takes a millisecond."""
+    return list(inductor_config()._config)
+
+
+def setting(name: str) -> Any:
+    """One setting as it is for this thread."""
+    return getattr(inductor_config(), name)
+
+
 def unknown_settings(names: Sequence[str]) -> list[str]:
-    known = inductor_settings()
+    known = inductor_settings() if names else {}
     return [name for name in names if name not in known]
 
 
@@ -51,8 +62,36 @@ def allows_tf32() -> bool:
     return bool(cudnn.conv.fp32_precision == "tf32")
 
 
+# The thread that hashes, once it was started.
+_hashing: list[threading.Thread] = []
+
+
+def start_hashing() -> None:
+    """Begin to hash torch's and Triton's own code, which is part of every cache key, until `compile_fx` needs it.
+
+    That is half a gigabyte, most of it in one library: read and hashed without Python's lock, beside whatever else runs.
+    """
+    if _hashing:
+        return
+    # Here and not in the thread: two threads that import modules which import each other can meet half of one.
+    codecache = importlib.import_module("torch._inductor.codecache")
+    triton = importlib.import_module("torch._inductor.runtime.triton_compat")
+
+    def hash_code() -> None:
+        # Both remember their result. Whoever asks for it next meets the same error, in a place that can tell of it.
+        with contextlib.suppress(Exception):
+            codecache.torch_key()
+            if triton.HAS_TRITON:
+                triton.triton_key()
+
+    _hashing.append(threading.Thread(target=hash_code, name="tritium-hashing", daemon=True))
+    _hashing[0].start()
+
+
 def compile_fx(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     module = importlib.import_module("torch._inductor.compile_fx")
+    for thread in _hashing:
+        thread.join()
     return cast("Callable[..., Any]", module.compile_fx(gm, example_inputs))
 
 

@@ -105,6 +105,7 @@ def load(path: str | os.PathLike[str], fingerprint: Fingerprint) -> ArtifactSumm
     except OSError as error:
         raise ArtifactError(f"{source} cannot be read: {error.strerror}") from error
     sections, graphs = decode(content, fingerprint, source)
+    compat.start_hashing()
     for section in sections:
         _put(section, source)
     libraries.install()

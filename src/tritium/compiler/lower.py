@@ -28,6 +28,10 @@ SALT = "post_grad_custom_pre_pass"
 # The entry of the tiling policy among the passes of a graph.
 TILING = "tiling_policy"
 
+# Graphs that an earlier process compiled and this one had to compile once more. One is enough to expect no other in the
+# cache: not every graph can be kept there.
+_compiled_again: list[str] = []
+
 
 @dataclass
 class Lowering:
@@ -50,7 +54,7 @@ class Lowering:
 def lower(attempt: Lowering, record: GraphRecord) -> Callable[..., Any]:
     """Compile with Inductor, and write into the record what its code generation did, now or in an earlier process."""
     settings = dict(attempt.settings)
-    own = settings.get(SALT, compat.inductor_settings().get(SALT))
+    own = settings[SALT] if SALT in settings else compat.setting(SALT)
     settings[SALT] = compat.salted_pass(attempt.identity, own)
     libraries.install()
     observer = KernelObserver(record.device_type)
@@ -59,21 +63,35 @@ def lower(attempt: Lowering, record: GraphRecord) -> Callable[..., Any]:
     record.passes = [*(entry for entry in record.passes if entry.name != TILING), tiling]
     with compat.inductor_patched(settings):
         key = store_key(attempt.gm.graph, attempt.identity)
+        known = store().load(key)
         with (
             compat.observed_codegen(observer),
             compat.recorded_kernels(observer),
             _tiled(attempt.tiling, tiling, record) as observer.tilings,
+            _without_workers() if _expected(known, record.device_type) else contextlib.nullcontext(),
         ):
             compiled = compat.compile_fx(attempt.gm, attempt.example_inputs)
     if observer.saw_codegen:
         observation = observer.observation()
         record.observed(observation, "codegen")
         store().save(key, observation)
-    elif (found := store().load(key)) is not None:
-        record.observed(found, "store")
+        if known is not None:
+            _compiled_again.append(key)
+    elif known is not None:
+        record.observed(known, "store")
     _describe_tiling(attempt.tiling, tiling, record)
     _write_for_debugging(record)
     return compiled
+
+
+def _expected(known: Mapping[str, Any] | None, device_type: str) -> bool:
+    """Whether Inductor's cache should have a graph for a GPU: an earlier process that used the same cache compiled it."""
+    return known is not None and device_type != "cpu" and compat.caching_obstacle() is None and not _compiled_again
+
+
+def _without_workers() -> contextlib.AbstractContextManager[None]:
+    """Compile here what there is to compile: for every graph on a GPU Inductor else starts its worker processes first."""
+    return compat.inductor_patched({"compile_threads": 1})
 
 
 def _write_for_debugging(record: GraphRecord) -> None:

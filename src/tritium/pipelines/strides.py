@@ -1,0 +1,40 @@
+"""Blocks of one class share their code: strides that say nothing are made equal before Dynamo guards on them.
+
+A slice of the tokens of a batch of one is as contiguous as a tensor of its own, but the stride of its batch is that of the
+whole it was cut from. Nothing ever steps over it, and Dynamo guards on it: the first of FLUX's single-stream blocks, whose
+input is a tensor of its own, would be compiled apart from the others, whose inputs are slices.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def evened(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A call whose tensors of batch one have the strides of tensors of their own."""
+
+    @functools.wraps(call)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            # Inside somebody else's graph nothing is guarded here.
+            return call(*args, **kwargs)
+        return call(*map(even, args), **{name: even(value) for name, value in kwargs.items()})
+
+    return run
+
+
+def even(value: Any) -> Any:
+    """The value, or the same memory under the strides of a contiguous tensor where only its batch of one differs."""
+    if type(value) is not torch.Tensor or value.dim() < 2 or value.shape[0] != 1:
+        return value
+    numbers = value.numel()
+    if value.stride(0) == numbers or numbers == 0 or not value.is_contiguous():
+        return value
+    # A view would be one more step for autograd, and lose what hangs on the tensor: dims that were marked, for one.
+    if value.requires_grad or value.__dict__:
+        return value
+    return value.as_strided(value.shape, (numbers, *value.stride()[1:]))

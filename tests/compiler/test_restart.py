@@ -1,0 +1,55 @@
+"""What a process does not do for graphs that an earlier one compiled."""
+
+import threading
+
+import pytest
+
+from tritium import compat
+from tritium.compiler import lower
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    monkeypatch.setattr(lower, "_compiled_again", [])
+
+
+def test_no_workers_for_a_graph_on_a_gpu_that_an_earlier_process_compiled():
+    assert lower._expected({"kernels": []}, "cuda")
+    with lower._without_workers():
+        assert compat.setting("compile_threads") == 1
+
+
+def test_workers_for_everything_else(monkeypatch):
+    assert not lower._expected(None, "cuda")
+    assert not lower._expected({"kernels": []}, "cpu")
+    with compat.inductor_patched({"fx_graph_cache": False}):
+        assert not lower._expected({"kernels": []}, "cuda")
+    monkeypatch.setattr(lower, "_compiled_again", ["key"])
+    assert not lower._expected({"kernels": []}, "cuda")
+
+
+def test_the_number_of_workers_is_no_part_of_torch_s_cache_key():
+    config = compat.inductor_config()
+    key = config.save_config_portable(ignore_private_configs=True)
+    with lower._without_workers():
+        assert config.save_config_portable(ignore_private_configs=True) == key
+
+
+def test_a_failed_hash_is_left_to_who_needs_it(monkeypatch):
+    codecache = pytest.importorskip("torch._inductor.codecache")
+    asked = []
+
+    def broken():
+        asked.append(threading.current_thread())
+        raise OSError("unreadable")
+
+    monkeypatch.setattr(codecache, "torch_key", broken)
+    monkeypatch.setattr("tritium.compat.inductor._hashing", [])
+    compat.start_hashing()
+    compat.start_hashing()
+    from tritium.compat import inductor
+
+    for thread in inductor._hashing:
+        thread.join()
+    assert len(asked) == 1
+    assert asked[0] is not threading.current_thread()
