@@ -34,6 +34,7 @@ def test_defaults_are_the_documented_ones():
             "enable_nd_tiling_workaround": True,
             "enable_divisibility_proof": True,
             "enable_narrow_sizes": True,
+            "enable_reduction_choice": True,
             "enable_tiling_retry": True,
         },
         "engine": "inductor",

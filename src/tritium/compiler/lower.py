@@ -105,11 +105,18 @@ def _tiled(policy: TilingPolicy, entry: PassRecord, record: GraphRecord) -> Iter
 
 def _describe_tiling(policy: TilingPolicy, entry: PassRecord, record: GraphRecord) -> None:
     tilings = [found for kernel in record.kernels if (found := kernel.get("tiling")) is not None]
-    entry.changed = any(found["choice"] != "coalesced" or found["sizes"] for found in tilings)
+    entry.changed = any(
+        found["choice"] != "coalesced" or found["sizes"] or _reduces_otherwise(found) for found in tilings
+    )
     names = {kernel["name"] for kernel in record.kernels}
     unmet = [kernel for kernel, _ in policy.pins if kernel not in names]
     if unmet and entry.declined is None and record.kernels_from != "none":
         entry.declined = f"force_tiling: this graph has no kernel {', '.join(unmet)}"
+
+
+def _reduces_otherwise(tiling: Mapping[str, Any]) -> bool:
+    reduction = tiling.get("reduction")
+    return reduction is not None and reduction["form"] != reduction["inductor"]
 
 
 def _why_untiled(policy: TilingPolicy, device_type: str) -> str | None:
