@@ -15,7 +15,6 @@ Each wrapper does what Inductor does, unless a policy is active in this context 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -300,16 +299,16 @@ def _split_factor(original: Any) -> Any:
         session = current()
         if session is None or not _reduces(session, device) or not inner_reduction:
             return parts
+        # These are the sizes of one call. A longer row would be slow whole, and more rows than multiprocessors could wait
+        # for each other forever.
+        if compat.has_dynamic_sizes():
+            return parts
         reduction = Reduction(
             rows=int(numel_hint),
             elements=int(reduction_numel_hint),
             multiprocessors=compat.target_multiprocessors(device),
         )
-        table = _table(session)
-        # How many blocks may wait for each other is settled when the code is generated.
-        if compat.has_dynamic_sizes():
-            table = dataclasses.replace(table, cooperative_up_to_rows=0)
-        choice = reductions.cut(reduction, parts, table)
+        choice = reductions.cut(reduction, parts, _table(session))
         if choice.differs:
             session.decisions.cut(choice)
         return choice.parts if choice.form == "split" else 1
@@ -326,11 +325,11 @@ def _use_cooperative(original: Any) -> Any:
             return False
         choice = _cut_before(session, *compat.cooperative_sizes(*question))
         kernel = session.decisions.latest
-        # Inductor cuts rows inside a kernel only where its tile has one dim besides.
-        if choice is None or choice.form != "cooperative" or kernel is None or "y" in kernel.dims:
+        if choice is None or kernel is None:
             return False
         kernel.reduction = choice
-        return True
+        # Inductor cuts rows inside a kernel only where its tile has one dim besides.
+        return choice.form == "cooperative" and "y" not in kernel.dims
 
     return should_use_cooperative_reduction
 
