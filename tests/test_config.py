@@ -181,7 +181,7 @@ class TestEnvironment:
 
     def test_every_field_has_a_variable(self):
         assert "TRITIUM_FORCE_PROVIDER" in environment_names()
-        assert len(environment_names()) == 10 + 10 + 6
+        assert len(environment_names()) == 10 + 10 + 7
 
 
 def test_a_folder_is_not_part_of_the_identity():

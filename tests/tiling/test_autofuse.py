@@ -34,6 +34,9 @@ def owners():
             (compat.simd_scheduling(), "get_tiling_and_scores"),
             (compat.simd_scheduling(), "codegen_node_schedule"),
             (compat.triton_kernel(), "codegen_kernel"),
+            compat.split_hook(),
+            compat.cooperative_hook(),
+            compat.persistent_hook(),
             (compat.graph_key(), "__init__"),
         ]
     ]
@@ -307,7 +310,9 @@ class TestLatch:
         # The traceback must lead through tiling_utils.py or a tiling function, as it does from the real one.
         broken.__code__ = broken.__code__.replace(co_filename="tiling_utils.py")
         monkeypatch.setattr(owner, name, broken)
-        config = tritium.CompilationConfig(pass_config=switches(enable_tiling_retry=False))
+        config = tritium.CompilationConfig(
+            pass_config=switches(enable_reduction_choice=False, enable_tiling_retry=False)
+        )
         pattern = ALL["crop_to_nhwc"]
         with pytest.warns(RuntimeWarning, match="tiling analysis failed"):
             generate(pattern.function, pattern.inputs(), pattern.dynamic, backend=tritium.Backend(config))
@@ -390,10 +395,11 @@ class TestIdentity:
             TilingPolicy(prove_divisibility=False),
             TilingPolicy(narrow_sizes=False),
             TilingPolicy(choose_tiling=False),
+            TilingPolicy(choose_reduction=False),
             TilingPolicy(retry_analysis=False),
             TilingPolicy(pins=((PAD, "2d"),)),
         ]
-        assert len({policy.identity for policy in [base, *others]}) == 6
+        assert len({policy.identity for policy in [base, *others]}) == 7
         assert TilingPolicy().identity == base.identity
 
     def test_every_file_of_the_policy_is_in_it(self, monkeypatch):

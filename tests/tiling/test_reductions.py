@@ -10,10 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import codegen
 import tritium
 from codegen import generated, launches, sources
 from tiling.patterns import TRANSFORMER
 from tritium import compat
+from tritium.compiler import lower
+from tritium.report import GraphRecord, PassRecord
 from tritium.tiling import hooks, reductions, tables
 from tritium.tiling.policy import OFF, TilingPolicy, policy_of
 from tritium.tiling.reductions import DEFAULT, Limit, Reduction, Table, Timing, cut, walk
@@ -284,6 +287,21 @@ class TestReached:
         off = dataclasses.replace(switches, enable_reduction_choice=False)
         assert not policy_of(dataclasses.replace(config, pass_config=off)).choose_reduction
         assert not policy_of(tritium.CompilationConfig()).choose_reduction
+
+    def test_the_report_has_it(self, monkeypatch):
+        class Observer(codegen.KernelObserver):
+            def __init__(self, device_type):
+                super().__init__(device_type)
+                self.tilings = hooks.current().decisions
+
+        monkeypatch.setattr(codegen, "KernelObserver", Observer)
+        observer, (choice,) = with_table(rows(128, 12288), DEFAULT)
+        (kernel,) = observer.kernels
+        assert json.loads(json.dumps(kernel["tiling"]["reduction"])) == dataclasses.asdict(choice)
+        record = GraphRecord("graph 0", "norm", "inductor", "cuda", kernels=[kernel])
+        entry = PassRecord(lower.TILING)
+        lower._describe_tiling(OFF, entry, record)
+        assert entry.changed
 
     def test_a_changed_choices_object_is_declined(self, monkeypatch):
         monkeypatch.setattr(compat.inductor_choices(), "reduction_split_factor", lambda device: 1)

@@ -58,7 +58,7 @@ def lower(attempt: Lowering, record: GraphRecord) -> Callable[..., Any]:
     tiling = PassRecord(TILING, declined=_why_untiled(attempt.tiling, record.device_type))
     record.passes = [*(entry for entry in record.passes if entry.name != TILING), tiling]
     with compat.inductor_patched(settings):
-        key = store_key(attempt.gm.graph, attempt.identity)
+        key = store_key(attempt.gm.graph, attempt.identity + attempt.tiling.identity.encode())
         with (
             compat.observed_codegen(observer),
             compat.recorded_kernels(observer),
