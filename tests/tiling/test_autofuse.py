@@ -210,7 +210,7 @@ class TestBackend:
         assert record.kernels[0]["tiling"]["reason"] == "choosing tilings is switched off"
 
     def test_all_switched_off(self):
-        names = ("nd_tiling_workaround", "divisibility_proof", "narrow_sizes", "tiling_retry")
+        names = ("nd_tiling_workaround", "divisibility_proof", "narrow_sizes", "reduction_choice", "tiling_retry")
         off = switches(**{f"enable_{name}": False for name in names})
         (kernel,), record, policy = self.compiled(pass_config=off)
         assert policy.declined == "switched off"
@@ -310,9 +310,7 @@ class TestLatch:
         # The traceback must lead through tiling_utils.py or a tiling function, as it does from the real one.
         broken.__code__ = broken.__code__.replace(co_filename="tiling_utils.py")
         monkeypatch.setattr(owner, name, broken)
-        config = tritium.CompilationConfig(
-            pass_config=switches(enable_reduction_choice=False, enable_tiling_retry=False)
-        )
+        config = tritium.CompilationConfig(pass_config=switches(enable_tiling_retry=False))
         pattern = ALL["crop_to_nhwc"]
         with pytest.warns(RuntimeWarning, match="tiling analysis failed"):
             generate(pattern.function, pattern.inputs(), pattern.dynamic, backend=tritium.Backend(config))
