@@ -35,6 +35,7 @@ def test_defaults_are_the_documented_ones():
             "enable_nd_tiling_workaround": True,
             "enable_divisibility_proof": True,
             "enable_narrow_sizes": True,
+            "enable_reduction_choice": True,
             "enable_tiling_retry": True,
         },
         "engine": "inductor",
@@ -183,7 +184,7 @@ class TestEnvironment:
 
     def test_every_field_has_a_variable(self):
         assert "TRITIUM_FORCE_PROVIDER" in environment_names()
-        assert len(environment_names()) == 11 + 10 + 6
+        assert len(environment_names()) == 11 + 10 + 7
 
 
 def test_a_folder_is_not_part_of_the_identity():

@@ -25,6 +25,7 @@ def enable(
     prove_divisibility: bool = True,
     narrow_sizes: bool = True,
     choose_tiling: bool = True,
+    choose_reduction: bool = True,
     retry_analysis: bool = True,
     force_tiling: str | Mapping[str, str] | None = None,
 ) -> Decline | None:
@@ -37,6 +38,7 @@ def enable(
         prove_divisibility=prove_divisibility,
         narrow_sizes=narrow_sizes,
         choose_tiling=choose_tiling,
+        choose_reduction=choose_reduction,
         retry_analysis=retry_analysis,
         pins=pins,
     )

@@ -146,6 +146,8 @@ class PassConfig(_Group):
     enable_divisibility_proof: bool = True
     # Indices are computed in 32 bits where that is proven to be the same.
     enable_narrow_sizes: bool = True
+    # Reductions are persistent, looped or split by bytes and occupancy, and by what was measured on the GPU.
+    enable_reduction_choice: bool = True
     # An error in Inductor's tiling analysis costs that analysis, not the graph.
     enable_tiling_retry: bool = True
 

@@ -34,6 +34,9 @@ def owners():
             (compat.simd_scheduling(), "get_tiling_and_scores"),
             (compat.simd_scheduling(), "codegen_node_schedule"),
             (compat.triton_kernel(), "codegen_kernel"),
+            compat.split_hook(),
+            compat.cooperative_hook(),
+            compat.persistent_hook(),
             (compat.graph_key(), "__init__"),
         ]
     ]
@@ -207,7 +210,7 @@ class TestBackend:
         assert record.kernels[0]["tiling"]["reason"] == "choosing tilings is switched off"
 
     def test_all_switched_off(self):
-        names = ("nd_tiling_workaround", "divisibility_proof", "narrow_sizes", "tiling_retry")
+        names = ("nd_tiling_workaround", "divisibility_proof", "narrow_sizes", "reduction_choice", "tiling_retry")
         off = switches(**{f"enable_{name}": False for name in names})
         (kernel,), record, policy = self.compiled(pass_config=off)
         assert policy.declined == "switched off"
@@ -390,10 +393,11 @@ class TestIdentity:
             TilingPolicy(prove_divisibility=False),
             TilingPolicy(narrow_sizes=False),
             TilingPolicy(choose_tiling=False),
+            TilingPolicy(choose_reduction=False),
             TilingPolicy(retry_analysis=False),
             TilingPolicy(pins=((PAD, "2d"),)),
         ]
-        assert len({policy.identity for policy in [base, *others]}) == 6
+        assert len({policy.identity for policy in [base, *others]}) == 7
         assert TilingPolicy().identity == base.identity
 
     def test_every_file_of_the_policy_is_in_it(self, monkeypatch):

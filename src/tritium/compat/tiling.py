@@ -49,6 +49,9 @@ def _tiling_hooks() -> list[tuple[str, Any, str, tuple[str, ...]]]:
         ("SIMDScheduling.codegen_node_schedule", simd, "codegen_node_schedule", ("kernel_features",)),
         ("TritonKernel.codegen_kernel", triton_kernel(), "codegen_kernel", ("name",)),
         ("the coalescing analysis", analysis, function, ()),
+        ("InductorChoices.should_use_persistent_reduction", *persistent_hook(), ("features", "cooperative_reduction")),
+        ("InductorChoices.should_use_cooperative_reduction", *cooperative_hook(), ()),
+        ("InductorChoices.reduction_split_factor", *split_hook(), ("device", "reduction_numel_hint", "numel_hint")),
         ("FxGraphHashDetails", graph_key(), "__init__", ("gm", "example_inputs")),
     ]
 
@@ -84,6 +87,70 @@ def simd_scheduling() -> Any:
 
 def triton_kernel() -> Any:
     return importlib.import_module("torch._inductor.codegen.triton").TritonKernel
+
+
+def inductor_choices() -> Any:
+    """The class whose methods are Inductor's heuristics."""
+    return importlib.import_module("torch._inductor.choices").InductorChoices
+
+
+def persistent_hook() -> tuple[Any, str]:
+    return inductor_choices(), "should_use_persistent_reduction"
+
+
+def cooperative_hook() -> tuple[Any, str]:
+    return inductor_choices(), "should_use_cooperative_reduction"
+
+
+def split_hook() -> tuple[Any, str]:
+    return inductor_choices(), "reduction_split_factor"
+
+
+def cooperative_sizes(*question: Any) -> tuple[Any, Any]:
+    """Rows and elements that Inductor asks about: of a kernel, or, on newer versions, of a device and two sizes."""
+    if len(question) == 1:
+        return question[0].numel, question[0].reduction_numel
+    _, rows, elements = question
+    return rows, elements
+
+
+def hinted_size(size: Any) -> int | None:
+    """A size in the call that is compiled; None where nothing is known."""
+    symbols = importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    if symbols.free_unbacked_symbols(size):
+        return None
+    return int(lowering_graph().sizevars.optimization_hint(size))
+
+
+def has_dynamic_sizes() -> bool:
+    """Whether any size of the graph that is lowered may change from call to call."""
+    return bool(lowering_graph().sizevars.shape_env.var_to_range)
+
+
+def reduction_reads(features: Any) -> tuple[int, int, int]:
+    """What a reduction kernel loads for each place of a row: how many values, their bytes, and their bytes in all passes."""
+    stats = features.memory_stats()
+    once, looped = stats.persistent.reads, stats.looped.reads
+    return once.count_per_thread, once.bytes_per_thread, looped.bytes_per_thread
+
+
+def reduces_contiguous_rows(features: Any) -> bool:
+    return bool(features.get_reduction_hint().name == "INNER")
+
+
+def measures_reductions() -> bool:
+    """Whether Inductor itself generates several forms of a reduction and times them."""
+    return bool(inductor_config().triton.multi_kernel)
+
+
+def persistence_is_allowed() -> bool:
+    return bool(inductor_config().triton.persistent_reductions)
+
+
+def target_multiprocessors(device: Any) -> int | None:
+    """How many multiprocessors Inductor generates code for."""
+    properties = importlib.import_module("torch._inductor.runtime.hints").DeviceProperties
+    return properties.create(device).multi_processor_count  # type: ignore[no-any-return]
 
 
 def graph_key() -> Any:

@@ -62,7 +62,7 @@ def lower(attempt: Lowering, record: GraphRecord) -> Callable[..., Any]:
     tiling = PassRecord(TILING, declined=_why_untiled(attempt.tiling, record.device_type))
     record.passes = [*(entry for entry in record.passes if entry.name != TILING), tiling]
     with compat.inductor_patched(settings):
-        key = store_key(attempt.gm.graph, attempt.identity)
+        key = store_key(attempt.gm.graph, attempt.identity + attempt.tiling.identity.encode())
         known = store().load(key)
         with (
             compat.observed_codegen(observer),
@@ -123,11 +123,18 @@ def _tiled(policy: TilingPolicy, entry: PassRecord, record: GraphRecord) -> Iter
 
 def _describe_tiling(policy: TilingPolicy, entry: PassRecord, record: GraphRecord) -> None:
     tilings = [found for kernel in record.kernels if (found := kernel.get("tiling")) is not None]
-    entry.changed = any(found["choice"] != "coalesced" or found["sizes"] for found in tilings)
+    entry.changed = any(
+        found["choice"] != "coalesced" or found["sizes"] or _reduces_otherwise(found) for found in tilings
+    )
     names = {kernel["name"] for kernel in record.kernels}
     unmet = [kernel for kernel, _ in policy.pins if kernel not in names]
     if unmet and entry.declined is None and record.kernels_from != "none":
         entry.declined = f"force_tiling: this graph has no kernel {', '.join(unmet)}"
+
+
+def _reduces_otherwise(tiling: Mapping[str, Any]) -> bool:
+    reduction = tiling.get("reduction")
+    return reduction is not None and reduction["form"] != reduction["inductor"]
 
 
 def _why_untiled(policy: TilingPolicy, device_type: str) -> str | None:

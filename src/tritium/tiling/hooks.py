@@ -1,8 +1,11 @@
-"""Where the policy enters Inductor: five functions are wrapped while it is active, and put back afterwards.
+"""Where the policy enters Inductor: functions that are wrapped while it is active, and put back afterwards.
 
     SizeVarAllocator.statically_known_multiple_of    the divisibility proof is asked where Inductor finds none
     SIMDScheduling.get_tiling_and_scores             the tiling of a kernel is compared with others
     TritonKernel.codegen_kernel                      indices of a finished kernel are narrowed
+    InductorChoices.reduction_split_factor           rows are cut into parts, or not, by bytes and occupancy
+    InductorChoices.should_use_cooperative_reduction parts of a row may wait for each other inside one kernel
+    InductorChoices.should_use_persistent_reduction  rows are held in registers where that was measured faster
     the coalescing analysis                          an error in it costs the analysis of that kernel, not the graph
     FxGraphHashDetails                               the policy is part of the key of every compiled graph
 
@@ -23,9 +26,11 @@ import sympy
 
 from tritium import compat, device
 from tritium.tiling import choose as choosing
+from tritium.tiling import reductions, tables
 from tritium.tiling.divisibility import is_multiple
 from tritium.tiling.narrow import Facts, narrowed
 from tritium.tiling.policy import Decisions, KernelTiling, TilingPolicy, printed
+from tritium.tiling.reductions import Choice, Form, Reduction, Table
 
 
 @dataclass(frozen=True)
@@ -110,16 +115,19 @@ def _install() -> None:
     _wrap(scheduling, "get_tiling_and_scores", _get_tiling_and_scores)
     _wrap(scheduling, "codegen_node_schedule", _codegen_node_schedule)
     _wrap(kernel, "codegen_kernel", _codegen_kernel)
+    _wrap(*compat.split_hook(), _split_factor)
+    _wrap(*compat.cooperative_hook(), _use_cooperative)
+    _wrap(*compat.persistent_hook(), _use_persistent)
     _wrap(*compat.coalescing_analysis(), _analyse)
     _wrap(compat.graph_key(), "__init__", _describe_graph)
 
 
 def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     found = vars(owner)[name]
-    is_classmethod = isinstance(found, classmethod)
-    original = found.__func__ if is_classmethod else found
+    kind = type(found) if isinstance(found, classmethod | staticmethod) else None
+    original = found.__func__ if kind is not None else found
     wrapper = functools.wraps(original)(make(original))
-    replacement = classmethod(wrapper) if is_classmethod else wrapper
+    replacement = kind(wrapper) if kind is not None else wrapper
     setattr(owner, name, replacement)
     _installed.append((owner, name, found, replacement))
 
@@ -281,6 +289,104 @@ def _narrow(kernel: Any, source: str) -> tuple[str, str | None]:
     facts = Facts(sizes, compat.kernel_extents(kernel), compat.guarded_sizes(kernel.features), compat.least_size)
     done = narrowed(source, facts)
     return done.source, done.summary
+
+
+def _split_factor(original: Any) -> Any:
+    def reduction_split_factor(
+        device: Any, reduction_numel_hint: int, numel_hint: int, inner_reduction: bool, **others: Any
+    ) -> int:
+        parts = int(original(device, reduction_numel_hint, numel_hint, inner_reduction, **others))
+        session = current()
+        if session is None or not _reduces(session, device) or not inner_reduction:
+            return parts
+        # These are the sizes of one call. A longer row would be slow whole, and more rows than multiprocessors could wait
+        # for each other forever.
+        if compat.has_dynamic_sizes():
+            return parts
+        reduction = Reduction(
+            rows=int(numel_hint),
+            elements=int(reduction_numel_hint),
+            multiprocessors=compat.target_multiprocessors(device),
+        )
+        choice = reductions.cut(reduction, parts, _table(session))
+        if choice.differs:
+            session.decisions.cut(choice)
+        return choice.parts if choice.form == "split" else 1
+
+    return reduction_split_factor
+
+
+def _use_cooperative(original: Any) -> Any:
+    def should_use_cooperative_reduction(*question: Any) -> bool:
+        if original(*question):
+            return True
+        session = current()
+        if session is None or not _IN_CODEGEN.get() or not _reduces(session):
+            return False
+        choice = _cut_before(session, *compat.cooperative_sizes(*question))
+        kernel = session.decisions.latest
+        if choice is None or kernel is None:
+            return False
+        kernel.reduction = choice
+        # Inductor cuts rows inside a kernel only where its tile has one dim besides.
+        return choice.form == "cooperative" and "y" not in kernel.dims
+
+    return should_use_cooperative_reduction
+
+
+def _use_persistent(original: Any) -> Any:
+    def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
+        answer = bool(original(features, cooperative_reduction))
+        session = current()
+        if session is None or not _IN_CODEGEN.get() or not _reduces(session) or cooperative_reduction:
+            return answer
+        # The user's own settings go first.
+        if not compat.persistence_is_allowed() or compat.measures_reductions():
+            return answer
+        inductor: Form = "persistent" if answer else "looped"
+        try:
+            choice = reductions.walk(_reduction(features), inductor, _table(session))
+            before = _cut_before(session, features.numel, features.reduction_numel)
+        except Exception as error:
+            if compat.steers_dynamo(error):
+                raise
+            choice, before = Choice(inductor, inductor, f"the rules failed: {_brief(error)}"), None
+        kernel = session.decisions.of(_names(features.node_schedule))
+        if kernel is not None:
+            kernel.reduction = choice if before is None else choice.after(before)
+        return choice.form == "persistent"
+
+    return should_use_persistent_reduction
+
+
+def _reduction(features: Any) -> Reduction:
+    length = sympy.sympify(features.reduction_numel)
+    elements = int(length) if length.is_Integer else None
+    reads, once, in_passes = compat.reduction_reads(features)
+    return Reduction(
+        rows=compat.hinted_size(features.numel),
+        elements=elements,
+        reads=reads,
+        bytes_per_row=once * (elements or 0),
+        looped_bytes_per_row=in_passes * (elements or 0),
+        is_contiguous=compat.reduces_contiguous_rows(features),
+        multiprocessors=_multiprocessors(),
+    )
+
+
+def _cut_before(session: Session, rows: Any, elements: Any) -> Choice | None:
+    """What was decided about rows of this kernel when the graph was lowered, if it is not what Inductor does."""
+    sizes = compat.hinted_size(rows), compat.hinted_size(elements)
+    return None if sizes[0] is None or sizes[1] is None else session.decisions.cut_into(sizes[0], sizes[1])
+
+
+def _reduces(session: Session, target: Any = None) -> bool:
+    target = target if target is not None else compat.lowering_graph().get_current_device_or_throw()
+    return session.policy.choose_reduction and target.type == "cuda"
+
+
+def _table(session: Session) -> Table:
+    return session.policy.reduction_table or tables.table_for(device.describe("cuda").name)
 
 
 def _describe_graph(original: Any) -> Any:

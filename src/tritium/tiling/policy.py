@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tritium.config import CompilationConfig
+from tritium.tiling import tables
+from tritium.tiling.reductions import Choice, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +32,14 @@ class TilingPolicy:
     narrow_sizes: bool = True
     # Compare tilings of each kernel by their cost.
     choose_tiling: bool = True
+    # Choose persistent, looped or split reductions by bytes and occupancy.
+    choose_reduction: bool = True
     # Go on without the coalescing analysis where it fails.
     retry_analysis: bool = True
     # Kernel name and choice.
     pins: tuple[tuple[str, str], ...] = ()
+    # Instead of what is known about the device.
+    reduction_table: Table | None = None
 
     @property
     def is_on(self) -> bool:
@@ -40,14 +47,19 @@ class TilingPolicy:
 
     @functools.cached_property
     def identity(self) -> str:
-        """What of the policy goes into a cache key: the switches, and the text of every file that decides."""
-        digest = hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode())
+        """What of the policy goes into a cache key: the switches, tables, and the text of every file that decides."""
+        # Measured tables decide as well.
+        measured = tables.entries() if self.choose_reduction and self.reduction_table is None else {}
+        deciding = {"policy": dataclasses.asdict(self), "measured": measured}
+        digest = hashlib.sha256(json.dumps(deciding, sort_keys=True).encode())
         for file in sorted(Path(__file__).parent.glob("*.py")):
             digest.update(hashlib.sha256(file.read_bytes()).digest())
         return digest.hexdigest()
 
 
-OFF = TilingPolicy(prove_divisibility=False, narrow_sizes=False, choose_tiling=False, retry_analysis=False)
+OFF = TilingPolicy(
+    prove_divisibility=False, narrow_sizes=False, choose_tiling=False, choose_reduction=False, retry_analysis=False
+)
 
 
 def policy_of(config: CompilationConfig) -> TilingPolicy:
@@ -59,6 +71,7 @@ def policy_of(config: CompilationConfig) -> TilingPolicy:
         prove_divisibility=switches.enable_divisibility_proof,
         narrow_sizes=switches.enable_narrow_sizes,
         choose_tiling=switches.enable_nd_tiling_workaround,
+        choose_reduction=switches.enable_reduction_choice,
         retry_analysis=switches.enable_tiling_retry,
         pins=config.tiling_pins(),
     )
@@ -78,6 +91,8 @@ class KernelTiling:
     sizes: str | None = None
     # Multiples that were proven for it, as `numerator / denominator`.
     proofs: list[str] = field(default_factory=list)
+    # How its rows are reduced; None where it reduces nothing, or that is not chosen here.
+    reduction: Choice | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -97,12 +112,29 @@ class Decisions:
         self._proofs: deque[str] = deque(maxlen=MOST_DECISIONS)
         # What was proven since the last kernel was begun.
         self._recent: dict[str, None] = {}
+        # Rows that were cut otherwise than Inductor would, by the rows and elements of the kernels that do it.
+        self._cut: dict[tuple[int, int], Choice] = {}
         # Errors of Inductor's analysis that were survived.
         self.retries: deque[str] = deque(maxlen=MOST_DECISIONS)
 
     def decide(self, nodes: Iterable[str], tiling: KernelTiling) -> None:
         self._made.append(tiling)
         self._latest[frozenset(nodes)] = tiling
+
+    def cut(self, choice: Choice) -> None:
+        """Rows are cut, or left whole: the kernels that follow from it are yet to come."""
+        assert choice.rows is not None
+        assert choice.elements is not None
+        self._cut[choice.rows * choice.parts, math.ceil(choice.elements / choice.parts)] = choice
+
+    def cut_into(self, rows: int, elements: int) -> Choice | None:
+        """The choice that a kernel with so many rows of so many elements follows from."""
+        return self._cut.get((rows, elements))
+
+    @property
+    def latest(self) -> KernelTiling | None:
+        """The kernel whose code is generated now."""
+        return self._made[-1] if self._made else None
 
     def prove(self, proof: str) -> None:
         self._recent[proof] = None

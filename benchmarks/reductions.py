@@ -1,0 +1,226 @@
+"""Time the forms of a reduction on this GPU, and write the table that the tiling policy decides by.
+
+    python benchmarks/reductions.py --json results.json --table src/tritium/tuned/reductions.json
+
+Each function is compiled once for each form, with empty caches, by forcing the form through the policy itself. The calls of
+a form are captured in a CUDA graph, over inputs that do not fit the L2 cache together, and the forms take turns.
+
+    rows      RMS norm with a weight, and LayerNorm with modulation: 4,096 rows, persistent against looped
+    few rows  LayerNorm with modulation of 128 rows, looped against split: what Inductor cuts above 8,192 elements
+    gated     x + gate * y before the LayerNorm, as between the blocks of a transformer
+    groups    GroupNorm with SiLU of one image, 32 groups of 4 to 64 MiB: split, looped, cooperative
+
+`--quick` has fewer sizes. After `--seconds` nothing more is compiled, and what is missing is said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from tritium import compat, device, measure
+from tritium.tiling import hooks, reductions, tables
+from tritium.tiling.policy import OFF, Decisions
+from tritium.tiling.reductions import INDUCTOR_WHOLE, MOST_PERSISTENT, Limit, Table, Timing
+
+ELEMENTS = (1536, 2048, 3072, 4096, 5120, 6144, 8192, 12288, 16384)
+ROWS = 4096
+FEW_ROWS = 128
+# Values of a group of 4, 16 and 64 MiB in bfloat16.
+GROUPS = (1 << 21, 1 << 23, 1 << 25)
+
+# Forcing a form is a table that leaves no other.
+EVERYTHING = 1 << 40
+FORCED = {
+    "persistent": Table(persistent_up_to=(Limit(64, MOST_PERSISTENT),), whole_up_to=EVERYTHING),
+    "looped": Table(persistent_up_to=(Limit(64, 0),), whole_up_to=EVERYTHING),
+    "split": Table(whole_up_to=INDUCTOR_WHOLE, split_below_rows=EVERYTHING),
+    "cooperative": Table(whole_up_to=INDUCTOR_WHOLE, cooperative_up_to_rows=64),
+}
+
+# What inputs must exceed together, so that each call reads from memory: twice the L2 cache of an H200.
+OUT_OF_CACHE = 120 << 20
+MOST_INPUTS = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    function: Callable[..., torch.Tensor]
+    # The tensor that is reduced, and the rest.
+    shape: tuple[int, ...]
+    others: tuple[tuple[int, ...], ...]
+    rows: int
+    elements: int
+    forms: tuple[str, ...]
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(x, (x.shape[-1],), weight, 1e-6)
+
+
+def modulated_norm(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    return F.layer_norm(x, (x.shape[-1],), eps=1e-6) * (1 + scale) + shift
+
+
+def gated_norm(
+    x: torch.Tensor, y: torch.Tensor, gate: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor
+) -> torch.Tensor:
+    return modulated_norm(x + gate * y, scale, shift)
+
+
+def group_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return F.silu(F.group_norm(x, 32, weight, bias))
+
+
+def cases(*, quick: bool) -> Iterator[Case]:
+    """What is timed, the most important first."""
+    walked, cut = ("persistent", "looped"), ("looped", "split")
+    for elements in ELEMENTS[::2] if quick else ELEMENTS:
+        shape, row = (ROWS, elements), (elements,)
+        yield Case("rms_norm", rms_norm, shape, (row,), ROWS, elements, walked)
+        yield Case("modulated_norm", modulated_norm, shape, (row, row), ROWS, elements, walked)
+    for elements in (16384,) if quick else (12288, 16384, 32768):
+        shape, row = (FEW_ROWS, elements), (elements,)
+        yield Case("few_rows", modulated_norm, shape, (row, row), FEW_ROWS, elements, cut)
+    for elements in GROUPS[1:2] if quick else GROUPS:
+        side = 1 << (elements.bit_length() - 3) // 2
+        shape = (1, 128, side, elements // 4 // side)
+        yield Case("group_norm", group_norm, shape, ((128,), (128,)), 32, elements, (*cut, "cooperative"))
+    for elements in (5120,) if quick else (3072, 5120, 8192, 16384):
+        shape, row = (ROWS, elements), (elements,)
+        yield Case("gated_norm", gated_norm, shape, (shape, row, row, row), ROWS, elements, walked)
+
+
+def compiled(case: Case, form: str, inputs: Sequence[torch.Tensor]) -> tuple[Callable[..., Any], Decisions]:
+    """The function with its reductions in one form, called once."""
+    torch._dynamo.reset()
+    policy = dataclasses.replace(OFF, choose_reduction=True, reduction_table=FORCED[form])
+    with hooks.active(policy) as decisions, compat.inductor_patched({"fx_graph_cache": False}):
+        function = torch.compile(case.function, fullgraph=True, dynamic=False)
+        function(*inputs)
+    return function, decisions
+
+
+def taken(decisions: Decisions, case: Case, form: str) -> reductions.Choice | None:
+    """The choice for the rows of a case if it is the form that was asked for."""
+    choices = [kernel.reduction for kernel in decisions.kernels() if kernel.reduction is not None]
+    if form == "split":
+        cut = [choice for choice in choices if choice.rows is not None and choice.rows > case.rows]
+        return cut[0] if cut and len(choices) > 1 else None
+    whole = [choice for choice in choices if (choice.rows, choice.elements) == (case.rows, case.elements)]
+    return next((choice for choice in whole if choice.form == form), None)
+
+
+def captured(function: Callable[..., Any], inputs: Iterable[Sequence[torch.Tensor]]) -> torch.cuda.CUDAGraph:
+    """One call for each of the inputs, as one launch: a compiled call takes the host longer than the device."""
+    inputs = list(inputs)
+    for each in inputs:
+        function(*each)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for each in inputs:
+            function(*each)
+    return graph
+
+
+def timed(case: Case, seconds: float) -> dict[str, Any]:
+    first = torch.randn(case.shape, device="cuda", dtype=torch.bfloat16)
+    others = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in case.others]
+    copies = max(2, min(MOST_INPUTS, -(-OUT_OF_CACHE // first.nbytes)))
+    inputs = [(first.clone(), *others) for _ in range(copies)]
+    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    remarks: dict[str, str] = {}
+    kernels: dict[str, int] = {}
+    reads = 1
+    expected = case.function(*inputs[0]).float()
+    for form in case.forms:
+        try:
+            function, decisions = compiled(case, form, inputs[0])
+            choice = taken(decisions, case, form)
+            if choice is None:
+                remarks[form] = "Inductor generates no such kernel for it"
+                continue
+            torch.testing.assert_close(function(*inputs[0]).float(), expected, rtol=0.05, atol=0.05)
+            graphs[form] = captured(function, inputs)
+        except Exception as error:  # noqa: BLE001 - a form that fails is a result
+            remarks[form] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+            continue
+        kernels[form] = len(decisions.kernels())
+        reads = max(reads, choice.reads or 1)
+    replays = {form: graph.replay for form, graph in graphs.items()}
+    found = measure.interleave(replays, "cuda", seconds=seconds) if replays else {}
+    ms = {form: round(timing.median_ms / copies, 5) for form, timing in found.items()}
+    # What is read once and written once.
+    moved = 2 * first.nbytes + sum(other.nbytes for other in others)
+    return {
+        "case": case.name,
+        "rows": case.rows,
+        "elements": case.elements,
+        "reads": reads,
+        "ms": ms,
+        "gb_per_s": {form: round(moved / taken_ms / 1e6) for form, taken_ms in ms.items()},
+        "kernels": kernels,
+        "remarks": remarks,
+    }
+
+
+def line(row: dict[str, Any]) -> str:
+    forms = "   ".join(f"{form} {ms * 1e3:8.1f} us {row['gb_per_s'][form]:5d} GB/s" for form, ms in row["ms"].items())
+    remarks = "".join(f"   {form}: {remark}" for form, remark in row["remarks"].items())
+    return f"{row['case']:15} {row['rows']:5} x {row['elements']:9,}  {forms}{remarks}"
+
+
+def entry_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    timings = [Timing(row["rows"], row["elements"], row["reads"], row["ms"]) for row in rows]
+    return reductions.table_of(timings, compat.version_text())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer sizes")
+    parser.add_argument("--seconds", type=float, default=80.0, help="nothing is compiled after so many seconds")
+    parser.add_argument("--each", type=float, default=0.2, help="seconds of timing for each function")
+    parser.add_argument("--json", type=Path, help="where to write what was measured")
+    parser.add_argument("--table", type=Path, help="where to write the device's entry of the table")
+    arguments = parser.parse_args()
+    if not device.cuda_available():
+        raise SystemExit("there is no GPU to time reductions on")
+    obstacle = compat.tiling_obstacle()
+    if obstacle is not None:
+        raise SystemExit(obstacle)
+    start, rows, missing = time.perf_counter(), [], []
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+        # Kernels of an earlier run would hide how long a form takes to compile.
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        for case in cases(quick=arguments.quick):
+            if time.perf_counter() - start > arguments.seconds:
+                missing.append(f"{case.name} {case.rows} x {case.elements}")
+                continue
+            rows.append(timed(case, arguments.each))
+            print(line(rows[-1]), flush=True)
+    name, entry = device.describe("cuda").name, entry_of(rows)
+    print(f"\n{time.perf_counter() - start:.0f} s" + (f"; no time for {', '.join(missing)}" if missing else ""))
+    print(f"{name}: {json.dumps(entry)}")
+    if arguments.json is not None:
+        content = {"device": name, "torch": torch.__version__, "rows": rows, "missing": missing, "table": entry}
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    if arguments.table is not None:
+        tables.write(arguments.table, name, entry)
+
+
+if __name__ == "__main__":
+    main()

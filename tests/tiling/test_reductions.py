@@ -1,0 +1,438 @@
+"""Which form a reduction gets: by the rules, by a table, and in the code that Inductor generates for a GPU."""
+
+import dataclasses
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import codegen
+import tritium
+from codegen import generated, launches, sources
+from tiling.patterns import TRANSFORMER
+from tritium import compat
+from tritium.compiler import lower
+from tritium.report import GraphRecord, PassRecord
+from tritium.tiling import hooks, reductions, tables
+from tritium.tiling.policy import OFF, TilingPolicy, policy_of
+from tritium.tiling.reductions import DEFAULT, Limit, Reduction, Table, Timing, cut, walk
+
+ROOT = Path(__file__).parents[2]
+PERSISTENT = Table(persistent_up_to=(Limit(8, 16384),))
+
+
+def bf16(*shape):
+    return torch.empty(*shape, dtype=torch.bfloat16)
+
+
+def rms_norm(x, weight):
+    return F.rms_norm(x, (x.shape[-1],), weight, 1e-6)
+
+
+def modulated_norm(x, scale, shift):
+    return F.layer_norm(x, (x.shape[-1],)) * (1 + scale) + shift
+
+
+def group_norm(x, weight, bias):
+    return F.silu(F.group_norm(x, 32, weight, bias))
+
+
+def rows(count, elements):
+    return modulated_norm, (bf16(count, elements), bf16(elements), bf16(elements))
+
+
+GROUPS = group_norm, (bf16(1, 128, 512, 512), bf16(128), bf16(128))
+
+
+def with_table(case, table, **others):
+    """The observer of generated kernels, and the choice for each kernel that reduces."""
+    function, inputs = case
+    policy = dataclasses.replace(OFF, choose_reduction=True, reduction_table=table)
+    with hooks.active(policy) as decisions:
+        observer = generated(function, *inputs, **others)
+    return observer, [kernel.reduction for kernel in decisions.kernels() if kernel.reduction is not None]
+
+
+def kinds(observer):
+    """`red`, `per` or `poi` for each launch, as Inductor names it."""
+    return [name.split("_")[1] for name in launches(observer)]
+
+
+@pytest.fixture
+def own_tables(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "shipped_file", lambda: tmp_path / "shipped.json")
+    monkeypatch.setattr(tables, "own_file", lambda: tmp_path / "own.json")
+    tables.forget()
+    yield tmp_path
+    tables.forget()
+
+
+class TestRules:
+    ROW = Reduction(rows=4096, elements=5120, reads=3, bytes_per_row=30_720, looped_bytes_per_row=40_960)
+
+    def test_without_a_table_rows_are_walked_as_inductor_walks_them(self):
+        for elements in (768, 1536, 16384):
+            for inductor in ("persistent", "looped"):
+                assert walk(dataclasses.replace(self.ROW, elements=elements), inductor).form == inductor
+
+    def test_a_table_raises_the_limit(self):
+        table = Table(persistent_up_to=(Limit(2, 8192), Limit(4, 4096)))
+        forms = [
+            walk(dataclasses.replace(self.ROW, elements=elements, reads=reads), "looped", table).form
+            for elements, reads in [(8192, 1), (8192, 2), (8192, 3), (4096, 3), (1536, 5)]
+        ]
+        assert forms == ["persistent", "persistent", "looped", "persistent", "looped"]
+        choice = walk(self.ROW, "looped", PERSISTENT)
+        assert choice.differs
+        assert choice.reason == (
+            "rows of 5,120 elements, 3 loads: 30 KiB are read once instead of 40 KiB in passes, measured faster"
+        )
+
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            ({"elements": None}, "dynamic"),
+            ({"is_contiguous": False}, "Inductor's choice is kept"),
+            ({"elements": 32768}, "above the measured limit of 16,384"),
+            ({"looped_bytes_per_row": 30_720}, "read once in either form"),
+            ({"reads": 9}, "nothing was measured"),
+        ],
+    )
+    def test_what_keeps_a_loop(self, change, reason):
+        choice = walk(dataclasses.replace(self.ROW, **change), "looped", PERSISTENT)
+        assert not choice.differs
+        assert reason in choice.reason
+
+    @pytest.mark.parametrize(
+        ("count", "elements", "parts", "form"),
+        [
+            (128, 8192, 1, "looped"),
+            (128, 12288, 2, "looped"),
+            (128, 16384, 2, "looped"),
+            (128, 16385, 3, "split"),
+            (32, 1 << 20, 17, "split"),
+            (1, 1 << 20, 128, "split"),
+            (4096, 1 << 20, 1, "looped"),
+        ],
+    )
+    def test_short_rows_stay_whole_and_the_rest_is_inductor_s(self, count, elements, parts, form):
+        choice = cut(Reduction(count, elements, multiprocessors=132), parts)
+        assert choice.form == form
+        assert choice.parts == (parts if form == "split" else 1)
+
+    def test_a_table_moves_the_limits_of_cutting(self):
+        few = Reduction(300, 1 << 20, multiprocessors=132)
+        assert cut(few, 1, Table(split_below_rows=512)).parts == 2
+        assert cut(dataclasses.replace(few, rows=8), 1, Table(split_below_rows=512)).parts == 66
+        assert cut(dataclasses.replace(few, rows=128), 4, Table(split_below_rows=100)).form == "looped"
+        assert cut(Reduction(128, 12288), 2, Table(whole_up_to=8192)).form == "split"
+
+    @pytest.mark.parametrize(("count", "together"), [(32, True), (66, True), (67, False), (128, False)])
+    def test_blocks_that_wait_for_each_other_all_run_at_once(self, count, together):
+        table = Table(cooperative_up_to_rows=1000, cooperative_from=1 << 18)
+        choice = cut(Reduction(count, 1 << 20, multiprocessors=132), 4, table)
+        assert (choice.form == "cooperative") == together
+        assert cut(Reduction(32, 1 << 17, multiprocessors=132), 4, table).form == "split"
+
+    def test_unknown_sizes_are_inductor_s(self):
+        assert cut(Reduction(None, 1 << 20), 7).parts == 7
+
+
+class TestGeneratedCode:
+    """Triton for an H200, which need not be there."""
+
+    @pytest.mark.parametrize("elements", [1536, 5120, 16384])
+    def test_persistent_rows_have_no_loop(self, elements):
+        case = rows(4096, elements)
+        looped, (before,) = with_table(case, DEFAULT)
+        persistent, (after,) = with_table(case, PERSISTENT)
+        assert (kinds(looped), kinds(persistent)) == (["red"], ["per"])
+        assert "for r0_offset in" in sources(looped)[0]
+        assert "for r0_offset in" not in sources(persistent)[0]
+        assert (before.form, before.inductor) == ("looped", "looped")
+        assert (after.form, after.inductor, after.reads) == ("persistent", "looped", 3)
+
+    def test_rms_norm_too(self):
+        observer, (choice,) = with_table((rms_norm, (bf16(4096, 3072), bf16(3072))), PERSISTENT)
+        assert kinds(observer) == ["per"]
+        assert choice.reads == 2
+
+    def test_few_long_rows_stay_one_kernel(self):
+        case = rows(128, 12288)
+        assert kinds(generated(case[0], *case[1])) == ["red", "per", "poi"]
+        observer, (choice,) = with_table(case, DEFAULT)
+        assert kinds(observer) == ["red"]
+        assert (choice.form, choice.inductor) == ("looped", "split")
+        assert "a block has read a row before another kernel could join its parts" in choice.reason
+        observer, (choice,) = with_table(case, PERSISTENT)
+        assert kinds(observer) == ["per"]
+        assert (choice.form, choice.inductor) == ("persistent", "split")
+
+    def test_rows_are_cut_where_the_table_says_so(self):
+        case = rows(4096, 8192)
+        observer, choices = with_table(case, Table(whole_up_to=4096, split_below_rows=8192))
+        assert len(launches(observer)) > 1
+        first = choices[0]
+        assert (first.form, first.inductor, first.parts, first.rows, first.elements) == (
+            "split",
+            "looped",
+            2,
+            8192,
+            4096,
+        )
+
+    def test_huge_groups_are_cut_as_inductor_does(self):
+        plain = generated(GROUPS[0], *GROUPS[1])
+        observer, choices = with_table(GROUPS, DEFAULT)
+        assert sources(observer) == sources(plain)
+        assert [choice.differs for choice in choices] == [False, False]
+
+    def test_huge_groups_in_one_kernel(self):
+        plain = generated(GROUPS[0], *GROUPS[1])
+        observer, (choice,) = with_table(GROUPS, Table(cooperative_up_to_rows=32, cooperative_from=1))
+        assert "rsplit_id" in sources(observer)[0]
+        assert (choice.form, choice.inductor) == ("cooperative", "split")
+        assert len(launches(observer)) < len(launches(plain))
+
+    def test_parts_do_not_wait_for_each_other_where_sizes_are_dynamic(self):
+        table = Table(cooperative_up_to_rows=32, cooperative_from=1)
+        observer, _ = with_table(GROUPS, table, dynamic={0: (2, 3)})
+        assert not any("rsplit_id" in source for source in sources(observer))
+        assert kinds(observer)[:2] == ["red", "per"]
+
+    def test_rows_of_dynamic_length_are_inductor_s(self):
+        case = rows(4096, 3072)
+        function = lambda x: F.layer_norm(x, (x.shape[-1],))  # noqa: E731
+        observer, choices = with_table((function, case[1][:1]), PERSISTENT, dynamic={0: (1,)})
+        assert kinds(observer) == ["red"]
+        assert choices == []
+
+    def test_rows_are_cut_as_inductor_does_where_sizes_are_dynamic(self):
+        function = lambda x: F.layer_norm(x, (x.shape[-1],))  # noqa: E731
+        case = function, (bf16(128, 12288),)
+        observer, _ = with_table(case, DEFAULT, dynamic={0: (1,)})
+        assert sources(observer) == sources(generated(function, *case[1], dynamic={0: (1,)}))
+        assert len(launches(observer)) > 1
+
+    def test_a_dynamic_number_of_rows_changes_nothing(self):
+        observer, (choice,) = with_table(rows(4096, 3072), PERSISTENT, dynamic={0: (0,)})
+        assert kinds(observer) == ["per"]
+        assert choice.rows == 4096
+
+    @pytest.mark.parametrize("settings", [{"triton.persistent_reductions": False}, {"triton.multi_kernel": 1}])
+    def test_the_user_s_settings_go_first(self, settings):
+        case = rows(4096, 3072)
+        plain = generated(case[0], *case[1], **settings)
+        observer, choices = with_table(case, PERSISTENT, **settings)
+        assert sources(observer) == sources(plain)
+        assert choices == []
+
+    def test_mistakes_of_ours_keep_inductor_s_choice(self, monkeypatch):
+        def broken(_):
+            raise AssertionError("no statistics")
+
+        monkeypatch.setattr(compat, "reduction_reads", broken)
+        observer, (choice,) = with_table(rows(4096, 3072), PERSISTENT)
+        assert kinds(observer) == ["red"]
+        assert choice.reason == "the rules failed: AssertionError: no statistics"
+
+    @pytest.mark.parametrize("name", sorted(TRANSFORMER))
+    @pytest.mark.parametrize("dynamic", [False, True])
+    def test_transformer_kernels_are_as_they_were(self, name, dynamic):
+        pattern = TRANSFORMER[name]
+        case, sizes = (pattern.function, pattern.inputs()), pattern.dynamic if dynamic else None
+        plain = generated(*case[:1], *case[1], dynamic=sizes)
+        observer, choices = with_table(case, DEFAULT, dynamic=sizes)
+        assert sources(observer) == sources(plain)
+        assert not any(choice.differs for choice in choices)
+
+    @pytest.mark.parametrize("elements", [1536, 3072, 5120, 16384])
+    def test_norms_of_many_rows_are_as_they_were(self, elements):
+        case = rows(4096, elements)
+        observer, _ = with_table(case, DEFAULT)
+        assert sources(observer) == sources(generated(case[0], *case[1]))
+
+    def test_off_is_inductor(self):
+        case = rows(128, 12288)
+        plain = generated(case[0], *case[1])
+        policy = TilingPolicy(choose_reduction=False, reduction_table=PERSISTENT)
+        with hooks.active(policy) as decisions:
+            assert sources(generated(case[0], *case[1])) == sources(plain)
+        assert all(kernel.reduction is None for kernel in decisions.kernels())
+        with hooks.active(OFF):
+            assert sources(generated(case[0], *case[1])) == sources(plain)
+        assert sources(generated(case[0], *case[1])) == sources(plain)
+
+
+class TestReached:
+    def test_by_autofuse(self, own_tables):
+        case = rows(128, 12288)
+        with tritium.autofuse.enabled() as declined:
+            assert declined is None
+            assert kinds(generated(case[0], *case[1])) == ["red"]
+            (kernel,) = tritium.autofuse.decisions()["kernels"]
+        assert kernel["reduction"]["form"] == "looped"
+        assert kernel["reduction"]["inductor"] == "split"
+        with tritium.autofuse.enabled(choose_reduction=False):
+            assert kinds(generated(case[0], *case[1])) == ["red", "per", "poi"]
+
+    def test_by_the_backend_s_configuration(self):
+        switches = tritium.PassConfig(enable_tiling_policy=True)
+        config = tritium.CompilationConfig(pass_config=switches)
+        assert policy_of(config).choose_reduction
+        off = dataclasses.replace(switches, enable_reduction_choice=False)
+        assert not policy_of(dataclasses.replace(config, pass_config=off)).choose_reduction
+        assert not policy_of(tritium.CompilationConfig()).choose_reduction
+
+    def test_the_report_has_it(self, monkeypatch):
+        class Observer(codegen.KernelObserver):
+            def __init__(self, device_type):
+                super().__init__(device_type)
+                self.tilings = hooks.current().decisions
+
+        monkeypatch.setattr(codegen, "KernelObserver", Observer)
+        observer, (choice,) = with_table(rows(128, 12288), DEFAULT)
+        (kernel,) = observer.kernels
+        assert json.loads(json.dumps(kernel["tiling"]["reduction"])) == dataclasses.asdict(choice)
+        record = GraphRecord("graph 0", "norm", "inductor", "cuda", kernels=[kernel])
+        entry = PassRecord(lower.TILING)
+        lower._describe_tiling(OFF, entry, record)
+        assert entry.changed
+
+    def test_a_changed_choices_object_is_declined(self, monkeypatch):
+        monkeypatch.setattr(compat.inductor_choices(), "reduction_split_factor", lambda device: 1)
+        assert "takes no reduction_numel_hint" in compat.tiling_obstacle()
+        monkeypatch.delattr(compat.inductor_choices(), "should_use_cooperative_reduction")
+        assert "has no InductorChoices.should_use_cooperative_reduction" in compat.tiling_obstacle()
+
+    def test_everything_is_put_back(self):
+        choices = compat.inductor_choices()
+        names = ["reduction_split_factor", "should_use_cooperative_reduction", "should_use_persistent_reduction"]
+        before = [vars(choices)[name] for name in names]
+        with hooks.active(TilingPolicy()):
+            assert all(isinstance(vars(choices)[name], staticmethod) for name in names)
+            assert not any(vars(choices)[name] is found for name, found in zip(names, before, strict=True))
+        assert [vars(choices)[name] for name in names] == before
+
+
+ENTRY = {"torch": compat.version_text(), "persistent_up_to": [{"reads": 3, "elements": 8192}]}
+
+
+class TestTables:
+    def test_the_device_s_entry_is_used(self, own_tables, monkeypatch):
+        monkeypatch.setattr(hooks.device, "describe", lambda *_: hooks.device.Device("cuda", "Some GPU"))
+        case = rows(4096, 3072)
+        with tritium.autofuse.enabled():
+            assert kinds(generated(case[0], *case[1])) == ["red"]
+        tables.write(tables.shipped_file(), "Some GPU", ENTRY)
+        tables.write(tables.shipped_file(), "Another GPU", {"whole_up_to": 8192})
+        with tritium.autofuse.enabled():
+            assert kinds(generated(case[0], *case[1])) == ["per"]
+        assert tables.table_for("Another GPU") == Table(whole_up_to=8192)
+        assert tables.table_for("A third GPU") == DEFAULT
+
+    def test_this_machine_s_own_comes_first_if_it_is_of_this_torch(self, own_tables):
+        tables.write(tables.shipped_file(), "g", ENTRY)
+        tables.write(tables.own_file(), "g", {"torch": "1.0", "whole_up_to": 1})
+        assert tables.table_for("g").limit(3) == 8192
+        tables.write(tables.own_file(), "g", {"torch": compat.version_text(), "whole_up_to": 1})
+        assert tables.table_for("g").whole_up_to == 1
+
+    @pytest.mark.parametrize("text", ["", "{", "[]", '{"g": 1}', '{"g": {"no": 1}}'])
+    def test_a_broken_file_is_no_table(self, text, own_tables):
+        tables.shipped_file().write_text(text)
+        tables.forget()
+        assert tables.table_for("g") == DEFAULT
+
+    def test_tables_are_in_the_cache_key(self, own_tables):
+        base = TilingPolicy()
+        off = TilingPolicy(choose_reduction=False)
+        keys = {base.identity, off.identity, TilingPolicy(reduction_table=PERSISTENT).identity}
+        tables.write(tables.shipped_file(), "g", ENTRY)
+        keys.add(TilingPolicy().identity)
+        assert len(keys) == 4
+        assert TilingPolicy(choose_reduction=False).identity == off.identity
+
+    def test_what_is_shipped_can_be_read(self):
+        file = tables.shipped_file()
+        if file.exists():
+            assert set(tables.read(file)) == set(json.loads(file.read_text()))
+            assert all(entry["torch"] for entry in tables.read(file).values())
+
+
+@pytest.fixture(scope="module")
+def sweep():
+    spec = importlib.util.spec_from_file_location("reductions_sweep", ROOT / "benchmarks" / "reductions.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+class TestSweep:
+    @pytest.mark.parametrize("name", ["rms_norm", "modulated_norm", "few_rows", "group_norm", "gated_norm"])
+    def test_every_form_can_be_forced(self, sweep, name):
+        """As the sweep compiles them; groups of a size that this machine can hold."""
+        case = next(case for case in sweep.cases(quick=True) if case.name == name)
+        if name == "group_norm":
+            case = dataclasses.replace(case, shape=(1, 128, 512, 512), elements=1 << 20)
+        inputs = [bf16(*shape) for shape in (case.shape, *case.others)]
+        code = set()
+        for form in case.forms:
+            policy = dataclasses.replace(OFF, choose_reduction=True, reduction_table=sweep.FORCED[form])
+            with hooks.active(policy) as decisions:
+                observer = generated(case.function, *inputs)
+            assert sweep.taken(decisions, case, form) is not None, form
+            others = [other for other in sweep.FORCED if other not in (form, "persistent", "looped")]
+            assert not any(sweep.taken(decisions, case, other) for other in others), form
+            code.add("".join(sources(observer)))
+        assert len(code) == len(case.forms)
+
+    def test_the_sizes(self, sweep):
+        cases = list(sweep.cases(quick=False))
+        assert {case.elements for case in cases if case.name == "rms_norm"} == set(sweep.ELEMENTS)
+        groups = [case for case in cases if case.name == "group_norm"]
+        assert [2 * case.elements >> 20 for case in groups] == [4, 16, 64]
+        assert all(4 * case.shape[2] * case.shape[3] == case.elements for case in groups)
+        assert len(list(sweep.cases(quick=True))) < len(cases) / 2
+
+    def test_without_a_gpu_it_says_so(self, sweep, monkeypatch):
+        monkeypatch.setattr(sys, "argv", ["reductions.py"])
+        monkeypatch.setattr(sweep.device, "cuda_available", lambda: False)
+        with pytest.raises(SystemExit, match="no GPU"):
+            sweep.main()
+
+    def test_a_table_follows_from_what_was_measured(self):
+        timings = [
+            Timing(4096, 1536, 2, {"persistent": 0.95, "looped": 1.0}),
+            Timing(4096, 3072, 2, {"persistent": 1.005, "looped": 1.0}),
+            Timing(4096, 5120, 2, {"persistent": 0.9, "looped": 1.0}),
+            Timing(4096, 8192, 2, {"persistent": 1.2, "looped": 1.0}),
+            # Faster again, but past a row where it is slower.
+            Timing(4096, 16384, 2, {"persistent": 0.5, "looped": 1.0}),
+            Timing(4096, 1536, 3, {"persistent": 1.0, "looped": 1.0}),
+            Timing(128, 12288, 3, {"looped": 0.8, "split": 1.0}),
+            Timing(128, 16384, 3, {"looped": 1.1, "split": 1.0}),
+            Timing(32, 1 << 21, 1, {"looped": 9.0, "split": 1.0, "cooperative": 1.1}),
+            Timing(32, 1 << 23, 1, {"looped": 9.0, "split": 1.0, "cooperative": 0.8}),
+            Timing(32, 1 << 25, 1, {"looped": 9.0, "split": 1.0, "cooperative": 0.8}),
+        ]
+        entry = reductions.table_of(timings, "2.11")
+        assert entry == {
+            "torch": "2.11",
+            "persistent_up_to": [{"reads": 2, "elements": 5120}, {"reads": 3, "elements": 1024}],
+            "whole_up_to": 12288,
+            "cooperative_up_to_rows": 32,
+            "cooperative_from": 1 << 23,
+        }
+        assert Table.from_dict(json.loads(json.dumps(entry))).limit(3) == 1024
+
+    def test_what_was_not_measured_is_not_in_it(self):
+        assert reductions.table_of([], "2.11") == {"torch": "2.11"}
+        split_is_faster = [Timing(128, 12288, 3, {"looped": 1.0, "split": 0.5})]
+        assert reductions.table_of(split_is_faster, "2.11")["whole_up_to"] == 8192
