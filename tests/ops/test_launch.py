@@ -149,13 +149,14 @@ def test_what_makes_another_signature(change):
 
 
 def elsewhere(value):
-    """Other numbers of the same shape, strides and dtype, at another address."""
+    """Other numbers of the same shape, strides and dtype, at another address; the same ones where they are places."""
     if isinstance(value, list):
         return [elsewhere(part) for part in value]
     if not isinstance(value, torch.Tensor):
         return value
     made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-    return made.copy_(torch.randn(value.shape, device=value.device, dtype=value.dtype))
+    floating = value.is_floating_point() or value.is_complex()
+    return made.copy_(torch.randn(value.shape, device=value.device, dtype=value.dtype) if floating else value)
 
 
 def owned(provider):
