@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from tritium.ops import rows
+from tritium.ops.block_sparse_attention import tables
 from tritium.ops.block_sparse_attention.reference import fake
 from tritium.ops.launch import cannot_launch, start
 
@@ -57,13 +59,13 @@ def _add_values() -> Any:
 
 
 @functools.cache
-def _kernel() -> Any:
+def _kernel() -> Any:  # noqa: C901, PLR0915 - what a kernel branches on are compile-time constants
     import triton.language as tl
 
     weigh, add_values = _weigh(), _add_values()
 
     @rows.jit
-    def block_sparse_attention_kernel(  # type: ignore[no-untyped-def]
+    def block_sparse_attention_kernel(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0912, PLR0915
         q_ptr,
         k_ptr,
         v_ptr,
@@ -169,7 +171,7 @@ def _kernel() -> Any:
             else:
                 largest, total, shrink, weight = weigh(score, None, scale, largest, total, True)
                 out = add_values(weight, v, shrink, out, PRECISION, WIDEN)
-        if LATE:
+        if LATE:  # noqa: SIM102 - the one is decided by the compiler, the other by the program
             if steps > 0:
                 if k_table is not None:
                     v = v_table.load([v_row + before, v_column])
@@ -210,69 +212,28 @@ def _kernel() -> Any:
     return block_sparse_attention_kernel
 
 
-Places = tuple[int, int, int]
+def launch_options(dtype: torch.dtype, block: int, width: int, readable: bool) -> dict[str, Any]:
+    """How a block is cut and by how many warps it is computed: what `benchmarks/sparse_attention.py` varies.
 
-
-def table_places(tensor: torch.Tensor) -> Places | None:
-    """[B, S, N, D] as rows and columns of a table that the copy engine reads: (rows a sample, rows a head, columns a head).
-
-    A row is a token. The heads of a token are columns side by side, or begin some rows apart where heads come first in
-    memory. None where the engine cannot: it reads whole units of 16 bytes, and rows equally far apart.
-    """
-    batch, tokens, heads, width = tensor.shape
-    by_batch, by_token, by_head, _ = (
-        0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    by_token = by_token or width
-    units = [place * tensor.element_size() % 16 for place in (by_batch, by_token, by_head)]
-    if any(units) or tensor.data_ptr() % 16 or by_token < width or by_batch % by_token:
-        return None
-    rows_head, columns_head = (by_head // by_token, 0) if by_head % by_token == 0 else (0, by_head)
-    places = by_batch // by_token, rows_head, columns_head
-    beyond = columns_head * (heads - 1) + width > by_token or _rows(tensor, places) >= 2**31
-    return None if beyond else places
-
-
-def _rows(tensor: torch.Tensor, places: Places) -> int:
-    return (tensor.shape[0] - 1) * places[0] + (tensor.shape[2] - 1) * places[1] + tensor.shape[1]
-
-
-def table(tensor: torch.Tensor, places: Places | None, tile: int) -> Any:
-    """What the copy engine is told: tiles are `tile` tokens of one head. None stays None."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    if places is None:
-        return None
-    heads, width = tensor.shape[2:]
-    by_token = width if tensor.shape[1] == 1 else tensor.stride(1)
-    columns = places[2] * (heads - 1) + width
-    return TensorDescriptor(tensor, [_rows(tensor, places), columns], [by_token, 1], [tile, width])
-
-
-@functools.cache
-def has_copy_engine(device: torch.device) -> bool:
-    """Hopper and the larger Blackwell: those that also have the shared memory for what `launch_options` asks."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
-
-
-def launch_options(dtype: torch.dtype, block: int, width: int, tables: bool = False) -> dict[str, Any]:
-    """How a block is cut and by how many warps it is computed: what a sweep varies, and the one place for its winner.
-
-    TILE is how many keys are taken at a time, PART how many where some are masked. LATE adds the values of a tile one
-    step later. `tables` says that the copy engine can read the keys, TABLES whether it does: it needs no registers for
-    addresses. In float32 products are not shortened to tf32, and 16 keys at a time spill least.
+    TILE is how many keys are taken at a time, PART how many where some of them are masked. LATE adds the values of a tile
+    one step later, so that the matrix units work during exponentials. TABLES reads keys and values by the copy engine,
+    which is possible where they are `readable` so. As sm_90 code, heads of 128 with TILE 128 and LATE take all 255
+    registers and spill none, and 224 KiB of shared memory in three buffers; heads of 64 take 233 and 112 KiB. Without
+    the copy engine 64 keys at a time take 179 registers, and 128 spill. In float32 products are not shortened to tf32,
+    and 16 keys at a time spill least.
     """
     if dtype == torch.float32:
         tile, warps = min(block, 16), 8 if block >= 64 else 4
-        return {
-            "TILE": tile, "PART": tile, "PRECISION": "ieee", "LATE": False, "TABLES": False,
-            "num_warps": warps, "num_stages": 2,
-        }  # fmt: skip
-    warps = 8 if block >= 128 else 4
-    options = {"PART": min(block, 32), "PRECISION": "tf32", "TABLES": tables, "num_warps": warps}
-    if tables:
-        return {**options, "TILE": min(block, 64), "LATE": True, "num_stages": 4}
-    return {**options, "TILE": min(block, 64), "LATE": False, "num_stages": 3}
+        return _options(tile, tile, False, False, warps, 2) | {"PRECISION": "ieee"}
+    del width
+    if readable:
+        return _options(block, min(block, 32), block >= 64, True, 8 if block >= 128 else 4, 3)
+    return _options(min(block, 64), min(block, 32), False, False, 8 if block >= 128 else 4, 3)
+
+
+def _options(tile: int, part: int, late: bool, tables: bool, warps: int, stages: int) -> dict[str, Any]:
+    cut = {"TILE": tile, "PART": part, "PRECISION": "tf32", "LATE": late, "TABLES": tables}
+    return {**cut, "num_warps": warps, "num_stages": stages}
 
 
 def run_triton(
@@ -286,7 +247,7 @@ def run_triton(
     block: int,
     scale: float,
     causal: bool,
-    options: dict[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> torch.Tensor:
     """`options` are those of a sweep; otherwise `launch_options` says which."""
     import triton
@@ -297,12 +258,13 @@ def run_triton(
     q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
     heads = q.shape[2]
     interpreted = not isinstance(_kernel(), triton.JITFunction)
+    places = (tables.places_of(k), tables.places_of(v))
     if options is None:
-        able = interpreted or has_copy_engine(q.device)
-        readable = able and table_places(k) is not None and table_places(v) is not None
+        readable = (interpreted or tables.has_copy_engine(q.device)) and None not in places
         options = launch_options(q.dtype, block, q.shape[3], readable)
-    options = dict(options)
-    places = (table_places(k), table_places(v)) if options.pop("TABLES") else (None, None)
+    if not options["TABLES"]:
+        places = (None, None)
+    given = {name: value for name, value in options.items() if name != "TABLES"}
     start(
         _kernel(),
         (q_edges.shape[0] - 1, q.shape[0] * heads),
@@ -314,7 +276,7 @@ def run_triton(
         q_edges,
         k_edges,
         out,
-        *(table(tensor, found, options["TILE"]) for tensor, found in zip((k, v), places, strict=True)),
+        *(tables.table(tensor, found, options["TILE"]) for tensor, found in zip((k, v), places, strict=True)),
         # Exponentials of base 2 are what a GPU computes.
         float(scale) / math.log(2),
         heads,
@@ -328,7 +290,7 @@ def run_triton(
         WIDTH=q.shape[3],
         # Triton's interpreter multiplies the bits of bfloat16 as if they were whole numbers.
         WIDEN=q.dtype == torch.bfloat16 and interpreted,
-        **options,
+        **given,
     )
     return out
 
