@@ -17,10 +17,8 @@ def places_of(tensor: torch.Tensor) -> Places | None:
     memory. None where the engine cannot: it reads whole units of 16 bytes, and rows equally far apart.
     """
     heads, width = tensor.shape[2:]
-    by_batch, by_token, by_head, _ = (
-        0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    by_token = by_token or width
+    by_batch, by_head = (0 if tensor.shape[dim] == 1 else tensor.stride(dim) for dim in (0, 2))
+    by_token = _row_stride(tensor)
     units = [place * tensor.element_size() % 16 for place in (by_batch, by_token, by_head)]
     if any(units) or tensor.data_ptr() % 16 or by_token < width or by_batch % by_token:
         return None
@@ -28,6 +26,11 @@ def places_of(tensor: torch.Tensor) -> Places | None:
     places = by_batch // by_token, rows_head, columns_head
     beyond = columns_head * (heads - 1) + width > by_token or _rows(tensor, places) >= 2**31
     return None if beyond else places
+
+
+def _row_stride(tensor: torch.Tensor) -> int:
+    # The stride of a single token means nothing.
+    return tensor.shape[3] if tensor.shape[1] == 1 else tensor.stride(1)
 
 
 def _rows(tensor: torch.Tensor, places: Places) -> int:
@@ -41,9 +44,8 @@ def table(tensor: torch.Tensor, places: Places | None, tile: int) -> Any:
     if places is None:
         return None
     heads, width = tensor.shape[2:]
-    by_token = width if tensor.shape[1] == 1 else tensor.stride(1)
     columns = places[2] * (heads - 1) + width
-    return TensorDescriptor(tensor, [_rows(tensor, places), columns], [by_token, 1], [tile, width])
+    return TensorDescriptor(tensor, [_rows(tensor, places), columns], [_row_stride(tensor), 1], [tile, width])
 
 
 @functools.cache
