@@ -102,8 +102,9 @@ class TestTables:
             torch.randn(2, 5, 3, 65)[..., :64],
             torch.randn(2, 1, 3, 64).expand(2, 5, 3, 64),
             torch.randn(2, 3 * 5 * 64 + 4)[:, :-4].view(2, 5, 3, 64),
+            torch.randn(2, 0, 3, 64),
         ],
-        ids=["address", "strides", "one token for all", "samples apart"],
+        ids=["address", "strides", "one token for all", "samples apart", "no keys"],
     )
     def test_what_the_engine_cannot_read(self, tensor):
         assert tables.places_of(tensor) is None

@@ -14,13 +14,14 @@ def places_of(tensor: torch.Tensor) -> Places | None:
     """[B, S, N, D] as the rows and columns of a table: (rows a sample, rows a head, columns a head).
 
     A row is a token. The heads of a token are columns side by side, or begin some rows apart where heads come first in
-    memory. None where the engine cannot: it reads whole units of 16 bytes, and rows equally far apart.
+    memory. None where the engine cannot: it reads whole units of 16 bytes, of rows
+    equally far apart, and not nothing.
     """
     heads, width = tensor.shape[2:]
     by_batch, by_head = (0 if tensor.shape[dim] == 1 else tensor.stride(dim) for dim in (0, 2))
     by_token = _row_stride(tensor)
     units = [place * tensor.element_size() % 16 for place in (by_batch, by_token, by_head)]
-    if any(units) or tensor.data_ptr() % 16 or by_token < width or by_batch % by_token:
+    if tensor.numel() == 0 or any(units) or tensor.data_ptr() % 16 or by_token < width or by_batch % by_token:
         return None
     rows_head, columns_head = (by_head // by_token, 0) if by_head % by_token == 0 else (0, by_head)
     places = by_batch // by_token, rows_head, columns_head
