@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -68,6 +68,17 @@ def call(function: Run, *arguments: Any) -> None:
 
 
 @dataclass(frozen=True)
+class Address:
+    """All that a tensor descriptor asks of its tensor."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+@dataclass(frozen=True)
 class Plan:
     """A launch without its addresses: which of the kernel's arguments are those of which input or result."""
 
@@ -76,6 +87,8 @@ class Plan:
     # (place among the kernel's arguments, number of the input), and the same for results.
     inputs: list[tuple[int, int]]
     results: list[tuple[int, int]]
+    # The same for tensor descriptors of inputs.
+    tables: list[tuple[int, int]]
     made: list[tuple[torch.Size, tuple[int, ...], torch.dtype]]
     single: bool
 
@@ -87,6 +100,8 @@ class Plan:
             values[place] = addresses[index]
         for place, index in self.results:
             values[place] = out[index].data_ptr()
+        for place, index in self.tables:
+            values[place] = replace(values[place], base=Address(addresses[index], values[place].base.dtype))
         self.runner(*values)
         return out[0] if self.single else tuple(out)
 
@@ -161,10 +176,17 @@ def _planned(launches: list[Launch], addresses: list[int], result: Any) -> Plan 
         values=[None if isinstance(value, torch.Tensor) else value for value in launch.values],
         inputs=[],
         results=[],
+        tables=[],
         made=[(tensor.shape, tensor.stride(), tensor.dtype) for tensor in out],
         single=not isinstance(result, tuple),
     )
     for place, value in enumerate(launch.values):
+        base = getattr(value, "base", None)
+        if isinstance(base, torch.Tensor):
+            if base.data_ptr() not in addresses:
+                return None
+            plan.values[place] = replace(value, base=Address(0, base.dtype))
+            plan.tables.append((place, addresses.index(base.data_ptr())))
         if not isinstance(value, torch.Tensor):
             continue
         if value.data_ptr() in made:

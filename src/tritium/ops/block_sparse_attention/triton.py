@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from tritium.ops import rows
+from tritium.ops.block_sparse_attention import tables
 from tritium.ops.block_sparse_attention.reference import fake
 from tritium.ops.launch import cannot_launch, start
 
@@ -17,76 +19,53 @@ BLOCKS = (16, 32, 64, 128)
 
 
 @functools.cache
-def _seen_tile() -> Any:
+def _weigh() -> Any:
     import triton.language as tl
 
     @rows.jit
-    def seen_tile(  # type: ignore[no-untyped-def]
-        q,
-        k_start,
-        v_start,
-        k_token,
-        v_token,
-        first,
-        last,
-        query,
-        scale,
-        largest,
-        total,
-        out,
-        ALL: tl.constexpr,
-        CAUSAL: tl.constexpr,
-        TILE: tl.constexpr,
-        WIDTH: tl.constexpr,
-        PRECISION: tl.constexpr,
-        WIDEN: tl.constexpr,
+    def weigh(  # type: ignore[no-untyped-def]
+        score, seen, scale, largest, total, ALL: tl.constexpr
     ):
-        """Take keys `first` to `last`, at most TILE of them, into a softmax that is under way."""
-        token = first + tl.arange(0, TILE)
-        column = tl.arange(0, WIDTH)
-        # 64 bits: tokens times heads times width passes 2^31 for video.
-        k_place = k_start + token[None, :].to(tl.int64) * k_token + column[:, None]
-        v_place = v_start + token[:, None].to(tl.int64) * v_token + column[None, :]
-        if ALL:
-            k = tl.load(k_place)
-            v = tl.load(v_place)
-        else:
-            k = tl.load(k_place, mask=token[None, :] < last, other=0.0)
-            v = tl.load(v_place, mask=token[:, None] < last, other=0.0)
-        if WIDEN:
-            k = k.to(tl.float32)
-        score = tl.dot(q, k, input_precision=PRECISION) * scale
+        """Take keys [WIDTH, TILE] into a softmax that is under way: their weights, and by what earlier ones shrink."""
         if not ALL:
-            seen = token[None, :] < last
-            if CAUSAL:
-                seen = seen & (token[None, :] <= query[:, None])
             score = tl.where(seen, score, float("-inf"))
-        now = tl.maximum(largest, tl.max(score, 1))
+        # The scale is above 0: the largest product has the largest score, and the rest is one multiply-add an element.
+        now = tl.maximum(largest, tl.max(score, 1) * scale)
         safe = now
         if not ALL:
             # A query that has seen nothing so far: infinity less infinity is no number.
             safe = tl.where(now == float("-inf"), 0.0, now)
-        weight = tl.exp2(score - safe[:, None])
+        weight = tl.exp2(score * scale - safe[:, None])
         shrink = tl.exp2(largest - safe)
         total = total * shrink + tl.sum(weight, 1)
+        return now, total, shrink, weight
+
+    return weigh
+
+
+@functools.cache
+def _add_values() -> Any:
+    import triton.language as tl
+
+    @rows.jit
+    def add_values(weight, v, shrink, out, PRECISION: tl.constexpr, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
         weight = weight.to(v.dtype)
         if WIDEN:
             weight = weight.to(tl.float32)
             v = v.to(tl.float32)
-        out = tl.dot(weight, v, out * shrink[:, None], input_precision=PRECISION)
-        return now, total, out
+        return tl.dot(weight, v, out * shrink[:, None], input_precision=PRECISION)
 
-    return seen_tile
+    return add_values
 
 
 @functools.cache
-def _kernel() -> Any:
+def _kernel() -> Any:  # noqa: C901, PLR0915 - what a kernel branches on are compile-time constants
     import triton.language as tl
 
-    seen_tile = _seen_tile()
+    weigh, add_values = _weigh(), _add_values()
 
     @rows.jit
-    def block_sparse_attention_kernel(  # type: ignore[no-untyped-def]
+    def block_sparse_attention_kernel(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0912, PLR0915
         q_ptr,
         k_ptr,
         v_ptr,
@@ -95,6 +74,8 @@ def _kernel() -> Any:
         q_edges_ptr,
         k_edges_ptr,
         out_ptr,
+        k_table,
+        v_table,
         scale,
         heads,
         group,
@@ -112,67 +93,147 @@ def _kernel() -> Any:
         out_batch,
         out_token,
         out_head,
+        k_row_batch,
+        k_row_head,
+        k_column_head,
+        v_row_batch,
+        v_row_head,
+        v_column_head,
         CAUSAL: tl.constexpr,
         BLOCK: tl.constexpr,
         TILE: tl.constexpr,
+        PART: tl.constexpr,
         WIDTH: tl.constexpr,
         PRECISION: tl.constexpr,
         WIDEN: tl.constexpr,
+        LATE: tl.constexpr,
     ):
         row = tl.program_id(0)
-        sample = (tl.program_id(1) // heads).to(tl.int64)
-        head = (tl.program_id(1) % heads).to(tl.int64)
+        sample = tl.program_id(1) // heads
+        head = tl.program_id(1) % heads
         list_number = tl.program_id(1).to(tl.int64) * q_blocks + row
         whole = tl.load(counts_ptr + 2 * list_number)
         listed = tl.load(counts_ptr + 2 * list_number + 1)
         indices = indices_ptr + list_number * k_blocks
 
-        query = tl.load(q_edges_ptr + row) + tl.arange(0, BLOCK)
-        inside = query[:, None] < tl.load(q_edges_ptr + row + 1)
-        column = tl.arange(0, WIDTH)[None, :]
-        far = query[:, None].to(tl.int64)
-        q = tl.load(q_ptr + sample * q_batch + head * q_head + far * q_token + column, mask=inside, other=0.0)
+        # 64 bits for where a block lies: tokens times heads times width passes 2^31 for video. 32 within it.
+        place = tl.arange(0, BLOCK)[:, None]
+        column = tl.arange(0, WIDTH)
+        first_query = tl.load(q_edges_ptr + row)
+        inside = place < tl.load(q_edges_ptr + row + 1) - first_query
+        q_start = (
+            q_ptr + sample.to(tl.int64) * q_batch + head.to(tl.int64) * q_head + first_query.to(tl.int64) * q_token
+        )
+        q = tl.load(q_start + place * q_token + column[None, :], mask=inside, other=0.0)
         if WIDEN:
             q = q.to(tl.float32)
-        k_start = k_ptr + sample * k_batch + (head // group) * k_head
-        v_start = v_ptr + sample * v_batch + (head // group) * v_head
+        kv_head = head // group
+        k_start = k_ptr + sample.to(tl.int64) * k_batch + kv_head.to(tl.int64) * k_head
+        v_start = v_ptr + sample.to(tl.int64) * v_batch + kv_head.to(tl.int64) * v_head
+        if k_table is not None:
+            k_row, k_column = sample * k_row_batch + kv_head * k_row_head, kv_head * k_column_head
+            v_row, v_column = sample * v_row_batch + kv_head * v_row_head, kv_head * v_column_head
 
         largest = tl.full([BLOCK], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK], tl.float32)
         out = tl.zeros([BLOCK, WIDTH], tl.float32)
         tiles: tl.constexpr = BLOCK // TILE
-        for step in range(whole * tiles):
-            first = tl.load(k_edges_ptr + tl.load(indices + step // tiles)) + (step % tiles) * TILE
-            largest, total, out = seen_tile(
-                q, k_start, v_start, k_token, v_token, first, first + TILE, query, scale, largest, total, out,
-                True, CAUSAL, TILE, WIDTH, PRECISION, WIDEN,
-            )  # fmt: skip
-        for step in range(whole * tiles, listed * tiles):
-            place = k_edges_ptr + tl.load(indices + step // tiles)
-            first = tl.load(place) + (step % tiles) * TILE
-            largest, total, out = seen_tile(
-                q, k_start, v_start, k_token, v_token, first, tl.load(place + 1), query, scale, largest, total, out,
-                False, CAUSAL, TILE, WIDTH, PRECISION, WIDEN,
-            )  # fmt: skip
+        # Where the next tile begins is read one step ahead and its block's number two: no load here waits for another.
+        steps = whole * tiles
+        following = tl.load(k_edges_ptr + tl.load(indices, mask=steps > 0, other=0))
+        index = tl.load(indices + 1 // tiles, mask=steps > 1, other=0)
+        if LATE:
+            # The values of a tile are added in the next step: the matrix units add them during that step's exponentials.
+            before = following
+            shrink = tl.full([BLOCK], 1.0, tl.float32)
+            weight = tl.zeros([BLOCK, TILE], tl.float32)
+        for step in range(steps):
+            first = following
+            following = tl.load(k_edges_ptr + index) + (step + 1) % tiles * TILE
+            index = tl.load(indices + (step + 2) // tiles, mask=step + 2 < steps, other=0)
+            v_first = first
+            if LATE:
+                v_first = before
+            if k_table is not None:
+                k = k_table.load([k_row + first, k_column]).T
+                v = v_table.load([v_row + v_first, v_column])
+            else:
+                token = tl.arange(0, TILE)
+                k = tl.load(k_start + first.to(tl.int64) * k_token + token[None, :] * k_token + column[:, None])
+                v = tl.load(v_start + v_first.to(tl.int64) * v_token + token[:, None] * v_token + column[None, :])
+            if WIDEN:
+                k = k.to(tl.float32)
+            score = tl.dot(q, k, input_precision=PRECISION)
+            if LATE:
+                out = add_values(weight, v, shrink, out, PRECISION, WIDEN)
+                largest, total, shrink, weight = weigh(score, None, scale, largest, total, True)
+                before = first
+            else:
+                largest, total, shrink, weight = weigh(score, None, scale, largest, total, True)
+                out = add_values(weight, v, shrink, out, PRECISION, WIDEN)
+        if LATE:  # noqa: SIM102 - the one is decided by the compiler, the other by the program
+            if steps > 0:
+                if k_table is not None:
+                    v = v_table.load([v_row + before, v_column])
+                else:
+                    v_place = tl.arange(0, TILE)[:, None] * v_token + column[None, :]
+                    v = tl.load(v_start + before.to(tl.int64) * v_token + v_place)
+                out = add_values(weight, v, shrink, out, PRECISION, WIDEN)
+
+        # What is masked takes more registers than what is not: fewer keys at a time.
+        part_tiles: tl.constexpr = BLOCK // PART
+        for step in tl.range(whole * part_tiles, listed * part_tiles, num_stages=1):
+            edge = k_edges_ptr + tl.load(indices + step // part_tiles)
+            first = tl.load(edge) + step % part_tiles * PART
+            left = tl.load(edge + 1) - first
+            part_token = tl.arange(0, PART)
+            k_part = k_start + first.to(tl.int64) * k_token + part_token[None, :] * k_token + column[:, None]
+            v_part = v_start + first.to(tl.int64) * v_token + part_token[:, None] * v_token + column[None, :]
+            seen = part_token[None, :] < left
+            k = tl.load(k_part, mask=seen, other=0.0)
+            v = tl.load(v_part, mask=part_token[:, None] < left, other=0.0)
+            if CAUSAL:
+                seen = seen & (first + part_token[None, :] <= first_query + place)
+            if WIDEN:
+                k = k.to(tl.float32)
+            score = tl.dot(q, k, input_precision=PRECISION)
+            largest, total, part_shrink, part = weigh(score, seen, scale, largest, total, False)
+            out = add_values(part, v, part_shrink, out, PRECISION, WIDEN)
 
         out = out / tl.where(total == 0.0, 1.0, total)[:, None]
-        out_place = out_ptr + sample * out_batch + head * out_head + far * out_token + column
-        tl.store(out_place, out.to(out_ptr.dtype.element_ty), mask=inside)
+        out_start = (
+            out_ptr
+            + sample.to(tl.int64) * out_batch
+            + head.to(tl.int64) * out_head
+            + first_query.to(tl.int64) * out_token
+        )
+        tl.store(out_start + place * out_token + column[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
 
     return block_sparse_attention_kernel
 
 
-def launch_options(dtype: torch.dtype, block: int, width: int) -> dict[str, Any]:
-    """How a block is cut and by how many warps it is computed: what a sweep would vary.
+def launch_options(dtype: torch.dtype, block: int, width: int, readable: bool) -> dict[str, Any]:
+    """How a block is cut and by how many warps it is computed: what `benchmarks/sparse_attention.py` varies.
 
-    As sm_90 code, 64 keys at a time in three buffers take 178 registers and 128 KiB of shared memory for heads of 128, and
-    226 registers of half as many warps and 64 KiB for heads of 64, of which two programs fit on a multiprocessor of an
-    H200. 128 keys at a time spill. In float32 products are not shortened to tf32, and 16 keys at a time spill least.
+    TILE is how many keys are taken at a time, PART how many where some of them are masked. LATE adds the values of a tile
+    one step later, so that the matrix units work during exponentials. TABLES reads keys and values by the copy engine,
+    which is possible where they are `readable` so. As sm_90 code, heads of 128 with TILE 128 and LATE take all 255
+    registers and spill none, and 224 KiB of shared memory in three buffers; heads of 64 take 233 and 112 KiB. Without
+    the copy engine 64 keys at a time take 179 registers, and 128 spill. In float32 products are not shortened to tf32,
+    and 16 keys at a time spill least.
     """
     if dtype == torch.float32:
-        return {"TILE": min(block, 16), "PRECISION": "ieee", "num_warps": 8 if block >= 64 else 4, "num_stages": 2}
-    warps = 8 if block >= 128 and width > 64 else 4
-    return {"TILE": min(block, 64), "PRECISION": "tf32", "num_warps": warps, "num_stages": 3}
+        tile, warps = min(block, 16), 8 if block >= 64 else 4
+        return _options(tile, tile, False, False, warps, 2) | {"PRECISION": "ieee"}
+    del width
+    if readable:
+        return _options(block, min(block, 32), block >= 64, True, 8 if block >= 128 else 4, 3)
+    return _options(min(block, 64), min(block, 32), False, False, 8 if block >= 128 else 4, 3)
+
+
+def _options(tile: int, part: int, late: bool, tables: bool, warps: int, stages: int) -> dict[str, Any]:
+    cut = {"TILE": tile, "PART": part, "PRECISION": "tf32", "LATE": late, "TABLES": tables}
+    return {**cut, "num_warps": warps, "num_stages": stages}
 
 
 def run_triton(
@@ -186,7 +247,9 @@ def run_triton(
     block: int,
     scale: float,
     causal: bool,
+    options: Mapping[str, Any] | None = None,
 ) -> torch.Tensor:
+    """`options` are those of a sweep; otherwise `launch_options` says which."""
     import triton
 
     out = fake(q, k, v, counts, indices, q_edges, k_edges, block, scale, causal)
@@ -194,6 +257,14 @@ def run_triton(
         return out
     q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
     heads = q.shape[2]
+    interpreted = not isinstance(_kernel(), triton.JITFunction)
+    places = (tables.places_of(k), tables.places_of(v))
+    if options is None:
+        readable = (interpreted or tables.has_copy_engine(q.device)) and None not in places
+        options = launch_options(q.dtype, block, q.shape[3], readable)
+    if not options["TABLES"]:
+        places = (None, None)
+    given = {name: value for name, value in options.items() if name != "TABLES"}
     start(
         _kernel(),
         (q_edges.shape[0] - 1, q.shape[0] * heads),
@@ -205,6 +276,7 @@ def run_triton(
         q_edges,
         k_edges,
         out,
+        *(tables.table(tensor, found, options["TILE"]) for tensor, found in zip((k, v), places, strict=True)),
         # Exponentials of base 2 are what a GPU computes.
         float(scale) / math.log(2),
         heads,
@@ -212,12 +284,13 @@ def run_triton(
         q_edges.shape[0] - 1,
         k_edges.shape[0] - 1,
         *(tensor.stride(dim) for tensor in (q, k, v, out) for dim in (0, 1, 2)),
+        *(place for found in places for place in found or (0, 0, 0)),
         CAUSAL=causal,
         BLOCK=block,
         WIDTH=q.shape[3],
         # Triton's interpreter multiplies the bits of bfloat16 as if they were whole numbers.
-        WIDEN=q.dtype == torch.bfloat16 and not isinstance(_kernel(), triton.JITFunction),
-        **launch_options(q.dtype, block, q.shape[3]),
+        WIDEN=q.dtype == torch.bfloat16 and interpreted,
+        **given,
     )
     return out
 
@@ -234,7 +307,9 @@ def decline_triton(
     scale: float,
     causal: bool,
 ) -> str | None:
-    del scale, causal
+    del causal
+    if not scale > 0:
+        return f"the kernel takes a scale above 0, got {scale}"
     if q.shape[-1] not in WIDTHS or v.shape[-1] != q.shape[-1]:
         return f"the kernel takes heads {' or '.join(map(str, WIDTHS))} wide, got {q.shape[-1]} and {v.shape[-1]}"
     if block not in BLOCKS:
