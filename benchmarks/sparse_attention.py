@@ -35,39 +35,29 @@ Options = dict[str, Any]
 Case = tuple[int, float]
 
 
-def options(tile: int, *, tables: bool, late: bool, warps: int, stages: int, part: int = 32) -> Options:
-    cut = {"TILE": tile, "PART": part, "LATE": late, "TABLES": tables, "PRECISION": "tf32"}
+def options(tile: int, *, tables: bool, warps: int, stages: int, part: int = 32) -> Options:
+    cut = {"TILE": tile, "PART": part, "TABLES": tables, "PRECISION": "tf32"}
     return {**cut, "num_warps": warps, "num_stages": stages}
 
 
 CANDIDATES: dict[int, list[Options]] = {
     128: [
-        options(128, tables=True, late=True, warps=8, stages=3),
-        options(128, tables=True, late=True, warps=8, stages=2),
-        options(128, tables=True, late=False, warps=8, stages=3),
-        options(64, tables=True, late=True, warps=8, stages=3),
-        options(64, tables=True, late=True, warps=8, stages=4),
-        options(64, tables=True, late=True, warps=8, stages=5),
-        options(64, tables=True, late=False, warps=8, stages=4),
-        options(64, tables=False, late=False, warps=8, stages=3),
-        options(64, tables=False, late=True, warps=8, stages=4),
+        options(128, tables=True, warps=8, stages=3),
+        options(64, tables=True, warps=8, stages=4),
+        options(64, tables=False, warps=8, stages=3),
     ],
     64: [
-        options(128, tables=True, late=True, warps=8, stages=3),
-        options(128, tables=True, late=False, warps=8, stages=3),
-        options(128, tables=True, late=False, warps=4, stages=3),
-        options(64, tables=True, late=True, warps=8, stages=3),
-        options(64, tables=True, late=True, warps=4, stages=3),
-        options(64, tables=True, late=False, warps=4, stages=3),
-        options(64, tables=False, late=False, warps=4, stages=3),
+        options(128, tables=True, warps=8, stages=3),
+        options(128, tables=True, warps=4, stages=3),
+        options(64, tables=True, warps=4, stages=3),
+        options(64, tables=False, warps=4, stages=3),
     ],
 }
 
 
 def label(chosen: Options) -> str:
     how = "copy engine" if chosen["TABLES"] else "pointers"
-    late = "late" if chosen["LATE"] else "at once"
-    return f"{how}, {late}, {chosen['TILE']} keys, {chosen['num_warps']} warps, {chosen['num_stages']} stages"
+    return f"{how}, {chosen['TILE']} keys, {chosen['num_warps']} warps, {chosen['num_stages']} stages"
 
 
 def lists(tokens: int, heads: int, density: float, device: str) -> dict[str, torch.Tensor]:

@@ -3,11 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 import tritium
 from fidelity import assert_no_worse
 from tritium.compiler.exact import NOT_EQUAL
+from tritium.fusions import group_norm_silu
 
 EAGER = tritium.CompilationConfig(engine="eager")
 
@@ -277,6 +278,26 @@ SWITCHES = {
     "enable_linear_gelu": ("linear_gelu", lambda x, s: F.gelu(F.linear(x, s[0, 0].expand(3, 16)))),
     "enable_cat_linear": ("cat_linear", lambda x, s: F.linear(torch.cat([x, x], -1), s[0, 0].repeat(3, 2))),
 }
+
+
+@pytest.mark.parametrize(
+    ("after", "free"),
+    [
+        (lambda x, w: F.conv2d(x, w), True),
+        (lambda x, w: F.conv2d(F.dropout(x, 0.0, False), w), True),
+        (lambda x, w: F.conv2d(x.contiguous(memory_format=torch.channels_last), w), True),
+        (lambda x, w: F.conv2d(F.dropout(x, 0.0, False).contiguous(memory_format=torch.channels_last), w), True),
+        (lambda x, w: F.conv2d(x.contiguous(), w), False),
+        (lambda x, w: F.conv2d(F.dropout(x, 0.5, True), w), False),
+        (lambda x, w: (F.conv2d(x, w), x), False),
+        (lambda x, w: x, False),
+    ],
+)
+def test_the_layout_of_what_convolutions_alone_read_is_free(after, free):
+    """On a GPU ATen's GroupNorm gives up channels-last, which the op keeps: strides may differ where nobody sees them."""
+    graph = fx.symbolic_trace(lambda x, w: after(F.silu(F.group_norm(x, 2)), w)).graph
+    (silu,) = [node for node in graph.nodes if node.target is F.silu]
+    assert group_norm_silu._feeds_convolutions(silu) is free
 
 
 @pytest.mark.parametrize("switch", SWITCHES)

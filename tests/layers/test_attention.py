@@ -1,5 +1,6 @@
 """`attention_forward`: what it computes, who is chosen, what is remembered, and what is refused."""
 
+import dataclasses
 import json
 import math
 
@@ -241,6 +242,8 @@ class TestChoice:
         assert reason == "not measured: its scores would take 32.0 GiB"
         for name in ("sdpa", "chunked"):
             assert choice._not_measured(entries.candidates()[name], video, tracing=False) is None
+        on_a_gpu = dataclasses.replace(video, device="cuda")
+        assert "scores" in choice._not_measured(entries.candidates()["chunked"], on_a_gpu, tracing=False)
 
     def test_nothing_is_compiled_while_something_is_compiled(self, monkeypatch):
         known = {**entries.candidates()}

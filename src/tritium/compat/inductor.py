@@ -146,3 +146,16 @@ def debug_folder() -> Path | None:
     if not inductor_config().trace.enabled:
         return None
     return Path(importlib.import_module("torch._dynamo.utils").get_debug_dir())
+
+
+def lower_to_channels_last(overload: Any) -> None:
+    """Let Inductor compute an operator of one picture or video as a copy of it in memory of its own, channels innermost."""
+    lowering: Any = importlib.import_module("torch._inductor.lowering")
+    ir: Any = importlib.import_module("torch._inductor.ir")
+    if overload in lowering.lowerings or not hasattr(ir, "NHWC_STRIDE_ORDER") or not hasattr(ir, "NHWDC_STRIDE_ORDER"):
+        return
+    orders = {4: ir.NHWC_STRIDE_ORDER, 5: ir.NHWDC_STRIDE_ORDER}
+
+    @lowering.register_lowering(overload, type_promotion_kind=None)  # type: ignore[untyped-decorator]
+    def copied(x: Any) -> Any:
+        return ir.ExternKernel.require_stride_order(x, orders[len(x.get_size())])

@@ -27,14 +27,13 @@ from torch._dispatch.python import enable_python_dispatcher
 
 from tritium import compat
 from tritium.compiler.fold import mark_for_folding
+from tritium.compiler.laid_out import CHANNELS_LAST, FORMATS, make_known_to_inductor
 from tritium.fusions.expression import argument, mutated_arguments, same_shape, same_size, storages, value_of
 from tritium.passes import Applied, Decline, Pass, PassContext
 from tritium.tiling.predicates import spatial_convolutions
 
 # One alone would be converted to and from; cuDNN does that itself.
 FEWEST_CONVOLUTIONS = 2
-
-FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 # A 3-D convolution of 96 channels, 3x3x3, on one core: 111 ms and 110 ms in float32, 15.2 ms and 14.9 ms in bfloat16.
 ON_A_CPU = "on a CPU Inductor lays out 2-D convolutions itself, and 3-D ones take as long in either layout"
@@ -98,6 +97,8 @@ def run(graph: fx.Graph, context: PassContext) -> Applied | Decline:
         reason = "no 2-D or 3-D convolution"
     if reason is not None:
         return Decline(reason)
+    if context.config.engine == "inductor":
+        make_known_to_inductor()
     rewriter = _Rewriter(graph)
     reasons = Counter(rewriter.run(convolutions))
     done = len(convolutions) - reasons.total()
@@ -186,6 +187,7 @@ class _Rewriter:
         chosen = {node for region in regions if len(region) >= FEWEST_CONVOLUTIONS for node in region}
         reasons = [reason or ALONE for node, reason in obstacles.items() if node not in chosen]
         wanted = self._wanted(chosen)
+        self._enter(wanted, chosen)
         for node in list(self.graph.nodes):
             if node in chosen:
                 reason = self._convolve(node)
@@ -286,6 +288,39 @@ class _Rewriter:
                 wanted.add(node)
                 stack.extend(node.all_input_nodes)
         return wanted
+
+    def _enter(self, wanted: set[fx.Node], chosen: set[fx.Node]) -> None:
+        """Convert what operations on the way to a convolution read, once, instead of what each of them gives."""
+        first = next(node for node in self.graph.nodes if node.op not in ("placeholder", "get_attr"))
+        for node in list(self.graph.nodes):
+            if node in wanted or node in chosen or not is_contiguous(self._value[node]) or self._is_written(node):
+                continue
+            readers = [user for user in node.users if user in wanted and self._reads_picture(user, node)]
+            if not readers:
+                continue
+            value = self._value[node]
+            place = first if node.op in ("placeholder", "get_attr") else node.next
+            with self.graph.inserting_before(place):
+                made = self.graph.call_function(CHANNELS_LAST, (node,))
+            with _as_dynamo_does(value):
+                made.meta["example_value"] = CHANNELS_LAST(value)
+            made.meta |= _origin(readers[0])
+            self._value[made], self._arguments[made] = value, (made.args, made.kwargs)
+            self._restored |= {(made, False): node, (made, True): node}
+            self._moved.add(made)
+            self._inserted.append(made)
+            self._entries.append(made)
+            self._channels_last[node] = made
+            for reader in readers:
+                reader.replace_input_with(node, made)
+
+    def _reads_picture(self, node: fx.Node, source: fx.Node) -> bool:
+        """Whether an operation takes a picture or video, by itself, to another of as many channels."""
+        value, result = self._value[source], self._value[node]
+        if value.dim() not in FORMATS or value.dim() != result.dim() or node.target in _JOINS:
+            return False
+        pixels = any(not same_size(size, 1) for size in value.shape[2:])
+        return pixels and not same_size(value.shape[1], 1) and same_size(value.shape[1], result.shape[1])
 
     # --- the walk ---
 
@@ -388,7 +423,7 @@ class _Rewriter:
         value = value_of(source)
         with _as_dynamo_does(value):
             made.meta["example_value"] = getattr(value, method)(memory_format=memory_format)
-        made.meta |= {name: place.meta[name] for name in ("stack_trace", "nn_module_stack") if name in place.meta}
+        made.meta |= _origin(place)
         self._inserted.append(made)
         return made
 
@@ -451,6 +486,10 @@ class _Rewriter:
             made = self.graph.create_node(node.op, node.target, args, kwargs)
         made.meta = {**node.meta, "example_value": self._value[node]}
         return made
+
+
+def _origin(node: fx.Node) -> dict[str, Any]:
+    return {name: node.meta[name] for name in ("stack_trace", "nn_module_stack") if name in node.meta}
 
 
 def _operands(node: fx.Node) -> tuple[Any, Any]:

@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 from torch import fx
 
-from tritium.fusions.expression import Expr, nodes_between, strip_casts
+from tritium.fusions.expression import Expr, argument, nodes_between, strip_casts
 from tritium.fusions.fusion import Fusion, Match
 from tritium.fusions.match import Recogniser
 from tritium.ops import group_norm_silu
 
 CONVOLUTIONS = frozenset({F.conv2d, F.conv3d, torch.conv2d, torch.conv3d})
+CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
 
 
 def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
@@ -32,8 +33,18 @@ def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
     bindings = {"x": x, "groups": groups, "weight": weight, "bias": bias, "eps": eps}
     match = recogniser.closed(Match(node, bindings, nodes))
     # ATen's GroupNorm on a GPU gives up channels-last, the op keeps it, and a convolution wants it.
-    match.any_layout = bool(match.root.users) and all(user.target in CONVOLUTIONS for user in match.root.users)
+    match.any_layout = _feeds_convolutions(match.root)
     return match
+
+
+def _feeds_convolutions(node: fx.Node) -> bool:
+    """Whether nobody but convolutions, and what asks for a layout on the way to them, sees a value."""
+    return bool(node.users) and all(
+        user.target in CONVOLUTIONS
+        or (user.target == "contiguous" and user.kwargs.get("memory_format") in CHANNELS_LAST)
+        or (user.target is F.dropout and not argument(user, 2, "training", True) and _feeds_convolutions(user))
+        for user in node.users
+    )
 
 
 FUSION = Fusion(

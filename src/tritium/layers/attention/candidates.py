@@ -49,6 +49,8 @@ class Candidate:
     measured_on: tuple[str, ...] = ("cpu", "cuda")
     # The most bytes of scores, of all heads in float32, with which it is worth measuring: it holds them all at once.
     most_scores: float = math.inf
+    # Where that limit holds.
+    limited_on: tuple[str, ...] = ("cuda", "cpu")
 
 
 def _by_pytorch(
@@ -195,7 +197,8 @@ OWN = (
     Candidate("flash", _by_kernel("flash"), _decline_flash),
     Candidate("efficient", _by_kernel("efficient"), _decline_efficient),
     Candidate("math", _by_kernel("math"), _never, most_scores=MOST_SCORES),
-    Candidate("chunked", mathematics.chunked, _decline_chunked),
+    # A GPU computes those of video in eight seconds, where its kernels take 40 ms.
+    Candidate("chunked", mathematics.chunked, _decline_chunked, most_scores=MOST_SCORES, limited_on=("cuda",)),
     Candidate("flex", _flex, _decline_flex, opaque=True, compiles=True, measured_on=("cuda",)),
     Candidate(
         "flash3",

@@ -215,7 +215,8 @@ def _not_measured(candidate: Candidate, request: Request, *, tracing: bool) -> s
     reason = candidate.decline(request)
     if reason is None and request.device not in candidate.measured_on:
         reason = f"not measured on {request.device}"
-    if reason is None and request.score_bytes > candidate.most_scores:
+    limited = request.device in candidate.limited_on
+    if reason is None and limited and request.score_bytes > candidate.most_scores:
         reason = f"not measured: its scores would take {request.score_bytes / 2**30:.1f} GiB"
     if reason is None and candidate.compiles and tracing:
         reason = "it has to be compiled, and something else is being compiled now"
