@@ -34,8 +34,3 @@ def test_who_switched_it_off_keeps_it_off():
     with collector.paused():
         pass
     assert not gc.isenabled()
-
-
-def test_only_the_first_call_is_made_without_it():
-    call = collector.paused_at_first(lambda value: (value, gc.isenabled()))
-    assert [call(1), call(2)] == [(1, False), (2, True)]

@@ -45,15 +45,21 @@ class Backend:
         check_pins(self.config)
         self.all_passes()
         compat.keep_sizes_apart(_is_of_pictures)
+        self._hash = hash(self._identity())
 
     # Dynamo and its logs show this name.
     __name__ = "tritium"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Backend) and self._identity() == other._identity()
+        # Dynamo asks in every call of compiled code, for every version that it keeps.
+        if self is other:
+            return True
+        if not isinstance(other, Backend) or self._hash != other._hash:
+            return False
+        return self._identity() == other._identity()
 
     def __hash__(self) -> int:
-        return hash(self._identity())
+        return self._hash
 
     def _identity(self) -> tuple[Any, ...]:
         return self.config, self.passes, self.fusions

@@ -7,10 +7,8 @@ all that the process has loaded, and it finds next to nothing.
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 
 @contextlib.contextmanager
@@ -23,19 +21,3 @@ def paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def paused_at_first(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A call that is made with the collector paused the first time, when it compiles."""
-    is_first = True
-
-    @functools.wraps(call)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        nonlocal is_first
-        if not is_first:
-            return call(*args, **kwargs)
-        is_first = False
-        with paused():
-            return call(*args, **kwargs)
-
-    return run

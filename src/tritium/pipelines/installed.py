@@ -10,7 +10,6 @@ import torch
 from torch import fx, nn
 
 from tritium import compat
-from tritium.compiler import collector
 from tritium.compiler.backend import Backend
 from tritium.pipelines import strides
 from tritium.pipelines.contract import Contract
@@ -116,7 +115,7 @@ class Installed:
                 backend = kind(self._config.with_(graphs=choice.graphs))
             compiled: Callable[..., Any] = torch.compile(module._call_impl, backend=backend, dynamic=self._dynamic)
             if choice.how == "tritium":
-                compiled = strides.evened(collector.paused_at_first(compiled))
+                compiled = strides.evened(compiled)
             if self.part.varying and self._dynamic is not False:
                 compiled = AnySize(module, compiled, self.part.varying)
             self._calls[key] = compiled

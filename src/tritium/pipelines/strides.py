@@ -13,23 +13,38 @@ from typing import Any
 
 import torch
 
+from tritium.compiler import collector
+
 
 def evened(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A call whose tensors of batch one have the strides of tensors of their own."""
+    """A compiled call whose tensors of batch one have the strides of tensors of their own.
+
+    This is in the way of every block of every step, so it does as little as it can. The first call compiles, and the garbage
+    collector rests meanwhile.
+    """
+    is_first = True
 
     @functools.wraps(call)
     def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_first
         if torch.compiler.is_compiling():
             # Inside somebody else's graph nothing is guarded here.
             return call(*args, **kwargs)
-        return call(*map(even, args), **{name: even(value) for name, value in kwargs.items()})
+        args = tuple([even(value) for value in args])
+        for name, value in kwargs.items():
+            kwargs[name] = even(value)
+        if is_first:
+            is_first = False
+            with collector.paused():
+                return call(*args, **kwargs)
+        return call(*args, **kwargs)
 
     return run
 
 
 def even(value: Any) -> Any:
     """The value, or the same memory under the strides of a contiguous tensor where only its batch of one differs."""
-    if type(value) is not torch.Tensor or value.dim() < 2 or value.shape[0] != 1:
+    if type(value) is not torch.Tensor or value.dim() < 2 or value.size(0) != 1:
         return value
     numbers = value.numel()
     if value.stride(0) == numbers or numbers == 0 or not value.is_contiguous():
