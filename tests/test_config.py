@@ -30,8 +30,8 @@ def test_defaults_are_the_documented_ones():
         "poison_outputs": False,
         "graph_log_url": None,
         "pass_config": {
-            "enable_channels_last": False,
-            "enable_tiling_policy": False,
+            "enable_channels_last": True,
+            "enable_tiling_policy": True,
             "enable_nd_tiling_workaround": True,
             "enable_divisibility_proof": True,
             "enable_narrow_sizes": True,

@@ -135,11 +135,10 @@ SWITCH_OF_FAMILY = {"gelu": "enable_fast_gelu"}
 class PassConfig(_Group):
     """Switches of single passes, and of the parts of the tiling policy. A pass that is switched off is not registered."""
 
-    # Regions of convolutions run channels-last, their weights laid out once. Off by default until it was timed on a GPU.
-    enable_channels_last: bool = False
-    # The tiling policy acts on generated Triton kernels, with those of its parts that are on. Off by default until its
-    # kernels have been timed on a GPU.
-    enable_tiling_policy: bool = False
+    # Regions of convolutions run channels-last on a GPU, their weights laid out once.
+    enable_channels_last: bool = True
+    # The tiling policy acts on generated Triton kernels, with those of its parts that are on.
+    enable_tiling_policy: bool = True
     # The tiling of each kernel is compared with others by its cost. On torch before 2.11 this is all there is of the policy.
     enable_nd_tiling_workaround: bool = True
     # Sizes like (H + 2) * (W + 2) are proven multiples of their factors.

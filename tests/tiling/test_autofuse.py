@@ -174,7 +174,7 @@ class TestPins:
 
 
 def switches(**parts):
-    return tritium.PassConfig(enable_tiling_policy=True, **parts)
+    return tritium.PassConfig(**parts)
 
 
 class TestBackend:
@@ -218,11 +218,12 @@ class TestBackend:
         assert "_i32" not in kernel.source
         assert policy_of(tritium.CompilationConfig(pass_config=off)) == OFF
 
-    def test_it_is_off_by_default_and_a_pin_acts_alone(self):
-        (kernel,), record, policy = self.compiled(pass_config=tritium.PassConfig())
+    def test_it_can_be_switched_off_and_a_pin_acts_alone(self):
+        off = tritium.PassConfig(enable_tiling_policy=False)
+        (kernel,), record, policy = self.compiled(pass_config=off)
         assert (kernel.dims, policy.declined, record.kernels[0]["tiling"]) == (1, "switched off", None)
         LEDGER.clear()
-        (kernel,), _, _ = self.compiled(pass_config=tritium.PassConfig(), force_tiling=f"{PAD}=3d")
+        (kernel,), _, _ = self.compiled(pass_config=off, force_tiling=f"{PAD}=3d")
         assert kernel.grid == "Grid3D"
         assert "_i32" not in kernel.source
 

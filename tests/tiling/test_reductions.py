@@ -14,7 +14,7 @@ import codegen
 import tritium
 from codegen import generated, launches, sources
 from tiling.patterns import TRANSFORMER
-from tritium import compat
+from tritium import compat, device
 from tritium.compiler import lower
 from tritium.report import GraphRecord, PassRecord
 from tritium.tiling import hooks, reductions, tables
@@ -22,7 +22,8 @@ from tritium.tiling.policy import OFF, TilingPolicy, policy_of
 from tritium.tiling.reductions import DEFAULT, Limit, Reduction, Table, Timing, cut, walk
 
 ROOT = Path(__file__).parents[2]
-PERSISTENT = Table(persistent_up_to=(Limit(8, 16384),))
+PERSISTENT = Table(persistent_up_to=(Limit(8, 16384),), whole_up_to=16384)
+WHOLE = Table(whole_up_to=16384)
 
 
 def bf16(*shape):
@@ -111,15 +112,14 @@ class TestRules:
         ("count", "elements", "parts", "form"),
         [
             (128, 8192, 1, "looped"),
-            (128, 12288, 2, "looped"),
-            (128, 16384, 2, "looped"),
-            (128, 16385, 3, "split"),
+            (128, 8193, 2, "split"),
+            (128, 16384, 2, "split"),
             (32, 1 << 20, 17, "split"),
             (1, 1 << 20, 128, "split"),
             (4096, 1 << 20, 1, "looped"),
         ],
     )
-    def test_short_rows_stay_whole_and_the_rest_is_inductor_s(self, count, elements, parts, form):
+    def test_without_a_table_cuts_are_inductor_s(self, count, elements, parts, form):
         choice = cut(Reduction(count, elements, multiprocessors=132), parts)
         assert choice.form == form
         assert choice.parts == (parts if form == "split" else 1)
@@ -129,7 +129,8 @@ class TestRules:
         assert cut(few, 1, Table(split_below_rows=512)).parts == 2
         assert cut(dataclasses.replace(few, rows=8), 1, Table(split_below_rows=512)).parts == 66
         assert cut(dataclasses.replace(few, rows=128), 4, Table(split_below_rows=100)).form == "looped"
-        assert cut(Reduction(128, 12288), 2, Table(whole_up_to=8192)).form == "split"
+        assert cut(Reduction(128, 12288), 2, WHOLE).form == "looped"
+        assert cut(Reduction(128, 16385), 3, WHOLE).form == "split"
 
     @pytest.mark.parametrize(("count", "together"), [(32, True), (66, True), (67, False), (128, False)])
     def test_blocks_that_wait_for_each_other_all_run_at_once(self, count, together):
@@ -164,10 +165,10 @@ class TestGeneratedCode:
     def test_few_long_rows_stay_one_kernel(self):
         case = rows(128, 12288)
         assert kinds(generated(case[0], *case[1])) == ["red", "per", "poi"]
-        observer, (choice,) = with_table(case, DEFAULT)
+        observer, (choice,) = with_table(case, WHOLE)
         assert kinds(observer) == ["red"]
         assert (choice.form, choice.inductor) == ("looped", "split")
-        assert "a block has read a row before another kernel could join its parts" in choice.reason
+        assert "measured faster whole" in choice.reason
         observer, (choice,) = with_table(case, PERSISTENT)
         assert kinds(observer) == ["per"]
         assert (choice.form, choice.inductor) == ("persistent", "split")
@@ -271,6 +272,8 @@ class TestGeneratedCode:
 class TestReached:
     def test_by_autofuse(self, own_tables):
         case = rows(128, 12288)
+        tables.write(tables.shipped_file(), device.describe("cuda").name, {"whole_up_to": 16384})
+        tables.forget()
         with tritium.autofuse.enabled() as declined:
             assert declined is None
             assert kinds(generated(case[0], *case[1])) == ["red"]
@@ -281,12 +284,13 @@ class TestReached:
             assert kinds(generated(case[0], *case[1])) == ["red", "per", "poi"]
 
     def test_by_the_backend_s_configuration(self):
-        switches = tritium.PassConfig(enable_tiling_policy=True)
+        switches = tritium.PassConfig()
         config = tritium.CompilationConfig(pass_config=switches)
         assert policy_of(config).choose_reduction
         off = dataclasses.replace(switches, enable_reduction_choice=False)
         assert not policy_of(dataclasses.replace(config, pass_config=off)).choose_reduction
-        assert not policy_of(tritium.CompilationConfig()).choose_reduction
+        off = dataclasses.replace(switches, enable_tiling_policy=False)
+        assert not policy_of(dataclasses.replace(config, pass_config=off)).choose_reduction
 
     def test_the_report_has_it(self, monkeypatch):
         class Observer(codegen.KernelObserver):
@@ -295,7 +299,7 @@ class TestReached:
                 self.tilings = hooks.current().decisions
 
         monkeypatch.setattr(codegen, "KernelObserver", Observer)
-        observer, (choice,) = with_table(rows(128, 12288), DEFAULT)
+        observer, (choice,) = with_table(rows(128, 12288), WHOLE)
         (kernel,) = observer.kernels
         assert json.loads(json.dumps(kernel["tiling"]["reduction"])) == dataclasses.asdict(choice)
         record = GraphRecord("graph 0", "norm", "inductor", "cuda", kernels=[kernel])

@@ -6,7 +6,7 @@
     cooperative   the row is cut into parts, which wait for each other inside one kernel
 
 Inductor decides by the row's length and the number of rows. These rules decide by bytes and occupancy, and differ from
-Inductor's where that is clear, or where a device's table says what was measured. They never change what is computed.
+Inductor's where a device's table says what was measured there, and nowhere else. They never change what is computed.
 """
 
 from __future__ import annotations
@@ -23,10 +23,6 @@ INDUCTOR_PERSISTENT = 1024
 INDUCTOR_WHOLE = 8192
 # A row of more values does not fit the registers of a block with 8 warps: 64 values for each of its 256 threads.
 MOST_PERSISTENT = 16_384
-
-# A block of 8 warps reads some 13 bytes a nanosecond, so it has read 16,384 values of 2 bytes in 2.5 microseconds. Cutting
-# the row in two saves half of that, and the kernel that joins the parts takes 2 to 4 microseconds from launch to end.
-WHOLE_UP_TO = 16_384
 
 # Blocks for each multiprocessor when a row is cut that Inductor leaves whole, and the fewest values worth a block.
 BLOCKS_PER_MULTIPROCESSOR = 4
@@ -69,7 +65,7 @@ class Table:
     # Instead of Inductor's 1,024.
     persistent_up_to: tuple[Limit, ...] = ()
     # Rows of up to so many elements stay whole, however few there are.
-    whole_up_to: int = WHOLE_UP_TO
+    whole_up_to: int = INDUCTOR_WHOLE
     # Longer ones are cut if there are fewer than this; None: twice the multiprocessors, which is Inductor's rule.
     split_below_rows: int | None = None
     # Up to so many rows of at least so many elements are cut inside one kernel, instead of in two.
@@ -146,8 +142,9 @@ def walk(reduction: Reduction, inductor: Form, table: Table = DEFAULT) -> Choice
 def cut(reduction: Reduction, inductor_parts: int, table: Table = DEFAULT) -> Choice:
     """Whether rows stay whole, are cut into parts that another kernel joins, or cooperate.
 
-    >>> cut(Reduction(rows=128, elements=12288, multiprocessors=132), inductor_parts=2).form
-    'looped'
+    >>> row = Reduction(rows=128, elements=12288, multiprocessors=132)
+    >>> cut(row, inductor_parts=2).form, cut(row, 2, Table(whole_up_to=16384)).form
+    ('split', 'looped')
     >>> cut(Reduction(rows=32, elements=1 << 20, multiprocessors=132), inductor_parts=17).form
     'split'
     """
@@ -163,7 +160,7 @@ def cut(reduction: Reduction, inductor_parts: int, table: Table = DEFAULT) -> Ch
     if elements <= table.whole_up_to:
         if inductor == "looped":
             return taken("looped", f"{values}: not cut")
-        return taken("looped", f"{values}: a block has read a row before another kernel could join its parts")
+        return taken("looped", f"{values}: measured faster whole")
     # Parts that wait for each other must all run at once.
     together = (reduction.multiprocessors or 0) // 2
     if rows <= min(table.cooperative_up_to_rows, together) and elements >= table.cooperative_from:
