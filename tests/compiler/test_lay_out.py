@@ -18,7 +18,7 @@ from tritium import compat
 from tritium.compiler import fold, lay_out
 from tritium.compiler.pipeline import passes_for
 
-ON = tritium.CompilationConfig(pass_config=tritium.PassConfig(enable_channels_last=True))
+ON = tritium.CompilationConfig()
 EAGER = ON.with_(engine="eager")
 
 
@@ -247,7 +247,7 @@ for rank in (2, 3):
     texts.clear()
     x = picture(rank)
     torch._dynamo.mark_dynamic(x, (rank, rank + 1))
-    compiled = torch.compile(Stack(rank), backend=tritium.Backend(tritium.CompilationConfig(pass_config=tritium.PassConfig(enable_channels_last=True))), options=options)
+    compiled = torch.compile(Stack(rank), backend=tritium.Backend(), options=options)
     with torch.no_grad():
         compiled(x)
     text = texts[0]
@@ -581,10 +581,9 @@ class TestGate:
         def names(config):
             return [entry.name for entry in passes_for(config, (), ())]
 
-        assert names(ON)[:2] == ["channels_last", "fuse"]
-        assert "channels_last" not in names(tritium.CompilationConfig())
-        monkeypatch.setenv("TRITIUM_PASS_CONFIG__ENABLE_CHANNELS_LAST", "1")
         assert names(tritium.CompilationConfig())[:2] == ["channels_last", "fuse"]
+        monkeypatch.setenv("TRITIUM_PASS_CONFIG__ENABLE_CHANNELS_LAST", "0")
+        assert "channels_last" not in names(tritium.CompilationConfig())
 
 
 @pytest.mark.usefixtures("anywhere")

@@ -58,10 +58,10 @@ class Selecting(Backend):
         return compiled
 
     def all_passes(self) -> list[Pass]:
-        first, *others = super().all_passes()
         if self._selected is None:
-            return [first, *others]
-        return [fuse.make_pass([self._narrowed(fusion) for fusion in fusions.catalog().values()]), *others]
+            return super().all_passes()
+        narrowed = fuse.make_pass([self._narrowed(fusion) for fusion in fusions.catalog().values()])
+        return [narrowed if entry.name == narrowed.name else entry for entry in super().all_passes()]
 
     def _narrowed(self, fusion: Fusion) -> Fusion:
         def decline(match: Match) -> str | None:
