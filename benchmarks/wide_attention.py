@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
 from tritium import measure
 from tritium.compat.products import multiply_into
