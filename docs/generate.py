@@ -169,7 +169,7 @@ def owned_providers() -> str:
 
 
 # Ops that are matrix products: bytes say little about their floor.
-PRODUCTS = ("cat_linear", "linear_gelu")
+PRODUCTS = ("cat_linear", "linear_gelu", "wide_attention")
 
 
 def kernels() -> str:

@@ -18,6 +18,7 @@ def test_defaults_are_the_documented_ones():
             "enable_fast_gelu": True,
             "enable_mul_add": True,
             "enable_group_norm_silu": True,
+            "enable_wide_attention": True,
             "enable_qk_norm_rope": True,
             "enable_residual_norm_modulate": True,
             "enable_linear_gelu": True,
@@ -184,7 +185,7 @@ class TestEnvironment:
 
     def test_every_field_has_a_variable(self):
         assert "TRITIUM_FORCE_PROVIDER" in environment_names()
-        assert len(environment_names()) == 11 + 10 + 7
+        assert len(environment_names()) == 11 + 11 + 7
 
 
 def test_a_folder_is_not_part_of_the_identity():

@@ -112,6 +112,7 @@ class FusionPatterns(_Group):
     enable_fast_gelu: bool = True
     enable_mul_add: bool = True
     enable_group_norm_silu: bool = True
+    enable_wide_attention: bool = True
     # Regions: each also needs the switches of the families it covers.
     enable_qk_norm_rope: bool = True
     enable_residual_norm_modulate: bool = True

@@ -275,6 +275,10 @@ SWITCHES = {
     "enable_adalayernorm": ("adalayernorm", lambda x, s: layer(x) * (1 + s) + s),
     "enable_fast_gelu": ("gelu", lambda x, s: F.silu(x) * x.exp()),
     "enable_group_norm_silu": ("group_norm_silu", lambda x, s: F.silu(F.group_norm(x, 7))),
+    "enable_wide_attention": (
+        "wide_attention",
+        lambda x, s: F.scaled_dot_product_attention(*(x.repeat(1, 1, 20).unflatten(-1, (1, 320)).transpose(1, 2),) * 3),
+    ),
     "enable_linear_gelu": ("linear_gelu", lambda x, s: F.gelu(F.linear(x, s[0, 0].expand(3, 16)))),
     "enable_cat_linear": ("cat_linear", lambda x, s: F.linear(torch.cat([x, x], -1), s[0, 0].repeat(3, 2))),
 }

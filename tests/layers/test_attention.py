@@ -243,7 +243,9 @@ class TestChoice:
         for name in ("sdpa", "chunked"):
             assert choice._not_measured(entries.candidates()[name], video, tracing=False) is None
         on_a_gpu = dataclasses.replace(video, device="cuda")
-        assert "scores" in choice._not_measured(entries.candidates()["chunked"], on_a_gpu, tracing=False)
+        for name, dtype in (("chunked", torch.float32), ("products", torch.bfloat16)):
+            asked = dataclasses.replace(on_a_gpu, dtype=dtype)
+            assert "scores" in choice._not_measured(entries.candidates()[name], asked, tracing=False)
 
     def test_nothing_is_compiled_while_something_is_compiled(self, monkeypatch):
         known = {**entries.candidates()}
@@ -291,13 +293,14 @@ class TestChoice:
         ("changes", "declined"),
         [
             ({}, {"flash3", "sage"}),
-            ({"mask": (2, 1, 1, 64)}, {"flash", "flash3", "sage"}),
-            ({"causal": True, "queries": 32}, {"cudnn", "flash", "flash3", "sage"}),
-            ({"dtype": torch.float32}, {"cudnn", "flash", "flash3", "sage"}),
-            ({"kv_heads": 1}, {"efficient", "flash3", "sage"}),
+            ({"mask": (2, 1, 1, 64)}, {"flash", "products", "flash3", "sage"}),
+            ({"causal": True}, {"products", "flash3", "sage"}),
+            ({"causal": True, "queries": 32}, {"cudnn", "flash", "products", "flash3", "sage"}),
+            ({"dtype": torch.float32}, {"cudnn", "flash", "products", "flash3", "sage"}),
+            ({"kv_heads": 1}, {"efficient", "products", "flash3", "sage"}),
             ({"width": 512, "value_width": 512}, {"cudnn", "flash", "flex", "flash3", "sage"}),
             ({"symbolic": True}, {"chunked", "flash3", "sage"}),
-            ({"grad": True}, {"flex", "flash3", "sage"}),
+            ({"grad": True}, {"products", "flex", "flash3", "sage"}),
         ],
     )
     def test_who_declines_what_on_a_gpu(self, changes, declined):

@@ -158,8 +158,12 @@ TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", t
 
 
 @pytest.mark.skipif(not device.has_triton(), reason="triton is not installed")
-@pytest.mark.parametrize("op", [op for op in OPS if "triton" in ops.providers(op)], ids=lambda op: op.name)
-def test_triton_kernels_compile_for_hopper_without_one(op, monkeypatch):
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [(op, name) for op in OPS for name in ("triton", "products") if name in ops.providers(op)],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_triton_kernels_compile_for_hopper_without_one(op, name, monkeypatch):
     """The interpreter accepts what the compiler refuses. Every launch of every sample is compiled instead of run."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -190,7 +194,7 @@ def test_triton_kernels_compile_for_hopper_without_one(op, monkeypatch):
     monkeypatch.setattr(triton.JITFunction, "run", compile_instead)
     # Not interpreted, but as willing to take a tensor of this machine as if it were.
     monkeypatch.setattr(envs, "triton_interpreted", lambda: True)
-    provider = ops.providers(op)["triton"]
+    provider = ops.providers(op)[name]
     for sample in op.samples(torch.bfloat16, "cpu"):
         if provider.decline(**sample.arguments) is None:
             provider.run(*sample.arguments.values())

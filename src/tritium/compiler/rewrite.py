@@ -116,5 +116,7 @@ def changed_meta(match: Match, op: Op, arguments: Mapping[str, Any]) -> str | No
         if not same_shape(result.shape, value.shape):
             return f"the replacement gives shape {tuple(result.shape)} where the model has {tuple(value.shape)}"
         if not match.any_layout and not same_shape(result.stride(), value.stride()):
+            if op.keeps_strides:
+                return "the value lies in memory in another order than the replacement's would"
             return "the value is not contiguous, and the replacement's would be"
     return None

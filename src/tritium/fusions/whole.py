@@ -1,4 +1,4 @@
-"""Canonical forms of operators that Dynamo keeps whole: norms, activations, linear.
+"""Canonical forms of operators that Dynamo keeps whole: norms, activations, linear, attention.
 
 F.layer_norm(x, (d,), w, b, eps)            -> layer_norm(x, w, b), eps in its attributes
 F.group_norm(x, groups, w, b, eps)          -> group_norm(x, w, b)
@@ -6,6 +6,7 @@ F.rms_norm(x, (d,), w, eps)                 -> mul(mul(x, rsqrt(add(mean(square(
 F.gelu(x, approximate="tanh")               -> gelu(x), tanh or none in its attributes
 F.silu(x), torch.tanh(x), torch.sigmoid(x)  -> silu(x), tanh(x), sigmoid(x)
 F.linear(x, w, b)                           -> linear(x, w, b)
+F.scaled_dot_product_attention(q, k, v)     -> attention(q, k, v, mask, scale), dropout, causality, groups in its attributes
 x.sum(-1)                                   -> sum(x), the dim counted from the front in its attributes
 """
 
@@ -86,6 +87,15 @@ for _name, _targets in {
 def _linear(canon: Canonicaliser, node: fx.Node) -> Expr | None:
     weight, bias = (canon.of(argument(node, index, name)) for index, name in ((1, "weight"), (2, "bias")))
     return Expr("linear", (canon.of(node.args[0]), weight, bias), node)
+
+
+@builder(F.scaled_dot_product_attention)
+def _attention(canon: Canonicaliser, node: fx.Node) -> Expr | None:
+    names = ("query", "key", "value", "attn_mask")
+    q, k, v, mask = (canon.of(argument(node, index, name)) for index, name in enumerate(names))
+    dropout, causal = argument(node, 4, "dropout_p", 0.0), argument(node, 5, "is_causal", default=False)
+    scale, grouped = node.kwargs.get("scale"), node.kwargs.get("enable_gqa", False)
+    return Expr("attention", (q, k, v, mask, canon.of(scale)), node, attrs=(dropout, causal, grouped))
 
 
 @builder(F.normalize)

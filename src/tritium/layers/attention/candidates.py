@@ -17,10 +17,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
-from tritium import catalog
+from tritium import catalog, device
 from tritium.compat import attention as compat_attention
+from tritium.compat.products import wide_product_obstacle
 from tritium.layers.attention import mathematics
 from tritium.layers.attention.request import Request
+from tritium.ops import wide_attention
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -113,6 +115,30 @@ def _decline_chunked(request: Request) -> str | None:
     return "it loops over queries, whose number is symbolic in this graph" if request.symbolic else None
 
 
+def _decline_products(request: Request) -> str | None:
+    if elsewhere := _decline_on_gpu_alone(request):
+        return elsewhere
+    if request.dtype not in HALF:
+        return f"it takes float16 and bfloat16, not {request.dtype}"
+    if request.mask is not None or request.causal:
+        return "it takes no mask, and no causality"
+    if request.grouped:
+        return "it takes as many heads of keys as of queries"
+    if request.grad:
+        return "it computes no gradients here"
+    return wide_product_obstacle() if device.has_triton() else "triton is not installed"
+
+
+def _products(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool
+) -> torch.Tensor:
+    assert mask is None
+    assert not causal
+    out = q.new_empty((*q.shape[:3], v.shape[3]))
+    wide_attention.attend(q, k, v, scale, out)
+    return out
+
+
 def _decline_package(module: str, request: Request, widest: int) -> str | None:
     if not compat_attention.installed(module):
         return f"the package {module!r} is not installed"
@@ -199,6 +225,16 @@ OWN = (
     Candidate("math", _by_kernel("math"), _never, most_scores=MOST_SCORES),
     # A GPU computes those of video in eight seconds, where its kernels take 40 ms.
     Candidate("chunked", mathematics.chunked, _decline_chunked, most_scores=MOST_SCORES, limited_on=("cuda",)),
+    # Two products on tensor cores and their scores: what is left where heads are too wide for other kernels.
+    Candidate(
+        "products",
+        _products,
+        _decline_products,
+        opaque=True,
+        measured_on=("cuda",),
+        most_scores=MOST_SCORES,
+        limited_on=("cuda",),
+    ),
     Candidate("flex", _flex, _decline_flex, opaque=True, compiles=True, measured_on=("cuda",)),
     Candidate(
         "flash3",

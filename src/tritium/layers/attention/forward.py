@@ -42,8 +42,8 @@ def attention_forward(
         is_causal: Whether query i sees keys up to i only; a mask is honoured besides.
         enable_gqa: Whether groups of heads of the query may share a head of the key.
         opt_mode: `runtime` measures once and remembers, `static` takes a shipped table or a rule, `manual` takes `op_type`.
-        op_type: With `manual`, who computes: `sdpa`, `cudnn`, `flash`, `efficient`, `math`, `chunked`, `flex`, `flash3`,
-            `sage`, or a name that an installed package adds. One that cannot do what is asked is an error.
+        op_type: With `manual`, who computes: `sdpa`, `cudnn`, `flash`, `efficient`, `math`, `chunked`, `products`,
+            `flex`, `flash3`, `sage`, or a name that an installed package adds. One that cannot do what is asked is an error.
         layout: With `manual`, how the tensors lie in memory: `BNSD`, `BSND` or `BSH`; as they are if None.
     """
     _check(query, key, value, head_first, enable_gqa)
