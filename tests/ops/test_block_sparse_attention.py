@@ -1,15 +1,12 @@
 """The sparse attention kernel in every way that a sweep may choose, and what the copy engine is told of its tensors."""
 
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from fidelity import assert_no_worse
+from interpreter import interpreted
 from ops.test_contract import exact
 from tritium import device
 from tritium.ops import block_sparse_attention as op
@@ -52,21 +49,7 @@ def check_ways() -> int:
 
 
 def test_every_way_in_the_interpreter():
-    """In a process of its own: Triton reads TRITON_INTERPRET when a kernel is defined."""
-    program = (
-        "import sys; sys.path[:0] = ['tests'];"
-        "from ops.test_block_sparse_attention import check_ways; print(check_ways())"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parent.parent.parent,
-    )
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) == len(LABELS) * len(WAYS)
+    assert interpreted("ops.test_block_sparse_attention", "check_ways") == len(LABELS) * len(WAYS)
 
 
 def laid_out(name: str) -> torch.Tensor:

@@ -1,16 +1,13 @@
 """The contract of every op in the catalogue: meaning, fake, providers."""
 
 import inspect
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
 
 from fidelity import assert_no_worse
+from interpreter import interpreted
 from tritium import device, envs, ops
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -136,22 +133,7 @@ def check_providers(device_type: str, dtypes: Sequence[torch.dtype]) -> int:
     [torch.bfloat16, *(pytest.param(one, marks=pytest.mark.thorough) for one in (torch.float32, torch.float16))],
 )
 def test_triton_kernels_in_the_interpreter(dtype):
-    """In a process of its own: Triton reads TRITON_INTERPRET when a kernel is defined."""
-    program = (
-        "import sys; sys.path[:0] = ['tests']; import torch; from ops.test_contract import run_providers; "
-        f"print(run_providers('cpu', [{dtype}]))"
-    )
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        cwd=Path(__file__).parent.parent.parent,
-    )
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) >= 80
+    assert interpreted("ops.test_contract", "run_providers", f"'cpu', [{dtype}]") >= 80
 
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}

@@ -1,10 +1,5 @@
 """What `group_norm_silu` promises beyond the contract of every op: memory formats, numbers far from zero, threads."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from fidelity import assert_no_worse, error
+from interpreter import interpreted
 from tritium import device, ops
 from tritium.ops import cpp, group_norm_silu
 from tritium.ops.group_norm_silu import triton as kernels
@@ -208,21 +204,7 @@ class TestFarFromZero:
 
     @pytest.mark.skipif(not device.has_triton(), reason="triton is not installed")
     def test_triton_in_the_interpreter(self):
-        """In a process of its own: Triton reads TRITON_INTERPRET when a kernel is defined."""
-        program = (
-            "import sys; sys.path[:0] = ['tests'];"
-            "from ops.test_group_norm_silu import check_triton; print(check_triton())"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            capture_output=True,
-            text=True,
-            check=False,
-            env={**os.environ, "TRITON_INTERPRET": "1"},
-            cwd=Path(__file__).parent.parent.parent,
-        )
-        assert done.returncode == 0, done.stderr
-        assert int(done.stdout.split()[-1]) == 3 * 2 * len(FAR_FROM_ZERO)
+        assert interpreted("ops.test_group_norm_silu", "check_triton") == 3 * 2 * len(FAR_FROM_ZERO)
 
 
 def check_triton() -> int:

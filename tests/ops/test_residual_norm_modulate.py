@@ -1,10 +1,5 @@
 """What the samples of residual_norm_modulate and gelu do not say: meaning, rounding, launches."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +8,7 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fidelity import assert_no_worse
+from interpreter import interpreted
 from tritium import device, ops
 from tritium.errors import CatalogError
 from tritium.ops import cpp, gelu, residual_norm_modulate, rows
@@ -94,31 +90,18 @@ def test_the_norm_sees_the_rounded_residual():
     assert_normed_after_rounding("reference", 60)
 
 
-def check_kernels():
-    for width in (60, 3072, rows.WHOLE_ROW + 7):
+def check_kernels() -> int:
+    widths = (60, 3072, rows.WHOLE_ROW + 7)
+    for width in widths:
         assert_normed_after_rounding("triton", width)
         assert_exact_around_a_large_mean("triton", width)
     assert not ops.failed_providers(), ops.failed_providers()
-    print("checked")
+    return len(widths)
 
 
 @needs_triton
 def test_the_kernels_round_and_centre():
-    """In a process of its own: Triton reads TRITON_INTERPRET when a kernel is defined."""
-    program = (
-        "import sys; sys.path[:0] = ['tests']; from ops.test_residual_norm_modulate import check_kernels; "
-        "check_kernels()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parent.parent.parent,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["checked"]
+    assert interpreted("ops.test_residual_norm_modulate", "check_kernels") == 3
 
 
 @needs_compiler

@@ -1,10 +1,6 @@
 """What `wide_attention` promises beyond the contract of every op: memory layout, pieces of any size, its softmax."""
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from fidelity import assert_no_worse
+from interpreter import interpreted
 from ops.test_contract import exact
 from tritium import device, ops
 from tritium.layers.attention.candidates import candidates
@@ -107,18 +104,7 @@ class TestDeclines:
 @pytest.mark.skipif(not device.has_triton(), reason="triton is not installed")
 @pytest.mark.parametrize("check", ["check_softmax", "check_pieces", "check_candidate"])
 def test_in_the_interpreter(check):
-    """In a process of its own: Triton reads TRITON_INTERPRET when a kernel is defined."""
-    program = f"import sys; sys.path[:0] = ['tests'];from ops import test_wide_attention as own; print(own.{check}())"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parent.parent.parent,
-    )
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) > 0
+    assert interpreted("ops.test_wide_attention", check) > 0
 
 
 def check_softmax() -> int:

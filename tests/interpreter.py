@@ -1,0 +1,26 @@
+"""Triton's interpreter, in a process of its own: Triton reads TRITON_INTERPRET when a kernel is defined."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def interpreted(module: str, function: str, arguments: str = "") -> int:
+    """Call a function of a module of these tests there; it returns how many things it checked."""
+    program = (
+        "import sys; sys.path[:0] = ['tests']; import torch; "
+        f"from {module} import {function} as check; print(check({arguments}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).parent.parent,
+    )
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout.split()[-1])
