@@ -110,3 +110,18 @@ def draw(pipe: diffusers.FluxPipeline, *, height: int = 32, width: int = 32, ste
     generator = torch.Generator().manual_seed(seed)
     call = functools.partial(pipe, "a red circle", max_sequence_length=16, output_type="pt", generator=generator)
     return call(height=height, width=width, num_inference_steps=steps).images
+
+
+def guided(pipe, steps: int = 2) -> torch.Tensor:
+    """A picture by true guidance: two calls of the denoiser a step."""
+    return pipe(
+        "a red circle",
+        negative_prompt="a blue square",
+        true_cfg_scale=3.0,
+        height=32,
+        width=32,
+        num_inference_steps=steps,
+        max_sequence_length=16,
+        output_type="pt",
+        generator=torch.Generator().manual_seed(0),
+    ).images

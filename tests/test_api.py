@@ -240,22 +240,9 @@ class TestParts:
         assert "tritium" not in second
 
     def test_guidance_by_two_calls(self, pipe):
-        def guided():
-            return pipe(
-                "a red circle",
-                negative_prompt="a blue square",
-                true_cfg_scale=3.0,
-                height=32,
-                width=32,
-                num_inference_steps=2,
-                max_sequence_length=16,
-                output_type="pt",
-                generator=torch.Generator().manual_seed(0),
-            ).images
-
-        expected = guided()
+        expected = small_pipelines.guided(pipe)
         with tritium.optimize(pipe, PLAN) as handle:
-            assert torch.equal(guided(), expected)
+            assert torch.equal(small_pipelines.guided(pipe), expected)
             assert handle.part("transformer").entry.times.calls == 4
 
     def test_another_size_is_right(self, pipe):

@@ -195,19 +195,6 @@ class TestPipeline:
     def test_guidance_by_two_calls_for_28_steps_is_bit_equal(self):
         pipe = small_pipelines.flux(2, 2).to(DEVICE)
 
-        def guided():
-            return pipe(
-                "a red circle",
-                negative_prompt="a blue square",
-                true_cfg_scale=3.0,
-                height=32,
-                width=32,
-                num_inference_steps=28,
-                max_sequence_length=16,
-                output_type="pt",
-                generator=torch.Generator().manual_seed(0),
-            ).images
-
         shapes = Shapes(sizes=[(32, 32)], text_tokens=[16], on_violation="error")
         pictures = []
         for graphs in ("off", "with_compile"):
@@ -215,6 +202,6 @@ class TestPipeline:
             plan = Plan(config=CompilationConfig(graphs=graphs), shapes=shapes, progress=False)
             with tritium.optimize(pipe, plan) as handle:
                 handle.warmup(negative_prompt="a blue square", true_cfg_scale=3.0)
-                pictures.append(guided())
+                pictures.append(small_pipelines.guided(pipe, 28))
                 assert bool(handle.report.captures) == (graphs != "off")
         assert torch.equal(*pictures)
