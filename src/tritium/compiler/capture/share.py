@@ -101,7 +101,8 @@ def _busy_us(run: Callable[[], Any]) -> float:
 
 
 def decision(entry: PassRecord, measured: Callable[[Callable[[], Any]], tuple[float, float]] = measure) -> Decide:
-    """What a region asks on its first bucket; the figure goes into the report."""
+    """What each region of a graph asks on its first bucket; the figures go into the report."""
+    cut, said, captured = entry.summary, [], []
 
     def decide(run: Callable[[], Any]) -> str | None:
         try:
@@ -109,10 +110,13 @@ def decision(entry: PassRecord, measured: Callable[[Callable[[], Any]], tuple[fl
         except RuntimeError as error:
             # Another profiler is at work, for one.
             worth, why = False, f"the share of idle time cannot be measured ({str(error).splitlines()[0]})"
-        if worth:
-            entry.summary = f"graphs='auto': {why}"
-            return None
-        entry.changed, entry.declined = False, f"graphs='auto': {why}"
-        return entry.declined
+        said.append(why)
+        captured.append(worth)
+        told = f"graphs='auto': {'; '.join(said)}"
+        # A graph that is cut has a region for each piece, and each its own answer.
+        entry.changed = any(captured)
+        entry.summary = (f"{cut}; {told}" if cut else told) if entry.changed else cut
+        entry.declined = None if entry.changed else told
+        return None if worth else f"graphs='auto': {why}"
 
     return decide
