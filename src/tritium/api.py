@@ -145,10 +145,10 @@ class Handle:
     def violations(self) -> list[Violation]:
         """Calls outside of `Plan(shapes=...)`, and what was done with them."""
         return [
-            Violation(installed.part.name, what, done, times)
+            Violation(installed.part.name, new.what, done, times, new.suggestion)
             for installed in self._installed
             if installed.contract is not None
-            for (what, done), times in installed.contract.violations.items()
+            for (new, done), times in installed.contract.violations.items()
         ]
 
     @property

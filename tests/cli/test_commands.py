@@ -117,6 +117,18 @@ def test_bench_prints_a_table_and_writes_what_it_printed(measured, tmp_path):
     assert [row.workload for row in Results.load(path).rows] == ["flux", "wan"]
 
 
+def test_bench_with_graphs_has_a_column_for_the_time_on_the_host(monkeypatch, tmp_path):
+    rows = [ROW, dataclasses.replace(ROW, variant="tritium graphs", host_us=123.4)]
+    asked = []
+    monkeypatch.setattr(run, "run", lambda *given: asked.append(given[1]) or run.Outcome(rows, {}))
+    result = invoke("bench", "flux", "--graphs", "--json", str(tmp_path / "results.json"))
+    assert result.exit_code == 0, result.output
+    assert asked[0].graphs
+    assert "host us" in result.stdout
+    assert any("Tritium graphs" in line and " 123 " in line for line in result.stdout.splitlines())
+    assert [row.host_us for row in Results.load(tmp_path / "results.json").rows] == [None, 123.4]
+
+
 def test_bench_says_when_the_machine_was_disturbed(monkeypatch):
     rows = [dataclasses.replace(ROW, disturbed=True)]
     monkeypatch.setattr(run, "run", lambda *given: run.Outcome(rows, {}))

@@ -1,5 +1,6 @@
 """Static graphs: what a replay must not get wrong. Emulated on a CPU, where it is as strict; on a GPU with CUDA's graphs."""
 
+import contextlib
 import dataclasses
 import gc
 import threading
@@ -16,6 +17,8 @@ from tritium.compiler.capture import Region, Spec, share
 from tritium.compiler.capture.graph import WARM_UPS, lane_of
 from tritium.compiler.capture.region import MOST_MOVES, MOST_RETURNS
 from tritium.report import GraphRecord, PassRecord
+
+AUTO = CompilationConfig(graphs="auto")
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -551,6 +554,36 @@ class TestFailure:
         assert f(torch.ones(1, device=device), {"a": 2}).tolist() == [3.0]
         assert "cannot be part of a key" in record.captures[0].declined
 
+    def test_calls_that_somebody_else_records_are_told_once(self, device, monkeypatch):
+        f, record = region(lambda x: x + 1, device)
+        monkeypatch.setattr("tritium.compiler.capture.region.is_recording", lambda: True)
+        for _ in range(2):
+            assert f(torch.ones(2, device=device)).tolist() == [2.0, 2.0]
+        assert [(row.bucket, row.declined) for row in record.captures] == [
+            ("calls inside of another recording", "somebody else was recording what this thread does")
+        ]
+
+    @pytest.mark.parametrize(
+        ("argument", "reason"),
+        [
+            (lambda: torch.ones(3).to_sparse(), "x is torch.sparse_coo"),
+            (lambda: torch.ones(3).requires_grad_(), "x needs gradients"),
+            (lambda: torch.ones(6).as_strided((3, 2), (1, 1)), "elements of a tensor with strides (1, 1) share memory"),
+        ],
+    )
+    def test_every_refusal_has_its_reason(self, argument, reason):
+        f, record = region(lambda x: x * 2, "cpu")
+        x = argument()
+        assert torch.equal(f(x).to_dense(), (x * 2).to_dense())
+        (row,) = record.captures
+        assert reason in row.declined
+        assert len(f) == 0
+
+    def test_an_inputs_memory_as_another_dtype_is_refused(self, device):
+        f, record = region(lambda x: x.view(torch.int32), device)
+        assert f(torch.zeros(2, device=device)).tolist() == [0, 0]
+        assert record.captures[0].declined == "it returns an input's memory as torch.int32"
+
     def test_inductors_own_graphs_are_a_conflict(self):
         f = torch.compile(
             lambda x: x + 1, backend=Backend(CompilationConfig(graphs="with_compile")), mode="reduce-overhead"
@@ -665,7 +698,7 @@ class TestAuto:
         entry = PassRecord("capture", changed=True)
         record = GraphRecord("0/0", "run", "eager", "cpu")
         decide = share.decision(entry, lambda run: (busy, elapsed))
-        f = Region(lambda x: x + 1, Spec(("x",)), CompilationConfig(graphs="auto"), record, decide)
+        f = Region(lambda x: x + 1, Spec(("x",)), AUTO, record, decide)
         assert f(torch.ones(2)).tolist() == [2.0, 2.0]
         assert f(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
         assert len(f) == (2 if captured else 0)
@@ -673,19 +706,46 @@ class TestAuto:
         assert "the device is idle for" in said
         assert ("70 %" in said) == captured
 
+    def test_each_piece_of_a_graph_has_its_own_answer(self):
+        entry = PassRecord("capture", changed=True, summary="cut at 1 boundary op")
+        record = GraphRecord("0/0", "run", "eager", "cpu")
+        figures = iter([(300, 1000), (999, 1000)])
+        decide = share.decision(entry, lambda run: next(figures))
+        pieces = [Region(lambda x: x + 1, Spec(("x",), piece=place), AUTO, record, decide) for place in (0, 2)]
+        for piece in pieces:
+            piece(torch.ones(2))
+        assert [len(piece) for piece in pieces] == [1, 0]
+        assert entry.changed
+        assert entry.declined is None
+        assert entry.summary.startswith("cut at 1 boundary op; graphs='auto': the device is idle for 70 %")
+        assert "idle for 0 %" in entry.summary
+        assert [row.declined is None for row in record.captures] == [True, False]
+
+    def test_measuring_has_its_turn_before_the_lock(self, monkeypatch):
+        """Who has the turn may need the lock: the other way round the two would wait for each other."""
+        from tritium import turns
+
+        lane, seen = lane_of(torch.device("cpu")), []
+
+        @contextlib.contextmanager
+        def turn(device_type):
+            seen.append((device_type, lane.lock._is_owned()))
+            yield
+
+        monkeypatch.setattr(turns, "turn", turn)
+        record = GraphRecord("0/0", "run", "eager", "cpu")
+        f = Region(lambda x: x + 1, Spec(("x",)), AUTO, record, lambda run: None)
+        f(torch.ones(2))
+        f(torch.ones(3))
+        assert seen == [("cpu", False)], "and only as long as there is something to decide"
+
     def test_what_cannot_be_measured_is_not_captured(self):
         def measured(run):
             raise RuntimeError("profiler is busy\nand more")
 
         entry = PassRecord("capture", changed=True)
         record = GraphRecord("0/0", "run", "eager", "cpu")
-        f = Region(
-            lambda x: x + 1,
-            Spec(("x",)),
-            CompilationConfig(graphs="auto"),
-            record,
-            share.decision(entry, measured),
-        )
+        f = Region(lambda x: x + 1, Spec(("x",)), AUTO, record, share.decision(entry, measured))
         for size in (2, 3):
             assert f(torch.ones(size)).tolist() == [2.0] * size
         assert len(f) == 0

@@ -118,6 +118,17 @@ class TestPromise:
             assert torch.equal(draw(pipe, num_inference_steps=4, **guided), expected)
 
 
+# Arguments of the transformer that have an entry for each picture.
+BY_PICTURE = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep")
+
+# Steps of the table in docs/static-graphs.md that change an argument, with the line that promises them.
+STEPS = [
+    ({"num_images_per_prompt": 2}, "size 2 at dim 0 (promised: 1)", "Shapes(..., batch=[1, 2])"),
+    ({"max_sequence_length": 8}, "encoder_hidden_states has size 8 at dim 1", "Shapes(..., text_tokens=[16, 8])"),
+    ({"height": 64}, "hidden_states has size 128 at dim 1", "Shapes(sizes=[...])"),
+]
+
+
 class TestViolations:
     def test_a_size_outside_compiles_and_is_named(self, pipe):
         expected = draw(pipe, 64, 32)
@@ -178,6 +189,10 @@ class TestViolations:
                 ):
                     with pytest.raises(ShapeViolation, match=message):
                         transformer(**{**call, name: value})
+                # As a pipeline calls it that doubles the batch for guidance.
+                doubled = {name: torch.cat([t, t]) for name, t in call.items() if name in BY_PICTURE}
+                with pytest.raises(ShapeViolation, match=r"size 2 at dim 0 \(promised: 1\)"):
+                    transformer(**{**call, **doubled})
             with pytest.raises(ShapeViolation, match="mode is gradients, promised was no_grad"):
                 transformer(**call)
 
@@ -192,6 +207,46 @@ class TestViolations:
         limit, message = torch._dynamo.config.patch(recompile_limit=1), r"reached Dynamo's recompile_limit \(1\)"
         with limit, optimized(pipe) as handle, pytest.raises(ShapeError, match=message):
             handle.warmup()
+
+    @pytest.mark.parametrize(("call", "what", "line"), STEPS)
+    def test_each_step_follows_what_was_asked_for(self, pipe, call, what, line):
+        expected = draw(pipe, **call)
+        for on_violation, done in (("compile", "compiled"), ("eager", "ran eagerly")):
+            with optimized(pipe, on_violation=on_violation, sizes=[(32, 32)]) as handle:
+                handle.warmup()
+                with Compiles() as compiles:
+                    assert torch.equal(draw(pipe, **call), expected)
+                assert (compiles.count > 0) == (on_violation == "compile")
+                found = next(violation for violation in handle.violations if violation.part == "transformer")
+                assert (found.done, what in found.what, line in found.suggestion) == (done, True, True)
+                assert line in str(handle.report)
+                assert line in handle.report.to_dict()["violations"][0]["suggestion"]
+
+    @pytest.mark.parametrize(("call", "what", "line"), STEPS)
+    def test_each_step_is_refused_under_error(self, pipe, call, what, line):
+        with optimized(pipe, on_violation="error", sizes=[(32, 32)]) as handle:
+            handle.warmup()
+            with pytest.raises(ShapeViolation) as raised:
+                draw(pipe, **call)
+            assert what in str(raised.value)
+            assert line in str(raised.value)
+            assert [violation.done for violation in handle.violations] == ["refused"]
+            draw(pipe)
+
+    @pytest.mark.parametrize("on_violation", ["compile", "eager", "error"])
+    def test_what_compiles_nothing_is_no_violation(self, pipe, on_violation):
+        """Another prompt, more steps, guidance in a second call, another scheduler."""
+        guided = {"negative_prompt": "a blue square", "true_cfg_scale": 3.0}
+        calls = [{"prompt": "a blue square"}, {"num_inference_steps": 3}, guided, {**guided, "true_cfg_scale": 2.0}]
+        with optimized(pipe, on_violation=on_violation, sizes=[(32, 32)]) as handle:
+            handle.warmup()
+            with Compiles() as compiles:
+                for call in calls:
+                    draw(pipe, **call)
+                pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+                draw(pipe)
+            assert compiles.count == 0
+            assert handle.violations == []
 
     @pytest.mark.parametrize(
         ("shapes", "message"),
@@ -400,8 +455,68 @@ class TestLoraUnderTheContract:
         return load
 
     def test_an_error(self, pipe, loaded):
-        with loaded("error"), pytest.raises(ShapeViolation, match="as promised, and yet to be compiled again"):
+        with loaded("error"), pytest.raises(ShapeViolation, match=r"as promised, and yet .* to prevent it: ") as raised:
             draw(pipe)
+        assert "before" in str(raised.value), "what a LoRA changes is to be changed before warmup()"
+
+    @pytest.fixture
+    def promised(self, pipe):
+        """Warmed up with a LoRA that is there already."""
+        pytest.importorskip("peft")
+        torch.manual_seed(0)
+        pipe.load_lora_weights(lora_weights(pipe), adapter_name="one")
+
+        def warm(on_violation):
+            config = CompilationConfig(engine="eager", graphs="only")
+            handle = optimized(pipe, config, on_violation=on_violation, sizes=[(32, 32)])
+            handle.warmup()
+            draw(pipe)
+            assert handle.violations == []
+            return handle
+
+        return warm
+
+    AFTER = pytest.mark.parametrize(
+        "step", [lambda pipe: pipe.set_adapters("one", 0.5), lambda pipe: pipe.fuse_lora()], ids=["scale", "fuse"]
+    )
+
+    @AFTER
+    def test_a_change_of_it_is_an_error(self, pipe, promised, step):
+        with promised("error"):
+            step(pipe)
+            with pytest.raises(ShapeViolation, match=r"set their scales before handle\.warmup"):
+                draw(pipe)
+
+    @AFTER
+    def test_a_change_of_it_runs_eagerly(self, pipe, promised, step):
+        with promised("eager") as handle:
+            step(pipe)
+            with Compiles() as compiles:
+                picture = draw(pipe)
+            assert compiles.count == 0
+            assert {violation.done for violation in handle.violations} == {"ran eagerly"}
+        assert torch.equal(picture, draw(pipe))
+
+    def test_a_promised_scale_is_promised_for_good(self, pipe, promised):
+        with promised("error"):
+            pipe.set_adapters("one", 0.5)
+            with pytest.raises(ShapeViolation, match="scaling"):
+                draw(pipe)
+            pipe.set_adapters("one", 1.0)
+            draw(pipe)
+
+    def test_weights_that_were_frozen_before_compile_less(self, pipe):
+        """Loading a LoRA freezes the model; where that changes nothing, blocks without the LoRA keep their code."""
+        pytest.importorskip("peft")
+        pipe.transformer.requires_grad_(requires_grad=False)
+        with optimized(pipe, CompilationConfig(engine="eager", graphs="only"), sizes=[(32, 32)]) as handle:
+            handle.warmup()
+            torch.manual_seed(0)
+            pipe.load_lora_weights(lora_weights(pipe), adapter_name="one")
+            with Compiles() as compiles:
+                draw(pipe)
+            assert compiles.count == 1
+            assert {violation.part for violation in handle.violations} == {"transformer"}
 
     def test_eager(self, pipe, loaded):
         with loaded("eager") as handle:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tritium import compat, device, measure, ops
+from tritium import compat, device, measure, ops, turns
 from tritium.bench.profile import fusion_gain, operator_time, profile
 from tritium.bench.results import OURS, YARDSTICK, Row
 from tritium.bench.workload import Built, Regime, Workload, label
@@ -254,12 +254,13 @@ def _call_of(model: Any, inputs: Mapping[str, Any]) -> Callable[[], Any]:
 def host_us(call: Callable[[], Any], device_type: str, calls: int = 20) -> float:
     """Microseconds until a call returns; the device finishes before the next, so that no queue holds the host up."""
     taken = []
-    for _ in range(calls):
-        device.synchronize(device_type)
-        start = time.perf_counter()
-        result = call()
-        taken.append((time.perf_counter() - start) * 1e6)
-        del result
+    with turns.turn(device_type):
+        for _ in range(calls):
+            device.synchronize(device_type)
+            start = time.perf_counter()
+            result = call()
+            taken.append((time.perf_counter() - start) * 1e6)
+            del result
     return statistics.median(taken)
 
 

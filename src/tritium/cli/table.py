@@ -74,9 +74,11 @@ def of_results(results: Results) -> Table:
         table.add_column(name, no_wrap=True)
     with_pictures = any(row.ssim is not None for row in results.rows)
     with_static = any(row.against_static is not None for row in results.rows)
+    with_host = any(row.host_us is not None for row in results.rows)
     figures = ["median ms", "quartiles", "ratio", "first call s", "relative L2"]
     for name in (
         *figures,
+        *["host us"] * with_host,
         *["of static"] * with_static,
         *["PSNR dB", "SSIM"] * with_pictures,
         *["peak GiB"] * with_memory,
@@ -87,6 +89,7 @@ def of_results(results: Results) -> Table:
         if last is not None and row.workload != last:
             table.add_section()
         cells = [row.workload if row.workload != last else "", *_cells(row)]
+        cells += [f"{row.host_us:.0f}" if row.host_us is not None else "-"] * with_host
         cells += [f"{row.against_static:.2f}x" if row.against_static is not None else "-"] * with_static
         cells += [*_picture_cells(row)] * with_pictures
         cells += [f"{row.peak_memory_bytes / 2**30:.2f}" if row.peak_memory_bytes is not None else "-"] * with_memory
@@ -128,11 +131,8 @@ def _caption(rows: Sequence[Row]) -> str:
     notes.append(f"first call: includes compilation, {cold}; relative L2: against eager")
     if any(row.against_static is not None for row in rows):
         notes.append("of static: this median by that of torch.compile with static sizes, above 1 is slower")
-    notes += [
-        f"{row.workload}, {row.variant}: a call takes {row.host_us:.0f} us on the host"
-        for row in rows
-        if row.host_us is not None
-    ]
+    if any(row.host_us is not None for row in rows):
+        notes.append("host us: until a call returns on the host, the device left to itself")
     notes += [_start(row) for row in rows if row.restart_s is not None]
     disturbed = sorted({row.workload for row in rows if row.disturbed})
     if disturbed:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,12 +19,21 @@ from tritium.compat import capture as compat_capture
 from tritium.errors import ShapeViolation
 from tritium.pipelines.shapes import OnViolation
 from tritium.report import LEDGER, parse_guard_failure
+from tritium.report.suggestions import suggest
 
 # What is known of one call: a fact for each argument by its path.
 Signature = Mapping[str, Hashable]
 
 # Versions of one function that a contract may need besides those it has: a warm-up that goes on compiling has none.
 _SPARE_VERSIONS = 8
+
+
+@dataclass(frozen=True)
+class New:
+    """What was not promised about a call, and the line that would promise it."""
+
+    what: str
+    suggestion: str | None = None
 
 
 class Contract:
@@ -38,7 +48,7 @@ class Contract:
         # None before warm-up, when everything compiles as it comes; True while it lasts, False from then on.
         self.learning: bool | None = None
         # What was new, what was done with it, and how often.
-        self.violations: Counter[tuple[str, str]] = Counter()
+        self.violations: Counter[tuple[New, str]] = Counter()
 
     def call(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.learning is None:
@@ -51,7 +61,7 @@ class Contract:
                 return inner(*args, **kwargs)
         promised = key in self._known
         if not promised:
-            self._note("; ".join(self._differences(found)))
+            self._note(self._new(found))
         elif self._on_violation != "compile":
             try:
                 with compat_capture.compiling_fails():
@@ -79,12 +89,13 @@ class Contract:
             self._note(_would_compile(next((cause.reason for cause in causes if cause is not None), "")))
         return result
 
-    def _note(self, text: str) -> None:
+    def _note(self, new: New) -> None:
         """Keep what was new; an error where that was asked for."""
         done = {"compile": "compiled", "eager": "ran eagerly", "error": "refused"}[self._on_violation]
-        self.violations[text, done] += 1
+        self.violations[new, done] += 1
         if self._on_violation == "error":
-            raise ShapeViolation(f"{self._part}: outside of Plan(shapes=...): {text}")
+            hint = f"; to prevent it: {new.suggestion}" if new.suggestion else ""
+            raise ShapeViolation(f"{self._part}: outside of Plan(shapes=...): {new.what}{hint}")
 
     def signature(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Signature:
         """Every argument by its name: layout of tensors, value of scalars, whether it is None, what it holds."""
@@ -103,12 +114,15 @@ class Contract:
         )
         return found
 
-    def _differences(self, found: Signature) -> list[str]:
+    def _new(self, found: Signature) -> New:
         """What is new about a call, against the promised one that is nearest."""
         if not self._known:
-            return ["warmup() did not call it"]
+            return New("warmup() did not call it")
         nearest = min(self._known.values(), key=lambda known: len(_differing(found, known)))
-        return [self._difference(path, found.get(path), nearest.get(path)) for path in _differing(found, nearest)]
+        paths = _differing(found, nearest)
+        hints = dict.fromkeys(_suggestion(path, found.get(path), nearest.get(path)) for path in paths)
+        texts = [self._difference(path, found.get(path), nearest.get(path)) for path in paths]
+        return New("; ".join(texts), next((hint for hint in hints if hint is not None), None))
 
     def _difference(self, path: str, now: Hashable, was: Hashable) -> str:
         if not (_is_tensor(now) and _is_tensor(was)):
@@ -166,10 +180,27 @@ def _differing(left: Signature, right: Signature) -> list[str]:
     return [path for path in dict.fromkeys((*left, *right)) if left.get(path) != right.get(path)]
 
 
-def _would_compile(reason: str) -> str:
+def _suggestion(path: str, now: Hashable, was: Hashable) -> str | None:
+    """The line that promises one difference, as the report has it for recompiles."""
+    if path == "mode":
+        return suggest(None, None, None, "grad_mode")
+    if not (_is_tensor(now) and _is_tensor(was)):
+        return suggest(path, _brief(was), _brief(now), "")
+    shape, dtype, _ = now[1:]  # type: ignore[index]
+    known_shape, known_dtype, _ = was[1:]  # type: ignore[index]
+    if dtype != known_dtype:
+        return suggest(path, f"dtype {known_dtype}", f"dtype {dtype}", "")
+    dims = [dim for dim, (here, there) in enumerate(zip(shape, known_shape, strict=False)) if here != there]
+    if len(shape) != len(known_shape) or not dims:
+        return None
+    return suggest(path, f"size {known_shape[dims[0]]} at dim {dims[0]}", f"size {shape[dims[0]]} at dim {dims[0]}", "")
+
+
+def _would_compile(reason: str) -> New:
     """A call as promised that compiles all the same: something beside its arguments changed."""
     text = "as promised, and yet to be compiled again"
     if not reason:
-        return text
+        return New(text)
     cause = parse_guard_failure("", reason, {})
-    return f"{text} ({cause.argument}: {cause.reason})" if cause.argument else f"{text} ({cause.reason})"
+    told = f"{cause.argument}: {cause.reason}" if cause.argument else cause.reason
+    return New(f"{text} ({told})", cause.suggestion)

@@ -1,11 +1,13 @@
-"""What a first call is doing: a bar on a terminal, log lines everywhere else."""
+"""What a first call or a warm-up is doing: a bar on a terminal, log lines everywhere else."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tritium import envs
@@ -21,6 +23,8 @@ class Progress:
         self._expected = expected
         self._graphs = 0
         self._on_terminal = shown and _on_terminal()
+        # The bar over several calls, which what they compile is told in.
+        self._outer: _LiveLine | None = None
 
     @contextlib.contextmanager
     def during(self, part: str) -> Iterator[None]:
@@ -28,16 +32,20 @@ class Progress:
         if not self.shown:
             yield
             return
-        live = _LiveLine() if self._on_terminal else None
+        live = _LiveLine() if self._on_terminal and self._outer is None else None
 
         def observe(function: str, seconds: float | None) -> None:
             if seconds is None:
                 self._graphs += 1
                 if live is not None:
                     live.show(f"{part}: compiling {function}", self._graphs - 1, max(self._expected, self._graphs))
+                elif self._outer is not None:
+                    self._outer.detail(f"{part}: compiling {function}")
                 return
             if live is not None:
                 live.hide()
+            elif self._outer is not None:
+                self._outer.detail("")
             say(f"{part}: compiled {function} in {seconds:.1f} s")
 
         with LEDGER.observed(observe):
@@ -47,9 +55,42 @@ class Progress:
                 if live is not None:
                     live.hide()
 
+    @contextlib.contextmanager
+    def over(self, what: str, total: int) -> Iterator[Callable[[str], None]]:
+        """A bar over several calls; the function that it gives is told of each before it begins."""
+        start, begun = time.perf_counter(), 0
+        self._outer = _LiveLine() if self._on_terminal else None
+
+        def next_one(name: str) -> None:
+            nonlocal begun
+            text = f"{what} {name}{estimate(time.perf_counter() - start, begun, total)}"
+            if self._outer is not None:
+                self._outer.show(text, begun, total)
+            else:
+                self.tell(f"{text} ({begun + 1} of {total})")
+            begun += 1
+
+        try:
+            yield next_one
+        finally:
+            if self._outer is not None:
+                self._outer.hide()
+            self._outer = None
+
     def tell(self, text: str) -> None:
         if self.shown:
             say(text)
+
+
+def estimate(seconds: float, done: int, total: int) -> str:
+    """How long the rest takes if it goes on as before; nothing where there is no before.
+
+    >>> estimate(30.0, 2, 12)
+    ', about 150 s left'
+    >>> estimate(0.0, 0, 12)
+    ''
+    """
+    return f", about {seconds / done * (total - done):.0f} s left" if done else ""
 
 
 def say(text: str) -> None:
@@ -62,13 +103,29 @@ def _on_terminal() -> bool:
 
 
 class _LiveLine:
-    """A bar over the graphs, with the seconds so far; gone when hidden, because a denoising loop draws its own there."""
+    """A bar with the seconds so far; gone when hidden, because a denoising loop draws its own there."""
 
     def __init__(self) -> None:
         self._bar: Any = None
+        self._text = ""
 
     def show(self, text: str, done: int, expected: int) -> None:
-        self.hide()
+        if self._bar is None:
+            self._start()
+        self._text = text
+        self._bar.update(self._bar.task_ids[0], description=text, completed=done, total=expected)
+
+    def detail(self, text: str) -> None:
+        """What is done inside of what the bar shows; empty when that is over."""
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], description=f"{self._text}; {text}" if text else self._text)
+
+    def hide(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _start(self) -> None:
         console: Any = importlib.import_module("rich.console")
         bars: Any = importlib.import_module("rich.progress")
         columns = (
@@ -79,10 +136,5 @@ class _LiveLine:
             bars.TimeElapsedColumn(),
         )
         self._bar = bars.Progress(*columns, console=console.Console(stderr=True), transient=True)
-        self._bar.add_task(text, total=expected, completed=done)
+        self._bar.add_task("")
         self._bar.start()
-
-    def hide(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None

@@ -29,10 +29,10 @@ def warm_up(
     buckets = shapes.buckets
     seconds: dict[str, float] = {}
     limits = len(LEDGER.limits())
-    with _learning(parts), _quiet(pipe):
-        for place, bucket in enumerate(buckets):
+    with _learning(parts), _quiet(pipe), progress.over("warming up", len(buckets)) as next_one:
+        for bucket in buckets:
             arguments = {**arguments_of(pipe, bucket), **call}
-            progress.tell(f"{_bar(place, len(buckets))} warming up {bucket}{_estimate(seconds, len(buckets))}")
+            next_one(str(bucket))
             start = time.perf_counter()
             pipe(**arguments)
             if torch.cuda.is_initialized():
@@ -46,23 +46,6 @@ def warm_up(
                 )
     progress.tell(f"warmed up {len(buckets)} buckets in {sum(seconds.values()):.1f} s")
     return seconds
-
-
-def _bar(done: int, total: int, width: int = 20) -> str:
-    """How far it is.
-
-    >>> _bar(3, 12, width=8)
-    '[##------] 3 of 12'
-    """
-    full = width * done // total
-    return f"[{'#' * full}{'-' * (width - full)}] {done} of {total}"
-
-
-def _estimate(seconds: Mapping[str, float], total: int) -> str:
-    if not seconds:
-        return ""
-    left = sum(seconds.values()) / len(seconds) * (total - len(seconds))
-    return f", about {left:.0f} s left"
 
 
 def arguments_of(pipe: Any, bucket: Bucket) -> dict[str, Any]:

@@ -138,6 +138,8 @@ class Violation:
     what: str
     done: str
     times: int
+    # The line that makes such calls part of the promise; None where none is known.
+    suggestion: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return dict(self.__dict__)

@@ -29,7 +29,7 @@ def suggest(argument: str | None, was: str | None, now: str | None, reason: str)
         return f"pass {argument} in one memory layout"
     if was is not None and "dtype" in was:
         return f"pass {argument} in one dtype"
-    if re.search(rf"{re.escape(argument)}.* is None|is not None|NoneType", reason) or now == "None":
+    if re.search(rf"{re.escape(argument)}.* is None|is not None|NoneType", reason) or "None" in (was, now):
         return f"pass {argument} always, or never"
     if was is not None and re.fullmatch(r"-?\d+(\.\d+)?(e-?\d+)?|True|False|'.*'", was):
         return f"pass {argument} as a tensor if it changes from call to call"

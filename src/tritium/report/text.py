@@ -124,7 +124,14 @@ def _recompiles(report: Report) -> str:
 
 
 def _violations(report: Report) -> str:
-    rows = [(entry.part, f"{entry.times}x {entry.done}", entry.what) for entry in report.violations]
+    rows = [
+        (
+            entry.part,
+            f"{entry.times}x {entry.done}",
+            entry.what + (f"; to prevent it: {entry.suggestion}" if entry.suggestion else ""),
+        )
+        for entry in report.violations
+    ]
     return _table("Calls outside of the promised shapes", ("part", "done", "what was new"), rows) if rows else ""
 
 

@@ -1,25 +1,25 @@
 """One compiled piece with its recordings: a callable that replays instead of launching.
 
-Equal blocks of a model share compiled code and differ in their weights, so recordings are kept by set of weights; each
-set has its own buckets, of which the least recently used one makes room.
+Recordings are kept by set of weights; each set has its own buckets, of which the least recently used one makes room.
 """
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from tritium.compat import capture as compat_capture
-from tritium.compiler.capture.graph import DeviceGraph, Lane, is_recording, lane_of, unchanged
+from tritium import turns
+from tritium.compiler.capture.graph import Lane, is_recording, lane_of, unchanged
 from tritium.compiler.capture.inputs import StaticInputs
 from tritium.compiler.capture.key import bucket_text, key_of
 from tritium.compiler.capture.outputs import StaticOutputs, Way
+from tritium.compiler.capture.spec import Spec
+from tritium.compiler.capture.weights import Entry, WeightSet, WeightSets
 from tritium.config import CompilationConfig
 from tritium.errors import CaptureRefused
 from tritium.report import Capture, Failure, GraphRecord
@@ -30,55 +30,12 @@ MOST_MOVES = 8
 # How often a bucket is recorded again after it had to make room.
 MOST_RETURNS = 2
 
+RECORDED_ELSEWHERE = "somebody else was recording what this thread does"
+
 PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 # Measures a call on static inputs and says why it should not be captured, or None.
 Decide = Callable[[Callable[[], Any]], str | None]
-
-
-@dataclass(frozen=True)
-class Spec:
-    """What is known of a piece when it is compiled: the names of its inputs, which are weights, and which it writes to."""
-
-    names: tuple[str, ...]
-    weights: tuple[int, ...] = ()
-    written: frozenset[int] = frozenset()
-    # Which piece of its graph; None for all of it.
-    piece: int | None = None
-
-    def first(self, count: int) -> Spec:
-        """Without the last inputs: folded values, where lowering them failed and the graph was lowered as it came."""
-        kept = tuple(index for index in self.weights if index < count)
-        return Spec(self.names[:count], kept, frozenset(index for index in self.written if index < count), self.piece)
-
-    @property
-    def inputs(self) -> tuple[int, ...]:
-        weights = set(self.weights)
-        return tuple(index for index in range(len(self.names)) if index not in weights)
-
-
-@dataclass
-class Entry:
-    """A bucket. Without a graph it is one that runs uncaptured, and its row says why."""
-
-    row: Capture
-    inputs: StaticInputs | None = None
-    graph: DeviceGraph | None = None
-    outputs: StaticOutputs | None = None
-
-
-@dataclass(eq=False)
-class _Weights:
-    """The addresses of one set of weights, and the recordings that read there."""
-
-    # By position among all arguments; None for what is no weight.
-    pointers: list[int | None]
-    # Which tensors they are, and references that tell when one of them is gone.
-    identities: list[int]
-    watched: list[Any] = field(default_factory=list)
-    moves: int = 0
-    entries: OrderedDict[Hashable, Entry] = field(default_factory=OrderedDict)
-    evictions: Counter[Hashable] = field(default_factory=Counter)
 
 
 class Region:
@@ -100,15 +57,17 @@ class Region:
         self._record = record
         self._decide = decide
         self._written = set(spec.written)
-        # By the first weight: blocks that share it are told apart by the others.
-        self._sets: dict[int, list[_Weights]] = {}
+        self._sets = WeightSets(self._forget)
         self._device: torch.device | None = None
         # Why nothing is captured here any more.
         self.off: str | None = None
         record.regions.append(weakref.ref(self))
 
     def __call__(self, *args: Any) -> Any:
-        if self.off is not None or is_recording():
+        if self.off is not None:
+            return self._run(*args)
+        if is_recording():
+            self._tell_of_other_recording()
             return self._run(*args)
         entry = self._find(args)
         if entry is None or entry.graph is None:
@@ -124,19 +83,15 @@ class Region:
         if self._device is None:
             return
         with lane_of(self._device).lock:
-            for weights in self.sets:
-                self._forget(weights)
             self._sets.clear()
 
     def __len__(self) -> int:
         return sum(entry.graph is not None for weights in self.sets for entry in weights.entries.values())
 
     @property
-    def sets(self) -> list[_Weights]:
+    def sets(self) -> list[WeightSet]:
         """Every set of weights that this was called with."""
-        return [weights for group in list(self._sets.values()) for weights in group]
-
-    # --- finding a recording ---
+        return list(self._sets)
 
     def _find(self, args: Sequence[Any]) -> Entry | None:
         if len(args) != len(self._spec.names):
@@ -152,13 +107,14 @@ class Region:
         except (TypeError, RuntimeError, NotImplementedError) as error:
             self._turn_off(f"an input cannot be part of a key ({type(error).__name__}: {error})")
             return None
-        with lane.lock:
+        with self._turn(), lane.lock:
             try:
-                weights = self._weights(list(args))
+                weights = self._sets.find(list(args), self._weight_list)
             except (RuntimeError, NotImplementedError) as error:
                 self._turn_off(f"a weight has no address ({type(error).__name__}: {error})")
                 return None
-            if weights is None:
+            if weights.moves > MOST_MOVES:
+                self._turn_off(f"its weights moved in memory {weights.moves} times (are they offloaded between calls?)")
                 return None
             if self._written and (alias := self._aliased(args)) is not None:
                 return self._declined_once(weights, args, alias)
@@ -168,49 +124,19 @@ class Region:
             weights.entries.move_to_end(key)
             return entry
 
+    def _turn(self) -> contextlib.AbstractContextManager[None]:
+        """Who decides by measuring needs the device's turn, which is taken before any lock."""
+        if self._decide is None or self._device is None:
+            return contextlib.nullcontext()
+        return turns.turn(self._device.type)
+
     def _device_of(self, args: Sequence[Any]) -> torch.device:
         if self._device is None:
             devices = [arg.device for arg in args if isinstance(arg, torch.Tensor)]
             self._device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
         return self._device
 
-    def _weights(self, args: list[Any]) -> _Weights | None:
-        """The set of weights that is passed, by the identity of the first; by address, so that none is read where it was."""
-        group = self._sets.setdefault(id(args[self._spec.weights[0]]) if self._spec.weights else 0, [])
-        for known in group:
-            if compat_capture.lie_at(args, known.pointers, self._weight_list):
-                return known
-        pointers: list[int | None] = [None] * len(args)
-        for index in self._spec.weights:
-            pointers[index] = args[index].data_ptr()
-        made = _Weights(pointers, [id(args[index]) for index in self._spec.weights])
-        for known in group:
-            if known.identities == made.identities:
-                # The same weights in another place: what was recorded reads where they were.
-                made.moves = known.moves + 1
-                group.remove(known)
-                self._forget(known)
-                break
-        if made.moves > MOST_MOVES:
-            self._turn_off(f"its weights moved in memory {made.moves} times (are they offloaded between calls?)")
-            return None
-        group.append(made)
-        self._watch(made, group, args)
-        return made
-
-    def _watch(self, weights: _Weights, group: list[_Weights], args: Sequence[Any]) -> None:
-        """Let recordings go with their weights."""
-        region, watched = weakref.ref(self), weakref.ref(weights)
-
-        def forget(_: Any) -> None:
-            owner, gone = region(), watched()
-            if owner is not None and gone is not None and any(gone is known for known in group):
-                group[:] = [known for known in group if known is not gone]
-                owner._forget(gone)
-
-        weights.watched = [weakref.ref(args[index], forget) for index in self._spec.weights]
-
-    def _forget(self, weights: _Weights) -> None:
+    def _forget(self, weights: WeightSet) -> None:
         for entry in weights.entries.values():
             self._drop(entry)
 
@@ -226,9 +152,7 @@ class Region:
                 return f"{names[other]} and {names[index]} share memory that is written to"
         return None
 
-    # --- recording ---
-
-    def _make(self, weights: _Weights, key: Hashable, args: Sequence[Any]) -> Entry:
+    def _make(self, weights: WeightSet, key: Hashable, args: Sequence[Any]) -> Entry:
         row = Capture(bucket_text(args, self._inputs, self._spec.names), piece=self._spec.piece)
         entry = Entry(row)
         self._make_room(weights)
@@ -322,8 +246,6 @@ class Region:
             lane.warm_up(lambda: self._run(*static))
         self._record_graph(entry, lane, "copy")
 
-    # --- replaying ---
-
     def _is_ready(self, entry: Entry, lane: Lane) -> bool:
         """Whether a bucket can be replayed now; one whose last result is still held gets new memory for its results."""
         # Another thread may have made room meanwhile.
@@ -347,9 +269,7 @@ class Region:
         entry.row.hits += 1
         return entry.outputs.hand_out(args)
 
-    # --- letting go ---
-
-    def _make_room(self, weights: _Weights) -> None:
+    def _make_room(self, weights: WeightSet) -> None:
         while len(weights.entries) >= self._config.max_captures:
             key, oldest = weights.entries.popitem(last=False)
             weights.evictions[key] += 1
@@ -367,7 +287,7 @@ class Region:
         entry.graph = entry.outputs = entry.inputs = None
         entry.row.declined, entry.row.bytes = reason, 0
 
-    def _declined_once(self, weights: _Weights, args: Sequence[Any], reason: str) -> Entry:
+    def _declined_once(self, weights: WeightSet, args: Sequence[Any], reason: str) -> Entry:
         """A call that runs uncaptured; the row is one for all calls with this reason."""
         entry = weights.entries.get(reason)
         if entry is None:
@@ -378,9 +298,13 @@ class Region:
             self._record.captures.append(entry.row)
         return entry
 
+    def _tell_of_other_recording(self) -> None:
+        """Once: calls that somebody else records are theirs to replay."""
+        if not any(row.declined == RECORDED_ELSEWHERE for row in self._record.captures):
+            row = Capture("calls inside of another recording", piece=self._spec.piece, declined=RECORDED_ELSEWHERE)
+            self._record.captures.append(row)
+
     def _turn_off(self, reason: str) -> None:
         self.off = reason
-        for weights in self.sets:
-            self._forget(weights)
         self._sets.clear()
         self._record.captures.append(Capture("every bucket", piece=self._spec.piece, declined=reason))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tritium import turns
 from tritium.compiler.capture.region import Decide
 from tritium.report import PassRecord
 
@@ -18,6 +19,11 @@ from tritium.report import PassRecord
 # pixels waits for nothing, SANA at 512 most of the time.
 WORTH_IT = 0.05
 
+# Untimed calls first: the stream may be another than the one that was warmed up.
+WARM_UPS = 2
+
+# How often a number of calls in a row is timed.
+ROUNDS = 5
 CALLS = 10
 
 
@@ -60,7 +66,19 @@ def busy_us(intervals: list[tuple[float, float]]) -> float:
 
 
 def measure(run: Callable[[], Any]) -> tuple[float, float]:
-    """Microseconds that the device is busy in a call, and that a call takes when calls follow one another."""
+    """Microseconds that the device is busy in a call, and that a call takes when calls follow one another.
+
+    Others may use the host and the device meanwhile, which makes calls longer and kernels hardly: so the shortest of
+    several rounds counts, of those that this process had the device's turn for.
+    """
+    with turns.turn("cuda"):
+        for _ in range(WARM_UPS):
+            run()
+        elapsed = min(_elapsed_us(run) for _ in range(ROUNDS))
+        return _busy_us(run), elapsed
+
+
+def _elapsed_us(run: Callable[[], Any]) -> float:
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     start.record()
@@ -68,7 +86,10 @@ def measure(run: Callable[[], Any]) -> tuple[float, float]:
         run()
     end.record()
     torch.cuda.synchronize()
-    elapsed = start.elapsed_time(end) * 1e3 / CALLS
+    return float(start.elapsed_time(end)) * 1e3 / CALLS
+
+
+def _busy_us(run: Callable[[], Any]) -> float:
     # Only the kernels' own times are taken from here: the profiler slows the host down.
     profiler: Any = importlib.import_module("torch.profiler")
     with profiler.profile(activities=[profiler.ProfilerActivity.CUDA]) as profile:
@@ -76,11 +97,12 @@ def measure(run: Callable[[], Any]) -> tuple[float, float]:
             run()
         torch.cuda.synchronize()
     spans = [(e.time_range.start, e.time_range.end) for e in profile.events() if e.device_type.name == "CUDA"]
-    return busy_us(spans) / CALLS, elapsed
+    return busy_us(spans) / CALLS
 
 
 def decision(entry: PassRecord, measured: Callable[[Callable[[], Any]], tuple[float, float]] = measure) -> Decide:
-    """What a region asks on its first bucket; the figure goes into the report."""
+    """What each region of a graph asks on its first bucket; the figures go into the report."""
+    cut, said, captured = entry.summary, [], []
 
     def decide(run: Callable[[], Any]) -> str | None:
         try:
@@ -88,10 +110,13 @@ def decision(entry: PassRecord, measured: Callable[[Callable[[], Any]], tuple[fl
         except RuntimeError as error:
             # Another profiler is at work, for one.
             worth, why = False, f"the share of idle time cannot be measured ({str(error).splitlines()[0]})"
-        if worth:
-            entry.summary = f"graphs='auto': {why}"
-            return None
-        entry.changed, entry.declined = False, f"graphs='auto': {why}"
-        return entry.declined
+        said.append(why)
+        captured.append(worth)
+        told = f"graphs='auto': {'; '.join(said)}"
+        # A graph that is cut has a region for each piece, and each its own answer.
+        entry.changed = any(captured)
+        entry.summary = (f"{cut}; {told}" if cut else told) if entry.changed else cut
+        entry.declined = None if entry.changed else told
+        return None if worth else f"graphs='auto': {why}"
 
     return decide

@@ -10,7 +10,7 @@ from torch import fx
 
 from tritium import compat
 from tritium.compat import capture as compat_capture
-from tritium.compiler.capture.region import Spec
+from tritium.compiler.capture.spec import Spec
 from tritium.fusions.expression import mutated_arguments, storages, value_of
 from tritium.ops.bridge import boundaries
 

@@ -33,17 +33,16 @@ def captured(
         record.passes.append(entry)
         return whole()
     entry.changed = True
-    entry.summary = EMULATED if record.device_type == "cpu" else None
-    decide = share.decision(entry) if config.graphs == "auto" else None
     cuts = len(boundaries(gm.graph.nodes))
-    if not cuts:
-        spec = spec_of(gm.graph, written_storages(gm.graph))
-        region = Region(whole(), spec, config, record, decide)
-        record.passes.append(entry)
-        return region
-    run = _in_pieces(gm, of_piece, config, record, decide)
-    text = f"cut at {cuts} boundary op{'s' if cuts > 1 else ''}"
-    entry.summary = f"{text}; {entry.summary}" if entry.summary else text
+    notes = [f"cut at {cuts} boundary op{'s' if cuts > 1 else ''}"] * bool(cuts)
+    notes += [EMULATED] * (record.device_type == "cpu")
+    entry.summary = "; ".join(notes) or None
+    decide = share.decision(entry) if config.graphs == "auto" else None
+    if cuts:
+        run = _in_pieces(gm, of_piece, config, record, decide)
+    else:
+        run = Region(whole(), spec_of(gm.graph, written_storages(gm.graph)), config, record, decide)
+    # After what compiling recorded, which stands before it.
     record.passes.append(entry)
     return run
 

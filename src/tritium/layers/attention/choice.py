@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from tritium import device, envs, fidelity, measure
+from tritium import device, envs, fidelity, measure, turns
 from tritium.compat import attention as compat_attention
 from tritium.errors import ArgumentError, nearest
 from tritium.layers.attention import table
@@ -115,21 +115,36 @@ def _runtime(request: Request, where: torch.device) -> Row | None:
     return recall(where, request.key(), lambda: compare(request, where, tracing))
 
 
-def recall(where: torch.device, key: str, measured: Callable[[], Row | None]) -> Row | None:
-    """What is known about a key, in memory or in the user's file; otherwise measured now, and kept in both."""
+def recall(where: torch.device, key: str, measured: Callable[[], Row | None] | None) -> Row | None:
+    """What is known about a key, in memory or in the user's file; otherwise measured now if it can be, and kept in both."""
     name = _device_name(where)
     with _LOCK:
-        row = _MEMORY.get((name, key)) or table.measured(name, key)
-        if row is None:
-            row = _elsewhere(measured) if _can_measure(where) else None
-            if row is None:
-                return None
-            table.write(name, [row])
-        _MEMORY[name, key] = row
-        _MEMORY.move_to_end((name, key))
-        while len(_MEMORY) > REMEMBERED:
-            _MEMORY.popitem(last=False)
+        row = _known(name, key)
+    if row is not None or measured is None or not _can_measure(where):
         return row
+    # Who had the turn before may have been another process, or thread, that measured the same.
+    with turns.turn(where.type), _LOCK:
+        row = _known(name, key)
+        if row is None:
+            row = _elsewhere(measured)
+            if row is not None:
+                table.write(name, [row])
+                _remember(name, row)
+        return row
+
+
+def _known(name: str, key: str) -> Row | None:
+    row = _MEMORY.get((name, key)) or table.measured(name, key)
+    if row is not None:
+        _remember(name, row)
+    return row
+
+
+def _remember(name: str, row: Row) -> None:
+    _MEMORY[name, row.key] = row
+    _MEMORY.move_to_end((name, row.key))
+    while len(_MEMORY) > REMEMBERED:
+        _MEMORY.popitem(last=False)
 
 
 def choose_again(again: Hashable, chosen: Callable[[], Candidate]) -> Candidate:
@@ -179,7 +194,7 @@ def _can_measure(where: torch.device) -> bool:
 def _elsewhere(work: Callable[[], Row | None]) -> Row | None:
     """Run in a thread of its own, where nothing that traces, records or disables gradients is switched on."""
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(work).result()
+        return pool.submit(turns.lent(work)).result()
 
 
 def compare(request: Request, where: torch.device, tracing: bool = False) -> Row | None:

@@ -81,11 +81,9 @@ def _fastest(arguments: list[Any]) -> str:
         return TRITON
     request = Request.of(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, causal)
     key = f"sparse block={block} {request.key()}"
-    if torch.compiler.is_compiling():
-        # FlexAttention cannot be compiled now: what is known counts, and otherwise the kernel.
-        row = choice.recall(q.device, key, lambda: None)
-    else:
-        row = choice.recall(q.device, key, functools.partial(_compared, key, arguments))
+    # While something is compiled FlexAttention cannot be: what is known counts, and otherwise the kernel.
+    measured = None if torch.compiler.is_compiling() else functools.partial(_compared, key, arguments)
+    row = choice.recall(q.device, key, measured)
     return row.winner if row is not None else TRITON
 
 
