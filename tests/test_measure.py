@@ -1,15 +1,12 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
-import tempfile
 
 import numpy as np
 import pytest
 import torch
 
-from tritium import device, measure, turns
+from tritium import device, measure
 
 
 def recording(log, durations):
@@ -195,22 +192,3 @@ def test_device_events_see_the_work_of_the_device():
     timings = measure.interleave({"small": lambda: small @ small, "large": lambda: large @ large}, "cuda", rounds=10)
     assert timings["large"].median_ms > timings["small"].median_ms
     assert measure.peak_memory(lambda: torch.empty(2**20, device="cuda"), "cuda") >= 2**22
-
-
-class TestTurns:
-    def test_two_processes_do_not_measure_at_once(self, tmp_path, monkeypatch):
-        monkeypatch.setenv("TMPDIR", str(tmp_path))
-        program = (
-            "import time\nfrom tritium.turns import turn\n"
-            "with turn('cuda'):\n    start = time.time()\n    time.sleep(0.5)\n    print(start, time.time())"
-        )
-        running = [
-            subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(2)
-        ]
-        first, second = sorted(tuple(map(float, process.communicate()[0].split())) for process in running)
-        assert first[1] <= second[0]
-
-    def test_where_no_file_can_be_written_nobody_waits(self, monkeypatch):
-        monkeypatch.setattr(tempfile, "gettempdir", lambda: "/nowhere/at/all")
-        with turns.turn("cuda"):
-            pass
