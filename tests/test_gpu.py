@@ -58,8 +58,9 @@ def test_an_unknown_shape_is_measured_once_and_the_answer_kept(tmp_path, monkeyp
 
     monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path)
     monkeypatch.setattr(tuned, "SHIPPED", tmp_path / "nothing")
+    # Large enough to be worth a measurement.
     linear = torch.nn.Linear(512, 2048).to("cuda", torch.bfloat16)
-    x = torch.randn(1, 2048, 512, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(1, 4096, 512, device="cuda", dtype=torch.bfloat16)
 
     def function(x):
         return torch.nn.functional.gelu(linear(x), approximate="tanh")
