@@ -34,11 +34,13 @@ def matrix() -> list[pytest.param]:
     for dtype in (torch.float32, torch.bfloat16):
         for dynamic in (False, True):
             whole, blocks = (Configuration(dtype, dynamic, repeated_blocks=repeated) for repeated in (False, True))
-            always = [whole == STATIC, whole.dtype == torch.bfloat16 and dynamic]
-            marks = () if any(always) else (pytest.mark.thorough,)
-            cells += [pytest.param(name, whole, marks=marks) for name in ZOO]
-            marks = () if dtype == torch.bfloat16 and dynamic else (pytest.mark.thorough,)
-            cells += [pytest.param(name, blocks, marks=marks) for name, model in ZOO.items() if model.repeated_blocks]
+            half_and_dynamic = dtype == torch.bfloat16 and dynamic
+            for name, model in ZOO.items():
+                # Block by block where a model has such, else whole.
+                always = whole == STATIC or (half_and_dynamic and not model.repeated_blocks)
+                cells.append(pytest.param(name, whole, marks=() if always else (pytest.mark.thorough,)))
+                if model.repeated_blocks:
+                    cells.append(pytest.param(name, blocks, marks=() if half_and_dynamic else (pytest.mark.thorough,)))
     return cells
 
 

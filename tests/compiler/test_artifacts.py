@@ -104,6 +104,7 @@ def counted_compiler(tmp_path):
     return {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}, calls
 
 
+@pytest.mark.thorough
 @pytest.mark.codegen
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_the_next_process_compiles_nothing(tmp_path, in_process, counted_compiler):
@@ -173,6 +174,7 @@ print(json.dumps([sorted(libraries.SHELF.used), [str(one.message) for one in cau
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.codegen
 def test_a_library_that_cannot_be_loaded_is_compiled_again(tmp_path, in_process):
     (digest,), quiet = json.loads(in_process(TINY, cache=tmp_path / "cache"))

@@ -166,6 +166,7 @@ def test_sizes_that_depend_on_data_break_nothing():
     assert fallback["has_lowering"]
 
 
+@pytest.mark.thorough
 @pytest.mark.codegen
 def test_equal_kernels_have_equal_folders_in_any_process(tmp_path, in_process):
     """The second process finds the graph compiled: what it writes is what the first one wrote."""

@@ -499,6 +499,7 @@ class TestCompiled:
         by = torch.ops.tritium.attention_by.default
         torch.library.opcheck(by, (q, k, v, None, 0.5, True), {"candidate": "chunked"})
 
+    @pytest.mark.thorough
     @pytest.mark.codegen
     def test_flex_on_a_cpu_when_it_is_named(self):
         q, k, v = qkv(64, 64)

@@ -64,6 +64,7 @@ class TestPromise:
             assert bool(rows) == (graphs != "off")
             assert all(row["declined"] is None and row["hits"] > 1 and row["bytes"] > 0 for row in rows)
 
+    @pytest.mark.thorough
     def test_more_buckets_than_dynamo_keeps_versions(self, pipe):
         sizes = [(16 * side, 32) for side in range(1, 13)]
         assert len(sizes) > torch._dynamo.config.recompile_limit
