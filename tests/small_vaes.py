@@ -9,6 +9,7 @@ from typing import Any
 import diffusers
 import torch
 
+from zoo_codec import SMALL_WAN
 from zoo_model import SEED
 
 # Latent pixels of a side of a tile, once `tile` was called.
@@ -26,17 +27,7 @@ def kl() -> diffusers.AutoencoderKL:
 
 
 def wan(**changes: Any) -> diffusers.AutoencoderKLWan:
-    settings = {
-        "base_dim": 8,
-        "z_dim": 4,
-        "dim_mult": [1, 2],
-        "num_res_blocks": 1,
-        "temperal_downsample": [True],
-        "latents_mean": [0.0] * 4,
-        "latents_std": [1.0] * 4,
-        "scale_factor_spatial": 2,
-    }
-    return diffusers.AutoencoderKLWan(**(settings | changes))
+    return diffusers.AutoencoderKLWan(**(SMALL_WAN | {"scale_factor_spatial": 2} | changes))
 
 
 def wan_residual() -> diffusers.AutoencoderKLWan:

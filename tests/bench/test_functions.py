@@ -73,10 +73,24 @@ def test_rows_are_against_the_yardstick_that_the_note_names(monkeypatch):
     assert [row.variant for row in outcome.rows] == ["plain", "tritium"]
     assert outcome.rows[0].ratio == 1.0
     assert outcome.rows[1].relative_l2 == pytest.approx(0.1, rel=1e-3)
-    assert outcome.rows[1].note == "64 rows; ratio against plain"
+    assert outcome.rows[1].note == "64 rows; ratio against plain; without broken (RuntimeError: no kernel)"
     assert outcome.rows[1].workload == "layers: one"
     assert outcome.rows[0].shrunk
     assert told[0] == "layers: one"
+
+
+def test_a_variant_that_is_not_optional_may_not_fail(monkeypatch):
+    def made(device_type, dtype, *, small):
+        def broken():
+            raise RuntimeError("no kernel")
+
+        yield functions.Case("one", {"plain": lambda: torch.ones(1), "tritium": broken}, "plain", "", {})
+
+    from tritium.bench import layer_cases
+
+    monkeypatch.setattr(layer_cases, "cases", made)
+    with pytest.raises(RuntimeError, match="no kernel"):
+        functions.run("layers", run.Settings(seconds=0.0), lambda what, share: None)
 
 
 def test_options_of_models_are_refused():

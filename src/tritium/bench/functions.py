@@ -75,20 +75,25 @@ def _measured(name: str, case: Case, settings: Settings, *, small: bool) -> list
     reference = case.variants[case.yardstick]().clone()
     warm = measure.first_call(case.variants[case.yardstick], where)
     errors: dict[str, float] = {}
+    left_out: dict[str, str] = {}
     for variant, call in case.variants.items():
         try:
             first.setdefault(variant, measure.first_call(call, where))
             errors[variant] = measure.relative_l2(call(), reference)
             if variant in case.optional and measure.first_call(call, where) > HOPELESS * warm:
                 del errors[variant]
-        except Exception:
-            # A kernel that cannot take these shapes, or not in this memory.
+                left_out[variant] = f"over {HOPELESS:g} times slower"
+        except Exception as error:
+            # A kernel that cannot take these shapes, or not in this memory: the table says so.
             if variant not in case.optional:
                 raise
+            left_out[variant] = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
     calls = {variant: case.variants[variant] for variant in errors}
     meter = measure.LoadMeter()
     timings = measure.interleave(calls, where, seconds=settings.seconds, burst=5 if where == "cuda" else 1)
     load = meter.read()
+    note = f"{case.note}; ratio against {case.yardstick}"
+    note += "".join(f"; without {variant} ({why})" for variant, why in left_out.items())
     return [
         Row(
             workload=name,
@@ -96,7 +101,7 @@ def _measured(name: str, case: Case, settings: Settings, *, small: bool) -> list
             mode=None,
             dtype=str(settings.dtype).removeprefix("torch."),
             shrunk=small,
-            note=f"{case.note}; ratio against {case.yardstick}",
+            note=note,
             shapes=case.shapes,
             median_ms=timing.median_ms,
             lower_quartile_ms=timing.lower_quartile_ms,

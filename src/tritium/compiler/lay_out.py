@@ -14,7 +14,6 @@ is never laid out anew.
 from __future__ import annotations
 
 import contextlib
-import math
 import operator
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -28,6 +27,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from tritium import compat
 from tritium.compiler.fold import mark_for_folding
 from tritium.compiler.laid_out import CHANNELS_LAST, FORMATS, make_known_to_inductor
+from tritium.compiler.layouts import is_channels_last, is_contiguous, same_kind, same_layout, tensors_of
 from tritium.fusions.expression import argument, mutated_arguments, same_shape, same_size, storages, value_of
 from tritium.passes import Applied, Decline, Pass, PassContext
 from tritium.tiling.predicates import spatial_convolutions
@@ -114,50 +114,6 @@ def run(graph: fx.Graph, context: PassContext) -> Applied | Decline:
 PASS = Pass("channels_last", run)
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, (tuple, list)):
-        return [tensor for part in value for tensor in _tensors(part)]
-    return [value] if isinstance(value, torch.Tensor) else []
-
-
-def _packed(shape: Sequence[Any]) -> list[Any]:
-    """The strides of a contiguous tensor; an empty dim counts as one, as PyTorch has it."""
-    ones = [size if not same_size(size, 0) else 1 for size in shape]
-    return [math.prod(ones[place + 1 :]) for place in range(len(ones))]
-
-
-def is_contiguous(value: Any) -> bool:
-    """Whether strides are exactly those that packing gives, for every value of symbolic sizes; no guard is added."""
-    return isinstance(value, torch.Tensor) and same_shape(value.stride(), _packed(value.shape))
-
-
-def is_channels_last(value: Any) -> bool:
-    """The same for channels-last, where the stride of a dim of size one may be anything."""
-    if not isinstance(value, torch.Tensor) or value.dim() not in FORMATS:
-        return False
-    shape = [value.shape[0], *value.shape[2:], value.shape[1]]
-    strides = [value.stride(0), *value.stride()[2:], value.stride(1)]
-    return all(
-        same_size(size, 1) or same_size(stride, packed)
-        for size, stride, packed in zip(shape, strides, _packed(shape), strict=True)
-    )
-
-
-def _same_layout(left: Any, right: Any) -> bool:
-    """Whether two values, known to be of one shape, have the same strides everywhere."""
-    return all(
-        same_shape(one.stride(), other.stride()) for one, other in zip(_tensors(left), _tensors(right), strict=True)
-    )
-
-
-def _same_kind(left: Any, right: Any) -> bool:
-    ours, theirs = _tensors(left), _tensors(right)
-    return len(ours) == len(theirs) and all(
-        one.dtype == other.dtype and one.device == other.device and same_shape(one.shape, other.shape)
-        for one, other in zip(ours, theirs, strict=True)
-    )
-
-
 class _Rewriter:
     """One walk over one graph, from its inputs to its outputs."""
 
@@ -238,7 +194,7 @@ class _Rewriter:
         return bool(self._storages([node]) & self._written)
 
     def _storages(self, nodes: Iterable[fx.Node]) -> set[int]:
-        return {tensor.untyped_storage()._cdata for node in nodes for tensor in _tensors(self._value.get(node))}
+        return {tensor.untyped_storage()._cdata for node in nodes for tensor in tensors_of(self._value.get(node))}
 
     def _can_follow(self, node: fx.Node) -> bool:
         if node.op not in ("call_function", "call_method") or node.target not in FOLLOWERS:
@@ -330,7 +286,7 @@ class _Rewriter:
         made = self._compute(node, swap)
         if made is None:
             return self._give_up(node, NOT_FOLLOWED)
-        if not _same_layout(made, self._value[node]) and not is_contiguous(self._value[node]):
+        if not same_layout(made, self._value[node]) and not is_contiguous(self._value[node]):
             return self._give_up(node, NOT_RESTORABLE)
         self._take(node, swap, made)
         return None
@@ -340,7 +296,7 @@ class _Rewriter:
         return reason
 
     def _follow(self, node: fx.Node, wanted: bool) -> None:
-        tensors = _tensors(self._value[node])
+        tensors = tensors_of(self._value[node])
         if not tensors and (node.target in _QUERIES or node.target is getattr):
             return
         if not tensors or not self._can_follow(node):
@@ -397,13 +353,13 @@ class _Rewriter:
                     made = node.target(*args, **kwargs)  # type: ignore[operator]
         except (RuntimeError, TypeError):
             return None
-        return made if _same_kind(made, self._value[node]) else None
+        return made if same_kind(made, self._value[node]) else None
 
     def _take(self, node: fx.Node, swap: dict[fx.Node, fx.Node], made: Any) -> None:
         for source, other in swap.items():
             node.replace_input_with(source, other)
         node.meta = {**node.meta, "example_value": made}
-        if not _same_layout(made, self._value[node]):
+        if not same_layout(made, self._value[node]):
             self._moved.add(node)
         view = self._is_view(node)
         away = any(source in self._moved or source in self._shares for source in node.all_input_nodes)
@@ -442,7 +398,7 @@ class _Rewriter:
             made = self._insert(place, node, "clone", FORMATS[value_of(node).dim()])
             mark_for_folding(made)
             # The user may have laid it out already.
-            self._channels_last[node] = node if _same_layout(value_of(made), value_of(node)) else made
+            self._channels_last[node] = node if same_layout(value_of(made), value_of(node)) else made
         return self._channels_last[node]
 
     def _sweep(self) -> None:
@@ -520,7 +476,7 @@ def _name(node: fx.Node) -> str:
 @contextlib.contextmanager
 def _as_dynamo_does(value: Any) -> Iterator[None]:
     """Compute on fake tensors of a value's kind without asking for more of symbolic sizes than Dynamo did."""
-    mode = next(tensor.fake_mode for tensor in _tensors(value) if hasattr(tensor, "fake_mode"))
+    mode = next(tensor.fake_mode for tensor in tensors_of(value) if hasattr(tensor, "fake_mode"))
     # Without its dispatcher some operators' C++ turns a symbolic size into the number it has now.
     with mode, torch.no_grad(), enable_python_dispatcher():
         yield

@@ -1,0 +1,56 @@
+"""How values lie in memory, asked of fake tensors and of symbolic sizes without adding a guard."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tritium.compiler.laid_out import FORMATS
+from tritium.fusions.expression import same_shape, same_size
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, (tuple, list)):
+        return [tensor for part in value for tensor in tensors_of(part)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+def packed(shape: Sequence[Any]) -> list[Any]:
+    """The strides of a contiguous tensor; an empty dim counts as one, as PyTorch has it."""
+    ones = [size if not same_size(size, 0) else 1 for size in shape]
+    return [math.prod(ones[place + 1 :]) for place in range(len(ones))]
+
+
+def is_contiguous(value: Any) -> bool:
+    """Whether strides are exactly those that packing gives, for every value of symbolic sizes; no guard is added."""
+    return isinstance(value, torch.Tensor) and same_shape(value.stride(), packed(value.shape))
+
+
+def is_channels_last(value: Any) -> bool:
+    """The same for channels-last, where the stride of a dim of size one may be anything."""
+    if not isinstance(value, torch.Tensor) or value.dim() not in FORMATS:
+        return False
+    shape = [value.shape[0], *value.shape[2:], value.shape[1]]
+    strides = [value.stride(0), *value.stride()[2:], value.stride(1)]
+    return all(
+        same_size(size, 1) or same_size(stride, packed)
+        for size, stride, packed in zip(shape, strides, packed(shape), strict=True)
+    )
+
+
+def same_layout(left: Any, right: Any) -> bool:
+    """Whether two values, known to be of one shape, have the same strides everywhere."""
+    return all(
+        same_shape(one.stride(), other.stride()) for one, other in zip(tensors_of(left), tensors_of(right), strict=True)
+    )
+
+
+def same_kind(left: Any, right: Any) -> bool:
+    ours, theirs = tensors_of(left), tensors_of(right)
+    return len(ours) == len(theirs) and all(
+        one.dtype == other.dtype and one.device == other.device and same_shape(one.shape, other.shape)
+        for one, other in zip(ours, theirs, strict=True)
+    )
