@@ -36,6 +36,16 @@ def compiling_frame() -> Frame | None:
     return Frame(root.f_code, root.f_locals, str(getattr(output, "dynamo_compile_id", None) or "?"))
 
 
+def is_compiling() -> bool:
+    """Whether this thread is in the middle of compiling something.
+
+    torch's own answer is for code that is traced. Python that runs while a graph is made, such as an operator's on fake
+    tensors, torch 2.11 tells that nothing is compiled.
+    """
+    guards: Any = importlib.import_module("torch._guards")
+    return torch.compiler.is_compiling() or guards.CompileContext.current_compile_id() is not None
+
+
 def graphs_compiled() -> int:
     """How many graphs Dynamo has handed to any backend in this process."""
     return int(importlib.import_module("torch._dynamo.utils").counters["stats"]["unique_graphs"])

@@ -30,9 +30,11 @@ def evened(call: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             # Inside somebody else's graph nothing is guarded here.
             return call(*args, **kwargs)
-        args = tuple([even(value) for value in args])
+        if any(map(_is_uneven, args)):
+            args = tuple(map(even, args))
         for name, value in kwargs.items():
-            kwargs[name] = even(value)
+            if _is_uneven(value):
+                kwargs[name] = even(value)
         if is_first:
             is_first = False
             with collector.paused():
@@ -44,12 +46,17 @@ def evened(call: Callable[..., Any]) -> Callable[..., Any]:
 
 def even(value: Any) -> Any:
     """The value, or the same memory under the strides of a contiguous tensor where only its batch of one differs."""
-    if type(value) is not torch.Tensor or value.dim() < 2 or value.size(0) != 1:
-        return value
-    numbers = value.numel()
-    if value.stride(0) == numbers or numbers == 0 or not value.is_contiguous():
+    if not _is_uneven(value) or value.numel() == 0 or not value.is_contiguous():
         return value
     # A view would be one more step for autograd, and lose what hangs on the tensor: dims that were marked, for one.
     if value.requires_grad or value.__dict__:
         return value
-    return value.as_strided(value.shape, (numbers, *value.stride()[1:]))
+    return value.as_strided(value.shape, (value.numel(), *value.stride()[1:]))
+
+
+def _is_uneven(value: Any) -> bool:
+    """Whether the stride of a batch of one is another than that of a tensor of its own."""
+    if type(value) is not torch.Tensor:
+        return False
+    stride: tuple[int, ...] = value.stride()
+    return len(stride) > 1 and stride[0] != value.numel() and value.size(0) == 1

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -39,10 +40,14 @@ class Lane(Protocol):
     def order(self) -> None:
         """Let what follows on the caller's stream wait for what an earlier caller's stream still does with shared memory."""
 
-    def warm_up(self, run: Callable[[], Any]) -> None: ...
+    def warm_up(self, run: Callable[[], Any]) -> Any:
+        """Call a few times; returns what the last call returned."""
 
     def record(self, run: Callable[[], Any], generators: Sequence[torch.Generator]) -> tuple[DeviceGraph, Any]:
-        """Record a call; returns the recording and the memory that its replays write results into."""
+        """Record a call; returns the recording and the memory that its replays write results into.
+
+        That memory is free at times while other calls are recorded, and they use it: any other replay may overwrite it.
+        """
 
     def retire(self, things: Any) -> None:
         """Let recordings and their memory go as soon as nothing can be using them any more."""
@@ -52,39 +57,60 @@ class Lane(Protocol):
 
 
 class EmulatedGraph:
-    """Reruns a call on the arguments it was recorded with, and writes into the results it was recorded with."""
+    """Reruns a call on the arguments it was recorded with, and writes into the results it was recorded with.
 
-    def __init__(self, run: Callable[[], Any]) -> None:
+    Its replay spoils the results of the others in its pool: a GPU's intermediate values lie anywhere in there.
+    """
+
+    def __init__(self, run: Callable[[], Any], pool: weakref.WeakSet[EmulatedGraph]) -> None:
         self._run = run
+        self._pool = pool
         self.result = run()
         self._static = flatten(self.result)[0]
+        # Results that are not memory of the arguments; known after a replay.
+        self._own: list[torch.Tensor] = []
+        pool.add(self)
 
     def replay(self) -> None:
+        for other in list(self._pool):
+            if other is not self:
+                other.spoil()
         leaves, _ = flatten(self._run())
         if len(leaves) != len(self._static):
             raise RuntimeError("a replayed call returned another structure than the recorded one")
+        self._own = []
         for new, static in zip(leaves, self._static, strict=True):
             if isinstance(static, torch.Tensor) and new.data_ptr() != static.data_ptr():
                 without_repeats(static).copy_(without_repeats(new))
+                self._own.append(static)
+
+    # Results that were made in inference mode can be written to there alone.
+    @torch.inference_mode()
+    def spoil(self) -> None:
+        for tensor in self._own:
+            if tensor.is_floating_point():
+                without_repeats(tensor).fill_(float("nan"))
 
 
 class CpuLane:
-    """The emulation: as right and as wrong as CUDA's graphs where addresses are concerned, and never faster."""
+    """The emulation: as right and as wrong as CUDA's graphs where memory is concerned, and never faster."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.buffers = Buffers()
+        self._pool: weakref.WeakSet[EmulatedGraph] = weakref.WeakSet()
 
     def order(self) -> None:
         pass
 
-    def warm_up(self, run: Callable[[], Any]) -> None:
-        for _ in range(WARM_UPS):
+    def warm_up(self, run: Callable[[], Any]) -> Any:
+        for _ in range(WARM_UPS - 1):
             run()
+        return run()
 
     def record(self, run: Callable[[], Any], generators: Sequence[torch.Generator]) -> tuple[DeviceGraph, Any]:
         del generators
-        graph = EmulatedGraph(run)
+        graph = EmulatedGraph(run, self._pool)
         result, graph.result = graph.result, None
         return graph, result
 
@@ -115,15 +141,17 @@ class CudaLane:
             current.wait_stream(self._last)
         self._last = current
 
-    def warm_up(self, run: Callable[[], Any]) -> None:
+    def warm_up(self, run: Callable[[], Any]) -> Any:
         with torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
             side = self._side_stream()
             side.wait_stream(current)
             with torch.cuda.stream(side):
-                for _ in range(WARM_UPS):
+                for _ in range(WARM_UPS - 1):
                     run()
+                result = run()
             current.wait_stream(side)
+        return result
 
     def record(self, run: Callable[[], Any], generators: Sequence[torch.Generator]) -> tuple[DeviceGraph, Any]:
         graph = torch.cuda.CUDAGraph()

@@ -1,10 +1,12 @@
 """How long a result stays valid.
 
-A recording writes its results into the same memory on every replay. Three ways to hand them out:
+A recording makes its results in the pool that all recordings share, where any later replay may overwrite them. Three
+ways to hand them out:
 
-- `lend`    a tensor over that memory; the next replay asks first whether anybody still holds it
-- `copy`    a copy of it: what a recording does for good once somebody held a result over the next call
-- `expose`  a tensor over that memory, which the next replay overwrites (`safe_output_mode=False`)
+- `lend`    the recording ends by copying them into memory of its own, which is handed out; the next replay asks first
+            whether anybody still holds it
+- `copy`    they are copied after the replay: what a recording does for good once somebody held a result over the next call
+- `expose`  tensors over the pool's memory (`safe_output_mode=False`)
 """
 
 from __future__ import annotations
@@ -107,6 +109,22 @@ class StaticOutputs:
             # A torch that does not count who holds memory.
             self.way = "copy"
 
+    def own(self) -> None:
+        """Move to memory that no other recording uses."""
+        self._owned = self._copied()
+        self._whole = _by_storage(self._owned) if self._shared else []
+
+    def keep(self, result: Any) -> None:
+        """Copy the results of another run of the call into this memory."""
+        leaves = flatten(result)[0]
+        made = [leaves[place] for place in self._places] if len(leaves) == len(self._leaves) else []
+        if list(map(_form, made)) != list(map(_form, self._owned)):
+            raise CaptureRefused("its results have another form on every call")
+        if self._shared:
+            Copies(self._whole).run(_by_storage(made))
+        else:
+            Copies(self._owned).run(made)
+
     @property
     def bytes(self) -> int:
         return sum({_storage(leaf): leaf.untyped_storage().nbytes() for leaf in self._owned}.values())
@@ -150,6 +168,10 @@ class StaticOutputs:
 
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
+
+
+def _form(leaf: Any) -> tuple[Any, ...] | None:
+    return (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else None
 
 
 def _view(leaf: torch.Tensor, argument: torch.Tensor, index: int) -> _View:

@@ -204,7 +204,7 @@ class Region:
         before = lane.memory()
         with unchanged(device, inputs.generators, self._written_weights(inputs)):
             inputs.fill(args)
-            lane.warm_up(lambda: self._run(*inputs.args))
+            result = lane.warm_up(lambda: self._run(*inputs.args))
             self._written |= inputs.changed(args)
             if self._written and (alias := self._aliased(args)) is not None:
                 raise CaptureRefused(alias)
@@ -215,25 +215,35 @@ class Region:
                     raise CaptureRefused(self.off)
         inputs.write_back_to(self._written)
         entry.inputs = inputs
-        self._record_graph(entry, lane, "lend" if self._config.safe_output_mode else "expose")
+        # A piece hands its results on to other pieces, whose replays must not overwrite them.
+        is_safe = self._config.safe_output_mode or self._spec.piece is not None
+        self._record_graph(entry, lane, self._outputs(result, inputs, "lend" if is_safe else "expose"))
         assert entry.outputs is not None
         entry.row.bytes = inputs.bytes + max(entry.outputs.bytes, lane.memory() - before)
 
     def _written_weights(self, inputs: StaticInputs) -> list[torch.Tensor]:
         return [inputs.args[index] for index in self._spec.weights if index in self._written]
 
-    def _record_graph(self, entry: Entry, lane: Lane, way: Way) -> None:
+    def _outputs(self, result: Any, inputs: StaticInputs, way: Way) -> StaticOutputs:
+        return StaticOutputs(result, inputs.args, way, poison=self._config.poison_outputs)
+
+    def _record_graph(self, entry: Entry, lane: Lane, outputs: StaticOutputs) -> None:
+        """Record a bucket, given the outputs of a run that was not recorded."""
         inputs = entry.inputs
         assert inputs is not None
-        run, static = self._run, inputs.args
         assert self._device is not None
+        run, static = self._run, inputs.args
         with unchanged(self._device, inputs.generators, self._written_weights(inputs)):
-            graph, result = lane.record(lambda: run(*static), inputs.generators)
-        entry.outputs = StaticOutputs(result, static, way, poison=self._config.poison_outputs)
-        entry.graph = graph
-        entry.row.copies = entry.outputs.way == "copy"
-        del result
-        entry.outputs.settle()
+            if outputs.way == "lend":
+                outputs.own()
+                graph, _ = lane.record(lambda: outputs.keep(run(*static)), inputs.generators)
+            else:
+                graph, result = lane.record(lambda: run(*static), inputs.generators)
+                outputs = self._outputs(result, inputs, outputs.way)
+                del result
+        entry.outputs, entry.graph = outputs, graph
+        entry.row.copies = outputs.way == "copy"
+        outputs.settle()
 
     def _record_again(self, entry: Entry, lane: Lane) -> None:
         inputs = entry.inputs
@@ -243,8 +253,8 @@ class Region:
         written = [static[index] for index in sorted(self._written) if isinstance(static[index], torch.Tensor)]
         # Libraries make their handles by thread, and cannot do it while they are recorded: this may be another thread.
         with unchanged(self._device, inputs.generators, written):
-            lane.warm_up(lambda: self._run(*static))
-        self._record_graph(entry, lane, "copy")
+            result = lane.warm_up(lambda: self._run(*static))
+        self._record_graph(entry, lane, self._outputs(result, inputs, "copy"))
 
     def _is_ready(self, entry: Entry, lane: Lane) -> bool:
         """Whether a bucket can be replayed now; one whose last result is still held gets new memory for its results."""

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from tritium import device, envs, fidelity, measure, turns
+from tritium import compat, device, envs, fidelity, measure, turns
 from tritium.compat import attention as compat_attention
 from tritium.errors import ArgumentError, nearest
 from tritium.layers.attention import table
@@ -111,7 +111,7 @@ def _runtime(request: Request, where: torch.device) -> Row | None:
     if 0 in (request.batch, request.heads, request.queries, request.keys, request.width):
         return None
     # Asked here: the thread that measures is not the one that traces.
-    tracing = torch.compiler.is_compiling()
+    tracing = compat.is_compiling()
     return recall(where, request.key(), lambda: compare(request, where, tracing))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tritium import fidelity, ops
+from tritium import compat, fidelity, ops
 from tritium.compat import attention as compat_attention
 from tritium.errors import ArgumentError, nearest
 from tritium.layers.attention import choice
@@ -60,7 +60,7 @@ def _attend(*given: Any) -> torch.Tensor:
         by = _fastest(arguments) if reason is None else _without_kernel(arguments[0])
     elif by == TRITON and reason is not None:
         raise ArgumentError(f"the Triton kernel cannot compute this sparse attention: {reason}")
-    if torch.compiler.is_compiling():
+    if compat.is_compiling():
         q, k, _, counts, *_ = arguments
         queries, keys, blocks = present(q.shape[1]), present(k.shape[1]), present(counts.shape[2])
         what = f"{queries} queries in {blocks} blocks, {keys} keys"
@@ -71,7 +71,7 @@ def _attend(*given: Any) -> torch.Tensor:
 
 
 def _without_kernel(q: torch.Tensor) -> str:
-    return FLEX if q.is_cuda and not torch.compiler.is_compiling() else REFERENCE
+    return FLEX if q.is_cuda and not compat.is_compiling() else REFERENCE
 
 
 def _fastest(arguments: list[Any]) -> str:
@@ -82,7 +82,7 @@ def _fastest(arguments: list[Any]) -> str:
     request = Request.of(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, causal)
     key = f"sparse block={block} {request.key()}"
     # While something is compiled FlexAttention cannot be: what is known counts, and otherwise the kernel.
-    measured = None if torch.compiler.is_compiling() else functools.partial(_compared, key, arguments)
+    measured = None if compat.is_compiling() else functools.partial(_compared, key, arguments)
     row = choice.recall(q.device, key, measured)
     return row.winner if row is not None else TRITON
 
