@@ -420,10 +420,17 @@ class TestErrors:
 
 
 class TestCompiled:
-    @pytest.mark.parametrize("mode", ["runtime", "static"])
-    def test_one_graph_without_a_break_for_all_lengths(self, mode):
+    @pytest.mark.parametrize(
+        "options",
+        [{"opt_mode": "runtime"}, {"opt_mode": "static"}, {"opt_mode": "manual", "op_type": "math", "layout": "BNSD"}],
+        ids=lambda options: options["opt_mode"],
+    )
+    def test_one_graph_without_a_break_for_all_lengths(self, options):
+        # As in a process that compiles before it has ever asked who there is.
+        entries.candidates.cache_clear()
+
         def function(q, k, v):
-            return tritium.attention_forward(q * 2, k, v, is_causal=True, opt_mode=mode)
+            return tritium.attention_forward(q * 2, k, v, is_causal=True, **options)
 
         compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
         with torch.inference_mode():
@@ -432,6 +439,14 @@ class TestCompiled:
                 torch._dynamo.mark_dynamic(q, 1)
                 with torch._dynamo.config.patch(error_on_recompile=queries != 63):
                     torch.testing.assert_close(compiled(q, k, v), function(q, k, v))
+
+    def test_a_name_that_nobody_has_is_told_while_compiling(self):
+        q, k, v = qkv()
+        function = torch.compile(
+            lambda q: tritium.attention_forward(q, k, v, opt_mode="manual", op_type="mathe"), backend="eager"
+        )
+        with pytest.raises(ArgumentError, match="there is no attention 'mathe'; did you mean 'math'"):
+            function(q)
 
     def test_the_choice_is_made_while_compiling(self, monkeypatch):
         """The graph holds what was chosen, and running it asks nobody."""

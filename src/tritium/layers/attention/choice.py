@@ -287,13 +287,20 @@ def _device_name(where: torch.device) -> str:
     return device.describe(where.type).name
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _unknown(op_type: str) -> str | None:
+    """What is wrong with a candidate's name. Dynamo takes the answer as it is: packages cannot be searched in a graph."""
+    known = candidates()
+    return None if op_type in known else f"there is no attention {op_type!r}; {nearest(str(op_type), known)}"
+
+
 def check_choice(mode: str, op_type: str | None, layout: str | None) -> None:
     """Raise for words that mean nothing, whatever is asked."""
     if mode not in MODES:
         raise ArgumentError(f"there is no opt_mode {mode!r}; {nearest(str(mode), MODES)}")
     if mode != MANUAL and (op_type is not None or layout is not None):
         raise ArgumentError(f"op_type and layout are for opt_mode 'manual', not for {mode!r}, which chooses by itself")
-    if op_type is not None and op_type not in candidates():
-        raise ArgumentError(f"there is no attention {op_type!r}; {nearest(str(op_type), candidates())}")
+    if op_type is not None and (problem := _unknown(op_type)):
+        raise ArgumentError(problem)
     if layout is not None and layout not in LAYOUTS:
         raise ArgumentError(f"there is no layout {layout!r}; {nearest(str(layout), LAYOUTS)}")

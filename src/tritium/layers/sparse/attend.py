@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -137,10 +138,20 @@ def by_flex(
         seq_lengths=(q_slots.shape[0], k_slots.shape[0]),
     )  # fmt: skip
     grouped = q.shape[2] != k.shape[2]
-    out = compat_attention.flex_attention(*wide, block_mask=mask, scale=scale, enable_gqa=grouped)
+    out = compat_attention.flex_attention(
+        *wide, block_mask=mask, scale=scale, enable_gqa=grouped, kernel_options=_tiles(q, block)
+    )
     kept = torch.nonzero(q_inside).squeeze(1)
     result: torch.Tensor = out.transpose(1, 2).index_select(1, kept).contiguous()
     return result
+
+
+def _tiles(q: torch.Tensor, block: int) -> dict[str, int] | None:
+    """FlexAttention's own tiles on a GPU are up to 128 long, and refused where they are no part of a block."""
+    if not q.is_cuda or block % 128 == 0:
+        return None
+    side = math.gcd(block, 64 if q.dtype.itemsize == 2 else 32)
+    return {"BLOCK_M": side, "BLOCK_N": side}
 
 
 def _slots(edges: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
