@@ -53,7 +53,22 @@ def measured(monkeypatch):
     def fake(workload, settings, notify):
         asked.append((workload.name, settings))
         notify(f"{workload.name}: timing", 0.5)
-        return run.Outcome([dataclasses.replace(ROW, workload=workload.name)], {})
+        rows = [dataclasses.replace(ROW, workload=workload.name)]
+        settings.on_rows(rows)
+        return run.Outcome(rows, {})
+
+    monkeypatch.setattr(run, "run", fake)
+    return asked
+
+
+def measure_always(monkeypatch, rows):
+    """The same rows of whatever is measured; returns the settings that are asked for."""
+    asked = []
+
+    def fake(workload, settings, notify):
+        asked.append(settings)
+        settings.on_rows(rows)
+        return run.Outcome(rows, {})
 
     monkeypatch.setattr(run, "run", fake)
     return asked
@@ -119,8 +134,7 @@ def test_bench_prints_a_table_and_writes_what_it_printed(measured, tmp_path):
 
 def test_bench_with_graphs_has_a_column_for_the_time_on_the_host(monkeypatch, tmp_path):
     rows = [ROW, dataclasses.replace(ROW, variant="tritium graphs", host_us=123.4)]
-    asked = []
-    monkeypatch.setattr(run, "run", lambda *given: asked.append(given[1]) or run.Outcome(rows, {}))
+    asked = measure_always(monkeypatch, rows)
     result = invoke("bench", "flux", "--graphs", "--json", str(tmp_path / "results.json"))
     assert result.exit_code == 0, result.output
     assert asked[0].graphs
@@ -129,9 +143,23 @@ def test_bench_with_graphs_has_a_column_for_the_time_on_the_host(monkeypatch, tm
     assert [row.host_us for row in Results.load(tmp_path / "results.json").rows] == [None, 123.4]
 
 
+def test_what_was_measured_before_somebody_stopped_it_is_written(monkeypatch, tmp_path):
+    def run_(workload, settings, notify):
+        if workload.name == "wan":
+            settings.on_rows([dataclasses.replace(ROW, workload="wan", note="static")])
+            raise KeyboardInterrupt
+        settings.on_rows([ROW])
+        return run.Outcome([ROW], {})
+
+    monkeypatch.setattr(run, "run", run_)
+    path = tmp_path / "results.json"
+    assert invoke("bench", "flux", "wan", "--json", str(path)).exit_code != 0
+    assert [row.workload for row in Results.load(path).rows] == ["flux", "wan"]
+
+
 def test_bench_says_when_the_machine_was_disturbed(monkeypatch):
     rows = [dataclasses.replace(ROW, disturbed=True)]
-    monkeypatch.setattr(run, "run", lambda *given: run.Outcome(rows, {}))
+    measure_always(monkeypatch, rows)
     assert "DISTURBED" in invoke("bench", "flux").stdout
 
 
@@ -213,7 +241,7 @@ def test_bench_prints_what_fusion_gains(monkeypatch):
         dataclasses.replace(ROW, variant="eager", operators_us=8000.0),
         dataclasses.replace(ROW, variant="tritium", operators_us=6000.0, fusion_gain=-0.25),
     ]
-    monkeypatch.setattr(run, "run", lambda *_: run.Outcome(rows, {}))
+    measure_always(monkeypatch, rows)
     printed = " ".join(invoke("bench", "flux", "--device", "cpu", "--profile").stdout.split())
     assert "6.00 ms in operators and kernels, eagerly 8.00 ms: fusion gain -25.0%" in printed
     assert "(fused total - unfused total) / unfused total" in printed
@@ -350,6 +378,6 @@ class TestTune:
 def test_the_start_of_another_process_is_told_against_a_cold_one(measured, monkeypatch):
     del measured
     row = dataclasses.replace(ROW, cold_start_s=30.0, restart_s=6.0)
-    monkeypatch.setattr(run, "run", lambda *_: run.Outcome([row], {}))
+    measure_always(monkeypatch, [row])
     said = " ".join(invoke("bench", "flux", COLUMNS="300").stdout.split())
     assert "6.0 s to the first picture of another process with compile artifacts, 20% of 30.0 s" in said

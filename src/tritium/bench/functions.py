@@ -62,7 +62,9 @@ def run(name: str, settings: Settings, notify: Notify) -> Outcome:
     with torch.inference_mode():
         for case in cases(name, settings.device_type, settings.dtype, small=small):
             notify(f"{name}: {case.name}", 0.0)
-            rows += _measured(f"{name}: {case.name}", case, settings, small=small)
+            measured = _measured(f"{name}: {case.name}", case, settings, small=small)
+            settings.on_rows(measured)
+            rows += measured
             if settings.device_type == "cuda":
                 torch.cuda.empty_cache()
     notify(f"{name}: done", 1.0)

@@ -45,6 +45,14 @@ PREPARED = 0.7
 _BURST = {"cuda": 5}
 
 
+def _silent(what: str, share: float) -> None:
+    del what, share
+
+
+def _not_kept(rows: list[Row]) -> None:
+    del rows
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """How to run: the same for all sides."""
@@ -68,6 +76,8 @@ class Settings:
     graphs: bool = False
     # By name; the device's own if None.
     dtype_name: str | None = None
+    # Called with rows as soon as they are measured: who is stopped later has those.
+    on_rows: Callable[[list[Row]], None] = _not_kept
 
     def __post_init__(self) -> None:
         for name in self.without:
@@ -131,10 +141,6 @@ def build(workload: Workload, settings: Settings) -> Built:
     return workload.build(settings.device_type, settings.dtype, small=settings.device_type == "cpu")
 
 
-def _silent(what: str, share: float) -> None:
-    del what, share
-
-
 def run(workload: Workload, settings: Settings, notify: Notify = _silent) -> Outcome:
     """Measure one workload, in one regime after the other."""
     outcomes: list[Outcome] = []
@@ -146,6 +152,7 @@ def run(workload: Workload, settings: Settings, notify: Notify = _silent) -> Out
         if outcomes:
             release()
         outcomes.append(_run(workload, regime, settings, share))
+        settings.on_rows(outcomes[-1].rows)
     return Outcome([row for outcome in outcomes for row in outcome.rows], outcomes[-1].models)
 
 

@@ -46,6 +46,7 @@ def run(workload: Decoder, settings: Settings, notify: Notify) -> Outcome:
             latents = sizes[index]
             notify(f"{workload.name}: {_shape(latents)} dynamic against a compilation of its own", 0.5 + 0.15 * place)
             rows += _compare(workload, built, dynamic, latents, settings, recompiles)
+    settings.on_rows(rows)
     return Outcome(rows, {OURS: built.model})
 
 

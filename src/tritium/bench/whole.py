@@ -85,6 +85,7 @@ def run(name: str, settings: Settings, notify: Notify) -> Outcome:
             ):
                 notify(f"{label}: first picture of another process, {what}", PREPARED)
                 restart[field] = _restart(name, settings, jobs[0], artifacts)
+                notify(f"{label}: {restart[field]:.1f} s {what}", PREPARED)
         timings, load = _timed(label, pipe, handle, ways, jobs[0], settings, notify)
         rows = []
         for variant in _variants(settings):
@@ -111,6 +112,7 @@ def run(name: str, settings: Settings, notify: Notify) -> Outcome:
                     **_differences(drawn[variant], drawn[EAGER]),
                 )
             )
+    settings.on_rows(rows)
     return Outcome(rows, dict.fromkeys(ways, pipe))
 
 

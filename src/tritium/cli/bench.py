@@ -60,6 +60,14 @@ def command(
     chosen = [_runner(name, sizes=sizes) for name in names]
     # Read before an hour of measuring, not after it.
     old = Results.load(compare_with) if compare_with is not None else None
+    rows: list[Row] = []
+
+    def keep(measured: list[Row]) -> None:
+        rows.extend(measured)
+        if json is not None:
+            # Now, and not after all of them: whoever stops this has what was measured so far.
+            Results.now(rows, settings.device_type).save(json)
+
     settings = run.Settings(
         against=tuple(name.strip() for name in against.split(",") if name.strip()),
         mode=mode,
@@ -72,13 +80,13 @@ def command(
         graphs=graphs,
         without=tuple(name.strip() for name in without.split(",") if name.strip()),
         dtype_name=dtype,
+        on_rows=keep,
     )
-    rows: list[Row] = []
     failed: dict[str, str] = {}
     with progress.shown() as notify:
         for name, measure in zip(names, chosen, strict=True):
             try:
-                rows += measure(settings, notify).rows
+                measure(settings, notify)
             except Exception as error:
                 if len(chosen) == 1:
                     raise
@@ -90,8 +98,6 @@ def command(
     table.show_kernels(results)
     for line in table.gains(results):
         print(line)
-    if json is not None:
-        results.save(json)
     for name, reason in failed.items():
         print(f"FAILED {name}: {reason}")
     if failed or (old is not None and report_comparison(compare(old, results))):
