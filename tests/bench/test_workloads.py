@@ -52,6 +52,15 @@ def test_a_workload_is_the_same_every_time_and_leaves_the_random_state(workload)
 
 
 @every_transformer
+def test_the_full_size_has_inputs(workload):
+    pytest.importorskip("diffusers")
+    with torch.device("meta"):
+        config = getattr(transformers.diffusers(), workload.class_name)(**workload.full.config).config
+        inputs = workload.inputs(config, workload.full, lambda *shape: torch.empty(shape))
+    assert all(value.is_meta for value in inputs.values() if isinstance(value, torch.Tensor))
+
+
+@every_transformer
 def test_norm_weights_are_not_ones(workload):
     pytest.importorskip("diffusers")
     model = workload.build("cpu", torch.float32, small=True).model

@@ -128,6 +128,8 @@ class TestInputs:
             lambda x: x[:, 1:3],
             lambda x: x[0, 0],
             lambda x: x[:0],
+            # One element, whose stride means nothing.
+            lambda x: x.flatten()[:5].as_strided((1,), (5,)),
             lambda x: x.to(torch.bfloat16),
             lambda x: x.long(),
         ],
@@ -716,6 +718,30 @@ class TestPieces:
         for _ in range(2):
             torch.testing.assert_close(f(x), model(x).sort(dim=-1).values @ model.weight)
         assert all("weight" not in entry["bucket"] for entry in captures(f))
+
+    def test_weights_of_the_model_itself_are_known(self, device, config):
+        class Scaled(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.scale = nn.Parameter(torch.randn(2, 5), requires_grad=False)
+                self.gradient_checkpointing = False
+
+            def forward(self, x):
+                # Dynamo spells the way to a parameter differently after such a look at the module.
+                if torch.is_grad_enabled() and self.gradient_checkpointing:
+                    return x
+                first, second = (self.scale[None] + x[:, :1]).chunk(2, dim=1)
+                return x * first + second
+
+        model = Scaled().to(device)
+        f = torch.compile(model, backend=tritium.Backend(config))
+        x = torch.randn(3, 5, 5, device=device)
+        with torch.inference_mode():
+            assert torch.equal(f(x), model(x))
+        (entry,) = captures(f)
+        assert entry["declined"] is None
+        assert entry["bucket"].startswith("x 3x5x5 float32")
+        assert "scale" not in entry["bucket"]
 
 
 class TestAuto:

@@ -28,6 +28,33 @@ def turned(x, cos, sin, mode):
     return x * cos + rotated * sin
 
 
+def test_on_a_gpu_without_a_kernel_the_reference_is_compiled_once(monkeypatch):
+    from tritium.layers import compute
+
+    asked = []
+    monkeypatch.setattr(compute, "_on_gpu", lambda arguments: True)
+    monkeypatch.setattr(compute, "_owned", lambda op, arguments: None)
+    monkeypatch.setattr(compute.device, "has_triton", lambda: True)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: asked.append(options) or function)
+    compute._generated.cache_clear()
+    try:
+        x, cos, sin = random(2, 7, 3, 8), random(7, 8), random(7, 8)
+        for _ in range(2):
+            assert torch.equal(
+                tritium.rotary_position_embedding(x, cos, sin),
+                tritium.rotary_position_embedding(x, cos, sin, fused=False),
+            )
+        tritium.group_norm_silu(random(2, 8, 3, 3), 4)
+        tritium.layernorm_scale_shift(nn.LayerNorm(8), random(2, 7, 8), random(2, 8), random(2, 8))
+        tritium.RMSNorm(8)(x)
+        tritium.muls_add(x, x, 0.5)
+    finally:
+        compute._generated.cache_clear()
+    assert asked
+    assert all(options == {"dynamic": True} for options in asked)
+    assert len(asked) <= 5
+
+
 class TestRotary:
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("mode", ["rotated_half", "rotated_interleaved"])

@@ -288,6 +288,13 @@ def _tensor(output: Any, name: str) -> torch.Tensor:
     return tensor.clone()
 
 
+def _not_captured(model: Any) -> str:
+    """Why calls are not replayed, for a variant that should be: its time is that of another one then."""
+    tritium: Any = importlib.import_module("tritium")
+    reasons = dict.fromkeys(entry["declined"] for entry in tritium.explain(model).captures if entry["declined"])
+    return "".join(f"; not captured: {reason}" for reason in reasons)
+
+
 def _row(
     name: str,
     built: Built,
@@ -307,7 +314,7 @@ def _row(
         mode=None if variant in (EAGER, EXACT) else "reduce-overhead" if variant == TREES else settings.mode,
         dtype=str(settings.dtype).removeprefix("torch."),
         shrunk=built.shrunk,
-        note=built.note,
+        note=built.note + (_not_captured(side.model) if variant == GRAPHS else ""),
         shapes=built.shapes,
         median_ms=timing.median_ms,
         lower_quartile_ms=timing.lower_quartile_ms,

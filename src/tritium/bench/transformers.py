@@ -244,7 +244,7 @@ PIXART = Transformer(
     class_name="PixArtTransformer2DModel",
     # PixArt-Sigma at 512 x 512: short kernels, so a GPU waits for its launches. It has 28 blocks.
     full=Size(
-        config={"num_layers": 8, "sample_size": 64, "use_additional_conditions": False},
+        config={"num_layers": 8, "sample_size": 64, "caption_channels": 4096, "use_additional_conditions": False},
         grid=(64, 64),
         text=300,
         note="8 blocks, width 1152, 1024 + 300 tokens",

@@ -125,9 +125,12 @@ def _start(row: Row) -> str:
 
 
 def _caption(rows: Sequence[Row]) -> str:
-    about = {row.workload: f"{row.workload}: {row.note}, {row.dtype}" + _shrunk(row) for row in rows}
+    about = dict.fromkeys(f"{row.workload}: {row.note}, {row.dtype}" + _shrunk(row) for row in rows)
     cold = "with empty caches" if all(row.first_call_cold for row in rows) else "caches as they were"
-    notes = [*about.values(), "ratio: torch.compile's median by this one's, above 1 is faster"]
+    notes = list(about)
+    # Functions say themselves what they are compared with.
+    if not all("ratio against" in row.note for row in rows):
+        notes.append("ratio: torch.compile's median by this one's, above 1 is faster")
     notes.append(f"first call: includes compilation, {cold}; relative L2: against eager")
     if any(row.against_static is not None for row in rows):
         notes.append("of static: this median by that of torch.compile with static sizes, above 1 is slower")

@@ -116,25 +116,27 @@ def many_recompiles() -> Iterator[None]:
 
 def is_parameter_placeholder(node: fx.Node) -> bool:
     """Whether Dynamo made this graph input from a parameter or buffer of a module."""
-    source = getattr(node, "_dynamo_source", None)
-    if source is None:
-        return False
-    name = source.name
-    # A method before it became a property.
-    text = str(name() if callable(name) else name)
-    return re.search(r"\._(parameters|buffers)\['[^']+'\]$", text) is not None
+    return re.search(r"\._(parameters|buffers)\['[^']+'\]$", _source_text(node) or "") is not None
 
 
 def source_name(node: fx.Node) -> str:
     """The user's name of a graph input: `hidden_states`, or `transformer.norm.weight` for a parameter."""
-    source = getattr(node, "_dynamo_source", None)
-    if source is None:
+    text = _source_text(node)
+    if text is None:
         return node.name
-    name = source.name
-    text = str(name() if callable(name) else name)
     text = re.sub(r"L\['(\w+)'\]", r"\1", text)
     text = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", text)
     return re.sub(r"\.__dict__\['([^']+)'\]", r".\1", text)
+
+
+def _source_text(node: fx.Node) -> str | None:
+    source = getattr(node, "_dynamo_source", None)
+    if source is None:
+        return None
+    # A method before it became a property.
+    text = str(source.name() if callable(source.name) else source.name)
+    # Where Dynamo has looked at an attribute of the module before, it spells the way to the others so.
+    return re.sub(r"\.__dict__\['(_modules|_parameters|_buffers)'\]", r".\1", text)
 
 
 def module_path(node: fx.Node) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ def compute(op: Op, fused: bool, *arguments: Any) -> Any:
     if provider is not None:
         return op.overload(*arguments, provider=provider)
     generated = _on_gpu(arguments) and device.has_triton()
-    return _generated(op)(*arguments) if generated else op.reference(*arguments)
+    return _generated(op.name)(*arguments) if generated else op.reference(*arguments)
 
 
 def _owned(op: Op, arguments: tuple[Any, ...]) -> str | None:
@@ -39,9 +39,9 @@ def _owned(op: Op, arguments: tuple[Any, ...]) -> str | None:
 
 
 @functools.cache
-def _generated(op: Op) -> Callable[..., Any]:
+def _generated(name: str) -> Callable[..., Any]:
     # Sizes differ from call to call in a model: one compilation for all of them.
-    return torch.compile(op.reference, dynamic=True)
+    return torch.compile(ops.catalog()[name].reference, dynamic=True)
 
 
 def _on_gpu(arguments: tuple[Any, ...]) -> bool:

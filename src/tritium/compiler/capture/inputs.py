@@ -139,4 +139,6 @@ def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+    flat = tensor.detach().reshape(-1).contiguous()
+    # A single element is contiguous whatever its stride is.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
