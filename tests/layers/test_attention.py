@@ -519,6 +519,15 @@ class TestCompiled:
         by = torch.ops.tritium.attention_by.default
         torch.library.opcheck(by, (q, k, v, None, 0.5, True), {"candidate": "chunked"})
 
+    @pytest.mark.codegen
+    def test_flex_inside_a_graph(self):
+        def function(q, k, v):
+            return tritium.attention_forward(q * 2, k, v, opt_mode="manual", op_type="flex") + 1
+
+        q, k, v = qkv(64, 64)
+        with torch.inference_mode():
+            torch.testing.assert_close(torch.compile(function, fullgraph=True)(q, k, v), function(q, k, v))
+
     @pytest.mark.thorough
     @pytest.mark.codegen
     def test_flex_on_a_cpu_when_it_is_named(self):

@@ -28,6 +28,16 @@ _KERNELS = {
 PACKAGES = {"flash_attn_interface": "flash_attn_3", "sageattention": "sageattention"}
 
 
+# What vmap needs of the dispatcher.
+_FUNCTORCH = (
+    "FuncTorchDynamicLayerBackMode",
+    "FuncTorchDynamicLayerFrontMode",
+    "FuncTorchBatched",
+    "FuncTorchVmapMode",
+    "FuncTorchGradWrapper",
+)
+
+
 @contextmanager
 def only_kernel(name: str) -> Iterator[None]:
     """`F.scaled_dot_product_attention` by one kernel, or an error."""
@@ -64,9 +74,23 @@ def flex_attention(*arguments: Any, **options: Any) -> torch.Tensor:
 
     So it must be compiled for every shape, however many those are: past Dynamo's limit it would run uncompiled.
     """
-    with compat.many_recompiles():
+    with compat.many_recompiles(), _functorch_dispatched():
         out: torch.Tensor = _compiled_flex()(*arguments, **options)
     return out
+
+
+@contextmanager
+def _functorch_dispatched() -> Iterator[None]:
+    """Let vmap work, which Dynamo calls while it traces FlexAttention.
+
+    In the first call of a compiled graph AOTAutograd looks at every operator. What such an operator calls in turn is
+    dispatched past functorch, as everything is under somebody who looks at operators.
+    """
+    keys = [getattr(torch._C.DispatchKey, name) for name in _FUNCTORCH if hasattr(torch._C.DispatchKey, name)]
+    with torch._C._PreserveDispatchKeyGuard():
+        for key in keys:
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+        yield
 
 
 def block_mask_class() -> Any:

@@ -113,10 +113,11 @@ def _is_size(value: Any) -> bool:
 
 
 def _edges(layout: SparseLayout, device: torch.device | str) -> torch.Tensor:
-    block = layout.block_size
-    video = (torch.arange(layout.video_blocks + 1, device=device) * block).clamp(max=layout.video)
-    text = (torch.arange(1, layout.text_blocks + 1, device=device) * block).clamp(max=layout.txt_len)
-    return torch.cat([video, text + layout.video]).to(torch.int32)
+    # Without a minimum, which Inductor cannot reason about where there is one block of text.
+    video = torch.arange(layout.video_blocks, device=device) * layout.block_size
+    text = torch.arange(layout.text_blocks, device=device) * layout.block_size + layout.video
+    end = torch.full((1,), layout.tokens, device=device)
+    return torch.cat([video, text, end]).to(torch.int32)
 
 
 def _index(layout: SparseLayout, device: torch.device | str) -> torch.Tensor:
