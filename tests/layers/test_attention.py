@@ -271,6 +271,17 @@ class TestChoice:
         symbolic = Request(**{**vars(request()), "symbolic": True})
         assert choice._fastest(row, symbolic) == "sdpa"
 
+    def test_shipped_tables_say_what_their_numbers_say(self):
+        paths = sorted(tuned.SHIPPED.glob("attention-*.json"))
+        assert paths
+        for path in paths:
+            rows = table.read(path)
+            assert len(rows) == len(json.loads(path.read_text())["rows"]) > 0
+            for row in rows.values():
+                best = min(row.ms, key=row.ms.get)
+                kept = row.ms.get("sdpa", math.inf) <= row.ms[best] * (1 + choice.MARGIN)
+                assert row.winner == ("sdpa" if kept else best), row.key
+
     def test_static_takes_the_shipped_table_and_then_a_rule(self, monkeypatch):
         row = table.Row(request().key(), "math", {"math": 1.0})
         monkeypatch.setattr(table, "shipped", lambda device, key: row if key == row.key else None)
