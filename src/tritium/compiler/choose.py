@@ -104,16 +104,17 @@ def unmeasured(wanted: Iterable[tuple[Op, Mapping[str, Any]]], context: PassCont
     config = context.config
     if context.device_type != WHERE_MEASURED or config.engine == "eager" or not config.measure_providers:
         return []
-    keys: dict[Key, None] = {}
+    # A key is worth it if one of its sites is.
+    keys: dict[Key, bool] = {}
     for op, arguments in wanted:
         if op.trial is None or config.provider_for(op.name) is not None or not _able(op, arguments)[0]:
             continue
         key = key_of(op, arguments)
-        if key is None or tuned.lookup(_device_name(context.device_type), key) is not None:
+        if key is None or keys.get(key) or tuned.lookup(_device_name(context.device_type), key) is not None:
             continue
-        if least_bytes(op, {name: as_fake(value) for name, value in arguments.items()}) >= WORTH_MEASURING:
-            keys[key] = None
-    return list(keys)
+        moved = least_bytes(op, {name: as_fake(value) for name, value in arguments.items()})
+        keys[key] = moved >= WORTH_MEASURING
+    return [key for key, worth in keys.items() if worth]
 
 
 def is_inlined(op: Op, provider: str) -> bool:

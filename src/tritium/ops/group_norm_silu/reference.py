@@ -11,15 +11,18 @@ import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 from tritium.ops.op import Sample
 
 
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
 def is_channels_last(x: torch.Tensor) -> bool:
     """Whether the channels of an image's or a video's pixel lie together; a tensor that is both counts as contiguous."""
-    return x.ndim in (4, 5) and not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
+    # By torch's own flags: a traced tensor of symbolic sizes has them, and a permuted one would have to work out its own.
+    return x.ndim in FORMATS and not x.is_contiguous() and x.is_contiguous(memory_format=FORMATS[x.ndim])
 
 
 def empty_as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if is_channels_last(x):
-        return x.new_empty(x.movedim(1, -1).shape, dtype=dtype).movedim(-1, 1)
-    return x.new_empty(x.shape, dtype=dtype)
+    layout = FORMATS[x.ndim] if is_channels_last(x) else torch.contiguous_format
+    return torch.empty(x.shape, dtype=dtype, device=x.device, memory_format=layout)
 
 
 def reference(
