@@ -10,7 +10,6 @@ import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
 from tritium.ops.op import Sample
 
-
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
