@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -71,12 +72,27 @@ def _wan(config: Mapping[str, Any]) -> nn.Module:
 def _decoder_of(vae: Any, compile_: Compile) -> Callable[..., Any]:
     """`vae.decode` with the decoder compiled: the loop over frames and its cache stay in Python, as users have it."""
     shell = copy.copy(vae)
-    shell._modules = {**vae._modules, "decoder": compile_(vae.decoder)}
+    shell._modules = {**vae._modules, "decoder": compile_(_with_code_of_its_own(vae.decoder))}
 
     def decode(z: torch.Tensor) -> torch.Tensor:
         return shell.decode(z, return_dict=False)[0]  # type: ignore[no-any-return]
 
     return decode
+
+
+def _with_code_of_its_own(module: nn.Module) -> nn.Module:
+    """The same module, with a `forward` that Dynamo has not met.
+
+    What it finds out about one variant holds for all of that code: before torch 2.13 it gives Wan's decoder up under plain
+    torch.compile, and would not try again for the others.
+    """
+    kind = type(module)
+    met: Any = kind.forward
+    forward = FunctionType(met.__code__.replace(), met.__globals__, met.__name__, met.__defaults__, met.__closure__)
+    forward.__kwdefaults__ = met.__kwdefaults__
+    made = copy.copy(module)
+    made.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    return made
 
 
 class Residual(nn.Module):
