@@ -374,6 +374,7 @@ class TestAttention:
                 q, k, v = streams(185, batch=batch)
                 torch.testing.assert_close(compiled(q, k, v), function(q, k, v))
 
+    @pytest.mark.thorough
     @pytest.mark.codegen
     def test_flex_computes_the_same(self):
         layout = SparseLayout((1, 15, 20), 40, 64)
