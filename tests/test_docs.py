@@ -1,22 +1,16 @@
 """What docs/generate.py makes of the catalogue and of the stored census."""
 
-import importlib.util
 import inspect
-from pathlib import Path
 
 import pytest
 
+import scripts
 from tritium import fusions
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
 def generate():
-    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return scripts.load("docs/generate.py")
 
 
 @pytest.mark.parametrize("name", fusions.catalog())

@@ -1,21 +1,15 @@
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 from PIL import Image
 
+import scripts
 from tritium.example import PROMPTS
-
-DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
 
 
 @pytest.mark.codegen
 def test_the_demo_writes_pictures_and_a_report(capsys, tmp_path):
-    spec = importlib.util.spec_from_file_location("demo", DEMO)
-    demo = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(demo)
+    demo = scripts.load("examples/demo.py")
     demo.main(tmp_path, steps=2)
     printed = capsys.readouterr().out
     for prompt in PROMPTS:

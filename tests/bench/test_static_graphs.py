@@ -1,20 +1,15 @@
 """The benchmark of what static graphs promise, small and emulated."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+import scripts
 
 
 @pytest.fixture(scope="module")
 def benchmark():
-    spec = importlib.util.spec_from_file_location("static_graphs", ROOT / "benchmarks" / "static_graphs.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return scripts.load("benchmarks/static_graphs.py")
 
 
 @pytest.fixture

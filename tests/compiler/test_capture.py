@@ -722,7 +722,6 @@ class TestPieces:
 
     def test_weights_of_a_stock_model_itself_are_known(self, config):
         # Its own parameter, which Dynamo spells differently from those of its blocks.
-        pytest.importorskip("diffusers")
         built = PIXART.build("cpu", torch.float32, small=True)
         f = torch.compile(built.model, backend=tritium.Backend(config))
         with torch.inference_mode():

@@ -1,14 +1,10 @@
 """The examples about layers run, and say what they promise."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 
+import scripts
 from tritium import tuned
 from tritium.layers.attention import choice
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture(autouse=True)
@@ -18,10 +14,7 @@ def nothing_known(monkeypatch, tmp_path):
 
 
 def load(name):
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return scripts.load(f"examples/{name}.py")
 
 
 def test_sparse_attention(tmp_path, capsys):

@@ -1,16 +1,15 @@
 """Which form a reduction gets: by the rules, by a table, and in the code that Inductor generates for a GPU."""
 
 import dataclasses
-import importlib.util
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import codegen
+import scripts
 import tritium
 from codegen import generated, launches, sources
 from tiling.patterns import TRANSFORMER
@@ -21,7 +20,6 @@ from tritium.tiling import hooks, reductions, tables
 from tritium.tiling.policy import OFF, TilingPolicy, policy_of
 from tritium.tiling.reductions import DEFAULT, Limit, Reduction, Table, Timing, cut, walk
 
-ROOT = Path(__file__).parents[2]
 PERSISTENT = Table(persistent_up_to=(Limit(8, 16384),), whole_up_to=16384)
 WHOLE = Table(whole_up_to=16384)
 
@@ -370,12 +368,7 @@ class TestTables:
 
 @pytest.fixture(scope="module")
 def sweep():
-    spec = importlib.util.spec_from_file_location("reductions_sweep", ROOT / "benchmarks" / "reductions.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    return scripts.load("benchmarks/reductions.py")
 
 
 class TestSweep:
