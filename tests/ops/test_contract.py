@@ -5,6 +5,9 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fidelity import assert_no_worse
 from interpreter import interpreted
@@ -84,6 +87,15 @@ class TestDeclaration:
                 {"provider": "reference"},
                 test_utils="test_aot_dispatch_dynamic",
             )
+
+    def test_a_fake_needs_no_mode_around_it(self, op):
+        """Passes ask it about tensors they have: it makes its results of them, and allocates nothing."""
+        for sample in op.samples(torch.float32, "cpu"):
+            mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+            given = pytree.tree_map_only(torch.Tensor, mode.from_tensor, dict(sample.arguments))
+            for made, promised in zip(parts(op.fake(**given)), parts(op.fake(**sample.arguments)), strict=True):
+                assert isinstance(made, FakeTensor), sample.label
+                assert (len(made.shape), made.dtype) == (len(promised.shape), promised.dtype)
 
 
 @pytest.mark.parametrize(("op", "dtype", "sample"), cases("cpu"))

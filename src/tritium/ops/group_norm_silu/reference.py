@@ -21,7 +21,7 @@ def is_channels_last(x: torch.Tensor) -> bool:
 
 def empty_as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     layout = FORMATS[x.ndim] if is_channels_last(x) else torch.contiguous_format
-    return torch.empty(x.shape, dtype=dtype, device=x.device, memory_format=layout)
+    return torch.empty_like(x, dtype=dtype, memory_format=layout)
 
 
 def reference(
