@@ -1,6 +1,7 @@
 """The layer functions over the core's ops: values against float64, errors, and no break of a graph."""
 
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -28,31 +29,52 @@ def turned(x, cos, sin, mode):
     return x * cos + rotated * sin
 
 
-def test_on_a_gpu_without_a_kernel_the_reference_is_compiled_once(monkeypatch):
-    from tritium.layers import compute
+class TestGenerated:
+    """On a GPU, without a kernel of ours: what is compiled, counted with a compiler that keeps the graph as it is."""
 
-    asked = []
-    monkeypatch.setattr(compute, "_on_gpu", lambda arguments: True)
-    monkeypatch.setattr(compute, "_owned", lambda op, arguments: None)
-    monkeypatch.setattr(compute.device, "has_triton", lambda: True)
-    monkeypatch.setattr(torch, "compile", lambda function, **options: asked.append(options) or function)
-    compute._generated.cache_clear()
-    try:
+    @pytest.fixture
+    def compiled(self, monkeypatch):
+        from tritium.layers import compute
+
+        def keep(gm, _):
+            graphs.append(gm)
+            return gm.forward
+
+        graphs, compile_ = [], torch.compile
+        monkeypatch.setattr(compute, "_on_gpu", lambda tensors: True)
+        monkeypatch.setattr(compute, "_owned", lambda op, arguments: None)
+        monkeypatch.setattr(compute.device, "has_triton", lambda: True)
+        monkeypatch.setattr(torch, "compile", lambda function: compile_(function, backend=keep, fullgraph=True))
+        compute._generated.cache_clear()
+        yield graphs
+        compute._generated.cache_clear()
+
+    def test_every_function_is_what_its_reference_is(self, compiled):
         x, cos, sin = random(2, 7, 3, 8), random(7, 8), random(7, 8)
         for _ in range(2):
-            assert torch.equal(
-                tritium.rotary_position_embedding(x, cos, sin),
-                tritium.rotary_position_embedding(x, cos, sin, fused=False),
-            )
-        tritium.group_norm_silu(random(2, 8, 3, 3), 4)
-        tritium.layernorm_scale_shift(nn.LayerNorm(8), random(2, 7, 8), random(2, 8), random(2, 8))
-        tritium.RMSNorm(8)(x)
-        tritium.muls_add(x, x, 0.5)
-    finally:
-        compute._generated.cache_clear()
-    assert asked
-    assert all(options == {"dynamic": True} for options in asked)
-    assert len(asked) <= 5
+            turned_here = tritium.rotary_position_embedding(x, cos, sin)
+            assert torch.equal(turned_here, tritium.rotary_position_embedding(x, cos, sin, fused=False))
+            tritium.group_norm_silu(random(2, 8, 3, 3), 4)
+            tritium.layernorm_scale_shift(nn.LayerNorm(8), random(2, 7, 8), random(2, 8), random(2, 8))
+            tritium.RMSNorm(8)(x)
+            tritium.muls_add(x, x, 0.5)
+        assert len(compiled) == 5
+
+    def test_a_second_size_compiles_for_all_sizes(self, compiled):
+        for tokens in (7, 5, 9, 63, 100):
+            x, cos, sin = random(2, tokens, 3, 8), random(tokens, 8), random(tokens, 8)
+            tritium.rotary_position_embedding(x, cos, sin)
+        assert len(compiled) == 2
+
+    def test_no_dtype_and_no_rank_uses_up_what_others_may_compile(self, compiled):
+        """Dynamo gives a function up that was compiled eight times."""
+        kinds = [((4,) * rank, dtype) for rank in (1, 2, 3, 4) for dtype in DTYPES]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for shape, dtype in kinds:
+                x = random(*shape, dtype=dtype)
+                tritium.muls_add(x, x, 0.5)
+        assert len(compiled) == len(kinds)
 
 
 class TestRotary:

@@ -98,6 +98,17 @@ class TestCalls:
         provider(inputs[0], 0.25)
         assert len(looked) == 3
 
+    def test_what_writes_to_an_input_makes_no_result(self):
+        called = []
+
+        def run(x, out):
+            launch.call(lambda *values: called.append(values), x, out)
+
+        provider = launch.remembered(run)
+        pairs = [(torch.randn(2, 3), torch.empty(2, 3)) for _ in range(3)]
+        assert [provider(*pair) for pair in pairs] == [None] * 3
+        assert called == [(x.data_ptr(), out.data_ptr()) for x, out in pairs]
+
     def test_another_number_of_threads_is_asked_for_anew(self, monkeypatch):
         asked = []
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 from torch import nn
 
+from tritium import compat
 from tritium.bench.transformers import cast_as_loading_does, diffusers, seeded
 from tritium.bench.workload import Built, Compile, Regime, drawing, whole
 
@@ -88,8 +88,7 @@ def _with_code_of_its_own(module: nn.Module) -> nn.Module:
     """
     kind = type(module)
     met: Any = kind.forward
-    forward = FunctionType(met.__code__.replace(), met.__globals__, met.__name__, met.__defaults__, met.__closure__)
-    forward.__kwdefaults__ = met.__kwdefaults__
+    forward = compat.with_code_of_its_own(met)
     made = copy.copy(module)
     made.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
     return made

@@ -29,6 +29,7 @@ from tritium.compat.dynamo import (
     source_name,
     steers_dynamo,
     watch_recompile_limit,
+    with_code_of_its_own,
 )
 from tritium.compat.inductor import (
     allows_tf32,
@@ -207,4 +208,5 @@ __all__ = [
     "versions",
     "visible_kernels",
     "watch_recompile_limit",
+    "with_code_of_its_own",
 ]

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -54,6 +54,19 @@ def graphs_compiled() -> int:
 def guard_failures(code: CodeType) -> list[str]:
     """Why the compiled versions of a frame did not fit, oldest first, as Dynamo words it."""
     return list(importlib.import_module("torch._dynamo.utils").guard_failures.get(code, ()))
+
+
+def with_code_of_its_own(function: FunctionType) -> FunctionType:
+    """The same function to Python, one it has not met to Dynamo: what it knows, and how often it compiles, goes by code."""
+    made = FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
 def break_reason(gm: fx.GraphModule) -> str | None:

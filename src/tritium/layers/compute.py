@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tritium import device, ops
+from tritium import compat, device, ops
 from tritium.ops import Op
 
 
@@ -24,8 +24,10 @@ def compute(op: Op, fused: bool, *arguments: Any) -> Any:
     provider = _owned(op, arguments)
     if provider is not None:
         return op.overload(*arguments, provider=provider)
-    generated = _on_gpu(arguments) and device.has_triton()
-    return _generated(op.name)(*arguments) if generated else op.reference(*arguments)
+    tensors = _tensors(arguments)
+    if _on_gpu(tensors) and device.has_triton():
+        return _generated(op.name, tuple((tensor.dtype, tensor.dim()) for tensor in tensors))(*arguments)
+    return op.reference(*arguments)
 
 
 def _owned(op: Op, arguments: tuple[Any, ...]) -> str | None:
@@ -39,13 +41,18 @@ def _owned(op: Op, arguments: tuple[Any, ...]) -> str | None:
 
 
 @functools.cache
-def _generated(name: str) -> Callable[..., Any]:
-    # Sizes differ from call to call in a model: one compilation for all of them.
-    return torch.compile(ops.catalog()[name].reference, dynamic=True)
+def _generated(name: str, kinds: tuple[tuple[torch.dtype, int], ...]) -> Callable[..., Any]:
+    """What Inductor makes of an op for tensors of some dtypes and ranks: for the sizes it meets first, then for any.
+
+    Each has code of its own, so that no dtype uses up the compilations that another one is allowed.
+    """
+    del kinds
+    reference: Any = ops.catalog()[name].reference
+    return torch.compile(compat.with_code_of_its_own(reference))
 
 
-def _on_gpu(arguments: tuple[Any, ...]) -> bool:
-    return any(tensor.is_cuda for tensor in _tensors(arguments))
+def _on_gpu(tensors: list[torch.Tensor]) -> bool:
+    return any(tensor.is_cuda for tensor in tensors)
 
 
 def _tensors(arguments: tuple[Any, ...]) -> list[torch.Tensor]:

@@ -16,8 +16,11 @@ def muls_add(x: torch.Tensor, y: torch.Tensor, scale: float) -> torch.Tensor:
     checks.tensor("y", y)
     checks.number("scale", scale)
     checks.together(x=x, y=y)
-    try:
-        torch.broadcast_shapes(x.shape, y.shape)
-    except RuntimeError as error:
-        raise ArgumentError(f"x {tuple(x.shape)} and y {tuple(y.shape)} cannot be broadcast to one shape") from error
+    if x.shape != y.shape:
+        try:
+            torch.broadcast_shapes(x.shape, y.shape)
+        except RuntimeError as error:
+            raise ArgumentError(
+                f"x {tuple(x.shape)} and y {tuple(y.shape)} cannot be broadcast to one shape"
+            ) from error
     return compute(scaled_add.OP, True, x, float(scale), y, None)  # type: ignore[no-any-return]

@@ -93,7 +93,7 @@ class Plan:
     single: bool
 
     def launch(self, addresses: Sequence[int], where: torch.device) -> Any:
-        """The results for inputs at some addresses."""
+        """The results for inputs at some addresses; None where one of the inputs is written to."""
         out = [torch.empty_strided(shape, stride, dtype=dtype, device=where) for shape, stride, dtype in self.made]
         values = self.values.copy()
         for place, index in self.inputs:
@@ -103,6 +103,8 @@ class Plan:
         for place, index in self.tables:
             values[place] = replace(values[place], base=Address(addresses[index], values[place].base.dtype))
         self.runner(*values)
+        if not out:
+            return None
         return out[0] if self.single else tuple(out)
 
 
@@ -168,7 +170,7 @@ def _planned(launches: list[Launch], addresses: list[int], result: Any) -> Plan 
     if len(launches) != 1:
         return None
     (launch,) = launches
-    out = result if isinstance(result, tuple) else (result,)
+    out = result if isinstance(result, tuple) else () if result is None else (result,)
     made = [tensor.data_ptr() for tensor in out]
     plan = Plan(
         runner=launch.runner,

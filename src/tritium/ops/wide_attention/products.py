@@ -19,7 +19,7 @@ import torch
 
 from tritium.compat.products import multiply_into, wide_product_obstacle
 from tritium.ops import rows
-from tritium.ops.launch import cannot_launch
+from tritium.ops.launch import cannot_launch, remembered, start
 from tritium.ops.op import present
 from tritium.ops.wide_attention.reference import fake
 
@@ -95,11 +95,12 @@ def launch_options(padded: int) -> dict[str, int | bool]:
     return {"TILE": tile, "WHOLE": True, "num_warps": min(32, max(4, tile // 1024))}
 
 
+@remembered
 def softmax_rows(scores: torch.Tensor, out: torch.Tensor, keys: int, scale: float) -> None:
     """`softmax(scores * scale)` over the first `keys` columns; both [N, M, padded] and contiguous."""
     padded = scores.shape[-1]
     grid = (scores.shape[0] * scores.shape[1],)
-    _kernel()[grid](scores, out, scale * math.log2(math.e), keys, padded, **launch_options(padded))
+    start(_kernel(), grid, scores, out, scale * math.log2(math.e), keys, padded, **launch_options(padded))
 
 
 def pieces(matrices: int, queries: int, room: int) -> Iterator[tuple[slice, slice]]:
