@@ -57,6 +57,20 @@ def test_rows_of_eager_and_tritium():
     assert ours.first_call_s > 0
 
 
+class Both(Tiny):
+    regimes = ("static", "dynamic")
+
+
+@pytest.mark.parametrize(
+    ("regime", "measured"), [(None, ["tiny", "tiny dynamic"]), ("static", ["tiny"]), ("dynamic", ["tiny dynamic"])]
+)
+def test_one_regime_of_two(regime, measured):
+    told = []
+    outcome = run.run(Both(), settings(regime=regime), lambda what, share: told.append(share))
+    assert list(dict.fromkeys(row.workload for row in outcome.rows)) == measured
+    assert told == sorted(told)
+
+
 def test_variants_that_tell_what_each_part_is_worth():
     outcome = run.run(TINY, settings(exact=True, without=("rms_norm", "gated_residual")))
     names = ["eager", "tritium", "tritium exact", "tritium without rms_norm", "tritium without gated_residual"]

@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -64,6 +64,8 @@ class Settings:
     # Compile in an empty cache folder. Otherwise the second side finds kernels that the first one built.
     cold: bool = True
     config: CompilationConfig | None = None
+    # `static` or `dynamic` sizes alone; each one that a workload has if None.
+    regime: str | None = None
     # Also profile the kernels of compiled variants.
     kernels: bool = False
     # Also add up the time in operators and kernels of every variant: what fusion gains.
@@ -88,6 +90,8 @@ class Settings:
                 raise ConfigError(f"nothing to measure against is called {name!r}; {nearest(name, (EAGER, YARDSTICK))}")
         if self.profile and EAGER not in self.against:
             raise ConfigError("--profile compares with the operators one by one: --against needs eager")
+        if self.regime is not None and self.regime not in get_args(Regime):
+            raise ConfigError(f"there is no regime {self.regime!r}; {nearest(self.regime, get_args(Regime))}")
         if self.mode not in MODES:
             raise ConfigError(f"there is no mode {self.mode!r}; {nearest(self.mode, MODES)}")
         if self.graphs and self.mode != "default":
@@ -141,13 +145,22 @@ def build(workload: Workload, settings: Settings) -> Built:
     return workload.build(settings.device_type, settings.dtype, small=settings.device_type == "cpu")
 
 
+def regimes_of(workload: Workload, settings: Settings) -> list[Regime]:
+    """Those of a workload that are asked for."""
+    chosen = [regime for regime in workload.regimes if settings.regime in (None, regime)]
+    if not chosen:
+        raise ConfigError(f"{workload.name} has no {settings.regime} sizes to measure: {', '.join(workload.regimes)}")
+    return chosen
+
+
 def run(workload: Workload, settings: Settings, notify: Notify = _silent) -> Outcome:
     """Measure one workload, in one regime after the other."""
     outcomes: list[Outcome] = []
-    for index, regime in enumerate(workload.regimes):
+    regimes = regimes_of(workload, settings)
+    for index, regime in enumerate(regimes):
 
         def share(what: str, done: float, index: int = index) -> None:
-            notify(what, (index + done) / len(workload.regimes))
+            notify(what, (index + done) / len(regimes))
 
         if outcomes:
             release()

@@ -37,6 +37,9 @@ def command(
     seconds: Annotated[float, typer.Option(min=0.0, help="How long the variants take turns, a workload.")] = 10.0,
     device_type: Annotated[str | None, typer.Option("--device", help="cuda or cpu; the GPU if there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 on a CPU and bfloat16 on a GPU if left out.")] = None,
+    regime: Annotated[
+        str | None, typer.Option(help="static or dynamic sizes alone, of a workload that has both.")
+    ] = None,
     kernels: Annotated[bool, typer.Option("--kernels", help="Also profile what each kernel takes (GPU).")] = False,
     profile: Annotated[
         bool, typer.Option("--profile", help="Also add up the time in operators: what fusion gains against eager.")
@@ -74,6 +77,7 @@ def command(
         seconds=seconds,
         device_type=known_device(device_type),
         cold=cold,
+        regime=regime,
         kernels=kernels,
         profile=profile,
         exact=exact,
@@ -82,6 +86,8 @@ def command(
         dtype_name=dtype,
         on_rows=keep,
     )
+    for name in names if regime is not None else ():
+        _check_regime(name, settings)
     failed: dict[str, str] = {}
     with progress.shown() as notify:
         for name, measure in zip(names, chosen, strict=True):
@@ -114,6 +120,14 @@ def _runner(name: str, *, sizes: bool) -> Callable[[run.Settings, run.Notify], r
     if sizes and not any(isinstance(workload, Decoder) for workload in found):
         raise ConfigError(f"--sizes concerns decoders, and {name} is none")
     return functools.partial(_run_all, found, sizes=sizes)
+
+
+def _check_regime(name: str, settings: run.Settings) -> None:
+    """Raise for what has no sizes to choose from, before anything is measured."""
+    if whole.is_pipeline(name) or functions.is_function(name):
+        raise ConfigError(f"--regime concerns models with static and dynamic sizes, and {name} is none")
+    for workload in workloads.find(name):
+        run.regimes_of(workload, settings)
 
 
 def _run_all(chosen: Sequence[Workload], settings: run.Settings, notify: run.Notify, *, sizes: bool) -> run.Outcome:
