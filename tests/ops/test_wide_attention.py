@@ -58,8 +58,11 @@ class TestPieces:
     @given(matrices=st.integers(1, 9), queries=st.integers(1, 5000), room=st.integers(1, 9000))
     def test_every_row_once_and_never_too_many(self, matrices, queries, room):
         seen = torch.zeros(matrices, queries, dtype=torch.int32)
-        for one, some in products.pieces(matrices, queries, room):
+        taken = list(products.pieces(matrices, queries, room))
+        for one, some in taken:
             part = seen[one, some]
+            # One buffer serves all of them.
+            assert part.numel() <= seen[taken[0]].numel()
             assert 0 < part.numel() <= max(room, 1)
             # A buffer is read as if it were of this piece alone.
             assert one.stop - one.start == 1 or part.shape[1] == queries

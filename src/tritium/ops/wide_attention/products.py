@@ -137,17 +137,35 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, out:
     room = max(1, SCORES_BYTES // (4 * padded))
     # At most so many matrices are one batch of strided products.
     matrices = q.shape[0] if q.shape[1] == 1 else q.shape[1]
-    held = max((one.stop - one.start) * (some.stop - some.start) for one, some in pieces(matrices, queries, room))
-    scores = torch.empty(held * padded, dtype=torch.float32, device=q.device)
-    weights = torch.empty(held * padded, dtype=q.dtype, device=q.device)
+    taken = list(pieces(matrices, queries, room))
+    shapes = [(one.stop - one.start, some.stop - some.start, padded) for one, some in taken]
+    # The first is as large as any.
+    scores = torch.empty(shapes[0], dtype=torch.float32, device=q.device)
+    weights = torch.empty(shapes[0], dtype=q.dtype, device=q.device)
     with torch.cuda.device_of(q):
         for own_q, own_k, own_v, own_out in _matrices(*(_rows_of(tensor) for tensor in (q, k, v)), out):
-            for one, some in pieces(matrices, queries, room):
-                shape = (one.stop - one.start, some.stop - some.start, padded)
-                score, weight = (buffer[: math.prod(shape)].view(shape) for buffer in (scores, weights))
-                multiply_into(own_q[one, some], own_k[one].transpose(1, 2), score[..., :keys])
+            for (one, some), shape in zip(taken, shapes, strict=True):
+                score, weight = (_first_of(buffer, shape) for buffer in (scores, weights))
+                multiply_into(_part(own_q, one, some), _part(own_k, one).transpose(1, 2), _part_of_row(score, keys))
                 softmax_rows(score, weight, keys, float(scale))
-                multiply_into(weight[..., :keys], own_v[one], own_out[one, some])
+                multiply_into(_part_of_row(weight, keys), _part(own_v, one), _part(own_out, one, some))
+
+
+# What is all of a tensor is that tensor: on a small one a dozen views cost the host more than the products the device.
+
+
+def _part(tensor: torch.Tensor, one: slice, some: slice = slice(None)) -> torch.Tensor:
+    whole = one.stop - one.start == tensor.shape[0]
+    whole = whole and (some.stop is None or some.stop - some.start == tensor.shape[1])
+    return tensor if whole else tensor[one, some]
+
+
+def _part_of_row(tensor: torch.Tensor, keys: int) -> torch.Tensor:
+    return tensor if tensor.shape[2] == keys else tensor[..., :keys]
+
+
+def _first_of(buffer: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor:
+    return buffer if buffer.shape == shape else buffer.view(-1)[: math.prod(shape)].view(shape)
 
 
 def _rows_of(tensor: torch.Tensor) -> torch.Tensor:
