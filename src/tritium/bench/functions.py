@@ -89,7 +89,9 @@ def _measured(name: str, case: Case, settings: Settings, *, small: bool) -> list
             # A kernel that cannot take these shapes, or not in this memory: the table says so.
             if variant not in case.optional:
                 raise
-            left_out[variant] = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+            first_line = (str(error).strip().splitlines() or [""])[0]
+            full = isinstance(error, torch.OutOfMemoryError)
+            left_out[variant] = "out of memory" if full else f"{type(error).__name__}: {first_line}"
     calls = {variant: case.variants[variant] for variant in errors}
     meter = measure.LoadMeter()
     timings = measure.interleave(calls, where, seconds=settings.seconds, burst=5 if where == "cuda" else 1)
