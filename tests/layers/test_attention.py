@@ -247,6 +247,43 @@ class TestChoice:
             asked = dataclasses.replace(on_a_gpu, dtype=dtype)
             assert "scores" in choice._not_measured(entries.candidates()[name], asked, tracing=False)
 
+    def test_candidates_are_timed_as_they_run(self, monkeypatch):
+        """A default device is a mode that Python asks about every operator: who has many of them would look slow."""
+        modes = []
+
+        def run(*asked):
+            modes.append(torch._C._len_torch_function_stack())
+            return attention_math(*asked)
+
+        known = {**entries.candidates(), "mine": entries.Candidate("mine", run, lambda request: None)}
+        for module in (choice, entries):
+            monkeypatch.setattr(module, "candidates", lambda: known)
+        tritium.attention_forward(*qkv())
+        assert len(modes) > 1
+        assert set(modes) == {0}
+
+    def test_a_call_that_was_right_makes_no_wrong_one_right(self):
+        q, k, v = qkv()
+        right = {"head_first": False, "scale": 1.0}
+        tritium.attention_forward(q, k, v, **right)
+        for wrong in ({"head_first": 0}, {"is_causal": 0}, {"fused": 1}, {"enable_gqa": 0}, {"scale": True}):
+            with pytest.raises(ArgumentTypeError):
+                tritium.attention_forward(q, k, v, **{**right, **wrong})
+        with pytest.raises(ArgumentError):
+            tritium.attention_forward(q, k, v, **right, opt_mode="fast")
+
+    def test_a_call_is_described_once(self, monkeypatch):
+        described = []
+        of = Request.of
+        monkeypatch.setattr(Request, "of", lambda *asked: described.append(asked) or of(*asked))
+        q, k, v = qkv()
+        for _ in range(3):
+            out = tritium.attention_forward(q, k, v, scale=0.3)
+        torch.testing.assert_close(out, tritium.attention_forward(q, k, v, scale=0.3, fused=False))
+        assert len(described) == 1
+        tritium.attention_forward(q, k, v, scale=0.3, is_causal=True)
+        assert len(described) == 2
+
     @pytest.mark.parametrize("told", [True, False])
     def test_nothing_is_compiled_while_something_is_compiled(self, monkeypatch, told):
         # Two compilers in two threads, one of which waits for the other, would wait for ever.

@@ -147,9 +147,14 @@ def _remember(name: str, row: Row) -> None:
         _MEMORY.popitem(last=False)
 
 
-def choose_again(again: Hashable, chosen: Callable[[], Candidate]) -> Candidate:
-    """What was chosen for the very same call before. Describing a request costs the host more than launching a kernel."""
-    known = (again, envs.get(envs.ATTENTION))
+def chosen_before(call: Hashable) -> Candidate | None:
+    """What was chosen for the very same call. Describing a request costs the host more than launching a kernel."""
+    return _CALLS.get((call, envs.get(envs.ATTENTION)))
+
+
+def choose_again(call: Hashable, chosen: Callable[[], Candidate]) -> Candidate:
+    """What was chosen for the very same call, now or before."""
+    known = (call, envs.get(envs.ATTENTION))
     candidate = _CALLS.get(known)
     if candidate is None:
         candidate = chosen()
@@ -201,7 +206,8 @@ def compare(request: Request, where: torch.device, tracing: bool = False) -> Row
     """Time the candidates that can do what is asked and are close enough to float64; None if none is."""
     dropped: dict[str, str] = {}
     runs: dict[str, Callable[[], torch.Tensor]] = {}
-    with torch.inference_mode(), torch.device(where):
+    # No default device: that would be a mode, which Python asks about every operator, and candidates of many would look slow.
+    with torch.inference_mode():
         if where.type == "cuda":
             torch.cuda.set_device(where)
         q, k, v, mask = draw(request, where)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 
 import torch
 
 from tritium.errors import ArgumentError, ArgumentTypeError
 from tritium.layers import checks
-from tritium.layers.attention.choice import RUNTIME, check_choice, identity
+from tritium.layers.attention.choice import RUNTIME, check_choice, choose, choose_again, chosen_before, identity
 from tritium.layers.attention.mathematics import attention_math
-from tritium.layers.attention.operator import ATTENTION
+from tritium.layers.attention.operator import ATTENTION, run
+from tritium.layers.attention.request import Request
 
 
 def attention_forward(
@@ -46,24 +48,60 @@ def attention_forward(
             `flex`, `flash3`, `sage`, or a name that an installed package adds. One that cannot do what is asked is an error.
         layout: With `manual`, how the tensors lie in memory: `BNSD`, `BSND` or `BSH`; as they are if None.
     """
-    _check(query, key, value, head_first, enable_gqa)
-    checks.tensor("attn_mask", attn_mask, optional=True)
-    checks.number("scale", scale, optional=True)
-    checks.boolean("fused", fused)
-    checks.boolean("is_causal", is_causal)
-    check_choice(opt_mode, op_type, layout)
+    words = (fused, head_first, is_causal, enable_gqa, opt_mode)
+    call = _as_call((query, key, value), (attn_mask, op_type, layout), scale, words)
+    candidate = None if call is None else chosen_before(call)
+    if candidate is None:
+        _check(query, key, value, head_first, enable_gqa)
+        checks.tensor("attn_mask", attn_mask, optional=True)
+        checks.number("scale", scale, optional=True)
+        checks.boolean("fused", fused)
+        checks.boolean("is_causal", is_causal)
+        check_choice(opt_mode, op_type, layout)
     if not head_first:
-        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    if call is not None and candidate is None:
+        request = Request.of(query, key, value, None, is_causal)
+        candidate = choose_again(call, lambda: choose(request, opt_mode, None, None, query.device))
+    factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    if candidate is not None:
+        out = run(candidate, query, key, value, None, factor, is_causal)
+        return out if head_first else out.transpose(1, 2)
     mask = _mask_of_rank_4(attn_mask, query, key)
     if mask is not None and is_causal:
         mask, is_causal = _also_causal(mask, query.shape[2], key.shape[2]), False
-    factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
     if fused:
         known = identity() if torch.compiler.is_compiling() else ""
         out = ATTENTION(query, key, value, mask, factor, is_causal, opt_mode, op_type, layout, known)
     else:
         out = attention_math(query, key, value, mask, factor, is_causal)
-    return out if head_first else out.transpose(1, 2)  # type: ignore[no-any-return]
+    return out if head_first else out.transpose(1, 2)
+
+
+def _as_call(
+    tensors: tuple[torch.Tensor, ...],
+    absent: tuple[object, ...],
+    scale: float | None,
+    words: tuple[bool | str, ...],
+) -> Hashable | None:
+    """All that is checked and chosen by, where one look-up can stand for both; None where it cannot.
+
+    For a small attention the host has no more time than that. What is traced, differentiated, masked or named takes the
+    long way, and so does what is of a type that is not expected here.
+    """
+    if absent != (None, None, None) or torch.compiler.is_dynamo_compiling():
+        return None
+    if scale is not None and type(scale) is not float:
+        return None
+    if words[0] is not True or tuple(map(type, words)) != (bool, bool, bool, bool, str):
+        return None
+    grad = torch.is_grad_enabled()
+    known = []
+    for tensor in tensors:
+        if type(tensor) is not torch.Tensor or (grad and tensor.requires_grad):
+            return None
+        known.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device))
+    return (*known, words)
 
 
 def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, head_first: bool, enable_gqa: bool) -> None:
