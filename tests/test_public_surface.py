@@ -52,11 +52,16 @@ import torch
 def refuse(*args, **kwargs): raise AssertionError("CUDA was started")
 torch.cuda._lazy_init = torch.cuda.init = refuse
 import tritium
-for name in tritium.__all__:
+front_door = {"optimize", "Handle"}
+for name in sorted(set(tritium.__all__) - front_door):
     getattr(tritium, name)
 tritium.Backend()
-assert not torch.cuda.is_initialized()
 assert "torch._inductor.compile_fx" not in sys.modules
+# The compiler comes with what compiles a pipeline, so that its first call does not import it.
+for name in front_door:
+    getattr(tritium, name)
+assert "torch._inductor.compile_fx" in sys.modules
+assert not torch.cuda.is_initialized()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,7 @@
 """Tritium: fusion for diffusion.
 
 `import tritium` is light: torch is imported, CUDA is not touched, and each name below is loaded when it is first used.
+`optimize` brings torch's compiler with it, which takes a second or more to import.
 """
 
 from __future__ import annotations

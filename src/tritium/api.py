@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from torch import nn
 
+from tritium import compat
 from tritium.compiler import artifacts as compiled_files
 from tritium.compiler import collector
 from tritium.compiler.explain import explain
@@ -27,6 +28,9 @@ from tritium.pipelines.progress import Progress
 from tritium.pipelines.warm_up import warm_up
 from tritium.pipelines.watch import Entry
 from tritium.report import Component, Report, Violation, text
+
+# Here and not in the first call: a service imports before it loads its model, while nobody waits for a picture.
+compat.import_compiler()
 
 
 def optimize(

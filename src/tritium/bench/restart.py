@@ -1,6 +1,7 @@
 """The first picture of a new process, with compile artifacts or without: `python -m tritium.bench.restart`, a JSON order on stdin.
 
-Seconds count from `optimize` to the picture: what a service waits for after its model is loaded.
+Seconds count from `optimize` to the picture: what a service waits for after its model is loaded. Modules are imported
+by then, those of the compiler as well; they come with `optimize`.
 """
 
 from __future__ import annotations
