@@ -172,3 +172,51 @@ def test_a_damaged_store_is_ignored(tmp_path):
         store.path("abc").write_text(text)
         assert store.load("abc") is None
     assert store.load("missing") is None
+
+
+NAMES = """
+import torch, tritium
+
+class First(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(8)
+
+    def forward(self, x):
+        return torch.relu(self.norm(x))
+
+class Second(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.other = torch.nn.LayerNorm(8)
+
+    def forward(self, y):
+        return torch.relu(self.other(y))
+
+for kind in (First, Second):
+    model = torch.compile(kind(), backend="tritium")
+    with torch.no_grad():
+        model(torch.ones(4, 8))
+    (record,) = tritium.explain(model).records
+    print(record.kernels_from, *(kernel["name"] for kernel in record.kernels))
+    torch._dynamo.reset()
+"""
+
+
+@pytest.mark.codegen
+def test_a_graph_of_other_names_finds_what_was_seen_of_its_code(tmp_path, in_process):
+    """Inductor takes the two for one: the second is served by the first one's code."""
+    first, second = (line.split() for line in in_process(NAMES, cache=tmp_path).splitlines()[-2:])
+    assert (first[0], second[0]) == ("codegen", "store")
+    assert first[1:] == second[1:] != []
+
+
+def test_a_link_leads_to_an_observation_or_to_none(tmp_path):
+    store = observe.Store(tmp_path)
+    seen = {part: [] for part in observe.PARTS}
+    store.save("aa11", seen)
+    store.link("bb22", "aa11")
+    store.link("cc33", "dd44")
+    assert store.load("aa11") == store.linked("bb22") == seen
+    # Only an observation is one, and only a link leads to another.
+    assert store.load("bb22") is store.linked("aa11") is store.linked("cc33") is store.linked("ee55") is None

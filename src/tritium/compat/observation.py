@@ -23,6 +23,8 @@ class CodegenObserver(Protocol):
 
     def not_fused(self, why: Any) -> None: ...
 
+    def code(self, key: str) -> None: ...
+
 
 _OBSERVER: ContextVar[CodegenObserver | None] = ContextVar("tritium_codegen_observer", default=None)
 
@@ -54,6 +56,19 @@ def _observe_reasons(why_no_fuse: Any) -> None:
     why_no_fuse.__call__ = call
 
 
+def _observe_code(compiled: Any) -> None:
+    """Tell what code serves a graph, written now or found in the cache. It is named by what it says."""
+    original = compiled.post_compile
+
+    def post_compile(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        observer = _OBSERVER.get()
+        if observer is not None:
+            observer.code(str(self.cache_key))
+
+    compiled.post_compile = post_compile
+
+
 def _install_observation() -> None:
     lowering = importlib.import_module("torch._inductor.graph").GraphLowering
     if hasattr(lowering.codegen, "tritium_original"):
@@ -71,6 +86,7 @@ def _install_observation() -> None:
     _observe_define_kernel(importlib.import_module("torch._inductor.codegen.cpp").CppScheduling)
     _observe_define_kernel(importlib.import_module("torch._inductor.codegen.triton").TritonScheduling)
     _observe_reasons(importlib.import_module("torch._inductor.scheduler").WhyNoFuse)
+    _observe_code(importlib.import_module("torch._inductor.output_code").CompiledFxGraph)
     lowering.codegen = codegen
 
 

@@ -17,7 +17,7 @@ from torch import fx
 from tritium import compat
 from tritium.compiler import libraries
 from tritium.compiler.dissect import Dissection
-from tritium.compiler.observe import KernelObserver, store, store_key
+from tritium.compiler.observe import KernelObserver, code_key, store, store_key
 from tritium.report import Failure, GraphRecord, PassRecord
 from tritium.tiling import hooks
 from tritium.tiling.policy import OFF, Decisions, TilingPolicy
@@ -75,10 +75,15 @@ def lower(attempt: Lowering, record: GraphRecord) -> Callable[..., Any]:
         observation = observer.observation()
         record.observed(observation, "codegen")
         store().save(key, observation)
+        if observer.codes:
+            store().link(code_key(observer.codes), key)
         if known is not None:
             _compiled_again.append(key)
     elif known is not None:
         record.observed(known, "store")
+    elif (found := store().linked(code_key(observer.codes))) is not None:
+        record.observed(found, "store")
+        store().save(key, found)
     _describe_tiling(attempt.tiling, tiling, record)
     _write_for_debugging(record)
     return compiled

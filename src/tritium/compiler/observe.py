@@ -45,6 +45,8 @@ class KernelObserver:
         self.not_fused_pairs: list[dict[str, Any]] = []
         self.dissection = Dissection()
         self.saw_codegen = False
+        # What names the code that serves the graph, written now or before.
+        self.codes: list[str] = []
         # What the tiling policy decided; None where it was off.
         self.tilings: Decisions | None = None
         self._bandwidth = device.copy_bandwidth(device.describe(device_type))
@@ -53,6 +55,9 @@ class KernelObserver:
 
     def kernel(self, name: str, nodes: Sequence[Any]) -> None:
         self._defined.append((name, nodes))
+
+    def code(self, key: str) -> None:
+        self.codes.append(key)
 
     def source(self, name: str, language: str, text: str) -> None:
         self.dissection.source(name, language, text)
@@ -340,6 +345,9 @@ def _fallback(overload: torch._ops.OpOverload, dtypes: Sequence[torch.dtype]) ->
 # What every stored observation has.
 PARTS = {"kernels", "fallbacks", "lowered", "not_fused", "sources"}
 
+# The one entry of a file that only says under which key the observation is.
+_LINK = "of"
+
 # Keys that this process wrote or found: what belongs into its artifacts.
 _used: dict[str, None] = {}
 
@@ -354,23 +362,40 @@ class Store:
         return self.folder / key[:2] / f"{key}.json"
 
     def load(self, key: str) -> dict[str, Any] | None:
-        try:
-            found = json.loads(self.path(key).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
-        if not isinstance(found, dict) or not found.keys() >= PARTS:
+        found = self._read(key)
+        if found is None or not found.keys() >= PARTS:
             return None
         _used[key] = None
         return found
 
     def save(self, key: str, observation: dict[str, Any]) -> None:
         _used[key] = None
+        self._write(key, observation)
+
+    def link(self, key: str, target: str) -> None:
+        """Let a second key lead to what is stored under another."""
+        self._write(key, {_LINK: target})
+
+    def linked(self, key: str) -> dict[str, Any] | None:
+        """What a second key leads to."""
+        target = (self._read(key) or {}).get(_LINK)
+        found = self._read(target) if isinstance(target, str) else None
+        return found if found is not None and found.keys() >= PARTS else None
+
+    def _read(self, key: str) -> dict[str, Any] | None:
+        try:
+            found = json.loads(self.path(key).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return found if isinstance(found, dict) else None
+
+    def _write(self, key: str, content: dict[str, Any]) -> None:
         path = self.path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         # Another process may write the same key: a rename is whole or not there.
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
         with os.fdopen(handle, "w", encoding="utf-8") as out:
-            json.dump(observation, out)
+            json.dump(content, out)
         Path(temporary).replace(path)
 
 
@@ -394,6 +419,15 @@ def store_key(graph: fx.Graph, identity: bytes) -> str:
     digest.update("".join(f"{node.name}{_strides(node)}" for node in graph.find_nodes(op="placeholder")).encode())
     digest.update(json.dumps(settings, sort_keys=True).encode())
     return digest.hexdigest()
+
+
+def code_key(codes: Sequence[str]) -> str:
+    """A second key, of the code that serves a graph.
+
+    Two graphs that differ in names alone are one to Inductor: the second finds the first one's code, and by this what was
+    seen when that was generated.
+    """
+    return hashlib.sha256(_FORMAT + b"code" + "\0".join(codes).encode()).hexdigest()
 
 
 def _strides(node: fx.Node) -> str:
