@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import tritium
 from fidelity import assert_no_worse
@@ -46,6 +47,7 @@ class TestGenerated:
         monkeypatch.setattr(compute.device, "has_triton", lambda: True)
         monkeypatch.setattr(torch, "compile", lambda function: compile_(function, backend=keep, fullgraph=True))
         compute._generated.cache_clear()
+        monkeypatch.setattr(compute, "_CHOSEN", {})
         yield graphs
         compute._generated.cache_clear()
 
@@ -66,6 +68,17 @@ class TestGenerated:
             tritium.rotary_position_embedding(x, cos, sin)
         assert len(compiled) == 2
 
+    def test_what_computes_is_chosen_once_for_a_form(self, compiled, monkeypatch):
+        from tritium.layers import compute
+
+        asked = []
+        monkeypatch.setattr(compute, "_owned", lambda op, arguments: asked.append(op.name))
+        x, scaled = random(2, 7, 8), random(2, 7, 8).requires_grad_()
+        for argument in (x, x.clone(), x[:, :5], x.mT.contiguous().mT, scaled):
+            tritium.muls_add(argument, argument, 0.5)
+        # Not for gradients: no kernel of ours gives any.
+        assert asked == ["scaled_add"] * 3
+
     def test_no_dtype_and_no_rank_uses_up_what_others_may_compile(self, compiled):
         """Dynamo gives a function up that was compiled eight times."""
         kinds = [((4,) * rank, dtype) for rank in (1, 2, 3, 4) for dtype in DTYPES]
@@ -75,6 +88,15 @@ class TestGenerated:
                 x = random(*shape, dtype=dtype)
                 tritium.muls_add(x, x, 0.5)
         assert len(compiled) == len(kinds)
+
+
+def test_symbolic_sizes_without_dynamo():
+    def call(x):
+        return tritium.muls_add(x, x, 0.5)
+
+    x = random(3, 7)
+    traced = make_fx(call, tracing_mode="symbolic")(x)
+    assert torch.equal(traced(random(5, 9)), call(random(5, 9)))
 
 
 class TestRotary:

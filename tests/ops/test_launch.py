@@ -152,7 +152,7 @@ def test_what_makes_another_signature(change):
     x = torch.randn(2, 3)
 
     def signature(*arguments):
-        return launch._signature(arguments, [])
+        return launch.signature(arguments, [])
 
     assert signature(x, 1.0, None) == signature(torch.randn(2, 3), 1.0, None)
     assert signature(x, 1.0) != signature(change(x), 1.0)

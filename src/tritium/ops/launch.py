@@ -118,7 +118,7 @@ def remembered(run: Run) -> Run:
     @functools.wraps(run)
     def launched(*arguments: Any) -> Any:
         tensors: list[torch.Tensor] = []
-        key = _signature(arguments, tensors)
+        key = signature(arguments, tensors)
         where = tensors[0].device
         addresses = [tensor.data_ptr() for tensor in tensors]
         if where.type == "cuda":
@@ -151,15 +151,16 @@ def remembered(run: Run) -> Run:
     return launched
 
 
-def _signature(arguments: Sequence[Any], tensors: list[torch.Tensor]) -> tuple[Any, ...]:
+def signature(arguments: Sequence[Any], tensors: list[torch.Tensor]) -> tuple[Any, ...]:
     """What must be equal for a plan to hold; the tensors met on the way are appended to `tensors`."""
     key: list[Any] = []
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
             tensors.append(argument)
-            key.append((argument.dtype, argument.shape, argument.stride(), argument.is_conj()))
+            dtype = argument.dtype
+            key += (dtype, argument.shape, argument.stride(), dtype.is_complex and argument.is_conj())
         elif isinstance(argument, (list, tuple)):
-            key.append(_signature(argument, tensors))
+            key.append(signature(argument, tensors))
         else:
             key.append(argument)
     return tuple(key)
