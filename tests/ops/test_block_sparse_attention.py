@@ -96,7 +96,7 @@ class TestTables:
 def test_a_remembered_launch_tells_the_engine_where_the_new_keys_are():
     first, second, out = torch.randn(1, 4, 2, 64), torch.randn(1, 4, 2, 64), torch.empty(3)
     told, launched = tables.table(first, tables.places_of(first), 16), []
-    record = [launch.Launch(lambda *values: launched.append(values), (told, out, 7))]
+    record = launch.Record([launch.Launch(lambda *values: launched.append(values), (told, out, 7))])
     plan = launch._planned(record, [first.data_ptr()], out)
     plan.launch([second.data_ptr()], torch.device("cpu"))
     ((again, _, number),) = launched

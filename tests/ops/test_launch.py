@@ -1,5 +1,6 @@
 """Remembered launches: the same arguments elsewhere in memory, and what must not be remembered."""
 
+import ctypes
 import gc
 import weakref
 
@@ -7,13 +8,14 @@ import pytest
 import torch
 
 from fidelity import assert_no_worse
+from interpreter import interpreted
 from tritium import device, ops
 from tritium.ops import cpp, launch
 
 
 def planned(values, inputs, result):
     launched = []
-    record = [launch.Launch(lambda *values: launched.append(values), tuple(values))]
+    record = launch.Record([launch.Launch(lambda *values: launched.append(values), tuple(values))])
     return launched, launch._planned(record, [tensor.data_ptr() for tensor in inputs], result)
 
 
@@ -39,11 +41,33 @@ class TestPlans:
         x, out = torch.randn(2, 3), torch.empty(2, 3)
         assert planned([x.clone(), out], [x], out)[1] is None
 
-    @pytest.mark.parametrize("count", [0, 2])
-    def test_only_a_single_launch_is_remembered(self, count):
+    def test_what_launches_nothing_is_not_remembered(self):
         x = torch.randn(2)
-        record = [launch.Launch(print, (x,))] * count
-        assert launch._planned(record, [x.data_ptr()], x) is None
+        assert launch._planned(launch.Record(), [x.data_ptr()], x) is None
+
+    def test_several_launches_hand_each_other_their_memory(self):
+        launched = []
+
+        def note(name):
+            return lambda *values: launched.append((name, *values))
+
+        x, out, sums, more = torch.randn(2, 3), torch.empty(2, 3), torch.empty(4), torch.empty(2)
+        launches = [("a", (x, sums, 7)), ("b", (sums, more)), ("c", (x, more, out))]
+        record = launch.Record([launch.Launch(note(name), values) for name, values in launches], [sums, more])
+        plan = launch._planned(record, [x.data_ptr()], out)
+        made = plan.launch([1234], torch.device("cpu"))
+        assert made.shape == out.shape
+        (_, first, *_), (_, second, third), (_, fourth, fifth, sixth) = launched
+        assert (first, fourth, sixth) == (1234, 1234, made.data_ptr())
+        # The same memory in both launches, and not that of the first time.
+        assert launched[0][2] == second != sums.data_ptr()
+        assert third == fifth != more.data_ptr()
+
+    def test_memory_that_is_not_noted_is_not_remembered(self):
+        x, out, sums = torch.randn(2, 3), torch.empty(2, 3), torch.empty(4)
+        launches = [launch.Launch(print, (x, sums)), launch.Launch(print, (sums, out))]
+        assert launch._planned(launch.Record(launches), [x.data_ptr()], out) is None
+        assert launch._planned(launch.Record(launches, [sums]), [x.data_ptr()], out) is not None
 
     def test_a_plan_keeps_no_tensor(self):
         x, out = torch.randn(2, 3), torch.empty(2, 3)
@@ -69,10 +93,11 @@ def test_a_grid_has_three_dims():
             return lambda *values: launched.append((grid, values))
 
     launched, x = [], torch.randn(2)
-    token = launch._RECORD.set([])
+    noted = launch.Record()
+    token = launch._RECORD.set(noted)
     launch.start(Kernel(), (7,), x, SIZE=4)
-    (record,) = launch._RECORD.get()
     launch._RECORD.reset(token)
+    (record,) = noted.launches
     record.runner(*record.values)
     assert launched == [((7, 1, 1), (x, 4))]
 
@@ -97,6 +122,23 @@ class TestCalls:
         provider(inputs[0].t(), 0.5)
         provider(inputs[0], 0.25)
         assert len(looked) == 3
+
+    def test_scratch_is_taken_anew(self):
+        called = []
+
+        def run(x):
+            out, sums = torch.empty_like(x), launch.scratch(x, 5)
+            assert sums.dtype == torch.float32
+            launch.call(lambda *values: called.append(values), x, sums)
+            launch.call(lambda *values: called.append(values), sums, out)
+            return out
+
+        provider = launch.remembered(run)
+        inputs = [torch.randn(2, 3) for _ in range(3)]
+        made = [provider(x) for x in inputs]
+        for x, out, first, second in zip(inputs, made, called[::2], called[1::2], strict=True):
+            assert (first[0], second[1]) == (x.data_ptr(), out.data_ptr())
+            assert first[1] == second[0] not in (x.data_ptr(), out.data_ptr())
 
     def test_what_writes_to_an_input_makes_no_result(self):
         called = []
@@ -186,6 +228,63 @@ def check_remembered(op, provider, device_type, dtype):
             pairs = zip(made, plain, strict=True) if isinstance(made, tuple) else [(made, plain)]
             for actual, expected in pairs:
                 assert_no_worse(actual, expected, expected.double(), sample.label)
+
+
+class Compiled:
+    """Stands for what Triton gives after a launch: takes addresses, and launches again in the interpreter."""
+
+    def __init__(self, kernel, arguments, options):
+        self.kernel, self.arguments, self.options = kernel, arguments, options
+
+    def __getitem__(self, grid):
+        def run(*values):
+            replayed.append(self.kernel)
+            given = dict(zip(self.kernel.arg_names, values, strict=True))
+            positional = [self.seen(name, before, given.pop(name)) for name, before in self.arguments.items()]
+            return self.kernel[grid](*positional, **{name: given.get(name, value) for name, value in self.options})
+
+        return run
+
+    @staticmethod
+    def seen(name, before, now):
+        if not isinstance(before, torch.Tensor):
+            return now
+        assert isinstance(now, int), name
+        # From its address alone, and as long as the first one was.
+        length = 1 + sum((size - 1) * stride for size, stride in zip(before.shape, before.stride(), strict=True))
+        memory = (ctypes.c_char * (length * before.element_size())).from_address(now)
+        return torch.frombuffer(memory, dtype=before.dtype)
+
+
+replayed = []
+
+
+def check_plans(name) -> int:
+    """Launches that are remembered, made again in Triton's interpreter."""
+    begin = launch.start
+
+    def start(kernel, grid, *arguments, **options):
+        class Kernel:
+            arg_names = kernel.arg_names
+
+            def __getitem__(self, grid):
+                def run(*arguments, **options):
+                    kernel[grid](*arguments, **options)
+                    return Compiled(kernel, dict(zip(kernel.arg_names, arguments, strict=False)), options.items())
+
+                return run
+
+        begin(Kernel(), grid, *arguments, **options)
+
+    launch.start = start
+    check_remembered(ops.catalog()[name], "triton", "cpu", torch.float32)
+    return len(replayed)
+
+
+@pytest.mark.skipif(not device.has_triton(), reason="triton is not installed")
+def test_launches_one_after_the_other_are_remembered():
+    """Statistics, what becomes of them, and what reads that: three launches, two buffers."""
+    assert interpreted("ops.test_launch", "check_plans", "'group_norm_silu'") > 20
 
 
 @pytest.mark.gpu

@@ -94,7 +94,7 @@ class TestDeclines:
         assert "up to 256" in self.decline(width=256)
         if device.has_triton():
             assert "runs on cpu" in self.decline()
-            monkeypatch.setattr(products, "cannot_launch", lambda *tensors: None)
+            monkeypatch.setattr(products.launch, "cannot_launch", lambda *tensors: None)
             assert self.decline() is None
             monkeypatch.setattr(products, "wide_product_obstacle", lambda: "too old")
             assert self.decline() == "too old"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -46,7 +46,15 @@ class Launch:
     values: tuple[Any, ...]
 
 
-_RECORD: ContextVar[list[Launch] | None] = ContextVar("launches", default=None)
+@dataclass
+class Record:
+    """What a provider did: its launches in their order, and the memory that it took for itself alone."""
+
+    launches: list[Launch] = field(default_factory=list)
+    scratch: list[torch.Tensor] = field(default_factory=list)
+
+
+_RECORD: ContextVar[Record | None] = ContextVar("launches", default=None)
 
 
 def start(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
@@ -56,7 +64,7 @@ def start(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -
     if record is not None and compiled is not None:
         values = dict(zip(kernel.arg_names, arguments, strict=False)) | options
         runner = compiled[(*grid, 1, 1)[:3]]
-        record.append(Launch(runner, tuple(values[name] for name in kernel.arg_names)))
+        record.launches.append(Launch(runner, tuple(values[name] for name in kernel.arg_names)))
 
 
 def call(function: Run, *arguments: Any) -> None:
@@ -64,7 +72,16 @@ def call(function: Run, *arguments: Any) -> None:
     function(*(value.data_ptr() if isinstance(value, torch.Tensor) else value for value in arguments))
     record = _RECORD.get()
     if record is not None:
-        record.append(Launch(function, arguments))
+        record.launches.append(Launch(function, arguments))
+
+
+def scratch(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Float32 memory that one launch hands to the next, and nobody else sees."""
+    made = like.new_empty(shape, dtype=torch.float32)
+    record = _RECORD.get()
+    if record is not None:
+        record.scratch.append(made)
+    return made
 
 
 @dataclass(frozen=True)
@@ -79,39 +96,52 @@ class Address:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A launch without its addresses: which of the kernel's arguments are those of which input or result."""
+class Step:
+    """A launch without its addresses: which of the kernel's arguments are those of which tensor."""
 
     runner: Run
     values: list[Any]
-    # (place among the kernel's arguments, number of the input), and the same for results.
+    # (place among the kernel's arguments, number of the input), and the same for what is made anew.
     inputs: list[tuple[int, int]]
-    results: list[tuple[int, int]]
+    made: list[tuple[int, int]]
     # The same for tensor descriptors of inputs.
     tables: list[tuple[int, int]]
+
+    def launch(self, addresses: Sequence[int], made: Sequence[int]) -> None:
+        values = self.values.copy()
+        for place, index in self.inputs:
+            values[place] = addresses[index]
+        for place, index in self.made:
+            values[place] = made[index]
+        for place, index in self.tables:
+            values[place] = replace(values[place], base=Address(addresses[index], values[place].base.dtype))
+        self.runner(*values)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The launches of a provider, and what it makes for them: its results first, then memory for itself."""
+
+    steps: list[Step]
     made: list[tuple[torch.Size, tuple[int, ...], torch.dtype]]
+    results: int
     single: bool
 
     def launch(self, addresses: Sequence[int], where: torch.device) -> Any:
         """The results for inputs at some addresses; None where one of the inputs is written to."""
-        out = [torch.empty_strided(shape, stride, dtype=dtype, device=where) for shape, stride, dtype in self.made]
-        values = self.values.copy()
-        for place, index in self.inputs:
-            values[place] = addresses[index]
-        for place, index in self.results:
-            values[place] = out[index].data_ptr()
-        for place, index in self.tables:
-            values[place] = replace(values[place], base=Address(addresses[index], values[place].base.dtype))
-        self.runner(*values)
-        if not out:
+        made = [torch.empty_strided(shape, stride, dtype=dtype, device=where) for shape, stride, dtype in self.made]
+        own = [tensor.data_ptr() for tensor in made]
+        for step in self.steps:
+            step.launch(addresses, own)
+        if not self.results:
             return None
-        return out[0] if self.single else tuple(out)
+        return made[0] if self.single else tuple(made[: self.results])
 
 
 def remembered(run: Run) -> Run:
-    """A provider of one launch whose plan is kept for arguments of the same shapes, strides, dtypes and alignment.
+    """A provider whose launches are kept for arguments of the same shapes, strides, dtypes and alignment.
 
-    What it gives must depend on the values of its tensors through that launch alone.
+    What it gives must depend on the values of its tensors through those launches alone.
     """
     plans: dict[Any, Plan | None] = {}
 
@@ -137,15 +167,15 @@ def remembered(run: Run) -> Run:
             return plan.launch(addresses, where)
         if known in plans:
             return run(*arguments)
-        token = _RECORD.set([])
+        record = Record()
+        token = _RECORD.set(record)
         try:
             result = run(*arguments)
-            launches = _RECORD.get() or []
         finally:
             _RECORD.reset(token)
         if len(plans) >= REMEMBERED:
             plans.clear()
-        plans[known] = _planned(launches, addresses, result)
+        plans[known] = _planned(record, addresses, result)
         return result
 
     return launched
@@ -166,37 +196,38 @@ def signature(arguments: Sequence[Any], tensors: list[torch.Tensor]) -> tuple[An
     return tuple(key)
 
 
-def _planned(launches: list[Launch], addresses: list[int], result: Any) -> Plan | None:
-    """The plan of what was launched; None where it was not one launch on the inputs and results themselves."""
-    if len(launches) != 1:
+def _planned(record: Record, addresses: list[int], result: Any) -> Plan | None:
+    """The plan of what was launched; None where that was not on inputs, results and memory noted as scratch alone."""
+    if not record.launches:
         return None
-    (launch,) = launches
     out = result if isinstance(result, tuple) else () if result is None else (result,)
-    made = [tensor.data_ptr() for tensor in out]
-    plan = Plan(
-        runner=launch.runner,
-        # Without the tensors: a plan would keep their memory.
-        values=[None if isinstance(value, torch.Tensor) else value for value in launch.values],
-        inputs=[],
-        results=[],
-        tables=[],
-        made=[(tensor.shape, tensor.stride(), tensor.dtype) for tensor in out],
-        single=not isinstance(result, tuple),
-    )
+    made = [*out, *record.scratch]
+    steps = [_step(launch, addresses, [tensor.data_ptr() for tensor in made]) for launch in record.launches]
+    known = [step for step in steps if step is not None]
+    if len(known) < len(steps):
+        return None
+    shapes = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in made]
+    return Plan(known, shapes, results=len(out), single=not isinstance(result, tuple))
+
+
+def _step(launch: Launch, addresses: list[int], made: list[int]) -> Step | None:
+    # Without the tensors: a plan would keep their memory.
+    values = [None if isinstance(value, torch.Tensor) else value for value in launch.values]
+    step = Step(launch.runner, values, inputs=[], made=[], tables=[])
     for place, value in enumerate(launch.values):
         base = getattr(value, "base", None)
         if isinstance(base, torch.Tensor):
             if base.data_ptr() not in addresses:
                 return None
-            plan.values[place] = replace(value, base=Address(0, base.dtype))
-            plan.tables.append((place, addresses.index(base.data_ptr())))
+            values[place] = replace(value, base=Address(0, base.dtype))
+            step.tables.append((place, addresses.index(base.data_ptr())))
         if not isinstance(value, torch.Tensor):
             continue
         if value.data_ptr() in made:
-            plan.results.append((place, made.index(value.data_ptr())))
+            step.made.append((place, made.index(value.data_ptr())))
         elif value.data_ptr() in addresses:
-            plan.inputs.append((place, addresses.index(value.data_ptr())))
+            step.inputs.append((place, addresses.index(value.data_ptr())))
         else:
             # A copy that the provider made first: it would have to be made again.
             return None
-    return plan
+    return step

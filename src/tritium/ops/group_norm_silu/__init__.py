@@ -9,6 +9,7 @@ from tritium.ops.group_norm_silu.cpu import decline_cpu, run_cpu
 from tritium.ops.group_norm_silu.reference import fake, is_channels_last, reference, samples
 from tritium.ops.group_norm_silu.trial import TRIAL
 from tritium.ops.group_norm_silu.triton import decline_triton, run_triton
+from tritium.ops.launch import remembered
 from tritium.ops.op import Op, Provider
 
 __all__ = ["OP", "TRIAL", "fake", "is_channels_last", "reference", "samples"]
@@ -20,7 +21,7 @@ OP = Op(
     fake=fake,
     samples=samples,
     providers=(
-        Provider("triton", "group_norm_silu", run_triton, decline_triton),
+        Provider("triton", "group_norm_silu", remembered(run_triton), decline_triton),
         Provider("cpu", "group_norm_silu", run_cpu, decline_cpu),
     ),
     keeps_strides=True,

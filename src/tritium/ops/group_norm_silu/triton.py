@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from tritium.ops import launch
 from tritium.ops.group_norm_silu.reference import empty_as, is_channels_last
-from tritium.ops.launch import cannot_launch
 
 # A group this large still fits the registers of one program: one launch instead of two or three.
 WHOLE_GROUP = 8_192
@@ -371,7 +371,8 @@ def run_triton(
     if run <= WHOLE_GROUP:
         options = launch_options_whole(run)
         sizes = (float(eps), channels, pixels, groups)
-        _whole_kernel()[(images * groups,)](x, *affine, out, *sizes, CHANNELS_LAST=channels_last, **given, **options)
+        grid = (images * groups,)
+        launch.start(_whole_kernel(), grid, x, *affine, out, *sizes, CHANNELS_LAST=channels_last, **given, **options)
     elif channels_last:
         _run_pixels(x, affine, out, groups, float(eps), given)
     else:
@@ -395,14 +396,14 @@ def _run_planes(
     tiles = -(-run // (width * options["ROWS"]))
     steps = statistics_steps(tiles, rows)
     parts = -(-tiles // steps)
-    partials = x.new_empty((3, rows * parts), dtype=torch.float32)
+    partials = launch.scratch(x, 3, rows * parts)
     sizes = (run, width, parts, steps, 1, rows * parts)
-    _statistics_kernel()[(rows * parts,)](x, partials, *sizes, UNIT=width, **options)
+    launch.start(_statistics_kernel(), (rows * parts,), x, partials, *sizes, UNIT=width, **options)
     options = launch_options_planes(pixels)
     programs = images * channels * -(-pixels // options["BLOCK"])
     shapes = (channels, pixels, channels // groups, parts, rows * parts)
     options["PARTIALS"] = min(PARTIALS, _power_of_two_from(parts))
-    _planes_kernel()[(programs,)](x, *affine, partials, out, eps, *shapes, **given, **options)
+    launch.start(_planes_kernel(), (programs,), x, *affine, partials, out, eps, *shapes, **given, **options)
 
 
 def _run_pixels(
@@ -425,20 +426,18 @@ def _run_pixels(
     unit = min(group_channels & -group_channels, options["COLUMNS"])
     units = channels // unit
     plane = images * parts * units
-    partials = x.new_empty((3, plane), dtype=torch.float32)
+    partials = launch.scratch(x, 3, plane)
     sizes = (length, channels, parts, steps, units, plane)
-    _statistics_kernel()[(images * parts * blocks,)](
-        x, partials, *sizes, UNIT=unit, maxnreg=STATISTICS_REGISTERS, **options
-    )
-    moments = x.new_empty((images * groups, 2), dtype=torch.float32)
+    grid = (images * parts * blocks,)
+    launch.start(_statistics_kernel(), grid, x, partials, *sizes, UNIT=unit, maxnreg=STATISTICS_REGISTERS, **options)
+    moments = launch.scratch(x, images * groups, 2)
     parts *= units // groups
     block = min(COMBINED, _power_of_two_from(parts))
-    _combine_kernel()[(images * groups,)](partials, moments, eps, parts, plane, BLOCK=block)
+    launch.start(_combine_kernel(), (images * groups,), partials, moments, eps, parts, plane, BLOCK=block)
     parts = -(-tiles // PIXELS_STEPS)
     shapes = (length, channels, groups, parts)
-    _pixels_kernel()[(images * parts * blocks,)](
-        x, *affine, moments, out, *shapes, STEPS=PIXELS_STEPS, **given, **options
-    )
+    grid = (images * parts * blocks,)
+    launch.start(_pixels_kernel(), grid, x, *affine, moments, out, *shapes, STEPS=PIXELS_STEPS, **given, **options)
 
 
 def decline_triton(
@@ -450,4 +449,4 @@ def decline_triton(
     out_dtype: torch.dtype | None,
 ) -> str | None:
     del groups, eps, out_dtype
-    return cannot_launch(x, weight, bias)
+    return launch.cannot_launch(x, weight, bias)

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from tritium.compat.products import multiply_into, wide_product_obstacle
-from tritium.ops import rows
-from tritium.ops.launch import cannot_launch, remembered, start
+from tritium.ops import launch, rows
 from tritium.ops.op import present
 from tritium.ops.wide_attention.reference import fake
 
@@ -95,12 +94,12 @@ def launch_options(padded: int) -> dict[str, int | bool]:
     return {"TILE": tile, "WHOLE": True, "num_warps": min(32, max(4, tile // 1024))}
 
 
-@remembered
+@launch.remembered
 def softmax_rows(scores: torch.Tensor, out: torch.Tensor, keys: int, scale: float) -> None:
     """`softmax(scores * scale)` over the first `keys` columns; both [N, M, padded] and contiguous."""
     padded = scores.shape[-1]
     grid = (scores.shape[0] * scores.shape[1],)
-    start(_kernel(), grid, scores, out, scale * math.log2(math.e), keys, padded, **launch_options(padded))
+    launch.start(_kernel(), grid, scores, out, scale * math.log2(math.e), keys, padded, **launch_options(padded))
 
 
 def pieces(matrices: int, queries: int, room: int) -> Iterator[tuple[slice, slice]]:
@@ -194,4 +193,4 @@ def decline_products(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: f
         return f"it takes float16 and bfloat16, not {q.dtype}"
     if present(q.shape[3]) <= WIDEST_FLASH:
         return f"for heads of up to {WIDEST_FLASH} there are kernels that keep no scores"
-    return cannot_launch(q, k, v) or wide_product_obstacle()
+    return launch.cannot_launch(q, k, v) or wide_product_obstacle()
