@@ -568,6 +568,7 @@ class TestCompiled:
         torch.library.opcheck(by, (q, k, v, None, 0.5, True), {"candidate": "chunked"})
 
     @pytest.mark.codegen
+    @pytest.mark.thorough
     def test_flex_inside_a_graph(self):
         def function(q, k, v):
             return tritium.attention_forward(q * 2, k, v, opt_mode="manual", op_type="flex") + 1
