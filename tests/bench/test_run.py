@@ -171,8 +171,8 @@ def test_settings_that_mean_nothing_name_the_nearest(fields, message):
         settings(**fields)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_refused():
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(run.device, "cuda_available", lambda: False)
     with pytest.raises(ConfigError, match="no CUDA device"):
         settings(device_type="cuda")
 

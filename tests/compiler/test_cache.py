@@ -177,24 +177,17 @@ def test_a_damaged_store_is_ignored(tmp_path):
 NAMES = """
 import torch, tritium
 
-class First(torch.nn.Module):
-    def __init__(self):
+class Normed(torch.nn.Module):
+    def __init__(self, name):
         super().__init__()
-        self.norm = torch.nn.LayerNorm(8)
+        self.name = name
+        self.add_module(name, torch.nn.LayerNorm(8))
 
     def forward(self, x):
-        return torch.relu(self.norm(x))
+        return torch.relu(getattr(self, self.name)(x))
 
-class Second(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.other = torch.nn.LayerNorm(8)
-
-    def forward(self, y):
-        return torch.relu(self.other(y))
-
-for kind in (First, Second):
-    model = torch.compile(kind(), backend="tritium")
+for name in ("first", "second"):
+    model = torch.compile(Normed(name), backend="tritium")
     with torch.no_grad():
         model(torch.ones(4, 8))
     (record,) = tritium.explain(model).records

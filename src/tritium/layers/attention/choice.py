@@ -154,13 +154,12 @@ def chosen_before(call: Hashable) -> Candidate | None:
 
 def choose_again(call: Hashable, chosen: Callable[[], Candidate]) -> Candidate:
     """What was chosen for the very same call, now or before."""
-    known = (call, envs.get(envs.ATTENTION))
-    candidate = _CALLS.get(known)
+    candidate = chosen_before(call)
     if candidate is None:
         candidate = chosen()
         if len(_CALLS) >= CALLS:
             _CALLS.clear()
-        _CALLS[known] = candidate
+        _CALLS[call, envs.get(envs.ATTENTION)] = candidate
     return candidate
 
 

@@ -150,10 +150,10 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, out:
                 multiply_into(_part_of_row(weight, keys), _part(own_v, one), _part(own_out, one, some))
 
 
-# What is all of a tensor is that tensor: on a small one a dozen views cost the host more than the products the device.
-
-
 def _part(tensor: torch.Tensor, one: slice, some: slice = slice(None)) -> torch.Tensor:
+    """Some matrices and rows. All of them are the tensor itself: a dozen views cost the host more than small products cost
+    the device.
+    """
     whole = one.stop - one.start == tensor.shape[0]
     whole = whole and (some.stop is None or some.stop - some.start == tensor.shape[1])
     return tensor if whole else tensor[one, some]
