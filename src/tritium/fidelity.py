@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -85,8 +85,15 @@ def tensors(result: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
-def in_float64(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def in_float64(
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    call: Callable[[Any], Callable[..., Any]] = lambda wide: wide,
+) -> Any:
     """What a module gives when everything is float64: weights, arguments, and what it casts to on its way.
+
+    `call` says what of the module is called: `lambda vae: vae.decode`.
 
     Models cast to float32 by name. Left alone, such a cast would make the float64 run share eager's error, and a result that is
     as good would count as wrong.
@@ -99,7 +106,7 @@ def in_float64(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
                 setattr(inner, name, _widened(value))
     wide_args, wide_kwargs = pytree.tree_map_only(Tensor, _widened, (tuple(args), dict(kwargs)))
     with _float64_by_default(), _Widening(), torch.no_grad():
-        return wide(*wide_args, **wide_kwargs)
+        return call(wide)(*wide_args, **wide_kwargs)
 
 
 def _widened(tensor: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ import torch
 
 from tritium import CompilationConfig, measure
 from tritium.bench import run
+from tritium.bench.decoders import WAN_DECODE
+from tritium.bench.dynamic_kernels import DYNAMIC_KERNELS
 from tritium.bench.workload import Built
 from tritium.errors import ConfigError, TritiumError
 
@@ -78,6 +80,30 @@ def test_variants_that_tell_what_each_part_is_worth():
     rows = dict(zip(names, outcome.rows, strict=True))
     assert rows["tritium exact"].relative_l2 == 0.0
     assert rows["tritium exact"].mode is None
+
+
+def test_errors_against_float64_come_after_what_was_measured_already():
+    kept = []
+    outcome = run.run(TINY, settings(errors=True, on_rows=kept.append))
+    before, after = kept
+    assert [row.error_f64 for row in before] == [None, None]
+    assert after == outcome.rows
+    assert [row.key for row in before] == [row.key for row in after]
+    for row in after:
+        assert 0 < row.error_f64 < 1e-5
+
+
+def test_errors_of_what_is_called_by_another_name():
+    pytest.importorskip("diffusers")
+    # `AutoencoderKLWan.decode`, which is not its `forward`.
+    eager, ours = run.run(WAN_DECODE, settings(errors=True, regime="static")).rows
+    assert 0 < ours.error_f64 < 2 * eager.error_f64 + 16 * torch.finfo(torch.float32).eps
+
+
+def test_a_function_has_no_errors_to_measure():
+    workload = DYNAMIC_KERNELS[0]
+    with pytest.raises(ConfigError, match="is a function"):
+        run.run(workload, settings(errors=True))
 
 
 def test_graphs_are_measured_and_their_host_time_is_told():

@@ -34,7 +34,8 @@ SHAPES = (
     Shape("Wan to its prompt", 32_760, 512, 40, 128),
     Shape("FLUX, masked", 4608, 4608, 24, 128, mask=True),
     Shape("FLUX, causal", 4608, 4608, 24, 128, causal=True),
-    Shape("a VAE's head of 512", 4096, 4096, 1, 512),
+    Shape("a VAE's head of 512 at 512 x 512", 4096, 4096, 1, 512),
+    Shape("a VAE's head of 512 at 1024 x 1024", 16_384, 16_384, 1, 512),
 )
 
 

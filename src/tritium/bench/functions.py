@@ -54,8 +54,15 @@ def cases(name: str, device_type: str, dtype: torch.dtype, *, small: bool) -> It
 
 def run(name: str, settings: Settings, notify: Notify) -> Outcome:
     """Measure every case of a workload."""
-    if settings.mode != "default" or settings.without or settings.exact or settings.kernels or settings.profile:
-        options = "--mode, --without, --exact, --kernels and --profile"
+    if (
+        settings.mode != "default"
+        or settings.without
+        or settings.exact
+        or settings.errors
+        or settings.kernels
+        or settings.profile
+    ):
+        options = "--mode, --without, --exact, --errors, --kernels and --profile"
         raise ConfigError(f"{name} measures functions: {options} concern single models")
     small = settings.device_type == "cpu"
     rows: list[Row] = []

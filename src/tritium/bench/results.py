@@ -54,6 +54,8 @@ class Row:
     # Where it was asked for: the time in operators and kernels, and (this - eager's) / eager's.
     operators_us: float | None = None
     fusion_gain: float | None = None
+    # Where it was asked for: the largest difference from a float64 run by the largest value of that.
+    error_f64: float | None = None
     # Of whole pictures against eager's, the worst of several; a PSNR of None with an SSIM of 1 is equality.
     psnr: float | None = None
     ssim: float | None = None

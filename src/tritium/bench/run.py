@@ -12,12 +12,13 @@ import importlib
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import torch
+from torch import nn
 
-from tritium import compat, device, measure, ops, turns
+from tritium import compat, device, fidelity, measure, ops, turns
 from tritium.bench.profile import fusion_gain, operator_time, profile
 from tritium.bench.results import OURS, YARDSTICK, Row
 from tritium.bench.workload import Built, Regime, Workload, label
@@ -76,9 +77,11 @@ class Settings:
     without: tuple[str, ...] = ()
     # Also measure Tritium with static graphs, and torch.compile with its own.
     graphs: bool = False
+    # Also compare every variant with a run in float64.
+    errors: bool = False
     # By name; the device's own if None.
     dtype_name: str | None = None
-    # Called with rows as soon as they are measured: who is stopped later has those.
+    # Called with rows as soon as they are measured, and again when more is known of them: who is stopped later has those.
     on_rows: Callable[[list[Row]], None] = _not_kept
 
     def __post_init__(self) -> None:
@@ -174,6 +177,8 @@ def _run(workload: Workload, regime: Regime, settings: Settings, notify: Notify)
     name = label(workload, regime)
     notify(f"{name}: building", 0.0)
     built = build(workload, settings)
+    if settings.errors and not isinstance(built.model, nn.Module):
+        raise ConfigError(f"--errors runs a module in float64, and {name} is a function")
     with torch.inference_mode():
         sides = _prepare(name, built, regime, settings, notify)
         what = f"{name}: timing {', '.join(sides)} in turns"
@@ -193,7 +198,23 @@ def _run(workload: Workload, regime: Regime, settings: Settings, notify: Notify)
             _row(name, built, settings, variant, side, timings=timings, totals=totals, reference=reference, load=load)
             for variant, side in sides.items()
         ]
+        if settings.errors:
+            # A float64 run may take longer than all that was measured.
+            settings.on_rows(rows)
+            notify(f"{name}: the same in float64", 1.0)
+            exact = _in_float64(name, built)
+            rows = [
+                replace(row, error_f64=fidelity.error(_tensor(side.call(), name), exact))
+                for row, side in zip(rows, sides.values(), strict=True)
+            ]
     return Outcome(rows, {variant: side.model for variant, side in sides.items()})
+
+
+def _in_float64(name: str, built: Built) -> torch.Tensor:
+    def call(wide: Any) -> Callable[..., Any]:
+        return built.install(wide, lambda module: module)  # type: ignore[no-any-return]
+
+    return _tensor(fidelity.in_float64(built.model, (), built.inputs, call), name)
 
 
 def release() -> None:

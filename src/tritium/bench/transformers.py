@@ -16,6 +16,7 @@ from torch import nn
 
 from tritium.bench.workload import SEED, Built, Draw, Regime, drawing
 from tritium.errors import MissingExtra
+from tritium.example import load_example
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,20 @@ class Transformer:
         cast_as_loading_does(model, dtype)
         inputs = {**self.inputs(model.config, size, drawing(device, dtype)), "return_dict": False}
         return Built(model, inputs, size.note, small)
+
+
+class ExampleTransformer:
+    """The transformer of the example pipeline with its trained weights, as the plain call meets it. It never shrinks."""
+
+    name = "example-transformer"
+    regimes: Sequence[Regime] = ("static",)
+    size = Size(config={}, grid=(8, 8), text=512, note="2 double + 5 single blocks, width 160, 64 + 512 tokens")
+
+    def build(self, device: str, dtype: torch.dtype, *, small: bool) -> Built:
+        del small
+        model = load_example(device, dtype).transformer
+        inputs = {**_flux(model.config, self.size, drawing(device, dtype)), "return_dict": False}
+        return Built(model, inputs, self.size.note, shrunk=False)
 
 
 def seeded(make: Callable[[], nn.Module], device: str) -> Any:
@@ -106,7 +121,7 @@ def _flux(config: Any, size: Size, draw: Draw) -> dict[str, Any]:
         "timestep": torch.full_like(hidden[:, 0, 0], 0.5),
         "img_ids": ids.to(hidden),
         "txt_ids": torch.zeros(size.text, 3).to(hidden),
-        "guidance": torch.full((1,), 3.5, device=hidden.device),
+        **({"guidance": torch.full((1,), 3.5, device=hidden.device)} if config.guidance_embeds else {}),
     }
 
 
@@ -267,3 +282,4 @@ PIXART = Transformer(
 )
 
 TRANSFORMERS = (FLUX, QWEN_IMAGE, WAN, SD3, PIXART)
+EXAMPLE = ExampleTransformer()

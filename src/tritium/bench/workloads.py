@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 
 from tritium.bench.decoders import DECODERS
 from tritium.bench.dynamic_kernels import DYNAMIC_KERNELS
-from tritium.bench.transformers import TRANSFORMERS
+from tritium.bench.transformers import EXAMPLE, TRANSFORMERS
 from tritium.bench.workload import Workload
 from tritium.errors import ConfigError, nearest
 
 # A name may stand for several workloads.
 WORKLOADS: Mapping[str, Sequence[Workload]] = {
-    **{workload.name: (workload,) for workload in (*TRANSFORMERS, *DECODERS)},
+    **{workload.name: (workload,) for workload in (*TRANSFORMERS, EXAMPLE, *DECODERS)},
     "dynamic-kernels": DYNAMIC_KERNELS,
 }
 

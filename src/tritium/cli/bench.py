@@ -47,6 +47,9 @@ def command(
     graphs: Annotated[
         bool, typer.Option("--graphs", help="Also measure static graphs: Tritium's, and torch.compile's own.")
     ] = False,
+    errors: Annotated[
+        bool, typer.Option("--errors", help="Also compare every variant with a run in float64, which may take long.")
+    ] = False,
     exact: Annotated[bool, typer.Option("--exact", help="Also measure Tritium with fidelity 'exact'.")] = False,
     without: Annotated[
         str, typer.Option(metavar="OP,...", help="Also measure Tritium without each of these ops' own kernels.")
@@ -63,13 +66,13 @@ def command(
     chosen = [_runner(name, sizes=sizes) for name in names]
     # Read before an hour of measuring, not after it.
     old = Results.load(compare_with) if compare_with is not None else None
-    rows: list[Row] = []
+    rows: dict[tuple[str, ...], Row] = {}
 
     def keep(measured: list[Row]) -> None:
-        rows.extend(measured)
+        rows.update((row.key, row) for row in measured)
         if json is not None:
             # Now, and not after all of them: whoever stops this has what was measured so far.
-            Results.now(rows, settings.device_type).save(json)
+            Results.now(list(rows.values()), settings.device_type).save(json)
 
     settings = run.Settings(
         against=tuple(name.strip() for name in against.split(",") if name.strip()),
@@ -82,6 +85,7 @@ def command(
         profile=profile,
         exact=exact,
         graphs=graphs,
+        errors=errors,
         without=tuple(name.strip() for name in without.split(",") if name.strip()),
         dtype_name=dtype,
         on_rows=keep,
@@ -99,7 +103,7 @@ def command(
                 # The others' hour of measuring is not lost with this one.
                 failed[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
             run.release()
-    results = Results.now(rows, settings.device_type)
+    results = Results.now(list(rows.values()), settings.device_type)
     table.show(results)
     table.show_kernels(results)
     for line in table.gains(results):

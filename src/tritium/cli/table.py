@@ -74,10 +74,13 @@ def of_results(results: Results) -> Table:
         table.add_column(name, no_wrap=True)
     with_pictures = any(row.ssim is not None for row in results.rows)
     with_static = any(row.against_static is not None for row in results.rows)
+    with_errors = any(row.error_f64 is not None for row in results.rows)
+    eager_errors = {row.workload: row.error_f64 for row in results.rows if row.variant == "eager"}
     with_host = any(row.host_us is not None for row in results.rows)
     figures = ["median ms", "quartiles", "ratio", "first call s", "relative L2"]
     for name in (
         *figures,
+        *["error, of eager's"] * with_errors,
         *["host us"] * with_host,
         *["of static"] * with_static,
         *["PSNR dB", "SSIM"] * with_pictures,
@@ -89,6 +92,7 @@ def of_results(results: Results) -> Table:
         if last is not None and row.workload != last:
             table.add_section()
         cells = [row.workload if row.workload != last else "", *_cells(row)]
+        cells += [_error(row, eager_errors.get(row.workload))] * with_errors
         cells += [f"{row.host_us:.0f}" if row.host_us is not None else "-"] * with_host
         cells += [f"{row.against_static:.2f}x" if row.against_static is not None else "-"] * with_static
         cells += [*_picture_cells(row)] * with_pictures
@@ -108,6 +112,12 @@ def _cells(row: Row) -> list[str]:
         f"{row.first_call_s:.1f}",
         f"{row.relative_l2:.1e}",
     ]
+
+
+def _error(row: Row, eager: float | None) -> str:
+    if row.error_f64 is None:
+        return "-"
+    return f"{row.error_f64:.1e}" + (f" {row.error_f64 / eager:.2f}x" if eager else "")
 
 
 def _picture_cells(row: Row) -> list[str]:
@@ -134,6 +144,8 @@ def _caption(rows: Sequence[Row]) -> str:
     notes.append(f"first call: includes compilation, {cold}; relative L2: against eager")
     if any(row.against_static is not None for row in rows):
         notes.append("of static: this median by that of torch.compile with static sizes, above 1 is slower")
+    if any(row.error_f64 is not None for row in rows):
+        notes.append("error: largest difference from a float64 run by its largest value")
     if any(row.host_us is not None for row in rows):
         notes.append("host us: until a call returns on the host, the device left to itself")
     notes += [_start(row) for row in rows if row.restart_s is not None]

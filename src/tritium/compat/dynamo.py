@@ -36,6 +36,11 @@ def compiling_frame() -> Frame | None:
     return Frame(root.f_code, root.f_locals, str(getattr(output, "dynamo_compile_id", None) or "?"))
 
 
+def called_eagerly() -> bool:
+    """Whether nothing watches or transforms operators here: no dispatch mode, no vmap or grad around the call."""
+    return torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.maybe_current_level() is None
+
+
 def is_compiling() -> bool:
     """Whether this thread is in the middle of compiling something.
 

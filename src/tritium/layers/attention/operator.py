@@ -69,7 +69,7 @@ def run(
     scale: float,
     causal: bool,
 ) -> torch.Tensor:
-    if candidate.opaque:
+    if candidate.opaque and not (type(q) is torch.Tensor and compat.called_eagerly()):
         by = torch.ops.tritium.attention_by.default
         return by(q, k, v, mask, scale, causal, candidate=candidate.name)  # type: ignore[no-any-return]
     return candidate.run(q, k, v, mask, scale, causal)

@@ -141,26 +141,18 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, out:
     # The first is as large as any.
     scores = torch.empty(shapes[0], dtype=torch.float32, device=q.device)
     weights = torch.empty(shapes[0], dtype=q.dtype, device=q.device)
-    with torch.cuda.device_of(q):
-        for own_q, own_k, own_v, own_out in _matrices(*(_rows_of(tensor) for tensor in (q, k, v)), out):
-            for (one, some), shape in zip(taken, shapes, strict=True):
-                score, weight = (_first_of(buffer, shape) for buffer in (scores, weights))
-                multiply_into(_part(own_q, one, some), _part(own_k, one).transpose(1, 2), _part_of_row(score, keys))
-                softmax_rows(score, weight, keys, float(scale))
-                multiply_into(_part_of_row(weight, keys), _part(own_v, one), _part(own_out, one, some))
-
-
-def _part(tensor: torch.Tensor, one: slice, some: slice = slice(None)) -> torch.Tensor:
-    """Some matrices and rows. All of them are the tensor itself: a dozen views cost the host more than small products cost
-    the device.
-    """
-    whole = one.stop - one.start == tensor.shape[0]
-    whole = whole and (some.stop is None or some.stop - some.start == tensor.shape[1])
-    return tensor if whole else tensor[one, some]
-
-
-def _part_of_row(tensor: torch.Tensor, keys: int) -> torch.Tensor:
-    return tensor if tensor.shape[2] == keys else tensor[..., :keys]
+    for own_q, own_k, own_v, own_out in _matrices(*(_rows_of(tensor) for tensor in (q, k, v)), out):
+        if len(taken) == 1 and padded == keys:
+            # Nothing to cut: small products take the device less time than a dozen views take the host.
+            multiply_into(own_q, own_k.transpose(1, 2), scores)
+            softmax_rows(scores, weights, keys, float(scale))
+            multiply_into(weights, own_v, own_out)
+            continue
+        for (one, some), shape in zip(taken, shapes, strict=True):
+            score, weight = (_first_of(buffer, shape) for buffer in (scores, weights))
+            multiply_into(own_q[one, some], own_k[one].transpose(1, 2), score[..., :keys])
+            softmax_rows(score, weight, keys, float(scale))
+            multiply_into(weight[..., :keys], own_v[one], own_out[one, some])
 
 
 def _first_of(buffer: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor:
