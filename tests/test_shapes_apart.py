@@ -1,8 +1,12 @@
 """Sizes that are equal by chance stay apart in graphs of pictures, and nowhere else."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import tritium
 from tritium import CompilationConfig, compat
@@ -105,3 +109,57 @@ class TestRoutines:
         net = net.to(memory_format=torch.channels_last_3d)
         shapes = [(1, 8, 3, 12, 14), (1, 8, 5, 600, 7), (1, 8, 4, 9, 9)]
         graphs_of(net, tritium.Backend(), shapes)
+
+
+class TestGroupNorm:
+    @staticmethod
+    def traced(shape, dtype, layout, marked):
+        """What tracing knows of a GroupNorm on a GPU, which need not be there."""
+        symbols = ShapeEnv()
+        if marked:
+            setattr(symbols, compat.shapes._MARK, True)
+        mode = FakeTensorMode(shape_env=symbols)
+        real = torch.empty(shape, dtype=dtype)
+        real = real.repeat_interleave(2, -1)[..., ::2] if layout is None else real.contiguous(memory_format=layout)
+        x = mode.from_tensor(real)
+        with mode:
+            x = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="cuda")
+            weight, bias = (torch.empty(shape[1], dtype=dtype, device="cuda") for _ in range(2))
+            found = torch.ops.aten.native_group_norm(
+                x, weight, bias, x.shape[0], x.shape[1], math.prod(x.shape[2:]), 4, 1e-6
+            )
+        hinted = [[int(n) for n in (*t.shape, *t.stride())] for t in found]
+        return (
+            hinted,
+            [(t.dtype, t.device.type) for t in found],
+            len(symbols.guards),
+            any(isinstance(size, torch.SymInt) for size in x.shape),
+        )
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize(
+        ("shape", "layout"),
+        [
+            ((2, 8, 7, 63), torch.contiguous_format),
+            ((2, 8, 7, 63), torch.channels_last),
+            ((1, 8, 3, 5, 6), torch.channels_last_3d),
+            ((3, 8, 100), torch.contiguous_format),
+            # Channels before frames, pixels apart: computed as ever.
+            ((2, 8, 7, 63), None),
+        ],
+    )
+    def test_what_is_known_is_what_computing_it_gives(self, shape, dtype, layout):
+        tritium.Backend()
+        known, computed = (self.traced(shape, dtype, layout, marked) for marked in (True, False))
+        assert known[3], "sizes are not symbolic: nothing is asked"
+        assert known[:2] == computed[:2]
+        assert known[2] <= computed[2]
+
+    def test_nothing_is_computed(self, monkeypatch):
+        tritium.Backend()
+        asked = []
+        computed = torch.var_mean
+        monkeypatch.setattr(torch, "var_mean", lambda *args, **kwargs: asked.append(args) or computed(*args, **kwargs))
+        for marked in (True, False):
+            self.traced((2, 8, 7, 63), torch.float32, torch.contiguous_format, marked)
+            assert bool(asked) is not marked

@@ -6,6 +6,9 @@ chance: a square, or a height that equals a number of channels, and the next siz
 On a CPU, torch picks the routine of a float32 convolution by the number of its elements (20,480), and tracing asks which it would be:
 to know the layout of the result. The answer becomes a guard on the picture's size, also where both routines give the same layout.
 
+Tracing asks for the sizes of a GroupNorm by computing all of its definition on symbols, which takes tens of milliseconds each, in every
+process. On a GPU the answer is known: the input's sizes, in the input's layout.
+
 Before torch 2.13 Dynamo cannot trace `tensor == "a word"`, with which Wan's decoder asks whether a frame was kept: it skips the
 decoder and compiles what the decoder calls, piece by piece and for each size.
 """
@@ -57,6 +60,7 @@ def keep_sizes_apart(when: Callable[[Any, Mapping[str, Any]], bool]) -> bool:
     setattr(start, _MARK, True)
     output_graph.__init__ = start
     _drop_guards_that_decide_nothing()
+    _know_the_sizes_of_group_norm()
     if TORCH < (2, 13):
         _compare_tensors_with_words()
     return True
@@ -97,6 +101,29 @@ def _drop_guards_that_decide_nothing() -> None:
         return original(*args, **kwargs)
 
     bindings._select_conv_backend = select
+
+
+def _know_the_sizes_of_group_norm() -> None:
+    """In marked graphs, what a GroupNorm on a GPU gives is made without computing it; elsewhere it is computed as ever."""
+    table = getattr(importlib.import_module("torch._subclasses.fake_impls"), "FAST_OP_IMPLEMENTATIONS", None)
+    op: Any = torch.ops.aten.native_group_norm.default
+    by_definition = importlib.import_module("torch._decomp").decomposition_table.get(op)
+    if table is None or by_definition is None or op in table:
+        return
+
+    def made(mode: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        with mode:
+            if not hasattr(mode.shape_env, _MARK) or x.device.type != "cuda" or kwargs or not _is_dense(x):
+                return by_definition(x, *args, **kwargs)
+            _, _, batch, _, _, groups, _ = args
+            return (torch.empty_like(x), *(x.new_empty((batch, groups)) for _ in range(2)))
+
+    table[op] = made
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim(), torch.contiguous_format)
+    return x.is_contiguous() or x.is_contiguous(memory_format=channels_last)
 
 
 def _compare_tensors_with_words() -> None:
