@@ -35,9 +35,8 @@ def child(workload: str, start: str, folder: Path, *, save: bool) -> None:
     from tritium.fingerprint import Fingerprint
 
     where = device.default()
-    built = workloads.find(workload).build(
-        where, torch.float32 if where == "cpu" else torch.bfloat16, small=where == "cpu"
-    )
+    (found,) = workloads.find(workload)
+    built = found.build(where, torch.float32 if where == "cpu" else torch.bfloat16, small=where == "cpu")
     here = Fingerprint.current({"transformer": built.model.config}, where)
     compiler = _count_compiler_calls()
     ready, ready_cpu = time.perf_counter(), _cpu_seconds()

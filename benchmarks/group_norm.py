@@ -66,7 +66,7 @@ def arguments(shape: tuple[int, ...], *, channels_last: bool) -> tuple[torch.Ten
 def swept(shape: tuple[int, ...], *, channels_last: bool) -> Iterator[tuple[float, tuple[int, int, int]]]:
     """Microseconds of the statistics for each way to cut them."""
     x, weight, bias = arguments(shape, channels_last=channels_last)
-    by_run, by_pixels = group_norm.launch_options_run, group_norm.launch_options_pixels
+    by_run, by_pixels = group_norm.launch_options_run, group_norm.launch_options_pixel_statistics
     for programs, tile, warps in SWEEP:
 
         def run(tile: int = tile, warps: int = warps) -> dict[str, int]:
@@ -79,7 +79,7 @@ def swept(shape: tuple[int, ...], *, channels_last: bool) -> Iterator[tuple[floa
         with (
             mock.patch.object(group_norm, "STATISTICS_PROGRAMS", programs),
             mock.patch.object(group_norm, "launch_options_run", run),
-            mock.patch.object(group_norm, "launch_options_pixels", pixels),
+            mock.patch.object(group_norm, "launch_options_pixel_statistics", pixels),
         ):
             own = kernel_us(lambda: group_norm.run_triton(x, GROUPS, weight, bias, EPS, None))
         yield sum(us for name, us in own.items() if "statistics" in name), (programs, tile, warps)

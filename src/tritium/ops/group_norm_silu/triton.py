@@ -18,7 +18,7 @@ WHOLE_GROUP = 8_192
 # more partial results to combine.
 STATISTICS_PROGRAMS = 1_056
 
-# So that four programs of 8 warps fit a multiprocessor and keep it reading; left alone the compiler takes up to 89.
+# So that 32 warps fit a multiprocessor and keep it reading; left alone the compiler takes up to 89.
 STATISTICS_REGISTERS = 64
 
 
@@ -49,6 +49,12 @@ def launch_options_pixels(channels: int) -> dict[str, int]:
         (size for size in sizes if lanes[size] <= channels * 9 / 8), min(sizes, key=lambda size: lanes[size])
     )
     return {"ROWS": max(1, 4096 // columns), "COLUMNS": columns, "num_warps": 8}
+
+
+def launch_options_pixel_statistics(channels: int) -> dict[str, int]:
+    """For statistics of such tensors: half as much at a time, so that twice as many programs read at once."""
+    options = launch_options_pixels(channels)
+    return {**options, "ROWS": max(1, 2048 // options["COLUMNS"]), "num_warps": 4, "maxnreg": STATISTICS_REGISTERS}
 
 
 def statistics_steps(tiles: int, programs: int) -> int:
@@ -416,7 +422,7 @@ def _run_pixels(
 ) -> None:
     images, channels = x.shape[:2]
     length = x.numel() // images
-    options = launch_options_pixels(channels)
+    options = launch_options_pixel_statistics(channels)
     blocks = -(-channels // options["COLUMNS"])
     tiles = -(-length // (channels * options["ROWS"]))
     steps = statistics_steps(tiles, images * blocks)
@@ -429,12 +435,13 @@ def _run_pixels(
     partials = launch.scratch(x, 3, plane)
     sizes = (length, channels, parts, steps, units, plane)
     grid = (images * parts * blocks,)
-    launch.start(_statistics_kernel(), grid, x, partials, *sizes, UNIT=unit, maxnreg=STATISTICS_REGISTERS, **options)
+    launch.start(_statistics_kernel(), grid, x, partials, *sizes, UNIT=unit, **options)
     moments = launch.scratch(x, images * groups, 2)
     parts *= units // groups
     block = min(COMBINED, _power_of_two_from(parts))
     launch.start(_combine_kernel(), (images * groups,), partials, moments, eps, parts, plane, BLOCK=block)
-    parts = -(-tiles // PIXELS_STEPS)
+    options = launch_options_pixels(channels)
+    parts = -(-length // (channels * options["ROWS"] * PIXELS_STEPS))
     shapes = (length, channels, groups, parts)
     grid = (images * parts * blocks,)
     launch.start(_pixels_kernel(), grid, x, *affine, moments, out, *shapes, STEPS=PIXELS_STEPS, **given, **options)
