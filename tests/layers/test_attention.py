@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritium
 from fidelity import assert_no_worse
@@ -561,6 +562,53 @@ class TestCompiled:
         compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
         with torch.inference_mode():
             torch.testing.assert_close(compiled(q, k, v), function(q, k, v))
+
+    def test_an_opaque_candidate_is_called_by_itself_where_nobody_watches(self, monkeypatch):
+        """An operator costs the host more than a small attention costs a GPU. Modes and transforms see it all the same."""
+        known = {**entries.candidates()}
+        known["mine"] = entries.Candidate("mine", attention_math, lambda request: None, opaque=True)
+        from tritium.layers.attention import operator
+
+        for module in (choice, entries, operator):
+            monkeypatch.setattr(module, "candidates", lambda: known)
+        met = []
+
+        class Watching(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                met.append(func)
+                return func(*args, **(kwargs or {}))
+
+        def function(q, k, v):
+            return tritium.attention_forward(q, k, v, opt_mode="manual", op_type="mine")
+
+        by = torch.ops.tritium.attention_by.default
+        q, k, v = qkv()
+        with torch.inference_mode():
+            alone = function(q, k, v)
+            with torch.profiler.profile() as profiler:
+                again = function(q, k, v)
+            with Watching():
+                watched = function(q, k, v)
+        assert not any("attention_by" in event.name for event in profiler.events())
+        assert by in met
+        assert torch.equal(alone, again)
+        assert torch.equal(alone, watched)
+        several = torch.vmap(function)(*(t.unsqueeze(0).expand(2, *t.shape) for t in (q, k, v)))
+        torch.testing.assert_close(several, torch.stack([alone, alone]))
+
+    def test_what_is_named_is_found_again(self, monkeypatch):
+        q, k, v = qkv()
+        with torch.inference_mode():
+            first = tritium.attention_forward(q, k, v, opt_mode="manual", op_type="math")
+            other = tritium.attention_forward(q, k, v, opt_mode="manual", op_type="chunked")
+            monkeypatch.setattr(choice, "_named", None)
+            # Known by now: nothing is chosen again, and names are not mistaken for each other.
+            assert torch.equal(tritium.attention_forward(q, k, v, opt_mode="manual", op_type="math"), first)
+            assert torch.equal(tritium.attention_forward(q, k, v, opt_mode="manual", op_type="chunked"), other)
+            names = [candidate.name for candidate in choice._CALLS.values()]
+            with pytest.raises(TypeError):
+                tritium.attention_forward(q, k, v, opt_mode="manual", op_type="sdpa")
+        assert {"math", "chunked"} <= set(names)
 
     def test_pytorch_s_own_check_of_the_opaque_operator(self):
         q, k, v = (t.transpose(1, 2) for t in qkv())

@@ -49,7 +49,7 @@ def attention_forward(
         layout: With `manual`, how the tensors lie in memory: `BNSD`, `BSND` or `BSH`; as they are if None.
     """
     words = (fused, head_first, is_causal, enable_gqa, opt_mode)
-    call = _as_call((query, key, value), (attn_mask, op_type, layout), scale, words)
+    call = _as_call((query, key, value), (attn_mask, layout), scale, words, op_type)
     candidate = None if call is None else chosen_before(call)
     if candidate is None:
         _check(query, key, value, head_first, enable_gqa)
@@ -62,7 +62,7 @@ def attention_forward(
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if call is not None and candidate is None:
         request = Request.of(query, key, value, None, is_causal)
-        candidate = choose_again(call, lambda: choose(request, opt_mode, None, None, query.device))
+        candidate = choose_again(call, lambda: choose(request, opt_mode, op_type, None, query.device))
     factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
     if candidate is not None:
         out = run(candidate, query, key, value, None, factor, is_causal)
@@ -83,15 +83,18 @@ def _as_call(
     absent: tuple[object, ...],
     scale: float | None,
     words: tuple[bool | str, ...],
+    op_type: str | None,
 ) -> Hashable | None:
     """All that is checked and chosen by, where one look-up can stand for both; None where it cannot.
 
-    For a small attention the host has no more time than that. What is traced, differentiated, masked or named takes the
-    long way, and so does what is of a type that is not expected here.
+    For a small attention the host has no more time than that. What is traced, differentiated, masked or laid out anew takes
+    the long way, and so does what is of a type that is not expected here.
     """
-    if absent != (None, None, None) or torch.compiler.is_dynamo_compiling():
+    if absent != (None, None) or torch.compiler.is_dynamo_compiling():
         return None
     if scale is not None and type(scale) is not float:
+        return None
+    if op_type is not None and type(op_type) is not str:
         return None
     if words[0] is not True or tuple(map(type, words)) != (bool, bool, bool, bool, str):
         return None
@@ -101,7 +104,7 @@ def _as_call(
         if type(tensor) is not torch.Tensor or (grad and tensor.requires_grad):
             return None
         known.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device))
-    return (*known, words)
+    return (*known, words, op_type)
 
 
 def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, head_first: bool, enable_gqa: bool) -> None:
