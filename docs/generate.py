@@ -175,12 +175,16 @@ PRODUCTS = ("cat_linear", "linear_gelu", "wide_attention")
 def kernels() -> str:
     """Every measured choice, from the shipped tables alone."""
     from tritium import device, tuned
+    from tritium.tiling import tables
 
     text = "# Kernels and choices\n\nWhat was measured, and what follows from it, from the tables that ship with the package; "
     text += "[choosing by measuring](../performance.md#how-a-provider-is-chosen) says how. A *block* is what the op stands between "
     text += "in a model, compiled with each provider; *alone* is the op without neighbours. Bytes are the fewest that must move, "
     text += "inputs once and results once, and the share is what copying that much would take at the device's copy bandwidth.\n"
     for path in sorted(tuned.SHIPPED.glob("*.json")):
+        # Of reductions below; of attention in its own page.
+        if path == tables.shipped_file() or path.stem.startswith("attention-"):
+            continue
         name = json.loads(path.read_text(encoding="utf-8"))["device"]
         bandwidth = device.copy_bandwidth(device.Device("", name))
         about = f", {bandwidth / 1e12:.1f} TB/s copy" if bandwidth else ""
@@ -190,7 +194,16 @@ def kernels() -> str:
             ["op", "shape", "dtype", "chosen", "block, ms: Inductor's / owned", "ratio", "MB", "alone, us", "of copy"],
             rows,
         )
-    return text
+    text += "\n## Reductions\n\nRows that generated kernels hold in registers although Inductor would walk over them, and rows that they leave "
+    text += "whole although Inductor would cut them; [tiling](../tiling.md) says more.\n\n"
+    rows = []
+    for name in sorted(tables.read(tables.shipped_file())):
+        entry = tables.table_for(name)
+        held = "; ".join(
+            f"up to {limit.elements:,} elements with {limit.reads} loads" for limit in entry.persistent_up_to
+        )
+        rows.append([name, held, f"up to {entry.whole_up_to:,} elements", entry.torch])
+    return text + table(["device", "held in registers", "left whole", "measured with torch"], rows)
 
 
 def kernel_row(verdict, bandwidth: float | None) -> list[str]:

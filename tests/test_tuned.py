@@ -121,7 +121,9 @@ class TestLookup:
         assert (found.provider, where) == ("inductor", "on this machine")
 
 
-SHIPPED = sorted(path for path in tuned.SHIPPED.glob("*.json") if not path.stem.startswith("attention-"))
+SHIPPED = sorted(
+    path for path in tuned.SHIPPED.glob("*.json") if not path.stem.startswith(("attention-", "reductions"))
+)
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
