@@ -71,6 +71,16 @@ def _pad(x: torch.Tensor) -> torch.Tensor:
     return F.pad(x, (1, 1, 1, 1, 2, 0))
 
 
+def _after_frames(x: torch.Tensor) -> torch.Tensor:
+    """The same with frames that were kept from the last call, as Wan's decoder has them from its second one on."""
+    return F.pad(torch.cat([x[:, :, -2:], x], dim=2), (1, 1, 1, 1))
+
+
+def _channel_norm(x: torch.Tensor) -> torch.Tensor:
+    """The norm and activation before each convolution of Wan's autoencoder."""
+    return F.silu(F.normalize(x, dim=1) * x.shape[1] ** 0.5)
+
+
 def _patches(x: torch.Tensor) -> torch.Tensor:
     batch, channels, height, width = x.shape
     squares = x.view(batch, channels, height // 2, 2, width // 2, 2)
@@ -110,6 +120,8 @@ DYNAMIC_KERNELS = (
         (3, 4),
     ),
     Kernel("pad of channels-last", lambda _: _pad, VIDEO, TINY_VIDEO, (3, 4), channels_last=True),
+    Kernel("causal cat of channels-last", lambda _: _after_frames, VIDEO, TINY_VIDEO, (3, 4), channels_last=True),
+    Kernel("channel norm of channels-last", lambda _: _channel_norm, VIDEO, TINY_VIDEO, (3, 4), channels_last=True),
     Kernel(
         "crop to channels-last",
         lambda _: lambda x: x[:, :, 1:, 1:].contiguous(memory_format=torch.channels_last) * 2,

@@ -18,7 +18,7 @@ _NAMES = {
 }
 
 # Wide enough for all columns where there is no terminal to fit into.
-_FILE_WIDTH = 130
+_FILE_WIDTH = 160
 
 
 def show(results: Results) -> None:
