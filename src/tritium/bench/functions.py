@@ -16,7 +16,6 @@ import torch
 from tritium import measure
 from tritium.bench.results import Row
 from tritium.bench.run import Notify, Outcome, Settings
-from tritium.errors import ConfigError
 
 # The module that has each workload's cases.
 _HOME = {
@@ -54,16 +53,7 @@ def cases(name: str, device_type: str, dtype: torch.dtype, *, small: bool) -> It
 
 def run(name: str, settings: Settings, notify: Notify) -> Outcome:
     """Measure every case of a workload."""
-    if (
-        settings.mode != "default"
-        or settings.without
-        or settings.exact
-        or settings.errors
-        or settings.kernels
-        or settings.profile
-    ):
-        options = "--mode, --without, --exact, --errors, --kernels and --profile"
-        raise ConfigError(f"{name} measures functions: {options} concern single models")
+    settings.refuse_options_of_models(name, "measures functions")
     small = settings.device_type == "cpu"
     rows: list[Row] = []
     with torch.inference_mode():

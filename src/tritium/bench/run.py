@@ -104,6 +104,12 @@ class Settings:
         if self.device_type == "cuda" and not device.cuda_available():
             raise ConfigError("device 'cuda' was asked for, and torch sees no CUDA device")
 
+    def refuse_options_of_models(self, name: str, what: str) -> None:
+        """Raise for options that mean nothing for a workload that is no single model."""
+        if self.mode != "default" or self.without or self.exact or self.errors or self.kernels or self.profile:
+            options = "--mode, --without, --exact, --errors, --kernels and --profile"
+            raise ConfigError(f"{name} {what}: {options} concern single models")
+
     @property
     def variants(self) -> list[str]:
         """What is measured of every workload, in this order."""

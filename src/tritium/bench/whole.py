@@ -51,16 +51,7 @@ def jobs_for(name: str) -> list[Job]:
 
 def run(name: str, settings: Settings, notify: Notify) -> Outcome:
     """Measure a pipeline: time of a picture, first pictures cold and with artifacts, differences to eager."""
-    if (
-        settings.mode != "default"
-        or settings.without
-        or settings.exact
-        or settings.errors
-        or settings.kernels
-        or settings.profile
-    ):
-        options = "--mode, --without, --exact, --errors, --kernels and --profile"
-        raise ConfigError(f"{name} is a whole pipeline: {options} concern single models")
+    settings.refuse_options_of_models(name, "is a whole pipeline")
     label = name if name == drawing.EXAMPLE else Path(name).name
     notify(f"{label}: loading", 0.0)
     pipe = drawing.load(name, settings.device_type, settings.dtype)
