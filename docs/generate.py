@@ -182,7 +182,7 @@ def kernels() -> str:
     text += "in a model, compiled with each provider; *alone* is the op without neighbours. Bytes are the fewest that must move, "
     text += "inputs once and results once, and the share is what copying that much would take at the device's copy bandwidth.\n"
     for path in sorted(tuned.SHIPPED.glob("*.json")):
-        # Of reductions below; of attention in its own page.
+        # Reductions come below; attention's table is of candidates, not of providers.
         if path == tables.shipped_file() or path.stem.startswith("attention-"):
             continue
         name = json.loads(path.read_text(encoding="utf-8"))["device"]
