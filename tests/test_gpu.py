@@ -1,5 +1,7 @@
 """On a real GPU: owned kernels inside compiled models, modes, streams of shapes. Run with -m gpu."""
 
+import json
+
 import pytest
 import torch
 
@@ -157,6 +159,51 @@ def test_kernels_are_timed_on_the_device(tmp_path):
     assert found.roofs.dtype == "bfloat16"
     report.to_html(tmp_path / "report.html")
     assert "Times are <b>measured</b>" in (tmp_path / "report.html").read_text()
+
+
+OWN_KERNELS = """
+import hashlib, json, sys
+import torch, tritium
+from tritium.compiler import artifacts
+from tritium.fingerprint import Fingerprint
+
+file, verb = sys.argv[1:]
+here = Fingerprint.current({"norm": {"channels": 64}}, "cuda")
+found = artifacts.load(file, here) if verb == "load" else None
+torch.manual_seed(0)
+norm = torch.nn.GroupNorm(32, 64, device="cuda", dtype=torch.bfloat16)
+x = torch.randn(1, 64, 128, 128, device="cuda", dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+
+def function(x):
+    return torch.nn.functional.silu(norm(x)).sum(1)
+
+config = tritium.CompilationConfig(force_provider={"group_norm_silu": "triton"})
+with torch.inference_mode():
+    result = torch.compile(function, backend=tritium.Backend(config))(x)
+if verb == "save":
+    found = artifacts.save(file, here)
+print(json.dumps([found.kernels, found.missing, hashlib.sha256(result.float().cpu().numpy().tobytes()).hexdigest()]))
+"""
+
+
+def test_the_next_machine_launches_kernels_of_ops_without_any_compiler(tmp_path, in_process):
+    """Neither Triton's nor C's: a launch goes through libraries that the first machine's C compiler made."""
+    program = OWN_KERNELS.replace("sys.argv[1:]", "({file!r}, {verb!r})")
+
+    def machine(name: str, **env: str) -> dict:
+        return {"HOME": str(tmp_path / name), "TRITON_CACHE_DIR": str(tmp_path / name / "triton"), **env}
+
+    def run(verb: str, **env: str) -> list:
+        text = program.replace("{file!r}", repr(str(tmp_path / "file"))).replace("{verb!r}", repr(verb))
+        return json.loads(in_process(text, cache=tmp_path / verb, env=machine(verb, **env)).splitlines()[-1])
+
+    kernels, missing, result = run("save")
+    assert kernels >= 2
+    assert missing == 0
+    assert run("load", CC="/bin/false") == [kernels, 0, result]
+    # What Triton leaves where it compiles a kernel.
+    assert list((tmp_path / "save").rglob("group_norm*.ttir"))
+    assert not list((tmp_path / "load").rglob("group_norm*.ttir"))
 
 
 class TestPipelines:

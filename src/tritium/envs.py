@@ -14,6 +14,9 @@ ATTENTION = "TRITIUM_ATTENTION"
 # oneDNN reads this when torch is imported; see `tritium doctor`.
 ONEDNN_ISA = "ONEDNN_MAX_CPU_ISA"
 
+# Where Triton keeps compiled kernels; Inductor sets it with its first kernel, unless it is set.
+TRITON_CACHE = "TRITON_CACHE_DIR"
+
 
 def tritium_variables() -> dict[str, str]:
     """All variables that start with `TRITIUM_`, as they are now."""
@@ -22,6 +25,11 @@ def tritium_variables() -> dict[str, str]:
 
 def get(name: str) -> str | None:
     return os.environ.get(name)
+
+
+def set_unless_set(name: str, value: str) -> str:
+    """The value of a variable, which is this one if it had none."""
+    return os.environ.setdefault(name, value)
 
 
 def child_environment(changes: Mapping[str, str]) -> dict[str, str]:

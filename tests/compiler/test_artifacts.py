@@ -294,7 +294,7 @@ class TestRefused:
     def test_a_newer_layout(self, tmp_path):
         whole = bytearray(encode(HERE, SECTIONS, 1))
         struct.pack_into(">I", whole, len(artifacts.MAGIC), artifacts.VERSION + 1)
-        with pytest.raises(ArtifactError, match="has layout 2, this version of Tritium reads up to 1"):
+        with pytest.raises(ArtifactError, match="has layout 3, this version of Tritium reads up to 2"):
             artifacts.load(self.write(tmp_path, bytes(whole)), HERE)
 
     def test_another_fingerprint(self, tmp_path):

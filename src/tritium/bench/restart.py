@@ -27,10 +27,13 @@ def main() -> None:
     # Artifacts that are refused would be measured as a cold start.
     warnings.simplefilter("error", RuntimeWarning)
     start = time.perf_counter()
-    optimize(pipe, Plan(progress=False), artifacts=Path(order["artifacts"]) if order["artifacts"] else None)
+    handle = optimize(pipe, Plan(progress=False), artifacts=Path(order["artifacts"]) if order["artifacts"] else None)
     warnings.resetwarnings()
     drawing.draw(pipe, Job(**order["job"]))
-    sys.stdout.write(json.dumps({"seconds": time.perf_counter() - start}) + "\n")
+    seconds = time.perf_counter() - start
+    if order["save"]:
+        handle.save(Path(order["save"]))
+    sys.stdout.write(json.dumps({"seconds": seconds}) + "\n")
 
 
 if __name__ == "__main__":

@@ -67,22 +67,22 @@ def run(name: str, settings: Settings, notify: Notify) -> Outcome:
         keeps = settings.cold and handle.plan.config.engine == "inductor"
         if settings.cold:
             start_compiler(settings.device_type)
-        # Tritium before torch.compile, so that its artifacts hold nothing of the other's.
         for index, variant in enumerate(sorted(ways, key=[EAGER, OURS, GRAPHS, YARDSTICK].index)):
             notify(f"{label}: first picture, {variant}", PREPARED * index / len(ways))
             handle.use(ways[variant])
             with compat.empty_cache() if settings.cold and variant != EAGER else contextlib.nullcontext():
                 first[variant] = drawing.draw(pipe, jobs[0]).seconds
-                if variant == OURS and keeps:
-                    handle.save(Path(folder) / "artifacts")
             drawn[variant] = [drawing.draw(pipe, job) for job in jobs]
         if keeps:
-            for field, what, artifacts in (
-                ("cold_start_s", "with empty caches", None),
-                ("restart_s", "with artifacts", Path(folder) / "artifacts"),
+            saved, moved = Path(folder) / "saved", Path(folder) / "moved"
+            for field, what, files in (
+                ("cold_start_s", "with empty caches", {"save": saved}),
+                ("restart_s", "with artifacts", {"artifacts": moved}),
             ):
+                if saved.exists():
+                    saved.rename(moved)
                 notify(f"{label}: first picture of another process, {what}", PREPARED)
-                restart[field] = _restart(name, settings, jobs[0], artifacts)
+                restart[field] = _restart(name, settings, jobs[0], **files)
                 notify(f"{label}: {restart[field]:.1f} s {what}", PREPARED)
         timings, load = _timed(label, pipe, handle, ways, jobs[0], settings, notify)
         rows = []
@@ -205,7 +205,9 @@ def _note(drawn: Drawn, jobs: int) -> str:
     return f"a picture of {width} x {height}; differences are the worst of {jobs} pictures"
 
 
-def _restart(name: str, settings: Settings, job: Job, artifacts: Path | None) -> float:
+def _restart(
+    name: str, settings: Settings, job: Job, *, artifacts: Path | None = None, save: Path | None = None
+) -> float:
     """Seconds to the first picture of a new process whose caches are empty but for artifacts, if they are given."""
     order = {
         "name": name,
@@ -213,6 +215,7 @@ def _restart(name: str, settings: Settings, job: Job, artifacts: Path | None) ->
         "dtype": str(settings.dtype).removeprefix("torch."),
         "job": job.to_dict(),
         "artifacts": str(artifacts) if artifacts is not None else None,
+        "save": str(save) if save is not None else None,
     }
     with tempfile.TemporaryDirectory() as cache:
         # The interpreter and the program are our own.
@@ -223,7 +226,10 @@ def _restart(name: str, settings: Settings, job: Job, artifacts: Path | None) ->
             text=True,
             check=False,
             timeout=_PATIENCE,
-            env=envs.child_environment({"TORCHINDUCTOR_CACHE_DIR": cache}),
+            # Triton's folder too: kernels of ops lie there.
+            env=envs.child_environment(
+                {"TORCHINDUCTOR_CACHE_DIR": cache, envs.TRITON_CACHE: str(Path(cache) / "triton")}
+            ),
         )
     if child.returncode != 0:
         raise ConfigError(f"{name}: the second process failed: {child.stderr.strip().splitlines()[-1]}")

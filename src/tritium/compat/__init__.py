@@ -108,6 +108,7 @@ from tritium.compat.tiling import (
     tiling_obstacle,
     triton_kernel,
 )
+from tritium.compat.triton_cache import put_triton_file, triton_files, triton_folder
 from tritium.compat.versions import (
     TORCH,
     Version,
@@ -190,6 +191,7 @@ __all__ = [
     "passes_through",
     "persistence_is_allowed",
     "persistent_hook",
+    "put_triton_file",
     "recorded_kernels",
     "reduces_contiguous_rows",
     "reduction_reads",
@@ -205,6 +207,8 @@ __all__ = [
     "steers_dynamo",
     "target_multiprocessors",
     "tiling_obstacle",
+    "triton_files",
+    "triton_folder",
     "triton_kernel",
     "unknown_settings",
     "vector_isas",

@@ -3,8 +3,8 @@
     artifacts.save("flux.tritium", fingerprint)       # after the first call
     artifacts.load("flux.tritium", fingerprint)       # in the next process, before its first call
 
-A file holds all that this process compiled or found in a warm cache: torch's own artifacts (graphs, Triton kernels),
-libraries of CPU kernels, and what `explain` needs. **Artifacts are code**: whoever wrote the file can run anything in the
+A file holds all that this process compiled or found in a warm cache: torch's own artifacts (graphs with their Triton
+kernels), libraries of CPU kernels, Triton kernels of ops, and what `explain` needs. **Artifacts are code**: whoever wrote the file can run anything in the
 process that loads it. Load only files from people you trust. The checksum finds damage, not malice.
 
 Layout, numbers in big-endian order:
@@ -38,23 +38,31 @@ from tritium import compat
 from tritium.compiler import libraries, observe
 from tritium.errors import ArtifactError, ArtifactMismatch, FingerprintError
 from tritium.fingerprint import Fingerprint
-from tritium.ops import cpp
+from tritium.ops import cpp, launch
 
 MAGIC = b"\x89TRITIUM"
-VERSION = 1
+# 2: with Triton kernels of ops.
+VERSION = 2
 
 _START = struct.Struct(">8sII")
 _DIGEST = hashlib.sha256().digest_size
 
 # A name becomes a file name: nothing in it may lead out of a folder.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+# A file of a Triton kernel: its folder, which Triton names in capitals and digits, and its name there.
+_KERNEL_NAME = re.compile(r"[A-Z0-9]+\.[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+# Inductor's C++ kernels are libraries, those of ops are ops; a Triton kernel of an op is several sections, one a file. What
+# `explain` needs is a record.
+KINDS = ("torch", "library", "op", "kernel", "record")
 
 
 @dataclass(frozen=True)
 class Section:
     """One piece of the payload."""
 
-    # "torch", "library" (Inductor's C++ kernels), "op" (C++ kernels of ops) or "record" (what `explain` needs).
+    # One of `KINDS`.
     kind: str
     name: str
     content: bytes
@@ -68,12 +76,15 @@ class ArtifactSummary:
     size: int
     graphs: int
     libraries: int
+    # Triton kernels of ops; those of graphs are counted with them.
+    kernels: int
     records: int
     # Used by this process, and gone from its cache folder before they could be saved: they will be compiled again.
     missing: int = 0
 
     def __str__(self) -> str:
-        text = f"{self.path}: {self.graphs} graphs, {self.libraries} libraries, {self.size / 1e6:.1f} MB"
+        kernels = f", {self.kernels} kernels of ops" if self.kernels else ""
+        text = f"{self.path}: {self.graphs} graphs, {self.libraries} libraries{kernels}, {self.size / 1e6:.1f} MB"
         return text + (f"; {self.missing} files were gone from the cache and are left out" if self.missing else "")
 
 
@@ -124,6 +135,7 @@ def _kept() -> Iterator[Section | None]:
     files = [("library", digest, file) for digest, file in libraries.SHELF.used.items()]
     files += [("op", file.name, file) for file in cpp.loaded()]
     files += [("record", key, store.path(key)) for key in observe.used()]
+    files += [("kernel", f"{file.parent.name}.{file.name}", file) for file in compat.triton_files(launch.started())]
     for kind, name, file in files:
         try:
             yield Section(kind, name, file.read_bytes())
@@ -135,6 +147,10 @@ def _put(section: Section, source: Path) -> None:
     if section.kind == "torch":
         if not compat.load_cache_artifacts(section.content):
             raise ArtifactError(f"{source}: this torch cannot read the artifacts in it")
+        return
+    if section.kind == "kernel":
+        folder, _, name = section.name.partition(".")
+        compat.put_triton_file(folder, name, section.content, _write)
         return
     target = {
         "library": libraries.SHELF.path(section.name),
@@ -148,7 +164,8 @@ def _put(section: Section, source: Path) -> None:
 
 def _summary(path: Path, size: int, graphs: int, sections: list[Section], missing: int = 0) -> ArtifactSummary:
     kinds = Counter(section.kind for section in sections)
-    return ArtifactSummary(path, size, graphs, kinds["library"] + kinds["op"], kinds["record"], missing)
+    kernels = sum(section.kind == "kernel" and section.name.endswith(".cubin") for section in sections)
+    return ArtifactSummary(path, size, graphs, kinds["library"] + kinds["op"], kernels, kinds["record"], missing)
 
 
 def _write(target: Path, content: bytes) -> None:
@@ -226,9 +243,9 @@ def _header(content: bytes, source: object) -> tuple[dict[str, Any], memoryview]
 
 def _shape(entry: Any) -> tuple[str, str, int]:
     kind, name, size = entry
-    if kind not in {"torch", "library", "op", "record"}:
+    if kind not in KINDS:
         raise ValueError(f"there are no sections of kind {kind!r}")
-    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+    if not isinstance(name, str) or (_KERNEL_NAME if kind == "kernel" else _NAME).fullmatch(name) is None:
         raise ValueError(f"a section cannot be called {name!r}")
     if not isinstance(size, int) or size < 0:
         raise ValueError(f"a section cannot have {size!r} bytes")

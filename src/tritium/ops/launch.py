@@ -57,14 +57,27 @@ class Record:
 _RECORD: ContextVar[Record | None] = ContextVar("launches", default=None)
 
 
+# Triton kernels that this process has launched, as they were compiled, by their hash.
+_STARTED: dict[str, Any] = {}
+
+
 def start(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """Launch a Triton kernel; inside a provider that is remembered, note how."""
     compiled = kernel[grid](*arguments, **options)
+    if compiled is None:
+        # Interpreted.
+        return
+    _STARTED[compiled.hash] = compiled
     record = _RECORD.get()
-    if record is not None and compiled is not None:
+    if record is not None:
         values = dict(zip(kernel.arg_names, arguments, strict=False)) | options
         runner = compiled[(*grid, 1, 1)[:3]]
         record.launches.append(Launch(runner, tuple(values[name] for name in kernel.arg_names)))
+
+
+def started() -> list[Any]:
+    """The Triton kernels of ops that this process has launched: neither Inductor nor torch's artifacts know of them."""
+    return list(_STARTED.values())
 
 
 def call(function: Run, *arguments: Any) -> None:

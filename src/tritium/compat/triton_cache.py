@@ -1,0 +1,69 @@
+"""Triton's cache: what it keeps of a kernel that was launched, and where it will look for one.
+
+A kernel's files lie in a folder that is named by a hash of its source, its options and the kind of device; a list among them names the
+others by their whole path. Beside these lie libraries that a C compiler makes: the driver's, and up to Triton 3.6 one for each list
+of a kernel's arguments.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tritium import envs
+
+_LIST = "__grp__"
+
+# What a launch reads; the rest of a kernel's folder is the way there.
+_READ = (".json", ".cubin")
+
+
+def triton_files(kernels: Iterable[Any]) -> list[Path]:
+    """The files in Triton's cache that launches of compiled kernels have read, each kernel's list after what it names."""
+    found: dict[Path, None] = {}
+    for kernel in kernels:
+        for path in (*_kernel_files(kernel), *_libraries(getattr(kernel, "_run", None))):
+            found[path] = None
+    return list(found)
+
+
+def _kernel_files(kernel: Any) -> Iterator[Path]:
+    paths = [Path(path) for path in getattr(kernel, "metadata_group", {}).values()]
+    yield from (path for path in paths if path.suffix in _READ)
+    yield from (path.with_name(_LIST + path.name) for path in paths if path.suffix == ".json")
+
+
+def _libraries(launcher: Any) -> Iterator[Path]:
+    """Libraries that a launch goes through; a launcher may be wrapped in a function that prepares its arguments."""
+    if launcher is None:
+        return
+    launch = getattr(launcher, "launch", None)
+    cells = [cell.cell_contents for cell in getattr(launch, "__closure__", None) or ()]
+    driver = importlib.import_module("triton.runtime").driver.active
+    for function in (launch, *cells, getattr(driver.utils, "load_binary", None)):
+        file = getattr(getattr(function, "__self__", None), "__file__", None)
+        if file is not None:
+            yield Path(file)
+
+
+def triton_folder() -> Path:
+    """Where Triton looks for kernels from now on. Inductor moves that folder when it makes its first kernel, and finds it moved then."""
+    folders = importlib.import_module("torch._inductor.runtime.cache_dir_utils")
+    index = torch.cuda.current_device() if torch.cuda.is_available() else 0
+    return Path(envs.set_unless_set(envs.TRITON_CACHE, folders.triton_cache_dir(index)))
+
+
+def put_triton_file(folder: str, name: str, content: bytes, write: Callable[[Path, bytes], None]) -> None:
+    """Put a file of a kernel's folder into Triton's cache; what is there already is the same."""
+    target = triton_folder() / folder / name
+    if target.exists():
+        return
+    if name.startswith(_LIST):
+        names = json.loads(content)["child_paths"]
+        content = json.dumps({"child_paths": {child: str(target.with_name(child)) for child in names}}).encode()
+    write(target, content)

@@ -1,0 +1,139 @@
+"""Triton kernels of ops travel in artifacts: the next machine compiles none of them."""
+
+import json
+import types
+from pathlib import Path
+
+import pytest
+
+from tritium import compat, envs
+from tritium.compiler import artifacts, libraries, observe
+from tritium.compiler.artifacts import Section
+from tritium.errors import ArtifactError
+from tritium.fingerprint import Fingerprint
+from tritium.ops import cpp, launch
+from tritium.ops.group_norm_silu import triton as group_norm
+
+triton = pytest.importorskip("triton")
+
+
+@pytest.fixture
+def here() -> Fingerprint:
+    return Fingerprint.current({"block": {"width": 16}}, "cpu")
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """Go to a machine whose caches are folders of their own."""
+
+    def move(name: str) -> Path:
+        monkeypatch.setenv(envs.TRITON_CACHE, str(tmp_path / name / "triton"))
+        monkeypatch.setattr(compat, "cache_dir", lambda: tmp_path / name / "inductor")
+        return tmp_path / name / "triton"
+
+    return move
+
+
+@pytest.fixture
+def no_interpreter(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+def compiled_kernel():
+    """The smallest kernel of an op, for a GPU that need not be there."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = group_norm._combine_kernel()
+    signature = {
+        **dict.fromkeys(["partials_ptr", "moments_ptr"], "*fp32"),
+        "eps": "fp32",
+        **dict.fromkeys(["parts", "plane"], "i32"),
+        "BLOCK": "constexpr",
+    }
+    source = ASTSource(kernel, signature, {"BLOCK": 64})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32))
+
+
+@pytest.fixture
+def nothing_else(monkeypatch):
+    """A process that has used this kernel of an op, and nothing that Tritium keeps beside it."""
+    monkeypatch.setattr(compat, "cache_artifacts", lambda: (b"bytes", 1))
+    monkeypatch.setattr(compat, "load_cache_artifacts", lambda content: True)
+    monkeypatch.setattr(libraries.SHELF, "used", {})
+    monkeypatch.setattr(observe, "_used", {})
+    monkeypatch.setattr(cpp, "_loaded", {})
+
+
+@pytest.mark.usefixtures("nothing_else", "no_interpreter")
+def test_the_next_machine_finds_the_kernel(machine, tmp_path, monkeypatch, here):
+    machine("first")
+    made = compiled_kernel()
+    monkeypatch.setattr(launch, "_STARTED", {made.hash: made})
+    saved = artifacts.save(tmp_path / "file", here)
+    assert (saved.kernels, saved.missing) == (1, 0)
+    assert "1 kernels of ops" in str(saved)
+    folder = machine("second")
+    assert artifacts.load(tmp_path / "file", here).kernels == 1
+    # No path of the first machine is left, and no file that a launch does not read.
+    assert {path.suffix for path in folder.rglob("*") if path.is_file()} == {".json", ".cubin"}
+    assert not [path for path in folder.rglob("*.json") if "first" in path.read_text()]
+    monkeypatch.setattr(triton.compiler.compiler, "parse", None)
+    monkeypatch.setattr(triton.compiler.compiler.ASTSource, "make_ir", None)
+    found = compiled_kernel()
+    assert found.hash == made.hash
+    assert found.asm["cubin"] == made.asm["cubin"]
+    assert Path(next(iter(found.metadata_group.values()))).is_relative_to(folder)
+
+
+@pytest.mark.usefixtures("nothing_else", "no_interpreter")
+def test_a_kernel_whose_files_are_gone_is_counted(machine, tmp_path, monkeypatch, here):
+    folder = machine("first")
+    made = compiled_kernel()
+    monkeypatch.setattr(launch, "_STARTED", {made.hash: made})
+    next(folder.rglob("*.cubin")).unlink()
+    assert artifacts.save(tmp_path / "file", here).missing == 1
+
+
+@pytest.mark.usefixtures("nothing_else")
+def test_what_is_there_already_stays(machine, tmp_path, here):
+    folder = machine("first")
+    (folder / "ABC").mkdir(parents=True)
+    (folder / "ABC" / "name.cubin").write_bytes(b"old")
+    path = tmp_path / "file"
+    sections = [
+        Section("torch", "artifacts", b""),
+        Section("kernel", "ABC.name.cubin", b"new"),
+        Section("kernel", "ABC.__grp__name.json", json.dumps({"child_paths": {"name.cubin": "/elsewhere"}}).encode()),
+    ]
+    path.write_bytes(artifacts.encode(here, sections, 1))
+    artifacts.load(path, here)
+    assert (folder / "ABC" / "name.cubin").read_bytes() == b"old"
+    listed = json.loads((folder / "ABC" / "__grp__name.json").read_text())
+    assert listed == {"child_paths": {"name.cubin": str(folder / "ABC" / "name.cubin")}}
+
+
+@pytest.mark.parametrize(
+    "name", ["ABC", "ABC.", "ABC..", "ABC...", "abc.name", ".name", "A/B.name", "ABC./name", "ABC.../x"]
+)
+def test_a_name_that_leads_elsewhere(machine, tmp_path, here, name):
+    folder = machine("first")
+    (tmp_path / "file").write_bytes(artifacts.encode(here, [Section("kernel", name, b"")], 1))
+    with pytest.raises(ArtifactError, match="cannot be called"):
+        artifacts.load(tmp_path / "file", here)
+    assert not folder.exists()
+
+
+def test_triton_s_folder_is_the_one_inductor_would_choose(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv(envs.TRITON_CACHE, "to be put back")
+    monkeypatch.delenv(envs.TRITON_CACHE)
+    assert compat.triton_folder() == tmp_path / "triton" / "0"
+    assert envs.get(envs.TRITON_CACHE) == str(tmp_path / "triton" / "0")
+    monkeypatch.setenv(envs.TRITON_CACHE, "elsewhere")
+    assert compat.triton_folder() == Path("elsewhere")
+
+
+def test_an_interpreted_kernel_is_none():
+    assert all(kernel is not None for kernel in launch.started())
+    assert compat.triton_files([types.SimpleNamespace()]) == []
