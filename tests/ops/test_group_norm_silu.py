@@ -225,9 +225,8 @@ def check_triton() -> int:
 class TestLaunch:
     @given(tiles=st.integers(1, 10**6), programs=st.integers(1, 10**6))
     def test_statistics_are_shared_without_a_program_too_many(self, tiles, programs):
-        steps = kernels.statistics_steps(tiles, programs)
-        parts = -(-tiles // steps)
-        assert (parts - 1) * steps < tiles
+        parts = kernels.statistics_parts(tiles, programs)
+        assert 1 <= parts <= tiles
         assert parts == 1 or parts * programs <= kernels.STATISTICS_PROGRAMS
 
     @given(channels=st.integers(1, 6000))
@@ -250,11 +249,11 @@ class TestLaunch:
         _, channels, height, width = shape
         options = kernels.launch_options_run()
         tiles = channels // 32 * height * width // options["COLUMNS"]
-        assert 32 * -(-tiles // kernels.statistics_steps(tiles, 32)) >= 4 * 132
+        assert 32 * kernels.statistics_parts(tiles, 32) >= 4 * 132
         options = kernels.launch_options_pixels(channels)
         tiles = height * width // options["ROWS"]
         blocks = channels // options["COLUMNS"]
-        assert blocks * -(-tiles // kernels.statistics_steps(tiles, blocks)) >= 4 * 132
+        assert blocks * kernels.statistics_parts(tiles, blocks) >= 4 * 132
 
     def test_triton_declines_float64(self):
         provider = ops.providers(OP)["triton"]

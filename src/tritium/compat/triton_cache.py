@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,24 @@ _READ = (".json", ".cubin")
 
 
 def triton_files(kernels: Iterable[Any]) -> list[Path]:
-    """The files in Triton's cache that launches of compiled kernels have read, each kernel's list after what it names."""
-    found: dict[Path, None] = {}
+    """The files in Triton's cache that launches of compiled kernels have read, each kernel's list after what it names.
+
+    With the driver's library, which Inductor's kernels may have asked for as well.
+    """
+    found: dict[Path, None] = dict.fromkeys(_libraries(_driver().get("load_binary")))
     for kernel in kernels:
-        for path in (*_kernel_files(kernel), *_libraries(getattr(kernel, "_run", None))):
-            found[path] = None
+        found |= dict.fromkeys(_kernel_files(kernel))
+        launch = getattr(getattr(kernel, "_run", None), "launch", None)
+        # May be wrapped in a function that prepares arguments.
+        inside = [cell.cell_contents for cell in getattr(launch, "__closure__", None) or ()]
+        found |= dict.fromkeys(_libraries(launch, *inside))
     return list(found)
+
+
+def _driver() -> Mapping[str, Any]:
+    """The functions of the driver's library, if this process has loaded it."""
+    module: Any = sys.modules.get("triton.backends.nvidia.driver")
+    return vars(getattr(getattr(module, "CudaUtils", None), "instance", object)) if module is not None else {}
 
 
 def _kernel_files(kernel: Any) -> Iterator[Path]:
@@ -38,14 +51,9 @@ def _kernel_files(kernel: Any) -> Iterator[Path]:
     yield from (path.with_name(_LIST + path.name) for path in paths if path.suffix == ".json")
 
 
-def _libraries(launcher: Any) -> Iterator[Path]:
-    """Libraries that a launch goes through; a launcher may be wrapped in a function that prepares its arguments."""
-    if launcher is None:
-        return
-    launch = getattr(launcher, "launch", None)
-    cells = [cell.cell_contents for cell in getattr(launch, "__closure__", None) or ()]
-    driver = importlib.import_module("triton.runtime").driver.active
-    for function in (launch, *cells, getattr(driver.utils, "load_binary", None)):
+def _libraries(*functions: Any) -> Iterator[Path]:
+    """The libraries that functions are from, of those that a C compiler made."""
+    for function in functions:
         file = getattr(getattr(function, "__self__", None), "__file__", None)
         if file is not None:
             yield Path(file)

@@ -57,9 +57,9 @@ def launch_options_pixel_statistics(channels: int) -> dict[str, int]:
     return {**options, "ROWS": max(1, 2048 // options["COLUMNS"]), "num_warps": 4, "maxnreg": STATISTICS_REGISTERS}
 
 
-def statistics_steps(tiles: int, programs: int) -> int:
-    """How many of a row's tiles one program takes when `programs` others do the same for other rows and columns."""
-    return -(-tiles // max(1, min(tiles, STATISTICS_PROGRAMS // programs)))
+def statistics_parts(tiles: int, programs: int) -> int:
+    """How many programs share a row's tiles when `programs` others do the same for other rows and columns."""
+    return max(1, min(tiles, STATISTICS_PROGRAMS // programs))
 
 
 # Tiles that one program normalises when channels lie together: statistics and weights of its channels are read once.
@@ -188,13 +188,18 @@ def _statistics_kernel() -> Any:
         width,
         parts,
         steps,
+        apart_by,
+        further,
         units,
         plane,
         UNIT: tl.constexpr,
         ROWS: tl.constexpr,
         COLUMNS: tl.constexpr,
     ):
-        """Count, mean and squared distances for every `UNIT` neighbouring columns of a matrix of `length` numbers."""
+        """Count, mean and squared distances for every `UNIT` neighbouring columns of a matrix of `length` numbers.
+
+        A part is up to `steps` tiles: its first lies `apart_by` after that of the part before it, its next `further` on.
+        """
         blocks = tl.cdiv(width, COLUMNS)
         block = tl.program_id(0) % blocks
         part = tl.program_id(0) // blocks % parts
@@ -203,32 +208,34 @@ def _statistics_kernel() -> Any:
         places = tl.arange(0, ROWS)[:, None] * width + columns[None, :]
         known = (columns < width)[None, :]
         stride = ROWS * width
-        start = part.to(tl.int64) * steps * stride
-        left = length - start
-        x_part = x_ptr + matrix * length + start
+        tiles = length // stride
+        first = part.to(tl.int64) * apart_by
+        full = tl.minimum((tl.maximum(tiles - first, 0) + further - 1) // further, steps).to(tl.int32)
+        x_part = x_ptr + matrix * length + first * stride
+        onwards = tl.cast(further, tl.int64) * stride
         mean = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
         squares = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-        full = tl.minimum(left // stride, steps).to(tl.int32)
         for step in range(full):
             x = tl.load(x_part + places, mask=known, other=0.0).to(tl.float32)
             apart = x - mean
             mean += apart * (1.0 / (step + 1))
             squares += apart * (x - mean)
-            x_part += stride
+            x_part += onwards
         count = tl.zeros([ROWS, COLUMNS], dtype=tl.float32) + full
-        # Only the last part of a matrix comes here, once.
-        if full < steps:
-            inside = (places < left - full.to(tl.int64) * stride) & known
+        # What is left after the last full tile is one part's.
+        if (full < steps) & (first + full.to(tl.int64) * further == tiles):
+            inside = (places < length - tiles * stride) & known
             x = tl.load(x_part + places, mask=inside, other=0.0).to(tl.float32)
             apart = tl.where(inside, x - mean, 0.0)
             mean += apart * (1.0 / (full + 1))
             squares += apart * (x - mean)
             count += inside.to(tl.float32)
+        # Neighbours first: a thread has loaded them together, and the rest of the way there are fewer numbers to exchange.
+        count = tl.reshape(count, [ROWS, COLUMNS // UNIT, UNIT])
+        mean = tl.reshape(mean, [ROWS, COLUMNS // UNIT, UNIT])
+        squares = tl.reshape(squares, [ROWS, COLUMNS // UNIT, UNIT])
+        count, mean, squares = merged(count, mean, squares, 2)
         count, mean, squares = merged(count, mean, squares, 0)
-        count = tl.reshape(count, [COLUMNS // UNIT, UNIT])
-        mean = tl.reshape(mean, [COLUMNS // UNIT, UNIT])
-        squares = tl.reshape(squares, [COLUMNS // UNIT, UNIT])
-        count, mean, squares = merged(count, mean, squares, 1)
         unit = block * (COLUMNS // UNIT) + tl.arange(0, COLUMNS // UNIT)
         made = partials_ptr + (matrix * units + unit) * parts + part
         tl.store(made, count, mask=unit < units)
@@ -331,7 +338,8 @@ def _pixels_kernel() -> Any:
     ):
         blocks = tl.cdiv(channels, COLUMNS)
         block = tl.program_id(0) % blocks
-        part = tl.program_id(0) // blocks % parts
+        # From the end, which the statistics have read last: a cache may still have it.
+        part = parts - 1 - tl.program_id(0) // blocks % parts
         image = (tl.program_id(0) // blocks // parts).to(tl.int64)
         columns = block * COLUMNS + tl.arange(0, COLUMNS)
         known = columns < channels
@@ -400,10 +408,11 @@ def _run_planes(
     options = launch_options_run()
     width = options["COLUMNS"]
     tiles = -(-run // (width * options["ROWS"]))
-    steps = statistics_steps(tiles, rows)
+    steps = -(-tiles // statistics_parts(tiles, rows))
     parts = -(-tiles // steps)
     partials = launch.scratch(x, 3, rows * parts)
-    sizes = (run, width, parts, steps, 1, rows * parts)
+    # A part is tiles that lie together.
+    sizes = (run, width, parts, steps, steps, 1, 1, rows * parts)
     launch.start(_statistics_kernel(), (rows * parts,), x, partials, *sizes, UNIT=width, **options)
     options = launch_options_planes(pixels)
     programs = images * channels * -(-pixels // options["BLOCK"])
@@ -425,15 +434,16 @@ def _run_pixels(
     options = launch_options_pixel_statistics(channels)
     blocks = -(-channels // options["COLUMNS"])
     tiles = -(-length // (channels * options["ROWS"]))
-    steps = statistics_steps(tiles, images * blocks)
-    parts = -(-tiles // steps)
+    parts = statistics_parts(tiles, images * blocks)
+    steps = -(-tiles // parts)
     # Channels of one group that a program can add up by halving: the largest power of two in their number.
     group_channels = channels // groups
     unit = min(group_channels & -group_channels, options["COLUMNS"])
     units = channels // unit
     plane = images * parts * units
     partials = launch.scratch(x, 3, plane)
-    sizes = (length, channels, parts, steps, units, plane)
+    # Parts take turns: all programs read from one place of the image, which moves from its start to its end.
+    sizes = (length, channels, parts, steps, 1, parts, units, plane)
     grid = (images * parts * blocks,)
     launch.start(_statistics_kernel(), grid, x, partials, *sizes, UNIT=unit, **options)
     moments = launch.scratch(x, images * groups, 2)
