@@ -276,6 +276,7 @@ def measured() -> str:
         for row in found["rows"]:
             if row["variant"] != "tritium" or row["workload"] not in first_call:
                 continue
+            caches = "" if row["first_call_cold"] else ", warm caches"
             rows.append(
                 [
                     found["device"]["name"],
@@ -283,7 +284,7 @@ def measured() -> str:
                     row["dtype"],
                     f"{row['median_ms']:.2f} ms",
                     f"{row['ratio']:.2f}",
-                    f"{row['first_call_s']:.1f} s ({first_call[row['workload']]:.1f} s)",
+                    f"{row['first_call_s']:.1f} s ({first_call[row['workload']]:.1f} s){caches}",
                     f"`{file.name}`",
                 ]
             )

@@ -172,7 +172,7 @@ here = Fingerprint.current({"norm": {"channels": 64}}, "cuda")
 found = artifacts.load(file, here) if verb == "load" else None
 torch.manual_seed(0)
 norm = torch.nn.GroupNorm(32, 64, device="cuda", dtype=torch.bfloat16)
-x = torch.randn(1, 64, 128, 128, device="cuda", dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+x = torch.randn(1, 64, 128, 128, device="cuda", dtype=torch.bfloat16)
 
 def function(x):
     return torch.nn.functional.silu(norm(x)).sum(1)

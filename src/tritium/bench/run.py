@@ -199,7 +199,7 @@ def _run(workload: Workload, regime: Regime, settings: Settings, notify: Notify)
         )
         load = meter.read()
         totals = {v: operator_time(side.call, settings.device_type) for v, side in sides.items() if settings.profile}
-        reference = _tensor(compiled(built, EAGER, settings).call(**built.inputs), name)
+        reference = tensor_of(compiled(built, EAGER, settings).call(**built.inputs), name)
         rows = [
             _row(name, built, settings, variant, side, timings=timings, totals=totals, reference=reference, load=load)
             for variant, side in sides.items()
@@ -210,7 +210,7 @@ def _run(workload: Workload, regime: Regime, settings: Settings, notify: Notify)
             notify(f"{name}: the same in float64", 1.0)
             exact = _in_float64(name, built)
             rows = [
-                replace(row, error_f64=fidelity.error(_tensor(side.call(), name), exact))
+                replace(row, error_f64=fidelity.error(tensor_of(side.call(), name), exact))
                 for row, side in zip(rows, sides.values(), strict=True)
             ]
     return Outcome(rows, {variant: side.model for variant, side in sides.items()})
@@ -220,7 +220,7 @@ def _in_float64(name: str, built: Built) -> torch.Tensor:
     def call(wide: Any) -> Callable[..., Any]:
         return built.install(wide, lambda module: module)  # type: ignore[no-any-return]
 
-    return _tensor(fidelity.in_float64(built.model, (), built.inputs, call), name)
+    return tensor_of(fidelity.in_float64(built.model, (), built.inputs, call), name)
 
 
 def release() -> None:
@@ -282,14 +282,14 @@ def _prepare(name: str, built: Built, regime: Regime, settings: Settings, notify
         what = "first eager call" if variant == EAGER else f"compiling with {variant}"
         notify(f"{name}: {what}", PREPARED * index / len(variants))
         made = compiled(built, variant, settings, regime)
-        call = _call_of(made.call, built.inputs if variant == STATIC else marked)
+        call = call_of(made.call, built.inputs if variant == STATIC else marked)
         with compat.empty_cache() if settings.cold and variant != EAGER else contextlib.nullcontext():
             seconds = measure.first_call(call, settings.device_type)
         sides[variant] = Side(made.parts[0] if made.parts else built.model, call, seconds)
     return sides
 
 
-def _call_of(model: Any, inputs: Mapping[str, Any]) -> Callable[[], Any]:
+def call_of(model: Any, inputs: Mapping[str, Any]) -> Callable[[], Any]:
     def call() -> Any:
         # Where a mode replays CUDA graphs, this says that the last call's output is no longer needed.
         torch.compiler.cudagraph_mark_step_begin()
@@ -318,7 +318,7 @@ def start_compiler(device_type: str) -> None:
         torch.compile(lambda x: torch.relu(x) + 1)(torch.ones(64, device=device_type))
 
 
-def _tensor(output: Any, name: str) -> torch.Tensor:
+def tensor_of(output: Any, name: str) -> torch.Tensor:
     tensor = output[0] if isinstance(output, tuple) else output
     if not isinstance(tensor, torch.Tensor):
         raise TritiumError(f"workload {name!r} returned {type(tensor).__name__} instead of a tensor")
@@ -365,7 +365,7 @@ def _row(
         first_call_s=side.first_call_s,
         first_call_cold=settings.cold,
         peak_memory_bytes=measure.peak_memory(side.call, settings.device_type),
-        relative_l2=measure.relative_l2(_tensor(side.call(), name), reference),
+        relative_l2=measure.relative_l2(tensor_of(side.call(), name), reference),
         disturbed=load.disturbed if load is not None else None,
         operators_us=totals.get(variant),
         fusion_gain=fusion_gain(totals[variant], totals[EAGER]) if variant in totals and variant != EAGER else None,
