@@ -138,8 +138,9 @@ def test_a_video_decoded_frame_by_frame():
 
 
 @pytest.mark.usefixtures("anywhere")
-def test_sites_are_recognised_as_before():
-    entry = CODECS["kl_decoder"]
+@pytest.mark.parametrize(("name", "family"), [("kl_decoder", "group_norm_silu"), ("wan_decoder", "rms_norm")])
+def test_sites_are_recognised_as_before(name, family):
+    entry = CODECS[name]
     sites = []
     for enabled in (True, False):
         torch._dynamo.reset()
@@ -147,7 +148,7 @@ def test_sites_are_recognised_as_before():
         compiled = torch.compile(entry.build(), backend=tritium.Backend(config))
         with torch.no_grad():
             compiled(**entry.inputs())
-        counts = tritium.explain(compiled).sites["group_norm_silu"]
+        counts = tritium.explain(compiled).sites[family]
         sites.append((counts.fused, counts.inductor, counts.declined))
     assert sites[0] == sites[1]
     assert sites[0][0] > 0

@@ -9,6 +9,7 @@ import tritium
 from fidelity import assert_no_worse
 from tritium.compiler.exact import NOT_EQUAL
 from tritium.fusions import group_norm_silu
+from tritium.ops import op as op_module
 
 EAGER = tritium.CompilationConfig(engine="eager")
 
@@ -206,6 +207,39 @@ def test_wan_s_channel_norm():
     torch._dynamo.reset()
     _, sites = recognise(lambda x: F.normalize(x, dim=1) * 4.0 * x.sum(), x)
     assert sites["rms_norm"].recognised == 0
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize(
+    ("function", "with_silu"),
+    [
+        (lambda norm, x: F.silu(norm(x)), True),
+        (lambda norm, x: F.silu(norm(x).float()).to(x.dtype), True),
+        (lambda norm, x: F.silu(y := norm(x)) + y, False),
+        (lambda norm, x: F.gelu(norm(x)), False),
+    ],
+    ids=["alone", "in float32", "the norm is read elsewhere too", "no SiLU"],
+)
+def test_wan_s_channel_norm_with_the_silu_after_it(function, with_silu, dynamic, monkeypatch):
+    from diffusers.models.autoencoders.autoencoder_kl_wan import WanRMS_norm
+
+    calls = []
+
+    def by_reference(op, arguments, original=op_module._by_reference):
+        calls.append((op.name, arguments[6]))
+        return original(op, arguments)
+
+    monkeypatch.setattr(op_module, "_by_reference", by_reference)
+    norm = WanRMS_norm(16, images=False)
+    nn.init.normal_(norm.gamma)
+    x = torch.randn(1, 16, 3, 5, 7).to(memory_format=torch.channels_last_3d)
+    result, sites = recognise(lambda x: function(norm, x), x, dynamic=dynamic)
+    assert sites["rms_norm"].recognised == sites["rms_norm"].fused == 1
+    assert calls == [("channel_norm", with_silu)]
+    with torch.inference_mode():
+        expected = function(norm, x)
+    torch.testing.assert_close(result, expected)
+    assert result.stride() == expected.stride()
 
 
 class TestRegions:

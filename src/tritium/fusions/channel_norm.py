@@ -1,7 +1,7 @@
-"""Fuse `F.normalize(x, dim) * sqrt(d) * weight`, the RMSNorm over channels of Wan's VAE, into `tritium::channel_norm`.
+"""Fuse `F.normalize(x, dim) * sqrt(d) * weight + 0.0`, the RMSNorm over channels of Wan's VAE, and a SiLU after it into one op.
 
-Before:  normalize(x, dim=1) -> mul sqrt(d) -> mul weight
-After:   tritium::channel_norm(x, weight, scale, dim, eps)
+Before:  normalize(x, dim=1) -> mul sqrt(d) -> mul weight -> add 0.0 -> silu
+After:   tritium::channel_norm(x, weight, scale, shift, dim, eps, silu)
 """
 
 from __future__ import annotations
@@ -15,9 +15,47 @@ from tritium.ops import channel_norm
 
 
 def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
-    """A normalized value times a number times one weight a channel, in any order of the two products."""
+    """The norm, with the number and the SiLU that follow it where nobody else reads what is before them."""
     expr = recogniser.canon.of(node)
-    if expr.op != "mul":
+    found = _site(recogniser, expr)
+    reader = _reader(recogniser, node)
+    if found is None or (reader is not None and _site(recogniser, recogniser.canon.of(reader)) is not None):
+        return None
+    return recogniser.closed(found)
+
+
+def _site(recogniser: Recogniser, expr: Expr) -> Match | None:
+    """What ends at an expression: the norm itself, or with a number added, or with a SiLU after either."""
+    before: tuple[str, ...]
+    if expr.op == "silu":
+        outer, more, before = expr.args[0], {"silu": True}, ("mul", "add")
+    elif expr.op == "add" and any(map(is_scalar, expr.args)):
+        outer, shift = expr.args if is_scalar(expr.args[1]) else expr.args[::-1]
+        more, before = {"shift": shift}, ("mul",)
+    else:
+        return _norm(expr)
+    inner = strip_casts(outer)
+    if not isinstance(inner, Expr) or inner.op not in before or inner.node is None or expr.node is None:
+        return None
+    found = _site(recogniser, inner)
+    if found is None or _reader(recogniser, inner.node) is not expr.node:
+        return None
+    nodes = found.nodes | {expr.node} | nodes_between(outer, inner)
+    return Match(expr.node, {**found.bindings, **more}, nodes)
+
+
+def _reader(recogniser: Recogniser, node: fx.Node) -> fx.Node | None:
+    """The one node that reads a value, casts and identities in between aside; None if there are several."""
+    while len(node.users) == 1:
+        node = next(iter(node.users))
+        if recogniser.canon.of(node).op not in ("cast", "same"):
+            return node
+    return None
+
+
+def _norm(expr: Expr) -> Match | None:
+    """A normalized value times a number times one weight a channel, in any order of the two products."""
+    if expr.op != "mul" or expr.node is None:
         return None
     for scaled, weight in (expr.args, expr.args[::-1]):
         inner = strip_casts(scaled)
@@ -32,11 +70,11 @@ def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
         if not _is_weight(weight, norm, dim):
             continue
         x = strip_widening(norm.args[0])
-        nodes = {node, inner.node, norm.node}
+        nodes = {expr.node, inner.node, norm.node}
         for outer, last in ((scaled, inner), (normed, norm), (norm.args[0], x)):
             nodes |= nodes_between(outer, last)
-        bindings = {"x": x, "weight": weight, "scale": scale, "dim": dim, "eps": eps}
-        return recogniser.closed(Match(node, bindings, nodes))
+        bindings = {"x": x, "weight": weight, "scale": scale, "shift": 0.0, "dim": dim, "eps": eps, "silu": False}
+        return Match(expr.node, bindings, nodes)
     return None
 
 

@@ -6,13 +6,13 @@ The result lies in memory as `x` does: channels last if `x` is channels last, el
 from __future__ import annotations
 
 from tritium.ops.group_norm_silu.cpu import decline_cpu, run_cpu
-from tritium.ops.group_norm_silu.reference import fake, is_channels_last, reference, samples
+from tritium.ops.group_norm_silu.reference import fake, reference, samples
 from tritium.ops.group_norm_silu.trial import TRIAL
 from tritium.ops.group_norm_silu.triton import decline_triton, run_triton
 from tritium.ops.launch import remembered
 from tritium.ops.op import Op, Provider
 
-__all__ = ["OP", "TRIAL", "fake", "is_channels_last", "reference", "samples"]
+__all__ = ["OP", "TRIAL", "fake", "reference", "samples"]
 
 OP = Op(
     name="group_norm_silu",

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from tritium.ops import cpp
-from tritium.ops.group_norm_silu.reference import empty_as, is_channels_last
+from tritium.ops.memory_format import empty_as, is_channels_last
 
 SOURCE = Path(__file__).with_name("kernel.cpp")
 ARGUMENTS = (*[cpp.POINTER] * 4, *[cpp.INTEGER] * 4, cpp.FLOAT, *[cpp.INTEGER] * 4)

@@ -8,20 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
+from tritium.ops.memory_format import empty_as, laid_as
 from tritium.ops.op import Sample
-
-FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-
-def is_channels_last(x: torch.Tensor) -> bool:
-    """Whether the channels of an image's or a video's pixel lie together; a tensor that is both counts as contiguous."""
-    # By torch's own flags: a traced tensor of symbolic sizes has them, and a permuted one would have to work out its own.
-    return x.ndim in FORMATS and not x.is_contiguous() and x.is_contiguous(memory_format=FORMATS[x.ndim])
-
-
-def empty_as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    layout = FORMATS[x.ndim] if is_channels_last(x) else torch.contiguous_format
-    return torch.empty_like(x, dtype=dtype, memory_format=layout)
 
 
 def reference(
@@ -35,8 +23,7 @@ def reference(
     wide = torch.promote_types(x.dtype, torch.float32)
     own = {name: part.to(wide) for name, part in (("weight", weight), ("bias", bias)) if part is not None}
     out = F.silu(F.group_norm(x.to(wide), groups, eps=eps, **own)).to(out_dtype or x.dtype)
-    promised = empty_as(x, out.dtype)
-    return out if out.stride() == promised.stride() else promised.copy_(out)
+    return laid_as(x, out)
 
 
 def fake(

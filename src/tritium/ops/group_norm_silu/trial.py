@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
-from tritium.ops.group_norm_silu.reference import is_channels_last
+from tritium.ops.memory_format import is_channels_last
 from tritium.ops.op import Draw, Shape, Trial, count, octave, present
 
 

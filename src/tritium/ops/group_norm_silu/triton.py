@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tritium.ops import launch
-from tritium.ops.group_norm_silu.reference import empty_as, is_channels_last
+from tritium.ops.memory_format import empty_as, is_channels_last
 
 # A group this large still fits the registers of one program: one launch instead of two or three.
 WHOLE_GROUP = 8_192

@@ -1,0 +1,74 @@
+"""The meaning of `channel_norm`, and arguments to try it on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+
+from tritium.ops.memory_format import empty_as, laid_as
+from tritium.ops.op import Sample
+
+
+def reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: float,
+    shift: float,
+    dim: int,
+    eps: float,
+    silu: bool,
+    out_dtype: torch.dtype | None,
+) -> torch.Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    normed = F.normalize(x.to(wide), dim=dim, eps=eps) * scale * weight.to(wide) + shift
+    return laid_as(x, (F.silu(normed) if silu else normed).to(out_dtype or x.dtype))
+
+
+def fake(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: float,
+    shift: float,
+    dim: int,
+    eps: float,
+    silu: bool,
+    out_dtype: torch.dtype | None,
+) -> torch.Tensor:
+    del weight, scale, shift, dim, eps, silu
+    return empty_as(x, out_dtype or x.dtype)
+
+
+def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
+    generator = torch.Generator(device_type).manual_seed(37)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device_type, dtype=torch.float32).to(dtype)
+
+    def arguments(x: torch.Tensor, *, silu: bool = False, shift: float = 0.0) -> dict[str, Any]:
+        channels = x.shape[1]
+        weight = random(channels, *[1] * (x.dim() - 2))
+        numbers = {"scale": channels**0.5, "shift": shift, "dim": 1, "eps": 1e-12}
+        return {"x": x, "weight": weight, **numbers, "silu": silu, "out_dtype": None}
+
+    def last(x: torch.Tensor) -> torch.Tensor:
+        return x.movedim(1, -1).contiguous().movedim(-1, 1)
+
+    yield Sample("video", arguments(random(1, 96, 3, 5, 7)))
+    yield Sample("image", arguments(random(2, 63, 7, 100), silu=True))
+    yield Sample("one channel", arguments(random(1, 1, 5, 5)))
+    yield Sample("many channels", arguments(random(1, 3072, 2)))
+    yield Sample("more channels", arguments(random(1, 5120, 2), silu=True))
+    yield Sample("channels last", arguments(last(random(2, 64, 8, 8)), shift=0.5))
+    yield Sample("video, channels last", arguments(last(random(1, 96, 3, 5, 7)), silu=True))
+    yield Sample("odd sizes, channels last", arguments(last(random(1, 63, 7, 9)), silu=True))
+    yield Sample("one channel, channels last", arguments(last(random(2, 1, 5, 5)), silu=True))
+    yield Sample("many channels, channels last", arguments(last(random(1, 3072, 2, 3)), silu=True))
+    yield Sample("more channels, channels last", arguments(last(random(1, 5120, 2, 2))))
+    yield Sample("three tiles, channels last", arguments(last(random(1, 384, 3, 5, 7)), silu=True))
+    yield Sample("some channels of more, channels last", arguments(last(random(2, 64, 5, 5))[:, :60], silu=True))
+    # Pixels that are zero everywhere stay so.
+    yield Sample("zeros, channels last", arguments(last(random(1, 96, 4, 4)) * 0, silu=True))
+    yield Sample("no frames", arguments(random(1, 96, 0, 5, 7)))

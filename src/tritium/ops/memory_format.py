@@ -1,0 +1,25 @@
+"""How pictures and videos lie in memory: contiguous, or with the channels of a pixel together."""
+
+from __future__ import annotations
+
+import torch
+
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def is_channels_last(x: torch.Tensor) -> bool:
+    """Whether the channels of an image's or a video's pixel lie together; a tensor that is both counts as contiguous."""
+    # By torch's own flags: a traced tensor of symbolic sizes has them, and a permuted one would have to work out its own.
+    return x.ndim in FORMATS and not x.is_contiguous() and x.is_contiguous(memory_format=FORMATS[x.ndim])
+
+
+def empty_as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Memory for a result that lies as `x` does: channels last if `x` is channels last, else contiguous."""
+    layout = FORMATS[x.ndim] if is_channels_last(x) else torch.contiguous_format
+    return torch.empty_like(x, dtype=dtype, memory_format=layout)
+
+
+def laid_as(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """`out`, copied where it does not lie as such a result."""
+    promised = empty_as(x, out.dtype)
+    return out if out.stride() == promised.stride() else promised.copy_(out)
