@@ -5,7 +5,7 @@ STAMP   = $(VENV)/.tritium-ready
 
 # Inductor's output is shared by all tests of one run and thrown away with the folder.
 TEST_CACHE ?= .cache/test-inductor
-# A file stays with one worker: what it compiles once serves all its tests.
+# A file stays with one worker: what it compiles once serves all its tests. tests/conftest.py says which files come first.
 WORKERS ?= 2
 # Each worker has a core: two threads of each would wait for one another at the end of every parallel loop.
 THREADS ?= 1
@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml
 demo: setup
 	$(BIN)/python examples/demo.py
 
-PYTEST = OMP_NUM_THREADS=$(THREADS) TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(TEST_CACHE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+PYTEST = OMP_NUM_THREADS=$(THREADS) TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(TEST_CACHE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: check docs
 	rm -rf $(TEST_CACHE)

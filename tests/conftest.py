@@ -23,9 +23,29 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+# Files that take minutes, longest first: a worker that began one of them last would be the only one at work in the end.
+LONG = (
+    *(
+        "census/test_numbers.py",
+        "census/test_census.py",
+        "compiler/test_cache.py",
+        "test_api.py",
+        "ops/test_contract.py",
+    ),
+    *("pipelines/test_shapes.py", "pipelines/test_sizes.py", "tiling/test_autofuse.py", "compiler/test_lay_out.py"),
+    *("bench/test_demo.py", "compiler/test_dump_kernels.py", "compiler/test_artifacts.py", "bench/test_workloads.py"),
+)
+
+
+def _turn_of(item: pytest.Item) -> int:
+    file = item.path.relative_to(Path(__file__).parent).as_posix() if "tests" in item.path.parts else ""
+    return LONG.index(file) if file in LONG else len(LONG)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch
 
+    items.sort(key=_turn_of)
     if not torch.cuda.is_available():
         absent = pytest.mark.skip(reason="no NVIDIA GPU on this machine")
         for item in items:

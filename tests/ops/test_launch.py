@@ -80,7 +80,7 @@ class TestPlans:
 
 
 @pytest.mark.skipif(not device.has_triton(), reason="triton is not installed")
-def test_a_grid_has_three_dims():
+def test_a_grid_has_three_dims(monkeypatch):
     class Kernel:
         arg_names = ("x", "SIZE")
 
@@ -89,10 +89,13 @@ def test_a_grid_has_three_dims():
             return lambda *values, **options: Compiled()
 
     class Compiled:
+        hash = "0123"
+
         def __getitem__(self, grid):
             return lambda *values: launched.append((grid, values))
 
     launched, x = [], torch.randn(2)
+    monkeypatch.setattr(launch, "_STARTED", {})
     noted = launch.Record()
     token = launch._RECORD.set(noted)
     launch.start(Kernel(), (7,), x, SIZE=4)
@@ -100,6 +103,8 @@ def test_a_grid_has_three_dims():
     (record,) = noted.launches
     record.runner(*record.values)
     assert launched == [((7, 1, 1), (x, 4))]
+    # For artifacts.
+    assert [kernel.hash for kernel in launch.started()] == ["0123"]
 
 
 class TestCalls:
@@ -235,6 +240,7 @@ class Compiled:
 
     def __init__(self, kernel, arguments, options):
         self.kernel, self.arguments, self.options = kernel, arguments, options
+        self.hash = kernel.__name__
 
     def __getitem__(self, grid):
         def run(*values):
