@@ -25,21 +25,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Files that take minutes, longest first: a worker that began one of them last would be the only one at work in the end.
 LONG = (
-    *(
-        "census/test_numbers.py",
-        "census/test_census.py",
-        "compiler/test_cache.py",
-        "test_api.py",
-        "ops/test_contract.py",
-    ),
-    *("pipelines/test_shapes.py", "pipelines/test_sizes.py", "tiling/test_autofuse.py", "compiler/test_lay_out.py"),
-    *("bench/test_demo.py", "compiler/test_dump_kernels.py", "compiler/test_artifacts.py", "bench/test_workloads.py"),
+    *("census/test_census.py", "compiler/test_lay_out.py", "test_api.py", "pipelines/test_shapes.py"),
+    *("pipelines/test_sizes.py", "compiler/test_cache.py", "tiling/test_codegen.py", "census/test_numbers.py"),
+    *("census/test_truth.py", "bench/test_demo.py", "tiling/test_autofuse.py", "test_public_surface.py"),
+    *("fusions/test_rope.py", "compiler/test_dump_kernels.py", "ops/test_contract.py"),
 )
 
 
 def _turn_of(item: pytest.Item) -> int:
-    file = item.path.relative_to(Path(__file__).parent).as_posix() if "tests" in item.path.parts else ""
-    return LONG.index(file) if file in LONG else len(LONG)
+    names = {Path(__file__).parent / name: turn for turn, name in enumerate(LONG)}
+    return names.get(item.path, len(LONG))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
