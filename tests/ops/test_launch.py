@@ -240,7 +240,7 @@ class Compiled:
 
     def __init__(self, kernel, arguments, options):
         self.kernel, self.arguments, self.options = kernel, arguments, options
-        self.hash = kernel.__name__
+        self.hash = "interpreted"
 
     def __getitem__(self, grid):
         def run(*values):
