@@ -10,7 +10,7 @@ WORKERS ?= 2
 # Each worker has a core: two threads of each would wait for one another at the end of every parallel loop.
 THREADS ?= 1
 
-.PHONY: setup demo test test-all check fmt bench docs clean
+.PHONY: setup demo test test-all ready check fmt bench docs clean
 
 setup: $(STAMP)
 
@@ -27,14 +27,18 @@ demo: setup
 
 PYTEST = OMP_NUM_THREADS=$(THREADS) TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(TEST_CACHE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test: check docs
+test: ready
 	rm -rf $(TEST_CACHE)
 	$(PYTEST) -m "not gpu and not thorough"
 
 # Also what repeats a quicker test for more models, dtypes and sizes; twice the time.
-test-all: check docs
+test-all: ready
 	rm -rf $(TEST_CACHE)
 	$(PYTEST) -m "not gpu"
+
+# One core each.
+ready: setup
+	$(MAKE) -j2 check docs
 
 check: setup
 	$(BIN)/ruff check .

@@ -30,11 +30,18 @@ def test_every_public_name_is_there():
         tritium.compiel  # noqa: B018
 
 
-@pytest.mark.parametrize("absent", ["diffusers", "pydantic", "rich", "typer", "triton", "matplotlib", "jinja2", "peft"])
+OPTIONAL = ["diffusers", "pydantic", "rich", "typer", "triton", "matplotlib", "jinja2", "peft"]
+
+
+@pytest.mark.parametrize(
+    "absent",
+    [OPTIONAL, *(pytest.param([name], marks=pytest.mark.thorough) for name in OPTIONAL)],
+    ids=lambda names: names[0] if len(names) == 1 else "all of them",
+)
 def test_the_core_imports_without_optional_packages(absent):
     program = f"""
 import sys
-sys.modules[{absent!r}] = None
+sys.modules.update(dict.fromkeys({absent!r}))
 import tritium
 for name in tritium.__all__:
     getattr(tritium, name)

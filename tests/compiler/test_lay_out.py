@@ -20,6 +20,10 @@ from tritium.compiler.pipeline import passes_for
 
 ON = tritium.CompilationConfig()
 EAGER = ON.with_(engine="eager")
+STATIC_IF_THOROUGH = [
+    pytest.param(False, marks=pytest.mark.thorough, id="static"),
+    pytest.param(True, id="dynamic"),
+]
 
 
 @pytest.fixture
@@ -77,9 +81,7 @@ EXPECTED = {
 
 
 @pytest.mark.usefixtures("anywhere")
-@pytest.mark.parametrize(
-    "dynamic", [pytest.param(False, marks=pytest.mark.thorough, id="static"), pytest.param(True, id="dynamic")]
-)
+@pytest.mark.parametrize("dynamic", STATIC_IF_THOROUGH)
 @pytest.mark.parametrize("name", CODECS)
 def test_numbers_and_strides_of_stock_models(name, dynamic):
     entry = CODECS[name]
@@ -197,7 +199,7 @@ class TestCopies:
 
     @pytest.mark.usefixtures("anywhere")
     @pytest.mark.parametrize("name", ["kl_decoder", "wan_decoder"])
-    @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+    @pytest.mark.parametrize("dynamic", STATIC_IF_THOROUGH)
     def test_after_aot(self, name, dynamic, monkeypatch):
         entry = CODECS[name]
         counts = []
@@ -424,7 +426,7 @@ class TestWhatFollows:
         pointers = [value.untyped_storage().data_ptr() for value in values]
         return [pointers.index(pointer) for pointer in pointers]
 
-    @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+    @pytest.mark.parametrize("dynamic", STATIC_IF_THOROUGH)
     @pytest.mark.parametrize("after", AFTER)
     def test_values_strides_and_sharing(self, after, dynamic):
         class Model(Stack):
