@@ -162,12 +162,11 @@ def test_kernels_are_timed_on_the_device(tmp_path):
 
 
 OWN_KERNELS = """
-import hashlib, json, sys
+import hashlib, json
 import torch, tritium
 from tritium.compiler import artifacts
 from tritium.fingerprint import Fingerprint
 
-file, verb = sys.argv[1:]
 here = Fingerprint.current({"norm": {"channels": 64}}, "cuda")
 found = artifacts.load(file, here) if verb == "load" else None
 torch.manual_seed(0)
@@ -188,14 +187,12 @@ print(json.dumps([found.kernels, found.missing, hashlib.sha256(result.float().cp
 
 def test_the_next_machine_launches_kernels_of_ops_without_any_compiler(tmp_path, in_process):
     """Neither Triton's nor C's: a launch goes through libraries that the first machine's C compiler made."""
-    program = OWN_KERNELS.replace("sys.argv[1:]", "({file!r}, {verb!r})")
-
-    def machine(name: str, **env: str) -> dict:
-        return {"HOME": str(tmp_path / name), "TRITON_CACHE_DIR": str(tmp_path / name / "triton"), **env}
 
     def run(verb: str, **env: str) -> list:
-        text = program.replace("{file!r}", repr(str(tmp_path / "file"))).replace("{verb!r}", repr(verb))
-        return json.loads(in_process(text, cache=tmp_path / verb, env=machine(verb, **env)).splitlines()[-1])
+        machine = tmp_path / verb
+        program = f"file, verb = {str(tmp_path / 'file')!r}, {verb!r}\n{OWN_KERNELS}"
+        env |= {"HOME": str(machine), "TRITON_CACHE_DIR": str(machine / "triton")}
+        return json.loads(in_process(program, cache=machine, env=env).splitlines()[-1])
 
     kernels, missing, result = run("save")
     assert kernels >= 2

@@ -79,7 +79,6 @@ class TestPlans:
         assert plan is not None
 
 
-@pytest.mark.skipif(not device.has_triton(), reason="triton is not installed")
 def test_a_grid_has_three_dims(monkeypatch):
     class Kernel:
         arg_names = ("x", "SIZE")
