@@ -584,7 +584,7 @@ class TestGate:
         def names(config):
             return [entry.name for entry in passes_for(config, (), ())]
 
-        assert names(tritium.CompilationConfig())[:2] == ["channels_last", "fuse"]
+        assert names(tritium.CompilationConfig())[:3] == ["channels_last", "fuse", "convolution_bias"]
         monkeypatch.setenv("TRITIUM_PASS_CONFIG__ENABLE_CHANNELS_LAST", "0")
         assert "channels_last" not in names(tritium.CompilationConfig())
 

@@ -2,12 +2,13 @@
 
 1. `channels_last`         lay out regions of convolutions; before `fuse`, whose kernels are chosen by layout
 2. `fuse`                  recognise every fusion's sites; rewrite those an owned kernel takes over
-3. `nd_tiling_workaround`  and other passes of this package: rewrite, request configuration
-4. plug-ins' passes        in order of their names, then those given to the backend, in the order given
-5. fold                    take out the parameter-only part (enable_freezing), or what a pass asked for of it
-6. lower                   Inductor compiles, under the merged requests, and its Triton kernels are tiled (`tiling_policy`);
+3. `convolution_bias`      let rewritten norms add the biases of convolutions in front of them
+4. `nd_tiling_workaround`  and other passes of this package: rewrite, request configuration
+5. plug-ins' passes        in order of their names, then those given to the backend, in the order given
+6. fold                    take out the parameter-only part (enable_freezing), or what a pass asked for of it
+7. lower                   Inductor compiles, under the merged requests, and its Triton kernels are tiled (`tiling_policy`);
                            or engine `eager` runs the graph as it is
-7. capture                 record each call as a static device graph and replay it (`graphs`)
+8. capture                 record each call as a static device graph and replay it (`graphs`)
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch import fx
 from tritium import compat, whitebox
 from tritium import fusions as fusion_catalogue
 from tritium.catalog import Entry, plugins, unique
-from tritium.compiler import fuse, lay_out
+from tritium.compiler import fuse, hand_on, lay_out
 from tritium.compiler.capture import stage as capture
 from tritium.compiler.capture.split import Piece
 from tritium.compiler.draw import draw
@@ -53,7 +54,7 @@ UNTOUCHED = "graphs='only' captures the graph as it is"
 def passes_for(config: CompilationConfig, fusions: Sequence[Fusion], passes: Sequence[Pass]) -> list[Pass]:
     """Every pass a backend runs, in order."""
     own = [lay_out.PASS] if config.pass_config.enable_channels_last else []
-    own.append(fuse.make_pass([*fusion_catalogue.catalog().values(), *fusions]))
+    own += [fuse.make_pass([*fusion_catalogue.catalog().values(), *fusions]), hand_on.PASS]
     if config.pass_config.enable_nd_tiling_workaround:
         own.append(nd_tiling.PASS)
     here = Path(__file__)

@@ -23,3 +23,10 @@ def laid_as(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """`out`, copied where it does not lie as such a result."""
     promised = empty_as(x, out.dtype)
     return out if out.stride() == promised.stride() else promised.copy_(out)
+
+
+def with_offset(x: torch.Tensor, offset: torch.Tensor | None, dim: int = 1) -> torch.Tensor:
+    """`x` with one number a channel added, in the dtype of `x`."""
+    if offset is None:
+        return x
+    return x + offset.to(x.dtype).view([-1 if index == dim % x.ndim else 1 for index in range(x.ndim)])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
-from tritium.ops.memory_format import empty_as, laid_as
+from tritium.ops.memory_format import empty_as, laid_as, with_offset
 from tritium.ops.op import Sample
 
 
@@ -21,9 +21,10 @@ def reference(
     eps: float,
     silu: bool,
     out_dtype: torch.dtype | None,
+    offset: torch.Tensor | None = None,
 ) -> torch.Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
-    normed = F.normalize(x.to(wide), dim=dim, eps=eps) * scale * weight.to(wide) + shift
+    normed = F.normalize(with_offset(x.to(wide), offset, dim), dim=dim, eps=eps) * scale * weight.to(wide) + shift
     return laid_as(x, (F.silu(normed) if silu else normed).to(out_dtype or x.dtype))
 
 
@@ -36,8 +37,9 @@ def fake(
     eps: float,
     silu: bool,
     out_dtype: torch.dtype | None,
+    offset: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    del weight, scale, shift, dim, eps, silu
+    del weight, scale, shift, dim, eps, silu, offset
     return empty_as(x, out_dtype or x.dtype)
 
 
@@ -47,11 +49,12 @@ def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device=device_type, dtype=torch.float32).to(dtype)
 
-    def arguments(x: torch.Tensor, *, silu: bool = False, shift: float = 0.0) -> dict[str, Any]:
+    def arguments(x: torch.Tensor, *, silu: bool = False, shift: float = 0.0, offset: bool = False) -> dict[str, Any]:
         channels = x.shape[1]
         weight = random(channels, *[1] * (x.dim() - 2))
         numbers = {"scale": channels**0.5, "shift": shift, "dim": 1, "eps": 1e-12}
-        return {"x": x, "weight": weight, **numbers, "silu": silu, "out_dtype": None}
+        more = {"offset": random(channels)} if offset else {}
+        return {"x": x, "weight": weight, **numbers, "silu": silu, "out_dtype": None, **more}
 
     def last(x: torch.Tensor) -> torch.Tensor:
         return x.movedim(1, -1).contiguous().movedim(-1, 1)
@@ -69,6 +72,9 @@ def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
     yield Sample("more channels, channels last", arguments(last(random(1, 5120, 2, 2))))
     yield Sample("three tiles, channels last", arguments(last(random(1, 384, 3, 5, 7)), silu=True))
     yield Sample("some channels of more, channels last", arguments(last(random(2, 64, 5, 5))[:, :60], silu=True))
+    yield Sample("an offset", arguments(random(2, 63, 5, 7), silu=True, offset=True))
+    yield Sample("an offset, channels last", arguments(last(random(2, 63, 5, 7)), silu=True, offset=True))
+    yield Sample("an offset, three tiles, channels last", arguments(last(random(1, 96, 3, 5, 7)), offset=True))
     # Pixels that are zero everywhere stay so.
     yield Sample("zeros, channels last", arguments(last(random(1, 96, 4, 4)) * 0, silu=True))
     yield Sample("no frames", arguments(random(1, 96, 0, 5, 7)))

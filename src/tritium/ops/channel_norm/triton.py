@@ -33,12 +33,14 @@ def _kernel() -> Any:
     def channel_norm_kernel(  # type: ignore[no-untyped-def]
         x_ptr,
         weight_ptr,
+        offset_ptr,
         out_ptr,
         scale,
         shift,
         eps,
         count,
         CHANNELS: tl.constexpr,
+        HAS_OFFSET: tl.constexpr,
         SILU: tl.constexpr,
         PIXELS: tl.constexpr,
         TILE: tl.constexpr,
@@ -53,6 +55,8 @@ def _kernel() -> Any:
             columns = piece * TILE + lanes
             inside = (pixel < count) & (columns < CHANNELS)
             x = tl.load(x_ptr + pixel * CHANNELS + columns, mask=inside, other=0.0).to(tl.float32)
+            if HAS_OFFSET:
+                x += tl.load(offset_ptr + columns, mask=columns < CHANNELS, other=0.0).to(tl.float32)
             squares += x * x
             held += (x,)  # type: ignore[assignment]
         factor = scale / tl.maximum(tl.sqrt(tl.sum(squares, axis=1, keep_dims=True)), eps)
@@ -77,6 +81,7 @@ def run_triton(
     eps: float,
     silu: bool,
     out_dtype: torch.dtype | None,
+    offset: torch.Tensor | None = None,
 ) -> torch.Tensor:
     del dim
     out = empty_as(x, out_dtype or x.dtype)
@@ -90,9 +95,9 @@ def run_triton(
     count = x.numel() // channels
     grid = (-(-count // options["PIXELS"]),)
     numbers = (float(scale), float(shift), float(eps), count)
-    launch.start(
-        _kernel(), grid, together, weight.contiguous(), made, *numbers, CHANNELS=channels, SILU=silu, **options
-    )
+    of_channels = (weight.contiguous(), weight if offset is None else offset.contiguous())
+    given = {"CHANNELS": channels, "HAS_OFFSET": offset is not None, "SILU": silu}
+    launch.start(_kernel(), grid, together, *of_channels, made, *numbers, **given, **options)
     return out if made is out else out.copy_(made)
 
 
@@ -105,8 +110,9 @@ def decline_triton(
     eps: float,
     silu: bool,
     out_dtype: torch.dtype | None,
+    offset: torch.Tensor | None = None,
 ) -> str | None:
     del scale, shift, eps, silu, out_dtype
     if dim % x.ndim != 1 or not is_channels_last(x):
         return "the kernel wants the channels of a pixel together in memory"
-    return launch.cannot_launch(x, weight)
+    return launch.cannot_launch(x, weight, offset)

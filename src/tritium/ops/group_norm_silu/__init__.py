@@ -1,4 +1,6 @@
-"""`silu(group_norm(x))`, the pair in front of every convolution of a UNet or VAE, computed in float32 and rounded once.
+"""`silu(group_norm(x + offset))`, what stands in front of every convolution of a UNet or VAE, computed in float32 and rounded once.
+
+The offset is one number a channel: the bias of the convolution before, which this op adds on its way.
 
 The result lies in memory as `x` does: channels last if `x` is channels last, else contiguous.
 """
@@ -16,7 +18,8 @@ __all__ = ["OP", "TRIAL", "fake", "reference", "samples"]
 
 OP = Op(
     name="group_norm_silu",
-    schema="(Tensor x, int groups, Tensor? weight, Tensor? bias, float eps, ScalarType? out_dtype) -> Tensor",
+    schema="(Tensor x, int groups, Tensor? weight, Tensor? bias, float eps, ScalarType? out_dtype, "
+    "Tensor? offset=None) -> Tensor",
     reference=reference,
     fake=fake,
     samples=samples,

@@ -20,7 +20,9 @@ def run_cpu(
     bias: torch.Tensor | None,
     eps: float,
     out_dtype: torch.dtype | None,
+    offset: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    assert offset is None
     out = empty_as(x, out_dtype or x.dtype)
     if out.numel() == 0:
         return out
@@ -52,6 +54,9 @@ def decline_cpu(
     bias: torch.Tensor | None,
     eps: float,
     out_dtype: torch.dtype | None,
+    offset: torch.Tensor | None = None,
 ) -> str | None:
     del groups, eps
+    if offset is not None:
+        return "the kernel adds no offset: on a CPU a convolution adds its bias itself"
     return cpp.cannot_read(x.dtype, out_dtype) or cpp.cannot_run(x, weight, bias)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
-from tritium.ops.memory_format import empty_as, laid_as
+from tritium.ops.memory_format import empty_as, laid_as, with_offset
 from tritium.ops.op import Sample
 
 
@@ -19,10 +19,11 @@ def reference(
     bias: torch.Tensor | None,
     eps: float,
     out_dtype: torch.dtype | None,
+    offset: torch.Tensor | None = None,
 ) -> torch.Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     own = {name: part.to(wide) for name, part in (("weight", weight), ("bias", bias)) if part is not None}
-    out = F.silu(F.group_norm(x.to(wide), groups, eps=eps, **own)).to(out_dtype or x.dtype)
+    out = F.silu(F.group_norm(with_offset(x.to(wide), offset), groups, eps=eps, **own)).to(out_dtype or x.dtype)
     return laid_as(x, out)
 
 
@@ -33,8 +34,9 @@ def fake(
     bias: torch.Tensor | None,
     eps: float,
     out_dtype: torch.dtype | None,
+    offset: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    del groups, weight, bias, eps
+    del groups, weight, bias, eps, offset
     return empty_as(x, out_dtype or x.dtype)
 
 
@@ -44,10 +46,11 @@ def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device=device_type, dtype=torch.float32).to(dtype)
 
-    def arguments(x: torch.Tensor, groups: int, *, affine: bool = True) -> dict[str, Any]:
+    def arguments(x: torch.Tensor, groups: int, *, affine: bool = True, offset: bool = False) -> dict[str, Any]:
         channels = x.shape[1]
         weight, bias = (random(channels), random(channels)) if affine else (None, None)
-        return {"x": x, "groups": groups, "weight": weight, "bias": bias, "eps": 1e-6, "out_dtype": None}
+        more = {"offset": random(channels)} if offset else {}
+        return {"x": x, "groups": groups, "weight": weight, "bias": bias, "eps": 1e-6, "out_dtype": None, **more}
 
     def last(x: torch.Tensor) -> torch.Tensor:
         return x.movedim(1, -1).contiguous().movedim(-1, 1)
@@ -71,4 +74,8 @@ def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
     yield Sample("some channels of more, channels last", arguments(last(random(2, 64, 5, 5))[:, :60], 6))
     yield Sample("groups over several programs", arguments(random(2, 6, 61, 50), 2))
     yield Sample("groups over several programs, channels last", arguments(last(random(2, 60, 37, 23)), 6))
+    yield Sample("an offset", arguments(random(2, 60, 5, 7), 6, offset=True))
+    yield Sample("an offset, channels last", arguments(last(random(2, 63, 5, 7)), 7, offset=True, affine=False))
+    yield Sample("an offset, several programs", arguments(random(1, 6, 61, 50), 2, offset=True))
+    yield Sample("an offset, several programs, channels last", arguments(last(random(2, 60, 37, 23)), 6, offset=True))
     yield Sample("no images", arguments(random(0, 64, 4, 4), 32))

@@ -19,8 +19,9 @@ def shape(
     bias: torch.Tensor | None,
     eps: float,
     out_dtype: torch.dtype | None,
+    offset: torch.Tensor | None = None,
 ) -> Shape:
-    del weight, bias, eps, out_dtype
+    del weight, bias, eps, out_dtype, offset
     pixels = octave(present(x.shape[0]) * count(x.shape[2:]))
     layout = "channels_last" if is_channels_last(x) else "contiguous"
     return {"pixels": pixels, "channels": present(x.shape[1]), "groups": groups, "layout": layout}
@@ -52,12 +53,17 @@ def block(shape: Any, draw: Draw) -> tuple[Callable[..., Any], tuple[torch.Tenso
         inner, outer = (weight.to(memory_format=torch.channels_last) for weight in (inner, outer))
 
     def between(
-        x: torch.Tensor, inner: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, outer: torch.Tensor
+        x: torch.Tensor,
+        inner: torch.Tensor,
+        offset: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        outer: torch.Tensor,
     ) -> torch.Tensor:
-        x = F.conv2d(x, inner)
+        x = F.conv2d(x, inner, offset)
         return F.conv2d(F.silu(F.group_norm(x, groups, weight, bias, 1e-6)), outer)
 
-    return between, (_image(shape, few, draw), inner, given["weight"], given["bias"], outer)
+    return between, (_image(shape, few, draw), inner, draw(channels), given["weight"], given["bias"], outer)
 
 
 TRIAL = Trial(

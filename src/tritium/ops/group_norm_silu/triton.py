@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tritium.ops import launch
-from tritium.ops.memory_format import empty_as, is_channels_last
+from tritium.ops.memory_format import empty_as, is_channels_last, with_offset
 
 # A group this large still fits the registers of one program: one launch instead of two or three.
 WHOLE_GROUP = 8_192
@@ -134,6 +134,7 @@ def _whole_kernel() -> Any:
         x_ptr,
         weight_ptr,
         bias_ptr,
+        offset_ptr,
         out_ptr,
         eps,
         channels,
@@ -141,6 +142,7 @@ def _whole_kernel() -> Any:
         groups,
         HAS_WEIGHT: tl.constexpr,
         HAS_BIAS: tl.constexpr,
+        HAS_OFFSET: tl.constexpr,
         CHANNELS_LAST: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
@@ -162,6 +164,8 @@ def _whole_kernel() -> Any:
         weight_ptr += first_channel
         bias_ptr += first_channel
         x = tl.load(x_ptr + first + places, mask=inside, other=0.0).to(tl.float32)
+        if HAS_OFFSET:
+            x += tl.load(offset_ptr + first_channel + channel, mask=inside, other=0.0).to(tl.float32)
         _, mean, squares = merged(inside.to(tl.float32), x, tl.zeros([BLOCK], dtype=tl.float32), 0)
         y = (x - mean) * tl.rsqrt(squares / run + eps)
         if HAS_WEIGHT:
@@ -183,6 +187,7 @@ def _statistics_kernel() -> Any:
     @triton.jit  # type: ignore[untyped-decorator]
     def group_norm_silu_statistics_kernel(  # type: ignore[no-untyped-def]
         x_ptr,
+        offset_ptr,
         partials_ptr,
         length,
         width,
@@ -192,6 +197,7 @@ def _statistics_kernel() -> Any:
         further,
         units,
         plane,
+        HAS_OFFSET: tl.constexpr,
         UNIT: tl.constexpr,
         ROWS: tl.constexpr,
         COLUMNS: tl.constexpr,
@@ -230,6 +236,9 @@ def _statistics_kernel() -> Any:
             mean += apart * (1.0 / (full + 1))
             squares += apart * (x - mean)
             count += inside.to(tl.float32)
+        if HAS_OFFSET:
+            # A column is one channel's: an offset moves its mean, and no distance from it.
+            mean += tl.load(offset_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
         # Neighbours first: a thread has loaded them together, and the rest of the way there are fewer numbers to exchange.
         count = tl.reshape(count, [ROWS, COLUMNS // UNIT, UNIT])
         mean = tl.reshape(mean, [ROWS, COLUMNS // UNIT, UNIT])
@@ -324,6 +333,7 @@ def _pixels_kernel() -> Any:
         x_ptr,
         weight_ptr,
         bias_ptr,
+        offset_ptr,
         moments_ptr,
         out_ptr,
         length,
@@ -332,6 +342,7 @@ def _pixels_kernel() -> Any:
         parts,
         HAS_WEIGHT: tl.constexpr,
         HAS_BIAS: tl.constexpr,
+        HAS_OFFSET: tl.constexpr,
         ROWS: tl.constexpr,
         COLUMNS: tl.constexpr,
         STEPS: tl.constexpr,
@@ -346,6 +357,8 @@ def _pixels_kernel() -> Any:
         of_group = moments_ptr + 2 * (image * groups + columns // (channels // groups))
         mean = tl.load(of_group, mask=known, other=0.0)
         scale = tl.load(of_group + 1, mask=known, other=0.0)
+        if HAS_OFFSET:
+            mean -= tl.load(offset_ptr + columns, mask=known, other=0.0).to(tl.float32)
         if HAS_WEIGHT:
             scale = scale * tl.load(weight_ptr + columns, mask=known, other=0.0).to(tl.float32)
         shift = tl.zeros([COLUMNS], dtype=tl.float32)
@@ -371,26 +384,31 @@ def run_triton(
     bias: torch.Tensor | None,
     eps: float,
     out_dtype: torch.dtype | None,
+    offset: torch.Tensor | None = None,
 ) -> torch.Tensor:
     out = empty_as(x, out_dtype or x.dtype)
     if out.numel() == 0:
         return out
     channels_last = is_channels_last(x)
     x = x if channels_last else x.contiguous()
-    affine = tuple(x if part is None else part.contiguous() for part in (weight, bias))
-    given = {"HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None}
     images, channels = x.shape[:2]
     pixels = x.numel() // (images * channels)
     run = channels // groups * pixels
+    if offset is not None and run > WHOLE_GROUP and not channels_last:
+        # Whoever compiled this may lay out its input anew: statistics over planes do not know channels apart.
+        x, offset = with_offset(x.float(), offset), None
+    of_channels = tuple(x if part is None else part.contiguous() for part in (weight, bias, offset))
+    given = {"HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None, "HAS_OFFSET": offset is not None}
     if run <= WHOLE_GROUP:
         options = launch_options_whole(run)
         sizes = (float(eps), channels, pixels, groups)
         grid = (images * groups,)
-        launch.start(_whole_kernel(), grid, x, *affine, out, *sizes, CHANNELS_LAST=channels_last, **given, **options)
+        given["CHANNELS_LAST"] = channels_last
+        launch.start(_whole_kernel(), grid, x, *of_channels, out, *sizes, **given, **options)
     elif channels_last:
-        _run_pixels(x, affine, out, groups, float(eps), given)
+        _run_pixels(x, of_channels, out, groups, float(eps), given)
     else:
-        _run_planes(x, affine, out, groups, float(eps), given)
+        _run_planes(x, of_channels[:2], out, groups, float(eps), given)
     return out
 
 
@@ -413,17 +431,18 @@ def _run_planes(
     partials = launch.scratch(x, 3, rows * parts)
     # A part is tiles that lie together.
     sizes = (run, width, parts, steps, steps, 1, 1, rows * parts)
-    launch.start(_statistics_kernel(), (rows * parts,), x, partials, *sizes, UNIT=width, **options)
+    launch.start(_statistics_kernel(), (rows * parts,), x, x, partials, *sizes, HAS_OFFSET=False, UNIT=width, **options)
     options = launch_options_planes(pixels)
     programs = images * channels * -(-pixels // options["BLOCK"])
     shapes = (channels, pixels, channels // groups, parts, rows * parts)
     options["PARTIALS"] = min(PARTIALS, _power_of_two_from(parts))
-    launch.start(_planes_kernel(), (programs,), x, *affine, partials, out, eps, *shapes, **given, **options)
+    has = {name: given[name] for name in ("HAS_WEIGHT", "HAS_BIAS")}
+    launch.start(_planes_kernel(), (programs,), x, *affine, partials, out, eps, *shapes, **has, **options)
 
 
 def _run_pixels(
     x: torch.Tensor,
-    affine: tuple[torch.Tensor, ...],
+    of_channels: tuple[torch.Tensor, ...],
     out: torch.Tensor,
     groups: int,
     eps: float,
@@ -445,7 +464,8 @@ def _run_pixels(
     # Parts take turns: all programs read from one place of the image, which moves from its start to its end.
     sizes = (length, channels, parts, steps, 1, parts, units, plane)
     grid = (images * parts * blocks,)
-    launch.start(_statistics_kernel(), grid, x, partials, *sizes, UNIT=unit, **options)
+    has = {"HAS_OFFSET": given["HAS_OFFSET"]}
+    launch.start(_statistics_kernel(), grid, x, of_channels[2], partials, *sizes, **has, UNIT=unit, **options)
     moments = launch.scratch(x, images * groups, 2)
     parts *= units // groups
     block = min(COMBINED, _power_of_two_from(parts))
@@ -454,7 +474,7 @@ def _run_pixels(
     parts = -(-length // (channels * options["ROWS"] * PIXELS_STEPS))
     shapes = (length, channels, groups, parts)
     grid = (images * parts * blocks,)
-    launch.start(_pixels_kernel(), grid, x, *affine, moments, out, *shapes, STEPS=PIXELS_STEPS, **given, **options)
+    launch.start(_pixels_kernel(), grid, x, *of_channels, moments, out, *shapes, STEPS=PIXELS_STEPS, **given, **options)
 
 
 def decline_triton(
@@ -464,6 +484,7 @@ def decline_triton(
     bias: torch.Tensor | None,
     eps: float,
     out_dtype: torch.dtype | None,
+    offset: torch.Tensor | None = None,
 ) -> str | None:
     del groups, eps, out_dtype
-    return launch.cannot_launch(x, weight, bias)
+    return launch.cannot_launch(x, weight, bias, offset)

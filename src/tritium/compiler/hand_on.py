@@ -1,0 +1,92 @@
+"""Let a norm's kernel add the bias of the convolution in front of it.
+
+Before:  conv2d(x, w, b) -> tritium::group_norm_silu(., provider="triton")
+After:   conv2d(x, w)    -> tritium::group_norm_silu(., offset=b, provider="triton")
+
+On a GPU the bias of a convolution is an operation of its own. Inductor adds it inside of whatever kernel reads the result, and
+cannot inside of ours: it would read and write the whole picture once more for it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+
+from torch import fx
+
+from tritium import ops
+from tritium.compiler.layouts import is_channels_last
+from tritium.fusions.expression import argument, value_of
+from tritium.ops import REFERENCE, Op
+from tritium.passes import Applied, Decline, Pass, PassContext
+from tritium.tiling.predicates import spatial_convolutions
+
+OFFSET = "offset"
+
+ON_A_CPU = "on a CPU a convolution adds its bias itself"
+AS_EAGER_DOES = "engine 'eager' adds biases where the model does"
+NOTHING_TO_DO = "no kernel of ours reads what a convolution with a bias gives"
+READ_ELSEWHERE = "something else reads the convolution's result too"
+NOT_CHANNELS_LAST = "the kernel tells channels apart where they lie together, and here they do not"
+
+
+def gate(device_type: str, engine: str) -> str | None:
+    """Why biases stay where they are, or None.
+
+    >>> gate("cuda", "inductor")
+    >>> gate("cpu", "inductor")
+    'on a CPU a convolution adds its bias itself'
+    """
+    if engine == "eager":
+        return AS_EAGER_DOES
+    if device_type == "cpu":
+        return ON_A_CPU
+    return None if device_type == "cuda" else f"not measured on {device_type!r}"
+
+
+def run(graph: fx.Graph, context: PassContext) -> Applied | Decline:
+    reason = context.read_only or gate(context.device_type, context.config.engine)
+    if reason is not None:
+        return Decline(reason)
+    takers = {op.overload: op for op in ops.catalog().values() if OFFSET in inspect.signature(op.reference).parameters}
+    done, left = 0, Counter[str]()
+    for convolution in spatial_convolutions(graph):
+        if argument(convolution, 2, "bias") is None:
+            continue
+        readers = [user for user in convolution.users if user.target in takers and user.args[0] is convolution]
+        if not readers:
+            continue
+        reason = _obstacle(convolution, readers[0], takers[readers[0].target])
+        if reason is None:
+            _hand_on(convolution, readers[0])
+            done += 1
+        else:
+            left[reason] += 1
+    if done:
+        return Applied(f"the norms after {done} convolutions add their biases", left)
+    return Decline("; ".join(f"{count} biases: {reason}" for reason, count in left.items()) or NOTHING_TO_DO)
+
+
+def _obstacle(convolution: fx.Node, norm: fx.Node, op: Op) -> str | None:
+    if list(convolution.users) != [norm] or norm.all_input_nodes.count(convolution) != 1:
+        return READ_ELSEWHERE
+    if not is_channels_last(value_of(convolution)):
+        return NOT_CHANNELS_LAST
+    provider = norm.kwargs["provider"]
+    if provider == REFERENCE:
+        return f"{op.name!r} is computed by its reference"
+    given = dict(zip(inspect.signature(op.reference).parameters, norm.args, strict=False))
+    given[OFFSET] = argument(convolution, 2, "bias")
+    fakes = {name: value_of(value) if isinstance(value, fx.Node) else value for name, value in given.items()}
+    return ops.providers(op)[str(provider)].decline(**fakes)
+
+
+def _hand_on(convolution: fx.Node, norm: fx.Node) -> None:
+    norm.kwargs = {**norm.kwargs, OFFSET: argument(convolution, 2, "bias")}
+    if len(convolution.args) > 2:
+        convolution.update_arg(2, None)
+    else:
+        convolution.kwargs = {name: value for name, value in convolution.kwargs.items() if name != "bias"}
+
+
+PASS = Pass("convolution_bias", run)
