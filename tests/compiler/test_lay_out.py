@@ -8,6 +8,8 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import tritium
@@ -16,6 +18,7 @@ from folding import count_folding
 from small_codecs import CODECS, wan
 from tritium import compat
 from tritium.compiler import fold, lay_out
+from tritium.compiler.layouts import order_in_memory
 from tritium.compiler.pipeline import passes_for
 
 ON = tritium.CompilationConfig()
@@ -137,6 +140,51 @@ def test_a_video_decoded_frame_by_frame():
     entries = [entry for entry in tritium.explain(vae.decoder).passes if entry["name"] == "channels_last"]
     assert len(entries) > 1
     assert all(entry["summary"] for entry in entries)
+    # Frames are kept with the strides that the model gives them, and those are no reason to compute anything again.
+    norms = sum(type(module).__name__ == "WanRMS_norm" for module in vae.decoder.modules())
+    graphs = [[site.fusion for site in record.sites] for record in tritium.explain(vae.decoder).records]
+    assert [graph.count("channel_norm") for graph in graphs] == [norms] * len(graphs)
+
+
+class Frames(nn.Module):
+    """Frames are convolved one by one, and become a video, as in the upsampling of Wan's decoder."""
+
+    def __init__(self, *, bias: bool):
+        super().__init__()
+        self.of_frames = nn.Conv2d(3, 8, 3, padding=1, bias=bias)
+        self.of_video = nn.Conv3d(8, 8, 3, padding=1)
+
+    def forward(self, frames):
+        made = self.of_frames(frames)
+        video = made.view(1, -1, *made.shape[1:]).permute(0, 2, 1, 3, 4)
+        return self.of_video(F.silu(video)) + video
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_bias_before_views_is_added_in_the_layout_behind_them(bias, dynamic, tmp_path):
+    """Inductor would write the sum as it is before the views."""
+    model, frames = Frames(bias=bias), torch.randn(4, 3, 6, 8)
+    exact = copy.deepcopy(model).double()
+    config = EAGER.with_(graph_log_url=str(tmp_path))
+    compiled = torch.compile(model, backend=tritium.Backend(config), dynamic=dynamic)
+    with torch.no_grad():
+        expected, actual = model(frames), compiled(frames)
+    assert actual.stride() == expected.stride()
+    assert_no_worse(actual, expected, exact(frames.double()))
+    (text,) = [path.read_text() for path in tmp_path.rglob("01-channels_last-after.txt")]
+    views = re.findall(r"(\w+): .* = \.permute\(", text)
+    pinned = [name for name in re.findall(r"tritium\.channels_last\.default\((\w+)\)", text) if name in views]
+    assert len(pinned) == bias
+
+
+@given(st.permutations(range(4)), st.lists(st.integers(2, 5), min_size=4, max_size=4))
+def test_the_order_of_dims_in_memory(order, sizes):
+    packed = torch.empty(sizes)
+    value = packed.permute(*order)
+    assert value.permute(*order_in_memory(value)).stride() == packed.stride()
+    assert order_in_memory(value[:, ::2] if value.shape[1] > 2 else value.expand(2, *value.shape)) is None
 
 
 @pytest.mark.usefixtures("anywhere")

@@ -15,7 +15,6 @@ from collections import Counter
 from torch import fx
 
 from tritium import ops
-from tritium.compiler.layouts import is_channels_last
 from tritium.fusions.expression import argument, value_of
 from tritium.ops import REFERENCE, Op
 from tritium.passes import Applied, Decline, Pass, PassContext
@@ -27,7 +26,6 @@ ON_A_CPU = "on a CPU a convolution adds its bias itself"
 AS_EAGER_DOES = "engine 'eager' adds biases where the model does"
 NOTHING_TO_DO = "no kernel of ours reads what a convolution with a bias gives"
 READ_ELSEWHERE = "something else reads the convolution's result too"
-NOT_CHANNELS_LAST = "the kernel tells channels apart where they lie together, and here they do not"
 
 
 def gate(device_type: str, engine: str) -> str | None:
@@ -70,8 +68,6 @@ def run(graph: fx.Graph, context: PassContext) -> Applied | Decline:
 def _obstacle(convolution: fx.Node, norm: fx.Node, op: Op) -> str | None:
     if list(convolution.users) != [norm] or norm.all_input_nodes.count(convolution) != 1:
         return READ_ELSEWHERE
-    if not is_channels_last(value_of(convolution)):
-        return NOT_CHANNELS_LAST
     provider = norm.kwargs["provider"]
     if provider == REFERENCE:
         return f"{op.name!r} is computed by its reference"

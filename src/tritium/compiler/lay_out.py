@@ -27,7 +27,14 @@ from torch._dispatch.python import enable_python_dispatcher
 from tritium import compat
 from tritium.compiler.fold import mark_for_folding
 from tritium.compiler.laid_out import CHANNELS_LAST, FORMATS, make_known_to_inductor
-from tritium.compiler.layouts import is_channels_last, is_contiguous, same_kind, same_layout, tensors_of
+from tritium.compiler.layouts import (
+    is_channels_last,
+    is_contiguous,
+    order_in_memory,
+    same_kind,
+    same_layout,
+    tensors_of,
+)
 from tritium.fusions.expression import argument, mutated_arguments, same_shape, same_size, storages, value_of
 from tritium.passes import Applied, Decline, Pass, PassContext
 from tritium.tiling.predicates import spatial_convolutions
@@ -159,6 +166,8 @@ class _Rewriter:
                     self._shares.add(node)
                 else:
                     self._stop(node)
+        for node in chosen:
+            self._pin(node)
         self._sweep()
         return reasons
 
@@ -368,7 +377,8 @@ class _Rewriter:
 
     def _is_view(self, node: fx.Node) -> bool:
         """Whether the model's own value lies in the memory of an input."""
-        sources = self._arguments[node]
+        # What was inserted here is a copy.
+        sources = self._arguments.get(node, ())
         return bool(self._storages([node]) & self._storages(_nodes_in(sources)))
 
     # --- conversions ---
@@ -401,6 +411,28 @@ class _Rewriter:
             self._channels_last[node] = node if same_layout(value_of(made), value_of(node)) else made
         return self._channels_last[node]
 
+    def _pin(self, convolution: fx.Node) -> None:
+        """Write down what a convolution gives to views alone, as frames that become a video, in the layout that it has there.
+
+        Inductor adds the bias behind the convolution, and would lay out the sum as what it is before the views: packed. Every
+        reader would then read across that. Where there is no bias, the views are of the convolution's own memory.
+        """
+        if argument(convolution, 2, "bias") is None:
+            return
+        last = convolution
+        while len(last.users) == 1 and self._is_view(reader := next(iter(last.users))):
+            last = reader
+        readers = list(last.users)
+        if last is convolution or last not in self._moved or not is_channels_last(value_of(last)):
+            return
+        with self.graph.inserting_after(last):
+            made = self.graph.call_function(CHANNELS_LAST, (last,))
+        with _as_dynamo_does(value_of(last)):
+            made.meta["example_value"] = CHANNELS_LAST(value_of(last))
+        made.meta |= _origin(last)
+        for reader in readers:
+            reader.replace_input_with(last, made)
+
     def _sweep(self) -> None:
         """Take out conversions for convolutions that were given up."""
         for node in reversed(self._inserted):
@@ -427,13 +459,32 @@ class _Rewriter:
             return node
         view = shared and self._is_view(node)
         if (node, view) not in self._restored:
-            if is_contiguous(self._value[node]) and not view:
-                made = self._insert(place, node, "clone", torch.contiguous_format)
+            order = None if view else order_in_memory(self._value[node])
+            if order is not None:
+                made = self._packed_in(order, node, place)
                 self._exits.append(made)
             else:
                 made = self._repeat(node, place, shared)
             self._restored[node, view] = made
         return self._restored[node, view]
+
+    def _packed_in(self, order: Sequence[int], node: fx.Node, place: fx.Node) -> fx.Node:
+        """A copy whose dims lie in memory in an order."""
+        if list(order) == sorted(order):
+            return self._insert(place, node, "clone", torch.contiguous_format)
+        inserted = self._transposed(node, order, place)
+        inserted = self._insert(place, inserted, "clone", torch.contiguous_format)
+        return self._transposed(inserted, [list(order).index(dim) for dim in range(len(order))], place)
+
+    def _transposed(self, node: fx.Node, order: Sequence[int], place: fx.Node) -> fx.Node:
+        with self.graph.inserting_before(place):
+            made = self.graph.call_method("permute", (node, *order))
+        value = value_of(node)
+        with _as_dynamo_does(value):
+            made.meta["example_value"] = value.permute(*order)
+        made.meta |= _origin(place)
+        self._inserted.append(made)
+        return made
 
     def _repeat(self, node: fx.Node, place: fx.Node, shared: bool) -> fx.Node:
         """The node once more, as Dynamo made it: a transposed view, say, of what now is transposed itself."""

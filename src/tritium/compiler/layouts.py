@@ -10,6 +10,7 @@ import torch
 
 from tritium.compiler.laid_out import FORMATS
 from tritium.fusions.expression import same_shape, same_size
+from tritium.ops.op import present
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
@@ -27,6 +28,23 @@ def packed(shape: Sequence[Any]) -> list[Any]:
 def is_contiguous(value: Any) -> bool:
     """Whether strides are exactly those that packing gives, for every value of symbolic sizes; no guard is added."""
     return isinstance(value, torch.Tensor) and same_shape(value.stride(), packed(value.shape))
+
+
+def order_in_memory(value: Any) -> list[int] | None:
+    """The order of dims in which a tensor is packed, from the one farthest apart; None if it is not, or not known to be.
+
+    >>> order_in_memory(torch.empty(2, 3, 4, 5)), order_in_memory(torch.empty(2, 3, 4, 5).permute(0, 3, 1, 2))
+    ([0, 1, 2, 3], [0, 2, 3, 1])
+    >>> order_in_memory(torch.empty(2, 3, 8)[..., ::2])
+    """
+    if not isinstance(value, torch.Tensor):
+        return None
+    if is_contiguous(value):
+        return list(range(value.dim()))
+    strides = [present(stride) for stride in value.stride()]
+    order = sorted(range(value.dim()), key=lambda dim: -strides[dim])
+    ordered = [[of_dims[dim] for dim in order] for of_dims in (value.shape, value.stride())]
+    return order if same_shape(ordered[1], packed(ordered[0])) else None
 
 
 def is_channels_last(value: Any) -> bool:

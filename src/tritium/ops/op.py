@@ -111,6 +111,8 @@ class Op:
     samples: Callable[[torch.dtype, str], Iterator[Sample]]
     providers: tuple[Provider, ...] = ()
     keeps_strides: bool = False
+    # Whether the providers are as fast on whatever layout Inductor gives their inputs: it is then asked for none.
+    any_layout: bool = False
     # None: owned providers are used where they are pinned, never by themselves.
     trial: Trial | None = None
 
@@ -178,9 +180,9 @@ class Registration:
             inputs, arrow, outputs = op.schema.partition(" -> ")
             if not arrow or not inputs.endswith(")"):
                 raise CatalogError(f"op {op.name!r}: schema {op.schema!r} must look like '(Tensor x) -> Tensor'")
-            # Inductor lays out what it computes as it likes. Ops whose results lie as their inputs do follow it; the
-            # others read rows, and a transposed input would cost them a copy that Inductor can fuse.
-            tags = (torch.Tag.flexible_layout if op.keeps_strides else torch.Tag.needs_fixed_stride_order,)
+            # Inductor lays out what it computes as it likes. Most ops read rows, or the channels of a pixel: another layout
+            # would cost them a copy, which Inductor can fuse into what it computes before.
+            tags = (torch.Tag.flexible_layout if op.any_layout else torch.Tag.needs_fixed_stride_order,)
             self._library.define(f"{op.name}{inputs[:-1]}, *, str provider) -> {outputs}", tags=tags)
             launch = functools.partial(_launch, op, providers[op.name])
             self._library.impl(op.name, launch, "CompositeExplicitAutograd")

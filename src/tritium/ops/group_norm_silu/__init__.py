@@ -28,5 +28,6 @@ OP = Op(
         Provider("cpu", "group_norm_silu", run_cpu, decline_cpu),
     ),
     keeps_strides=True,
+    any_layout=True,
     trial=TRIAL,
 )

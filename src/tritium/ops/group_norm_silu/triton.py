@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tritium.ops import launch
-from tritium.ops.memory_format import empty_as, is_channels_last, with_offset
+from tritium.ops.memory_format import empty_as, is_channels_last
 
 # A group this large still fits the registers of one program: one launch instead of two or three.
 WHOLE_GROUP = 8_192
@@ -197,12 +197,16 @@ def _statistics_kernel() -> Any:
         further,
         units,
         plane,
+        channels,
         HAS_OFFSET: tl.constexpr,
+        PLANES: tl.constexpr,
         UNIT: tl.constexpr,
         ROWS: tl.constexpr,
         COLUMNS: tl.constexpr,
     ):
         """Count, mean and squared distances for every `UNIT` neighbouring columns of a matrix of `length` numbers.
+
+        With an offset a column is one channel's, or with PLANES the matrix is: it moves means, and no distance from them.
 
         A part is up to `steps` tiles: its first lies `apart_by` after that of the part before it, its next `further` on.
         """
@@ -237,8 +241,10 @@ def _statistics_kernel() -> Any:
             squares += apart * (x - mean)
             count += inside.to(tl.float32)
         if HAS_OFFSET:
-            # A column is one channel's: an offset moves its mean, and no distance from it.
-            mean += tl.load(offset_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
+            if PLANES:
+                mean += tl.load(offset_ptr + matrix % channels).to(tl.float32)
+            else:
+                mean += tl.load(offset_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
         # Neighbours first: a thread has loaded them together, and the rest of the way there are fewer numbers to exchange.
         count = tl.reshape(count, [ROWS, COLUMNS // UNIT, UNIT])
         mean = tl.reshape(mean, [ROWS, COLUMNS // UNIT, UNIT])
@@ -290,6 +296,7 @@ def _planes_kernel() -> Any:
         x_ptr,
         weight_ptr,
         bias_ptr,
+        offset_ptr,
         partials_ptr,
         out_ptr,
         eps,
@@ -300,6 +307,7 @@ def _planes_kernel() -> Any:
         plane,
         HAS_WEIGHT: tl.constexpr,
         HAS_BIAS: tl.constexpr,
+        HAS_OFFSET: tl.constexpr,
         BLOCK: tl.constexpr,
         PARTIALS: tl.constexpr,
     ):
@@ -311,6 +319,8 @@ def _planes_kernel() -> Any:
         inside = lanes < pixels - tile * BLOCK
         x = tl.load(x_ptr + places, mask=inside, other=0.0).to(tl.float32)
         mean, scale = moments(partials_ptr, plane, row // group_channels * parts, parts, eps, PARTIALS)
+        if HAS_OFFSET:
+            mean -= tl.load(offset_ptr + row % channels).to(tl.float32)
         if HAS_WEIGHT:
             scale = scale * tl.load(weight_ptr + row % channels).to(tl.float32)
         y = (x - mean) * scale
@@ -394,9 +404,6 @@ def run_triton(
     images, channels = x.shape[:2]
     pixels = x.numel() // (images * channels)
     run = channels // groups * pixels
-    if offset is not None and run > WHOLE_GROUP and not channels_last:
-        # Whoever compiled this may lay out its input anew: statistics over planes do not know channels apart.
-        x, offset = with_offset(x.float(), offset), None
     of_channels = tuple(x if part is None else part.contiguous() for part in (weight, bias, offset))
     given = {"HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None, "HAS_OFFSET": offset is not None}
     if run <= WHOLE_GROUP:
@@ -408,13 +415,13 @@ def run_triton(
     elif channels_last:
         _run_pixels(x, of_channels, out, groups, float(eps), given)
     else:
-        _run_planes(x, of_channels[:2], out, groups, float(eps), given)
+        _run_planes(x, of_channels, out, groups, float(eps), given)
     return out
 
 
 def _run_planes(
     x: torch.Tensor,
-    affine: tuple[torch.Tensor, ...],
+    of_channels: tuple[torch.Tensor, ...],
     out: torch.Tensor,
     groups: int,
     eps: float,
@@ -422,22 +429,26 @@ def _run_planes(
 ) -> None:
     images, channels = x.shape[:2]
     pixels = x.numel() // (images * channels)
-    rows, run = images * groups, channels // groups * pixels
+    # A group lies as one run. With an offset each of its channels has statistics of its own, which lie together too.
+    members = channels // groups if given["HAS_OFFSET"] else 1
+    rows, run = images * groups * members, channels // groups * pixels // members
     options = launch_options_run()
     width = options["COLUMNS"]
     tiles = -(-run // (width * options["ROWS"]))
     steps = -(-tiles // statistics_parts(tiles, rows))
     parts = -(-tiles // steps)
-    partials = launch.scratch(x, 3, rows * parts)
+    plane = rows * parts
+    partials = launch.scratch(x, 3, plane)
     # A part is tiles that lie together.
-    sizes = (run, width, parts, steps, steps, 1, 1, rows * parts)
-    launch.start(_statistics_kernel(), (rows * parts,), x, x, partials, *sizes, HAS_OFFSET=False, UNIT=width, **options)
+    sizes = (run, width, parts, steps, steps, 1, 1, plane, channels)
+    how = {"HAS_OFFSET": given["HAS_OFFSET"], "PLANES": True, "UNIT": width}
+    launch.start(_statistics_kernel(), (plane,), x, of_channels[2], partials, *sizes, **how, **options)
     options = launch_options_planes(pixels)
     programs = images * channels * -(-pixels // options["BLOCK"])
-    shapes = (channels, pixels, channels // groups, parts, rows * parts)
+    parts *= members
+    shapes = (channels, pixels, channels // groups, parts, plane)
     options["PARTIALS"] = min(PARTIALS, _power_of_two_from(parts))
-    has = {name: given[name] for name in ("HAS_WEIGHT", "HAS_BIAS")}
-    launch.start(_planes_kernel(), (programs,), x, *affine, partials, out, eps, *shapes, **has, **options)
+    launch.start(_planes_kernel(), (programs,), x, *of_channels, partials, out, eps, *shapes, **given, **options)
 
 
 def _run_pixels(
@@ -462,10 +473,10 @@ def _run_pixels(
     plane = images * parts * units
     partials = launch.scratch(x, 3, plane)
     # Parts take turns: all programs read from one place of the image, which moves from its start to its end.
-    sizes = (length, channels, parts, steps, 1, parts, units, plane)
+    sizes = (length, channels, parts, steps, 1, parts, units, plane, channels)
     grid = (images * parts * blocks,)
-    has = {"HAS_OFFSET": given["HAS_OFFSET"]}
-    launch.start(_statistics_kernel(), grid, x, of_channels[2], partials, *sizes, **has, UNIT=unit, **options)
+    how = {"HAS_OFFSET": given["HAS_OFFSET"], "PLANES": False, "UNIT": unit}
+    launch.start(_statistics_kernel(), grid, x, of_channels[2], partials, *sizes, **how, **options)
     moments = launch.scratch(x, images * groups, 2)
     parts *= units // groups
     block = min(COMBINED, _power_of_two_from(parts))

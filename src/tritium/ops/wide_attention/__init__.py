@@ -21,5 +21,6 @@ OP = Op(
     samples=samples,
     providers=(Provider("products", "wide_attention", run_products, decline_products),),
     keeps_strides=True,
+    any_layout=True,
     trial=TRIAL,
 )
