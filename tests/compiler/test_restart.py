@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+import tritium
 from tritium import compat
 from tritium.compiler import lower
 
@@ -52,3 +53,20 @@ def test_a_failed_hash_is_left_to_who_needs_it(monkeypatch):
         thread.join()
     assert len(asked) == 1
     assert asked[0] is not threading.current_thread()
+
+
+def test_functions_are_named_for_readers_of_the_log_alone():
+    import torch._logging
+    from torch._dynamo import symbolic_convert
+
+    tritium.Backend()
+    line = test_functions_are_named_for_readers_of_the_log_alone.__code__.co_firstlineno + 1
+    assert symbolic_convert.get_funcname(__file__, line) is None
+    torch._logging.set_logs(trace_call=True)
+    try:
+        assert (
+            symbolic_convert.get_funcname(__file__, line)
+            == test_functions_are_named_for_readers_of_the_log_alone.__name__
+        )
+    finally:
+        torch._logging.set_logs()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
 import re
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -53,12 +54,37 @@ def is_compiling() -> bool:
 
 def graphs_compiled() -> int:
     """How many graphs Dynamo has handed to any backend in this process."""
-    return int(importlib.import_module("torch._dynamo.utils").counters["stats"]["unique_graphs"])
+    return int(_utils().counters["stats"]["unique_graphs"])
+
+
+@functools.cache
+def _utils() -> Any:
+    """Loaded late, because it takes long; asked for in every call of a part."""
+    return importlib.import_module("torch._dynamo.utils")
+
+
+def name_functions_only_for_readers() -> None:
+    """Let Dynamo look up the function around each line that it traces only while somebody reads the log that names it.
+
+    It tokenises every file of a model for that, in every process: half a second of a start that finds all kernels compiled.
+    """
+    module: Any = importlib.import_module("torch._dynamo.symbolic_convert")
+    state: Any = importlib.import_module("torch._logging._internal").log_state
+    original = getattr(module, "get_funcname", None)
+    if original is None or hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def get_funcname(filename: str, lineno: int) -> str | None:
+        read = any(map(state.is_artifact_enabled, ("trace_call", "trace_source")))
+        return cast("str | None", original(filename, lineno)) if read else None
+
+    module.get_funcname = get_funcname
 
 
 def guard_failures(code: CodeType) -> list[str]:
     """Why the compiled versions of a frame did not fit, oldest first, as Dynamo words it."""
-    return list(importlib.import_module("torch._dynamo.utils").guard_failures.get(code, ()))
+    return list(_utils().guard_failures.get(code, ()))
 
 
 def with_code_of_its_own(function: FunctionType) -> FunctionType:
