@@ -7,7 +7,6 @@ storage, so there need not be one. What Inductor asks the driver about is answer
 from __future__ import annotations
 
 import contextlib
-import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -46,8 +45,13 @@ class _Generated(Exception):
     """Code generation is over."""
 
 
+# What was generated last to call the kernels, one text a graph.
+WRAPPERS: list[str] = []
+
+
 def _stop(lowering: GraphLowering) -> None:
-    lowering.codegen()
+    code, *_ = lowering.codegen()
+    WRAPPERS.append(getattr(code, "value", str(code)))
     raise _Generated
 
 
@@ -92,11 +96,16 @@ def generated(
     *inputs: torch.Tensor,
     device: str = "cuda",
     dynamic: dict[int, Sequence[int]] | None = None,
+    rewrite: Callable[[fx.Graph], None] | None = None,
     **settings: Any,
 ) -> KernelObserver:
-    """What code generation makes of a function; `dynamic` are the dims of inputs, by their place, of no fixed size."""
+    """What code generation makes of a function; `dynamic` are the dims of inputs, by their place, of no fixed size.
+
+    `rewrite` changes Dynamo's graph before Inductor gets it.
+    """
     observer = KernelObserver(device)
     torch._dynamo.reset()
+    WRAPPERS.clear()
     marks = [(inputs[index], dim) for index, dims in (dynamic or {}).items() for dim in dims]
 
     def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -107,7 +116,12 @@ def generated(
                 example_inputs = [_on_gpu(value) for value in example_inputs]
             return compile_fx.compile_fx_inner(gm, example_inputs, **kwargs)
 
-    backend = functools.partial(compile_fx.compile_fx, inner_compile=inner)
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        if rewrite is not None:
+            rewrite(gm.graph)
+            gm.recompile()
+        return compile_fx.compile_fx(gm, example_inputs, inner_compile=inner)
+
     quiet = inductor.patch({"fx_graph_cache": False, "compile_threads": 1, **settings})
     stopped = mock.patch.object(GraphLowering, "compile_to_module", _stop)
     with quiet, stopped, compat.marked_dynamic(marks), torch.inference_mode():

@@ -1,16 +1,22 @@
 """Biases of convolutions that the norm after them adds: the same numbers, and only where nobody else needs them."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import codegen
 import tritium
 from fidelity import assert_no_worse
 from interpreter import interpreted
-from small_codecs import CODECS
+from small_codecs import CODECS, wan
 from tritium import device
 from tritium.compiler import hand_on, lay_out
+from tritium.compiler.pipeline import passes_for
+from tritium.ops import launch
+from tritium.passes import PassContext
 
 needs_triton = pytest.mark.skipif(not device.has_triton(), reason="triton is not installed")
 
@@ -83,10 +89,10 @@ def said(compiled) -> str:
     return entry["declined"] or entry["summary"]
 
 
-def everywhere():
+def everywhere(replace=setattr):
     """Both passes also on this CPU and with this engine, where they would decline."""
-    lay_out.gate = lambda device_type, fidelity: None
-    hand_on.gate = lambda device_type, engine: None
+    replace(lay_out, "gate", lambda device_type, fidelity: None)
+    replace(hand_on, "gate", lambda device_type, engine: None)
 
 
 def check_rules() -> int:
@@ -154,6 +160,51 @@ def test_a_cpu_declines():
     with torch.inference_mode():
         compiled(torch.randn(1, 3, 8, 8))
     assert said(compiled) == hand_on.AS_EAGER_DOES
+
+
+def lays_out_like_cudnn(x, weight, backend):
+    layout = lay_out.FORMATS[weight.dim()]
+    wanted = any(side.is_contiguous(memory_format=layout) for side in (x, weight))
+    return layout if wanted else torch.contiguous_format
+
+
+def test_no_norm_of_wan_s_decoder_is_handed_another_layout(monkeypatch):
+    """What is generated for the frames after the first: a norm that gets packed pixels would copy them there and back."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch._C, "_conv_determine_backend_memory_format", lays_out_like_cudnn)
+    monkeypatch.setattr(launch, "cannot_launch", lambda *tensors: None)
+    everywhere(monkeypatch.setattr)
+    decoder, frame = wan().decoder, torch.randn(1, 4, 1, 6, 8)
+    cache = [None] * sum(isinstance(module, nn.Conv3d) for module in decoder.modules())
+    with torch.inference_mode():
+        for first in (True, False):
+            decoder(frame, feat_cache=cache, feat_idx=[0], first_chunk=first)
+    kept = [index for index, value in enumerate(cache) if isinstance(value, torch.Tensor)]
+
+    def next_frame(frame, *frames):
+        known = list(cache)
+        for index, value in zip(kept, frames, strict=True):
+            known[index] = value
+        return decoder(frame, feat_cache=known, feat_idx=[0]), *(known[index] for index in kept)
+
+    taken = []
+
+    def rewrite(graph):
+        config = tritium.CompilationConfig(force_provider=PINNED)
+        context = PassContext(config, "cuda")
+        for entry in passes_for(config, (), ()):
+            entry.run(graph, context)
+        taken.extend(site for site in context.sites if site.provider == "triton")
+
+    inputs = [frame, *(cache[index].clone() for index in kept)]
+    sizes = dict.fromkeys(range(len(inputs)), (3, 4))
+    codegen.generated(next_frame, *inputs, dynamic=sizes, rewrite=rewrite)
+    (wrapper,) = codegen.WRAPPERS
+    strides = re.findall(r"assert_size_stride\(\w+, \([^)]*\), \(([^)]*)\), 'torch.ops.tritium.channel_norm", wrapper)
+    norms = sum(type(module).__name__ == "WanRMS_norm" for module in decoder.modules())
+    # One stays as it is: what comes from attention has another stride for its one frame.
+    assert len(strides) == len(taken) == norms - 1
+    assert all(stride.split(", ")[1] == "1" for stride in strides), strides
 
 
 @pytest.mark.gpu

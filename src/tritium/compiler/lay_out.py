@@ -166,8 +166,9 @@ class _Rewriter:
                     self._shares.add(node)
                 else:
                     self._stop(node)
-        for node in chosen:
-            self._pin(node)
+        for node in convolutions:
+            if node in chosen:
+                self._pin(node)
         self._sweep()
         return reasons
 
