@@ -139,7 +139,7 @@ def test_rules():
 
 @needs_triton
 @pytest.mark.parametrize(
-    "name", ["kl_decoder", "wan_decoder", pytest.param("qwen_image_decoder", marks=pytest.mark.thorough)]
+    "name", [pytest.param(name, marks=() if name == "kl_decoder" else pytest.mark.thorough) for name in DECODERS]
 )
 def test_decoders(name):
     assert interpreted("compiler.test_hand_on", "check_decoder", repr(name)) == DECODERS[name]

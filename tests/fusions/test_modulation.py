@@ -402,6 +402,7 @@ class TestExact:
         assert torch.equal(x, torch.ones(3, 4))
 
 
+@pytest.mark.thorough
 def test_a_model_of_57_blocks_is_recognised_whole():
     from small_models import flux, flux_inputs
 
