@@ -13,21 +13,19 @@ is never laid out anew.
 
 from __future__ import annotations
 
-import contextlib
-import operator
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
 
 from tritium import compat
 from tritium.compiler.fold import mark_for_folding
+from tritium.compiler.followers import DROPOUTS, FOLLOWERS, JOINS, QUERIES
 from tritium.compiler.laid_out import CHANNELS_LAST, FORMATS, make_known_to_inductor
 from tritium.compiler.layouts import (
+    as_dynamo_does,
     is_channels_last,
     is_contiguous,
     order_in_memory,
@@ -52,33 +50,6 @@ NO_TENSOR_CORES = "float32 without TF32 runs on no tensor cores, and those are w
 NO_BATCH = "its input has no batch dim"
 NOT_FOLLOWED = "its result is not the one Dynamo saw (autocast?), so its layout cannot be followed"
 NOT_RESTORABLE = "the model gives its result strides that could not be restored"
-
-_FOLLOWERS = """
-    add sub mul div true_divide truediv neg pow square sqrt rsqrt exp sigmoid tanh abs clamp clamp_min clamp_max minimum
-    maximum where addcmul lerp silu relu relu6 gelu leaky_relu elu mish hardswish hardsigmoid softplus dropout
-    to float half bfloat16 type_as detach clone contiguous
-    pad interpolate cat concat concatenate group_norm layer_norm rms_norm normalize linear mean sum amax amin
-    avg_pool2d avg_pool3d permute transpose swapaxes swapdims movedim moveaxis reshape view flatten unflatten squeeze
-    unsqueeze expand repeat repeat_interleave stack chunk split split_with_sizes unbind getitem select narrow flip
-    pixel_shuffle pixel_unshuffle
-""".split()  # noqa: SIM905 - a text of names, not one a line
-_JOINS = frozenset({torch.cat, torch.concat, torch.concatenate})
-
-# What computes the same values from any strides, as functions and as methods' names.
-FOLLOWERS = frozenset(
-    {
-        *_FOLLOWERS,
-        *(
-            getattr(space, name)
-            for space in (torch, F, torch._C._nn, operator)
-            for name in _FOLLOWERS
-            if hasattr(space, name)
-        ),
-    }
-)
-_DROPOUTS = frozenset({F.dropout, torch.dropout})
-# What reads sizes and no memory.
-_QUERIES = frozenset({"size", "dim", "numel", "ndimension"})
 
 
 def gate(device_type: str, fidelity: str) -> str | None:
@@ -211,7 +182,7 @@ class _Rewriter:
             return False
         if mutated_arguments(node) or self._is_written(node):
             return False
-        if node.target in _DROPOUTS and argument(node, 2, "training", node.kwargs.get("train", True)) is not False:
+        if node.target in DROPOUTS and argument(node, 2, "training", node.kwargs.get("train", True)) is not False:
             # Random numbers are drawn in the order of memory.
             return False
         # `x.view(dtype)` reads bits.
@@ -266,11 +237,7 @@ class _Rewriter:
                 continue
             value = self._value[node]
             place = first if node.op in ("placeholder", "get_attr") else node.next
-            with self.graph.inserting_before(place):
-                made = self.graph.call_function(CHANNELS_LAST, (node,))
-            with _as_dynamo_does(value):
-                made.meta["example_value"] = CHANNELS_LAST(value)
-            made.meta |= _origin(readers[0])
+            made = self._written_down(node, place, readers[0])
             self._value[made], self._arguments[made] = value, (made.args, made.kwargs)
             self._restored |= {(made, False): node, (made, True): node}
             self._moved.add(made)
@@ -283,7 +250,7 @@ class _Rewriter:
     def _reads_picture(self, node: fx.Node, source: fx.Node) -> bool:
         """Whether an operation takes a picture or video, by itself, to another of as many channels."""
         value, result = self._value[source], self._value[node]
-        if value.dim() not in FORMATS or value.dim() != result.dim() or node.target in _JOINS:
+        if value.dim() not in FORMATS or value.dim() != result.dim() or node.target in JOINS:
             return False
         pixels = any(not same_size(size, 1) for size in value.shape[2:])
         return pixels and not same_size(value.shape[1], 1) and same_size(value.shape[1], result.shape[1])
@@ -307,7 +274,7 @@ class _Rewriter:
 
     def _follow(self, node: fx.Node, wanted: bool) -> None:
         tensors = tensors_of(self._value[node])
-        if not tensors and (node.target in _QUERIES or node.target is getattr):
+        if not tensors and (node.target in QUERIES or node.target is getattr):
             return
         if not tensors or not self._can_follow(node):
             self._stop(node)
@@ -339,7 +306,7 @@ class _Rewriter:
         result = self._value[node]
         if not isinstance(result, torch.Tensor) or result.dim() not in FORMATS:
             return []
-        joins = node.target in _JOINS
+        joins = node.target in JOINS
         full = [
             source
             for source in node.all_input_nodes
@@ -356,7 +323,7 @@ class _Rewriter:
         """What a node gives for the values its inputs have now; None where that is not what Dynamo saw but for strides."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: value_of(swap.get(source, source)))
         try:
-            with _as_dynamo_does(self._value[node]):
+            with as_dynamo_does(self._value[node]):
                 if node.op == "call_method":
                     made = getattr(args[0], str(node.target))(*args[1:], **kwargs)
                 else:
@@ -388,10 +355,20 @@ class _Rewriter:
         with self.graph.inserting_before(place):
             made = self.graph.call_method(method, (source,), {"memory_format": memory_format})
         value = value_of(source)
-        with _as_dynamo_does(value):
+        with as_dynamo_does(value):
             made.meta["example_value"] = getattr(value, method)(memory_format=memory_format)
         made.meta |= _origin(place)
         self._inserted.append(made)
+        return made
+
+    def _written_down(self, source: fx.Node, place: fx.Node, origin: fx.Node) -> fx.Node:
+        """A copy of a value with its channels innermost."""
+        with self.graph.inserting_before(place):
+            made = self.graph.call_function(CHANNELS_LAST, (source,))
+        value = value_of(source)
+        with as_dynamo_does(value):
+            made.meta["example_value"] = CHANNELS_LAST(value)
+        made.meta |= _origin(origin)
         return made
 
     def _as_channels_last(self, node: fx.Node, place: fx.Node) -> fx.Node:
@@ -426,11 +403,7 @@ class _Rewriter:
         readers = list(last.users)
         if last is convolution or last not in self._moved or not is_channels_last(value_of(last)):
             return
-        with self.graph.inserting_after(last):
-            made = self.graph.call_function(CHANNELS_LAST, (last,))
-        with _as_dynamo_does(value_of(last)):
-            made.meta["example_value"] = CHANNELS_LAST(value_of(last))
-        made.meta |= _origin(last)
+        made = self._written_down(last, last.next, last)
         for reader in readers:
             reader.replace_input_with(last, made)
 
@@ -481,7 +454,7 @@ class _Rewriter:
         with self.graph.inserting_before(place):
             made = self.graph.call_method("permute", (node, *order))
         value = value_of(node)
-        with _as_dynamo_does(value):
+        with as_dynamo_does(value):
             made.meta["example_value"] = value.permute(*order)
         made.meta |= _origin(place)
         self._inserted.append(made)
@@ -523,12 +496,3 @@ def _nodes_in(arguments: Any) -> list[fx.Node]:
 
 def _name(node: fx.Node) -> str:
     return "output" if node.op == "output" else str(getattr(node.target, "__name__", node.target))
-
-
-@contextlib.contextmanager
-def _as_dynamo_does(value: Any) -> Iterator[None]:
-    """Compute on fake tensors of a value's kind without asking for more of symbolic sizes than Dynamo did."""
-    mode = next(tensor.fake_mode for tensor in tensors_of(value) if hasattr(tensor, "fake_mode"))
-    # Without its dispatcher some operators' C++ turns a symbolic size into the number it has now.
-    with mode, torch.no_grad(), enable_python_dispatcher():
-        yield

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 
 from tritium.compiler.laid_out import FORMATS
 from tritium.fusions.expression import same_shape, same_size
@@ -72,3 +74,12 @@ def same_kind(left: Any, right: Any) -> bool:
         one.dtype == other.dtype and one.device == other.device and same_shape(one.shape, other.shape)
         for one, other in zip(ours, theirs, strict=True)
     )
+
+
+@contextlib.contextmanager
+def as_dynamo_does(value: Any) -> Iterator[None]:
+    """Compute on fake tensors of a value's kind without asking for more of symbolic sizes than Dynamo did."""
+    mode = next(tensor.fake_mode for tensor in tensors_of(value) if hasattr(tensor, "fake_mode"))
+    # Without its dispatcher some operators' C++ turns a symbolic size into the number it has now.
+    with mode, torch.no_grad(), enable_python_dispatcher():
+        yield

@@ -9,6 +9,14 @@ from typing import Any
 import torch
 
 from tritium.ops import launch
+from tritium.ops.group_norm_silu.tiles import (
+    launch_options_pixel_statistics,
+    launch_options_pixels,
+    launch_options_planes,
+    launch_options_run,
+    launch_options_whole,
+    power_of_two_from,
+)
 from tritium.ops.memory_format import empty_as, is_channels_last
 
 # A group this large still fits the registers of one program: one launch instead of two or three.
@@ -17,44 +25,6 @@ WHOLE_GROUP = 8_192
 # Programs that share the statistics: two rounds of four for each of an H200's 132 multiprocessors. More would leave
 # more partial results to combine.
 STATISTICS_PROGRAMS = 1_056
-
-# So that 32 warps fit a multiprocessor and keep it reading; left alone the compiler takes up to 89.
-STATISTICS_REGISTERS = 64
-
-
-def launch_options_whole(run: int) -> dict[str, int]:
-    """For groups of `run` numbers that one program keeps in registers."""
-    block = _power_of_two_from(run)
-    return {"BLOCK": block, "num_warps": min(16, max(1, block // 512))}
-
-
-def launch_options_run() -> dict[str, int]:
-    """For statistics of groups that lie in memory as one run: the numbers that a program reads at a time."""
-    return {"ROWS": 1, "COLUMNS": 4096, "num_warps": 8, "maxnreg": STATISTICS_REGISTERS}
-
-
-def launch_options_planes(pixels: int) -> dict[str, int]:
-    """For normalising channels of `pixels` numbers that lie together."""
-    block = min((4096, 2048, 1024), key=lambda size: -(-pixels // size) * size)
-    block = min(block, max(128, _power_of_two_from(pixels)))
-    return {"BLOCK": block, "num_warps": max(1, min(8, block // 512))}
-
-
-def launch_options_pixels(channels: int) -> dict[str, int]:
-    """For tensors whose channels lie together: pixels and channels that a program takes at a time."""
-    sizes = [size for size in (512, 256, 128, 64) if size < 2 * channels] or [_power_of_two_from(channels)]
-    lanes = {size: -(-channels // size) * size for size in sizes}
-    # As wide as leaves an eighth of the lanes without a channel; where none does, what leaves the fewest.
-    columns = next(
-        (size for size in sizes if lanes[size] <= channels * 9 / 8), min(sizes, key=lambda size: lanes[size])
-    )
-    return {"ROWS": max(1, 4096 // columns), "COLUMNS": columns, "num_warps": 8}
-
-
-def launch_options_pixel_statistics(channels: int) -> dict[str, int]:
-    """For statistics of such tensors: half as much at a time, so that twice as many programs read at once."""
-    options = launch_options_pixels(channels)
-    return {**options, "ROWS": max(1, 2048 // options["COLUMNS"]), "num_warps": 4, "maxnreg": STATISTICS_REGISTERS}
 
 
 def statistics_parts(tiles: int, programs: int) -> int:
@@ -68,10 +38,6 @@ PIXELS_STEPS = 4
 # Partial results that a program combines at a time: one that also normalises, and one that does nothing else.
 PARTIALS = 64
 COMBINED = 1024
-
-
-def _power_of_two_from(number: int) -> int:
-    return 1 << max(0, number - 1).bit_length()
 
 
 @functools.cache
@@ -447,7 +413,7 @@ def _run_planes(
     programs = images * channels * -(-pixels // options["BLOCK"])
     parts *= members
     shapes = (channels, pixels, channels // groups, parts, plane)
-    options["PARTIALS"] = min(PARTIALS, _power_of_two_from(parts))
+    options["PARTIALS"] = min(PARTIALS, power_of_two_from(parts))
     launch.start(_planes_kernel(), (programs,), x, *of_channels, partials, out, eps, *shapes, **given, **options)
 
 
@@ -479,7 +445,7 @@ def _run_pixels(
     launch.start(_statistics_kernel(), grid, x, of_channels[2], partials, *sizes, **how, **options)
     moments = launch.scratch(x, images * groups, 2)
     parts *= units // groups
-    block = min(COMBINED, _power_of_two_from(parts))
+    block = min(COMBINED, power_of_two_from(parts))
     launch.start(_combine_kernel(), (images * groups,), partials, moments, eps, parts, plane, BLOCK=block)
     options = launch_options_pixels(channels)
     parts = -(-length // (channels * options["ROWS"] * PIXELS_STEPS))

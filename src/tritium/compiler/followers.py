@@ -1,0 +1,35 @@
+"""Which operations compute the same values from any strides: a layout may follow its values through them."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+
+_NAMES = """
+    add sub mul div true_divide truediv neg pow square sqrt rsqrt exp sigmoid tanh abs clamp clamp_min clamp_max minimum
+    maximum where addcmul lerp silu relu relu6 gelu leaky_relu elu mish hardswish hardsigmoid softplus dropout
+    to float half bfloat16 type_as detach clone contiguous
+    pad interpolate cat concat concatenate group_norm layer_norm rms_norm normalize linear mean sum amax amin
+    avg_pool2d avg_pool3d permute transpose swapaxes swapdims movedim moveaxis reshape view flatten unflatten squeeze
+    unsqueeze expand repeat repeat_interleave stack chunk split split_with_sizes unbind getitem select narrow flip
+    pixel_shuffle pixel_unshuffle
+""".split()  # noqa: SIM905 - a text of names, not one a line
+JOINS = frozenset({torch.cat, torch.concat, torch.concatenate})
+
+# What computes the same values from any strides, as functions and as methods' names.
+FOLLOWERS = frozenset(
+    {
+        *_NAMES,
+        *(
+            getattr(space, name)
+            for space in (torch, F, torch._C._nn, operator)
+            for name in _NAMES
+            if hasattr(space, name)
+        ),
+    }
+)
+DROPOUTS = frozenset({F.dropout, torch.dropout})
+# What reads sizes and no memory.
+QUERIES = frozenset({"size", "dim", "numel", "ndimension"})
