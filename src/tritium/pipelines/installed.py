@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from tritium import compat
 from tritium.compiler.backend import Backend
-from tritium.pipelines import strides
+from tritium.pipelines import garbage, strides
 from tritium.pipelines.contract import Contract
 from tritium.pipelines.parts import Part
 from tritium.pipelines.plan import Choice, How, Plan
@@ -75,12 +75,15 @@ class Installed:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """A call of the part that is not counted."""
-        if self.part.guard is not None and self._checks_memory:
-            self.part.guard.check(args, kwargs)
-        with self._progress.during(self.part.name):
-            if self.contract is None or self.choice.how == "eager":
-                return self._inner(*args, **kwargs)
-            return self.contract.call(self._inner, args, kwargs)
+        # The first call in a way is the one that compiles.
+        rest = garbage.new_alone() if self.entry.times.calls <= 1 and self.choice.how != "eager" else nullcontext()
+        with rest:
+            if self.part.guard is not None and self._checks_memory:
+                self.part.guard.check(args, kwargs)
+            with self._progress.during(self.part.name):
+                if self.contract is None or self.choice.how == "eager":
+                    return self._inner(*args, **kwargs)
+                return self.contract.call(self._inner, args, kwargs)
 
     def use(self, choice: Choice, among: Container[nn.Module] | None = None) -> None:
         """Switch to another way of running; what was compiled before is kept for the next time.
