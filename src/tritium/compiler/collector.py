@@ -20,4 +20,13 @@ def paused() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
+            _let_all_be_old()
             gc.enable()
+
+
+def _let_all_be_old() -> None:
+    """New objects would be walked through the moment the collector is back: most of them stay, and count as old from here."""
+    # Thawing moves everything into the oldest generation, also what somebody else had frozen.
+    if gc.get_freeze_count() == 0:
+        gc.freeze()
+        gc.unfreeze()

@@ -10,8 +10,9 @@ import torch
 from torch import fx, nn
 
 from tritium import compat
+from tritium.compiler import collector
 from tritium.compiler.backend import Backend
-from tritium.pipelines import garbage, strides
+from tritium.pipelines import strides
 from tritium.pipelines.contract import Contract
 from tritium.pipelines.parts import Part
 from tritium.pipelines.plan import Choice, How, Plan
@@ -76,7 +77,7 @@ class Installed:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """A call of the part that is not counted."""
         # The first call in a way is the one that compiles.
-        rest = garbage.new_alone() if self.entry.times.calls <= 1 and self.choice.how != "eager" else nullcontext()
+        rest = collector.paused() if self.entry.times.calls <= 1 and self.choice.how != "eager" else nullcontext()
         with rest:
             if self.part.guard is not None and self._checks_memory:
                 self.part.guard.check(args, kwargs)

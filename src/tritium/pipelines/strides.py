@@ -13,20 +13,15 @@ from typing import Any
 
 import torch
 
-from tritium.compiler import collector
-
 
 def evened(call: Callable[..., Any]) -> Callable[..., Any]:
     """A compiled call whose tensors of batch one have the strides of tensors of their own.
 
-    This is in the way of every block of every step, so it does as little as it can. The first call compiles, and the garbage
-    collector rests meanwhile.
+    This is in the way of every block of every step, so it does as little as it can.
     """
-    is_first = True
 
     @functools.wraps(call)
     def run(*args: Any, **kwargs: Any) -> Any:
-        nonlocal is_first
         if torch.compiler.is_compiling():
             # Inside somebody else's graph nothing is guarded here.
             return call(*args, **kwargs)
@@ -35,10 +30,6 @@ def evened(call: Callable[..., Any]) -> Callable[..., Any]:
         for name, value in kwargs.items():
             if _is_uneven(value):
                 kwargs[name] = even(value)
-        if is_first:
-            is_first = False
-            with collector.paused():
-                return call(*args, **kwargs)
         return call(*args, **kwargs)
 
     return run
