@@ -57,11 +57,12 @@ def _over_heads(table: torch.Tensor, x: torch.Tensor, head_first: bool) -> torch
                 f"a 2-D table has a row for each token: got {table.shape[0]} rows for {tokens} tokens of x "
                 f"{tuple(x.shape)} with head_first={head_first}"
             )
-        table = table[None, None] if head_first else table[None, :, None]
+        table = table.unsqueeze(0).unsqueeze(0 if head_first else 2)
     if table.shape[-1] not in (x.shape[-1], x.shape[-1] // 2):
         raise ArgumentError(
             f"tables have a number for each element of a head ({x.shape[-1]}) or for each pair "
             f"({x.shape[-1] // 2}), got {table.shape[-1]}"
         )
-    checks.broadcastable("a table", table[..., :1], (*x.shape[:-1], 1))
+    if any(own not in (1, size) for own, size in zip(table.shape[:-1], x.shape[:-1], strict=True)):
+        raise ArgumentError(f"a table of shape {tuple(table.shape)} cannot be broadcast to {tuple(x.shape)}")
     return table
