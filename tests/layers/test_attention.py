@@ -635,3 +635,76 @@ class TestCompiled:
                 out = tritium.attention_forward(q, k, v, opt_mode="manual", op_type="flex", **options)
                 exact = exact_of(q, k, v, options.get("attn_mask"), causal="is_causal" in options)
                 assert_no_worse(out, exact.float(), exact)
+
+
+class TestScales:
+    @pytest.mark.parametrize("scale", [-0.4, 0.0])
+    @pytest.mark.parametrize("causal", [False, True])
+    @pytest.mark.parametrize("options", [{}, {"opt_mode": "static"}, {"opt_mode": "manual", "op_type": "sdpa"}])
+    def test_not_above_zero(self, scale, causal, options):
+        """Kernels hide keys before they multiply: with a negative scale what is hidden would be all that is seen."""
+        q, k, v = qkv(33, 33)
+        out = tritium.attention_forward(q, k, v, scale=scale, is_causal=causal, **options)
+        exact = exact_of(q, k, v, scale=scale, causal=causal)
+        assert_no_worse(out, exact.float(), exact)
+
+
+class TestFiles:
+    """A folder that cannot be written, and tables that somebody has edited, cost a measurement and no more."""
+
+    def test_a_folder_that_cannot_be_made(self, monkeypatch, tmp_path):
+        (tmp_path / "file").touch()
+        monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path / "file" / "tuned")
+        q, k, v = qkv(7, 7)
+        with pytest.warns(RuntimeWarning, match="cannot be kept for the next process"):
+            tritium.attention_forward(q, k, v)
+
+    def test_bytes_that_are_no_text(self, tmp_path):
+        (tmp_path / "attention-other.json").write_bytes(b"\xff\xfe\x00bad")
+        q, k, v = qkv(7, 7)
+        compiled = torch.compile(tritium.attention_forward, fullgraph=True, backend="aot_eager")
+        assert compiled(q, k, v).isfinite().all()
+
+    @pytest.mark.parametrize(
+        "change", [{"versions": None}, {"ms": None}, {"ms": {"sdpa": None}}, {"winner": ["x"]}, {"key": 3}, {"more": 1}]
+    )
+    def test_a_row_of_other_types_is_left_out(self, change):
+        q, k, v = qkv(7, 7)
+        tritium.attention_forward(q, k, v)
+        (file,) = tuned.user_folder().glob("attention-*.json")
+        content = json.loads(file.read_text())
+        (row,) = content["rows"]
+        good = row | {"key": "another"}
+        file.write_text(json.dumps(content | {"rows": [row | change, good]}))
+        assert list(table.read(file)) == ["another"]
+        choice.forget()
+        assert tritium.attention_forward(q, k, v).isfinite().all()
+
+
+def test_flex_and_causality_in_a_graph():
+    q, k, v = qkv(40, 40)
+
+    def function(q, k, v):
+        return tritium.attention_forward(q, k, v, opt_mode="manual", op_type="flex", is_causal=True)
+
+    out = torch.compile(function, fullgraph=True, backend="aot_eager")(q, k, v)
+    exact = exact_of(q, k, v, causal=True)
+    assert_no_worse(out, exact.float(), exact)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "options", "error", "words"),
+    [
+        (torch.ones(1, 7, 2, 16).to(torch.float8_e4m3fn), {}, ArgumentTypeError, "floating-point dtype"),
+        (torch.ones(1, 7, 2, 16), {"opt_mode": "manual", "op_type": ["sdpa"]}, ArgumentTypeError, "must be a name"),
+    ],
+)
+def test_types_that_nothing_computes(tensors, options, error, words):
+    with pytest.raises(error, match=words):
+        tritium.attention_forward(tensors, tensors, tensors, **options)
+
+
+def test_keys_without_heads():
+    q, k, v = qkv(7, 7)
+    with pytest.raises(ArgumentError, match="a multiple of the key's"):
+        tritium.attention_forward(q, k[:, :, :0], v[:, :, :0], enable_gqa=True)

@@ -341,6 +341,37 @@ class TestRegions:
         with pytest.raises(ArgumentError, match="one shape"):
             tritium.residual_norm_modulate(x, y[:1])
 
+    @pytest.mark.parametrize("fused", [True, False])
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            # A kernel would read past the end of what is too short.
+            ({"cos": (1, 5, 8), "sin": (1, 5, 8)}, "S = 7, a row for each token"),
+            ({"cos": (1, 9, 8), "sin": (1, 9, 8)}, "S = 7, a row for each token"),
+            ({"cos": (3, 7, 8), "sin": (3, 7, 8)}, "B = 2"),
+            ({"cos": (1, 7, 6), "sin": (1, 7, 6)}, r"\(1, 7, 6\)"),
+            ({"cos": (7, 8), "sin": (7, 8)}, r"\(7, 8\)"),
+            ({"cos": (1, 7, 8), "sin": (1, 7, 4)}, "one shape"),
+            ({"q_weight": (5,)}, r"q_weight must have shape \(8,\)"),
+            ({"k_weight": (24,)}, r"k_weight must have shape \(8,\)"),
+            ({"q_weight": (8,), "norm": "row"}, r"q_weight must have shape \(24,\)"),
+        ],
+    )
+    def test_qk_norm_rope_reads_no_more_than_there_is(self, changes, words, fused):
+        x = random(2, 7, 3, 8)
+        given = {name: torch.ones(value) if isinstance(value, tuple) else value for name, value in changes.items()}
+        with pytest.raises(ArgumentError, match=words):
+            tritium.qk_norm_rope(x, x, **given, fused=fused)
+
+    def test_qk_norm_rope_joins_what_fits(self):
+        x = random(2, 7, 3, 8)
+        table = torch.ones(1, 7, 8)
+        with pytest.raises(ArgumentError, match="S = 14"):
+            tritium.qk_norm_rope([x, x], [x, x], cos=table, sin=table)
+        for other in (x[:, :, :2], x[:1]):
+            with pytest.raises(ArgumentError, match="one batch and as many heads"):
+                tritium.qk_norm_rope([x, other], [x, other])
+
     def test_qk_norm_rope(self):
         text, image = random(2, 3, 4, 8), random(2, 5, 4, 8, seed=1)
         weight, cos, sin = random(8, seed=2), random(1, 8, 8, seed=3), random(1, 8, 8, seed=4)
@@ -394,3 +425,25 @@ def test_one_graph_for_all_lengths(function):
             x = random(2, tokens, 3, 8)
             with torch._dynamo.config.patch(error_on_recompile=tokens > 7):
                 torch.testing.assert_close(compiled(x), function(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: tritium.RMSNorm(8)(x),
+        lambda x: tritium.fast_layernorm(nn.LayerNorm(8), x),
+        lambda x: tritium.layernorm_scale_shift(nn.LayerNorm(8), x, x[:, 0], x[:, 0]),
+        lambda x: tritium.group_norm_silu(x, 1),
+        lambda x: tritium.residual_norm_modulate(x, x),
+        lambda x: tritium.rotary_position_embedding(x[None], x[0].float(), x[0].float()),
+        lambda x: tritium.qk_norm_rope(x[None], x[None], rope="none"),
+    ],
+)
+def test_whole_numbers_are_not_cut_off(call):
+    with pytest.raises(ArgumentTypeError, match=r"must be float16, bfloat16, float32 or float64, got torch\.int32"):
+        call(torch.ones(2, 7, 8, dtype=torch.int32))
+
+
+def test_a_norm_of_another_device():
+    with pytest.raises(ArgumentError, match="one device, got x on meta, weight on cpu"):
+        tritium.RMSNorm(8)(torch.ones(2, 8, device="meta"))

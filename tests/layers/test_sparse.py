@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tritium
 from fidelity import assert_no_worse
@@ -53,6 +54,19 @@ def masked_attention(q, k, v, mask, q_layout, k_layout, *, causal=False):
 
 
 class TestLayout:
+    def test_what_is_kept_is_nobody_s(self):
+        """Calls in inference mode or with fake tensors leave nothing behind for others."""
+        layout = SparseLayout((2, 9, 9), 5, 32)
+        with torch.inference_mode():
+            layout.permute(torch.randn(1, layout.tokens, 4))
+        layout.permute(torch.randn(1, layout.tokens, 4, requires_grad=True)).sum().backward()
+        layout = SparseLayout((2, 9, 11), 5, 32)
+        with FakeTensorMode():
+            layout.permute(torch.randn(1, layout.tokens, 4))
+            layout.edges()
+        layout.unpermute(layout.permute(torch.randn(1, layout.tokens, 4)))
+        assert type(layout.edges()) is torch.Tensor
+
     @settings(max_examples=60, deadline=None)
     @given(sizes, st.integers(0, 40), st.sampled_from([1, 7, 16, 128]), st.sampled_from([1, 3, 8]), st.booleans())
     def test_a_permutation_and_its_inverse(self, latent, text, block, tile, text_first):
@@ -190,6 +204,25 @@ class TestMasks:
         )  # fmt: skip
         expected = estimate_by_loops(q[0, :, 0], k[0, :, 0], 16, 0.25, sparsity, threshold, *keep, causal)
         assert found[0, 0].tolist() == expected
+
+    @pytest.mark.parametrize(("latent", "block"), [((16, 8, 16), 128), ((8, 8, 8), 64), ((12, 16, 16), 128)])
+    def test_radial_sees_less_where_a_frame_is_a_block_or_two(self, latent, block):
+        """All frames have the same place there, and none is nearer in space than another."""
+        layout = SparseLayout(latent, 0, block, tile=1)
+        shares = [
+            float(masks.density(masks.radial(layout, layout, sparsity, torch.device("cpu")), layout, layout))
+            for sparsity in (0.0, 0.25, 0.5, 0.9)
+        ]
+        assert shares == sorted(shares, reverse=True)
+        assert shares[0] == 1
+        assert shares[1] < 0.9
+        assert shares[2] < 0.65
+        assert shares[3] < 0.4
+
+    @pytest.mark.parametrize("sparsity", [0.5, 0.9, 0.95, 1.0])
+    def test_radial_shows_every_query_a_key_on_another_grid(self, sparsity):
+        rows, columns = SparseLayout((1, 16, 16), 0, 16, tile=1), SparseLayout((1, 12, 12), 0, 16, tile=1)
+        assert masks.radial(rows, columns, sparsity, torch.device("cpu")).any(-1).all()
 
     def test_radial_windows_narrow_with_time(self):
         layout = SparseLayout((8, 16, 16), 20, 16, tile=1)
@@ -398,3 +431,44 @@ class TestAttention:
 def everything(queries, keys, batch, heads):
     layouts = SparseLayout.plain(queries), SparseLayout.plain(keys)
     return torch.ones(batch, heads, *(layout.blocks for layout in layouts), dtype=torch.bool), *layouts
+
+
+class TestWhatIsAsked:
+    def call(self, q, **options):
+        given = {"sparse_type": "rf_v2", "latent_shape_q": (2, 8, 8), "block_size": 16, "sparsity": 0.5}
+        return tritium.sparse_attention(q, q, q, **(given | options))
+
+    def test_gradients_are_right_or_refused(self, recwarn):
+        q = torch.randn(1, 1, 128, 4, dtype=torch.float64, requires_grad=True)
+        self.call(q).sum().backward()
+        assert q.grad.abs().sum() > 0
+        assert not [warning for warning in recwarn if "autograd" in str(warning.message)]
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="computes no gradients inside of a compiled graph"):
+            torch.compile(self.call, backend="aot_eager", fullgraph=True)(q)
+        with pytest.raises(ArgumentError, match="by 'flex' computes no gradients"):
+            self.call(q, by="flex")
+
+    def test_nobody_of_that_name_also_where_all_is_seen(self):
+        with pytest.raises(ArgumentError, match="by 'nonsense'"):
+            self.call(torch.randn(1, 1, 128, 4), by="nonsense", sparsity=0.0)
+
+    def test_a_block_of_none(self):
+        with pytest.raises(ArgumentTypeError, match="block_size must be a whole number"):
+            self.call(torch.randn(1, 1, 128, 4), sparse_type="ada_bsa", block_size=None)
+
+    @pytest.mark.parametrize("scale", [-0.4, 0.0])
+    def test_scales_that_turn_the_order_round(self, scale):
+        q = torch.randn(1, 128, 2, 16)
+        options = {"sparse_type": "ada_bsa", "is_causal": True, "scale": scale, "input_layout": "BSND"}
+        whole = self.call(q, **options, sparsity=0.0)
+        expected = tritium.attention_forward(q, q, q, scale=scale, is_causal=True, fused=False)
+        torch.testing.assert_close(whole, expected)
+        assert self.call(q, **options).isfinite().all()
+
+    def test_sides_shorter_than_a_tile_in_a_graph_for_all_sizes(self):
+        def function(q, frames, height, width):
+            return self.call(q, latent_shape_q=(frames, height, width))
+
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
+        q = torch.randn(1, 2, 2 * 9 * 7, 16)
+        torch.testing.assert_close(compiled(q, 2, 9, 7), function(q, 2, 9, 7))

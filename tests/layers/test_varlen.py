@@ -54,7 +54,7 @@ def test_unequal_segments(dtype, causal):
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=4),
     st.booleans(),
     st.sampled_from([(2, 2), (4, 2), (3, 1)]),
-    st.sampled_from([None, 0.5]),
+    st.sampled_from([None, 0.5, 0.0, -0.5]),
 )
 def test_any_segments_of_any_heads(lengths, causal, heads, scale):
     cu_q, cu_k = (boundaries([pair[side] for pair in lengths]) for side in (0, 1))
@@ -84,6 +84,9 @@ def test_any_segments_of_any_heads(lengths, causal, heads, scale):
         ({"cu_seqlens_k": "07"}, ArgumentTypeError, "a tensor or a list"),
         ({"cu_seqlens_k": [0, 3, 7]}, ArgumentError, "as many segments, got 1 and 2"),
         ({"causal": 1}, ArgumentTypeError, "causal must be True or False"),
+        ({"dropout_p": None}, ArgumentTypeError, "dropout_p must be a number"),
+        ({"max_seqlen_q": "7"}, ArgumentTypeError, "max_seqlen_q must be a whole number or None"),
+        ({"k": torch.ones(7, 0, 8), "v": torch.ones(7, 0, 8)}, ArgumentError, "a multiple of as many"),
     ],
 )
 def test_what_it_cannot_honour(changes, error, words):
@@ -98,6 +101,35 @@ def test_words_that_mean_nothing_are_accepted():
         q, q, q, [0, 7], [0, 7], window_size=(-1, -1), softcap=0.0, deterministic=True, return_attn_probs=False
     )
     assert torch.equal(out, tritium.attention_forward_varlen(q, q, q, [0, 7], [0, 7]))
+
+
+def test_boundaries_in_lists_that_vary():
+    compiled = torch.compile(
+        lambda q, ends: tritium.attention_forward_varlen(q, q, q, ends, ends), backend="aot_eager", fullgraph=True
+    )
+    for ends in ([0, 3, 7], [0, 4, 9], [0, 1, 8]):
+        q = stream(ends[-1], 2, 8, 0)
+        exact = exact_of(q, q, q, ends, ends)
+        assert_no_worse(compiled(q, ends), exact.float(), exact)
+
+
+def test_gradients_are_right_or_refused(recwarn):
+    """As one operator of a graph it would lose them without a word."""
+
+    def function(q):
+        return tritium.attention_forward_varlen(q, q, q, [0, 3, 7], [0, 3, 7])
+
+    q = stream(7, 2, 8, 0).double().requires_grad_()
+    torch.autograd.gradcheck(function, (q,))
+    assert not [warning for warning in recwarn if "autograd" in str(warning.message)]
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="computes no gradients inside of a compiled graph"):
+        torch.compile(function, backend="aot_eager", fullgraph=True)(q)
+    torch._dynamo.reset()
+    # Without that promise the call is left out of the graph.
+    torch.compile(function, backend="aot_eager")(q).sum().backward()
+    assert q.grad is not None
+    with torch.no_grad():
+        assert torch.equal(torch.compile(function, backend="aot_eager", fullgraph=True)(q), function(q))
 
 
 def test_one_graph_without_a_break():

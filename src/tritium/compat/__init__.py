@@ -30,6 +30,7 @@ from tritium.compat.dynamo import (
     size_hint,
     source_name,
     steers_dynamo,
+    untraced,
     watch_recompile_limit,
     with_code_of_its_own,
 )
@@ -213,6 +214,7 @@ __all__ = [
     "triton_folder",
     "triton_kernel",
     "unknown_settings",
+    "untraced",
     "vector_isas",
     "version_text",
     "versions",

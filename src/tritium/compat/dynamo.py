@@ -251,3 +251,9 @@ def steers_dynamo(error: Exception) -> bool:
     """Whether Dynamo steers by this exception, or the machine is out of memory: nothing may catch it on the way."""
     exc = importlib.import_module("torch._dynamo.exc")
     return isinstance(error, (exc.RestartAnalysis, exc.SkipFrame, exc.UserError, torch.OutOfMemoryError))
+
+
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that Dynamo does not look into, also where it is inside of an operator that a graph calls."""
+    # Unlike torch.compiler.disable it imports torch's compiler with the first call, and not here.
+    return torch._compile._disable_dynamo(function)

@@ -9,12 +9,38 @@ import torch
 
 from tritium.errors import ArgumentError, ArgumentTypeError, nearest
 
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 def tensor(name: str, value: Any, *, optional: bool = False) -> None:
     if isinstance(value, torch.Tensor) or (optional and value is None):
         return
     accepted = "a tensor or None" if optional else "a tensor"
     raise ArgumentTypeError(f"{name} must be {accepted}, got {type(value).__name__}")
+
+
+def numbers_of(name: str, value: torch.Tensor) -> None:
+    """Whether a tensor holds numbers that layers compute with: whole ones would be cut off, and 8-bit ones are formats."""
+    if value.dtype not in FLOATING:
+        raise ArgumentTypeError(f"{name} must be float16, bfloat16, float32 or float64, got {value.dtype}")
+
+
+def size(name: str, value: Any, *, optional: bool = False) -> None:
+    if (optional and value is None) or (isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)):
+        return
+    raise ArgumentTypeError(f"{name} must be a whole number{' or None' if optional else ''}, got {value!r}")
+
+
+def no_gradients_in_a_graph(name: str, *tensors: torch.Tensor) -> None:
+    """A graph has this function as one operator, through which no gradients flow: they would be lost without a word."""
+    if torch.compiler.is_compiling() and needs_gradients(*tensors):
+        raise ArgumentError(
+            f"{name} computes no gradients inside of a compiled graph: call it outside of one, or under torch.no_grad()"
+        )
+
+
+def needs_gradients(*tensors: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def boolean(name: str, value: Any) -> None:

@@ -29,6 +29,7 @@ def group_norm_silu(
         fused: Whether a kernel of its own may compute it.
     """
     checks.tensor("x", x)
+    checks.numbers_of("x", x)
     checks.number("eps", eps)
     checks.boolean("fused", fused)
     if isinstance(groups, bool) or not isinstance(groups, int):

@@ -28,6 +28,7 @@ def fast_layernorm(norm: nn.LayerNorm, x: torch.Tensor, impl_mode: int = 0, fuse
     """
     _layer("norm", norm)
     checks.tensor("x", x)
+    checks.numbers_of("x", x)
     checks.boolean("fused", fused)
     if isinstance(impl_mode, bool) or not isinstance(impl_mode, int):
         raise ArgumentTypeError(f"impl_mode must be 0, 1 or 2, got {impl_mode!r}")
@@ -65,6 +66,7 @@ def layernorm_scale_shift(
         checks.tensor(name, value)
     checks.boolean("fused", fused)
     checks.rank("x", x, 3)
+    checks.numbers_of("x", x)
     if tuple(layernorm.normalized_shape) != (x.shape[-1],):
         raise ArgumentError(
             f"layernorm must norm the last dim of x, {x.shape[-1]} wide; its shape is {tuple(layernorm.normalized_shape)}"

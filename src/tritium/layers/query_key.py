@@ -52,11 +52,12 @@ def qk_norm_rope(
     checks.boolean("head_first", head_first)
     checks.boolean("fused", fused)
     q, k = _parts("q", q), _parts("k", k)
+    _check_heads(q, k)
     if [part.shape[:2] for part in q] != [part.shape[:2] for part in k]:
         raise ArgumentError(f"q and k must have parts of the same batch and tokens, got {_shapes(q)} and {_shapes(k)}")
-    if any(part.shape[-1] != q[0].shape[-1] for part in (*q, *k)):
-        raise ArgumentError(f"all heads must have one width, got {_shapes(q)} and {_shapes(k)}")
     q_weights, k_weights = (_each("weights", given, len(q)) for given in (q_weight, k_weight))
+    for name, weights, parts in (("q_weight", q_weights, q), ("k_weight", k_weights, k)):
+        _check_weights(name, weights, parts[0], norm)
     tables, sines = (_each("tables", given, len(q), shared=True) for given in (cos, sin))
     if rope in ("interleaved", "half") and [t is None for t in tables] != [t is None for t in sines]:
         raise ArgumentError(f"rope {rope!r} needs cosines and sines for the same parts")
@@ -64,6 +65,12 @@ def qk_norm_rope(
         raise ArgumentError("rope 'complex' has its sines in the table: leave sin out")
     if rope == "none" and any(table is not None for table in (*tables, *sines)):
         raise ArgumentError("rope 'none' turns nothing: leave cos and sin out")
+    for name, given in (("cos", tables), ("sin", sines)):
+        _check_tables(name, given, q, rope)
+    if any(c is not None and s is not None and c.shape != s.shape for c, s in zip(tables, sines, strict=False)):
+        raise ArgumentError(f"cos and sin must have one shape, got {_shapes(tables)} and {_shapes(sines)}")
+    tensors = [part for part in (*q, *k, *q_weights, *k_weights, *tables, *sines) if part is not None]
+    checks.together(**{f"tensor {number}": tensor for number, tensor in enumerate(tensors)})
     arguments = (q, k, q_weights, k_weights, tables, sines, eps, norm, rope, head_first)
     return compute(op.OP, fused, *arguments)  # type: ignore[no-any-return]
 
@@ -73,6 +80,7 @@ def _parts(name: str, given: Parts) -> list[torch.Tensor]:
     for part in parts:
         checks.tensor(name, part)
         checks.rank(name, part, 4)
+        checks.numbers_of(name, part)
     if not parts:
         raise ArgumentError(f"{name} has no parts")
     return parts
@@ -89,5 +97,38 @@ def _each(name: str, given: OptionalParts, count: int, *, shared: bool = False) 
     return parts
 
 
-def _shapes(parts: Sequence[torch.Tensor]) -> str:
-    return ", ".join(str(tuple(part.shape)) for part in parts)
+def _check_heads(q: Sequence[torch.Tensor], k: Sequence[torch.Tensor]) -> None:
+    """Whether parts can be joined along tokens."""
+    if any(part.shape[-1] != q[0].shape[-1] for part in (*q, *k)):
+        raise ArgumentError(f"all heads must have one width, got {_shapes(q)} and {_shapes(k)}")
+    for name, parts in (("q", q), ("k", k)):
+        if any(part.shape[0] != parts[0].shape[0] or part.shape[2] != parts[0].shape[2] for part in parts):
+            raise ArgumentError(f"parts of {name} must have one batch and as many heads, got {_shapes(parts)}")
+
+
+def _check_weights(name: str, weights: Sequence[torch.Tensor | None], part: torch.Tensor, norm: str) -> None:
+    heads, width = part.shape[2:]
+    wanted = heads * width if norm == "row" else width
+    for weight in weights:
+        if weight is not None and tuple(weight.shape) != (wanted,):
+            raise ArgumentError(f"{name} must have shape ({wanted},) for norm {norm!r}, got {tuple(weight.shape)}")
+
+
+def _check_tables(name: str, tables: Sequence[torch.Tensor | None], parts: Sequence[torch.Tensor], rope: str) -> None:
+    """Whether tables have a row for each token: a kernel would read past the end of a shorter one."""
+    batch, width = parts[0].shape[0], parts[0].shape[-1]
+    tokens = [part.shape[1] for part in parts] if len(tables) == len(parts) else [sum(part.shape[1] for part in parts)]
+    for table, rows in zip(tables, tokens, strict=True):
+        if table is None:
+            continue
+        endings = ((width // 2,), (width // 2, 2)) if rope == "complex" else ((width,), (width // 2,))
+        fits = table.dim() >= 2 and table.shape[0] in (1, batch) and table.shape[1] == rows
+        if not fits or tuple(table.shape[2:]) not in endings:
+            shapes = " or ".join(str(["1 or B", "S", *ending]).replace("'", "") for ending in endings)
+            raise ArgumentError(
+                f"{name} must be {shapes} with B = {batch} and S = {rows}, a row for each token; got {tuple(table.shape)}"
+            )
+
+
+def _shapes(parts: Sequence[torch.Tensor | None]) -> str:
+    return ", ".join("None" if part is None else str(tuple(part.shape)) for part in parts)

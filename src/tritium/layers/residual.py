@@ -39,6 +39,7 @@ def residual_norm_modulate(
     """
     checks.tensor("x", x)
     checks.tensor("y", y)
+    checks.numbers_of("x", x)
     if x.shape != y.shape or x.dim() == 0:
         raise ArgumentError(f"x and y must have one shape [..., H], got {tuple(x.shape)} and {tuple(y.shape)}")
     checks.text("norm", norm, op.NORMS)

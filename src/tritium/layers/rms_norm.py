@@ -25,8 +25,10 @@ class RMSNorm(nn.Module):
         checks.tensor("x", x)
         checks.boolean("if_fused", if_fused)
         checks.rank("x", x, *RANKS)
+        checks.numbers_of("x", x)
         if x.shape[-1] != self.weight.shape[0]:
             raise ArgumentError(f"x must have rows of {self.weight.shape[0]} numbers, got {x.shape[-1]}")
+        checks.together(x=x, weight=self.weight)
         return compute(rms_norm.OP, if_fused, x, self.weight, self.eps, None)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:

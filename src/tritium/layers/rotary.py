@@ -37,6 +37,7 @@ def rotary_position_embedding(
     checks.boolean("head_first", head_first)
     checks.boolean("fused", fused)
     checks.rank("x", x, 4)
+    checks.numbers_of("x", x)
     checks.rank("cos", cos, 2, 4)
     checks.rank("sin", sin, 2, 4)
     if cos.shape != sin.shape:

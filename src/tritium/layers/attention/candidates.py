@@ -10,6 +10,7 @@ import functools
 import importlib
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -214,7 +215,10 @@ def _causal_blocks(queries: int, keys: int, device: str) -> Any:
         del b, h
         return q >= k
 
-    return compat_attention.create_block_mask(seen, None, None, queries, keys, device=device)
+    # In a thread of its own: inside of an operator of a graph no function can be mapped over a mask.
+    with ThreadPoolExecutor(1) as pool:
+        make = functools.partial(compat_attention.create_block_mask, seen, None, None, queries, keys, device=device)
+        return pool.submit(make).result()
 
 
 OWN = (

@@ -22,7 +22,7 @@ import torch
 
 from tritium import compat, device, envs, fidelity, measure, turns
 from tritium.compat import attention as compat_attention
-from tritium.errors import ArgumentError, nearest
+from tritium.errors import ArgumentError, ArgumentTypeError, nearest
 from tritium.layers.attention import table
 from tritium.layers.attention.candidates import Candidate, able, candidates
 from tritium.layers.attention.mathematics import attention_math
@@ -128,9 +128,20 @@ def recall(where: torch.device, key: str, measured: Callable[[], Row | None] | N
         if row is None:
             row = _elsewhere(measured)
             if row is not None:
-                table.write(name, [row])
+                _keep(name, row)
                 _remember(name, row)
         return row
+
+
+def _keep(name: str, row: Row) -> None:
+    try:
+        table.write(name, [row])
+    except OSError as error:
+        warnings.warn(
+            f"tritium: what was measured about attention cannot be kept for the next process: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _known(name: str, key: str) -> Row | None:
@@ -172,8 +183,8 @@ def identity() -> str:
     """
     digest = hashlib.sha256()
     texts = [envs.get(envs.ATTENTION) or "", *candidates(), *map(str, compat_attention.versions().items())]
-    for text in [*texts, *table.texts()]:
-        digest.update(text.encode() + b"\0")
+    for content in [*(text.encode() for text in texts), *table.contents()]:
+        digest.update(content + b"\0")
     return digest.hexdigest()[:16]
 
 
@@ -305,6 +316,8 @@ def check_choice(mode: str, op_type: str | None, layout: str | None) -> None:
         raise ArgumentError(f"there is no opt_mode {mode!r}; {nearest(str(mode), MODES)}")
     if mode != MANUAL and (op_type is not None or layout is not None):
         raise ArgumentError(f"op_type and layout are for opt_mode 'manual', not for {mode!r}, which chooses by itself")
+    if op_type is not None and not isinstance(op_type, str):
+        raise ArgumentTypeError(f"op_type must be a name, got {op_type!r}")
     if op_type is not None and (problem := _unknown(op_type)):
         raise ArgumentError(problem)
     if layout is not None and layout not in LAYOUTS:

@@ -10,7 +10,7 @@ import torch
 from tritium.errors import ArgumentError, ArgumentTypeError
 from tritium.layers import checks
 from tritium.layers.attention.choice import RUNTIME, check_choice, choose, choose_again, chosen_before, identity
-from tritium.layers.attention.mathematics import attention_math
+from tritium.layers.attention.mathematics import attention_math, with_positive_scale
 from tritium.layers.attention.operator import ATTENTION, run
 from tritium.layers.attention.request import Request
 
@@ -64,6 +64,7 @@ def attention_forward(
         request = Request.of(query, key, value, None, is_causal)
         candidate = choose_again(call, lambda: choose(request, opt_mode, op_type, None, query.device))
     factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    query, factor = with_positive_scale(query, factor)
     if candidate is not None:
         out = run(candidate, query, key, value, None, factor, is_causal)
         return out if head_first else out.transpose(1, 2)
@@ -114,7 +115,7 @@ def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, head_fir
         checks.tensor(name, tensor)
         checks.rank(name, tensor, 4)
     checks.together(query=query, key=key, value=value)
-    if not query.dtype == key.dtype == value.dtype or not query.is_floating_point():
+    if not query.dtype == key.dtype == value.dtype or query.dtype not in checks.FLOATING:
         raise ArgumentTypeError(
             f"query, key and value must have one floating-point dtype, got {query.dtype}, {key.dtype} and {value.dtype}"
         )
@@ -127,7 +128,7 @@ def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, head_fir
     if key.shape[tokens] != value.shape[tokens] or key.shape[heads] != value.shape[heads]:
         raise ArgumentError(f"key and value must have the same tokens and heads: {shapes}")
     if enable_gqa:
-        if query.shape[heads] % key.shape[heads]:
+        if key.shape[heads] == 0 or query.shape[heads] % key.shape[heads]:
             raise ArgumentError(f"the query's heads must be a multiple of the key's: {shapes}")
     elif query.shape[heads] != key.shape[heads]:
         raise ArgumentError(f"query and key must have as many heads, unless enable_gqa=True: {shapes}")

@@ -10,6 +10,13 @@ import torch
 CHUNK_BYTES = 64 << 20
 
 
+def with_positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
+    """The same attention with a scale above 0. Kernels take the largest score before they scale, and hide keys with -inf."""
+    if scale > 0:
+        return q, scale
+    return (-q, -scale) if scale < 0 else (q * 0, 1.0)
+
+
 def attention_math(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -31,7 +31,18 @@ class Row:
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Row:
-        return cls(**found)
+        """A row of a file; one that holds something else is a TypeError."""
+        row = cls(**found)
+        texts = [row.key, row.winner]
+        for words in (row.ms, row.dropped, row.versions):
+            if not isinstance(words, dict):
+                raise TypeError(f"{words!r} is no mapping")
+            texts += words
+        if not all(isinstance(text, str) for text in [*texts, *row.dropped.values(), *row.versions.values()]):
+            raise TypeError("names and reasons are words")
+        if not all(isinstance(value, (int, float)) for value in row.ms.values()):
+            raise TypeError("milliseconds are numbers")
+        return row
 
 
 def file_name(device: str) -> str:
@@ -41,10 +52,16 @@ def file_name(device: str) -> str:
 def read(path: Path) -> dict[str, Row]:
     """The rows of a file by key; none where there is no such file or it cannot be read."""
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-        return {row.key: row for row in map(Row.from_dict, rows)}
+        rows = list(json.loads(path.read_text(encoding="utf-8"))["rows"])
     except (OSError, ValueError, KeyError, TypeError):
         return {}
+    found = {}
+    for entry in rows:
+        # One that was edited by hand costs itself alone.
+        with contextlib.suppress(TypeError):
+            row = Row.from_dict(entry)
+            found[row.key] = row
+    return found
 
 
 def write(device: str, rows: Iterable[Row]) -> None:
@@ -61,13 +78,13 @@ def measured(device: str, key: str) -> Row | None:
     return row if row is not None and dict(row.versions) == compat_attention.versions() else None
 
 
-def texts() -> list[str]:
-    """The user's tables of all devices, as they are now."""
+def contents() -> list[bytes]:
+    """The user's tables of all devices, as they are now, whatever is in them."""
     found = []
     for path in sorted(tuned.user_folder().glob("attention-*.json")):
         # Another process may have replaced it just now.
         with contextlib.suppress(OSError):
-            found.append(path.read_text(encoding="utf-8"))
+            found.append(path.read_bytes())
     return found
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from tritium import compat
 from tritium.compat import attention as compat_attention
 from tritium.errors import ArgumentError, ArgumentTypeError
 from tritium.layers import checks
-from tritium.layers.attention.mathematics import attention_math
+from tritium.layers.attention.mathematics import attention_math, with_positive_scale
 
 _LIBRARY = torch.library.Library("tritium", "FRAGMENT")
 _LIBRARY.define(
@@ -71,11 +72,15 @@ def attention_forward_varlen(
     if given:
         raise ArgumentError(f"Unsupported parameters in varlen attention: {', '.join(given)}")
     del deterministic
+    checks.number("dropout_p", dropout_p)
     if abs(dropout_p) > 1e-6:
         raise ArgumentError(f"dropout_p should be set to 0.0 during evaluation, got {dropout_p}")
     checks.number("softmax_scale", softmax_scale, optional=True)
     checks.boolean("causal", causal)
+    checks.size("max_seqlen_q", max_seqlen_q, optional=True)
+    checks.size("max_seqlen_k", max_seqlen_k, optional=True)
     _check(q, k, v)
+    checks.no_gradients_in_a_graph("attention_forward_varlen", q, k, v)
     cu_q, cu_k = (
         _boundaries(name, value, tensor)
         for name, value, tensor in (("cu_seqlens_q", cu_seqlens_q, q), ("cu_seqlens_k", cu_seqlens_k, k))
@@ -85,8 +90,12 @@ def attention_forward_varlen(
             f"cu_seqlens_q and cu_seqlens_k must be of as many segments, got {cu_q.shape[0] - 1} and {cu_k.shape[0] - 1}"
         )
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    operator = torch.ops.tritium.varlen_attention.default
-    return operator(q, k, v, cu_q, cu_k, max_seqlen_q, max_seqlen_k, scale, causal)  # type: ignore[no-any-return]
+    q, scale = with_positive_scale(q, scale)
+    arguments = (q, k, v, cu_q, cu_k, max_seqlen_q, max_seqlen_k, scale, causal)
+    if checks.needs_gradients(q, k, v):
+        # Not as an operator: autograd would see what it calls as well, and warn that it might not.
+        return _varlen(*arguments)  # type: ignore[no-any-return]
+    return torch.ops.tritium.varlen_attention.default(*arguments)  # type: ignore[no-any-return]
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -95,12 +104,12 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         if tensor.dim() != 3:
             raise ArgumentError(f"Expected {name} to be 3D [tokens, heads, width], got shape {tuple(tensor.shape)}")
     checks.together(q=q, k=k, v=v)
-    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in checks.FLOATING:
         raise ArgumentTypeError(f"q, k and v must have one floating-point dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if k.shape[:2] != v.shape[:2]:
         raise ArgumentError(f"k and v must have the same tokens and heads: {shapes}")
-    if q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
+    if q.shape[2] != k.shape[2] or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ArgumentError(f"q must have heads as wide as k's, and a multiple of as many: {shapes}")
 
 
@@ -119,13 +128,17 @@ def _boundaries(name: str, given: torch.Tensor | Sequence[int], stream: torch.Te
 
 
 def _check_boundaries(name: str, places: list[int], tokens: int) -> None:
-    if len(places) < 2 or places[0] != 0 or places[-1] != tokens or sorted(places) != places:
+    # In pairs: numbers that are symbolic in a graph cannot be sorted.
+    falls = any(later < earlier for earlier, later in itertools.pairwise(places))
+    if len(places) < 2 or places[0] != 0 or places[-1] != tokens or falls:
         raise ArgumentError(
             f"{name} must begin with 0, not decrease, and end with the number of tokens, {tokens}; got {places[:8]}"
             f"{'...' if len(places) > 8 else ''}"
         )
 
 
+# It reads the lengths of segments, which no graph can hold.
+@compat.untraced
 def _varlen(
     q: torch.Tensor,
     k: torch.Tensor,

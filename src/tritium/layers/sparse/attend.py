@@ -12,6 +12,7 @@ import torch
 from tritium import compat, fidelity, ops
 from tritium.compat import attention as compat_attention
 from tritium.errors import ArgumentError, nearest
+from tritium.layers import checks
 from tritium.layers.attention import choice
 from tritium.layers.attention.operator import note_choice
 from tritium.layers.attention.request import Request
@@ -44,11 +45,24 @@ def attend(
     by: str | None = None,
 ) -> torch.Tensor:
     """Attention of permuted streams [B, S, N, D] by lists of blocks; `by` names who computes, None the fastest."""
-    if by is not None and by not in WAYS:
-        raise ArgumentError(f"nothing computes sparse attention by {by!r}; {nearest(by, WAYS)}")
+    check_way(by)
+    checks.no_gradients_in_a_graph("sparse attention", q, k, v)
+    if checks.needs_gradients(q, k, v):
+        if by not in (None, REFERENCE):
+            raise ArgumentError(f"sparse attention by {by!r} computes no gradients; by {REFERENCE!r} it does")
+        return _with_gradients(q, k, v, *lists, q_edges, k_edges, block, scale, causal)  # type: ignore[no-any-return]
     given = (q, k, v, *lists, q_edges, k_edges, block, scale, causal)
     known = choice.identity() if torch.compiler.is_compiling() else ""
     return torch.ops.tritium.sparse_attention.default(*given, by, known)  # type: ignore[no-any-return]
+
+
+# It loops over lists of blocks, which no graph can hold.
+_with_gradients = compat.untraced(op.OP.reference)
+
+
+def check_way(by: str | None) -> None:
+    if by is not None and by not in WAYS:
+        raise ArgumentError(f"nothing computes sparse attention by {by!r}; {nearest(str(by), WAYS)}")
 
 
 def _attend(*given: Any) -> torch.Tensor:

@@ -9,8 +9,9 @@ import torch
 from tritium.errors import ArgumentError, ArgumentTypeError
 from tritium.layers import checks
 from tritium.layers.attention.forward import attention_forward
+from tritium.layers.attention.mathematics import with_positive_scale
 from tritium.layers.sparse import masks
-from tritium.layers.sparse.attend import attend, lists_of
+from tritium.layers.sparse.attend import attend, check_way, lists_of
 from tritium.layers.sparse.layout import TILE, SparseLayout
 
 RF_V2, RF_V3, ADA_BSA, RADIAL = TYPES = ("rf_v2", "rf_v3", "ada_bsa", "radial")
@@ -121,6 +122,8 @@ def sparse_attention(
     checks.text("input_layout", input_layout, ("BNSD", "BSND"))
     checks.boolean("return_density", return_density)
     checks.number("scale", scale, optional=True)
+    checks.size("block_size", block_size)
+    check_way(by)
     heads_first = input_layout == "BNSD"
     _check(q, k, v, heads_first, head_num)
     if sparse_type is None:
@@ -138,6 +141,7 @@ def sparse_attention(
         done, share = out if isinstance(out, tuple) else (out, None)
     else:
         factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
+        q, factor = with_positive_scale(q, factor)
         done, share = _sparse(method, q, k, v, q_layout, k_layout, factor, return_density, by)
     if heads_first:
         done = done.transpose(1, 2)
@@ -217,11 +221,11 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads_first: bool,
     checks.together(q=q, k=k, v=v)
     heads = 1 if heads_first else 2
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in checks.FLOATING:
         raise ArgumentTypeError(f"q, k and v must have one floating-point dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
     if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3]:
         raise ArgumentError(f"q, k and v must have one batch, and k and v the same tokens and heads: {shapes}")
-    if q.shape[3] != k.shape[3] or q.shape[heads] % k.shape[heads]:
+    if q.shape[3] != k.shape[3] or k.shape[heads] == 0 or q.shape[heads] % k.shape[heads]:
         raise ArgumentError(f"q must have heads as wide as k's, and a multiple of as many: {shapes}")
     if head_num not in (1, q.shape[heads]):
         raise ArgumentError(f"head_num={head_num}, and q has {q.shape[heads]} heads: {shapes}")

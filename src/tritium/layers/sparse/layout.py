@@ -74,19 +74,19 @@ class SparseLayout:
 
     def edges(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """Where blocks begin in the permuted stream, and where the last one ends, in int32."""
-        if torch.compiler.is_compiling():
+        if _is_traced():
             return _edges(self, device)
         return _kept_edges(self, str(device))
 
     def index(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """For each place of the permuted stream, the place in the stream."""
-        if torch.compiler.is_compiling():
+        if _is_traced():
             return _index(self, device)
         return _kept_index(self, str(device))[0]
 
     def inverse(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """For each place of the stream, the place in the permuted stream."""
-        if torch.compiler.is_compiling():
+        if _is_traced():
             return torch.argsort(_index(self, device))
         return _kept_index(self, str(device))[1]
 
@@ -135,17 +135,28 @@ def _tiled(grid: torch.Tensor, tile: int) -> torch.Tensor:
     """Frames [F, H, W] as rows [F, H W]: whole tiles, the strip below them, the strip to their right."""
     frames, height, width = grid.shape
     main_height, main_width = height - height % tile, width - width % tile
+    strips = [part.flatten(1) for part in (grid[:, main_height:], grid[:, :main_height, main_width:])]
+    if main_height == 0 or main_width == 0:
+        # Not a single tile: reshaping nothing into symbolic sizes is an error.
+        return torch.cat(strips, dim=1)
     main = grid[:, :main_height, :main_width].reshape(frames, main_height // tile, tile, main_width // tile, tile)
-    strips = (grid[:, main_height:], grid[:, :main_height, main_width:])
-    return torch.cat([main.transpose(2, 3).flatten(1), *(strip.flatten(1) for strip in strips)], dim=1)
+    return torch.cat([main.transpose(2, 3).flatten(1), *strips], dim=1)
 
 
+def _is_traced() -> bool:
+    """Whether tensors that are made now are somebody's: kept, they would turn up in calls that know nothing of him."""
+    return torch.compiler.is_compiling() or bool(torch._C._len_torch_dispatch_stack())
+
+
+# Kept tensors are plain ones, whatever mode the first call is in: those of inference mode cannot be used outside of it.
 @functools.lru_cache(maxsize=64)
+@torch.inference_mode(mode=False)
 def _kept_edges(layout: SparseLayout, device: str) -> torch.Tensor:
     return _edges(layout, device)
 
 
 @functools.lru_cache(maxsize=64)
+@torch.inference_mode(mode=False)
 def _kept_index(layout: SparseLayout, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     index = _index(layout, device)
     return index, torch.argsort(index)

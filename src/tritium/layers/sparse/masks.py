@@ -16,6 +16,9 @@ from tritium.layers.sparse.layout import SparseLayout
 # Queries and keys that are judged together by `estimated`.
 STRIDE = 8
 
+# What a frame of distance adds to the window that a pair needs: less than any distance in space.
+_TIE = 1e-9
+
 
 def pooled(x: torch.Tensor, layout: SparseLayout) -> torch.Tensor:
     """The mean of each block of a permuted stream [B, S, N, D], in float32: [B, N, blocks, D]."""
@@ -80,12 +83,14 @@ def radial(q_layout: SparseLayout, k_layout: SparseLayout, sparsity: float, devi
     apart = (frame_q.unsqueeze(1) - frame_k.unsqueeze(0)).abs()
     halvings = torch.floor(torch.log2(apart.clamp(min=1).float()))
     # How wide the window at distance 0 must be for a pair to be seen.
-    needed = (place_q.unsqueeze(1) - place_k.unsqueeze(0)).abs() * torch.exp2(halvings)
+    needed = (place_q.unsqueeze(1) - place_k.unsqueeze(0)).abs().double() * torch.exp2(halvings)
+    # Of blocks that need the same the nearer in time: one place of all frames would otherwise be seen whole or not at all.
+    needed = needed + _TIE * apart
+    nearest = torch.zeros_like(fixed).scatter_(1, needed.argmin(1, keepdim=True), value=True)
     needed = needed.masked_fill(fixed, -1.0)
     wanted = keep_count(needed.numel(), sparsity)
     limit = needed.flatten().sort().values[wanted - 1]
-    own = needed == 0
-    return ((needed <= limit) | own | fixed)[None, None]
+    return ((needed <= limit) | nearest | fixed)[None, None]
 
 
 def _centres(layout: SparseLayout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
