@@ -56,12 +56,13 @@ def disable() -> None:
 
 @contextlib.contextmanager
 def enabled(**parts: Any) -> Iterator[Decline | None]:
-    """`enable` inside, `disable` afterwards."""
+    """`enable` inside; afterwards, also after an error, all is as it was before: disabled, or the policy and its decisions."""
+    before = hooks.process_session()
     declined = enable(**parts)
     try:
         yield declined
     finally:
-        disable()
+        hooks.restore_for_process(before)
 
 
 def is_enabled() -> bool:

@@ -68,6 +68,41 @@ class TestEnable:
         assert all(vars(owner)[name] is original for owner, name, original in before)
         tritium.autofuse.disable()
 
+    def test_a_block_brings_back_what_was_there(self):
+        before = owners()
+        tritium.autofuse.enable(narrow_sizes=False)
+        outer = hooks.process_session()
+        outer.decisions.prove("8 / 4")
+        with tritium.autofuse.enabled():
+            inner = hooks.process_session()
+            assert inner.policy.narrow_sizes
+            with tritium.autofuse.enabled(choose_tiling=False):
+                assert not hooks.process_session().policy.choose_tiling
+            assert hooks.process_session() is inner
+            assert tritium.autofuse.decisions()["proofs"] == []
+        assert hooks.process_session() is outer
+        assert tritium.autofuse.decisions()["proofs"] == ["8 / 4"]
+        tritium.autofuse.disable()
+        assert all(vars(owner)[name] is original for owner, name, original in before)
+
+    def test_a_block_that_fails_brings_it_back_too(self):
+        tritium.autofuse.enable(narrow_sizes=False)
+        outer = hooks.process_session()
+        with pytest.raises(ValueError, match="theirs"), tritium.autofuse.enabled():
+            raise ValueError("theirs")
+        assert hooks.process_session() is outer
+        with pytest.raises(ConfigError), tritium.autofuse.enabled(force_tiling="2d"):
+            pass
+        assert hooks.process_session() is outer
+
+    def test_disable_inside_a_block_is_not_undone_by_leaving_it(self):
+        before = owners()
+        with tritium.autofuse.enabled():
+            tritium.autofuse.disable()
+            assert not tritium.autofuse.is_enabled()
+            assert all(vars(owner)[name] is original for owner, name, original in before)
+        assert not tritium.autofuse.is_enabled()
+
     def test_somebody_who_wrapped_it_too_keeps_working(self, monkeypatch):
         tritium.autofuse.enable()
         ours = SizeVarAllocator.statically_known_multiple_of

@@ -1,4 +1,4 @@
-"""Which sites an op reproduces bit for bit, found by running the graph once on its real inputs.
+"""Which sites an op reproduces bit for bit and stride for stride, found by running the graph once on its real inputs.
 
 Before:  the graph as Dynamo made it, run eagerly; at each site the op computes from the same inputs
 After:   site by site, equal or not
@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from tritium.compiler.arguments import as_value
+from tritium import compat
+from tritium.compiler.arguments import as_fake, as_value
+from tritium.compiler.layouts import as_dynamo_does
 from tritium.fusions import Match
+from tritium.fusions.expression import same_shape, value_of
 
-NOT_EQUAL = "fidelity is 'exact', and the replacement is not bit-equal on this call's values"
+NOT_EQUAL = "fidelity is 'exact', and the replacement is not equal in bits and strides"
 
 # Computes a site's values from the values of its arguments.
 Compute = Callable[[Callable[[Any], Any]], tuple[torch.Tensor, ...]]
@@ -39,17 +42,44 @@ class _Comparison(fx.Interpreter):
 
 
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return left.dtype == right.dtype and torch.equal(left, right)
+    # Whoever reads a value that lies otherwise may add in another order, as convolutions do.
+    return left.dtype == right.dtype and left.stride() == right.stride() and torch.equal(left, right)
+
+
+def _same_strides(match: Match, compute: Compute) -> bool:
+    """Whether a replacement lies as the site's values do at every size that the graph is for, not only at this call's."""
+    wanted = [value_of(node) for node in match.values]
+    with as_dynamo_does(tuple(wanted)):
+        made = compute(as_fake)
+    return all(same_shape(one.stride(), other.stride()) for one, other in zip(made, wanted, strict=True))
+
+
+def _copy(value: Any) -> Any:
+    """An input for the run: a tensor's copy with the same strides, and of a symbolic size the one this call has."""
+    if isinstance(value, torch.SymInt):
+        hint = compat.size_hint(value)
+        return value if hint is None else hint
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value.detach()
+    copy = value.clone()
+    if value.layout is not torch.strided or copy.stride() == value.stride():
+        return copy
+    # `clone` packs what has gaps or repeats itself: take the memory as it lies.
+    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return value.as_strided((max(last + 1, 0),), (1,)).clone().as_strided(value.shape, value.stride())
 
 
 def bit_equal(gm: fx.GraphModule, example_inputs: Sequence[Any], sites: Sequence[tuple[Match, Compute]]) -> list[bool]:
-    """For each site whether its replacement gives the same bits. The caller's tensors are not written to."""
+    """For each site whether its replacement gives the same bits and strides. The caller's tensors are not written to."""
     by_end: dict[fx.Node, list[tuple[int, Match, Compute]]] = {}
     for index, (match, compute) in enumerate(sites):
+        # Strides of the others were compared when they were judged.
+        if match.any_layout and not _same_strides(match, compute):
+            continue
         end = max((*match.values, *match.writes))
         by_end.setdefault(end, []).append((index, match, compute))
     comparison = _Comparison(gm, by_end)
-    copies = [value.detach().clone() if isinstance(value, torch.Tensor) else value for value in example_inputs]
     with torch.no_grad():
-        comparison.run(*copies)
+        comparison.run(*map(_copy, example_inputs))
     return [comparison.equal.get(index, False) for index in range(len(sites))]

@@ -33,6 +33,7 @@ def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
     bindings = {"x": x, "groups": groups, "weight": weight, "bias": bias, "eps": eps}
     match = recogniser.closed(Match(node, bindings, nodes))
     # ATen's GroupNorm on a GPU gives up channels-last, the op keeps it, and a convolution wants it.
+    # Not under fidelity 'exact', which compares strides all the same.
     match.any_layout = _feeds_convolutions(match.root)
     return match
 

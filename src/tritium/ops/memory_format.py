@@ -10,6 +10,8 @@ FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 def is_channels_last(x: torch.Tensor) -> bool:
     """Whether the channels of an image's or a video's pixel lie together; a tensor that is both counts as contiguous."""
     # By torch's own flags: a traced tensor of symbolic sizes has them, and a permuted one would have to work out its own.
+    # They leave out strides of dims of size one, which ATen's GroupNorm looks at. So does `contiguous(memory_format=...)`,
+    # which a region that was laid out channels-last begins with: by ATen's rule some would end where they begin.
     return x.ndim in FORMATS and not x.is_contiguous() and x.is_contiguous(memory_format=FORMATS[x.ndim])
 
 

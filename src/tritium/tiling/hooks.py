@@ -70,19 +70,24 @@ def active(policy: TilingPolicy) -> Iterator[Decisions]:
 
 def enable_for_process(policy: TilingPolicy) -> Decisions:
     """Let a policy act on everything that is compiled from now on."""
-    global _process  # noqa: PLW0603 - the process has one default policy
-    with _lock:
-        if _process is None:
-            _acquire()
-        _process = Session(policy, Decisions())
-        return _process.decisions
+    session = Session(policy, Decisions())
+    restore_for_process(session)
+    return session.decisions
 
 
 def disable_for_process() -> None:
-    global _process  # noqa: PLW0603
+    restore_for_process(None)
+
+
+def restore_for_process(session: Session | None) -> None:
+    """Make a session that of the process, also one from before, with what it has decided; None for Inductor as it was."""
+    global _process  # noqa: PLW0603 - the process has one default policy
     with _lock:
-        if _process is not None:
-            _process = None
+        before = _process
+        if session is not None and before is None:
+            _acquire()
+        _process = session
+        if session is None and before is not None:
             _release()
 
 

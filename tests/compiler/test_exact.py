@@ -1,0 +1,98 @@
+"""Fidelity 'exact' where values lie in memory in unusual ways: eager's bits and eager's strides."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tritium
+from small_vaes import SMALL_VAES
+from tritium.compiler.exact import NOT_EQUAL, _copy
+
+EXACT = tritium.CompilationConfig(engine="eager", fidelity="exact")
+
+
+def compiled(module, dynamic=None):
+    return torch.compile(module, backend=tritium.Backend(EXACT), dynamic=dynamic)
+
+
+def assert_same(made, expected):
+    assert made.stride() == expected.stride()
+    assert torch.equal(made, expected)
+
+
+def norm_and_convolution():
+    return nn.Sequential(nn.GroupNorm(4, 8), nn.SiLU(), nn.Conv2d(8, 3, 3, padding=1)).eval().requires_grad_(False)
+
+
+def picture(height, width):
+    return torch.randn(1, 8, height, width, generator=torch.Generator().manual_seed(height))
+
+
+def from_pixels(x):
+    """As an image of height x width x channels becomes a batch of one: only the batch's stride is not channels-last's."""
+    return x[0].permute(1, 2, 0).contiguous().permute(2, 0, 1)[None]
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_batch_s_stride_that_pytorch_takes_for_contiguous(dynamic):
+    module, x = norm_and_convolution(), from_pixels(picture(6, 6))
+    assert x.stride() == (8, 1, 48, 8)
+    fast = compiled(module, dynamic)
+    assert_same(fast(x), module(x))
+    assert tritium.explain(fast).sites["group_norm_silu"].reasons == {NOT_EQUAL: 1}
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_what_lies_as_usual_is_still_fused(layout):
+    module, x = norm_and_convolution(), picture(6, 6).contiguous(memory_format=layout)
+    fast = compiled(module)
+    assert_same(fast(x), module(x))
+    assert tritium.explain(fast).sites["group_norm_silu"].fused == 1
+
+
+def test_strides_must_be_equal_at_every_size_of_a_graph():
+    """Those of a norm over any number of channels are not known to be the op's, though they are in this call."""
+
+    def function(x, weight):
+        return F.conv2d(F.silu(F.group_norm(x, 4)), weight)
+
+    x, weight = picture(6, 5), torch.randn(3, 8, 1, 1)
+    for dynamic in (True, False):
+        torch._dynamo.reset()
+        fast = compiled(function, dynamic)
+        assert_same(fast(x, weight), function(x, weight))
+        assert tritium.explain(fast).sites["group_norm_silu"].declined == dynamic
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_decoder(dynamic):
+    small = SMALL_VAES["kl"]
+    decoder = small.build().decoder
+    fast = compiled(decoder, dynamic)
+    # A pass that failed would leave the graph alone, which is bit-equal too.
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        for latent in (small.latent(8, 8), small.latent(16, 24)):
+            assert_same(fast(latent), decoder(latent))
+    assert tritium.explain(fast).sites["group_norm_silu"].fused
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        picture(6, 6),
+        from_pixels(picture(6, 6)),
+        picture(6, 8)[..., ::2],
+        picture(6, 6)[:, 2:5],
+        torch.randn(1, 8, 1, 1).expand(2, 8, 3, 3),
+        picture(6, 6)[:, :, :0],
+        picture(6, 8)[:0, ..., ::2],
+    ],
+)
+def test_inputs_are_copied_as_they_lie(x):
+    copy = _copy(x)
+    assert_same(copy, x)
+    assert copy.untyped_storage().data_ptr() != x.untyped_storage().data_ptr() or not x.numel()
