@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from torch import nn
 import small_pipelines
 import tritium
 from tritium import Choice, CompilationConfig, Plan
-from tritium.errors import ConfigError, PipelineError
-from tritium.pipelines import trial
+from tritium.compiler import artifacts
+from tritium.errors import ArtifactError, ConfigError, PipelineError
+from tritium.pipelines import hooks, parts, recipe, trial
 
 # Rewrites without generating code: what is tested here is the front door.
 EAGER = CompilationConfig(engine="eager")
@@ -145,6 +147,11 @@ class TestRefusals:
         with pytest.raises(PipelineError, match=message):
             tritium.optimize(pipe, Plan(**plan))
 
+    def test_what_is_valid_is_listed_once(self, pipe):
+        with pytest.raises(PipelineError) as error:
+            tritium.optimize(pipe, Plan(components={"nonsense": "eager"}))
+        assert str(error.value).count("'transformer'") == 1
+
     @pytest.mark.parametrize("components", [{"vae": "fast"}, {"vae": 1}, {"vae": None}])
     def test_choices_that_mean_nothing(self, components):
         with pytest.raises(ConfigError):
@@ -153,6 +160,35 @@ class TestRefusals:
     def test_a_compiled_pipeline(self, pipe):
         pipe.transformer.compile_repeated_blocks(backend="eager")
         with pytest.raises(PipelineError, match=r"transformer\.transformer_blocks\.0 has a compiled call already"):
+            tritium.optimize(pipe, PLAN)
+
+    @pytest.mark.parametrize("how", ["in place", "wrapped", "a block wrapped", "beside the blocks"])
+    def test_a_compiled_component(self, pipe, how):
+        compiled = COMPILED[how](pipe)
+        with pytest.raises(
+            PipelineError, match=rf"transformer{compiled} has a compiled call already.*or leave it alone"
+        ):
+            tritium.optimize(pipe, PLAN)
+
+    def test_a_wrapped_model_of_unlike_blocks(self, pipe):
+        wrapped = torch.compile(nn.Sequential(nn.Linear(2, 2), nn.Conv2d(1, 1, 1)), backend="eager")
+        with pytest.raises(PipelineError, match="transformer has a compiled call already"):
+            hooks.check(parts.denoiser("transformer", wrapped))
+
+    def test_a_codec_is_known_through_what_torch_compile_made_around_it(self, pipe):
+        plain = tritium.optimize(pipe, PLAN)
+        expected = plain.part("vae.decode").part.varying
+        plain.remove()
+        pipe.vae = torch.compile(pipe.vae, backend="eager")
+        with tritium.optimize(pipe, PLAN) as handle:
+            part = handle.part("vae.decode").part
+            assert part.varying == expected
+            assert part.varying
+            assert part.entry is pipe.vae.decoder
+
+    def test_a_compiled_decoder(self, pipe):
+        pipe.vae.decoder.compile(backend="eager")
+        with pytest.raises(PipelineError, match=r"vae\.decode has a compiled call already"):
             tritium.optimize(pipe, PLAN)
 
     def test_hooks_inside_are_named_and_can_be_left_alone(self, pipe):
@@ -176,6 +212,105 @@ class TestRefusals:
         with tritium.optimize(pipe, PLAN) as handle:
             assert torch.equal(small_pipelines.draw(pipe), picture)
             assert handle.report.records
+
+
+def compiled_in_place(pipe):
+    pipe.transformer.compile(backend="eager")
+    return ""
+
+
+def compiled_and_wrapped(pipe):
+    pipe.transformer = torch.compile(pipe.transformer, backend="eager")
+    return ""
+
+
+def compiled_block(pipe):
+    pipe.transformer.transformer_blocks[1] = torch.compile(pipe.transformer.transformer_blocks[1], backend="eager")
+    return r"\.transformer_blocks\.1"
+
+
+def compiled_beside(pipe):
+    pipe.transformer.time_text_embed.compile(backend="eager")
+    return r"\.time_text_embed"
+
+
+COMPILED = {
+    "in place": compiled_in_place,
+    "wrapped": compiled_and_wrapped,
+    "a block wrapped": compiled_block,
+    "beside the blocks": compiled_beside,
+}
+
+
+class Counting:
+    """A backend that counts the calls of what it compiled."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, gm, example_inputs):
+        def run(*args):
+            self.calls += 1
+            return gm(*args)
+
+        return run
+
+
+class TestCompiledBefore:
+    """What a user compiled and the plan leaves alone."""
+
+    LEFT = PLAN.with_(components={"transformer": "eager", "vae": "eager"})
+
+    @pytest.mark.parametrize(
+        "compile_",
+        [
+            lambda pipe, backend: pipe.transformer.compile(backend=backend),
+            lambda pipe, backend: pipe.transformer.compile_repeated_blocks(backend=backend),
+            lambda pipe, backend: pipe.vae.decoder.compile(backend=backend),
+            lambda pipe, backend: pipe.text_encoder.compile(backend=backend),
+            lambda pipe, backend: setattr(pipe, "transformer", torch.compile(pipe.transformer, backend=backend)),
+        ],
+        ids=["denoiser", "blocks", "decoder", "text encoder", "wrapped"],
+    )
+    def test_it_runs_on_and_comes_back(self, pipe, compile_):
+        backend = Counting()
+        compile_(pipe, backend)
+        picture = small_pipelines.draw(pipe)
+        before, calls = attributes(pipe), backend.calls
+        assert calls
+        with tritium.optimize(pipe, self.LEFT) as handle:
+            assert torch.equal(small_pipelines.draw(pipe), picture)
+            assert backend.calls == 2 * calls
+            assert handle.part("transformer").entry.times.calls
+        assert attributes(pipe) == before
+        small_pipelines.draw(pipe)
+        assert backend.calls == 3 * calls
+
+    @pytest.mark.parametrize("how", ["in place", "wrapped"])
+    def test_switching_it_is_refused(self, pipe, how):
+        COMPILED[how](pipe)
+        with tritium.optimize(pipe, self.LEFT) as handle:
+            with pytest.raises(PipelineError, match="transformer has a compiled call already"):
+                handle.use({"transformer": Choice()})
+            assert handle.choices["transformer"].how == "eager"
+
+
+class TestSwapped:
+    def test_the_summary_says_that_another_module_runs_as_it_is(self, pipe):
+        with tritium.optimize(pipe, PLAN) as handle:
+            small_pipelines.draw(pipe)
+            pipe.transformer, pipe.vae = small_pipelines.flux().transformer, small_pipelines.autoencoder()
+            rows = {component.name: component.what for component in handle.components}
+        said = "the pipeline has another module there now, which runs as it is"
+        assert rows["transformer"] == f"{said}; the figures are of the one before"
+        assert rows["vae.encode"] == said
+        assert rows["text_encoder"].startswith("left alone")
+
+    def test_a_module_that_is_gone(self, pipe):
+        with tritium.optimize(pipe, PLAN) as handle:
+            pipe.text_encoder = None
+            rows = {component.name: component.what for component in handle.components}
+        assert rows["text_encoder"] == "the pipeline has no module there any more"
 
 
 class TestParts:
@@ -306,6 +441,14 @@ class TestMeasuring:
 
 
 class TestArtifacts:
+    def test_a_file_that_is_too_long_says_so(self, pipe):
+        fingerprint = recipe.fingerprint_of(pipe)
+        written = artifacts.encode(fingerprint, [artifacts.Section("torch", "name", b"1234")], 1)
+        with pytest.raises(ArtifactError, match="a file is longer than it should be: 5 bytes instead of 4"):
+            artifacts.decode(written + b"5", fingerprint, "a file")
+        with pytest.raises(ArtifactError, match="a file is incomplete: 3 of 4 bytes"):
+            artifacts.decode(written[:-1], fingerprint, "a file")
+
     def test_a_file_that_is_damaged_is_refused_and_the_pipeline_compiles(self, pipe, tmp_path):
         path = tmp_path / "pipe.tritium"
         path.write_bytes(b"not what it says")
@@ -341,3 +484,15 @@ print(counters["fxgraph_cache_miss"], counters["fxgraph_cache_hit"], picture.dou
         assert warm[0] == "0"
         assert int(warm[1]) == int(cold[0]) + int(cold[1])
         assert warm[2] == cold[2]
+
+
+def test_a_denoiser_without_blocks_is_left_alone_where_the_plan_says_so():
+    """What the error advises."""
+    odd = nn.Sequential(nn.Linear(4, 4), nn.SiLU())
+    pipe = SimpleNamespace(components={"transformer": odd})
+    with pytest.raises(PipelineError, match="leave it alone with"):
+        tritium.optimize(pipe)
+    with tritium.optimize(pipe, Plan(progress=False, components={"transformer": "eager"})) as handle:
+        odd(torch.ones(2, 4))
+        (component,) = handle.report.components
+        assert (component.calls, component.what) == (1, "left alone")

@@ -202,7 +202,7 @@ class Handle:
                 calls=installed.entry.times.calls,
                 share=ms * installed.entry.times.calls / total if ms is not None and total else None,
                 first_call_seconds=sum(installed.entry.times.compiling),
-                what=_what(installed),
+                what=_what(installed, self.pipe),
             )
             for installed, ms in rows
         ]
@@ -219,9 +219,15 @@ class Handle:
         return compiled_files.save(Path(path), recipe.fingerprint_of(self.pipe))
 
 
-def _what(installed: Installed) -> str:
+def _what(installed: Installed, pipe: Any) -> str:
     """What was done to a part, in words."""
     part, choice = installed.part, installed.choice
+    component = pipe.components.get(part.name.partition(".")[0])
+    if not isinstance(component, nn.Module):
+        return "the pipeline has no module there any more"
+    if all(module is not part.entry for module in component.modules()):
+        stale = "; the figures are of the one before" if installed.entry.times.calls else ""
+        return f"the pipeline has another module there now, which runs as it is{stale}"
     done = {
         "eager": "left alone",
         "inductor": f"torch.compile: {part.what}",

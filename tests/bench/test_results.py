@@ -92,11 +92,24 @@ def test_different_devices_are_not_compared():
         compare(results(ROW), results(ROW, name="another device"))
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"rows": 3}', '{"device": {}, "versions": {}, "date": "", "rows": [{}]}'])
-def test_a_file_that_is_no_result_is_refused(tmp_path, text):
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "it is no JSON"),
+        (b"\xff\xfe\x00", "it is no JSON"),
+        (b"[]", "it holds no mapping"),
+        (b"{}", "it has no 'device', 'versions', 'date', 'rows'"),
+        (b'{"rows": 3}', "it has no 'device'"),
+        (b'{"device": [], "versions": {}, "date": "", "rows": []}', "its 'device' is no mapping"),
+        (b'{"device": {}, "versions": {}, "date": "", "rows": 3}', "its 'rows' are no list"),
+        (b'{"device": {}, "versions": {}, "date": "", "rows": [{}]}', "its rows do not have the fields"),
+        (b'{"device": {}, "versions": {}, "date": "", "rows": [3]}', "its rows do not have the fields"),
+    ],
+)
+def test_a_file_that_is_no_result_is_refused(tmp_path, content, reason):
     path = tmp_path / "results.json"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match="is no result"):
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"is no result of `tritium bench --json`: {reason}"):
         Results.load(path)
 
 

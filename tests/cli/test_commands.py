@@ -86,8 +86,19 @@ def test_every_command_has_help(command):
 def test_an_unknown_workload_names_the_nearest(command):
     result = invoke(command, "flx")
     assert result.exit_code == 2
-    assert result.stderr.strip() == "tritium: there is no workload 'flx'; did you mean 'flux'?"
+    said = "there is no workload 'flx', and no folder of that name holds a pipeline; did you mean 'flux'?"
+    assert result.stderr.strip() == f"tritium: {said}"
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "others"),
+    [("bench", ["example", "attention", "sparse-attention", "layers"]), ("explain", ["example"])],
+)
+def test_an_unknown_workload_lists_all_that_is_valid(command, others):
+    stderr = invoke(command, "nosuch").stderr
+    assert "no folder of that name holds a pipeline; valid: " in stderr
+    assert all(repr(name) in stderr for name in (*workloads.WORKLOADS, *others))
 
 
 @pytest.mark.parametrize(
@@ -133,6 +144,39 @@ def test_bench_prints_a_table_and_writes_what_it_printed(measured, tmp_path):
     assert "1.25x" in result.stdout
     assert "shrunk for the CPU" in result.stdout
     assert [row.workload for row in Results.load(path).rows] == ["flux", "wan"]
+
+
+@pytest.mark.parametrize("name", ["", "file/results.json"])
+def test_results_that_cannot_be_written_are_refused_before_measuring(measured, tmp_path, name):
+    (tmp_path / "file").touch()
+    result = invoke("bench", "flux", "--json", str(tmp_path / name))
+    assert result.exit_code == 2
+    assert "cannot be written" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert not measured
+
+
+def test_a_file_that_gets_no_results_is_not_left_behind(monkeypatch, tmp_path):
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "run", stopped)
+    (tmp_path / "old.json").write_text("kept")
+    for name in ("new.json", "old.json"):
+        assert invoke("bench", "flux", "--json", str(tmp_path / name)).exit_code != 0
+    assert [path.name for path in tmp_path.iterdir()] == ["old.json"]
+    assert (tmp_path / "old.json").read_text() == "kept"
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"[]", b"{}"])
+def test_results_that_are_none_are_refused_before_measuring(measured, tmp_path, content):
+    path = tmp_path / "old.json"
+    path.write_bytes(content)
+    result = invoke("bench", "flux", "--compare", str(path))
+    assert result.exit_code == 2
+    assert "is no result of `tritium bench --json`" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert not measured
 
 
 def test_bench_with_graphs_has_a_column_for_the_time_on_the_host(monkeypatch, tmp_path):
@@ -230,7 +274,7 @@ class Tiny:
 
 @pytest.mark.codegen
 def test_explain_writes_a_folder_for_every_kernel(monkeypatch, tmp_path):
-    monkeypatch.setattr(workloads, "find", lambda name: [Tiny()])
+    monkeypatch.setattr(workloads, "find", lambda name, others: [Tiny()])
     result = invoke("explain", "tiny", "--device", "cpu", "--dump", str(tmp_path / "kernels"))
     assert result.exit_code == 0, result.output
     (folder,) = (tmp_path / "kernels").glob("*/fused_*")

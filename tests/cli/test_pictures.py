@@ -3,13 +3,16 @@
 import json
 
 import pytest
+import torch
 from PIL import Image
 from typer.testing import CliRunner
 
 import small_pipelines
 from tritium import Choice
+from tritium.bench.drawing import Job
 from tritium.bench.results import Results
 from tritium.cli.app import app
+from tritium.errors import ConfigError
 from tritium.example import PROMPTS
 from tritium.pipelines import recipe, trial
 
@@ -76,6 +79,8 @@ class TestRun:
             (["a red circle", "--size", "100x128"], "width 100 is not a multiple of 16"),
             (["a red circle", "--size", "128"], "is not WIDTHxHEIGHT"),
             (["a red circle", "--size", "128x0"], "height 0 is not a multiple of 16"),
+            (["a red circle", "--size", "\u00b2x16"], "is not WIDTHxHEIGHT"),
+            (["a red circle", "--seed", "99999999999999999999999"], "is out of range: torch takes -2**63 to 2**64 - 1"),
             (["a red circle", "--steps", "0"], "steps must be at least 1"),
             (["a red circle", "--model", "nowhere"], "there is no model 'nowhere'"),
             (["a red circle", "--model", "."], "is no diffusers pipeline: it has no model_index.json"),
@@ -93,6 +98,30 @@ class TestRun:
         lines = [line for line in done.stderr.splitlines() if line.startswith("tritium: ")]
         assert len(lines) == 1
         assert message in lines[0]
+
+    @pytest.mark.parametrize(
+        ("index", "message"),
+        [
+            (b"[]", "is no diffusers pipeline: its model_index.json names no class"),
+            (b"{}", "is no diffusers pipeline: its model_index.json names no class"),
+            (b"\xff", "is no diffusers pipeline: its model_index.json cannot be read"),
+            (b'{"_class_name": "NoSuchPipeline"}', "cannot be loaded: AttributeError"),
+            (b'{"_class_name": "FluxPipeline", "vae": 3}', "cannot be loaded: TypeError"),
+        ],
+    )
+    def test_an_index_that_means_nothing_is_one_line(self, index, message, tmp_path):
+        (tmp_path / "model_index.json").write_bytes(index)
+        done = draw(tmp_path, "-o", tmp_path / "out.png")
+        assert done.exit_code == 2
+        (line,) = [line for line in done.stderr.splitlines() if line.startswith("tritium: ")]
+        assert message in line
+
+    @pytest.mark.parametrize("seed", [-(2**63), 2**64 - 1])
+    def test_seeds_that_torch_takes(self, seed):
+        assert torch.Generator().manual_seed(Job(prompt="", seed=seed).seed)
+        for outside in (-(2**63) - 1, 2**64):
+            with pytest.raises(ConfigError, match="out of range"):
+                Job(prompt="", seed=outside)
 
     def test_a_folder_needs_a_prompt(self, folder):
         done = invoke("run", "--model", folder)
@@ -126,8 +155,6 @@ class TestBench:
 
 
 def small_jobs(_name):
-    from tritium.bench.drawing import Job
-
     return [Job(prompt="a red circle", width=32, height=32, steps=1, extra={"max_sequence_length": 16})]
 
 
@@ -168,12 +195,24 @@ class TestTune:
             (["example", "--prompt", "a dragon"], "does not know 'dragon'"),
             (["example", "-o", "/proc/recipe.json"], "cannot be written"),
             (["example", "--size", "1x1"], "not a multiple of 16"),
+            (["example", "--min-psnr", "nan"], "min_psnr must be a number, got nan"),
+            (["nosuch", "-o", "r.json"], "there is no model 'nosuch': it is neither 'example' nor a folder"),
+            ([".", "-o", "r.json"], "is no diffusers pipeline: it has no model_index.json"),
+            (["-o", "r.json"], "--output concern a pipeline ('example' or a folder), and none was named"),
         ],
     )
-    def test_wrong_input(self, arguments, message):
+    def test_wrong_input(self, arguments, message, monkeypatch, tmp_path):
+        monkeypatch.chdir(tmp_path)
         done = invoke("tune", *arguments)
         assert done.exit_code == 2
         assert message in done.stderr
+        assert not list(tmp_path.iterdir())
+
+    def test_a_recipe_that_is_not_written_leaves_no_file(self, tmp_path):
+        (tmp_path / "model_index.json").write_text("[]")
+        done = invoke("tune", tmp_path, "-o", tmp_path / "recipe.json")
+        assert done.exit_code == 2
+        assert not (tmp_path / "recipe.json").exists()
 
     def test_what_is_known_as_json(self):
         done = invoke("tune", "--show", "--json", "--device", "cpu")

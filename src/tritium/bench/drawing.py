@@ -23,6 +23,9 @@ EXAMPLE = "example"
 # What every latent size is a multiple of: a VAE's factor of 8 and patches of 2.
 MULTIPLE = 16
 
+# What torch.Generator.manual_seed takes.
+SEEDS = range(-(2**63), 2**64)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -43,6 +46,8 @@ class Job:
                 raise ConfigError(f"{name} {size} is not a multiple of {MULTIPLE}")
         if self.steps is not None and self.steps < 1:
             raise ConfigError(f"steps must be at least 1, got {self.steps}")
+        if self.seed not in SEEDS:
+            raise ConfigError(f"seed {self.seed} is out of range: torch takes -2**63 to 2**64 - 1")
 
     def to_dict(self) -> dict[str, Any]:
         return {**self.__dict__, "extra": dict(self.extra)}
@@ -66,7 +71,7 @@ def parse_size(text: str) -> tuple[int, int]:
     (192, 128)
     """
     parts = text.lower().split("x")
-    if len(parts) != 2 or not all(part.strip().isdigit() for part in parts):
+    if len(parts) != 2 or not all(part.strip().isdecimal() for part in parts):
         raise ConfigError(f"size {text!r} is not WIDTHxHEIGHT, such as 128x128")
     width, height = (int(part) for part in parts)
     for name, size in (("width", width), ("height", height)):
@@ -80,16 +85,33 @@ def load(name: str, device_type: str, dtype: torch.dtype | None = None) -> Any:
     dtype = dtype or (torch.bfloat16 if device_type == "cuda" and name != EXAMPLE else torch.float32)
     if name == EXAMPLE:
         return load_example(device_type, dtype)
+    check_model(name)
+    try:
+        pipe = load_pipeline(Path(name), dtype, "loading a pipeline")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{name!r} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+    except (AttributeError, KeyError, TypeError) as error:
+        # What diffusers stumbles over in a model_index.json that means nothing to it.
+        raise ConfigError(f"{name!r} cannot be loaded: {type(error).__name__}: {error}") from error
+    return pipe.to(device_type)
+
+
+def check_model(name: str) -> None:
+    """Raise for what is neither the example nor a folder that looks like a pipeline."""
     folder = Path(name)
+    if name == EXAMPLE:
+        return
     if not folder.is_dir():
         raise ConfigError(f"there is no model {name!r}: it is neither '{EXAMPLE}' nor a folder of this machine")
-    if not (folder / "model_index.json").is_file():
+    index = folder / "model_index.json"
+    if not index.is_file():
         raise ConfigError(f"{name!r} is no diffusers pipeline: it has no model_index.json")
     try:
-        pipe = load_pipeline(folder, dtype, "loading a pipeline")
-    except (OSError, ValueError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{name!r} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
-    return pipe.to(device_type)
+        found = json.loads(index.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{name!r} is no diffusers pipeline: its model_index.json cannot be read: {error}") from error
+    if not isinstance(found, dict) or "_class_name" not in found:
+        raise ConfigError(f"{name!r} is no diffusers pipeline: its model_index.json names no class of one")
 
 
 def draw(pipe: Any, job: Job) -> Drawn:

@@ -102,12 +102,33 @@ class Results:
     def load(cls, path: Path) -> Results:
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            rows = tuple(Row(**row) for row in found["rows"])
-            return cls(found["device"], found["versions"], found["date"], rows)
         except OSError as error:
             raise ConfigError(f"results {path} cannot be read: {error.strerror}") from error
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path} is no result of `tritium bench --json`: {error}") from error
+        except ValueError as error:
+            # Also bytes that are no UTF-8.
+            raise ConfigError(f"{path} is no result of `tritium bench --json`: it is no JSON ({error})") from error
+        wrong = _wrong_with(found)
+        if wrong:
+            raise ConfigError(f"{path} is no result of `tritium bench --json`: {wrong}")
+        try:
+            rows = tuple(Row(**row) for row in found["rows"])
+        except TypeError as error:
+            raise ConfigError(
+                f"{path} is no result of `tritium bench --json`: its rows do not have the fields of this version"
+            ) from error
+        return cls(found["device"], found["versions"], found["date"], rows)
+
+
+def _wrong_with(found: Any) -> str:
+    """Why what was read cannot be results, in words; nothing if it can."""
+    if not isinstance(found, dict):
+        return "it holds no mapping"
+    absent = [name for name in ("device", "versions", "date", "rows") if name not in found]
+    if absent:
+        return f"it has no {', '.join(map(repr, absent))}"
+    if not isinstance(found["device"], dict):
+        return "its 'device' is no mapping"
+    return "" if isinstance(found["rows"], list) else "its 'rows' are no list"
 
 
 @dataclass(frozen=True)

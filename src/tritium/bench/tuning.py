@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,10 @@ class Budget:
     min_psnr: float = 40.0
     # How long the ways of one part take turns, and how long whole pictures do.
     seconds: float = trial.SECONDS
+
+    def __post_init__(self) -> None:
+        if math.isnan(self.min_psnr):
+            raise ConfigError(f"min_psnr must be a number, got {self.min_psnr}")
 
 
 def tune(pipe: Any, jobs: Sequence[Job], budget: Budget, notify: Notify) -> Recipe:

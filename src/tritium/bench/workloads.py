@@ -17,7 +17,9 @@ WORKLOADS: Mapping[str, Sequence[Workload]] = {
 }
 
 
-def find(name: str) -> Sequence[Workload]:
+def find(name: str, others: Sequence[str] = ()) -> Sequence[Workload]:
+    """The workloads of a name; `others` are names beside these that the caller takes as well."""
     if name not in WORKLOADS:
-        raise ConfigError(f"there is no workload {name!r}; {nearest(name, WORKLOADS)}")
+        hint = nearest(name, (*WORKLOADS, *others))
+        raise ConfigError(f"there is no workload {name!r}, and no folder of that name holds a pipeline; {hint}")
     return WORKLOADS[name]

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from tritium import device
-from tritium.bench import functions, run, whole, workloads
+from tritium.bench import drawing, functions, run, whole, workloads
 from tritium.bench import sizes as many_sizes
 from tritium.bench.decoders import Decoder
 from tritium.bench.results import Comparison, Results, Row, compare
@@ -66,6 +66,8 @@ def command(
     chosen = [_runner(name, sizes=sizes) for name in names]
     # Read before an hour of measuring, not after it.
     old = Results.load(compare_with) if compare_with is not None else None
+    if json is not None:
+        check_writable(json)
     rows: dict[tuple[str, ...], Row] = {}
 
     def keep(measured: list[Row]) -> None:
@@ -120,7 +122,7 @@ def _runner(name: str, *, sizes: bool) -> Callable[[run.Settings, run.Notify], r
         return functools.partial(whole.run, name)
     if functions.is_function(name):
         return functools.partial(functions.run, name)
-    found = workloads.find(name)
+    found = workloads.find(name, (drawing.EXAMPLE, *functions.NAMES))
     if sizes and not any(isinstance(workload, Decoder) for workload in found):
         raise ConfigError(f"--sizes concerns decoders, and {name} is none")
     return functools.partial(_run_all, found, sizes=sizes)
@@ -161,6 +163,19 @@ def known_device(name: str | None) -> str:
             "device 'cuda': this machine has no NVIDIA GPU that torch can use; `tritium doctor` says more"
         )
     return name or device.default()
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a file that cannot be written now, rather than after an hour of measuring."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        existed = path.is_symlink() or path.exists()
+        with path.open("ab"):
+            pass
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def report_comparison(comparison: Comparison) -> bool:

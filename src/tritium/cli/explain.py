@@ -61,7 +61,9 @@ def command(
             raise ConfigError(f"--fusions lists the catalogue and compiles nothing: leave out {', '.join(superfluous)}")
         _list_fusions(json=json)
     elif name is None:
-        raise ConfigError(f"explain needs a workload, one of {_NAMES}; or --fusions for the list of fusions")
+        raise ConfigError(
+            f"explain needs a workload, one of {_NAMES}, 'example' or a folder; or --fusions for the list of fusions"
+        )
     else:
         _explain(name, engine, device_type, json=json, html=html, dump=dump)
 
@@ -114,7 +116,7 @@ def _of_pipeline(name: str, settings: run.Settings, config: CompilationConfig, *
 
 def _of_model(name: str, settings: run.Settings, config: CompilationConfig, *, kernels: bool) -> tuple[str, Report]:
     """The report of one call of a workload's model."""
-    workload, *others = workloads.find(name)
+    workload, *others = workloads.find(name, (drawing.EXAMPLE,))
     if others:
         raise ConfigError(f"{name} is {1 + len(others)} workloads; explain takes one model")
     with progress.shown() as notify:

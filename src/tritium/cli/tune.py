@@ -21,7 +21,7 @@ from tritium.bench import drawing, tuning, whole
 from tritium.bench.drawing import Job
 from tritium.bench.run import DTYPES
 from tritium.cli import progress
-from tritium.cli.bench import known_device
+from tritium.cli.bench import check_writable, known_device
 from tritium.cli.run import known_prompt
 from tritium.compiler import tune
 from tritium.errors import ConfigError, nearest
@@ -81,6 +81,9 @@ def command(
     given = {"--output": output, "--min-psnr": min_psnr, "--prompt": prompts, "--size": sizes, "--steps": steps}
     superfluous = [option for option, value in given.items() if value is not None]
     if superfluous:
+        if names and names[0] not in ops.catalog():
+            # Meant as a pipeline, by what else is asked for.
+            drawing.check_model(names[0])
         raise ConfigError(f"{', '.join(superfluous)} concern a pipeline ('example' or a folder), and none was named")
     chosen = names or []
     for name in chosen:
@@ -130,7 +133,7 @@ def _jobs(model: str, prompts: list[str] | None, sizes: list[str] | None, steps:
 
 
 def _tune_pipeline(model: str, jobs: list[Job], budget: tuning.Budget, output: Path, where: str, *, json: bool) -> None:
-    _check_writable(output)
+    check_writable(output)
     with progress.shown() as notify:
         notify(f"loading {model}", 0.0)
         pipe = drawing.load(model, where)
@@ -142,15 +145,6 @@ def _tune_pipeline(model: str, jobs: list[Job], budget: tuning.Budget, output: P
     else:
         _print_recipe(recipe)
     typer.echo(f"wrote {output}", err=json)
-
-
-def _check_writable(path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a"):
-            pass
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _print_recipe(recipe: Recipe) -> None:

@@ -207,8 +207,11 @@ def decode(content: bytes, fingerprint: Fingerprint, source: object) -> tuple[li
     differences = fingerprint.differences(there)
     if differences:
         raise ArtifactMismatch(source, differences)
-    if len(payload) != sum(size for _, _, size in shapes):
-        raise ArtifactError(f"{source} is incomplete: {len(payload)} of {sum(size for *_, size in shapes)} bytes")
+    size_written = sum(size for _, _, size in shapes)
+    if len(payload) < size_written:
+        raise ArtifactError(f"{source} is incomplete: {len(payload)} of {size_written} bytes")
+    if len(payload) > size_written:
+        raise ArtifactError(f"{source} is longer than it should be: {len(payload)} bytes instead of {size_written}")
     if hashlib.sha256(payload).hexdigest() != expected:
         raise ArtifactError(f"{source} is damaged: its checksum is not the one it was written with")
     sections, position = [], 0

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from tritium.errors import PipelineError
-from tritium.pipelines.parts import Part
+from tritium.pipelines.parts import Part, is_wrapped
 from tritium.pipelines.watch import Entry
 
 # Quantized weights of these packages are computed by kernels that Dynamo cannot see into.
@@ -30,14 +30,20 @@ def check(part: Part) -> None:
 
 
 def _obstacles(part: Part) -> Iterator[tuple[str, str, str]]:
+    # All of it: a compiled call around a block would swallow what is compiled of the block.
+    for path, module in part.entry.named_modules():
+        if _is_compiled(module):
+            yield path, "a compiled call already (torch.compile)", "optimize a pipeline that is not compiled"
     for target in part.targets:
-        call = target.module._compiled_call_impl
-        # Our own way in is no obstacle to ourselves.
-        if call is not None and not isinstance(call, Entry):
-            yield target.path, "a compiled call already (torch.compile)", "optimize a pipeline that is not compiled"
         for inner_path, inner in target.module.named_modules():
             path = ".".join(piece for piece in (target.path, inner_path) if piece)
             yield from ((path, found, advice) for found, advice in _on(inner))
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    call = module._compiled_call_impl
+    # Our own way in is no obstacle to ourselves, but what it stands before may be one.
+    return is_wrapped(module) or (call.before if isinstance(call, Entry) else call) is not None
 
 
 def _on(module: nn.Module) -> Iterator[tuple[str, str]]:

@@ -12,9 +12,9 @@ from torch import fx, nn
 from tritium import compat
 from tritium.compiler import collector
 from tritium.compiler.backend import Backend
-from tritium.pipelines import strides
+from tritium.pipelines import hooks, strides
 from tritium.pipelines.contract import Contract
-from tritium.pipelines.parts import Part
+from tritium.pipelines.parts import Part, is_wrapped
 from tritium.pipelines.plan import Choice, How, Plan
 from tritium.pipelines.progress import Progress
 from tritium.pipelines.sizes import AnySize
@@ -46,6 +46,9 @@ class Installed:
         self.why = ""
         self.measured: dict[str, float] = {}
         self.entry = Entry(part.entry)
+        # What somebody else had put into the slots, where they had.
+        modules = (part.entry, *(target.module for target in part.targets))
+        self._before = {module: module.__dict__[_SLOT] for module in modules if _SLOT in module.__dict__}
         # One backend a layout: torch 2.11 does not look at the strides of weights again, and would run what it compiled
         # for the other layout.
         self._backends: dict[tuple[How, bool], Any] = {
@@ -91,22 +94,33 @@ class Installed:
 
         Given some modules, only the targets among them are compiled, and the others are left alone.
         """
+        if choice.how != "eager" and (self._before or is_wrapped(self.part.entry)):
+            # It was left alone until now, with what somebody else had compiled.
+            hooks.check(self.part)
         self.choice = choice
         self.entry.switch(choice)
         for target in self.part.targets:
             call = self._call(choice, target.module) if among is None or target.module in among else None
             if target.module is self.part.entry:
-                self._inner = call or target.module._call_impl
-            else:
+                self._inner = call or self.entry.before or target.module._call_impl
+            elif call is not None:
                 _put(target.module, call)
+            else:
+                self._put_back(target.module)
         _put(self.part.entry, self.entry)
         self._lay_out(channels_last=choice.channels_last)
 
     def remove(self) -> None:
         for target in self.part.targets:
-            _put(target.module, None)
-        _put(self.part.entry, None)
+            self._put_back(target.module)
+        self._put_back(self.part.entry)
         self._lay_out(channels_last=False)
+
+    def _put_back(self, module: nn.Module) -> None:
+        if module in self._before:
+            _put(module, self._before[module])
+        else:
+            module.__dict__.pop(_SLOT, None)
 
     def _call(self, choice: Choice, module: nn.Module) -> Callable[..., Any] | None:
         if choice.how == "eager":
@@ -161,7 +175,4 @@ class Installed:
 
 def _put(module: nn.Module, call: Callable[..., Any] | None) -> None:
     # Past nn.Module.__setattr__, which would look for parameters first; switching happens between timed calls.
-    if call is None:
-        module.__dict__.pop(_SLOT, None)
-    else:
-        module.__dict__[_SLOT] = call
+    module.__dict__[_SLOT] = call

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from tritium import models
@@ -66,7 +67,7 @@ def find(pipe: Any, plan: Plan) -> list[Part]:
             f"{type(pipe).__name__} has no denoiser that Tritium knows (it looks for {', '.join(DENOISERS)}; "
             f"the components are {', '.join(modules)})"
         )
-    known = [*(part.name for part in parts), *(part.name.partition(".")[0] for part in parts)]
+    known = {name for part in parts for name in (part.name, part.name.partition(".")[0])}
     for name in plan.components:
         if name not in known:
             raise PipelineError(f"Plan.components names {name!r}, which is no part; {nearest(name, known)}")
@@ -74,7 +75,9 @@ def find(pipe: Any, plan: Plan) -> list[Part]:
 
 
 def _parts_of(name: str, module: nn.Module, plan: Plan) -> Iterator[Part]:
-    if name in DENOISERS:
+    if name in DENOISERS and _cannot_be_taken_apart(module) and name not in plan.blocks and _is_left_alone(name, plan):
+        yield Part(name, module, (), "", Choice(how="eager"), "its repeated blocks cannot be found")
+    elif name in DENOISERS:
         yield denoiser(name, module, plan.blocks.get(name))
     elif name == "vae":
         yield from _codec(name, module)
@@ -87,9 +90,21 @@ def _parts_of(name: str, module: nn.Module, plan: Plan) -> Iterator[Part]:
         yield Part(name, module, (), "", Choice(how="eager"), "not part of the denoising loop or the VAE")
 
 
+def _cannot_be_taken_apart(module: nn.Module) -> bool:
+    return not is_wrapped(module) and models.family_of(type(module).__name__) is None and not _repeated(module)
+
+
+def _is_left_alone(name: str, plan: Plan) -> bool:
+    choice = plan.choice(name)
+    return choice is not None and choice.how == "eager"
+
+
 def denoiser(name: str, module: nn.Module, blocks: Sequence[str] | None = None) -> Part:
     """The part a denoiser is: by what is known of its family, or by looking at it."""
     class_name = type(module).__name__
+    if is_wrapped(module):
+        # Its blocks are inside of what torch.compile made: it is left alone as a whole, or refused.
+        return Part(name, module, (Target("", module),), f"{class_name} as a whole", Choice())
     family = models.family_of(class_name)
     left: Mapping[str, str] = {}
     if blocks is None and family is not None:
@@ -113,6 +128,9 @@ def denoiser(name: str, module: nn.Module, blocks: Sequence[str] | None = None) 
 
 
 def _codec(name: str, module: nn.Module) -> Iterator[Part]:
+    if is_wrapped(module):
+        # Pipelines call `decode` and `encode` of what is inside, past the compiled call around it.
+        module = module.get_submodule("_orig_mod")
     codec = models.codec_of(type(module).__name__)
     for part, attribute in ((f"{name}.encode", "encoder"), (f"{name}.decode", "decoder")):
         inner = getattr(module, attribute, None)
@@ -169,6 +187,11 @@ def _targets(module: nn.Module, blocks: Sequence[str], left: Mapping[str, str] |
 
 def _contains(module: nn.Module, blocks: Sequence[str]) -> bool:
     return any(type(inner).__name__ in blocks for inner in module.modules())
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether this is what `torch.compile(module)` makes of a module, around it."""
+    return isinstance(module, torch._dynamo.OptimizedModule)
 
 
 def is_single(module: nn.Module) -> bool:

@@ -68,7 +68,9 @@ class Entry:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.inner: Callable[..., Any] = module._call_impl
+        # The compiled call that somebody else had put here: it runs on where the module is left alone.
+        self.before: Callable[..., Any] | None = module._compiled_call_impl
+        self.inner: Callable[..., Any] = self.before or module._call_impl
         self._by_way: dict[Hashable, Times] = {}
         self.times = Times()
         # Whoever put this here.
