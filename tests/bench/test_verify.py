@@ -72,6 +72,7 @@ def test_pictures_are_compared_seed_by_seed(pipe):
     assert found.to_dict()["thresholds"] == {"min_psnr": "inf", "max_difference": 0.0}
 
 
+@pytest.mark.thorough  # The command line's own test has the same fault located.
 def test_a_wrong_provider_fails_and_is_located(pipe):
     with wrong_provider("rms_norm", lambda result, *_: result * 20 + 3):
         found = verify(pipe, [job(0)], Thresholds(min_psnr=90.0), silent, WRONG, find_cause=True)

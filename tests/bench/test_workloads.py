@@ -122,7 +122,14 @@ def test_without_diffusers_the_extra_is_named(monkeypatch):
         transformers.FLUX.build("cpu", torch.float32, small=True)
 
 
-@by_name(*DECODERS, *DYNAMIC_KERNELS)
+@pytest.mark.parametrize(
+    "workload",
+    [
+        # Wan's decoder is compared in tests/pipelines too, and takes as long as all others together.
+        pytest.param(workload, id=workload.name, marks=[pytest.mark.thorough] * (workload is WAN_DECODE))
+        for workload in (*DECODERS, *DYNAMIC_KERNELS)
+    ],
+)
 def test_all_regimes_agree_with_eager_and_dynamic_sizes_are_dynamic(workload):
     pytest.importorskip("diffusers")
     settings = run.Settings(cold=False, config=tritium.CompilationConfig(engine="eager"))

@@ -59,7 +59,8 @@ def pipeline(vae) -> SimpleNamespace:
 def test_a_decoder_under_torch_compile_is_compiled_for_the_first_size_alone(name):
     small = SMALL_VAES[name]
     vae = small.build()
-    latents = [small.latent(*size) for size in FIRST + TEN]
+    # Frame by frame each size takes as long as several.
+    latents = [small.latent(*size) for size in FIRST + (TEN if GRAPHS[name] == 1 else TEN[:4])]
     expected = [decode(vae, latent) for latent in latents]
     vae.decoder = torch.compile(vae.decoder, backend=tritium.Backend(EAGER), dynamic=True)
     graphs = Graphs()
@@ -109,7 +110,7 @@ def test_optimized_whole_sliced_and_tiled(name):
     torch.testing.assert_close(tiled, decode(vae, large))
 
 
-@mostly("wan", ["kl", "wan", "dc"])
+@mostly("kl", ["kl", "wan", "dc"])
 def test_tiles_of_one_pixel_run_eagerly_and_the_summary_says_so(name):
     small = SMALL_VAES[name]
     vae = small.build()
