@@ -108,6 +108,9 @@ def test_warm_cold_and_moved(project, tmp_path, in_process):
         file = project / "mine" / f"{name}.py"
         file.write_text(file.read_text() + "\n# edited\n")
         assert kind(run()) == "miss", name
+    assert kind(run()) == "hit"
+
+    assert kind(run(force_provider="inductor")) == "miss"
 
 
 class TestIdentity:

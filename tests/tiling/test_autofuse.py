@@ -418,6 +418,7 @@ class TestIdentity:
         assert run(on) == "hit"
         # Never enabled, and disabled again, are the same.
         assert run(f"{on}; tritium.autofuse.disable()") == "hit"
+        assert run("tritium.autofuse.enable(narrow_sizes=False)") == "miss"
         file = package / "tritium" / "tiling" / "cost.py"
         file.write_text(file.read_text() + "\n# edited\n")
         assert run(on) == "miss"
