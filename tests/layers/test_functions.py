@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritium
 from fidelity import assert_no_worse
 from tritium.errors import ArgumentError, ArgumentTypeError
+from tritium.ops import cpp
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -59,8 +61,7 @@ class TestGenerated:
             tritium.group_norm_silu(random(2, 8, 3, 3), 4)
             tritium.layernorm_scale_shift(nn.LayerNorm(8), random(2, 7, 8), random(2, 8), random(2, 8))
             tritium.RMSNorm(8)(x)
-            tritium.muls_add(x, x, 0.5)
-        assert len(compiled) == 5
+        assert len(compiled) == 4
 
     def test_a_second_size_compiles_for_all_sizes(self, compiled):
         for tokens in (7, 5, 9, 63, 100):
@@ -73,30 +74,110 @@ class TestGenerated:
 
         asked = []
         monkeypatch.setattr(compute, "_owned", lambda op, arguments: asked.append(op.name))
+        norm = tritium.RMSNorm(8).requires_grad_(requires_grad=False)
         x, scaled = random(2, 7, 8), random(2, 7, 8).requires_grad_()
         for argument in (x, x.clone(), x[:, :5], x.mT.contiguous().mT, scaled):
-            tritium.muls_add(argument, argument, 0.5)
+            norm(argument)
         # Not for gradients: no kernel of ours gives any.
-        assert asked == ["scaled_add"] * 3
+        assert asked == ["rms_norm"] * 3
 
     def test_no_dtype_and_no_rank_uses_up_what_others_may_compile(self, compiled):
         """Dynamo gives a function up that was compiled eight times."""
-        kinds = [((4,) * rank, dtype) for rank in (1, 2, 3, 4) for dtype in DTYPES]
+        kinds = [((4,) * rank, dtype) for rank in (2, 3, 4, 5) for dtype in DTYPES]
+        norm = tritium.RMSNorm(4)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             for shape, dtype in kinds:
-                x = random(*shape, dtype=dtype)
-                tritium.muls_add(x, x, 0.5)
+                norm(random(*shape, dtype=dtype))
         assert len(compiled) == len(kinds)
 
 
-def test_symbolic_sizes_without_dynamo():
-    def call(x):
-        return tritium.muls_add(x, x, 0.5)
+class TestForms:
+    """What was checked and chosen once for arguments of a form, and who still sees everything."""
 
-    x = random(3, 7)
-    traced = make_fx(call, tracing_mode="symbolic")(x)
-    assert torch.equal(traced(random(5, 9)), call(random(5, 9)))
+    def test_what_is_equal_and_of_another_type_is_checked(self):
+        x, cos = random(2, 7, 3, 8), random(7, 8)
+        for _ in range(2):
+            tritium.rotary_position_embedding(x, cos, cos)
+            tritium.residual_norm_modulate(x, x, eps=1.0)
+        with pytest.raises(ArgumentTypeError, match="fused must be True or False"):
+            tritium.rotary_position_embedding(x, cos, cos, fused=1)
+        with pytest.raises(ArgumentTypeError, match="head_first must be True or False"):
+            tritium.rotary_position_embedding(x, cos, cos, head_first=0)
+        with pytest.raises(ArgumentTypeError, match="eps must be a number"):
+            tritium.residual_norm_modulate(x, x, eps=True)
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            lambda x: x[:1],
+            lambda x: x.to("meta"),
+            lambda x: x.int(),
+            lambda x: x[..., :4],
+            lambda x: x[None],
+        ],
+        ids=["batch", "device", "dtype", "width", "rank"],
+    )
+    def test_another_form_is_checked(self, other):
+        norm, x = nn.LayerNorm(8, elementwise_affine=False), random(2, 7, 8)
+        scale = random(2, 8)
+        for _ in range(2):
+            tritium.layernorm_scale_shift(norm, x, scale, scale)
+        with pytest.raises((ArgumentError, ArgumentTypeError)):
+            tritium.layernorm_scale_shift(norm, other(x), scale, scale)
+
+    def test_other_values_of_one_form_are_other_results(self):
+        x = random(2, 7, 8)
+        norm = tritium.RMSNorm(8)
+        with torch.no_grad():
+            first = norm(x)
+            norm.weight.mul_(2)
+            torch.testing.assert_close(norm(x), 2 * first)
+            norm.eps = 1.0
+            torch.testing.assert_close(norm(x), F.rms_norm(x, (8,), norm.weight, 1.0))
+
+    @pytest.mark.skipif(cpp.cannot_run() is not None, reason=str(cpp.cannot_run()))
+    def test_whoever_looks_at_operators_sees_ours(self):
+        """A call past the dispatcher is remembered, and not taken by a mode, a transform or a trace."""
+
+        class Seen(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                names.append(str(func))
+                return func(*args, **(kwargs or {}))
+
+        def call(x, y):
+            return tritium.residual_norm_modulate(x, y)[1]
+
+        names, x, y = [], random(4, 7, 64), random(4, 7, 64, seed=1)
+        expected = [call(x, y) for _ in range(2)][1]
+        with Seen():
+            assert torch.equal(call(x, y), expected)
+        assert "tritium.residual_norm_modulate.default" in names
+        assert torch.equal(torch.vmap(call)(x, y), expected)
+        traced = make_fx(call)(x, y)
+        assert any("residual_norm_modulate" in str(node.target) for node in traced.graph.nodes)
+        assert torch.equal(traced(y, x), call(y, x))
+        with warnings.catch_warnings():
+            # That tracing is of yesterday, and that it keeps sizes as they are.
+            warnings.simplefilter("ignore")
+            scripted = torch.jit.trace(call, (x, y), check_trace=False)
+        assert torch.equal(scripted(y, x), call(y, x))
+
+    def test_gradients_flow_after_calls_without(self):
+        x, y = random(4, 7, 64), random(4, 7, 64, seed=1)
+        tritium.residual_norm_modulate(x, y)
+        leaf = x.clone().requires_grad_()
+        tritium.residual_norm_modulate(leaf, y)[1].square().sum().backward()
+        expected = x.clone().requires_grad_()
+        F.layer_norm(expected + y, (64,), eps=1e-6).square().sum().backward()
+        torch.testing.assert_close(leaf.grad, expected.grad, rtol=1e-3, atol=1e-4)
+
+    def test_symbolic_sizes_without_dynamo(self):
+        def call(x):
+            return tritium.group_norm_silu(x, 1)
+
+        traced = make_fx(call, tracing_mode="symbolic")(random(3, 7))
+        torch.testing.assert_close(traced(random(5, 9)), call(random(5, 9)))
 
 
 class TestRotary:
@@ -319,6 +400,19 @@ class TestMulsAdd:
         with pytest.raises(ArgumentTypeError, match="scale must be a number"):
             tritium.muls_add(torch.ones(2), torch.ones(2), "1")
 
+    @pytest.mark.parametrize("y", [random(7, 100), random(100), torch.tensor(0.7)], ids=["one", "row", "number"])
+    def test_dtypes_that_differ(self, y):
+        x = random(7, 100, dtype=torch.bfloat16)
+        out = tritium.muls_add(x, y, 0.3)
+        assert out.dtype == torch.float32
+        torch.testing.assert_close(out, x.float() * 0.3 + y)
+
+    def test_gradients_are_kept(self):
+        x, y = (random(7, seed=seed).requires_grad_() for seed in (0, 1))
+        tritium.muls_add(x, y, 0.5).sum().backward()
+        assert torch.equal(x.grad, torch.full((7,), 0.5))
+        assert torch.equal(y.grad, torch.ones(7))
+
 
 class TestRegions:
     @pytest.mark.parametrize("norm", ["layer", "rms"])
@@ -434,6 +528,7 @@ def test_one_graph_for_all_lengths(function):
         lambda x: tritium.fast_layernorm(nn.LayerNorm(8), x),
         lambda x: tritium.layernorm_scale_shift(nn.LayerNorm(8), x, x[:, 0], x[:, 0]),
         lambda x: tritium.group_norm_silu(x, 1),
+        lambda x: tritium.muls_add(x, x, 0.5),
         lambda x: tritium.residual_norm_modulate(x, x),
         lambda x: tritium.rotary_position_embedding(x[None], x[0].float(), x[0].float()),
         lambda x: tritium.qk_norm_rope(x[None], x[None], rope="none"),

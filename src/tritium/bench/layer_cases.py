@@ -33,6 +33,7 @@ def cases(device_type: str, dtype: torch.dtype, *, small: bool) -> Iterator[Case
     weight = draw(width)
     layer = nn.LayerNorm(heads * width, eps=1e-6, elementwise_affine=False)
     affine = nn.LayerNorm(heads * width).to(device_type, dtype)
+    activation = get_activation_layer("gelu-tanh")
     rms = RMSNorm(width).to(device_type, dtype)
     image = draw(1, 32, 16, 16) if small else draw(1, 256, 512, 512)
     groups = 32
@@ -70,9 +71,7 @@ def cases(device_type: str, dtype: torch.dtype, *, small: bool) -> Iterator[Case
         lambda: layernorm_scale_shift(layer, x, scale, shift),
         "ada_norm", (x, None, None, scale[:, None], shift[:, None], 1e-6, "layer", None),
     )  # fmt: skip
-    yield _case(
-        "gelu-tanh", note, {"x": x}, lambda: F.gelu(x, approximate="tanh"), lambda: get_activation_layer("gelu-tanh")(x)
-    )
+    yield _case("gelu-tanh", note, {"x": x}, lambda: F.gelu(x, approximate="tanh"), lambda: activation(x))
     yield _case(
         "muls_add", note, {"x": x}, lambda: x * 0.5 + y, lambda: muls_add(x, y, 0.5), "scaled_add", (x, 0.5, y, None)
     )

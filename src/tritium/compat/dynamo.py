@@ -38,8 +38,12 @@ def compiling_frame() -> Frame | None:
 
 
 def called_eagerly() -> bool:
-    """Whether nothing watches or transforms operators here: no dispatch mode, no vmap or grad around the call."""
-    return torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.maybe_current_level() is None
+    """Whether nothing watches or transforms operators here: no dispatch mode, no vmap or grad around the call, no trace."""
+    return (
+        torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.maybe_current_level() is None
+        and torch._C._get_tracing_state() is None
+    )
 
 
 def is_compiling() -> bool:

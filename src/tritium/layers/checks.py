@@ -83,6 +83,8 @@ def broadcastable(name: str, value: torch.Tensor, shape: tuple[int, ...]) -> Non
 def together(**tensors: torch.Tensor | None) -> None:
     """Whether tensors lie on one device."""
     devices = {name: value.device for name, value in tensors.items() if value is not None}
-    if len(set(devices.values())) > 1:
+    where = iter(devices.values())
+    first = next(where, None)
+    if any(other != first for other in where):
         listed = ", ".join(f"{name} on {where}" for name, where in devices.items())
         raise ArgumentError(f"all tensors must be on one device, got {listed}")

@@ -4,51 +4,109 @@ while a graph is traced    the op's reference, operator by operator: the compile
 eagerly, fused             an owned kernel that takes these arguments; on a GPU without one, what Inductor makes of
                            the reference, compiled at the first call
 eagerly, not fused         the reference
+
+On a GPU most layers are done before the host has looked at their arguments. So arguments are checked, and who computes is
+chosen, once for each form that they have.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tritium import compat, device, ops
 from tritium.ops import Op
-from tritium.ops.launch import signature
 
 # What computes for arguments of some form; whoever has more forms than that has other worries than the host's time.
 _CHOSEN: dict[Hashable, Callable[..., Any]] = {}
 REMEMBERED = 1024
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+# What is the same wherever it is equal and of the same type.
+WORDS = (bool, int, float, str, type(None))
 
 
-def compute(op: Op, fused: bool, *arguments: Any) -> Any:
-    if torch.compiler.is_compiling() or not fused:
-        return op.reference(*arguments)
-    tensors: list[torch.Tensor] = []
-    form = signature(arguments, tensors)
-    grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    if not all(type(tensor) in PLAIN for tensor in tensors):
-        # Traced ones may have sizes that no two calls share.
-        return _choose(op, arguments, tensors, grad=grad)(*arguments)
-    known = (op.name, form, tuple(tensor.device for tensor in tensors), grad)
-    chosen = _CHOSEN.get(known)
+@dataclass(frozen=True)
+class Layer:
+    """A function over an op: what it asks of its arguments, and what of them the op takes."""
+
+    op: Op
+    # Raises where something else was given; knows of types, dtypes, devices, shapes and strides, and of no numbers in tensors.
+    check: Callable[..., None]
+    # The op's arguments.
+    arguments: Callable[..., tuple[Any, ...]]
+
+
+def compute(layer: Layer, fused: bool, *given: Any) -> Any:
+    """What a layer makes of what was given to it; `fused` is the first thing that is checked."""
+    if torch.compiler.is_compiling():
+        layer.check(fused, *given)
+        return layer.op.reference(*layer.arguments(*given))
+    form = _form(layer, fused, given)
+    chosen = None if form is None else _CHOSEN.get(form)
     if chosen is None:
-        if len(_CHOSEN) >= REMEMBERED:
-            _CHOSEN.clear()
-        chosen = _CHOSEN[known] = _choose(op, arguments, tensors, grad=grad)
-    return chosen(*arguments)
+        layer.check(fused, *given)
+        chosen = _choose(layer.op, layer.arguments(*given)) if fused else layer.op.reference
+        if form is not None:
+            if len(_CHOSEN) >= REMEMBERED:
+                _CHOSEN.clear()
+            _CHOSEN[form] = chosen
+    return chosen(*layer.arguments(*given))
 
 
-def _choose(op: Op, arguments: tuple[Any, ...], tensors: list[torch.Tensor], *, grad: bool) -> Callable[..., Any]:
+def _form(layer: Layer, fused: bool, given: Sequence[Any]) -> Hashable | None:
+    """All that checks and choices depend on; None where that cannot be told: these take the long way every time."""
+    form: list[Any] = [layer.op.name, type(fused), fused, compat.called_eagerly()]
+    return tuple(form) if _extend(form, given, torch.is_grad_enabled()) else None
+
+
+def _extend(form: list[Any], given: Sequence[Any], grad: bool) -> bool:
+    for value in given:
+        kind = type(value)
+        if kind in PLAIN:
+            # Traced ones are of other types, and may have sizes that no two calls share.
+            if value.layout is not torch.strided or (grad and value.requires_grad):
+                return False
+            dtype = value.dtype
+            form += (dtype, value.shape, value.stride(), value.device, dtype.is_complex and value.is_conj())
+        elif kind in WORDS:
+            # True is 1, and 1 is 1.0, but not to a check.
+            form += (kind, value)
+        elif kind in (list, tuple, torch.Size):
+            form += (kind, len(value))
+            if not _extend(form, value, grad):
+                return False
+        else:
+            return False
+    return True
+
+
+def _choose(op: Op, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+    tensors = _tensors(arguments)
+    grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     provider = None if grad else _owned(op, arguments)
     if provider is not None:
+        # The operator is for whoever looks at operators; to go past the dispatcher takes the host half the time.
+        plain = all(type(tensor) in PLAIN for tensor in tensors)
+        if plain and compat.called_eagerly():
+            return ops.runner(op, provider)
         return functools.partial(op.overload, provider=provider)
     if _on_gpu(tensors) and device.has_triton():
         return _generated(op.name, tuple((tensor.dtype, tensor.dim()) for tensor in tensors))
     return op.reference
+
+
+def _tensors(given: Sequence[Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for value in given:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors(value)
+    return found
 
 
 def _owned(op: Op, arguments: tuple[Any, ...]) -> str | None:

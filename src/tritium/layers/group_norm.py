@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tritium.errors import ArgumentError, ArgumentTypeError
 from tritium.layers import checks
-from tritium.layers.compute import compute
+from tritium.layers.compute import Layer, compute
 from tritium.ops import group_norm_silu as op
 
 
@@ -28,6 +30,12 @@ def group_norm_silu(
         eps: What keeps the norm from dividing by zero.
         fused: Whether a kernel of its own may compute it.
     """
+    return compute(_LAYER, fused, x, groups, weight, bias, eps)  # type: ignore[no-any-return]
+
+
+def _check(
+    fused: bool, x: torch.Tensor, groups: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> None:
     checks.tensor("x", x)
     checks.numbers_of("x", x)
     checks.number("eps", eps)
@@ -41,4 +49,10 @@ def group_norm_silu(
         if value is not None and tuple(value.shape) != (x.shape[1],):
             raise ArgumentError(f"{name} must have shape ({x.shape[1]},), got {tuple(value.shape)}")
     checks.together(x=x, weight=weight, bias=bias)
-    return compute(op.OP, fused, x, groups, weight, bias, eps, None)  # type: ignore[no-any-return]
+
+
+def _arguments(*given: Any) -> tuple[Any, ...]:
+    return *given, None
+
+
+_LAYER = Layer(op.OP, _check, _arguments)

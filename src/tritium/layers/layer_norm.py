@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 from tritium.errors import ArgumentError, ArgumentTypeError
 from tritium.layers import checks
-from tritium.layers.compute import compute
+from tritium.layers.compute import Layer, compute
 from tritium.ops import ada_norm
 
 # High precision, fast, and half precision only. PyTorch's kernel has the first one's precision at the speed of the others.
@@ -42,9 +43,9 @@ def fast_layernorm(norm: nn.LayerNorm, x: torch.Tensor, impl_mode: int = 0, fuse
     if tuple(x.shape[-len(shape) :]) != shape:
         raise ArgumentError(f"norm takes rows of shape {shape}, got x of shape {tuple(x.shape)}")
     checks.together(**given)
-    wide = x.dtype
-    for part in given.values():
-        wide = torch.promote_types(wide, part.dtype)
+    if all(part.dtype == x.dtype for part in given.values()):
+        return F.layer_norm(x, shape, norm.weight, norm.bias, norm.eps)
+    wide = functools.reduce(torch.promote_types, (part.dtype for part in given.values()))
     weight, bias = (None if part is None else part.to(wide) for part in (norm.weight, norm.bias))
     return F.layer_norm(x.to(wide), shape, weight, bias, norm.eps).to(x.dtype)
 
@@ -62,33 +63,59 @@ def layernorm_scale_shift(
         fused: Whether a kernel of its own may compute it.
     """
     _layer("layernorm", layernorm)
+    shape, weight, bias, eps = layernorm.normalized_shape, layernorm.weight, layernorm.bias, layernorm.eps
+    return compute(_SCALE_SHIFT, fused, shape, x, weight, bias, scale, shift, eps)  # type: ignore[no-any-return]
+
+
+def _check_scale_shift(
+    fused: bool,
+    shape: tuple[int, ...],
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    eps: float,
+) -> None:
+    del eps
     for name, value in (("x", x), ("scale", scale), ("shift", shift)):
         checks.tensor(name, value)
     checks.boolean("fused", fused)
     checks.rank("x", x, 3)
     checks.numbers_of("x", x)
-    if tuple(layernorm.normalized_shape) != (x.shape[-1],):
-        raise ArgumentError(
-            f"layernorm must norm the last dim of x, {x.shape[-1]} wide; its shape is {tuple(layernorm.normalized_shape)}"
-        )
-    checks.together(x=x, scale=scale, shift=shift, weight=layernorm.weight)
-    scale, shift = _modulation("scale", scale, x), _modulation("shift", shift, x)
-    arguments = (x, layernorm.weight, layernorm.bias, scale, shift, layernorm.eps, "layer", None)
-    return compute(ada_norm.OP, fused, *arguments)  # type: ignore[no-any-return]
+    if tuple(shape) != (x.shape[-1],):
+        raise ArgumentError(f"layernorm must norm the last dim of x, {x.shape[-1]} wide; its shape is {tuple(shape)}")
+    checks.together(x=x, scale=scale, shift=shift, weight=weight, bias=bias)
+    _check_modulation("scale", scale, x)
+    _check_modulation("shift", shift, x)
 
 
-def _modulation(name: str, value: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _scale_shift_arguments(
+    shape: tuple[int, ...],
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    eps: float,
+) -> tuple[Any, ...]:
+    del shape
+    scale, shift = (value.unsqueeze(1) if value.dim() == 2 else value for value in (scale, shift))
+    return x, weight, bias, scale, shift, eps, "layer", None
+
+
+_SCALE_SHIFT = Layer(ada_norm.OP, _check_scale_shift, _scale_shift_arguments)
+
+
+def _check_modulation(name: str, value: torch.Tensor, x: torch.Tensor) -> None:
     checks.rank(name, value, 2, 3)
     batch, tokens, width = x.shape
     if value.shape[0] != batch:
         raise ArgumentError(f"{name} must have the batch of x, {batch}, got shape {tuple(value.shape)}")
     if value.shape[-1] != width:
         raise ArgumentError(f"{name} must have the width of x, {width}, got shape {tuple(value.shape)}")
-    if value.dim() == 2:
-        return value.unsqueeze(1)
-    if value.shape[1] not in (1, tokens):
+    if value.dim() == 3 and value.shape[1] not in (1, tokens):
         raise ArgumentError(f"{name} must have one row or one for each of {tokens} tokens, got {tuple(value.shape)}")
-    return value
 
 
 def _layer(name: str, value: Any) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
-from tritium.errors import ArgumentError
+from tritium.errors import ArgumentError, ArgumentTypeError
 from tritium.layers import checks
-from tritium.layers.compute import compute
+from tritium.layers.compute import Layer, compute
 from tritium.ops import qk_norm_rope as op
 from tritium.ops.qk_norm_rope import NORMS, ROPES
 
 Parts = torch.Tensor | Sequence[torch.Tensor]
 OptionalParts = torch.Tensor | Sequence[torch.Tensor | None] | None
+# The latter as a list.
+Several = list[torch.Tensor | None] | None
 
 
 def qk_norm_rope(
@@ -46,55 +49,103 @@ def qk_norm_rope(
         head_first: Whether the results are [B, N, S, D] instead of [B, S, N, D].
         fused: Whether a kernel of its own may compute it.
     """
+    sides = map(_listed, (q, k, q_weight, k_weight, cos, sin))
+    return compute(_LAYER, fused, *sides, norm, rope, eps, head_first)  # type: ignore[no-any-return]
+
+
+def _listed(given: Any) -> Any:
+    """Parts as a list: a tensor is one part, and None is none of whatever there is."""
+    if isinstance(given, torch.Tensor):
+        return [given]
+    return list(given) if isinstance(given, Iterable) else given
+
+
+def _check(
+    fused: bool,
+    q: list[torch.Tensor],
+    k: list[torch.Tensor],
+    q_weight: Several,
+    k_weight: Several,
+    cos: Several,
+    sin: Several,
+    norm: str,
+    rope: str,
+    eps: float,
+    head_first: bool,
+) -> None:
     checks.text("norm", norm, NORMS)
     checks.text("rope", rope, ROPES)
     checks.number("eps", eps)
     checks.boolean("head_first", head_first)
     checks.boolean("fused", fused)
-    q, k = _parts("q", q), _parts("k", k)
+    _check_parts("q", q)
+    _check_parts("k", k)
     _check_heads(q, k)
     if [part.shape[:2] for part in q] != [part.shape[:2] for part in k]:
         raise ArgumentError(f"q and k must have parts of the same batch and tokens, got {_shapes(q)} and {_shapes(k)}")
-    q_weights, k_weights = (_each("weights", given, len(q)) for given in (q_weight, k_weight))
-    for name, weights, parts in (("q_weight", q_weights, q), ("k_weight", k_weights, k)):
-        _check_weights(name, weights, parts[0], norm)
-    tables, sines = (_each("tables", given, len(q), shared=True) for given in (cos, sin))
-    if rope in ("interleaved", "half") and [t is None for t in tables] != [t is None for t in sines]:
+    for name, weights, parts in (("q_weight", q_weight, q), ("k_weight", k_weight, k)):
+        _check_each(name, weights, len(q))
+        _check_weights(name, weights or [], parts[0], norm)
+    for name, tables in (("cos", cos), ("sin", sin)):
+        _check_each(name, tables, len(q), shared=True)
+    turned, sines = (_each(tables, len(q)) for tables in (cos, sin))
+    if rope in ("interleaved", "half") and [t is None for t in turned] != [t is None for t in sines]:
         raise ArgumentError(f"rope {rope!r} needs cosines and sines for the same parts")
     if rope == "complex" and any(sine is not None for sine in sines):
         raise ArgumentError("rope 'complex' has its sines in the table: leave sin out")
-    if rope == "none" and any(table is not None for table in (*tables, *sines)):
+    if rope == "none" and any(table is not None for table in (*turned, *sines)):
         raise ArgumentError("rope 'none' turns nothing: leave cos and sin out")
-    for name, given in (("cos", tables), ("sin", sines)):
+    for name, given in (("cos", turned), ("sin", sines)):
         _check_tables(name, given, q, rope)
-    if any(c is not None and s is not None and c.shape != s.shape for c, s in zip(tables, sines, strict=False)):
-        raise ArgumentError(f"cos and sin must have one shape, got {_shapes(tables)} and {_shapes(sines)}")
-    tensors = [part for part in (*q, *k, *q_weights, *k_weights, *tables, *sines) if part is not None]
+    if any(c is not None and s is not None and c.shape != s.shape for c, s in zip(turned, sines, strict=False)):
+        raise ArgumentError(f"cos and sin must have one shape, got {_shapes(turned)} and {_shapes(sines)}")
+    tensors = [part for part in (*q, *k, *(q_weight or ()), *(k_weight or ()), *turned, *sines) if part is not None]
     checks.together(**{f"tensor {number}": tensor for number, tensor in enumerate(tensors)})
-    arguments = (q, k, q_weights, k_weights, tables, sines, eps, norm, rope, head_first)
-    return compute(op.OP, fused, *arguments)  # type: ignore[no-any-return]
 
 
-def _parts(name: str, given: Parts) -> list[torch.Tensor]:
-    parts = [given] if isinstance(given, torch.Tensor) else list(given)
+def _arguments(
+    q: list[torch.Tensor],
+    k: list[torch.Tensor],
+    q_weight: Several,
+    k_weight: Several,
+    cos: Several,
+    sin: Several,
+    norm: str,
+    rope: str,
+    eps: float,
+    head_first: bool,
+) -> tuple[Any, ...]:
+    each = (_each(given, len(q)) for given in (q_weight, k_weight, cos, sin))
+    return q, k, *each, eps, norm, rope, head_first
+
+
+_LAYER = Layer(op.OP, _check, _arguments)
+
+
+def _each(given: Several, count: int) -> list[torch.Tensor | None]:
+    return [None] * count if given is None else given
+
+
+def _check_parts(name: str, parts: Any) -> None:
+    if not isinstance(parts, list):
+        raise ArgumentTypeError(f"{name} must be a tensor or several, got {type(parts).__name__}")
     for part in parts:
         checks.tensor(name, part)
         checks.rank(name, part, 4)
         checks.numbers_of(name, part)
     if not parts:
         raise ArgumentError(f"{name} has no parts")
-    return parts
 
 
-def _each(name: str, given: OptionalParts, count: int, *, shared: bool = False) -> list[torch.Tensor | None]:
-    if given is None:
-        return [None] * count
-    parts: list[torch.Tensor | None] = [given] if isinstance(given, torch.Tensor) else list(given)
+def _check_each(name: str, parts: Any, count: int, *, shared: bool = False) -> None:
+    if parts is None:
+        return
+    if not isinstance(parts, list):
+        raise ArgumentTypeError(f"{name} must be a tensor, several or None, got {type(parts).__name__}")
     for part in parts:
         checks.tensor(name, part, optional=True)
     if len(parts) != count and not (shared and len(parts) == 1):
         raise ArgumentError(f"{name} must come one for each of {count} parts, got {len(parts)}")
-    return parts
 
 
 def _check_heads(q: Sequence[torch.Tensor], k: Sequence[torch.Tensor]) -> None:

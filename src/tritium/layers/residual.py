@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tritium.errors import ArgumentError
 from tritium.layers import checks
-from tritium.layers.compute import compute
+from tritium.layers.compute import Layer, compute
 from tritium.ops import residual_norm_modulate as op
+
+# What is multiplied with or added to every row, or None.
+Row = torch.Tensor | None
 
 
 def residual_norm_modulate(
@@ -37,6 +42,21 @@ def residual_norm_modulate(
         eps: What keeps the norm from dividing by zero.
         fused: Whether a kernel of its own may compute it.
     """
+    return compute(_LAYER, fused, x, y, gate, weight, bias, scale, shift, eps, norm)  # type: ignore[no-any-return]
+
+
+def _check(
+    fused: bool,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    gate: Row,
+    weight: Row,
+    bias: Row,
+    scale: Row,
+    shift: Row,
+    eps: float,
+    norm: str,
+) -> None:
     checks.tensor("x", x)
     checks.tensor("y", y)
     checks.numbers_of("x", x)
@@ -49,17 +69,23 @@ def residual_norm_modulate(
         checks.tensor(name, value, optional=True)
         if value is not None and tuple(value.shape) != (x.shape[-1],):
             raise ArgumentError(f"{name} must have shape ({x.shape[-1]},), got {tuple(value.shape)}")
-    gate, scale, shift = (_row(n, v, x) for n, v in (("gate", gate), ("scale", scale), ("shift", shift)))
+    for name, value in (("gate", gate), ("scale", scale), ("shift", shift)):
+        checks.tensor(name, value, optional=True)
+        if value is not None:
+            checks.broadcastable(name, _rows(value, x), tuple(x.shape))
     checks.together(x=x, y=y, gate=gate, scale=scale, shift=shift, weight=weight, bias=bias)
-    arguments = (x, y, gate, weight, bias, scale, shift, eps, norm, None, None)
-    return compute(op.OP, fused, *arguments)  # type: ignore[no-any-return]
 
 
-def _row(name: str, value: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
-    checks.tensor(name, value, optional=True)
-    if value is None:
-        return None
-    if value.dim() == 2 and x.dim() == 3:
-        value = value.unsqueeze(1)
-    checks.broadcastable(name, value, tuple(x.shape))
-    return value
+def _arguments(
+    x: torch.Tensor, y: torch.Tensor, gate: Row, weight: Row, bias: Row, scale: Row, shift: Row, eps: float, norm: str
+) -> tuple[Any, ...]:
+    gate, scale, shift = (None if value is None else _rows(value, x) for value in (gate, scale, shift))
+    return x, y, gate, weight, bias, scale, shift, eps, norm, None, None
+
+
+def _rows(value: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """[B, H] is one row for each sample."""
+    return value.unsqueeze(1) if value.dim() == 2 and x.dim() == 3 else value
+
+
+_LAYER = Layer(op.OP, _check, _arguments)

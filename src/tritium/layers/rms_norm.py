@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from tritium.errors import ArgumentError
 from tritium.layers import checks
-from tritium.layers.compute import compute
+from tritium.layers.compute import Layer, compute
 from tritium.ops import rms_norm
 
 RANKS = range(2, 9)
@@ -22,14 +24,25 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor, if_fused: bool = True) -> torch.Tensor:
-        checks.tensor("x", x)
-        checks.boolean("if_fused", if_fused)
-        checks.rank("x", x, *RANKS)
-        checks.numbers_of("x", x)
-        if x.shape[-1] != self.weight.shape[0]:
-            raise ArgumentError(f"x must have rows of {self.weight.shape[0]} numbers, got {x.shape[-1]}")
-        checks.together(x=x, weight=self.weight)
-        return compute(rms_norm.OP, if_fused, x, self.weight, self.eps, None)  # type: ignore[no-any-return]
+        return compute(_LAYER, if_fused, x, self.weight, self.eps)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+def _check(if_fused: bool, x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    checks.tensor("x", x)
+    checks.boolean("if_fused", if_fused)
+    checks.rank("x", x, *RANKS)
+    checks.numbers_of("x", x)
+    checks.number("eps", eps)
+    if x.shape[-1] != weight.shape[0]:
+        raise ArgumentError(f"x must have rows of {weight.shape[0]} numbers, got {x.shape[-1]}")
+    checks.together(x=x, weight=weight)
+
+
+def _arguments(*given: Any) -> tuple[Any, ...]:
+    return *given, None
+
+
+_LAYER = Layer(rms_norm.OP, _check, _arguments)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tritium.errors import ArgumentError
 from tritium.layers import checks
-from tritium.layers.compute import compute
+from tritium.layers.compute import Layer, compute
 from tritium.ops import rope
 
 # What is called how, and what the op calls it.
@@ -31,6 +33,12 @@ def rotary_position_embedding(
         head_first: Whether heads come before tokens.
         fused: Whether a kernel of its own may compute it.
     """
+    return compute(_LAYER, fused, x, cos, sin, rotated_mode, head_first)  # type: ignore[no-any-return]
+
+
+def _check(
+    fused: bool, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotated_mode: str, head_first: bool
+) -> None:
     for name, value in (("x", x), ("cos", cos), ("sin", sin)):
         checks.tensor(name, value)
     checks.text("rotated_mode", rotated_mode, tuple(MODES))
@@ -45,25 +53,28 @@ def rotary_position_embedding(
     if x.shape[-1] % 2:
         raise ArgumentError(f"x must have heads of an even width to have pairs, got {x.shape[-1]}")
     checks.together(x=x, cos=cos, sin=sin)
-    tables = [_over_heads(table, x, head_first) for table in (cos, sin)]
-    return compute(rope.OP, fused, x, *tables, MODES[rotated_mode], False, None)  # type: ignore[no-any-return]
-
-
-def _over_heads(table: torch.Tensor, x: torch.Tensor, head_first: bool) -> torch.Tensor:
-    """A table viewed with the rank of x; one that does not fit is an error."""
-    if table.dim() == 2:
+    if cos.dim() == 2:
         tokens = x.shape[2 if head_first else 1]
-        if table.shape[0] != tokens:
+        if cos.shape[0] != tokens:
             raise ArgumentError(
-                f"a 2-D table has a row for each token: got {table.shape[0]} rows for {tokens} tokens of x "
+                f"a 2-D table has a row for each token: got {cos.shape[0]} rows for {tokens} tokens of x "
                 f"{tuple(x.shape)} with head_first={head_first}"
             )
-        table = table.unsqueeze(0).unsqueeze(0 if head_first else 2)
-    if table.shape[-1] not in (x.shape[-1], x.shape[-1] // 2):
+    if cos.shape[-1] not in (x.shape[-1], x.shape[-1] // 2):
         raise ArgumentError(
             f"tables have a number for each element of a head ({x.shape[-1]}) or for each pair "
-            f"({x.shape[-1] // 2}), got {table.shape[-1]}"
+            f"({x.shape[-1] // 2}), got {cos.shape[-1]}"
         )
-    if any(own not in (1, size) for own, size in zip(table.shape[:-1], x.shape[:-1], strict=True)):
-        raise ArgumentError(f"a table of shape {tuple(table.shape)} cannot be broadcast to {tuple(x.shape)}")
-    return table
+    if cos.dim() == 4 and any(own not in (1, size) for own, size in zip(cos.shape[:-1], x.shape[:-1], strict=True)):
+        raise ArgumentError(f"a table of shape {tuple(cos.shape)} cannot be broadcast to {tuple(x.shape)}")
+
+
+def _arguments(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotated_mode: str, head_first: bool
+) -> tuple[Any, ...]:
+    if cos.dim() == 2 and not head_first:
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return x, cos, sin, MODES[rotated_mode], False, None
+
+
+_LAYER = Layer(rope.OP, _check, _arguments)

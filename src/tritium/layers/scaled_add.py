@@ -6,7 +6,6 @@ import torch
 
 from tritium.errors import ArgumentError
 from tritium.layers import checks
-from tritium.layers.compute import compute
 from tritium.ops import scaled_add
 
 
@@ -15,6 +14,8 @@ def muls_add(x: torch.Tensor, y: torch.Tensor, scale: float) -> torch.Tensor:
     checks.tensor("x", x)
     checks.tensor("y", y)
     checks.number("scale", scale)
+    checks.numbers_of("x", x)
+    checks.numbers_of("y", y)
     checks.together(x=x, y=y)
     if x.shape != y.shape:
         try:
@@ -23,4 +24,7 @@ def muls_add(x: torch.Tensor, y: torch.Tensor, scale: float) -> torch.Tensor:
             raise ArgumentError(
                 f"x {tuple(x.shape)} and y {tuple(y.shape)} cannot be broadcast to one shape"
             ) from error
-    return compute(scaled_add.OP, True, x, float(scale), y, None)  # type: ignore[no-any-return]
+    if x.dtype == y.dtype and not torch.compiler.is_compiling():
+        # PyTorch has a kernel for it, which computes half precision in float32 as well.
+        return torch.add(y, x, alpha=float(scale))
+    return scaled_add.reference(x, float(scale), y, None)

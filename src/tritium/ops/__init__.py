@@ -7,12 +7,24 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from tritium import catalog as catalogues
 from tritium.errors import CatalogError, nearest
 from tritium.ops.bridge import custom_op
-from tritium.ops.op import INDUCTOR, REFERENCE, Op, Provider, Registration, Sample, failed_providers, inlined_name
+from tritium.ops.op import (
+    INDUCTOR,
+    REFERENCE,
+    Op,
+    Provider,
+    Registration,
+    Result,
+    Sample,
+    failed_providers,
+    inlined_name,
+    launch_provider,
+)
 
 __all__ = [
     "INDUCTOR",
@@ -26,6 +38,7 @@ __all__ = [
     "files",
     "inlined_name",
     "providers",
+    "runner",
 ]
 
 
@@ -67,6 +80,11 @@ def providers(op: Op) -> dict[str, Provider]:
     """The owned providers of an op; `inductor` and `reference` exist beside them for every op."""
     _registration()
     return _providers_of(op)
+
+
+def runner(op: Op, provider: str) -> Callable[..., Result]:
+    """What the operator of an op calls for a provider, for whoever needs no dispatcher in between."""
+    return functools.partial(launch_provider, op, providers(op), provider=provider)
 
 
 def files() -> list[Path]:

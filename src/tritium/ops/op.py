@@ -135,7 +135,7 @@ def failed_providers() -> dict[tuple[str, str], str]:
     return dict(_FAILED)
 
 
-def _launch(op: Op, providers: Mapping[str, Provider], *arguments: Any, provider: str) -> Result:
+def launch_provider(op: Op, providers: Mapping[str, Provider], *arguments: Any, provider: str) -> Result:
     chosen = providers.get(provider)
     key = (op.name, provider)
     if chosen is None or key in _FAILED:
@@ -184,7 +184,7 @@ class Registration:
             # would cost them a copy, which Inductor can fuse into what it computes before.
             tags = (torch.Tag.flexible_layout if op.any_layout else torch.Tag.needs_fixed_stride_order,)
             self._library.define(f"{op.name}{inputs[:-1]}, *, str provider) -> {outputs}", tags=tags)
-            launch = functools.partial(_launch, op, providers[op.name])
+            launch = functools.partial(launch_provider, op, providers[op.name])
             self._library.impl(op.name, launch, "CompositeExplicitAutograd")
             torch.library.register_fake(op.qualified_name, _fake_of(op), lib=self._library)
             for provider in providers[op.name].values():
