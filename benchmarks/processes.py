@@ -64,10 +64,7 @@ def child(name: str, regime: str, side: str, folder: Path) -> None:
         note=f"{built.note}; each side in a process of its own, in turns; calls that compile: "
         + ", ".join(f"{seconds:.1f} s" for seconds in first[:-1]),
         shapes=built.shapes,
-        median_ms=found.median_ms,
-        lower_quartile_ms=found.lower_quartile_ms,
-        upper_quartile_ms=found.upper_quartile_ms,
-        samples=found.samples,
+        **asdict(found),
         ratio=None,
         first_call_s=sum(first[:-1]),
         first_call_cold=True,

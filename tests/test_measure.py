@@ -89,8 +89,18 @@ def test_quartiles_are_numpys(samples):
     np.testing.assert_allclose(actual, expected)
 
 
+def test_the_middle_leaves_outliers_out_and_does_not_jump():
+    assert measure.Timing.of([1.0, 2.0, 3.0, 100.0]).middle_ms == 2.5
+    assert measure.Timing.of([5.0, 1.0, 4.0]).middle_ms == pytest.approx(10 / 3)
+    # Two clocks, as often each: one sample more of either moves the median from one to the other.
+    fast, slow = [1.0] * 50, [1.1] * 50
+    timings = [measure.Timing.of(samples) for samples in ([*fast, *slow, 1.0], [*fast, *slow, 1.1])]
+    assert [timing.median_ms for timing in timings] == [1.0, 1.1]
+    assert timings[0].middle_ms == pytest.approx(timings[1].middle_ms, rel=0.003)
+
+
 def test_one_sample_is_its_own_quartiles():
-    assert measure.Timing.of([2.0]) == measure.Timing(2.0, 2.0, 2.0, 1)
+    assert measure.Timing.of([2.0]) == measure.Timing(2.0, 2.0, 2.0, 1, 2.0)
 
 
 def test_requests_that_mean_nothing_are_refused():

@@ -1,5 +1,7 @@
 """Workloads that are functions: their cases, and what is measured of them."""
 
+import time
+
 import pytest
 import torch
 
@@ -62,8 +64,12 @@ def test_rows_are_against_the_yardstick_that_the_note_names(monkeypatch):
         def broken():
             raise RuntimeError("no kernel")
 
-        variants = {"plain": lambda: x @ x, "tritium": lambda: x @ x * 1.1, "broken": broken}
-        yield functions.Case("one", variants, "plain", "64 rows", {"x": [64, 64]}, frozenset({"broken"}))
+        def slow():
+            time.sleep(0.1)
+            return x @ x
+
+        variants = {"plain": lambda: x @ x, "tritium": lambda: x @ x * 1.1, "broken": broken, "slow": slow}
+        yield functions.Case("one", variants, "plain", "64 rows", {"x": [64, 64]}, frozenset({"broken", "slow"}))
 
     from tritium.bench import layer_cases
 
@@ -73,7 +79,9 @@ def test_rows_are_against_the_yardstick_that_the_note_names(monkeypatch):
     assert [row.variant for row in outcome.rows] == ["plain", "tritium"]
     assert outcome.rows[0].ratio == 1.0
     assert outcome.rows[1].relative_l2 == pytest.approx(0.1, rel=1e-3)
-    assert outcome.rows[1].note == "64 rows; ratio against plain; without broken (RuntimeError: no kernel)"
+    without = "without broken (RuntimeError: no kernel); without slow (over 8 times the fastest one's time)"
+    assert outcome.rows[1].note == f"64 rows; ratio against plain; {without}"
+    assert outcome.rows[1].lower_quartile_ms <= outcome.rows[1].middle_ms <= outcome.rows[1].upper_quartile_ms
     assert outcome.rows[1].workload == "layers: one"
     assert outcome.rows[0].shrunk
     assert told[0] == "layers: one"

@@ -70,3 +70,20 @@ def test_functions_are_named_for_readers_of_the_log_alone():
         )
     finally:
         torch._logging.set_logs()
+
+
+def test_guards_are_timed_for_readers_of_the_log_alone(monkeypatch):
+    import torch._logging
+    from torch._dynamo import guards
+
+    tritium.Backend()
+    assert guards.profile_guard_manager() == 0.0
+    torch._logging.set_logs(guards=True)
+    try:
+        with pytest.raises(TypeError):
+            guards.profile_guard_manager()
+    finally:
+        torch._logging.set_logs()
+    monkeypatch.setenv("TORCH_TRACE", "somewhere")
+    with pytest.raises(TypeError):
+        guards.profile_guard_manager()

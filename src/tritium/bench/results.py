@@ -41,6 +41,8 @@ class Row:
     lower_quartile_ms: float
     upper_quartile_ms: float
     samples: int
+    # The mean of the middle half of the samples; None in results of older versions.
+    middle_ms: float | None = None
     ratio: float | None
     first_call_s: float
     first_call_cold: bool

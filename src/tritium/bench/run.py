@@ -12,7 +12,7 @@ import importlib
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
 import torch
@@ -356,10 +356,7 @@ def _row(
         shrunk=built.shrunk,
         note=built.note + (_not_captured(side.model) if variant == GRAPHS else ""),
         shapes=built.shapes,
-        median_ms=timing.median_ms,
-        lower_quartile_ms=timing.lower_quartile_ms,
-        upper_quartile_ms=timing.upper_quartile_ms,
-        samples=timing.samples,
+        **asdict(timing),
         ratio=yardstick.median_ms / timing.median_ms if yardstick is not None else None,
         against_static=timing.median_ms / timings[STATIC].median_ms if STATIC in timings else None,
         first_call_s=side.first_call_s,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -88,10 +89,7 @@ def _compare(
             shrunk=built.shrunk,
             note=f"one of ten sizes after two others, which compiled {recompiles} graphs",
             shapes={workload.argument: list(latents.shape)},
-            median_ms=timings[name].median_ms,
-            lower_quartile_ms=timings[name].lower_quartile_ms,
-            upper_quartile_ms=timings[name].upper_quartile_ms,
-            samples=timings[name].samples,
+            **dataclasses.asdict(timings[name]),
             ratio=None,
             first_call_s=first[name],
             first_call_cold=False,

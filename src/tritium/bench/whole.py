@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,10 +104,7 @@ def run(name: str, settings: Settings, notify: Notify) -> Outcome:
                     shrunk=False,
                     note=_note(drawn[EAGER][0], len(jobs)),
                     shapes={"pixels": list(drawn[EAGER][0].pixels.shape)},
-                    median_ms=timings[variant].median_ms,
-                    lower_quartile_ms=timings[variant].lower_quartile_ms,
-                    upper_quartile_ms=timings[variant].upper_quartile_ms,
-                    samples=timings[variant].samples,
+                    **asdict(timings[variant]),
                     ratio=timings[YARDSTICK].median_ms / timings[variant].median_ms if YARDSTICK in timings else None,
                     first_call_s=first[variant],
                     first_call_cold=settings.cold,

@@ -45,7 +45,7 @@ class Backend:
         check_pins(self.config)
         self.all_passes()
         compat.keep_sizes_apart(_is_of_pictures)
-        compat.name_functions_only_for_readers()
+        compat.log_only_for_readers()
         self._hash = hash(self._identity())
 
     # Dynamo and its logs show this name.

@@ -14,6 +14,10 @@ from tritium.ops.op import Op, Provider, Sample
 # A row this wide still fits the registers of one program of 16 warps; wider rows take a second pass over memory.
 WHOLE_ROW = 16_384
 
+# Numbers of narrow rows that one program takes together, 16 for each thread of 4 warps: a program for each head of a query
+# would take five times as long to begin as to read its 128 numbers.
+TOGETHER = 2_048
+
 
 def reference(x: torch.Tensor, weight: torch.Tensor | None, eps: float, out_dtype: torch.dtype | None) -> torch.Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -61,25 +65,29 @@ def _kernel() -> Any:
         weight_ptr,
         out_ptr,
         eps,
+        rows,
         width,
         row_stride,
         HAS_WEIGHT: tl.constexpr,
         WHOLE: tl.constexpr,
+        ROWS: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
         # 64 bits: rows times width passes 2^31 for video.
-        row = tl.program_id(0).to(tl.int64)
+        first = tl.program_id(0).to(tl.int64) * ROWS
         columns = tl.arange(0, BLOCK)
-        x_row = x_ptr + row * row_stride
-        out_row = out_ptr + row * width
         if WHOLE:
-            inside = columns < width
-            x = tl.load(x_row + columns, mask=inside, other=0.0).to(tl.float32)
-            y = x * tl.rsqrt(tl.sum(x * x, axis=0) / width + eps)
+            row = first + tl.arange(0, ROWS)[:, None]
+            inside = (row < rows) & (columns < width)[None, :]
+            x = tl.load(x_ptr + row * row_stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+            y = x * tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / width + eps)
             if HAS_WEIGHT:
-                y = y * tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-            tl.store(out_row + columns, y.to(out_ptr.dtype.element_ty), mask=inside)
+                weight = tl.load(weight_ptr + columns, mask=columns < width, other=0.0)
+                y = y * weight.to(tl.float32)[None, :]
+            tl.store(out_ptr + row * width + columns[None, :], y.to(out_ptr.dtype.element_ty), mask=inside)
         else:
+            x_row = x_ptr + first * row_stride
+            out_row = out_ptr + first * width
             squares = tl.zeros([BLOCK], dtype=tl.float32)
             for start in range(0, width, BLOCK):
                 x = tl.load(x_row + start + columns, mask=start + columns < width, other=0.0).to(tl.float32)
@@ -95,9 +103,24 @@ def _kernel() -> Any:
     return rms_norm_kernel
 
 
-def run_triton(x: torch.Tensor, weight: torch.Tensor | None, eps: float, out_dtype: torch.dtype | None) -> torch.Tensor:
-    import triton
+def launch_options(width: int) -> dict[str, int | bool]:
+    """How rows of a width are cut.
 
+    >>> launch_options(128)
+    {'WHOLE': True, 'ROWS': 16, 'BLOCK': 128, 'num_warps': 4}
+    """
+    if width > WHOLE_ROW:
+        return {"WHOLE": False, "ROWS": 1, "BLOCK": 4096, "num_warps": 8}
+    block = 1 << (width - 1).bit_length()
+    return {
+        "WHOLE": True,
+        "ROWS": max(1, TOGETHER // block),
+        "BLOCK": block,
+        "num_warps": min(16, max(4, block // 512)),
+    }
+
+
+def run_triton(x: torch.Tensor, weight: torch.Tensor | None, eps: float, out_dtype: torch.dtype | None) -> torch.Tensor:
     width = x.shape[-1]
     rows = x.reshape(-1, width)
     if rows.stride(-1) != 1:
@@ -105,21 +128,19 @@ def run_triton(x: torch.Tensor, weight: torch.Tensor | None, eps: float, out_dty
     out = x.new_empty(x.shape, dtype=out_dtype or x.dtype)
     if out.numel() == 0:
         return out
-    whole = width <= WHOLE_ROW
-    block = triton.next_power_of_2(width) if whole else 4096
+    options = launch_options(width)
     start(
         _kernel(),
-        (rows.shape[0],),
+        (-(-rows.shape[0] // options["ROWS"]),),
         rows,
         rows if weight is None else weight.contiguous(),
         out,
         float(eps),
+        rows.shape[0],
         width,
         rows.stride(0),
         HAS_WEIGHT=weight is not None,
-        WHOLE=whole,
-        BLOCK=block,
-        num_warps=min(16, max(1, block // 512)),
+        **options,
     )
     return out
 
