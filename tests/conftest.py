@@ -79,12 +79,26 @@ def _clean_slate(
     assert not changed, f"Inductor settings changed without a request: {changed}"
 
 
-@pytest.fixture
-def in_process(tmp_path: Path):
-    """Run a program in a process of its own, with its own Inductor cache, and return what it printed."""
+@pytest.fixture(scope="session")
+def nursery():
+    from nursery import Nursery
 
-    def run(program: str, *, cache: Path | None = None, env: dict[str, str] | None = None) -> str:
+    made = Nursery()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def in_process(tmp_path: Path, nursery):
+    """Run a program in a process of its own, with its own Inductor cache, and return what it printed.
+
+    One that is `loaded` begins with torch and its compiler imported; what these read when they are imported cannot be in `env`.
+    """
+
+    def run(program: str, *, cache: Path | None = None, env: dict[str, str] | None = None, loaded: bool = False) -> str:
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache or tmp_path / "inductor"), **(env or {})}
+        if loaded:
+            return nursery.run(program, environment, tmp_path)
         done = subprocess.run(
             [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment
         )

@@ -1,5 +1,6 @@
 """The compile cache stays warm, and misses exactly when something that matters changed. Two real processes each time."""
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -74,13 +75,24 @@ def project(tmp_path):
     return package.parent
 
 
+def test_processes_of_these_tests_share_nothing(in_process):
+    """What would make the tests below say less: one seed of hashes, what another left in memory, or a failure unseen."""
+    program = "import os, torch; print(hash('a'), os.getpid(), hasattr(torch, 'left')); torch.left = True"
+    printed = [in_process(program, loaded=True).split() for _ in range(4)]
+    assert len({pid for _, pid, _ in printed}) == 4
+    assert [left for _, _, left in printed] == ["False"] * 4
+    assert all(first[0] != second[0] for first, second in itertools.pairwise(printed))
+    with pytest.raises(AssertionError, match="ValueError: mine"):
+        in_process("raise ValueError('mine')", loaded=True)
+
+
 @pytest.mark.codegen
 def test_warm_cold_and_moved(project, tmp_path, in_process):
     cache = tmp_path / "cache"
 
     def run(folder: Path = project, **config) -> dict:
         program = f"import sys; sys.argv = ['x', {str(folder)!r}, {json.dumps(json.dumps(config))}]\n{PROGRAM}"
-        return json.loads(in_process(program, cache=cache))
+        return json.loads(in_process(program, cache=cache, loaded=True))
 
     def kind(found: dict) -> str:
         assert found["bypasses"] == 0
@@ -199,7 +211,7 @@ for name in ("first", "second"):
 @pytest.mark.codegen
 def test_a_graph_of_other_names_finds_what_was_seen_of_its_code(tmp_path, in_process):
     """Inductor takes the two for one: the second is served by the first one's code."""
-    first, second = (line.split() for line in in_process(NAMES, cache=tmp_path).splitlines()[-2:])
+    first, second = (line.split() for line in in_process(NAMES, cache=tmp_path, loaded=True).splitlines()[-2:])
     assert (first[0], second[0]) == ("codegen", "store")
     assert first[1:] == second[1:] != []
 

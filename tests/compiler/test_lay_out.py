@@ -263,7 +263,7 @@ class TestCopies:
 
     def test_in_generated_triton_code(self, in_process):
         pytest.importorskip("triton")
-        found = json.loads(in_process(CODEGEN).splitlines()[-1])
+        found = json.loads(in_process(CODEGEN, loaded=True).splitlines()[-1])
         assert found["convolutions"] == {"2": 3, "3": 3}
         # The input, and the result for the caller.
         assert found["copies"]["2"] <= 2
