@@ -14,8 +14,8 @@ from tritium.ops.op import Op, Provider, Sample
 # A row this wide still fits the registers of one program of 16 warps; wider rows take a second pass over memory.
 WHOLE_ROW = 16_384
 
-# Numbers of narrow rows that one program takes together, 16 for each thread of 4 warps: a program for each head of a query
-# would take five times as long to begin as to read its 128 numbers.
+# Numbers of narrow rows that one program takes together, 16 for each thread of 4 warps: with a program for each head of 128
+# an H200 took 70 us for 28 MB.
 TOGETHER = 2_048
 
 
