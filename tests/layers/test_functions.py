@@ -163,6 +163,19 @@ class TestForms:
             scripted = torch.jit.trace(call, (x, y), check_trace=False)
         assert torch.equal(scripted(y, x), call(y, x))
 
+    def test_signs_that_are_still_to_be_turned(self):
+        """What lies in memory is not yet the tensor: the dispatcher turns the signs, and nobody else."""
+        lazy, y = torch._neg_view(random(4, 7, 64)), random(4, 7, 64, seed=2)
+        assert lazy.is_neg()
+        plain = lazy.resolve_neg()
+        for x in (lazy, plain, lazy):
+            torch.testing.assert_close(tritium.residual_norm_modulate(x, y)[0], plain + y)
+        table = torch.polar(torch.ones(1, 7, 4), random(1, 7, 4))
+        q = random(2, 7, 3, 8)
+        expected = tritium.qk_norm_rope(q, q, cos=table.conj().resolve_conj(), rope="complex", fused=False)
+        for cos in (table.conj(), table.conj().resolve_conj(), table.conj()):
+            torch.testing.assert_close(tritium.qk_norm_rope(q, q, cos=cos, rope="complex"), expected)
+
     def test_gradients_flow_after_calls_without(self):
         x, y = random(4, 7, 64), random(4, 7, 64, seed=1)
         tritium.residual_norm_modulate(x, y)

@@ -68,10 +68,9 @@ def _extend(form: list[Any], given: Sequence[Any], grad: bool) -> bool:
         kind = type(value)
         if kind in PLAIN:
             # Traced ones are of other types, and may have sizes that no two calls share.
-            if value.layout is not torch.strided or (grad and value.requires_grad):
+            if not _is_as_it_lies(value) or (grad and value.requires_grad):
                 return False
-            dtype = value.dtype
-            form += (dtype, value.shape, value.stride(), value.device, dtype.is_complex and value.is_conj())
+            form += (value.dtype, value.shape, value.stride(), value.device)
         elif kind in WORDS:
             # True is 1, and 1 is 1.0, but not to a check.
             form += (kind, value)
@@ -90,13 +89,18 @@ def _choose(op: Op, arguments: tuple[Any, ...]) -> Callable[..., Any]:
     provider = None if grad else _owned(op, arguments)
     if provider is not None:
         # The operator is for whoever looks at operators; to go past the dispatcher takes the host half the time.
-        plain = all(type(tensor) in PLAIN for tensor in tensors)
+        plain = all(type(tensor) in PLAIN and _is_as_it_lies(tensor) for tensor in tensors)
         if plain and compat.called_eagerly():
             return ops.runner(op, provider)
         return functools.partial(op.overload, provider=provider)
     if _on_gpu(tensors) and device.has_triton():
         return _generated(op.name, tuple((tensor.dtype, tensor.dim()) for tensor in tensors))
     return op.reference
+
+
+def _is_as_it_lies(tensor: torch.Tensor) -> bool:
+    """Whether memory holds the numbers of a tensor: others are negated or conjugated by the dispatcher, or are sparse."""
+    return tensor.layout is torch.strided and not tensor.is_neg() and not tensor.is_conj()
 
 
 def _tensors(given: Sequence[Any]) -> list[torch.Tensor]:
