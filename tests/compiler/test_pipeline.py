@@ -279,7 +279,7 @@ class TestFailure:
         providers = {"broken": provider}
         x = torch.randn(3, 8)
         with pytest.warns(RuntimeWarning, match="provider 'broken' of op 'rms_norm' failed"):
-            result = op._launch(rms_norm.OP, providers, x, None, 1e-6, None, provider="broken")
+            result = op.launch_provider(rms_norm.OP, providers, x, None, 1e-6, None, provider="broken")
         torch.testing.assert_close(result, rms_norm.reference(x, None, 1e-6, None))
         assert ops.failed_providers()["rms_norm", "broken"] == "RuntimeError: kernel does not compile"
         op._FAILED.clear()
