@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from tritium.layers.scaled_add import muls_add
     from tritium.layers.sparse.forward import sparse_attention
     from tritium.layers.sparse.layout import SparseLayout
-    from tritium.layers.sparse.schedule import SparseAttention, set_sparse_attention
+    from tritium.layers.sparse.schedule import SparseAttention
+    from tritium.layers.sparse.stock import set_sparse_attention
     from tritium.ops.bridge import custom_op
     from tritium.ops.op import Op, Provider
     from tritium.passes import ConfigRequest, Decline, Pass, PassContext
@@ -83,7 +84,7 @@ _HOME = {
     "residual_norm_modulate": "tritium.layers.residual",
     "rotary_position_embedding": "tritium.layers.rotary",
     "set_attention": "tritium.layers.attention.stock",
-    "set_sparse_attention": "tritium.layers.sparse.schedule",
+    "set_sparse_attention": "tritium.layers.sparse.stock",
     "sparse_attention": "tritium.layers.sparse.forward",
 }
 

@@ -143,11 +143,47 @@ def test_the_report_shows_who_computes_and_how_densely():
         ({"sparsity": 2}, ArgumentError),
         ({"sparse_type": "none"}, ArgumentError),
         ({"layout": (1, 2, 3)}, ArgumentTypeError),
+        ({"dense_layers": ["0"]}, ArgumentError),
+        ({"by": "nobody"}, ArgumentError),
     ],
 )
 def test_errors(given, error):
     with pytest.raises(error):
         SparseAttention(**{"layout": LAYOUT, **given})
+
+
+@pytest.mark.parametrize("permuted", [False, True])
+@pytest.mark.parametrize("sparse_type", ["rf_v2", "radial", "ada_bsa"])
+def test_streams_that_are_not_the_layout_s(sparse_type, permuted):
+    """A kernel would read tokens that are not there, or leave some out."""
+    attention = SparseAttention(LAYOUT, sparse_type=sparse_type, permuted=permuted)
+    q, k, v = streams()
+    for tokens in (7, LAYOUT.tokens - 1):
+        with pytest.raises(ArgumentError, match=f"q has {tokens} tokens, and the layout 249"):
+            attention(*(t[:, :tokens] for t in (q, k, v)), step=0, layer=0)
+    with pytest.raises(ArgumentError, match="k has 248 tokens, and the layout 249"):
+        attention(q, k[:, 1:], v[:, 1:], step=0, layer=0)
+    with pytest.raises(ArgumentError, match="as wide as k's, and a multiple"):
+        attention(q, k[..., :8], v, step=0, layer=0)
+    with pytest.raises(ArgumentTypeError, match="one floating-point dtype"):
+        attention(q, k.double(), v, step=0, layer=0)
+    with pytest.raises(ArgumentError, match="rank 4"):
+        attention(q[0], k[0], v[0], step=0, layer=0)
+    with pytest.raises(ArgumentTypeError, match="scale must be a number"):
+        attention(q, k, v, step=0, layer=0, scale="1")
+    with pytest.raises(ArgumentError, match="step must be a whole number"):
+        attention(q, k, v, step=-1, layer=0)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3])
+def test_scales_that_turn_the_order_round(scale):
+    q, k, v = streams()
+    out = SparseAttention(LAYOUT, sparsity=0.5)(q, k, v, step=0, layer=0, scale=scale)
+    expected = tritium.sparse_attention(
+        q, k, v, scale=scale, input_layout="BSND", sparse_type="rf_v2", latent_shape_q=LAYOUT.latent_shape, txt_len=9,
+        block_size=16, sparsity=0.5,
+    )  # fmt: skip
+    torch.testing.assert_close(out, expected)
 
 
 class TestStock:
@@ -214,5 +250,60 @@ class TestStock:
     def test_other_tokens_stay_dense(self):
         model, inputs, _ = self.model()
         before = model(**inputs)[0]
-        with tritium.set_sparse_attention(model, SparseLayout((1, 5, 7), 3, 8), sparsity=0.9):
-            torch.testing.assert_close(model(**inputs)[0], before, rtol=1e-4, atol=1e-5)
+        with (
+            tritium.set_sparse_attention(model, SparseLayout((1, 5, 7), 3, 8), sparsity=0.9),
+            pytest.warns(RuntimeWarning, match="the layout is of 38 tokens") as caught,
+        ):
+            for _ in range(2):
+                torch.testing.assert_close(model(**inputs)[0], before, rtol=1e-4, atol=1e-5)
+        (said,) = (str(warning.message) for warning in caught)
+        tokens = inputs["hidden_states"].shape[1] + inputs["encoder_hidden_states"].shape[1]
+        assert f"{tokens} queries and {tokens} keys" in said
+
+    @torch.inference_mode()
+    @pytest.mark.parametrize("times", [(1.0, 0.6, 0.2), (0.0, 0.5, 0.9)], ids=["down", "up"])
+    def test_every_picture_begins_dense_and_with_masks_of_its_own(self, made, times):
+        model, inputs, layout = self.model()
+        layers = sum(getattr(m, "processor", None) is not None for m in model.modules())
+
+        def draw():
+            """How many masks each step makes."""
+            counts = []
+            for time in times:
+                made.clear()
+                model(**{**inputs, "timestep": torch.full_like(inputs["timestep"], time)})
+                counts.append(len(made))
+            return counts
+
+        with tritium.set_sparse_attention(model, layout, sparsity=0.7, dense_steps=1, reuse_steps=2) as handle:
+            first = draw()
+            density = handle.density()
+            assert first == [0, layers, 0]
+            assert draw() == first
+            assert draw() == first
+            # Over all pictures.
+            assert handle.density() == pytest.approx(density)
+
+    @torch.inference_mode()
+    def test_a_model_without_a_time_is_told_of_pictures(self, made):
+        model, inputs, layout = self.model()
+        block = model.transformer_blocks[0]
+        with tritium.set_sparse_attention(block, layout, sparsity=0.7, dense_steps=1) as handle:
+            for expected in (0, 1, 2):
+                model(**inputs)
+                assert len(made) == expected
+            handle.reset()
+            model(**inputs)
+            assert len(made) == 2
+
+    def test_errors_leave_nothing_behind(self):
+        from diffusers.models.attention_dispatch import AttentionBackendName
+
+        model, _, layout = self.model()
+        with pytest.raises(ArgumentError, match="calls_per_step must be a whole number, 1 or more, got 0"):
+            tritium.set_sparse_attention(model, layout, calls_per_step=0)
+        with pytest.raises(ArgumentError, match="no attention layers"):
+            tritium.set_sparse_attention(torch.nn.Linear(2, 2), layout)
+        with pytest.raises(ArgumentTypeError, match=r"a module such as pipe\.transformer, got str"):
+            tritium.set_sparse_attention("transformer", layout)
+        assert not [name for name in AttentionBackendName if "sparse" in name.value]

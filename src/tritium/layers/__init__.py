@@ -24,7 +24,7 @@ PUBLIC = {
     "residual_norm_modulate": "residual",
     "rotary_position_embedding": "rotary",
     "set_attention": "attention.stock",
-    "set_sparse_attention": "sparse.schedule",
+    "set_sparse_attention": "sparse.stock",
     "sparse_attention": "sparse.forward",
 }
 

@@ -62,8 +62,6 @@ def set_attention(
         op_type: As in `attention_forward`.
         layout: As in `attention_forward`.
     """
-    if not isinstance(module, nn.Module):
-        raise ArgumentTypeError(f"set_attention takes a module such as pipe.transformer, got {type(module).__name__}")
     check_choice(opt_mode, op_type, layout)
     words = [part for part in (opt_mode, op_type, layout) if part]
     name = NAME if words == [RUNTIME] else ":".join((NAME, *words))
@@ -73,6 +71,8 @@ def set_attention(
 
 def serve(module: nn.Module, name: str, attend: Attend) -> AttentionHandle:
     """Let the attention layers of a module compute by a function that diffusers knows under a name."""
+    if not isinstance(module, nn.Module):
+        raise ArgumentTypeError(f"attention is set for a module such as pipe.transformer, got {type(module).__name__}")
     member = register_attention_backend(name, attend)
     handle = AttentionHandle(0)
     for path, layer in module.named_modules():

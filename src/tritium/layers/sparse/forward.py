@@ -125,7 +125,10 @@ def sparse_attention(
     checks.size("block_size", block_size)
     check_way(by)
     heads_first = input_layout == "BNSD"
-    _check(q, k, v, heads_first, head_num)
+    check_streams(q, k, v, heads_first)
+    heads = q.shape[1 if heads_first else 2]
+    if head_num not in (1, heads):
+        raise ArgumentError(f"head_num={head_num}, and q has {heads} heads: {tuple(q.shape)}")
     if sparse_type is None:
         if sparsity != 0:
             raise ArgumentError(f"sparsity={sparsity} needs a sparse_type: {', '.join(TYPES)}")
@@ -214,7 +217,8 @@ def _dense(
     return (out, torch.ones((), dtype=torch.float64, device=q.device)) if return_density else out
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads_first: bool, head_num: int) -> None:
+def check_streams(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads_first: bool) -> None:
+    """Raise for tensors that no attention is computed of."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         checks.tensor(name, tensor)
         checks.rank(name, tensor, 4)
@@ -227,5 +231,3 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads_first: bool,
         raise ArgumentError(f"q, k and v must have one batch, and k and v the same tokens and heads: {shapes}")
     if q.shape[3] != k.shape[3] or k.shape[heads] == 0 or q.shape[heads] % k.shape[heads]:
         raise ArgumentError(f"q must have heads as wide as k's, and a multiple of as many: {shapes}")
-    if head_num not in (1, q.shape[heads]):
-        raise ArgumentError(f"head_num={head_num}, and q has {q.shape[heads]} heads: {shapes}")

@@ -1,0 +1,221 @@
+"""Sparse attention in stock diffusers models, whose layers and steps are counted as they run.
+
+handle = tritium.set_sparse_attention(
+    pipe.transformer, tritium.SparseLayout((1, 64, 64), txt_len=512), sparsity=0.5, dense_steps=4, reuse_steps=4
+)
+pipe(prompt)
+handle.density()      # the share of dense attention's work that was done
+handle.remove()
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from tritium.errors import ArgumentError
+from tritium.layers.attention.forward import attention_forward
+from tritium.layers.attention.stock import AttentionHandle, forget_attention_backend, serve
+from tritium.layers.sparse.forward import RF_V2
+from tritium.layers.sparse.layout import SparseLayout
+from tritium.layers.sparse.schedule import SparseAttention, check_count
+
+
+@dataclass
+class SparseHandle:
+    """What `set_sparse_attention` changed, and the way back."""
+
+    attention: SparseAttention
+    layers: int
+    _name: str
+    _served: AttentionHandle
+    _hooks: list[Any]
+    _counter: _Counter
+
+    def density(self) -> float:
+        """The share of dense attention's work that was done since the last reset."""
+        return self.attention.density()
+
+    def reset(self) -> None:
+        """Begin anew: the next forward is step 0 of a picture, and the density that of what follows."""
+        self._counter.restart()
+        self.attention.reset()
+
+    def remove(self) -> None:
+        """Give every layer back what it had."""
+        for hook in self._hooks:
+            hook.remove()
+        self._served.remove()
+        forget_attention_backend(self._name)
+
+    def __enter__(self) -> SparseHandle:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+
+@dataclass
+class _Counter:
+    """Which forward of a picture, and which of its attentions, is under way."""
+
+    calls_per_step: int
+    # What the layout has, for a warning.
+    tokens: int
+    # Told when another picture begins.
+    begun: Callable[[], None]
+    # Finds the time of a forward among its arguments; None where nobody needs it.
+    timestep: Callable[[Sequence[Any], Mapping[str, Any]], float | None] | None = None
+    forwards: int = 0
+    layer: int = 0
+    # Which attentions of this forward were sparse, and what the others are like.
+    sparse: int = 0
+    dense: set[str] = field(default_factory=set)
+    _time: float | None = None
+    # Whether time runs up: it runs down in most models, and in some it runs up.
+    _upwards: bool | None = None
+    _warned: bool = False
+
+    def begin(self, _: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if self._turned_back(self.timestep(args, kwargs) if self.timestep is not None else None):
+            self.restart()
+            self.begun()
+        self.forwards += 1
+        self.layer = 0
+        self.sparse = 0
+        self.dense.clear()
+
+    def end(self, *_: Any) -> None:
+        if self.sparse or self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            f"tritium: the layout is of {self.tokens} tokens, and no attention of this model that takes no mask is: all of "
+            f"them stay dense. There are: {'; '.join(sorted(self.dense)) or 'none'}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def restart(self) -> None:
+        self.forwards = 0
+
+    def _turned_back(self, now: float | None) -> bool:
+        """Whether the time of a forward lies before that of the last one: then another picture has begun."""
+        before, self._time = self._time, now
+        if now is None or before is None or now == before:
+            return False
+        if self._upwards is None:
+            self._upwards = now > before
+        return (now > before) != self._upwards
+
+    @property
+    def step(self) -> int:
+        # A block that is called by itself is in step 0.
+        return max(0, self.forwards - 1) // self.calls_per_step
+
+    @property
+    def stream(self) -> int:
+        return (self.forwards - 1) % self.calls_per_step
+
+
+def _timestep_of(module: nn.Module) -> Callable[[Sequence[Any], Mapping[str, Any]], float | None]:
+    """What finds the argument `timestep` of a forward, as one number."""
+    names = list(inspect.signature(module.forward).parameters)
+    place = names.index("timestep") if "timestep" in names else None
+
+    def find(args: Sequence[Any], kwargs: Mapping[str, Any]) -> float | None:
+        given = args[place] if place is not None and place < len(args) else kwargs.get("timestep")
+        if not isinstance(given, torch.Tensor):
+            return float(given) if isinstance(given, (int, float)) else None
+        unreadable = given.numel() == 0 or given.is_meta
+        if unreadable or (given.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return None
+        # Of several, as of the tokens of a picture that is partly known, the first to begin with.
+        return float(given.max())
+
+    return find
+
+
+def set_sparse_attention(
+    module: nn.Module,
+    layout: SparseLayout,
+    *,
+    sparse_type: str = RF_V2,
+    sparsity: float = 0.5,
+    dense_steps: int = 0,
+    dense_layers: Collection[int] = (),
+    reuse_steps: int = 1,
+    calls_per_step: int = 1,
+    by: str | None = None,
+    cdf_threshold: float = 1.0,
+) -> SparseHandle:
+    """Let the attention layers of a stock diffusers model that are over the tokens of a layout be sparse.
+
+    Steps and layers are counted as the model runs, so it runs eagerly. Another picture begins where `timestep`, which all
+    these models are given, goes back; a model without one is told by `handle.reset()`. Attentions of other tokens, such as
+    those to a prompt, stay dense; so does one with a mask, which no method honours.
+
+    Args:
+        module: A transformer whose stream is text and then the latent, such as FLUX's, or the latent alone, such as Wan's.
+        layout: The order of its tokens.
+        sparse_type: As in `sparse_attention`.
+        sparsity: As in `sparse_attention`.
+        dense_steps: The first steps of a picture, in which everything is dense.
+        dense_layers: Attentions that are always dense, by their number in the order in which they run.
+        reuse_steps: For how many steps a mask serves.
+        calls_per_step: How often a step runs the model: 2 where guidance runs it twice.
+        by: Who computes: `triton`, `flex` or `reference`; None for the fastest.
+        cdf_threshold: As in `sparse_attention`.
+    """
+    attention = SparseAttention(
+        layout,
+        sparse_type=sparse_type,
+        sparsity=sparsity,
+        dense_steps=dense_steps,
+        dense_layers=dense_layers,
+        reuse_steps=reuse_steps,
+        by=by,
+        cdf_threshold=cdf_threshold,
+    )
+    check_count("calls_per_step", calls_per_step, 1)
+    counter = _Counter(calls_per_step, layout.tokens, attention.forget_masks)
+
+    def attend_in_turn(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        scale: float | None = None,
+        *,
+        is_causal: bool = False,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        layer = counter.layer
+        counter.layer += 1
+        masked = attn_mask is not None or is_causal
+        if masked or not q.shape[1] == k.shape[1] == layout.tokens:
+            counter.dense.add(f"{q.shape[1]} queries and {k.shape[1]} keys{' with a mask' if masked else ''}")
+            return attention_forward(q, k, v, attn_mask, scale, is_causal=is_causal, enable_gqa=enable_gqa)
+        counter.sparse += 1
+        return attention(q, k, v, step=counter.step, layer=layer, scale=scale, stream=counter.stream)
+
+    name = f"tritium:sparse:{id(counter)}"
+    try:
+        served = serve(module, name, attend_in_turn)
+    except ArgumentError:
+        forget_attention_backend(name)
+        raise
+    if dense_steps > 0 or reuse_steps > 1:
+        # Only where a step's number matters: on a GPU, to read the time is to wait for it.
+        counter.timestep = _timestep_of(module)
+    hooks = [
+        module.register_forward_pre_hook(counter.begin, with_kwargs=True),
+        module.register_forward_hook(counter.end),
+    ]
+    return SparseHandle(attention, served.layers, name, served, hooks, counter)
