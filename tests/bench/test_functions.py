@@ -21,18 +21,18 @@ def cases(name):
     return list(functions.cases(name, "cpu", torch.float32, small=True))
 
 
-@pytest.mark.parametrize("name", ["attention", "layers"])
-def test_variants_of_a_case_compute_the_same(name):
+@pytest.mark.parametrize(("name", "variants"), [("attention", {"tritium"}), ("layers", {"inductor", "tritium"})])
+def test_variants_of_a_case_compute_the_same(name, variants, monkeypatch):
+    # Compiling takes seconds a case.
+    monkeypatch.setattr(torch, "compile", lambda function: function)
     found = cases(name)
     assert len({case.name for case in found}) == len(found)
     with torch.inference_mode():
         for case in found:
             expected = case.variants[case.yardstick]()
-            assert "tritium" in case.variants
-            for variant, call in case.variants.items():
-                # Compiling takes seconds a case.
-                if variant != "inductor":
-                    torch.testing.assert_close(call(), expected, rtol=1e-4, atol=1e-4)
+            assert set(case.variants) >= variants
+            for call in case.variants.values():
+                torch.testing.assert_close(call(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_sparse_variants_agree_with_each_other_and_the_density_is_the_one_named():

@@ -64,14 +64,20 @@ def cases(device_type: str, dtype: torch.dtype, *, small: bool) -> Iterator[Case
         "RMSNorm", note, {"x": q}, lambda: F.rms_norm(q, (width,), rms.weight, 1e-6), lambda: rms(q),
         "rms_norm", (q, rms.weight, 1e-6, None),
     )  # fmt: skip
-    yield _case("fast_layernorm", note, {"x": x}, lambda: affine(x), lambda: fast_layernorm(affine, x))
+    yield _case(
+        "fast_layernorm", note, {"x": x}, lambda: affine(x), lambda: fast_layernorm(affine, x),
+        F.layer_norm, (x, affine.normalized_shape, affine.weight, affine.bias, affine.eps),
+    )  # fmt: skip
     yield _case(
         "layernorm_scale_shift", note, {"x": x},
         lambda: layer(x) * (1 + scale[:, None]) + shift[:, None],
         lambda: layernorm_scale_shift(layer, x, scale, shift),
         "ada_norm", (x, None, None, scale[:, None], shift[:, None], 1e-6, "layer", None),
     )  # fmt: skip
-    yield _case("gelu-tanh", note, {"x": x}, lambda: F.gelu(x, approximate="tanh"), lambda: activation(x))
+    yield _case(
+        "gelu-tanh", note, {"x": x}, lambda: F.gelu(x, approximate="tanh"), lambda: activation(x),
+        functools.partial(F.gelu, approximate="tanh"), (x,),
+    )  # fmt: skip
     yield _case(
         "muls_add", note, {"x": x}, lambda: x * 0.5 + y, lambda: muls_add(x, y, 0.5), "scaled_add", (x, 0.5, y, None)
     )
@@ -98,15 +104,14 @@ def _case(
     tensors: dict[str, torch.Tensor],
     eager: Callable[[], torch.Tensor],
     ours: Callable[[], torch.Tensor],
-    op: str | None = None,
-    arguments: tuple[Any, ...] = (),
+    reference: str | Callable[..., Any],
+    arguments: tuple[Any, ...],
 ) -> Case:
-    """Without an op PyTorch has one kernel for it, and there is nothing to compile."""
-    variants: dict[str, Callable[[], torch.Tensor]] = {"eager": eager}
-    if op is not None:
-        compiled = torch.compile(ops.catalog()[op].reference)
-        variants["inductor"] = functools.partial(_of_pair, compiled, arguments)
-    return Case(name, {**variants, "tritium": ours}, "eager", note, shapes_of(**tensors))
+    """`reference` is the name of an op, or what PyTorch has for it."""
+    function = ops.catalog()[reference].reference if isinstance(reference, str) else reference
+    compiled = functools.partial(_of_pair, torch.compile(function), arguments)
+    variants = {"eager": eager, "inductor": compiled, "tritium": ours}
+    return Case(name, variants, "eager", note, shapes_of(**tensors))
 
 
 def _of_pair(function: Callable[..., Any], arguments: tuple[Any, ...]) -> torch.Tensor:
