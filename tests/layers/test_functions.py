@@ -1,6 +1,8 @@
 """The layer functions over the core's ops: values against float64, errors, and no break of a graph."""
 
+import fractions
 import itertools
+import math
 import warnings
 
 import pytest
@@ -12,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritium
 from fidelity import assert_no_worse
+from tritium import ops
 from tritium.errors import ArgumentError, ArgumentTypeError
 from tritium.ops import cpp
 
@@ -92,6 +95,11 @@ class TestGenerated:
         assert len(compiled) == len(kinds)
 
 
+FROZEN_RMS, FROZEN_LAYER = (
+    norm.requires_grad_(requires_grad=False) for norm in (tritium.RMSNorm(64), nn.LayerNorm(64))
+)
+
+
 class TestForms:
     """What was checked and chosen once for arguments of a form, and who still sees everything."""
 
@@ -153,10 +161,10 @@ class TestForms:
         with Seen():
             assert torch.equal(call(x, y), expected)
         assert "tritium.residual_norm_modulate.default" in names
-        assert torch.equal(torch.vmap(call)(x, y), expected)
-        traced = make_fx(call)(x, y)
-        assert any("residual_norm_modulate" in str(node.target) for node in traced.graph.nodes)
-        assert torch.equal(traced(y, x), call(y, x))
+        for before_dispatch in (False, True):
+            traced = make_fx(call, pre_dispatch=before_dispatch)(x, y)
+            assert any("residual_norm_modulate" in str(node.target) for node in traced.graph.nodes)
+            assert torch.equal(traced(y, x), call(y, x))
         with warnings.catch_warnings():
             # That tracing is of yesterday, and that it keeps sizes as they are.
             warnings.simplefilter("ignore")
@@ -170,11 +178,48 @@ class TestForms:
         plain = lazy.resolve_neg()
         for x in (lazy, plain, lazy):
             torch.testing.assert_close(tritium.residual_norm_modulate(x, y)[0], plain + y)
+        zeros = torch._efficientzerotensor((4, 7, 64))
+        for x in (plain, zeros, plain):
+            torch.testing.assert_close(tritium.residual_norm_modulate(x, y)[0], x + y)
         table = torch.polar(torch.ones(1, 7, 4), random(1, 7, 4))
         q = random(2, 7, 3, 8)
+        weight = random(8)
+        for given in (torch._neg_view(weight), -weight):
+            out = tritium.qk_norm_rope(q, q, given, given, rope="none")
+            torch.testing.assert_close(out, tritium.qk_norm_rope(q, q, -weight, -weight, rope="none", fused=False))
         expected = tritium.qk_norm_rope(q, q, cos=table.conj().resolve_conj(), rope="complex", fused=False)
         for cos in (table.conj(), table.conj().resolve_conj(), table.conj()):
             torch.testing.assert_close(tritium.qk_norm_rope(q, q, cos=cos, rope="complex"), expected)
+
+    @pytest.mark.parametrize(
+        "function",
+        [
+            lambda x: tritium.residual_norm_modulate(x, x.cos())[1],
+            lambda x: tritium.group_norm_silu(x, 7),
+            lambda x: tritium.qk_norm_rope(x[None], x[None], rope="none")[0][0],
+            lambda x: FROZEN_RMS(x),
+            lambda x: tritium.muls_add(x, x, 0.3),
+            lambda x: tritium.layernorm_scale_shift(FROZEN_LAYER, x, x[:, 0], x[:, 0]),
+            lambda x: tritium.rotary_position_embedding(x[None], torch.ones(4, 64), torch.ones(4, 64)),
+        ],
+        ids=["residual", "group norm", "qk", "rms", "add", "layer norm", "rotary"],
+    )
+    def test_derivatives_and_batches_after_calls_without(self, function):
+        """No tensor says under vmap that it requires gradients, and none of dual numbers does."""
+        x, direction = random(4, 7, 64), random(4, 7, 64, seed=3)
+        function(x)
+        little = 1e-3 * direction.double()
+        expected = (function(x.double() + little) - function(x.double() - little)) / 2e-3
+        along = torch.func.jvp(function, (x,), (direction,))[1]
+        torch.testing.assert_close(along.double(), expected, rtol=1e-3, atol=1e-3)
+        with torch.autograd.forward_ad.dual_level():
+            dual = function(torch.autograd.forward_ad.make_dual(x, direction))
+            torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(dual).tangent, along)
+        several = torch.stack([x, 2 * x]).requires_grad_()
+        torch.vmap(function)(several).square().sum().backward()
+        alone = several.detach().clone().requires_grad_()
+        sum(function(one).square().sum() for one in alone).backward()
+        torch.testing.assert_close(several.grad, alone.grad, rtol=1e-3, atol=1e-3)
 
     def test_gradients_flow_after_calls_without(self):
         x, y = random(4, 7, 64), random(4, 7, 64, seed=1)
@@ -234,6 +279,12 @@ class TestRotary:
             ({"cos": torch.ones(6, 8), "sin": torch.ones(6, 8)}, ArgumentError, "6 rows for 7 tokens"),
             ({"cos": torch.ones(7, 6), "sin": torch.ones(7, 6)}, ArgumentError, "got 6"),
             ({"head_first": True}, ArgumentError, "7 rows for 3 tokens"),
+            (
+                {"cos": torch.ones(7, 4, dtype=torch.complex64), "sin": torch.ones(7, 4)},
+                ArgumentTypeError,
+                "cos must be",
+            ),
+            ({"x": torch.ones(2, 7, 3, 8).to_sparse()}, ArgumentTypeError, "dense tensor, got one of layout"),
         ],
     )
     def test_what_it_cannot_honour_is_an_error(self, changes, error, words):
@@ -265,8 +316,25 @@ class TestRMSNorm:
     def test_ranks_from_2_to_8(self, x, error):
         with pytest.raises(error, match="x must"):
             tritium.RMSNorm(4)(x)
+        for rank in range(2, 9):
+            x = random(*[2] * (rank - 1), 4)
+            torch.testing.assert_close(tritium.RMSNorm(4)(x), F.rms_norm(x, (4,), eps=1e-6))
         with pytest.raises(ArgumentError, match="rows of 4 numbers, got 5"):
             tritium.RMSNorm(4)(torch.ones(2, 5))
+
+    def test_what_it_is_made_of(self):
+        with pytest.raises(ArgumentTypeError, match="hidden_size must be a whole number"):
+            tritium.RMSNorm((4, 4))
+        with pytest.raises(ArgumentTypeError, match="eps must be a number"):
+            tritium.RMSNorm(4, None)
+        norm, x = tritium.RMSNorm(4, fractions.Fraction(1, 10)), random(2, 4)
+        torch.testing.assert_close(norm(x), F.rms_norm(x, (4,), eps=0.1))
+        norm.weight = nn.Parameter(random(4, 4))
+        with pytest.raises(ArgumentError, match="weight must have rank 1, got 2"):
+            norm(x)
+        norm.weight = None
+        with pytest.raises(ArgumentTypeError, match="weight must be a tensor"):
+            norm(x)
 
     def test_gradients_are_kept(self):
         norm, x = tritium.RMSNorm(8), random(2, 8).requires_grad_()
@@ -302,11 +370,31 @@ class TestLayerNorm:
             ({"impl_mode": "0"}, ArgumentTypeError),
             ({"fused": 1}, ArgumentTypeError),
             ({"x": torch.ones(2, 7)}, ArgumentError),
+            ({"x": torch.ones(2, 8).int()}, ArgumentTypeError),
+            ({"norm": nn.LayerNorm(8, eps="small")}, ArgumentTypeError),
         ],
     )
     def test_errors_of_fast_layernorm(self, given, error):
         with pytest.raises(error):
             tritium.fast_layernorm(**{"norm": nn.LayerNorm(8), "x": torch.ones(2, 8), **given})
+
+    @pytest.mark.parametrize("options", [{"elementwise_affine": False}, {"bias": False}, {}], ids=str)
+    @pytest.mark.parametrize("shape", [8, (7, 8)])
+    def test_layers_of_every_make(self, options, shape):
+        norm, x = nn.LayerNorm(shape, **options), random(2, 7, 8)
+        for fused in (True, False):
+            assert torch.equal(tritium.fast_layernorm(norm, x, fused=fused), norm(x))
+
+    @pytest.mark.parametrize("name", ["weight", "bias"])
+    def test_weights_of_another_shape(self, name):
+        norm, x = nn.LayerNorm(8), random(2, 7, 8)
+        setattr(norm, name, nn.Parameter(random(2, 7, 8)))
+        for call in (
+            lambda: tritium.fast_layernorm(norm, x),
+            lambda: tritium.layernorm_scale_shift(norm, x, x[:, 0], x[:, 0]),
+        ):
+            with pytest.raises(ArgumentError, match=rf"{name} must have shape \(8,\), got \(2, 7, 8\)"):
+                call()
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("affine", [True, False])
@@ -342,8 +430,12 @@ class TestLayerNorm:
             ({"shift": torch.ones(2, 1, 1, 8)}, ArgumentError, "shift must have rank 2 or 3"),
             ({"scale": torch.ones(3, 8)}, ArgumentError, "the batch of x, 2"),
             ({"shift": torch.ones(3, 1, 8)}, ArgumentError, "the batch of x, 2"),
+            ({"scale": torch.ones(3, 1, 8)}, ArgumentError, "the batch of x, 2"),
             ({"scale": torch.ones(2, 4, 8)}, ArgumentError, "one for each of 7 tokens"),
+            ({"shift": torch.ones(2, 4, 8)}, ArgumentError, "one for each of 7 tokens"),
+            ({"scale": torch.ones(2, 7)}, ArgumentError, "the width of x, 8"),
             ({"shift": torch.ones(2, 7)}, ArgumentError, "the width of x, 8"),
+            ({"scale": torch.ones(2, 8, dtype=torch.complex64)}, ArgumentTypeError, "scale must be float16"),
             ({"layernorm": nn.LayerNorm(9)}, ArgumentError, "must norm the last dim"),
         ],
     )
@@ -375,6 +467,13 @@ class TestActivation:
         x = random(1000) * 3
         torch.testing.assert_close(tritium.get_activation_layer(name)(x), function(x))
 
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_the_fast_one_is_rounded_once(self, dtype):
+        x = (random(1000) * 3).to(dtype)
+        wide = x.float()
+        expected = (wide * torch.sigmoid(1.702 * wide)).to(dtype)
+        assert torch.equal(tritium.get_activation_layer("gelu-fast")(x), expected)
+
     def test_each_call_has_a_module_of_its_own(self):
         assert tritium.get_activation_layer("silu") is not tritium.get_activation_layer("silu")
 
@@ -396,13 +495,16 @@ class TestActivation:
 
 class TestMulsAdd:
     @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("scale", [0, 0.5, -0.5, 1.0, 1.5, 2, -1.0])
+    @pytest.mark.parametrize("scale", [0, 0.5, -0.5, 1.0, 1.5, 2, -1.0, 0.3, 1.7])
     def test_against_float64_and_nothing_in_place(self, dtype, scale):
         x, y = random(7, 100, dtype=dtype), random(7, 100, dtype=dtype, seed=1)
         before = x.clone(), y.clone()
         exact = x.double() * scale + y.double()
         out = tritium.muls_add(x, y, scale)
         assert_no_worse(out, exact.to(dtype), exact)
+        if dtype != torch.float32:
+            # No scale is rounded before it is used.
+            assert torch.equal(out, (x.float() * scale + y.float()).to(dtype))
         assert torch.equal(x, before[0])
         assert torch.equal(y, before[1])
         assert out.data_ptr() not in (x.data_ptr(), y.data_ptr())
@@ -412,6 +514,14 @@ class TestMulsAdd:
             tritium.muls_add(torch.ones(2, 3), torch.ones(2, 4), 1.0)
         with pytest.raises(ArgumentTypeError, match="scale must be a number"):
             tritium.muls_add(torch.ones(2), torch.ones(2), "1")
+        with pytest.raises(ArgumentError, match="that a float can hold"):
+            tritium.muls_add(torch.ones(2), torch.ones(2), 10**400)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_scales_past_the_largest_number(self, dtype):
+        x = torch.tensor([1.0, -1.0], dtype=dtype)
+        for scale in (1e300, math.inf):
+            assert tritium.muls_add(x, x, scale).tolist() == [math.inf, -math.inf]
 
     @pytest.mark.parametrize("y", [random(7, 100), random(100), torch.tensor(0.7)], ids=["one", "row", "number"])
     def test_dtypes_that_differ(self, y):
@@ -469,6 +579,45 @@ class TestRegions:
         given = {name: torch.ones(value) if isinstance(value, tuple) else value for name, value in changes.items()}
         with pytest.raises(ArgumentError, match=words):
             tritium.qk_norm_rope(x, x, **given, fused=fused)
+
+    @pytest.mark.parametrize("fused", [True, False])
+    def test_tables_of_numbers_and_of_complex_numbers_are_told_apart(self, fused):
+        """A table of half as many numbers would be read past its end."""
+        q = random(1, 7, 3, 8)
+        table = torch.polar(torch.ones(1, 7, 4), random(1, 7, 4))
+        expected = tritium.qk_norm_rope(q, q, cos=table, rope="complex", fused=fused)
+        pairs = tritium.qk_norm_rope(q, q, cos=torch.view_as_real(table), rope="complex", fused=fused)
+        torch.testing.assert_close(pairs, expected)
+        with pytest.raises(ArgumentError, match=r"4, 2\] with B = 1 and S = 7"):
+            tritium.qk_norm_rope(q, q, cos=table.real, rope="complex", fused=fused)
+        for rope in ("interleaved", "half"):
+            with pytest.raises(ArgumentTypeError, match=r"cos must be float16.* got torch\.complex64"):
+                tritium.qk_norm_rope(q, q, cos=table, sin=table, rope=rope, fused=fused)
+        odd = random(1, 7, 3, 5)
+        with pytest.raises(ArgumentError, match="even width"):
+            tritium.qk_norm_rope(odd, odd, cos=odd[:, :, 0], sin=odd[:, :, 0], fused=fused)
+        with pytest.raises(ArgumentTypeError, match=r"one dtype to be joined, got torch\.float32, torch\.float64"):
+            tritium.qk_norm_rope([q, q.double()], [q, q], rope="none", fused=fused)
+
+    def test_nobody_is_blamed_for_wrong_arguments(self):
+        """What an owned kernel fails at turns it off for good."""
+        x = random(2, 7, 8)
+        wrong = {
+            "y": x.to(torch.float8_e4m3fn),
+            "gate": torch.ones(2, 8, dtype=torch.complex64),
+            "weight": torch.ones(8).int(),
+            "eps": 10**400,
+            "fused": [],
+        }
+        for name, value in wrong.items():
+            with pytest.raises(ArgumentError, match=f"{name} must"):
+                tritium.residual_norm_modulate(**{"x": x, "y": x, name: value})
+        for given in (x.to_sparse(), torch.nested.nested_tensor([x[0], x[1]], layout=torch.jagged)):
+            with pytest.raises(ArgumentTypeError, match="x must be a dense tensor"):
+                tritium.residual_norm_modulate(given, x)
+            with pytest.raises(ArgumentTypeError, match="query must be a dense tensor"):
+                tritium.attention_forward(given, x, x)
+        assert not ops.failed_providers()
 
     def test_qk_norm_rope_joins_what_fits(self):
         x = random(2, 7, 3, 8)

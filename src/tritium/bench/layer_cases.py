@@ -110,7 +110,7 @@ def _case(
     """`reference` is the name of an op, or what PyTorch has for it."""
     function = ops.catalog()[reference].reference if isinstance(reference, str) else reference
     compiled = functools.partial(_of_pair, torch.compile(function), arguments)
-    variants = {"eager": eager, "inductor": compiled, "tritium": ours}
+    variants: dict[str, Callable[[], torch.Tensor]] = {"eager": eager, "inductor": compiled, "tritium": ours}
     return Case(name, variants, "eager", note, shapes_of(**tensors))
 
 

@@ -42,9 +42,22 @@ def called_eagerly() -> bool:
     """Whether nothing watches or transforms operators here: no dispatch mode, no vmap or grad around the call, no trace."""
     return (
         torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.maybe_current_level() is None
+        # Modes that see operators before they are taken apart are kept elsewhere.
+        and _modes_before_dispatch() == 0
+        and not is_transformed()
         and torch._C._get_tracing_state() is None
     )
+
+
+_modes_before_dispatch: Callable[[], int] = torch._ops._len_torch_dispatch_stack_pre_dispatch
+
+
+def is_transformed() -> bool:
+    """Whether a transform is under way that reads derivatives or batches off operators: vmap, grad, jvp or dual tensors.
+
+    What has no rules for these loses them, and tensors do not tell: under vmap none of them says that it requires gradients.
+    """
+    return torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
 
 
 def is_compiling() -> bool:

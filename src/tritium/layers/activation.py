@@ -17,7 +17,8 @@ class FastGELU(nn.Module):
     lossy = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.sigmoid(1.702 * x)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (wide * torch.sigmoid(1.702 * wide)).to(x.dtype)
 
     def extra_repr(self) -> str:
         return "lossy: x * sigmoid(1.702 x)"

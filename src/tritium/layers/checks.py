@@ -3,26 +3,41 @@
 from __future__ import annotations
 
 import numbers
+import sys
 from typing import Any
 
 import torch
 
+from tritium import compat
 from tritium.errors import ArgumentError, ArgumentTypeError, nearest
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def tensor(name: str, value: Any, *, optional: bool = False) -> None:
-    if isinstance(value, torch.Tensor) or (optional and value is None):
+    if optional and value is None:
         return
-    accepted = "a tensor or None" if optional else "a tensor"
-    raise ArgumentTypeError(f"{name} must be {accepted}, got {type(value).__name__}")
+    if not isinstance(value, torch.Tensor):
+        accepted = "a tensor or None" if optional else "a tensor"
+        raise ArgumentTypeError(f"{name} must be {accepted}, got {type(value).__name__}")
+    if value.layout != torch.strided or value.is_nested:
+        kind = "a nested one" if value.is_nested else f"one of layout {value.layout}"
+        raise ArgumentTypeError(f"{name} must be a dense tensor, got {kind}")
 
 
-def numbers_of(name: str, value: torch.Tensor) -> None:
-    """Whether a tensor holds numbers that layers compute with: whole ones would be cut off, and 8-bit ones are formats."""
-    if value.dtype not in FLOATING:
-        raise ArgumentTypeError(f"{name} must be float16, bfloat16, float32 or float64, got {value.dtype}")
+def numbers_of(**tensors: torch.Tensor | None) -> None:
+    """Whether tensors hold numbers that layers compute with.
+
+    Whole ones would be cut off, complex ones lose their imaginary part, and 8-bit ones are formats.
+    """
+    for name, value in tensors.items():
+        if value is not None and value.dtype not in FLOATING:
+            raise ArgumentTypeError(f"{name} must be float16, bfloat16, float32 or float64, got {value.dtype}")
+
+
+def shape(name: str, value: torch.Tensor | None, wanted: tuple[int, ...]) -> None:
+    if value is not None and tuple(value.shape) != wanted:
+        raise ArgumentError(f"{name} must have shape {wanted}, got {tuple(value.shape)}")
 
 
 def size(name: str, value: Any, *, optional: bool = False) -> None:
@@ -40,6 +55,9 @@ def no_gradients_in_a_graph(name: str, *tensors: torch.Tensor) -> None:
 
 
 def needs_gradients(*tensors: torch.Tensor) -> bool:
+    """Whether somebody may ask what is computed for derivatives."""
+    if not torch.compiler.is_compiling() and compat.is_transformed():
+        return True
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
@@ -51,6 +69,9 @@ def boolean(name: str, value: Any) -> None:
 def number(name: str, value: Any, *, optional: bool = False) -> None:
     if optional and value is None:
         return
+    # Whole numbers have no largest one.
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        raise ArgumentError(f"{name} must be a number that a float can hold, at most {sys.float_info.max}")
     # True is a number to Python, and no number to anybody else.
     if isinstance(value, bool) or not isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt)):
         accepted = "a number or None" if optional else "a number"

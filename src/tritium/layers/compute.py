@@ -1,6 +1,7 @@
 """How a layer function computes an op of the core.
 
 while a graph is traced    the op's reference, operator by operator: the compiler around it fuses that
+under vmap, grad or jvp    the same: its operators have rules for these
 eagerly, fused             an owned kernel that takes these arguments; on a GPU without one, what Inductor makes of
                            the reference, compiled at the first call
 eagerly, not fused         the reference
@@ -42,7 +43,7 @@ class Layer:
 
 def compute(layer: Layer, fused: bool, *given: Any) -> Any:
     """What a layer makes of what was given to it; `fused` is the first thing that is checked."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or compat.is_transformed():
         layer.check(fused, *given)
         return layer.op.reference(*layer.arguments(*given))
     form = _form(layer, fused, given)
@@ -57,9 +58,11 @@ def compute(layer: Layer, fused: bool, *given: Any) -> Any:
     return chosen(*layer.arguments(*given))
 
 
-def _form(layer: Layer, fused: bool, given: Sequence[Any]) -> Hashable | None:
+def _form(layer: Layer, fused: Any, given: Sequence[Any]) -> Hashable | None:
     """All that checks and choices depend on; None where that cannot be told: these take the long way every time."""
-    form: list[Any] = [layer.op.name, type(fused), fused, compat.called_eagerly()]
+    if type(fused) is not bool:
+        return None
+    form: list[Any] = [layer.op.name, fused, compat.called_eagerly()]
     return tuple(form) if _extend(form, given, torch.is_grad_enabled()) else None
 
 
@@ -86,21 +89,26 @@ def _extend(form: list[Any], given: Sequence[Any], grad: bool) -> bool:
 def _choose(op: Op, arguments: tuple[Any, ...]) -> Callable[..., Any]:
     tensors = _tensors(arguments)
     grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    eager, plain = compat.called_eagerly(), all(type(tensor) in PLAIN for tensor in tensors)
+    if plain and not all(map(_is_as_it_lies, tensors)):
+        return op.reference
     provider = None if grad else _owned(op, arguments)
     if provider is not None:
         # The operator is for whoever looks at operators; to go past the dispatcher takes the host half the time.
-        plain = all(type(tensor) in PLAIN and _is_as_it_lies(tensor) for tensor in tensors)
-        if plain and compat.called_eagerly():
-            return ops.runner(op, provider)
-        return functools.partial(op.overload, provider=provider)
-    if _on_gpu(tensors) and device.has_triton():
+        return ops.runner(op, provider) if plain and eager else functools.partial(op.overload, provider=provider)
+    if eager and _on_gpu(tensors) and device.has_triton():
         return _generated(op.name, tuple((tensor.dtype, tensor.dim()) for tensor in tensors))
     return op.reference
 
 
 def _is_as_it_lies(tensor: torch.Tensor) -> bool:
-    """Whether memory holds the numbers of a tensor: others are negated or conjugated by the dispatcher, or are sparse."""
-    return tensor.layout is torch.strided and not tensor.is_neg() and not tensor.is_conj()
+    """Whether memory holds the numbers of a tensor.
+
+    PyTorch's operators negate, conjugate or make up what it does not hold, such as autograd's zeros. The dispatcher does so
+    for ours too, but not in lists of tensors that may be None.
+    """
+    dense = tensor.layout is torch.strided and not tensor.is_nested
+    return dense and not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
 
 
 def _tensors(given: Sequence[Any]) -> list[torch.Tensor]:

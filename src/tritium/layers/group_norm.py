@@ -37,7 +37,6 @@ def _check(
     fused: bool, x: torch.Tensor, groups: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> None:
     checks.tensor("x", x)
-    checks.numbers_of("x", x)
     checks.number("eps", eps)
     checks.boolean("fused", fused)
     if isinstance(groups, bool) or not isinstance(groups, int):
@@ -46,13 +45,15 @@ def _check(
         raise ArgumentError(f"x must be [B, C, ...] with C divisible by groups={groups}, got {tuple(x.shape)}")
     for name, value in (("weight", weight), ("bias", bias)):
         checks.tensor(name, value, optional=True)
-        if value is not None and tuple(value.shape) != (x.shape[1],):
-            raise ArgumentError(f"{name} must have shape ({x.shape[1]},), got {tuple(value.shape)}")
+        checks.shape(name, value, (x.shape[1],))
+    checks.numbers_of(x=x, weight=weight, bias=bias)
     checks.together(x=x, weight=weight, bias=bias)
 
 
-def _arguments(*given: Any) -> tuple[Any, ...]:
-    return *given, None
+def _arguments(
+    x: torch.Tensor, groups: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> tuple[Any, ...]:
+    return x, groups, weight, bias, float(eps), None
 
 
 _LAYER = Layer(op.OP, _check, _arguments)

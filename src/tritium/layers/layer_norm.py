@@ -29,7 +29,6 @@ def fast_layernorm(norm: nn.LayerNorm, x: torch.Tensor, impl_mode: int = 0, fuse
     """
     _layer("norm", norm)
     checks.tensor("x", x)
-    checks.numbers_of("x", x)
     checks.boolean("fused", fused)
     if isinstance(impl_mode, bool) or not isinstance(impl_mode, int):
         raise ArgumentTypeError(f"impl_mode must be 0, 1 or 2, got {impl_mode!r}")
@@ -42,12 +41,25 @@ def fast_layernorm(norm: nn.LayerNorm, x: torch.Tensor, impl_mode: int = 0, fuse
     shape = tuple(norm.normalized_shape)
     if tuple(x.shape[-len(shape) :]) != shape:
         raise ArgumentError(f"norm takes rows of shape {shape}, got x of shape {tuple(x.shape)}")
-    checks.together(**given)
+    _check_weights(shape, x, norm.weight, norm.bias, norm.eps)
     if all(part.dtype == x.dtype for part in given.values()):
-        return F.layer_norm(x, shape, norm.weight, norm.bias, norm.eps)
+        # Autocast computes it in float32, and gives that.
+        return F.layer_norm(x, shape, norm.weight, norm.bias, float(norm.eps)).to(x.dtype)
     wide = functools.reduce(torch.promote_types, (part.dtype for part in given.values()))
     weight, bias = (None if part is None else part.to(wide) for part in (norm.weight, norm.bias))
-    return F.layer_norm(x.to(wide), shape, weight, bias, norm.eps).to(x.dtype)
+    return F.layer_norm(x.to(wide), shape, weight, bias, float(norm.eps)).to(x.dtype)
+
+
+def _check_weights(
+    shape: tuple[int, ...], x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> None:
+    """What a layer is made of may have been assigned by anybody."""
+    checks.number("the layer's eps", eps)
+    for name, value in (("weight", weight), ("bias", bias)):
+        checks.tensor(name, value, optional=True)
+        checks.shape(name, value, shape)
+    checks.numbers_of(x=x, weight=weight, bias=bias)
+    checks.together(x=x, weight=weight, bias=bias)
 
 
 def layernorm_scale_shift(
@@ -77,15 +89,15 @@ def _check_scale_shift(
     shift: torch.Tensor,
     eps: float,
 ) -> None:
-    del eps
     for name, value in (("x", x), ("scale", scale), ("shift", shift)):
         checks.tensor(name, value)
     checks.boolean("fused", fused)
     checks.rank("x", x, 3)
-    checks.numbers_of("x", x)
     if tuple(shape) != (x.shape[-1],):
         raise ArgumentError(f"layernorm must norm the last dim of x, {x.shape[-1]} wide; its shape is {tuple(shape)}")
-    checks.together(x=x, scale=scale, shift=shift, weight=weight, bias=bias)
+    _check_weights(tuple(shape), x, weight, bias, eps)
+    checks.numbers_of(scale=scale, shift=shift)
+    checks.together(x=x, scale=scale, shift=shift)
     _check_modulation("scale", scale, x)
     _check_modulation("shift", shift, x)
 
@@ -101,7 +113,7 @@ def _scale_shift_arguments(
 ) -> tuple[Any, ...]:
     del shape
     scale, shift = (value.unsqueeze(1) if value.dim() == 2 else value for value in (scale, shift))
-    return x, weight, bias, scale, shift, eps, "layer", None
+    return x, weight, bias, scale, shift, float(eps), "layer", None
 
 
 _SCALE_SHIFT = Layer(ada_norm.OP, _check_scale_shift, _scale_shift_arguments)

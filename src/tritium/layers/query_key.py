@@ -116,7 +116,7 @@ def _arguments(
     head_first: bool,
 ) -> tuple[Any, ...]:
     each = (_each(given, len(q)) for given in (q_weight, k_weight, cos, sin))
-    return q, k, *each, eps, norm, rope, head_first
+    return q, k, *each, float(eps), norm, rope, head_first
 
 
 _LAYER = Layer(op.OP, _check, _arguments)
@@ -132,7 +132,7 @@ def _check_parts(name: str, parts: Any) -> None:
     for part in parts:
         checks.tensor(name, part)
         checks.rank(name, part, 4)
-        checks.numbers_of(name, part)
+        checks.numbers_of(**{name: part})
     if not parts:
         raise ArgumentError(f"{name} has no parts")
 
@@ -155,6 +155,9 @@ def _check_heads(q: Sequence[torch.Tensor], k: Sequence[torch.Tensor]) -> None:
     for name, parts in (("q", q), ("k", k)):
         if any(part.shape[0] != parts[0].shape[0] or part.shape[2] != parts[0].shape[2] for part in parts):
             raise ArgumentError(f"parts of {name} must have one batch and as many heads, got {_shapes(parts)}")
+        if any(part.dtype != parts[0].dtype for part in parts):
+            listed = ", ".join(str(part.dtype) for part in parts)
+            raise ArgumentTypeError(f"parts of {name} must have one dtype to be joined, got {listed}")
 
 
 def _check_weights(name: str, weights: Sequence[torch.Tensor | None], part: torch.Tensor, norm: str) -> None:
@@ -163,6 +166,7 @@ def _check_weights(name: str, weights: Sequence[torch.Tensor | None], part: torc
     for weight in weights:
         if weight is not None and tuple(weight.shape) != (wanted,):
             raise ArgumentError(f"{name} must have shape ({wanted},) for norm {norm!r}, got {tuple(weight.shape)}")
+        checks.numbers_of(**{name: weight})
 
 
 def _check_tables(name: str, tables: Sequence[torch.Tensor | None], parts: Sequence[torch.Tensor], rope: str) -> None:
@@ -172,7 +176,14 @@ def _check_tables(name: str, tables: Sequence[torch.Tensor | None], parts: Seque
     for table, rows in zip(tables, tokens, strict=True):
         if table is None:
             continue
-        endings = ((width // 2,), (width // 2, 2)) if rope == "complex" else ((width,), (width // 2,))
+        if width % 2:
+            raise ArgumentError(f"heads must have an even width to have pairs, got {width}")
+        endings: tuple[tuple[int, ...], ...] = ((width,), (width // 2,))
+        if rope == "complex":
+            # As pairs of numbers they are the same memory.
+            endings = ((width // 2,),) if table.is_complex() else ((width // 2, 2),)
+        if rope != "complex" or not table.is_complex():
+            checks.numbers_of(**{name: table})
         fits = table.dim() >= 2 and table.shape[0] in (1, batch) and table.shape[1] == rows
         if not fits or tuple(table.shape[2:]) not in endings:
             shapes = " or ".join(str(["1 or B", "S", *ending]).replace("'", "") for ending in endings)

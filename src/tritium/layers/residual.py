@@ -59,7 +59,6 @@ def _check(
 ) -> None:
     checks.tensor("x", x)
     checks.tensor("y", y)
-    checks.numbers_of("x", x)
     if x.shape != y.shape or x.dim() == 0:
         raise ArgumentError(f"x and y must have one shape [..., H], got {tuple(x.shape)} and {tuple(y.shape)}")
     checks.text("norm", norm, op.NORMS)
@@ -67,12 +66,12 @@ def _check(
     checks.boolean("fused", fused)
     for name, value in (("weight", weight), ("bias", bias)):
         checks.tensor(name, value, optional=True)
-        if value is not None and tuple(value.shape) != (x.shape[-1],):
-            raise ArgumentError(f"{name} must have shape ({x.shape[-1]},), got {tuple(value.shape)}")
+        checks.shape(name, value, (x.shape[-1],))
     for name, value in (("gate", gate), ("scale", scale), ("shift", shift)):
         checks.tensor(name, value, optional=True)
         if value is not None:
             checks.broadcastable(name, _rows(value, x), tuple(x.shape))
+    checks.numbers_of(x=x, y=y, gate=gate, scale=scale, shift=shift, weight=weight, bias=bias)
     checks.together(x=x, y=y, gate=gate, scale=scale, shift=shift, weight=weight, bias=bias)
 
 
@@ -80,7 +79,7 @@ def _arguments(
     x: torch.Tensor, y: torch.Tensor, gate: Row, weight: Row, bias: Row, scale: Row, shift: Row, eps: float, norm: str
 ) -> tuple[Any, ...]:
     gate, scale, shift = (None if value is None else _rows(value, x) for value in (gate, scale, shift))
-    return x, y, gate, weight, bias, scale, shift, eps, norm, None, None
+    return x, y, gate, weight, bias, scale, shift, float(eps), norm, None, None
 
 
 def _rows(value: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,8 @@ class RMSNorm(nn.Module):
 
     def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__()
+        checks.size("hidden_size", hidden_size)
+        checks.number("eps", eps)
         self.weight = nn.Parameter(torch.ones(hidden_size))
         self.eps = eps
 
@@ -34,15 +36,17 @@ def _check(if_fused: bool, x: torch.Tensor, weight: torch.Tensor, eps: float) ->
     checks.tensor("x", x)
     checks.boolean("if_fused", if_fused)
     checks.rank("x", x, *RANKS)
-    checks.numbers_of("x", x)
+    checks.tensor("weight", weight)
+    checks.rank("weight", weight, 1)
+    checks.numbers_of(x=x, weight=weight)
     checks.number("eps", eps)
     if x.shape[-1] != weight.shape[0]:
         raise ArgumentError(f"x must have rows of {weight.shape[0]} numbers, got {x.shape[-1]}")
     checks.together(x=x, weight=weight)
 
 
-def _arguments(*given: Any) -> tuple[Any, ...]:
-    return *given, None
+def _arguments(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[Any, ...]:
+    return x, weight, float(eps), None
 
 
 _LAYER = Layer(rms_norm.OP, _check, _arguments)

@@ -45,13 +45,13 @@ def _check(
     checks.boolean("head_first", head_first)
     checks.boolean("fused", fused)
     checks.rank("x", x, 4)
-    checks.numbers_of("x", x)
     checks.rank("cos", cos, 2, 4)
     checks.rank("sin", sin, 2, 4)
     if cos.shape != sin.shape:
         raise ArgumentError(f"cos and sin must have one shape, got {tuple(cos.shape)} and {tuple(sin.shape)}")
     if x.shape[-1] % 2:
         raise ArgumentError(f"x must have heads of an even width to have pairs, got {x.shape[-1]}")
+    checks.numbers_of(x=x, cos=cos, sin=sin)
     checks.together(x=x, cos=cos, sin=sin)
     if cos.dim() == 2:
         tokens = x.shape[2 if head_first else 1]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from tritium.errors import ArgumentError
 from tritium.layers import checks
 from tritium.ops import scaled_add
+
+# The largest scale that PyTorch's kernel takes.
+LARGEST = torch.finfo(torch.float32).max
 
 
 def muls_add(x: torch.Tensor, y: torch.Tensor, scale: float) -> torch.Tensor:
@@ -14,8 +19,7 @@ def muls_add(x: torch.Tensor, y: torch.Tensor, scale: float) -> torch.Tensor:
     checks.tensor("x", x)
     checks.tensor("y", y)
     checks.number("scale", scale)
-    checks.numbers_of("x", x)
-    checks.numbers_of("y", y)
+    checks.numbers_of(x=x, y=y)
     checks.together(x=x, y=y)
     if x.shape != y.shape:
         try:
@@ -24,7 +28,9 @@ def muls_add(x: torch.Tensor, y: torch.Tensor, scale: float) -> torch.Tensor:
             raise ArgumentError(
                 f"x {tuple(x.shape)} and y {tuple(y.shape)} cannot be broadcast to one shape"
             ) from error
-    if x.dtype == y.dtype and not torch.compiler.is_compiling():
-        # PyTorch has a kernel for it, which computes half precision in float32 as well.
-        return torch.add(y, x, alpha=float(scale))
-    return scaled_add.reference(x, float(scale), y, None)
+    scale = float(scale)
+    # PyTorch has a kernel for it. On a CPU it rounds the scale of half precision before it computes.
+    exact = x.is_cuda or x.dtype not in (torch.float16, torch.bfloat16)
+    if exact and x.dtype == y.dtype and not torch.compiler.is_compiling() and not LARGEST < abs(scale) < math.inf:
+        return torch.add(y, x, alpha=scale)
+    return scaled_add.reference(x, scale, y, None)

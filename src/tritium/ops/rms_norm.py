@@ -122,12 +122,12 @@ def launch_options(width: int) -> dict[str, int | bool]:
 
 def run_triton(x: torch.Tensor, weight: torch.Tensor | None, eps: float, out_dtype: torch.dtype | None) -> torch.Tensor:
     width = x.shape[-1]
-    rows = x.reshape(-1, width)
-    if rows.stride(-1) != 1:
-        rows = rows.contiguous()
     out = x.new_empty(x.shape, dtype=out_dtype or x.dtype)
     if out.numel() == 0:
         return out
+    rows = x.reshape(-1, width)
+    if rows.stride(-1) != 1:
+        rows = rows.contiguous()
     options = launch_options(width)
     start(
         _kernel(),

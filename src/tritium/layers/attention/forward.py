@@ -7,6 +7,7 @@ from collections.abc import Hashable
 
 import torch
 
+from tritium import compat
 from tritium.errors import ArgumentError, ArgumentTypeError
 from tritium.layers import checks
 from tritium.layers.attention.choice import RUNTIME, check_choice, choose, choose_again, chosen_before, identity
@@ -91,7 +92,7 @@ def _as_call(
     For a small attention the host has no more time than that. What is traced, differentiated, masked or laid out anew takes
     the long way, and so does what is of a type that is not expected here.
     """
-    if absent != (None, None) or torch.compiler.is_dynamo_compiling():
+    if absent != (None, None) or torch.compiler.is_dynamo_compiling() or compat.is_transformed():
         return None
     if scale is not None and type(scale) is not float:
         return None

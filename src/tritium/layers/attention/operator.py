@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from tritium import compat
+from tritium.layers import checks
 from tritium.layers.attention.candidates import Candidate, candidates
 from tritium.layers.attention.choice import choose, choose_again
 from tritium.layers.attention.request import Request
@@ -43,7 +44,7 @@ def _attention(
 
     # A tensor that is traced has another type, and sizes that no two calls share.
     if type(q) is torch.Tensor:
-        grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, mask) if t is not None)
+        grad = checks.needs_gradients(*(t for t in (q, k, v, mask) if t is not None))
         sides = tuple((t.shape, t.stride(), t.dtype) if t is not None else None for t in (q, k, v, mask))
         candidate = choose_again((sides, q.device, causal, mode, op_type, layout, grad), chosen)
     else:

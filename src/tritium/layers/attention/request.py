@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tritium.layers import checks
 from tritium.ops.op import present
 
 # How tensors lie in memory. Merged heads, BSH, are the same bytes as BSND.
@@ -58,7 +59,7 @@ class Request:
             additive=mask is not None and mask.dtype != torch.bool,
             causal=causal,
             memory="BSND" if present(q.stride(1)) < present(q.stride(2)) else "BNSD",
-            grad=torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors),
+            grad=checks.needs_gradients(*tensors),
             symbolic=any(not isinstance(size, int) for tensor in tensors for size in tensor.shape),
         )
 
