@@ -162,6 +162,49 @@ def test_sparse_kernels(dtype, width, block):
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("sparse_type", ["rf_v2", "rf_v3", "ada_bsa", "radial"])
+@pytest.mark.parametrize("layout", ["BSND", "BNSD"])
+def test_sparsity_0_is_dense_at_full_size(sparse_type, layout):
+    q, k, v = qkv(9600, 9600, 3, width=128, batch=1, dtype=torch.float16)
+    exact, eager = (
+        F.scaled_dot_product_attention(*heads_first(*(t.to(dtype) for t in (q, k, v)))).transpose(1, 2)
+        for dtype in (torch.float64, torch.float16)
+    )
+    if layout == "BNSD":
+        q, k, v, exact, eager = heads_first(q, k, v, exact, eager)
+    out = tritium.sparse_attention(
+        q, k, v, input_layout=layout, sparse_type=sparse_type, latent_shape_q=(3, 40, 80), sparsity=0.0
+    )
+    assert_no_worse(out, eager, exact)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("mode", ["runtime", "static"])
+def test_a_mask_in_float32_is_not_rounded(dtype, mode):
+    q, k, v = qkv(dtype=dtype)
+    mask = 30 * torch.randn(300, 300, device="cuda")
+    out = tritium.attention_forward(q, k, v, mask, opt_mode=mode)
+    compare(*heads_first(out, q, k, v), mask[None, None])
+
+
+@torch.inference_mode()
+def test_under_autocast_as_pytorch():
+    q, k, v = qkv(dtype=torch.float32)
+    with torch.autocast("cuda", torch.bfloat16):
+        out = tritium.attention_forward(q, k, v)
+    assert out.dtype == torch.bfloat16
+    compare(*heads_first(out, *(t.bfloat16() for t in (q, k, v))))
+
+
+@torch.inference_mode()
+def test_heads_that_lie_apart():
+    q, k, v = (t.transpose(1, 3).contiguous().transpose(1, 3) for t in qkv())
+    for mode in ("static", "runtime"):
+        compare(*heads_first(tritium.attention_forward(q, k, v, opt_mode=mode), q, k, v))
+
+
+@torch.inference_mode()
 def test_sparse_attention_compiled_by_inductor():
     def function(q, k, v):
         return tritium.sparse_attention(

@@ -105,6 +105,11 @@ def capability(where: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(where)
 
 
+def is_capturing() -> bool:
+    """Whether what this thread launches is being recorded as a CUDA graph: nothing can be waited for or timed."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 @functools.cache
 def has_triton() -> bool:
     """Whether the triton package is there; importing it is left to whoever launches a kernel."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -53,4 +54,11 @@ def search_path() -> list[Path]:
 
 def cache_home() -> Path:
     """The folder for what can be made again, as the XDG specification has it."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    given = os.environ.get("XDG_CACHE_HOME")
+    if given:
+        return Path(given)
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError:
+        # Somebody whom the system does not know, as in many containers.
+        return Path(tempfile.gettempdir())

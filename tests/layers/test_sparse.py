@@ -1,5 +1,7 @@
 """Sparse attention: the order of tokens, the masks over blocks, and attention under them."""
 
+import fractions
+import functools
 import itertools
 import math
 
@@ -40,7 +42,7 @@ def streams(tokens, heads=2, width=16, batch=1, keys=None, kv_heads=None, dtype=
     return random(tokens, heads), *(random(keys or tokens, kv_heads or heads) for _ in range(2))
 
 
-def masked_attention(q, k, v, mask, q_layout, k_layout, *, causal=False):
+def masked_attention(q, k, v, mask, q_layout, k_layout, *, causal=False, scale=None):
     """The same by a mask over tokens, in float64: streams [B, S, N, D] in the order of blocks."""
     q_sizes, k_sizes = (layout.edges().diff() for layout in (q_layout, k_layout))
     tokens = mask.repeat_interleave(q_sizes, -2).repeat_interleave(k_sizes, -1)
@@ -48,7 +50,7 @@ def masked_attention(q, k, v, mask, q_layout, k_layout, *, causal=False):
         tokens = tokens & torch.ones(tokens.shape[-2:], dtype=torch.bool).tril()
     group = q.shape[2] // k.shape[2]
     q, k, v = (t.double().transpose(1, 2) for t in (q, k, v))
-    scores = q @ k.repeat_interleave(group, 1).transpose(-1, -2) * q.shape[-1] ** -0.5
+    scores = q @ k.repeat_interleave(group, 1).transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
     weights = scores.masked_fill(~tokens, -math.inf).softmax(-1).nan_to_num(0.0)
     return (weights @ v.repeat_interleave(group, 1)).transpose(1, 2)
 
@@ -122,6 +124,9 @@ class TestLayout:
             (((0, 4, 4),), ArgumentTypeError),
             (((1, 4, 4), -1), ArgumentError),
             (((1, 4, 4), 0, 0), ArgumentError),
+            (((1, 4, 4), True), ArgumentError),
+            (((1, 4, 4), 0, 10**6), ArgumentError),
+            (((1, 4, 4), 0, 16, 8, "no"), ArgumentTypeError),
         ],
     )
     def test_errors(self, given, error):
@@ -129,6 +134,20 @@ class TestLayout:
             SparseLayout(*given)
         with pytest.raises(ArgumentError, match="3 \\+ 1x4x4 = 19 tokens, got 18"):
             SparseLayout((1, 4, 4), 3).permute(torch.ones(1, 18, 2))
+        with pytest.raises(ArgumentError, match="has no dim 9"):
+            SparseLayout((1, 4, 4)).permute(torch.ones(1, 16, 2), dim=9)
+        with pytest.raises(ArgumentTypeError, match="x must be a tensor, got list"):
+            SparseLayout((1, 4, 4)).unpermute([1, 2])
+
+    def test_nothing_is_kept_of_what_is_captured(self, monkeypatch):
+        """A graph's memory holds something when the graph is replayed."""
+        from tritium.layers.sparse import layout as module
+
+        layout = SparseLayout((3, 7, 5), 1, 16)
+        monkeypatch.setattr(module.device, "is_capturing", lambda: True)
+        assert layout.index() is not layout.index()
+        monkeypatch.undo()
+        assert layout.index() is layout.index()
 
 
 class TestMasks:
@@ -205,6 +224,43 @@ class TestMasks:
         expected = estimate_by_loops(q[0, :, 0], k[0, :, 0], 16, 0.25, sparsity, threshold, *keep, causal)
         assert found[0, 0].tolist() == expected
 
+    def test_the_estimate_of_every_sample_and_head(self):
+        q, k, _ = streams(90, heads=4, kv_heads=2, batch=2)
+        layout = SparseLayout.plain(90, 16)
+        words = {"threshold": 0.6, "keep_sink": False, "keep_recent": True, "causal": False}
+        found = masks.estimated(q, k, layout, layout, 0.25, 0.3, **words)
+        for sample, head in itertools.product(range(2), range(4)):
+            own_q, own_k = q[sample, :, head], k[sample, :, head // 2]
+            expected = estimate_by_loops(own_q, own_k, 16, 0.25, 0.3, 0.6, False, True, False)
+            assert found[sample, head].tolist() == expected
+
+    @pytest.mark.parametrize(("sparsity", "blocks"), [(0.16, 75), (0.41, 100), (0.22, 150), (0.3, 10), (0.9, 10)])
+    def test_the_estimate_keeps_as_many_as_it_may(self, sparsity, blocks):
+        """Where it is a whole number, it is that one: 75 blocks less 16 % are 63."""
+        q, k, _ = streams(8 * blocks, heads=1, width=4)
+        layout = SparseLayout.plain(8 * blocks, 8)
+        words = {"threshold": 1.0, "keep_sink": False, "keep_recent": False, "causal": False}
+        found = masks.estimated(q, k, layout, layout, 0.5, sparsity, **words)
+        allowed = int(fractions.Fraction(str(1 - sparsity)).limit_denominator(1000) * blocks)
+        assert (found.sum(-1) == allowed).all()
+
+    def test_likeness_of_heads_that_share_keys(self):
+        layout = SparseLayout((2, 8, 16), 5, 16)
+        q, k, _ = streams(layout.tokens, heads=6, kv_heads=2)
+        whole = k.repeat_interleave(3, dim=2)
+        found = masks.rainfusion(q, k, layout, layout, 0.25, 0.7)
+        assert torch.equal(found, masks.rainfusion(q, whole, layout, layout, 0.25, 0.7))
+
+    def test_blocks_much_less_alike_are_told_apart(self):
+        """Their softmax is 0, and so would the order of all of them be anybody's."""
+        layout = SparseLayout((1, 8, 40), 0, 64)
+        q, k = torch.zeros(2, 1, 320, 1, 8)
+        q[..., 0] = 1
+        for number, likeness in enumerate((0.0, -400.0, -300.0, -200.0, -500.0)):
+            k[:, 64 * number : 64 * (number + 1), :, 0] = likeness
+        mask = masks.rainfusion(q, k, layout, layout, 1.0, 0.6)
+        assert mask[0, 0, 0].nonzero().flatten().tolist() == [0, 3]
+
     @pytest.mark.parametrize(("latent", "block"), [((16, 8, 16), 128), ((8, 8, 8), 64), ((12, 16, 16), 128)])
     def test_radial_sees_less_where_a_frame_is_a_block_or_two(self, latent, block):
         """All frames have the same place there, and none is nearer in space than another."""
@@ -242,6 +298,7 @@ class TestMasks:
         mask = torch.zeros(1, 1, 3, 3, dtype=torch.bool)
         mask[..., 0, 0] = mask[..., 2, 2] = True
         assert float(masks.density(mask, layout, layout)) == pytest.approx((256 + 1) / 33**2)
+        assert float(masks.density(mask[:0], layout, layout)) == 0
 
 
 def estimate_by_loops(q, k, block, scale, sparsity, threshold, keep_sink, keep_recent, causal):
@@ -391,6 +448,29 @@ class TestAttention:
             ({"by": "tritn"}, ArgumentError, "did you mean 'triton'"),
             ({"by": "triton"}, ArgumentError, "the Triton kernel cannot compute"),
             ({"keep_sink": 1}, ArgumentTypeError, "keep_sink must be True or False"),
+            ({"latent_shape_k": ()}, ArgumentTypeError, "latent_shape must be"),
+            ({"latent_shape_k": 0}, ArgumentTypeError, "latent_shape must be"),
+            ({"head_num": 2.0}, ArgumentTypeError, "head_num must be a whole number"),
+            ({"scale": float("nan")}, ArgumentError, "scale must be a number, got nan"),
+            ({"block_size": 10**6}, ArgumentError, "block_size must be a whole number from 1 to 65536"),
+            ({"sparse_type": "ada_bsa", "txt_len": -1}, ArgumentError, "txt_len must be 0 or more"),
+            ({"sparse_type": "ada_bsa", "latent_shape_q": (9, 9, 9)}, ArgumentError, "q has 64 tokens"),
+            ({"sparse_type": "ada_bsa", "is_causal": 1}, ArgumentTypeError, "is_causal must be True or False"),
+            *(
+                ({"sparse_type": None, "sparsity": 0, **wrong}, ArgumentError, f"{next(iter(wrong))[:12]}.* must")
+                for wrong in (
+                    {"cdf_threshold": "x"},
+                    {"keep_sink": None},
+                    {"block_size": -1},
+                    {"txt_len": -3},
+                    {"latent_shape_q": "abc"},
+                )
+            ),
+            (
+                {name: torch.ones(1, 0, 2, 16) for name in "qkv"} | {"sparse_type": "ada_bsa", "latent_shape_q": None},
+                ArgumentError,
+                "q has no tokens",
+            ),
         ],
     )
     def test_what_it_cannot_honour(self, changes, error, words):
@@ -445,10 +525,47 @@ class TestWhatIsAsked:
         self.call(q).sum().backward()
         assert q.grad.abs().sum() > 0
         assert not [warning for warning in recwarn if "autograd" in str(warning.message)]
+        for causal in (False, True):
+            torch.autograd.gradcheck(
+                lambda x, causal=causal: self.call(
+                    x, sparse_type="ada_bsa", latent_shape_q=None, block_size=8, is_causal=causal
+                ),
+                torch.randn(1, 1, 24, 2, dtype=torch.float64, requires_grad=True),
+            )
         with pytest.raises(torch._dynamo.exc.Unsupported, match="computes no gradients inside of a compiled graph"):
             torch.compile(self.call, backend="aot_eager", fullgraph=True)(q)
         with pytest.raises(ArgumentError, match="by 'flex' computes no gradients"):
             self.call(q, by="flex")
+
+    def test_mapped_over_without_gradients_alone(self):
+        q = torch.randn(3, 1, 2, 128, 4)
+        for sparse_type in ("rf_v2", "ada_bsa"):
+            call = functools.partial(self.call, sparse_type=sparse_type)
+            with torch.no_grad():
+                torch.testing.assert_close(torch.vmap(call)(q), torch.stack([call(one) for one in q]))
+            with pytest.raises(ArgumentError, match=r"under torch\.no_grad\(\) alone"):
+                torch.vmap(call)(q)
+
+    @pytest.mark.parametrize("sparse_type", ["rf_v2", "ada_bsa"])
+    def test_what_is_no_number_shows(self, sparse_type):
+        q, k = torch.randn(1, 1, 128, 16), torch.randn(1, 1, 128, 16)
+        k[0, 0, 77] = math.nan
+        out = tritium.sparse_attention(
+            q, k, q, sparse_type=sparse_type, latent_shape_q=(2, 8, 8), block_size=16, sparsity=0.5
+        )
+        assert out.isnan().all()
+
+    @pytest.mark.parametrize("scale", [0.7, -0.3])
+    def test_a_scale_of_its_own(self, scale):
+        layout = SparseLayout((2, 8, 8), 0, 16, tile=1)
+        q, k, v = streams(128)
+        mask = Method("radial", 0.5).mask(q, k, layout, layout, scale)
+        exact = masked_attention(q, k, v, mask, layout, layout, scale=scale)
+        out = tritium.sparse_attention(
+            q, k, v, input_layout="BSND", sparse_type="radial", latent_shape_q=(2, 8, 8), block_size=16, sparsity=0.5,
+            scale=scale,
+        )  # fmt: skip
+        assert_no_worse(out, exact.float(), exact)
 
     def test_nobody_of_that_name_also_where_all_is_seen(self):
         with pytest.raises(ArgumentError, match="by 'nonsense'"):

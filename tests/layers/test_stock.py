@@ -1,5 +1,10 @@
 """`set_attention` on models as diffusers ships them."""
 
+import copy
+import dataclasses
+import functools
+import pickle
+
 import pytest
 import torch
 
@@ -7,6 +12,7 @@ import tritium
 from small_models import flux, flux_inputs
 from tritium import tuned
 from tritium.errors import ArgumentError, ArgumentTypeError
+from tritium.layers.attention import candidates as entries
 from tritium.layers.attention import choice
 
 diffusers = pytest.importorskip("diffusers")
@@ -129,6 +135,79 @@ def test_a_processor_that_is_a_module_is_left_alone_and_named():
     handle = tritium.set_attention(model)
     assert handle.skipped == ["transformer_blocks.0.attn"]
     assert handle.layers == len(processors(model)) - 1
+
+
+@pytest.mark.parametrize("first_removed", [0, 1])
+@pytest.mark.parametrize("make", ["flux", "unet"])
+@torch.inference_mode()
+def test_two_after_each_other_removed_in_any_order(make, first_removed, unet, monkeypatch):
+    model, inputs = (flux(), flux_inputs()) if make == "flux" else unet
+
+    def call():
+        return model(**inputs)[0] if isinstance(inputs, dict) else model(*inputs)[0]
+
+    def asked():
+        """Who computes."""
+        names = set()
+        for name, candidate in entries.candidates().items():
+            run = functools.partial(lambda name, run, *given: names.add(name) or run(*given), name, candidate.run)
+            monkeypatch.setitem(entries.candidates(), name, dataclasses.replace(candidate, run=run))
+        choice.forget()
+        call()
+        monkeypatch.undo()
+        choice.forget()
+        return names
+
+    before, plain = processors(model), call()
+    handles = [tritium.set_attention(model, opt_mode="manual", op_type=name) for name in ("chunked", "math")]
+    assert asked() == {"math"}
+    handles.pop(first_removed).remove()
+    assert asked() == {("chunked", "math")[1 - first_removed]}
+    handles.pop().remove()
+    assert processors(model) == before
+    assert torch.equal(call(), plain)
+
+
+@torch.inference_mode()
+def test_a_processor_that_layers_share_is_served_once(unet):
+    model, inputs = unet
+    layers = [m for m in model.modules() if getattr(m, "processor", None) is not None]
+    kept = [layer.processor for layer in layers]
+    for layer in layers:
+        layer.processor = kept[0]
+    plain = model(*inputs)[0]
+    with tritium.set_attention(model, opt_mode="manual", op_type="math") as handle:
+        assert handle.layers == len(layers)
+        assert len(type(kept[0]).__mro__) == len(type(kept[1]).__mro__) + 1
+        torch.testing.assert_close(model(*inputs)[0], plain, rtol=1e-4, atol=1e-5)
+    assert type(kept[0]) is type(kept[1])
+    for layer, processor in zip(layers, kept, strict=True):
+        layer.processor = processor
+
+
+@torch.inference_mode()
+def test_copies_of_an_older_model_are_nobody_s(unet):
+    model, inputs = unet
+    plain, before = model(*inputs)[0], [one[1:] for one in processors(model)]
+    with tritium.set_attention(model, opt_mode="manual", op_type="math"):
+        copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    for one in copies:
+        assert [found[1:] for found in processors(one)] == before
+        assert torch.equal(one(*inputs)[0], plain)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        (("native",), ArgumentError, "diffusers has an attention backend 'native' of its own"),
+        ((5,), ArgumentTypeError, "has a name, got 5"),
+        (("",), ArgumentTypeError, "has a name"),
+        (("mine", 3), ArgumentTypeError, "is a function such as attention_forward, got 3"),
+    ],
+)
+def test_names_that_cannot_be_registered(given, error, words):
+    with pytest.raises(error, match=words):
+        tritium.register_attention_backend(*given)
 
 
 def test_errors():

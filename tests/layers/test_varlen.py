@@ -86,6 +86,14 @@ def test_any_segments_of_any_heads(lengths, causal, heads, scale):
         ({"causal": 1}, ArgumentTypeError, "causal must be True or False"),
         ({"dropout_p": None}, ArgumentTypeError, "dropout_p must be a number"),
         ({"max_seqlen_q": "7"}, ArgumentTypeError, "max_seqlen_q must be a whole number or None"),
+        ({"dropout_p": float("nan")}, ArgumentError, "dropout_p should be set to 0.0"),
+        ({"softcap": torch.ones(2)}, ArgumentError, "softcap=tensor"),
+        ({"cu_seqlens_q": torch.tensor([0, 7 + 2**32])}, ArgumentError, "end with the number of tokens, 7"),
+        ({"cu_seqlens_q": torch.tensor([False, True])}, ArgumentError, "whole numbers"),
+        ({"cu_seqlens_q": torch.tensor([0j, 7 + 0j])}, ArgumentError, "whole numbers"),
+        ({"cu_seqlens_q": torch.tensor([0, 7], device="meta")}, ArgumentError, "beside q on cpu, got meta"),
+        ({"max_seqlen_q": 6}, ArgumentError, "longer than max_seqlen_q=6"),
+        ({"cu_seqlens_k": torch.tensor([0, 7]), "max_seqlen_k": 6}, ArgumentError, "longer than max_seqlen_k=6"),
         ({"k": torch.ones(7, 0, 8), "v": torch.ones(7, 0, 8)}, ArgumentError, "a multiple of as many"),
     ],
 )
@@ -93,6 +101,24 @@ def test_what_it_cannot_honour(changes, error, words):
     given = {name: torch.ones(7, 2, 8) for name in "qkv"} | {"cu_seqlens_q": [0, 7], "cu_seqlens_k": [0, 7]}
     with pytest.raises(error, match=words):
         tritium.attention_forward_varlen(**{**given, **changes})
+
+
+def test_gradients_of_queries_that_see_nothing():
+    q, k, v = (stream(tokens, 2, 8, seed).requires_grad_() for seed, tokens in enumerate((7, 3, 3)))
+    out = tritium.attention_forward_varlen(q, k, v, [0, 7], [0, 3], causal=True)
+    assert (out[:4] == 0).all()
+    for gradient in torch.autograd.grad(out.sum(), (q, k, v)):
+        assert gradient.isfinite().all()
+
+
+def test_streams_are_mapped_over_and_segments_are_not():
+    streams, cu = torch.randn(3, 7, 2, 8), torch.tensor([[0, 3, 7]] * 3)
+    mapped = torch.vmap(lambda q: tritium.attention_forward_varlen(q, q, q, cu[0], cu[0], causal=True))(streams)
+    for one, expected in zip(mapped, streams, strict=True):
+        alone = tritium.attention_forward_varlen(expected, expected, expected, cu[0], cu[0], causal=True)
+        torch.testing.assert_close(one, alone)
+    with pytest.raises(ArgumentError, match="cu_seqlens_q cannot be mapped over"):
+        torch.vmap(lambda q, c: tritium.attention_forward_varlen(q, q, q, c, cu[0]))(streams, cu)
 
 
 def test_words_that_mean_nothing_are_accepted():

@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -38,10 +39,15 @@ _FUNCTORCH = (
 )
 
 
+# PyTorch's switches between its kernels are the process's. Two threads that turned them at once would each give back what the
+# other had left, for good.
+SWITCHES = threading.RLock()
+
+
 @contextmanager
 def only_kernel(name: str) -> Iterator[None]:
     """`F.scaled_dot_product_attention` by one kernel, or an error."""
-    with sdpa_kernel([getattr(SDPBackend, _KERNELS[name])]):
+    with SWITCHES, sdpa_kernel([getattr(SDPBackend, _KERNELS[name])]):
         yield
 
 

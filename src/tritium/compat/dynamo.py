@@ -39,13 +39,17 @@ def compiling_frame() -> Frame | None:
 
 
 def called_eagerly() -> bool:
-    """Whether nothing watches or transforms operators here: no dispatch mode, no vmap or grad around the call, no trace."""
+    """Whether nothing watches or transforms operators here."""
+    return not is_watched() and not is_transformed()
+
+
+def is_watched() -> bool:
+    """Whether somebody looks at operators here: a dispatch mode, or a trace."""
     return (
-        torch._C._len_torch_dispatch_stack() == 0
+        torch._C._len_torch_dispatch_stack() != 0
         # Modes that see operators before they are taken apart are kept elsewhere.
-        and _modes_before_dispatch() == 0
-        and not is_transformed()
-        and torch._C._get_tracing_state() is None
+        or _modes_before_dispatch() != 0
+        or torch._C._get_tracing_state() is not None
     )
 
 
@@ -58,6 +62,13 @@ def is_transformed() -> bool:
     What has no rules for these loses them, and tensors do not tell: under vmap none of them says that it requires gradients.
     """
     return torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
+
+
+def is_mapped(*tensors: torch.Tensor) -> bool:
+    """Whether vmap runs over one of these, so that its numbers cannot be read. Never in a graph."""
+    if torch.compiler.is_compiling():
+        return False
+    return any(torch._C._functorch.is_batchedtensor(tensor) for tensor in tensors)
 
 
 def is_compiling() -> bool:

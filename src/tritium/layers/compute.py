@@ -62,7 +62,7 @@ def _form(layer: Layer, fused: Any, given: Sequence[Any]) -> Hashable | None:
     """All that checks and choices depend on; None where that cannot be told: these take the long way every time."""
     if type(fused) is not bool:
         return None
-    form: list[Any] = [layer.op.name, fused, compat.called_eagerly()]
+    form: list[Any] = [layer.op.name, fused, compat.is_watched()]
     return tuple(form) if _extend(form, given, torch.is_grad_enabled()) else None
 
 
@@ -89,7 +89,7 @@ def _extend(form: list[Any], given: Sequence[Any], grad: bool) -> bool:
 def _choose(op: Op, arguments: tuple[Any, ...]) -> Callable[..., Any]:
     tensors = _tensors(arguments)
     grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    eager, plain = compat.called_eagerly(), all(type(tensor) in PLAIN for tensor in tensors)
+    eager, plain = not compat.is_watched(), all(type(tensor) in PLAIN for tensor in tensors)
     if plain and not all(map(_is_as_it_lies, tensors)):
         return op.reference
     provider = None if grad else _owned(op, arguments)

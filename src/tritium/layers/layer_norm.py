@@ -34,6 +34,24 @@ def fast_layernorm(norm: nn.LayerNorm, x: torch.Tensor, impl_mode: int = 0, fuse
         raise ArgumentTypeError(f"impl_mode must be 0, 1 or 2, got {impl_mode!r}")
     if impl_mode not in IMPL_MODES:
         raise ArgumentError(f"impl_mode must be 0, 1 or 2, got {impl_mode}")
+    weight, bias = norm.weight, norm.bias
+    alike = (weight is None or weight.dtype == x.dtype) and (bias is None or bias.dtype == x.dtype)
+    if not alike or impl_mode == 2 or torch.compiler.is_compiling():
+        _check_layernorm(norm, x, impl_mode)
+    if alike:
+        try:
+            # Autocast computes it in float32, and gives that.
+            return F.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps).to(x.dtype)
+        except (RuntimeError, TypeError):
+            # PyTorch looks at everything as well, and this is no slower. What is wrong is told in the words of all layers.
+            _check_layernorm(norm, x, impl_mode)
+            raise
+    wide = functools.reduce(torch.promote_types, (part.dtype for part in (x, weight, bias) if part is not None))
+    wide_weight, wide_bias = (None if part is None else part.to(wide) for part in (weight, bias))
+    return F.layer_norm(x.to(wide), norm.normalized_shape, wide_weight, wide_bias, norm.eps).to(x.dtype)
+
+
+def _check_layernorm(norm: nn.LayerNorm, x: torch.Tensor, impl_mode: int) -> None:
     given = {name: part for name, part in (("x", x), ("weight", norm.weight), ("bias", norm.bias)) if part is not None}
     if impl_mode == 2 and any(part.dtype != torch.float16 for part in given.values()):
         listed = ", ".join(f"{name} is {part.dtype}" for name, part in given.items())
@@ -42,12 +60,6 @@ def fast_layernorm(norm: nn.LayerNorm, x: torch.Tensor, impl_mode: int = 0, fuse
     if tuple(x.shape[-len(shape) :]) != shape:
         raise ArgumentError(f"norm takes rows of shape {shape}, got x of shape {tuple(x.shape)}")
     _check_weights(shape, x, norm.weight, norm.bias, norm.eps)
-    if all(part.dtype == x.dtype for part in given.values()):
-        # Autocast computes it in float32, and gives that.
-        return F.layer_norm(x, shape, norm.weight, norm.bias, float(norm.eps)).to(x.dtype)
-    wide = functools.reduce(torch.promote_types, (part.dtype for part in given.values()))
-    weight, bias = (None if part is None else part.to(wide) for part in (norm.weight, norm.bias))
-    return F.layer_norm(x.to(wide), shape, weight, bias, float(norm.eps)).to(x.dtype)
 
 
 def _check_weights(

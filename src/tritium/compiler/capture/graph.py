@@ -18,6 +18,7 @@ import torch
 from tritium.compat import capture as compat_capture
 from tritium.compiler.capture.inputs import Buffers, without_repeats
 from tritium.compiler.capture.outputs import flatten
+from tritium.device import is_capturing
 from tritium.errors import CaptureRefused
 
 # Lazy initialisation of libraries and the tuning of kernels must be over before a recording begins; CUDA's own
@@ -241,7 +242,7 @@ def lane_of(device: torch.device) -> Lane:
 
 def is_recording() -> bool:
     """Whether somebody else records what this thread does: then there is nothing to replay in between."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return is_capturing()
 
 
 @contextlib.contextmanager

@@ -61,7 +61,11 @@ def _by_pytorch(
 ) -> torch.Tensor:
     # The numbers of heads may be symbolic, and whether they differ has been asked before.
     grouped = bool(q.shape[1] != k.shape[1])
-    return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=grouped)
+    if not q.is_cuda:
+        return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=grouped)
+    # A thread that wants one kernel turns the others off meanwhile.
+    with compat_attention.SWITCHES:
+        return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=grouped)
 
 
 def _by_kernel(name: str) -> Run:
@@ -79,14 +83,29 @@ def _never(request: Request) -> str | None:
     return None
 
 
+def _decline_pytorch(request: Request) -> str | None:
+    if request.device == "cuda" and request.wide_mask:
+        return "on a GPU it takes an added mask in the dtype of the query, not in float32"
+    return None
+
+
+def _decline_form(request: Request) -> str | None:
+    """What every kernel on a GPU asks for."""
+    if elsewhere := _decline_on_gpu_alone(request):
+        return elsewhere
+    if not request.packed:
+        return "it takes heads whose numbers lie side by side in memory"
+    return _decline_pytorch(request)
+
+
 def _decline_on_gpu_alone(request: Request) -> str | None:
     return None if request.device == "cuda" else f"it runs on a GPU, the tensors are on {request.device}"
 
 
 def _decline_half(request: Request, widest: int) -> str | None:
     """What kernels for half precision on a GPU ask for."""
-    if elsewhere := _decline_on_gpu_alone(request):
-        return elsewhere
+    if reason := _decline_form(request):
+        return reason
     if request.dtype not in HALF:
         return f"it takes float16 and bfloat16, not {request.dtype}"
     if request.width > widest or request.width % 8 or request.value_width != request.width:
@@ -105,8 +124,8 @@ def _decline_flash(request: Request) -> str | None:
 
 
 def _decline_efficient(request: Request) -> str | None:
-    if elsewhere := _decline_on_gpu_alone(request):
-        return elsewhere
+    if reason := _decline_form(request):
+        return reason
     if request.grouped:
         return "it takes as many heads of keys as of queries"
     return None if request.dtype in (*HALF, torch.float32) else f"it does not take {request.dtype}"
@@ -222,7 +241,7 @@ def _causal_blocks(queries: int, keys: int, device: str) -> Any:
 
 
 OWN = (
-    Candidate("sdpa", _by_pytorch, _never),
+    Candidate("sdpa", _by_pytorch, _decline_pytorch),
     Candidate("cudnn", _by_kernel("cudnn"), _decline_cudnn),
     Candidate("flash", _by_kernel("flash"), _decline_flash),
     Candidate("efficient", _by_kernel("efficient"), _decline_efficient),

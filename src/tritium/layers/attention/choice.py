@@ -37,6 +37,9 @@ MARGIN = 0.02
 # A candidate that is this much slower than the fastest in its first calls is not timed further.
 HOPELESS = 2.0
 
+# What the key of a measurement ends with that was made while something was being compiled.
+COMPILING = "compiling=1"
+
 # Requests whose choice is kept in memory.
 REMEMBERED = 512
 
@@ -99,20 +102,28 @@ def _static(request: Request, where: torch.device) -> str:
 
 
 def rule(request: Request, capability: tuple[int, int] | None) -> str:
-    """What to take where nothing was measured: cuDNN on Hopper and later, where it is the fastest; else PyTorch's choice."""
-    preferred = capability is not None and capability >= (9, 0) and request.mask is None and request.width <= 128
-    if preferred and not request.grad and candidates()["cudnn"].decline(request) is None:
-        return "cudnn"
-    return "sdpa"
+    """What to take where nothing was measured: cuDNN on Hopper and later, where it is the fastest; else PyTorch's choice.
+
+    Behind that come those that take what it does not.
+    """
+    order = ["sdpa", "flex", "chunked", "math"]
+    fastest = capability is not None and capability >= (9, 0) and request.mask is None and request.width <= 128
+    if fastest and not request.grad and not request.is_empty:
+        order.insert(0, "cudnn")
+    return next(name for name in order if candidates()[name].decline(request) is None)
 
 
 def _runtime(request: Request, where: torch.device) -> Row | None:
     """The row of a request, measured now if there is none; None where nothing can be measured."""
-    if 0 in (request.batch, request.heads, request.queries, request.keys, request.width):
+    if request.is_empty:
         return None
     # Asked here: the thread that measures is not the one that traces.
-    tracing = compat.is_compiling()
-    return recall(where, request.key(), lambda: compare(request, where, tracing))
+    if not (compat.is_compiling() or request.symbolic):
+        return recall(where, request.key(), lambda: compare(request, where))
+    # Not everybody can take part there: what wins is kept apart, and what was measured without one goes before it.
+    key = f"{request.key()} {COMPILING}"
+    known = recall(where, request.key(), None)
+    return known or recall(where, key, lambda: compare(request, where, tracing=True, key=key))
 
 
 def recall(where: torch.device, key: str, measured: Callable[[], Row | None] | None) -> Row | None:
@@ -168,6 +179,9 @@ def choose_again(call: Hashable, chosen: Callable[[], Candidate]) -> Candidate:
     candidate = chosen_before(call)
     if candidate is None:
         candidate = chosen()
+        if device.is_capturing():
+            # Chosen without measuring: the next call may be measured.
+            return candidate
         if len(_CALLS) >= CALLS:
             _CALLS.clear()
         _CALLS[call, envs.get(envs.ATTENTION)] = candidate
@@ -202,7 +216,7 @@ def forget() -> None:
 def _can_measure(where: torch.device) -> bool:
     if where.type == "cuda":
         # A graph that is being captured cannot be timed, and a tensor may pretend to be on a device that is not there.
-        return device.cuda_available() and not torch.cuda.is_current_stream_capturing()
+        return device.cuda_available() and not device.is_capturing()
     return where.type == "cpu"
 
 
@@ -212,7 +226,7 @@ def _elsewhere(work: Callable[[], Row | None]) -> Row | None:
         return pool.submit(turns.lent(work)).result()
 
 
-def compare(request: Request, where: torch.device, tracing: bool = False) -> Row | None:
+def compare(request: Request, where: torch.device, *, tracing: bool = False, key: str | None = None) -> Row | None:
     """Time the candidates that can do what is asked and are close enough to float64; None if none is."""
     dropped: dict[str, str] = {}
     runs: dict[str, Callable[[], torch.Tensor]] = {}
@@ -239,7 +253,7 @@ def compare(request: Request, where: torch.device, tracing: bool = False) -> Row
     best = min(ms, key=lambda name: ms[name])
     winner = "sdpa" if ms.get("sdpa", math.inf) <= ms[best] * (1 + MARGIN) else best
     rounded = {name: round(value, 5) for name, value in ms.items()}
-    return Row(request.key(), winner, rounded, dropped, compat_attention.versions())
+    return Row(key or request.key(), winner, rounded, dropped, compat_attention.versions())
 
 
 def _not_measured(candidate: Candidate, request: Request, *, tracing: bool) -> str | None:

@@ -14,8 +14,10 @@ from tritium.layers.attention.choice import RUNTIME, check_choice, choose, choos
 from tritium.layers.attention.mathematics import attention_math, with_positive_scale
 from tritium.layers.attention.operator import ATTENTION, run
 from tritium.layers.attention.request import Request
+from tritium.layers.autocast import as_autocast_has_it
 
 
+@as_autocast_has_it
 def attention_forward(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -64,7 +66,7 @@ def attention_forward(
     if call is not None and candidate is None:
         request = Request.of(query, key, value, None, is_causal)
         candidate = choose_again(call, lambda: choose(request, opt_mode, op_type, None, query.device))
-    factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    factor = (query.shape[-1] or 1) ** -0.5 if scale is None else float(scale)
     query, factor = with_positive_scale(query, factor)
     if candidate is not None:
         out = run(candidate, query, key, value, None, factor, is_causal)
@@ -138,7 +140,7 @@ def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, head_fir
 def _mask_of_rank_4(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
     if mask is None:
         return None
-    if mask.dtype != torch.bool and not mask.is_floating_point():
+    if mask.dtype != torch.bool and mask.dtype not in checks.FLOATING:
         raise ArgumentTypeError(
             f"attn_mask must be boolean, where True keeps, or floating point to be added; got {mask.dtype}"
         )
@@ -147,9 +149,21 @@ def _mask_of_rank_4(mask: torch.Tensor | None, query: torch.Tensor, key: torch.T
     checks.broadcastable("attn_mask", mask, (query.shape[0], query.shape[1], query.shape[2], key.shape[2]))
     while mask.dim() < 4:
         mask = mask.unsqueeze(0)
-    # Kernels ask for a number of every key.
+    # Kernels ask for a number of every key, side by side.
     mask = mask.expand(*mask.shape[:3], key.shape[2])
-    return mask if mask.dtype == torch.bool else mask.to(query.dtype)
+    if mask.stride(-1) != 1:
+        mask = mask.contiguous()
+    return mask if mask.dtype == torch.bool else _added(mask, query.dtype)
+
+
+def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A mask in the dtype of the scores it is added to, or in that of the query, if it is."""
+    wide = torch.promote_types(dtype, torch.float32)
+    if mask.dtype == torch.float64 != wide:
+        # What is finite stays so: minus infinity hides a key, and the least number does not.
+        limits = torch.finfo(wide)
+        mask = torch.where(mask.isinf(), mask, mask.clamp(limits.min, limits.max))
+    return mask if mask.dtype == dtype else mask.to(wide)
 
 
 def _also_causal(mask: torch.Tensor, queries: int, keys: int) -> torch.Tensor:

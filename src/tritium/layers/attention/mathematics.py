@@ -6,6 +6,8 @@ import math
 
 import torch
 
+from tritium.errors import ArgumentError
+
 # Scores of this many bytes are held at once by `chunked`.
 CHUNK_BYTES = 64 << 20
 
@@ -14,7 +16,11 @@ def with_positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, fl
     """The same attention with a scale above 0. Kernels take the largest score before they scale, and hide keys with -inf."""
     if scale > 0:
         return q, scale
-    return (-q, -scale) if scale < 0 else (q * 0, 1.0)
+    if scale < 0:
+        return -q, -scale
+    if scale == 0:
+        return q * 0, 1.0
+    raise ArgumentError(f"scale must be a number, got {scale}")
 
 
 def attention_math(
@@ -34,18 +40,19 @@ def attention_math(
     `first_row` is the number of the first query, where q has some rows of more.
     """
     wide = wide or torch.promote_types(q.dtype, torch.float32)
-    group = q.shape[1] // k.shape[1]
-    if group != 1:
-        k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
+    if q.shape[1] != k.shape[1]:
+        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
     scores = (q.to(wide) * scale) @ k.to(wide).transpose(-2, -1)
     if causal:
         rows = torch.arange(q.shape[2], device=q.device).unsqueeze(1) + first_row
         scores = scores.masked_fill(torch.arange(k.shape[2], device=q.device) > rows, -math.inf)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.to(wide)
-    weights = torch.softmax(scores, dim=-1)
-    if mask is not None:
-        weights = weights.masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0)
+    if mask is None:
+        return (torch.softmax(scores, dim=-1) @ v.to(wide)).to(q.dtype)
+    # Before the softmax as well, which would make no numbers of such a row, and gradients of these.
+    unseen = (scores == -math.inf).all(-1, keepdim=True)
+    weights = torch.softmax(scores.masked_fill(unseen, 0.0), dim=-1).masked_fill(unseen, 0.0)
     return (weights @ v.to(wide)).to(q.dtype)
 
 

@@ -33,9 +33,13 @@ class Request:
     mask: tuple[int, int, int, int] | None
     # Whether the mask is added to the scores; otherwise True keeps a score.
     additive: bool
+    # Whether it is in float32 where the query is in half precision: rounded, it would be another mask.
+    wide_mask: bool
     causal: bool
     # The layout in memory: BNSD or BSND.
     memory: str
+    # Whether the numbers of a head lie side by side.
+    packed: bool
     grad: bool
     # Whether a size is symbolic: no loop can run over it.
     symbolic: bool
@@ -57,8 +61,10 @@ class Request:
             value_width=present(v.shape[3]),
             mask=None if mask is None else tuple(map(present, mask.shape)),  # type: ignore[arg-type]
             additive=mask is not None and mask.dtype != torch.bool,
+            wide_mask=mask is not None and mask.dtype not in (torch.bool, q.dtype),
             causal=causal,
             memory="BSND" if present(q.stride(1)) < present(q.stride(2)) else "BNSD",
+            packed=all(present(tensor.stride(3)) == 1 or present(tensor.shape[3]) == 1 for tensor in (q, k, v)),
             grad=checks.needs_gradients(*tensors),
             symbolic=any(not isinstance(size, int) for tensor in tensors for size in tensor.shape),
         )
@@ -66,6 +72,10 @@ class Request:
     @property
     def grouped(self) -> bool:
         return self.heads != self.kv_heads
+
+    @property
+    def is_empty(self) -> bool:
+        return 0 in (self.batch, self.heads, self.queries, self.keys, self.width, self.value_width)
 
     @property
     def square(self) -> bool:
@@ -96,7 +106,7 @@ class Request:
         mask = "none"
         if self.mask is not None:
             dims = "".join(name if size > 1 else "1" for name, size in zip("BNQK", self.mask, strict=True))
-            mask = f"{'add' if self.additive else 'keep'}-{dims}"
+            mask = f"{'add' if self.additive else 'keep'}{'32' if self.wide_mask else ''}-{dims}"
         return {
             "dtype": str(self.dtype).removeprefix("torch."),
             "batch": self.batch,
@@ -109,7 +119,7 @@ class Request:
             "value_width": self.value_width,
             "mask": mask,
             "causal": int(self.causal),
-            "memory": self.memory,
+            "memory": self.memory if self.packed else f"{self.memory}-apart",
             "grad": int(self.grad),
         }
 
@@ -130,10 +140,13 @@ def draw(
     generator = torch.Generator(device).manual_seed(3)
 
     def random(heads: int, tokens: int, width: int) -> torch.Tensor:
-        shape = (request.batch, heads, tokens, width)
+        step = 1 if request.packed else 2
+        shape = (request.batch, heads, tokens, step * width)
         if request.memory == "BSND":
-            shape = (request.batch, tokens, heads, width)
-        made = torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(request.dtype)
+            shape = (request.batch, tokens, heads, step * width)
+        made = torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(request.dtype)[
+            ..., ::step
+        ]
         return made.transpose(1, 2) if request.memory == "BSND" else made
 
     q = random(request.heads, request.queries, request.width)
@@ -146,4 +159,5 @@ def draw(
     kept[..., 0] = True
     if not request.additive:
         return q, k, v, kept
-    return q, k, v, torch.zeros(request.mask, device=device, dtype=request.dtype).masked_fill_(~kept, -math.inf)
+    dtype = torch.float32 if request.wide_mask else request.dtype
+    return q, k, v, torch.zeros(request.mask, device=device, dtype=dtype).masked_fill_(~kept, -math.inf)

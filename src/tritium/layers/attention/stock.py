@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,24 +74,21 @@ def serve(module: nn.Module, name: str, attend: Attend) -> AttentionHandle:
     """Let the attention layers of a module compute by a function that diffusers knows under a name."""
     if not isinstance(module, nn.Module):
         raise ArgumentTypeError(f"attention is set for a module such as pipe.transformer, got {type(module).__name__}")
-    member = register_attention_backend(name, attend)
+    member = _register(name, attend)
     handle = AttentionHandle(0)
+    # Layers may share one.
+    served: set[int] = set()
     for path, layer in module.named_modules():
         processor = getattr(layer, "processor", None)
         if processor is None or not callable(processor):
             continue
-        if hasattr(processor, "_attention_backend"):
-            handle._undo.append(
-                functools.partial(_set_backend, processor, vars(processor).get("_attention_backend", _ABSENT))
-            )
-            processor._attention_backend = member
-        elif not isinstance(processor, nn.Module):
-            handle._undo.append(functools.partial(setattr, processor, "__class__", type(processor)))
-            processor.__class__ = _intercepting(type(processor), attend)
-        else:
+        if isinstance(processor, nn.Module) and not hasattr(processor, "_attention_backend"):
             handle.skipped.append(path)
             continue
         handle.layers += 1
+        if id(processor) not in served:
+            served.add(id(processor))
+            handle._undo.append(_Place.of(processor).serve(member, attend))
     if handle.layers == 0:
         raise ArgumentError(f"{type(module).__name__} has no attention layers of diffusers")
     return handle
@@ -99,21 +97,80 @@ def serve(module: nn.Module, name: str, attend: Attend) -> AttentionHandle:
 _ABSENT = object()
 
 
-def _set_backend(processor: Any, before: Any) -> None:
-    if before is _ABSENT:
-        del processor._attention_backend
-    else:
-        processor._attention_backend = before
+@dataclass(eq=False)
+class _Place:
+    """A processor: what it had before anybody served it, and who has done so since, the last of whom does."""
+
+    processor: weakref.ref[Any]
+    original: Any
+    # Whether diffusers' dispatcher asks it for a name; otherwise its class is another one meanwhile.
+    asked: bool
+    served: list[tuple[Any, Attend]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, processor: Any) -> _Place:
+        place = _PLACES.get(processor)
+        if place is None:
+            asked = hasattr(processor, "_attention_backend")
+            original = vars(processor).get("_attention_backend", _ABSENT) if asked else type(processor)
+            place = _PLACES[processor] = cls(weakref.ref(processor), original, asked)
+        return place
+
+    def serve(self, member: Any, attend: Attend) -> Callable[[], None]:
+        """What takes it back, in whatever order others are taken back."""
+        own = (member, attend)
+        self.served.append(own)
+        self._apply()
+
+        def undo() -> None:
+            # By what it is: equal ones may have been served twice.
+            self.served = [other for other in self.served if other is not own]
+            self._apply()
+
+        return undo
+
+    def _apply(self) -> None:
+        processor = self.processor()
+        if processor is None:
+            return
+        if not self.served:
+            _PLACES.pop(processor, None)
+        member, attend = self.served[-1] if self.served else (self.original, None)
+        if not self.asked:
+            # Made of the class that it had: one inside of another would have the outer one's attention.
+            processor.__class__ = self.original if attend is None else _intercepting(self.original, attend)
+        elif member is _ABSENT:
+            vars(processor).pop("_attention_backend", None)
+        else:
+            processor._attention_backend = member
+
+
+_PLACES: weakref.WeakKeyDictionary[Any, _Place] = weakref.WeakKeyDictionary()
 
 
 def register_attention_backend(name: str = NAME, attend: Attend = attention_forward) -> Any:
     """Make a name known to `model.set_attention_backend(name)`; returns diffusers' word for it.
 
-    An `ArgumentError` where this version of diffusers has no such names.
+    An `ArgumentError` where this version of diffusers has no such names, or has one of its own that is called so.
     """
+    if not isinstance(name, str) or not name:
+        raise ArgumentTypeError(f"an attention backend has a name, got {name!r}")
+    if not callable(attend):
+        raise ArgumentTypeError(f"an attention backend is a function such as attention_forward, got {attend!r}")
+    return _register(name, attend)
+
+
+# Names that were not there before.
+_REGISTERED: set[str] = set()
+
+
+def _register(name: str, attend: Attend) -> Any:
     names, registry = _dispatcher()
     member = names._value2member_map_.get(name)
+    if member is not None and name not in _REGISTERED:
+        raise ArgumentError(f"diffusers has an attention backend {name!r} of its own; choose another name")
     if member is None:
+        _REGISTERED.add(name)
         # An enumeration has no way to grow: a member is made as the enumeration's own class makes them.
         member = str.__new__(names, name)
         member._name_, member._value_ = name.upper().replace(":", "_"), name
@@ -127,6 +184,7 @@ def register_attention_backend(name: str = NAME, attend: Attend = attention_forw
 def forget_attention_backend(name: str) -> None:
     """Take a name back that was registered for one use; one that is not there is none to take back."""
     names, registry = _dispatcher()
+    _REGISTERED.discard(name)
     member = names._value2member_map_.pop(name, None)
     if member is None:
         return
@@ -224,4 +282,16 @@ def _intercepting(cls: type, attend: Attend) -> type:
         with _Replaced(attend):
             return plain(self, *args, **kwargs)
 
-    return type(f"Tritium{cls.__name__}", (cls,), {"__call__": call, "__module__": cls.__module__})
+    def reduced(self: Any, protocol: Any) -> tuple[Any, ...]:
+        del protocol
+        return _processor_of, (cls, vars(self).copy())
+
+    body = {"__call__": call, "__module__": cls.__module__, "__reduce_ex__": reduced}
+    return type(f"Tritium{cls.__name__}", (cls,), body)
+
+
+def _processor_of(cls: type, state: Mapping[str, Any]) -> Any:
+    """A copy of a processor that was intercepted: no handle would give it its class back, so it has it."""
+    made: Any = object.__new__(cls)
+    vars(made).update(state)
+    return made

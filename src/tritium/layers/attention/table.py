@@ -53,7 +53,7 @@ def read(path: Path) -> dict[str, Row]:
     """The rows of a file by key; none where there is no such file or it cannot be read."""
     try:
         rows = list(json.loads(path.read_text(encoding="utf-8"))["rows"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
     found = {}
     for entry in rows:
@@ -80,8 +80,13 @@ def measured(device: str, key: str) -> Row | None:
 
 def contents() -> list[bytes]:
     """The user's tables of all devices, as they are now, whatever is in them."""
-    found = []
-    for path in sorted(tuned.user_folder().glob("attention-*.json")):
+    found: list[bytes] = []
+    try:
+        paths = sorted(tuned.user_folder().glob("attention-*.json"))
+    except OSError:
+        # A name that is too long, say: a folder that cannot be read holds nothing.
+        return found
+    for path in paths:
         # Another process may have replaced it just now.
         with contextlib.suppress(OSError):
             found.append(path.read_bytes())

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from tritium import compat
+from tritium import compat, device
 from tritium.compat import attention as compat_attention
 from tritium.errors import ArgumentError, ArgumentTypeError
 from tritium.layers import checks
 from tritium.layers.attention.mathematics import attention_math, with_positive_scale
+from tritium.layers.autocast import as_autocast_has_it
+
+WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 _LIBRARY = torch.library.Library("tritium", "FRAGMENT")
 _LIBRARY.define(
@@ -22,6 +24,7 @@ _LIBRARY.define(
 )
 
 
+@as_autocast_has_it
 def attention_forward_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -61,19 +64,23 @@ def attention_forward_varlen(
         return_attn_probs: Not supported.
         block_table: Not supported.
     """
-    refused = {
-        "window_size": window_size if window_size not in (None, (-1, -1), [-1, -1]) else None,
-        "softcap": softcap or None,
-        "alibi_slopes": alibi_slopes,
-        "return_attn_probs": return_attn_probs or None,
-        "block_table": block_table,
+    accepted: dict[str, tuple[Any, tuple[Any, ...]]] = {
+        "window_size": (window_size, ((-1, -1), [-1, -1])),
+        "softcap": (softcap, (0, 0.0)),
+        "alibi_slopes": (alibi_slopes, ()),
+        "return_attn_probs": (return_attn_probs, (False,)),
+        "block_table": (block_table, ()),
     }
-    given = [f"{name}={value!r}" for name, value in refused.items() if value is not None]
+    given = [
+        f"{name}={value!r}"
+        for name, (value, harmless) in accepted.items()
+        if value is not None and (isinstance(value, torch.Tensor) or value not in harmless)
+    ]
     if given:
         raise ArgumentError(f"Unsupported parameters in varlen attention: {', '.join(given)}")
     del deterministic
     checks.number("dropout_p", dropout_p)
-    if abs(dropout_p) > 1e-6:
+    if not abs(dropout_p) <= 1e-6:
         raise ArgumentError(f"dropout_p should be set to 0.0 during evaluation, got {dropout_p}")
     checks.number("softmax_scale", softmax_scale, optional=True)
     checks.boolean("causal", causal)
@@ -81,15 +88,13 @@ def attention_forward_varlen(
     checks.size("max_seqlen_k", max_seqlen_k, optional=True)
     _check(q, k, v)
     checks.no_gradients_in_a_graph("attention_forward_varlen", q, k, v)
-    cu_q, cu_k = (
-        _boundaries(name, value, tensor)
-        for name, value, tensor in (("cu_seqlens_q", cu_seqlens_q, q), ("cu_seqlens_k", cu_seqlens_k, k))
-    )
+    cu_q = _boundaries("cu_seqlens_q", cu_seqlens_q, q, max_seqlen_q)
+    cu_k = _boundaries("cu_seqlens_k", cu_seqlens_k, k, max_seqlen_k)
     if cu_q.shape != cu_k.shape:
         raise ArgumentError(
             f"cu_seqlens_q and cu_seqlens_k must be of as many segments, got {cu_q.shape[0] - 1} and {cu_k.shape[0] - 1}"
         )
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    scale = (q.shape[-1] or 1) ** -0.5 if softmax_scale is None else float(softmax_scale)
     q, scale = with_positive_scale(q, scale)
     arguments = (q, k, v, cu_q, cu_k, max_seqlen_q, max_seqlen_k, scale, causal)
     if checks.needs_gradients(q, k, v):
@@ -113,21 +118,30 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise ArgumentError(f"q must have heads as wide as k's, and a multiple of as many: {shapes}")
 
 
-def _boundaries(name: str, given: torch.Tensor | Sequence[int], stream: torch.Tensor) -> torch.Tensor:
+def _boundaries(
+    name: str, given: torch.Tensor | Sequence[int], stream: torch.Tensor, longest: int | None
+) -> torch.Tensor:
     """Boundaries as a tensor beside the stream. Those that can be read without waiting for a device are checked here."""
     if isinstance(given, torch.Tensor):
-        if given.dim() != 1 or given.shape[0] < 2 or given.is_floating_point():
+        checks.tensor(name, given)
+        if given.dim() != 1 or given.shape[0] < 2 or given.dtype not in WHOLE:
             raise ArgumentError(
                 f"{name} must hold whole numbers in one dim, two or more, got {given.dtype} of {tuple(given.shape)}"
             )
-        return given.to(stream.device, torch.int32)
+        if given.device.type not in ("cpu", stream.device.type):
+            raise ArgumentError(f"{name} must be on the CPU or beside q on {stream.device}, got {given.device}")
+        if compat.is_mapped(given):
+            raise ArgumentError(f"{name} cannot be mapped over: segments are read, one sample at a time")
+        if given.is_cpu and stream.is_cuda and not compat.is_compiling():
+            _check_boundaries(name, given.tolist(), stream.shape[0], longest)
+        return given.to(stream.device)
     if not isinstance(given, (list, tuple)) or not all(isinstance(place, int) for place in given):
         raise ArgumentTypeError(f"{name} must be a tensor or a list of whole numbers, got {given!r}")
-    _check_boundaries(name, list(given), stream.shape[0])
+    _check_boundaries(name, list(given), stream.shape[0], longest)
     return torch.tensor(given, dtype=torch.int32, device=stream.device)
 
 
-def _check_boundaries(name: str, places: list[int], tokens: int) -> None:
+def _check_boundaries(name: str, places: list[int], tokens: int, longest: int | None = None) -> None:
     # In pairs: numbers that are symbolic in a graph cannot be sorted.
     falls = any(later < earlier for earlier, later in itertools.pairwise(places))
     if len(places) < 2 or places[0] != 0 or places[-1] != tokens or falls:
@@ -135,6 +149,8 @@ def _check_boundaries(name: str, places: list[int], tokens: int) -> None:
             f"{name} must begin with 0, not decrease, and end with the number of tokens, {tokens}; got {places[:8]}"
             f"{'...' if len(places) > 8 else ''}"
         )
+    if longest is not None and any(later - earlier > longest for earlier, later in itertools.pairwise(places)):
+        raise ArgumentError(f"a segment of {name} is longer than max_seqlen_{name[-1]}={longest}: {places[:8]}")
 
 
 # It reads the lengths of segments, which no graph can hold.
@@ -150,15 +166,31 @@ def _varlen(
     scale: float,
     causal: bool,
 ) -> torch.Tensor:
-    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[2] <= 256 and q.shape[2] == v.shape[2]:
+    if _has_kernel(q, k, v):
         longest = max_q, max_k
         if max_q is None or max_k is None:
             # Reading them waits for the device anyway: now they can be checked as well.
             longest = _longest("cu_seqlens_q", cu_q, q), _longest("cu_seqlens_k", cu_k, k)
-        out = compat_attention.varlen_attention(q, k, v, cu_q, cu_k, longest, scale, causal)  # type: ignore[arg-type]
+        places = cu_q.to(torch.int32), cu_k.to(torch.int32)
+        out = compat_attention.varlen_attention(q, k, v, *places, longest, scale, causal)  # type: ignore[arg-type]
         if out is not None:
             return out.contiguous()
-    return by_segment(q, k, v, cu_q, cu_k, scale, causal)
+    return by_segment(q, k, v, cu_q, cu_k, scale, causal, max_q, max_k)
+
+
+def _has_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether torch's attention over segments, which is FlashAttention's, takes these streams."""
+    capability = device.capability(q.device)
+    width = q.shape[2]
+    return (
+        capability is not None
+        and capability >= (8, 0)
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and width <= 256
+        and width % 8 == 0
+        and width == v.shape[2]
+        and all(tensor.stride(2) == 1 for tensor in (q, k, v))
+    )
 
 
 def _longest(name: str, places: torch.Tensor, stream: torch.Tensor) -> int:
@@ -175,11 +207,13 @@ def by_segment(
     cu_k: torch.Tensor,
     scale: float,
     causal: bool,
+    max_q: int | None = None,
+    max_k: int | None = None,
 ) -> torch.Tensor:
     """One segment after the other, as PyTorch computes attention."""
     ends_q, ends_k = cu_q.tolist(), cu_k.tolist()
-    _check_boundaries("cu_seqlens_q", ends_q, q.shape[0])
-    _check_boundaries("cu_seqlens_k", ends_k, k.shape[0])
+    _check_boundaries("cu_seqlens_q", ends_q, q.shape[0], max_q)
+    _check_boundaries("cu_seqlens_k", ends_k, k.shape[0], max_k)
     out = q.new_zeros((*q.shape[:2], v.shape[2]))
     for first, last, key_first, key_last in zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False):
         if first == last or key_first == key_last:
@@ -200,8 +234,7 @@ def _segment(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, ca
     queries, keys = q.shape[2], k.shape[2]
     rows = torch.arange(queries, device=q.device).unsqueeze(1) + (keys - queries)
     seen = torch.arange(keys, device=q.device) <= rows
-    bias = torch.zeros(1, 1, queries, keys, device=q.device, dtype=q.dtype).masked_fill_(~seen, -math.inf)
-    return attention_math(q, k, v, bias, scale, causal=False)
+    return attention_math(q, k, v, seen[None, None], scale, causal=False)
 
 
 def _fake(

@@ -47,7 +47,11 @@ def attend(
     """Attention of permuted streams [B, S, N, D] by lists of blocks; `by` names who computes, None the fastest."""
     check_way(by)
     checks.no_gradients_in_a_graph("sparse attention", q, k, v)
-    if checks.needs_gradients(q, k, v):
+    if compat.is_mapped(*lists):
+        # The reference reads lists one by one, and the operator has no gradients.
+        if torch.is_grad_enabled():
+            raise ArgumentError("sparse attention is mapped over under torch.no_grad() alone; its batch needs no vmap")
+    elif checks.needs_gradients(q, k, v):
         if by not in (None, REFERENCE):
             raise ArgumentError(f"sparse attention by {by!r} computes no gradients; by {REFERENCE!r} it does")
         return _with_gradients(q, k, v, *lists, q_edges, k_edges, block, scale, causal)  # type: ignore[no-any-return]

@@ -10,6 +10,7 @@ from tritium.errors import ArgumentError, ArgumentTypeError
 from tritium.layers import checks
 from tritium.layers.attention.forward import attention_forward
 from tritium.layers.attention.mathematics import with_positive_scale
+from tritium.layers.autocast import as_autocast_has_it
 from tritium.layers.sparse import masks
 from tritium.layers.sparse.attend import attend, check_way, lists_of
 from tritium.layers.sparse.layout import TILE, SparseLayout
@@ -34,8 +35,9 @@ class Method:
             checks.number(name, getattr(self, name))
             if not 0 <= getattr(self, name) <= 1:
                 raise ArgumentError(f"{name} must be from 0 to 1, got {getattr(self, name)}")
-        for name in ("keep_sink", "keep_recent", "causal"):
+        for name in ("keep_sink", "keep_recent"):
             checks.boolean(name, getattr(self, name))
+        checks.boolean("is_causal", self.causal)
         if self.causal and self.sparse_type != ADA_BSA:
             raise ArgumentError(
                 f"is_causal means nothing to sparse_type {self.sparse_type!r}, which reorders tokens; it does to 'ada_bsa'"
@@ -73,6 +75,7 @@ class Method:
         )
 
 
+@as_autocast_has_it
 def sparse_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -127,11 +130,16 @@ def sparse_attention(
     heads_first = input_layout == "BNSD"
     check_streams(q, k, v, heads_first)
     heads = q.shape[1 if heads_first else 2]
+    checks.size("head_num", head_num)
     if head_num not in (1, heads):
         raise ArgumentError(f"head_num={head_num}, and q has {heads} heads: {tuple(q.shape)}")
     if sparse_type is None:
         if sparsity != 0:
             raise ArgumentError(f"sparsity={sparsity} needs a sparse_type: {', '.join(TYPES)}")
+        # What dense attention does not need is not wrong either.
+        Method(RF_V2, sparsity, keep_sink, keep_recent, cdf_threshold)
+        for shape in (latent_shape_q, latent_shape_k):
+            SparseLayout((1, 1, 1) if shape is None else shape, txt_len, block_size)
         return _dense(q, k, v, attn_mask, scale, is_causal, heads_first, return_density)
     if attn_mask is not None:
         raise ArgumentError(f"sparse_type {sparse_type!r} honours no attn_mask; sparse_type=None does")
@@ -143,7 +151,7 @@ def sparse_attention(
         out = _dense(q, k, v, None, scale, is_causal, False, return_density)
         done, share = out if isinstance(out, tuple) else (out, None)
     else:
-        factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
+        factor = (q.shape[-1] or 1) ** -0.5 if scale is None else float(scale)
         q, factor = with_positive_scale(q, factor)
         done, share = _sparse(method, q, k, v, q_layout, k_layout, factor, return_density, by)
     if heads_first:
@@ -183,23 +191,25 @@ def layouts(
     latent_shape_k: tuple[int, int, int] | None,
 ) -> tuple[SparseLayout, SparseLayout]:
     """The layouts of streams [B, S, N, D]; shapes that do not fit them are errors."""
-    if method.sparse_type == ADA_BSA:
-        if block_size % masks.STRIDE:
-            raise ArgumentError(f"'ada_bsa' takes blocks of a multiple of {masks.STRIDE} tokens, got {block_size}")
-        return SparseLayout.plain(q.shape[1], block_size), SparseLayout.plain(k.shape[1], block_size)
-    if latent_shape_q is None:
+    estimated = method.sparse_type == ADA_BSA
+    if estimated and block_size % masks.STRIDE:
+        raise ArgumentError(f"'ada_bsa' takes blocks of a multiple of {masks.STRIDE} tokens, got {block_size}")
+    if latent_shape_q is None and not estimated:
         raise ArgumentTypeError(
             f"sparse_type {method.sparse_type!r} needs latent_shape_q=(frames, height, width), got None"
         )
     made = []
-    for name, shape, tensor in (("q", latent_shape_q, q), ("k", latent_shape_k or latent_shape_q, k)):
-        layout = SparseLayout(shape, txt_len, block_size, tile=method.tile)
-        if layout.tokens != tensor.shape[1]:
+    for name, own, tensor in (("q", latent_shape_q, q), ("k", latent_shape_k, k)):
+        if tensor.shape[1] == 0:
+            raise ArgumentError(f"{name} has no tokens, of which a block could be made: {tuple(tensor.shape)}")
+        shape = latent_shape_q if own is None else own
+        layout = SparseLayout((1, 1, 1) if shape is None else shape, txt_len, block_size, tile=method.tile)
+        if shape is not None and layout.tokens != tensor.shape[1]:
             raise ArgumentError(
                 f"{name} has {tensor.shape[1]} tokens; txt_len={txt_len} and latent_shape_{name}={tuple(shape)} make "
                 f"{layout.tokens}"
             )
-        made.append(layout)
+        made.append(SparseLayout.plain(tensor.shape[1], block_size) if estimated else layout)
     return made[0], made[1]
 
 

@@ -13,10 +13,15 @@ from typing import Any
 
 import torch
 
+from tritium import device
 from tritium.errors import ArgumentError, ArgumentTypeError
+from tritium.layers import checks
 
 # The side of the tiles that a frame is cut into: 64 tokens that are near each other.
 TILE = 8
+
+# The most tokens of a block, to which streams are filled up.
+LARGEST = 65_536
 
 
 @dataclass(frozen=True)
@@ -41,10 +46,11 @@ class SparseLayout:
             raise ArgumentTypeError(f"latent_shape must be (frames, height, width), got {shape!r}")
         object.__setattr__(self, "latent_shape", tuple(shape))
         for name in ("block_size", "tile"):
-            if not _is_size(getattr(self, name)):
-                raise ArgumentError(f"{name} must be a whole number above 0, got {getattr(self, name)!r}")
-        if not isinstance(self.txt_len, (int, torch.SymInt)) or self.txt_len < 0:
+            if not _is_size(getattr(self, name)) or getattr(self, name) > LARGEST:
+                raise ArgumentError(f"{name} must be a whole number from 1 to {LARGEST}, got {getattr(self, name)!r}")
+        if not _is_whole(self.txt_len) or self.txt_len < 0:
             raise ArgumentError(f"txt_len must be 0 or more, got {self.txt_len!r}")
+        checks.boolean("text_first", self.text_first)
 
     @classmethod
     def plain(cls, tokens: int, block_size: int = 128) -> SparseLayout:
@@ -101,6 +107,9 @@ class SparseLayout:
         return x.index_select(dim, self.inverse(x.device))
 
     def _check(self, x: torch.Tensor, dim: int) -> None:
+        checks.tensor("x", x)
+        if not -x.dim() <= dim < x.dim():
+            raise ArgumentError(f"x of shape {tuple(x.shape)} has no dim {dim}")
         if x.shape[dim] != self.tokens:
             raise ArgumentError(
                 f"the layout is of {self.txt_len} + {'x'.join(map(str, self.latent_shape))} = {self.tokens} tokens, "
@@ -108,8 +117,12 @@ class SparseLayout:
             )
 
 
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+
+
 def _is_size(value: Any) -> bool:
-    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) and value > 0
+    return _is_whole(value) and bool(value > 0)
 
 
 def _edges(layout: SparseLayout, device: torch.device | str) -> torch.Tensor:
@@ -145,7 +158,12 @@ def _tiled(grid: torch.Tensor, tile: int) -> torch.Tensor:
 
 def _is_traced() -> bool:
     """Whether tensors that are made now are somebody's: kept, they would turn up in calls that know nothing of him."""
-    return torch.compiler.is_compiling() or bool(torch._C._len_torch_dispatch_stack())
+    return (
+        torch.compiler.is_compiling()
+        or bool(torch._C._len_torch_dispatch_stack())
+        # A graph's memory holds something when the graph is replayed.
+        or device.is_capturing()
+    )
 
 
 # Kept tensors are plain ones, whatever mode the first call is in: those of inference mode cannot be used outside of it.

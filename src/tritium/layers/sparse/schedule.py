@@ -12,6 +12,7 @@ from tritium.errors import ArgumentError, ArgumentTypeError
 from tritium.layers import checks
 from tritium.layers.attention.forward import attention_forward
 from tritium.layers.attention.mathematics import with_positive_scale
+from tritium.layers.autocast import as_autocast_has_it
 from tritium.layers.sparse import masks
 from tritium.layers.sparse.attend import attend, check_way, lists_of
 from tritium.layers.sparse.forward import ADA_BSA, RF_V2, Method, check_streams
@@ -83,6 +84,7 @@ class SparseAttention:
         self._calls = 0
         LEDGER.watch_sparse(self)
 
+    @as_autocast_has_it
     def __call__(
         self,
         q: torch.Tensor,
@@ -99,7 +101,7 @@ class SparseAttention:
         if step < self.dense_steps or layer in self.dense_layers or self.method.is_dense:
             self._count(1.0)
             return attention_forward(q, k, v, None, scale, enable_gqa=True)
-        q, factor = with_positive_scale(q, q.shape[-1] ** -0.5 if scale is None else float(scale))
+        q, factor = with_positive_scale(q, (q.shape[-1] or 1) ** -0.5 if scale is None else float(scale))
         # Without tiles and text the order is the stream's own.
         moved = self.layout.tile > 1 or (self.layout.txt_len > 0 and self.layout.text_first)
         reordered = moved and not self.permuted

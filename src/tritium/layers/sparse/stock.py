@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tritium import device
 from tritium.errors import ArgumentError
 from tritium.layers.attention.forward import attention_forward
 from tritium.layers.attention.stock import AttentionHandle, forget_attention_backend, serve
@@ -133,8 +134,7 @@ def _timestep_of(module: nn.Module) -> Callable[[Sequence[Any], Mapping[str, Any
         given = args[place] if place is not None and place < len(args) else kwargs.get("timestep")
         if not isinstance(given, torch.Tensor):
             return float(given) if isinstance(given, (int, float)) else None
-        unreadable = given.numel() == 0 or given.is_meta
-        if unreadable or (given.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if given.numel() == 0 or given.is_meta or (given.is_cuda and device.is_capturing()):
             return None
         # Of several, as of the tokens of a picture that is partly known, the first to begin with.
         return float(given.max())

@@ -46,7 +46,8 @@ def reference(
                     scores.masked_fill_(tokens > numbers.new_tensor(range(first, last)).unsqueeze(1), -math.inf)
                 weights = torch.softmax(scores, -1)
                 if causal:
-                    weights.masked_fill_((scores == -math.inf).all(-1, keepdim=True), 0.0)
+                    # Not in place: gradients need what the softmax gave.
+                    weights = weights.masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0)
                 out[sample, first:last, head] = (weights @ values).to(q.dtype)
     return out
 

@@ -16,6 +16,8 @@ from tritium.ops.launch import cannot_launch, start
 
 WIDTHS = (64, 128)
 BLOCKS = (16, 32, 64, 128)
+# What CUDA allows in the second dim of a grid.
+MOST_HEADS = 65_535
 
 
 @functools.cache
@@ -291,6 +293,8 @@ def decline_triton(
         return f"the kernel takes heads {' or '.join(map(str, WIDTHS))} wide, got {q.shape[-1]} and {v.shape[-1]}"
     if block not in BLOCKS:
         return f"the kernel takes blocks of {', '.join(map(str, BLOCKS))} tokens, got {block}"
+    if q.shape[0] * q.shape[2] > MOST_HEADS:
+        return f"the kernel takes up to {MOST_HEADS:,} heads of all samples, got {q.shape[0] * q.shape[2]:,}"
     if any(lists.dtype != torch.int32 for lists in (counts, indices, q_edges, k_edges)):
         return "the kernel takes lists in int32"
     return cannot_launch(q, k, v)
