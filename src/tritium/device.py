@@ -76,10 +76,11 @@ def _cpuinfo(name: str) -> str | None:
     return None
 
 
-def describe(device_type: str | None = None) -> Device:
+def describe(device_type: str | None = None, index: int | None = None) -> Device:
+    """A device; of several GPUs the one of a number, or the current one."""
     device_type = device_type or default()
     if device_type == "cuda" and cuda_available():
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
         return Device("cuda", properties.name, f"{properties.major}.{properties.minor}")
     if device_type == "cpu":
         return Device("cpu", cpu_name(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads())

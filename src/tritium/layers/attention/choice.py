@@ -314,7 +314,7 @@ def timed(runs: dict[str, Callable[[], torch.Tensor]], device_type: str) -> dict
 
 @functools.cache
 def _device_name(where: torch.device) -> str:
-    return device.describe(where.type).name
+    return device.describe(where.type, where.index).name
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

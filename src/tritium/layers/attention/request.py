@@ -144,9 +144,8 @@ def draw(
         shape = (request.batch, heads, tokens, step * width)
         if request.memory == "BSND":
             shape = (request.batch, tokens, heads, step * width)
-        made = torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(request.dtype)[
-            ..., ::step
-        ]
+        made = torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(request.dtype)
+        made = made[..., ::step]
         return made.transpose(1, 2) if request.memory == "BSND" else made
 
     q = random(request.heads, request.queries, request.width)
