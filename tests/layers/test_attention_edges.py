@@ -130,6 +130,16 @@ class TestWhatKernelsAsk:
         assert seen[0].stride(-1) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16])
+def test_a_mask_in_one_graph(dtype):
+    q, k, v = qkv(torch.bfloat16)
+    mask = (torch.arange(63) < 40).expand(7, 63)
+    mask = mask if dtype == torch.bool else torch.where(mask, 0.0, -math.inf).to(dtype)
+    compiled = torch.compile(tritium.attention_forward, backend="aot_eager", fullgraph=True)
+    with torch.inference_mode():
+        torch.testing.assert_close(compiled(q, k, v, mask), tritium.attention_forward(q, k, v, mask))
+
+
 class TestNothing:
     @pytest.mark.parametrize("options", WAYS, ids=str)
     @pytest.mark.parametrize("empty", ["batch", "queries", "keys", "heads", "width", "value width"])

@@ -5,6 +5,7 @@ import itertools
 import math
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -201,8 +202,11 @@ class TestForms:
             lambda x: tritium.muls_add(x, x, 0.3),
             lambda x: tritium.layernorm_scale_shift(FROZEN_LAYER, x, x[:, 0], x[:, 0]),
             lambda x: tritium.rotary_position_embedding(x[None], torch.ones(4, 64), torch.ones(4, 64)),
+            lambda x: tritium.attention_forward(x[None], x[None], x[None]),
+            lambda x: tritium.attention_forward_varlen(x, x, x, [0, 1, 4], [0, 2, 4]),
+            lambda x: tritium.attention_forward_varlen(x, x, x, [0, 1, 4], [0, 2, 4], causal=True),
         ],
-        ids=["residual", "group norm", "qk", "rms", "add", "layer norm", "rotary"],
+        ids=["residual", "group norm", "qk", "rms", "add", "layer norm", "rotary", "attention", "varlen", "causal"],
     )
     def test_derivatives_and_batches_after_calls_without(self, function):
         """No tensor says under vmap that it requires gradients, and none of dual numbers does."""
@@ -329,6 +333,7 @@ class TestRMSNorm:
             tritium.RMSNorm(4, None)
         norm, x = tritium.RMSNorm(4, fractions.Fraction(1, 10)), random(2, 4)
         torch.testing.assert_close(norm(x), F.rms_norm(x, (4,), eps=0.1))
+        assert tritium.RMSNorm(np.int64(4))(x).shape == x.shape
         norm.weight = nn.Parameter(random(4, 4))
         with pytest.raises(ArgumentError, match="weight must have rank 1, got 2"):
             norm(x)
@@ -473,6 +478,10 @@ class TestActivation:
         wide = x.float()
         expected = (wide * torch.sigmoid(1.702 * wide)).to(dtype)
         assert torch.equal(tritium.get_activation_layer("gelu-fast")(x), expected)
+
+    def test_the_fast_one_takes_no_whole_numbers(self):
+        with pytest.raises(ArgumentTypeError, match=r"x must be float16.* got torch\.int64"):
+            tritium.get_activation_layer("gelu-fast")(torch.tensor([1, 2, 3]))
 
     def test_each_call_has_a_module_of_its_own(self):
         assert tritium.get_activation_layer("silu") is not tritium.get_activation_layer("silu")

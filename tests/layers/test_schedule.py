@@ -1,6 +1,7 @@
 """Sparse attention over layers and steps, and on a stock model."""
 
 import gc
+import pickle
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tritium.layers.attention import choice
 from tritium.layers.sparse.forward import Method
 from tritium.layers.sparse.layout import SparseLayout
 from tritium.layers.sparse.schedule import SparseAttention
+from tritium.layers.sparse.stock import _Counter, _Timestep
 
 LAYOUT = SparseLayout((2, 12, 10), 9, 16)
 
@@ -186,6 +188,68 @@ def test_scales_that_turn_the_order_round(scale):
     torch.testing.assert_close(out, expected)
 
 
+class TestPictures:
+    """Where another picture begins, by the times of forwards."""
+
+    @staticmethod
+    def steps(*times, calls=1):
+        counter = _Counter(calls, 0, list, _Timestep("timestep", 0))
+        found = []
+        for time in times:
+            counter.begin(None, (time,), {})
+            found.append(counter.step)
+        return found
+
+    def test_down_up_and_twice_a_step(self):
+        down = [1.0, 0.75, 0.5, 0.25]
+        assert self.steps(*down, *down) == [0, 1, 2, 3] * 2
+        assert self.steps(*down[::-1], *down[::-1]) == [0, 1, 2, 3] * 2
+        twice = [time for time in down for _ in range(2)]
+        assert self.steps(*twice, *twice, calls=2) == [0, 0, 1, 1, 2, 2, 3, 3] * 2
+
+    def test_pictures_of_few_steps(self):
+        assert self.steps(1.0, 1.0, 1.0) == [0, 0, 0]
+        assert self.steps(1.0, 1.0, 1.0, 1.0, calls=2) == [0, 0, 0, 0]
+        assert self.steps(1.0, 0.5, 1.0, 0.5) == [0, 1, 0, 1]
+
+    def test_each_picture_has_a_direction_of_its_own(self):
+        down = [1.0, 0.75, 0.5, 0.25]
+        # What runs before may have taken another way: the next but one is right, and so is the next after a reset.
+        assert self.steps(0.5, *down, *down)[-4:] == [0, 1, 2, 3]
+        assert self.steps(*down[::-1], *down, *down)[-4:] == [0, 1, 2, 3]
+        counter = _Counter(1, 0, list, _Timestep("timestep", 0))
+        for time in down[::-1]:
+            counter.begin(None, (time,), {})
+        counter.restart()
+        found = []
+        for time in down:
+            counter.begin(None, (time,), {})
+            found.append(counter.step)
+        assert found == [0, 1, 2, 3]
+
+    @pytest.mark.parametrize("steps", [1, 2, 4, 10, 25, 50])
+    @pytest.mark.parametrize(
+        ("name", "options"),
+        [
+            ("FlowMatchEulerDiscreteScheduler", {}),
+            ("EulerAncestralDiscreteScheduler", {"timestep_spacing": "trailing"}),
+            ("HeunDiscreteScheduler", {}),
+            ("PNDMScheduler", {"skip_prk_steps": True}),
+            ("LCMScheduler", {}),
+            ("UniPCMultistepScheduler", {}),
+            ("DPMSolverMultistepScheduler", {"use_karras_sigmas": True}),
+            ("DDIMInverseScheduler", {}),
+            # Its times go up a little between steps.
+            ("KDPM2AncestralDiscreteScheduler", {"use_karras_sigmas": True}),
+        ],
+    )
+    def test_schedulers_as_they_are(self, name, options, steps):
+        scheduler = getattr(pytest.importorskip("diffusers"), name)(**options)
+        scheduler.set_timesteps(steps)
+        times = scheduler.timesteps.tolist()
+        assert self.steps(*times, *times) == [*range(len(times))] * 2
+
+
 class TestStock:
     @staticmethod
     def model():
@@ -194,19 +258,24 @@ class TestStock:
         tokens = inputs["hidden_states"].shape[1]
         return flux(), inputs, SparseLayout((1, 1, tokens), text, 8)
 
+    @staticmethod
+    def at(inputs, time):
+        return {**inputs, "timestep": torch.full_like(inputs["timestep"], time)}
+
     @torch.inference_mode()
     def test_dense_first_then_sparse_then_back(self):
         model, inputs, layout = self.model()
-        before = model(**inputs)[0]
+        before, later = model(**inputs)[0], self.at(inputs, 0.3)
+        dense = model(**later)[0]
         handle = tritium.set_sparse_attention(model, layout, sparsity=0.7, dense_steps=1)
         torch.testing.assert_close(model(**inputs)[0], before, rtol=1e-4, atol=1e-5)
         assert handle.density() == 1.0
-        second = model(**inputs)[0]
-        assert not torch.allclose(second, before, rtol=1e-4, atol=1e-5)
+        second = model(**later)[0]
+        assert not torch.allclose(second, dense, rtol=1e-4, atol=1e-5)
         assert handle.density() < 1.0
         # Another picture.
         handle.reset()
-        torch.testing.assert_close(model(**inputs)[0], before, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(model(**later)[0], dense, rtol=1e-4, atol=1e-5)
         handle.remove()
         assert torch.equal(model(**inputs)[0], before)
         from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
@@ -226,8 +295,8 @@ class TestStock:
             for _ in range(2):
                 torch.testing.assert_close(model(**inputs)[0], before, rtol=1e-4, atol=1e-5)
             assert not made
-            for _ in range(4):
-                model(**inputs)
+            for time in (0.3, 0.3, 0.2, 0.2):
+                model(**self.at(inputs, time))
             # Each of the two calls of a step has masks of its own, which serve for two steps.
             assert len(made) == 2 * layers
 
@@ -271,7 +340,7 @@ class TestStock:
             counts = []
             for time in times:
                 made.clear()
-                model(**{**inputs, "timestep": torch.full_like(inputs["timestep"], time)})
+                model(**self.at(inputs, time))
                 counts.append(len(made))
             return counts
 
@@ -288,13 +357,57 @@ class TestStock:
     def test_a_model_without_a_time_is_told_of_pictures(self, made):
         model, inputs, layout = self.model()
         block = model.transformer_blocks[0]
-        with tritium.set_sparse_attention(block, layout, sparsity=0.7, dense_steps=1) as handle:
+        with pytest.warns(RuntimeWarning, match=r"is given no time.*handle\.reset\(\)"):
+            handle = tritium.set_sparse_attention(block, layout, sparsity=0.7, dense_steps=1)
+        with handle:
             for expected in (0, 1, 2):
                 model(**inputs)
                 assert len(made) == expected
             handle.reset()
             model(**inputs)
             assert len(made) == 2
+
+    @torch.inference_mode()
+    def test_a_forward_without_attentions_is_no_reason_to_warn(self, recwarn):
+        """Caches of diffusers leave them out of some."""
+        model, inputs, layout = self.model()
+        with tritium.set_sparse_attention(model, layout, sparsity=0.7) as handle:
+            handle._counter.begin(model, (), {})
+            handle._counter.end()
+            model(**inputs)
+        assert not [warning for warning in recwarn if issubclass(warning.category, RuntimeWarning)]
+
+    @torch.inference_mode()
+    def test_a_model_can_be_pickled_meanwhile(self):
+        model, inputs, layout = self.model()
+        before = model(**inputs)[0]
+        with tritium.set_sparse_attention(model, layout, sparsity=0.7, dense_steps=1):
+            assert pickle.dumps(model)
+        assert torch.equal(model(**inputs)[0], before)
+
+    def test_where_the_time_is(self):
+        class Own(torch.nn.Module):
+            def forward(self, x, y, timesteps):
+                return x
+
+        class Plain(torch.nn.Module):
+            def forward(self, x, t=None):
+                return x
+
+        wrapped = Plain()
+        wrapped.forward = lambda *args, **kwargs: Plain.forward(wrapped, *args, **kwargs)
+        compiled = torch.compile(Own())
+        for module, args, kwargs in (
+            (Own(), (0, 0, 3.0), {}),
+            (compiled, (0, 0, torch.tensor([1.0, 3.0])), {}),
+            (compiled, (0, 0), {"timesteps": 3}),
+            (wrapped, (0, 3.0), {}),
+            (Plain(), (0,), {"t": torch.tensor(3)}),
+        ):
+            assert _Timestep.in_forward(module).of(args, kwargs) == 3.0
+        assert _Timestep.in_forward(torch.nn.Linear(2, 2)) is None
+        assert _Timestep.in_forward(Plain()).of((0,), {}) is None
+        assert _Timestep.in_forward(Plain()).of((0, torch.empty(2, device="meta")), {}) is None
 
     def test_errors_leave_nothing_behind(self):
         from diffusers.models.attention_dispatch import AttentionBackendName

@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -392,6 +393,12 @@ class TestAttention:
         mask = Method("ada_bsa", 0.3, cdf_threshold=0.6, causal=causal).mask(q, k, layout, layout, 0.25)
         exact = masked_attention(q, k, v, mask, layout, layout, causal=causal)
         assert_no_worse(out, exact.float(), exact)
+
+    def test_an_estimate_of_keys_of_another_length(self):
+        q, k, v = streams(64, keys=40)
+        options = {"input_layout": "BSND", "sparse_type": "ada_bsa", "block_size": 16, "sparsity": 0.5}
+        out = tritium.sparse_attention(q, k, v, **options, latent_shape_q=(1, 8, 8), head_num=np.int64(2))
+        assert torch.equal(out, tritium.sparse_attention(q, k, v, **options))
 
     def test_keys_of_another_latent(self):
         q, k, v = streams(16 * 16 + 5, keys=3 * 9 * 10 + 5)

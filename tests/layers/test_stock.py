@@ -168,6 +168,29 @@ def test_two_after_each_other_removed_in_any_order(make, first_removed, unet, mo
     assert torch.equal(call(), plain)
 
 
+def test_what_somebody_else_sets_meanwhile_is_his():
+    model = flux()
+
+    def backends():
+        return {vars(m.processor).get("_attention_backend") for m in model.modules() if hasattr(m, "processor")}
+
+    first = tritium.set_attention(model)
+    model.set_attention_backend("native")
+    native = backends()
+    second = tritium.set_attention(model)
+    assert backends() != native
+    first.remove()
+    assert backends() != native
+    second.remove()
+    assert backends() == native
+    first, second = tritium.set_attention(model), tritium.set_attention(model, opt_mode="static")
+    model.set_attention_backend("native")
+    first.remove()
+    assert backends() == native
+    second.remove()
+    assert backends() == native
+
+
 @torch.inference_mode()
 def test_a_processor_that_layers_share_is_served_once(unet):
     model, inputs = unet

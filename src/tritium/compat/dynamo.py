@@ -61,7 +61,12 @@ def is_transformed() -> bool:
 
     What has no rules for these loses them, and tensors do not tell: under vmap none of them says that it requires gradients.
     """
-    return torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
+    return torch._C._functorch.maybe_current_level() is not None or has_tangents()
+
+
+def has_tangents() -> bool:
+    """Whether derivatives are taken forward, along dual tensors."""
+    return torch.autograd.forward_ad._current_level >= 0
 
 
 def is_mapped(*tensors: torch.Tensor) -> bool:

@@ -17,6 +17,8 @@ class FastGELU(nn.Module):
     lossy = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        checks.tensor("x", x)
+        checks.numbers_of(x=x)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return (wide * torch.sigmoid(1.702 * wide)).to(x.dtype)
 

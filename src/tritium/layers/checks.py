@@ -41,7 +41,8 @@ def shape(name: str, value: torch.Tensor | None, wanted: tuple[int, ...]) -> Non
 
 
 def size(name: str, value: Any, *, optional: bool = False) -> None:
-    if (optional and value is None) or (isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)):
+    whole = isinstance(value, (numbers.Integral, torch.SymInt)) and not isinstance(value, bool)
+    if whole or (optional and value is None):
         return
     raise ArgumentTypeError(f"{name} must be a whole number{' or None' if optional else ''}, got {value!r}")
 
@@ -59,6 +60,11 @@ def needs_gradients(*tensors: torch.Tensor) -> bool:
     if not torch.compiler.is_compiling() and compat.is_transformed():
         return True
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def needs_tangents() -> bool:
+    """Whether derivatives are taken forward, which PyTorch's kernels of attention do not give. In no graph."""
+    return not torch.compiler.is_compiling() and compat.has_tangents()
 
 
 def boolean(name: str, value: Any) -> None:

@@ -42,7 +42,7 @@ def fast_layernorm(norm: nn.LayerNorm, x: torch.Tensor, impl_mode: int = 0, fuse
         try:
             # Autocast computes it in float32, and gives that.
             return F.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps).to(x.dtype)
-        except (RuntimeError, TypeError):
+        except (RuntimeError, TypeError, OverflowError):
             # PyTorch looks at everything as well, and this is no slower. What is wrong is told in the words of all layers.
             _check_layernorm(norm, x, impl_mode)
             raise

@@ -74,7 +74,7 @@ def attention_forward(
     mask = _mask_of_rank_4(attn_mask, query, key)
     if mask is not None and is_causal:
         mask, is_causal = _also_causal(mask, query.shape[2], key.shape[2]), False
-    if fused:
+    if fused and not checks.needs_tangents():
         known = identity() if torch.compiler.is_compiling() else ""
         out = ATTENTION(query, key, value, mask, factor, is_causal, opt_mode, op_type, layout, known)
     else:
@@ -94,7 +94,9 @@ def _as_call(
     For a small attention the host has no more time than that. What is traced, differentiated, masked or laid out anew takes
     the long way, and so does what is of a type that is not expected here.
     """
-    if absent != (None, None) or torch.compiler.is_dynamo_compiling() or compat.is_transformed():
+    if torch.compiler.is_dynamo_compiling() or compat.is_transformed():
+        return None
+    if any(value is not None for value in absent):
         return None
     if scale is not None and type(scale) is not float:
         return None

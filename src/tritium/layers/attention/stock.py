@@ -102,47 +102,54 @@ class _Place:
     """A processor: what it had before anybody served it, and who has done so since, the last of whom does."""
 
     processor: weakref.ref[Any]
-    original: Any
     # Whether diffusers' dispatcher asks it for a name; otherwise its class is another one meanwhile.
     asked: bool
+    original: Any
     served: list[tuple[Any, Attend]] = field(default_factory=list)
+    # What it has while it is served; something else was put there by somebody else, and is his.
+    applied: Any = None
 
     @classmethod
     def of(cls, processor: Any) -> _Place:
         place = _PLACES.get(processor)
-        if place is None:
-            asked = hasattr(processor, "_attention_backend")
-            original = vars(processor).get("_attention_backend", _ABSENT) if asked else type(processor)
-            place = _PLACES[processor] = cls(weakref.ref(processor), original, asked)
+        asked = hasattr(processor, "_attention_backend")
+        if place is None or _held(processor, asked=asked) is not place.applied:
+            place = _PLACES[processor] = cls(weakref.ref(processor), asked, _held(processor, asked=asked))
         return place
 
     def serve(self, member: Any, attend: Attend) -> Callable[[], None]:
         """What takes it back, in whatever order others are taken back."""
         own = (member, attend)
         self.served.append(own)
-        self._apply()
+        self._put(own)
 
         def undo() -> None:
-            # By what it is: equal ones may have been served twice.
             self.served = [other for other in self.served if other is not own]
-            self._apply()
+            processor = self.processor()
+            mine = processor is not None and _PLACES.get(processor) is self
+            if mine and _held(processor, asked=self.asked) is self.applied:
+                self._put(self.served[-1] if self.served else None)
 
         return undo
 
-    def _apply(self) -> None:
-        processor = self.processor()
-        if processor is None:
-            return
-        if not self.served:
+    def _put(self, server: tuple[Any, Attend] | None) -> None:
+        processor: Any = self.processor()
+        if server is None:
             _PLACES.pop(processor, None)
-        member, attend = self.served[-1] if self.served else (self.original, None)
-        if not self.asked:
+            self.applied = self.original
+        else:
             # Made of the class that it had: one inside of another would have the outer one's attention.
-            processor.__class__ = self.original if attend is None else _intercepting(self.original, attend)
-        elif member is _ABSENT:
+            self.applied = server[0] if self.asked else _intercepting(self.original, server[1])
+        if not self.asked:
+            processor.__class__ = self.applied
+        elif self.applied is _ABSENT:
             vars(processor).pop("_attention_backend", None)
         else:
-            processor._attention_backend = member
+            processor._attention_backend = self.applied
+
+
+def _held(processor: Any, *, asked: bool) -> Any:
+    return vars(processor).get("_attention_backend", _ABSENT) if asked else type(processor)
 
 
 _PLACES: weakref.WeakKeyDictionary[Any, _Place] = weakref.WeakKeyDictionary()

@@ -228,13 +228,13 @@ def by_segment(
 
 def _segment(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> torch.Tensor:
     grouped = q.shape[1] != k.shape[1]
-    if not causal or q.shape[2] == k.shape[2]:
+    if (not causal or q.shape[2] == k.shape[2]) and not checks.needs_tangents():
         attention = torch.nn.functional.scaled_dot_product_attention
         return attention(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=grouped)
     queries, keys = q.shape[2], k.shape[2]
     rows = torch.arange(queries, device=q.device).unsqueeze(1) + (keys - queries)
     seen = torch.arange(keys, device=q.device) <= rows
-    return attention_math(q, k, v, seen[None, None], scale, causal=False)
+    return attention_math(q, k, v, seen[None, None] if causal else None, scale, causal=False)
 
 
 def _fake(

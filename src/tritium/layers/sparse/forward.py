@@ -202,7 +202,8 @@ def layouts(
     for name, own, tensor in (("q", latent_shape_q, q), ("k", latent_shape_k, k)):
         if tensor.shape[1] == 0:
             raise ArgumentError(f"{name} has no tokens, of which a block could be made: {tuple(tensor.shape)}")
-        shape = latent_shape_q if own is None else own
+        # An estimate needs no shapes: those that are given are checked, each for its own stream.
+        shape = latent_shape_q if own is None and not estimated else own
         layout = SparseLayout((1, 1, 1) if shape is None else shape, txt_len, block_size, tile=method.tile)
         if shape is not None and layout.tokens != tensor.shape[1]:
             raise ArgumentError(

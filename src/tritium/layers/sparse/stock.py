@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tritium import device
+from tritium import compat, device
 from tritium.errors import ArgumentError
 from tritium.layers.attention.forward import attention_forward
 from tritium.layers.attention.stock import AttentionHandle, forget_attention_backend, serve
@@ -63,6 +63,40 @@ class SparseHandle:
 
 
 @dataclass
+class _Pictures:
+    """Tells by the times of forwards where another picture begins.
+
+    Time runs one way through a picture: down in most models, up in some. Where it turns back, another one has begun, unless
+    it turns by less than half a step or a twentieth of the way, as some schedulers do in between.
+    """
+
+    first: float | None = None
+    last: float | None = None
+    # The last move of time, with its sign.
+    move: float = 0.0
+
+    def begins(self, now: float | None, *, whole_step: bool) -> bool:
+        """Whether a forward at a time is another picture's first; `whole_step` says that the last step is complete."""
+        if now is None:
+            return False
+        begins = self.last is not None and self._turns(now, whole_step=whole_step)
+        if begins or self.last is None:
+            self.first, self.last, self.move = now, now, 0.0
+        elif now != self.last and (self.move == 0 or (now > self.last) == (self.move > 0)):
+            self.last, self.move = now, now - self.last
+        return begins
+
+    def _turns(self, now: float, *, whole_step: bool) -> bool:
+        assert self.last is not None
+        assert self.first is not None
+        if now == self.first:
+            # Hardly a scheduler gives the first time of all to two steps.
+            return whole_step
+        back = self.last - now if self.move > 0 else now - self.last
+        return self.move != 0 and back > max(abs(self.move) / 2, abs(self.last - self.first) / 20)
+
+
+@dataclass
 class _Counter:
     """Which forward of a picture, and which of its attentions, is under way."""
 
@@ -71,21 +105,21 @@ class _Counter:
     tokens: int
     # Told when another picture begins.
     begun: Callable[[], None]
-    # Finds the time of a forward among its arguments; None where nobody needs it.
-    timestep: Callable[[Sequence[Any], Mapping[str, Any]], float | None] | None = None
+    # Where a forward has its time; None where nobody needs it.
+    timestep: _Timestep | None = None
+    pictures: _Pictures = field(default_factory=_Pictures)
     forwards: int = 0
     layer: int = 0
-    # Which attentions of this forward were sparse, and what the others are like.
+    # How many attentions of this forward were sparse, and what the others are like.
     sparse: int = 0
     dense: set[str] = field(default_factory=set)
-    _time: float | None = None
-    # Whether time runs up: it runs down in most models, and in some it runs up.
-    _upwards: bool | None = None
     _warned: bool = False
 
+    @compat.untraced
     def begin(self, _: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if self._turned_back(self.timestep(args, kwargs) if self.timestep is not None else None):
-            self.restart()
+        now = None if self.timestep is None else self.timestep.of(args, kwargs)
+        if self.pictures.begins(now, whole_step=self.forwards % self.calls_per_step == 0):
+            self.forwards = 0
             self.begun()
         self.forwards += 1
         self.layer = 0
@@ -93,27 +127,19 @@ class _Counter:
         self.dense.clear()
 
     def end(self, *_: Any) -> None:
-        if self.sparse or self._warned:
+        # Caches of diffusers leave attentions out of some forwards.
+        if self.sparse or self._warned or not self.dense:
             return
         self._warned = True
         warnings.warn(
             f"tritium: the layout is of {self.tokens} tokens, and no attention of this model that takes no mask is: all of "
-            f"them stay dense. There are: {'; '.join(sorted(self.dense)) or 'none'}",
+            f"them stay dense. There are: {'; '.join(sorted(self.dense))}",
             RuntimeWarning,
             stacklevel=2,
         )
 
     def restart(self) -> None:
-        self.forwards = 0
-
-    def _turned_back(self, now: float | None) -> bool:
-        """Whether the time of a forward lies before that of the last one: then another picture has begun."""
-        before, self._time = self._time, now
-        if now is None or before is None or now == before:
-            return False
-        if self._upwards is None:
-            self._upwards = now > before
-        return (now > before) != self._upwards
+        self.forwards, self.pictures = 0, _Pictures()
 
     @property
     def step(self) -> int:
@@ -125,21 +151,37 @@ class _Counter:
         return (self.forwards - 1) % self.calls_per_step
 
 
-def _timestep_of(module: nn.Module) -> Callable[[Sequence[Any], Mapping[str, Any]], float | None]:
-    """What finds the argument `timestep` of a forward, as one number."""
-    names = list(inspect.signature(module.forward).parameters)
-    place = names.index("timestep") if "timestep" in names else None
+# What models call the time of a step.
+TIMES = ("timestep", "timesteps", "t")
 
-    def find(args: Sequence[Any], kwargs: Mapping[str, Any]) -> float | None:
-        given = args[place] if place is not None and place < len(args) else kwargs.get("timestep")
+
+@dataclass(frozen=True)
+class _Timestep:
+    """Where the time is among the arguments of a forward."""
+
+    name: str
+    place: int
+
+    @classmethod
+    def in_forward(cls, module: nn.Module) -> _Timestep | None:
+        # What torch.compile gives has a forward of any arguments, and so may what somebody wrapped.
+        inner = getattr(module, "_orig_mod", module)
+        for function, skipped in ((inner.forward, 0), (type(inner).forward, 1)):
+            names = list(inspect.signature(function).parameters)[skipped:]
+            for name in TIMES:
+                if name in names:
+                    return cls(name, names.index(name))
+        return None
+
+    def of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float | None:
+        """The time as one number; None where it cannot be read."""
+        given = args[self.place] if self.place < len(args) else kwargs.get(self.name)
         if not isinstance(given, torch.Tensor):
             return float(given) if isinstance(given, (int, float)) else None
         if given.numel() == 0 or given.is_meta or (given.is_cuda and device.is_capturing()):
             return None
         # Of several, as of the tokens of a picture that is partly known, the first to begin with.
         return float(given.max())
-
-    return find
 
 
 def set_sparse_attention(
@@ -157,9 +199,9 @@ def set_sparse_attention(
 ) -> SparseHandle:
     """Let the attention layers of a stock diffusers model that are over the tokens of a layout be sparse.
 
-    Steps and layers are counted as the model runs, so it runs eagerly. Another picture begins where `timestep`, which all
-    these models are given, goes back; a model without one is told by `handle.reset()`. Attentions of other tokens, such as
-    those to a prompt, stay dense; so does one with a mask, which no method honours.
+    Steps and layers are counted as the model runs, so it runs eagerly. Another picture begins where the time that the model
+    is given turns back or begins anew; where it does neither, as after an inversion, say so by `handle.reset()`. Attentions
+    of other tokens, such as those to a prompt, stay dense; so does one with a mask, which no method honours.
 
     Args:
         module: A transformer whose stream is text and then the latent, such as FLUX's, or the latent alone, such as Wan's.
@@ -213,7 +255,14 @@ def set_sparse_attention(
         raise
     if dense_steps > 0 or reuse_steps > 1:
         # Only where a step's number matters: on a GPU, to read the time is to wait for it.
-        counter.timestep = _timestep_of(module)
+        counter.timestep = _Timestep.in_forward(module)
+        if counter.timestep is None:
+            warnings.warn(
+                f"tritium: {type(module).__name__} is given no time ({', '.join(TIMES)}) by which pictures are told apart: "
+                "call handle.reset() before each but the first",
+                RuntimeWarning,
+                stacklevel=2,
+            )
     hooks = [
         module.register_forward_pre_hook(counter.begin, with_kwargs=True),
         module.register_forward_hook(counter.end),
