@@ -115,16 +115,20 @@ class _Counter:
     dense: set[str] = field(default_factory=set)
     _warned: bool = False
 
-    @compat.untraced
     def begin(self, _: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        now = None if self.timestep is None else self.timestep.of(args, kwargs)
-        if self.pictures.begins(now, whole_step=self.forwards % self.calls_per_step == 0):
-            self.forwards = 0
-            self.begun()
+        if self.timestep is not None:
+            self._look(self.timestep, args, kwargs)
         self.forwards += 1
         self.layer = 0
         self.sparse = 0
         self.dense.clear()
+
+    # It reads the time, which no graph can hold.
+    @compat.untraced
+    def _look(self, timestep: _Timestep, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if self.pictures.begins(timestep.of(args, kwargs), whole_step=self.forwards % self.calls_per_step == 0):
+            self.forwards = 0
+            self.begun()
 
     def end(self, *_: Any) -> None:
         # Caches of diffusers leave attentions out of some forwards.
