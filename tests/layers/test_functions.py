@@ -220,9 +220,12 @@ class TestForms:
             dual = function(torch.autograd.forward_ad.make_dual(x, direction))
             torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(dual).tangent, along)
         several = torch.stack([x, 2 * x]).requires_grad_()
-        torch.vmap(function)(several).square().sum().backward()
+        mapped = torch.vmap(function)(several)
+        mapped.square().sum().backward()
         alone = several.detach().clone().requires_grad_()
-        sum(function(one).square().sum() for one in alone).backward()
+        each = torch.stack([function(one) for one in alone])
+        torch.testing.assert_close(mapped, each)
+        each.square().sum().backward()
         torch.testing.assert_close(several.grad, alone.grad, rtol=1e-3, atol=1e-3)
 
     def test_gradients_flow_after_calls_without(self):
