@@ -23,15 +23,6 @@ CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.fixture(autouse=True)
-def nothing_known(monkeypatch, tmp_path):
-    """Tables in a folder of the test's own, and an empty memory."""
-    monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path)
-    choice.forget()
-    yield
-    choice.forget()
-
-
 def qkv(queries=63, keys=100, heads=4, kv_heads=None, width=32, batch=2, dtype=torch.float32, head_first=False):
     generator = torch.Generator().manual_seed(queries * keys)
 

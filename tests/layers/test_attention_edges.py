@@ -22,14 +22,6 @@ WAYS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def nothing_known(monkeypatch, tmp_path):
-    monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path)
-    choice.forget()
-    yield
-    choice.forget()
-
-
 def qkv(dtype=torch.float32, queries=7, keys=63):
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(1, tokens, 2, 16, generator=generator).to(dtype) for tokens in (queries, keys, keys)]

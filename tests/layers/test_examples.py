@@ -3,14 +3,6 @@
 import pytest
 
 import scripts
-from tritium import tuned
-from tritium.layers.attention import choice
-
-
-@pytest.fixture(autouse=True)
-def nothing_known(monkeypatch, tmp_path):
-    monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path / "tables")
-    choice.forget()
 
 
 def load(name):

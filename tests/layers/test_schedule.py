@@ -8,21 +8,13 @@ import torch
 
 import tritium
 from small_models import flux, flux_inputs
-from tritium import tuned
 from tritium.errors import ArgumentError, ArgumentTypeError
-from tritium.layers.attention import choice
 from tritium.layers.sparse.forward import Method
 from tritium.layers.sparse.layout import SparseLayout
 from tritium.layers.sparse.schedule import SparseAttention
 from tritium.layers.sparse.stock import _Counter, _Timestep
 
 LAYOUT = SparseLayout((2, 12, 10), 9, 16)
-
-
-@pytest.fixture(autouse=True)
-def nothing_known(monkeypatch, tmp_path):
-    monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path)
-    choice.forget()
 
 
 def streams(seed=0, batch=1):

@@ -15,9 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tritium
 from fidelity import assert_no_worse
-from tritium import tuned
 from tritium.errors import ArgumentError, ArgumentTypeError
-from tritium.layers.attention import choice
 from tritium.layers.sparse import masks
 from tritium.layers.sparse.attend import attend, by_flex, lists_of
 from tritium.layers.sparse.forward import Method
@@ -25,13 +23,6 @@ from tritium.layers.sparse.layout import SparseLayout
 
 TYPES = ["rf_v2", "rf_v3", "ada_bsa", "radial"]
 sizes = st.tuples(st.integers(1, 4), st.integers(1, 20), st.integers(1, 20))
-
-
-@pytest.fixture(autouse=True)
-def nothing_known(monkeypatch, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tables")
-    monkeypatch.setattr(tuned, "user_folder", lambda: folder)
-    choice.forget()
 
 
 def streams(tokens, heads=2, width=16, batch=1, keys=None, kv_heads=None, dtype=torch.float32):

@@ -10,18 +10,11 @@ import torch
 
 import tritium
 from small_models import flux, flux_inputs
-from tritium import tuned
 from tritium.errors import ArgumentError, ArgumentTypeError
 from tritium.layers.attention import candidates as entries
 from tritium.layers.attention import choice
 
 diffusers = pytest.importorskip("diffusers")
-
-
-@pytest.fixture(autouse=True)
-def nothing_known(monkeypatch, tmp_path):
-    monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path)
-    choice.forget()
 
 
 @pytest.fixture(scope="module")

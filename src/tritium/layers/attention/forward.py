@@ -84,7 +84,7 @@ def attention_forward(
 
 def _as_call(
     tensors: tuple[torch.Tensor, ...],
-    absent: tuple[object, ...],
+    absent: tuple[object, object],
     scale: float | None,
     words: tuple[bool | str, ...],
     op_type: str | None,
@@ -96,7 +96,7 @@ def _as_call(
     """
     if torch.compiler.is_dynamo_compiling() or compat.is_transformed():
         return None
-    if any(value is not None for value in absent):
+    if absent[0] is not None or absent[1] is not None:
         return None
     if scale is not None and type(scale) is not float:
         return None
