@@ -1,5 +1,7 @@
 """Layer functions on a real GPU. Run with -m gpu."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,7 @@ from fidelity import assert_no_worse
 from small_models import flux, flux_inputs
 from tritium import tuned
 from tritium.layers.attention import candidates as entries
-from tritium.layers.attention import choice
+from tritium.layers.attention import choice, varlen
 from tritium.layers.attention.mathematics import attention_math
 from tritium.layers.attention.request import Request
 from tritium.layers.attention.varlen import by_segment
@@ -60,8 +62,8 @@ def test_every_candidate_honours_what_it_does_not_decline(dtype, form):
     keep[..., 0] = True
     mask = {"keep": keep, "keep rows": keep[:, :1, :1], "add": torch.randn(1, 4, 300, 300, device="cuda").to(dtype)}
     mask, causal = mask.get(form), form == "causal"
-    ran = []
-    for name in entries.able(Request.of(q, k, v, mask, causal)):
+    ran, able = [], set(entries.able(Request.of(q, k, v, mask, causal)))
+    for name in able:
         try:
             out = entries.candidates()[name].run(q, k, v, mask, q.shape[-1] ** -0.5, causal)
         except (RuntimeError, torch.OutOfMemoryError):
@@ -69,7 +71,7 @@ def test_every_candidate_honours_what_it_does_not_decline(dtype, form):
             continue
         compare(out, q, k, v, mask, causal=causal, where=name)
         ran.append(name)
-    assert {"sdpa", "math", "chunked"} <= set(ran)
+    assert {"sdpa", "math", "chunked", *({"flex"} & able)} <= set(ran)
 
 
 @torch.inference_mode()
@@ -129,18 +131,54 @@ def test_a_stock_model_is_served_and_compiled():
         torch.testing.assert_close(compiled(**inputs)[0], plain, rtol=5e-2, atol=5e-2)
 
 
+# Where segments of queries and of keys begin and end.
+SEGMENTS = {
+    "more keys": ([0, 76, 76, 124], [0, 164, 200, 300]),
+    "no keys for some": ([0, 50, 60, 124], [0, 164, 164, 300]),
+    "more queries": ([0, 20, 123, 124], [0, 250, 299, 300]),
+}
+
+
+def segments_as_by_one(q, k, v, cu_q, cu_k, causal):
+    """`attention_forward_varlen` against float64, with the boundaries given in every way."""
+    places = [torch.tensor(cu, dtype=torch.int32, device="cuda") for cu in (cu_q, cu_k)]
+    longest = [max(end - start for start, end in itertools.pairwise(cu)) for cu in (cu_q, cu_k)]
+    exact = by_segment(*(t.double() for t in (q, k, v)), *places, q.shape[-1] ** -0.5, causal)
+    eager = by_segment(q, k, v, *places, q.shape[-1] ** -0.5, causal)
+    for given in ((cu_q, cu_k), places, (*places, *longest)):
+        assert_no_worse(tritium.attention_forward_varlen(q, k, v, *given, causal=causal), eager, exact)
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_segments(dtype, causal, kv_heads):
-    cu_q, cu_k = [0, 76, 76, 124], [0, 164, 200, 300]
-    q, k, v = (t[0] for t in qkv(124, 300, kv_heads=kv_heads, batch=1, dtype=dtype))
-    places = [torch.tensor(cu, dtype=torch.int32, device="cuda") for cu in (cu_q, cu_k)]
-    exact = by_segment(*(t.double() for t in (q, k, v)), *places, q.shape[-1] ** -0.5, causal)
-    eager = by_segment(q, k, v, *places, q.shape[-1] ** -0.5, causal)
-    for given in ((cu_q, cu_k), places, (*places, 76, 164)):
-        assert_no_worse(tritium.attention_forward_varlen(q, k, v, *given, causal=causal), eager, exact)
+@pytest.mark.parametrize("segments", SEGMENTS)
+def test_segments(dtype, causal, kv_heads, segments):
+    for width, value_width in ((64, 64), (36, 36), (60, 12), (512, 512), (63, 63), (128, 64)):
+        q, k, v = (t[0] for t in qkv(124, 300, kv_heads=kv_heads, batch=1, width=width, dtype=dtype))
+        segments_as_by_one(q, k, v[..., :value_width], *SEGMENTS[segments], causal)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
+def test_segments_that_begin_anywhere_in_memory(dtype):
+    q, k, v = (t[0, ..., 1:65] for t in qkv(124, 300, batch=1, width=72, dtype=dtype))
+    segments_as_by_one(q, k, v, *SEGMENTS["more keys"], causal=True)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_segments_are_computed_together(monkeypatch, dtype, causal, kv_heads):
+    def never(*arguments):
+        raise AssertionError("one segment after the other")
+
+    monkeypatch.setattr(varlen, "by_segment", never)
+    for width in (64, 128, 512):
+        q, k, v = (t[0] for t in qkv(124, 300, kv_heads=kv_heads, batch=1, width=width, dtype=dtype))
+        tritium.attention_forward_varlen(q, k, v, *SEGMENTS["more keys"], causal=causal)
 
 
 @torch.inference_mode()
@@ -181,11 +219,16 @@ def test_sparsity_0_is_dense_at_full_size(sparse_type, layout):
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("mode", ["runtime", "static"])
-def test_a_mask_in_float32_is_not_rounded(dtype, mode):
-    q, k, v = qkv(dtype=dtype)
-    mask = 30 * torch.randn(300, 300, device="cuda")
+@pytest.mark.parametrize(("width", "queries"), [(64, 300), (100, 7), (128, 300), (256, 300)])
+def test_a_mask_in_float32_is_not_rounded(dtype, mode, width, queries):
+    q, k, v = qkv(queries, width=width, dtype=dtype)
+    mask = 30 * torch.randn(queries, 300, device="cuda")
     out = tritium.attention_forward(q, k, v, mask, opt_mode=mode)
     compare(*heads_first(out, q, k, v), mask[None, None])
+    if mode == "runtime":
+        # Whoever is fastest, FlexAttention was no failure.
+        (row,) = choice.choices()
+        assert "flex" in row.ms
 
 
 @torch.inference_mode()

@@ -106,6 +106,13 @@ def capability(where: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(where)
 
 
+def shared_memory(where: torch.device) -> int | None:
+    """The most bytes of shared memory that one program may have on a GPU; None for what is no GPU or is not there."""
+    if where.type != "cuda" or not cuda_available():
+        return None
+    return int(torch.cuda.get_device_properties(where).shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
 def is_capturing() -> bool:
     """Whether what this thread launches is being recorded as a CUDA graph: nothing can be waited for or timed."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -666,6 +666,14 @@ class TestRegions:
         with pytest.raises(ArgumentError, match=r"weight must have shape \(12,\)"):
             tritium.group_norm_silu(x, 4, torch.ones(4))
 
+    @pytest.mark.parametrize("fused", [True, False])
+    def test_the_norm_of_one_number_is_zero(self, fused):
+        weight, bias = random(3), random(3, seed=1)
+        for batch in (1, 2):
+            out = tritium.group_norm_silu(random(batch, 3, 1), 3, weight, bias, fused=fused)
+            # What is left of a number minus itself, in float32, is divided by the root of eps.
+            torch.testing.assert_close(out, F.silu(bias)[None, :, None].expand(batch, 3, 1), rtol=0, atol=1e-4)
+
 
 NORM, SMALL_NORM = nn.LayerNorm(8), tritium.RMSNorm(8)
 

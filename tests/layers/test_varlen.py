@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 import tritium
 from fidelity import assert_no_worse
+from tritium.compat import attention as compat_attention
 from tritium.errors import ArgumentError, ArgumentTypeError
+from tritium.layers.attention import varlen
 
 
 def stream(tokens, heads, width, seed, dtype=torch.float32):
@@ -171,3 +173,92 @@ def test_one_graph_without_a_break():
     cu = torch.tensor([0, 4, 4, 11], dtype=torch.int32)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(operator, (q, k, k, cu, cu, None, None, 0.5, True), test_utils=tests)
+
+
+class TestWhoComputes:
+    """On a GPU. Here none is: kernels are asked as if one was, and PyTorch answers for them."""
+
+    @pytest.fixture
+    def asked(self, monkeypatch):
+        names = []
+
+        def by(name):
+            def kernel(q, k, v, cu_q, cu_k, longest, scale, causal):
+                assert cu_q.dtype == cu_k.dtype == torch.int32
+                names.append((name, longest))
+                return alone(q, k, v, cu_q, cu_k, scale, causal)
+
+            return kernel
+
+        alone = varlen.by_segment
+        monkeypatch.setattr(varlen.device, "capability", lambda where: (9, 0))
+        monkeypatch.setattr(compat_attention, "varlen_attention", by("flash"))
+        monkeypatch.setattr(compat_attention, "nested_attention", by("nested"))
+        return names
+
+    @pytest.mark.parametrize(
+        ("dtype", "width", "value_width", "who"),
+        [
+            (torch.bfloat16, 64, 64, "flash"),
+            (torch.float16, 256, 256, "flash"),
+            (torch.bfloat16, 64, 32, "nested"),
+            (torch.float16, 512, 512, "nested"),
+            (torch.float32, 64, 64, "nested"),
+            (torch.float32, 36, 12, "nested"),
+            (torch.bfloat16, 36, 36, None),
+            (torch.float32, 63, 63, None),
+            (torch.float64, 64, 64, None),
+        ],
+    )
+    @pytest.mark.parametrize("causal", [False, True])
+    def test_by_dtype_and_width(self, asked, dtype, width, value_width, who, causal):
+        q, k, v = stream(9, 4, width, 0, dtype), stream(12, 2, width, 1, dtype), stream(12, 2, value_width, 2, dtype)
+        exact = exact_of(q, k, v, [0, 4, 4, 9], [0, 4, 6, 12], causal=causal)
+        out = tritium.attention_forward_varlen(q, k, v, [0, 4, 4, 9], [0, 4, 6, 12], causal=causal)
+        assert_no_worse(out, exact.to(dtype), exact)
+        assert asked == ([] if who is None else [(who, (5, 6))])
+
+    @pytest.mark.parametrize(
+        ("queries", "keys", "causal", "together"),
+        [
+            ([3, 2], [1, 5], False, True),
+            ([3, 2], [1, 5], True, False),
+            ([3, 2], [0, 5], False, False),
+            ([0, 2], [0, 5], True, True),
+        ],
+    )
+    def test_rows_that_see_nothing_are_not_left_to_a_kernel_that_skips_them(
+        self, asked, queries, keys, causal, together
+    ):
+        q, k = stream(sum(queries), 2, 8, 0), stream(sum(keys), 2, 8, 1)
+        cu = boundaries(queries), boundaries(keys)
+        exact = exact_of(q, k, k, *cu, causal=causal)
+        assert_no_worse(tritium.attention_forward_varlen(q, k, k, *cu, causal=causal), exact.float(), exact)
+        assert [name for name, _ in asked] == ["nested"] * together
+
+    def test_only_what_lies_at_multiples_of_16_bytes(self, asked):
+        wide = stream(8, 2, 16, 0)
+        for q in (
+            wide[..., 1:9],
+            stream(8, 2, 9, 0)[..., :8],
+            wide[..., ::2],
+            wide.transpose(0, 2).contiguous().transpose(0, 2),
+        ):
+            tritium.attention_forward_varlen(q, q, q, [0, 8], [0, 8])
+        assert not asked
+        tritium.attention_forward_varlen(*(wide[..., 4:12] for _ in range(3)), [0, 8], [0, 8])
+        assert [name for name, _ in asked] == ["nested"]
+
+    def test_no_gradients_are_lost(self, asked):
+        q = stream(8, 2, 8, 0).requires_grad_()
+        tritium.attention_forward_varlen(q, q, q, [0, 8], [0, 8]).sum().backward()
+        assert not asked
+        assert q.grad is not None
+        torch.vmap(lambda q: tritium.attention_forward_varlen(q, q, q, [0, 8], [0, 8]))(torch.randn(3, 8, 2, 8))
+        assert not asked
+
+    def test_a_segment_that_is_longer_than_said_is_told(self, asked):
+        q = stream(8, 2, 8, 0)
+        cu = torch.tensor([0, 8])
+        with pytest.raises(ArgumentError, match="longer than max_seqlen_q=5"):
+            tritium.attention_forward_varlen(q, q, q, cu, cu, 5, 8)

@@ -39,6 +39,10 @@ _FUNCTORCH = (
 )
 
 
+# What a kernel of PyTorch calls its kinds of causality.
+_NOT_CAUSAL, _TO_THE_LAST_KEY = 0, 2
+
+
 # PyTorch's switches between its kernels are the process's. Two threads that turned them at once would each give back what the
 # other had left, for good.
 SWITCHES = threading.RLock()
@@ -148,9 +152,33 @@ def varlen_attention(
         options["is_causal"] = causal
     elif causal:
         return None
-    if q.shape[1] != k.shape[1]:
-        if "enable_gqa" not in known:
-            return None
+    # Versions without a word for it take fewer heads of keys unasked.
+    if q.shape[1] != k.shape[1] and "enable_gqa" in known:
         options["enable_gqa"] = True
     out = function(q, k, v, cu_q, cu_k, *longest, **options)
     return out if isinstance(out, torch.Tensor) else out[0]
+
+
+def nested_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    longest: tuple[int, int],
+    scale: float,
+    causal: bool,
+) -> torch.Tensor:
+    """The kernel behind PyTorch's attention of nested tensors, which also takes float32. No gradients.
+
+    Rows that see no key come out as whatever was in memory. Causality is aligned to the last key.
+    """
+    group = q.shape[1] // k.shape[1]
+    if group > 1:
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    aligned = _TO_THE_LAST_KEY if causal else _NOT_CAUSAL
+    streams = (stream.unsqueeze(0) for stream in (q, k, v))
+    out = torch.ops.aten._efficient_attention_forward(
+        *streams, None, cu_q, cu_k, *longest, 0.0, aligned, False, scale=scale
+    )
+    return out[0].squeeze(0)  # type: ignore[no-any-return]

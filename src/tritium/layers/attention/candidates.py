@@ -189,7 +189,44 @@ def _sage(
     return out
 
 
+# Tiles for masks that are added in float32, the fastest that fits being taken: queries, keys, stages, warps. The tiles that
+# FlexAttention takes by itself leave no room for such a mask where heads are 64 wide.
+TILES = ((128, 64, 3, 8), (64, 64, 3, 4), (64, 32, 3, 4), (64, 32, 2, 4), (32, 32, 2, 4), (32, 16, 2, 4))
+# Where heads are narrower than this, large tiles are slower.
+LARGE_FROM = 128
+
+
+def tile_for_a_wide_mask(width: int, value_width: int, element: int, room: int) -> tuple[int, int, int, int]:
+    """The tile for heads of some widths and bytes an element, in so much shared memory; the last one where none fits.
+
+    >>> tile_for_a_wide_mask(128, 128, 2, 232448), tile_for_a_wide_mask(64, 64, 2, 232448)
+    ((128, 64, 3, 8), (64, 64, 3, 4))
+    """
+    # Rows lie there as if they were as long as the next power of two.
+    own, other = (1 << (size - 1).bit_length() for size in (width, value_width))
+
+    def fits(queries: int, keys: int, stages: int, warps: int) -> bool:
+        del warps
+        streamed = keys * (own + other) * element + queries * keys * 4
+        return queries * own * element + stages * streamed <= room
+
+    tiles = TILES if min(width, value_width) >= LARGE_FROM else TILES[1:]
+    return next((tile for tile in tiles if fits(*tile)), TILES[-1])
+
+
+def _tile_options(q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> dict[str, int | bool] | None:
+    room = device.shared_memory(q.device)
+    if room is None or mask is None or mask.dtype in (torch.bool, q.dtype):
+        return None
+    queries, keys, stages, warps = tile_for_a_wide_mask(q.shape[3], v.shape[3], q.element_size(), room)
+    # Few queries would be computed by another kernel, which has tiles of its own.
+    own = {"FORCE_USE_FLEX_ATTENTION": True}
+    return {"BLOCK_M": queries, "BLOCK_N": keys, "num_stages": stages, "num_warps": warps, **own}
+
+
 def _decline_flex(request: Request) -> str | None:
+    if request.device == "cuda" and not device.has_triton():
+        return "triton is not installed"
     if request.grad:
         return "it computes no gradients here"
     if request.dtype not in (*HALF, torch.float32):
@@ -209,7 +246,14 @@ def _flex(
     blocks = _causal_blocks(q.shape[2], k.shape[2], str(q.device)) if causal else None
     grouped = bool(q.shape[1] != k.shape[1])
     out: torch.Tensor = compat_attention.flex_attention(
-        q, k, v, score_mod=score, block_mask=blocks, scale=scale, enable_gqa=grouped
+        q,
+        k,
+        v,
+        score_mod=score,
+        block_mask=blocks,
+        scale=scale,
+        enable_gqa=grouped,
+        kernel_options=_tile_options(q, v, mask),
     )
     return out
 

@@ -166,37 +166,54 @@ def _varlen(
     scale: float,
     causal: bool,
 ) -> torch.Tensor:
-    if _has_kernel(q, k, v):
+    if not _lies_for_kernels(q, k, v):
+        return by_segment(q, k, v, cu_q, cu_k, scale, causal, max_q, max_k)
+    places = cu_q.to(torch.int32), cu_k.to(torch.int32)
+    if _flash_takes(q, v):
         longest = max_q, max_k
         if max_q is None or max_k is None:
             # Reading them waits for the device anyway: now they can be checked as well.
-            longest = _longest("cu_seqlens_q", cu_q, q), _longest("cu_seqlens_k", cu_k, k)
-        places = cu_q.to(torch.int32), cu_k.to(torch.int32)
+            longest = max(_lengths("cu_seqlens_q", cu_q, q)), max(_lengths("cu_seqlens_k", cu_k, k))
         out = compat_attention.varlen_attention(q, k, v, *places, longest, scale, causal)  # type: ignore[arg-type]
         if out is not None:
             return out.contiguous()
+    if _nested_takes(q, k, v):
+        queries, keys = _lengths("cu_seqlens_q", cu_q, q, max_q), _lengths("cu_seqlens_k", cu_k, k, max_k)
+        # It leaves rows that see no key as they were.
+        if all(own == 0 or own <= other or (other and not causal) for own, other in zip(queries, keys, strict=True)):
+            longest = max(queries), max(keys)
+            return compat_attention.nested_attention(q, k, v, *places, longest, scale, causal).contiguous()
     return by_segment(q, k, v, cu_q, cu_k, scale, causal, max_q, max_k)
 
 
-def _has_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether torch's attention over segments, which is FlashAttention's, takes these streams."""
-    capability = device.capability(q.device)
-    width = q.shape[2]
-    return (
-        capability is not None
-        and capability >= (8, 0)
-        and q.dtype in (torch.float16, torch.bfloat16)
-        and width <= 256
-        and width % 8 == 0
-        and width == v.shape[2]
-        and all(tensor.stride(2) == 1 for tensor in (q, k, v))
-    )
+def _lies_for_kernels(*streams: torch.Tensor) -> bool:
+    """Whether streams lie on a GPU as kernels read them: heads side by side, each at a multiple of 16 bytes."""
+    capability = device.capability(streams[0].device)
+    if capability is None or capability < (8, 0) or compat.is_transformed():
+        return False
+
+    def is_aligned(stream: torch.Tensor) -> bool:
+        steps = (stream.stride(0), stream.stride(1), stream.shape[2])
+        return stream.data_ptr() % 16 == 0 and not any(step * stream.element_size() % 16 for step in steps)
+
+    return all(stream.numel() and stream.stride(2) == 1 and is_aligned(stream) for stream in streams)
 
 
-def _longest(name: str, places: torch.Tensor, stream: torch.Tensor) -> int:
+def _flash_takes(q: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether torch's attention over segments, which is FlashAttention's, has a kernel for such heads."""
+    return q.dtype in (torch.float16, torch.bfloat16) and q.shape[2] == v.shape[2] <= 256
+
+
+def _nested_takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether the kernel of nested tensors takes them: float32, and heads that FlashAttention has no kernel for."""
+    return q.dtype in (torch.float16, torch.bfloat16, torch.float32) and not checks.needs_gradients(q, k, v)
+
+
+def _lengths(name: str, places: torch.Tensor, stream: torch.Tensor, longest: int | None = None) -> list[int]:
+    """The length of every segment; reading them waits for the device."""
     listed = places.tolist()
-    _check_boundaries(name, listed, stream.shape[0])
-    return max(int(end - start) for start, end in itertools.pairwise(listed))
+    _check_boundaries(name, listed, stream.shape[0], longest)
+    return [end - start for start, end in itertools.pairwise(listed)]
 
 
 def by_segment(
