@@ -4,6 +4,7 @@ import fractions
 import itertools
 import math
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -17,7 +18,9 @@ import tritium
 from fidelity import assert_no_worse
 from tritium import ops
 from tritium.errors import ArgumentError, ArgumentTypeError
+from tritium.layers.generated import Generated
 from tritium.ops import cpp
+from tritium.ops import rope as rotation
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -47,11 +50,11 @@ class TestGenerated:
             graphs.append(gm)
             return gm.forward
 
-        graphs, compile_ = [], torch.compile
+        graphs = []
         monkeypatch.setattr(compute, "_on_gpu", lambda tensors: True)
         monkeypatch.setattr(compute, "_owned", lambda op, arguments: None)
         monkeypatch.setattr(compute.device, "has_triton", lambda: True)
-        monkeypatch.setattr(torch, "compile", lambda function: compile_(function, backend=keep, fullgraph=True))
+        monkeypatch.setattr(compute.compat, "compile_fx", keep)
         compute._generated.cache_clear()
         monkeypatch.setattr(compute, "_CHOSEN", {})
         yield graphs
@@ -72,6 +75,77 @@ class TestGenerated:
             x, cos, sin = random(2, tokens, 3, 8), random(tokens, 8), random(tokens, 8)
             tritium.rotary_position_embedding(x, cos, sin)
         assert len(compiled) == 2
+
+    @pytest.fixture
+    def asked(self, monkeypatch):
+        """How often Dynamo was asked."""
+        from tritium.layers.generated import Generated
+
+        def count(self, function):
+            begin(self, function)
+            by_dynamo = self._by_dynamo
+            self._by_dynamo = lambda *arguments: calls.append(1) or by_dynamo(*arguments)
+
+        calls, begin = [], Generated.__init__
+        monkeypatch.setattr(Generated, "__init__", count)
+        return calls
+
+    def test_dynamo_is_asked_once_for_a_form(self, compiled, asked):
+        layer = nn.LayerNorm(8, elementwise_affine=False)
+        for tokens in (7, 5, 63, 7, 5, 63):
+            for seed in (0, 1):
+                x, cos, sin = random(2, tokens, 3, 8, seed=seed), random(tokens, 8), random(tokens, 8, seed=seed + 1)
+                expected = turned(x, cos[:, None], sin[:, None], "rotated_half")
+                torch.testing.assert_close(tritium.rotary_position_embedding(x, cos, sin), expected)
+                scale = random(2, 8, seed=seed)
+                expected = layer(x[:, :, 0]) * (1 + scale[:, None]) + cos
+                torch.testing.assert_close(
+                    tritium.layernorm_scale_shift(layer, x[:, :, 0], scale, cos.expand(2, -1, -1)), expected
+                )
+        assert len(asked) == 6
+        # One for each function, and one more for all sizes.
+        assert len(compiled) == 4
+
+    def test_one_tensor_given_twice_is_not_taken_for_two(self, compiled, asked):
+        x, cos, sin = random(2, 7, 3, 8), random(1, 7, 1, 8), random(1, 7, 1, 8, seed=1)
+        for _ in range(2):
+            for second in (cos, sin):
+                expected = turned(x, cos, second, "rotated_half")
+                torch.testing.assert_close(tritium.rotary_position_embedding(x, cos, second), expected)
+        assert len(asked) == 4
+
+    def test_words_and_gradients_and_modes_make_another_call(self, compiled, asked):
+        x, weight = random(2, 7, 8), random(8).abs()
+        counts = []
+        for eps in (1e-6, 1.0, 1e-6):
+            for dtype in (torch.float32, torch.float64):
+                given = x.to(dtype)
+                norm = tritium.RMSNorm(8, eps).requires_grad_(requires_grad=False).to(dtype)
+                norm.weight.copy_(weight)
+                expected = F.rms_norm(given, (8,), weight.to(dtype), eps)
+                with torch.inference_mode():
+                    torch.testing.assert_close(norm(given), expected)
+                torch.testing.assert_close(norm(given), expected)
+                with torch.autocast("cpu", torch.bfloat16):
+                    torch.testing.assert_close(norm(given), expected)
+            counts.append(len(asked))
+        # Dynamo makes a tensor of a number that changes, and is asked for it.
+        assert counts == [2, 8, 8]
+        leaf = x.clone().requires_grad_()
+        norm = tritium.RMSNorm(8, 1e-6)
+        (gradient,) = torch.autograd.grad(norm(leaf).square().sum(), leaf)
+        (expected,) = torch.autograd.grad(F.rms_norm(leaf, (8,), None, 1e-6).square().sum(), leaf)
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5)
+
+    def test_threads_hear_of_their_own_calls_alone(self, compiled):
+        x, tables = random(2, 7, 3, 8), [random(7, 8, seed=seed) for seed in range(4)]
+
+        def turn(seed):
+            out = tritium.rotary_position_embedding(x, tables[seed], tables[seed - 1])
+            torch.testing.assert_close(out, turned(x, tables[seed][:, None], tables[seed - 1][:, None], "rotated_half"))
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(turn, [0, 1, 2, 3] * 8))
 
     def test_what_computes_is_chosen_once_for_a_form(self, compiled, monkeypatch):
         from tritium.layers import compute
@@ -99,6 +173,25 @@ class TestGenerated:
 FROZEN_RMS, FROZEN_LAYER = (
     norm.requires_grad_(requires_grad=False) for norm in (tritium.RMSNorm(64), nn.LayerNorm(64))
 )
+
+
+@pytest.mark.skipif(cpp.cannot_run() is not None, reason=str(cpp.cannot_run()))
+def test_by_inductor_itself(monkeypatch):
+    """What `Generated` calls again, with the real compiler behind it."""
+    made = Generated(rotation.reference)
+    again = {}
+    for tokens in (7, 5, 63):
+        for seed in (0, 1):
+            x, cos, sin = (random(*shape, seed=seed) for shape in ((2, tokens, 3, 8), (tokens, 1, 8), (tokens, 1, 8)))
+            given = (x, cos, -sin, rotation.HALF, False, None)
+            if tokens in again:
+                monkeypatch.setattr(made, "_by_dynamo", None)
+                out = again[tokens](*given)
+                monkeypatch.undo()
+            else:
+                out, again[tokens] = made.first(given)
+                assert again[tokens] is not made
+            torch.testing.assert_close(out, turned(x, cos, -sin, "rotated_half"))
 
 
 class TestForms:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from tritium import compat, device, ops
+from tritium.layers.generated import Generated
 from tritium.ops import Op
 
 # What computes for arguments of some form; whoever has more forms than that has other worries than the host's time.
@@ -48,14 +49,18 @@ def compute(layer: Layer, fused: bool, *given: Any) -> Any:
         return layer.op.reference(*layer.arguments(*given))
     form = _form(layer, fused, given)
     chosen = None if form is None else _CHOSEN.get(form)
-    if chosen is None:
-        layer.check(fused, *given)
-        chosen = _choose(layer.op, layer.arguments(*given)) if fused else layer.op.reference
-        if form is not None:
-            if len(_CHOSEN) >= REMEMBERED:
-                _CHOSEN.clear()
-            _CHOSEN[form] = chosen
-    return chosen(*layer.arguments(*given))
+    if chosen is not None:
+        return chosen(*layer.arguments(*given))
+    layer.check(fused, *given)
+    arguments = layer.arguments(*given)
+    chosen = _choose(layer.op, arguments) if fused else layer.op.reference
+    if form is None:
+        return chosen(*arguments)
+    result, again = chosen.first(arguments) if isinstance(chosen, Generated) else (chosen(*arguments), chosen)
+    if len(_CHOSEN) >= REMEMBERED:
+        _CHOSEN.clear()
+    _CHOSEN[form] = again
+    return result
 
 
 def _form(layer: Layer, fused: Any, given: Sequence[Any]) -> Hashable | None:
@@ -130,14 +135,14 @@ def _owned(op: Op, arguments: tuple[Any, ...]) -> str | None:
 
 
 @functools.cache
-def _generated(name: str, kinds: tuple[tuple[torch.dtype, int], ...]) -> Callable[..., Any]:
-    """What Inductor makes of an op for tensors of some dtypes and ranks: for the sizes it meets first, then for any.
+def _generated(name: str, kinds: tuple[tuple[torch.dtype, int], ...]) -> Generated:
+    """What Inductor makes of an op for tensors of some dtypes and ranks.
 
     Each has code of its own, so that no dtype uses up the compilations that another one is allowed.
     """
     del kinds
     reference: Any = ops.catalog()[name].reference
-    return torch.compile(compat.with_code_of_its_own(reference))
+    return Generated(compat.with_code_of_its_own(reference))
 
 
 def _on_gpu(tensors: list[torch.Tensor]) -> bool:
