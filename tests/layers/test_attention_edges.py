@@ -12,6 +12,7 @@ from fidelity import assert_no_worse
 from tritium import envs, tuned
 from tritium.errors import ArgumentError, ArgumentTypeError
 from tritium.layers.attention import choice, table
+from tritium.layers.attention.candidates import able, tile_for_a_wide_mask
 from tritium.layers.attention.request import Request
 
 HALF = [torch.bfloat16, torch.float16]
@@ -69,12 +70,20 @@ class TestWideMasks:
         q, k, v = (t.transpose(1, 2) for t in qkv(torch.bfloat16, 64, 64))
         request = Request.of(q, k, v, torch.zeros(1, 1, 1, 64), False)
         request = Request(**{**vars(request), "device": "cuda"})
-        from tritium.layers.attention.candidates import able
-
         assert set(able(request)) == {"math", "chunked", "flex"}
         assert choice.rule(request, (9, 0)) == "flex"
         assert choice.rule(Request(**{**vars(request), "grad": True}), (9, 0)) == "chunked"
         assert choice.rule(Request(**{**vars(request), "grad": True, "symbolic": True}), (9, 0)) == "math"
+
+    @pytest.mark.parametrize("room", [101_376, 166_912, 232_448])
+    @pytest.mark.parametrize("width", [16, 64, 100, 128, 256])
+    def test_tiles_leave_room_for_it(self, width, room):
+        """Of GPUs with the least, a usual and the most shared memory."""
+        queries, keys, stages, _ = tile_for_a_wide_mask(width, width, 2, room)
+        held = 1 << (width - 1).bit_length()
+        assert queries * held * 2 + stages * (keys * 2 * held * 2 + queries * keys * 4) <= room
+        # FlexAttention has blocks of 128.
+        assert 128 % queries == 128 % keys == 0
 
     def test_masks_of_other_dtypes(self):
         q, k, v = qkv()

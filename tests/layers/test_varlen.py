@@ -262,3 +262,52 @@ class TestWhoComputes:
         cu = torch.tensor([0, 8])
         with pytest.raises(ArgumentError, match="longer than max_seqlen_q=5"):
             tritium.attention_forward_varlen(q, q, q, cu, cu, 5, 8)
+
+    def test_a_version_without_a_kernel_is_not_asked(self, asked, monkeypatch):
+        monkeypatch.setattr(compat_attention, "nested_attention", lambda *arguments: None)
+        q, k = stream(5, 2, 8, 0), stream(6, 2, 8, 1)
+        exact = exact_of(q, k, k, [0, 5], [0, 6])
+        assert_no_worse(tritium.attention_forward_varlen(q, k, k, [0, 5], [0, 6]), exact.float(), exact)
+        assert not asked
+
+
+class TestTorchsOwn:
+    """What PyTorch's function is asked in versions that differ in its words."""
+
+    def call(self, monkeypatch, function, *, heads=(2, 2), causal=False, grad=False):
+        monkeypatch.setattr(compat_attention, "_varlen", lambda: function)
+        q, k = stream(5, heads[0], 8, 0).requires_grad_(grad), stream(6, heads[1], 8, 1)
+        cu = torch.tensor([0, 5]), torch.tensor([0, 6])
+        return compat_attention.varlen_attention(q, k, k, *cu, (5, 6), 0.5, causal)
+
+    def test_without_a_word_for_grouped_heads(self, monkeypatch):
+        def function(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+            assert (max_q, max_k, scale) == (5, 6, 0.5)
+            seen.append(window_size)
+            return q
+
+        seen = []
+        for causal in (False, True):
+            assert self.call(monkeypatch, function, heads=(4, 2), causal=causal) is not None
+        assert seen == [(-1, -1), (-1, 0)]
+        # Nobody has looked at what their gradients are.
+        assert self.call(monkeypatch, function, heads=(4, 2), grad=True) is None
+        assert self.call(monkeypatch, function, heads=(2, 2), grad=True) is not None
+
+    def test_with_one(self, monkeypatch):
+        def function(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+            seen.append(enable_gqa)
+            return q, None
+
+        seen = []
+        for heads, grad in (((4, 2), True), ((2, 2), False)):
+            assert isinstance(self.call(monkeypatch, function, heads=heads, grad=grad), torch.Tensor)
+        assert seen == [True, False]
+
+    def test_without_a_scale_or_causality(self, monkeypatch):
+        def function(q, k, v, cu_q, cu_k, max_q, max_k):
+            raise AssertionError("it was asked")
+
+        assert self.call(monkeypatch, function) is None
+        assert self.call(monkeypatch, lambda q, *rest, scale: q, causal=True) is None
+        assert self.call(monkeypatch, None) is None

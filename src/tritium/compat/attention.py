@@ -152,9 +152,12 @@ def varlen_attention(
         options["is_causal"] = causal
     elif causal:
         return None
-    # Versions without a word for it take fewer heads of keys unasked.
-    if q.shape[1] != k.shape[1] and "enable_gqa" in known:
-        options["enable_gqa"] = True
+    if q.shape[1] != k.shape[1]:
+        if "enable_gqa" in known:
+            options["enable_gqa"] = True
+        elif torch.is_grad_enabled() and any(stream.requires_grad for stream in (q, k, v)):
+            # Without a word for it they are taken unasked; of gradients nobody knows.
+            return None
     out = function(q, k, v, cu_q, cu_k, *longest, **options)
     return out if isinstance(out, torch.Tensor) else out[0]
 
@@ -168,11 +171,13 @@ def nested_attention(
     longest: tuple[int, int],
     scale: float,
     causal: bool,
-) -> torch.Tensor:
-    """The kernel behind PyTorch's attention of nested tensors, which also takes float32. No gradients.
+) -> torch.Tensor | None:
+    """The kernel behind PyTorch's attention of nested tensors, which also takes float32; None in a version without it.
 
-    Rows that see no key come out as whatever was in memory. Causality is aligned to the last key.
+    It gives no gradients, and rows that see no key come out as whatever was in memory. Causality is aligned to the last key.
     """
+    if not hasattr(torch.ops.aten, "_efficient_attention_forward"):
+        return None
     group = q.shape[1] // k.shape[1]
     if group > 1:
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)

@@ -215,8 +215,10 @@ def tile_for_a_wide_mask(width: int, value_width: int, element: int, room: int) 
 
 
 def _tile_options(q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> dict[str, int | bool] | None:
+    if mask is None or mask.dtype in (torch.bool, q.dtype):
+        return None
     room = device.shared_memory(q.device)
-    if room is None or mask is None or mask.dtype in (torch.bool, q.dtype):
+    if room is None:
         return None
     queries, keys, stages, warps = tile_for_a_wide_mask(q.shape[3], v.shape[3], q.element_size(), room)
     # Few queries would be computed by another kernel, which has tiles of its own.

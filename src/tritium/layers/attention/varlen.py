@@ -181,8 +181,9 @@ def _varlen(
         queries, keys = _lengths("cu_seqlens_q", cu_q, q, max_q), _lengths("cu_seqlens_k", cu_k, k, max_k)
         # It leaves rows that see no key as they were.
         if all(own == 0 or own <= other or (other and not causal) for own, other in zip(queries, keys, strict=True)):
-            longest = max(queries), max(keys)
-            return compat_attention.nested_attention(q, k, v, *places, longest, scale, causal).contiguous()
+            out = compat_attention.nested_attention(q, k, v, *places, (max(queries), max(keys)), scale, causal)
+            if out is not None:
+                return out.contiguous()
     return by_segment(q, k, v, cu_q, cu_k, scale, causal, max_q, max_k)
 
 
