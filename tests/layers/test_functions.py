@@ -4,6 +4,7 @@ import fractions
 import itertools
 import math
 import warnings
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritium
@@ -114,6 +116,53 @@ class TestGenerated:
                 torch.testing.assert_close(tritium.rotary_position_embedding(x, cos, second), expected)
         assert len(asked) == 4
 
+    def test_what_becomes_part_of_the_code_is_no_other_layer_s(self, compiled):
+        """Dynamo makes constants of tensors that are marked as static, as a compiled optimizer's are."""
+        layers = [nn.LayerNorm(8).requires_grad_(requires_grad=False) for _ in range(3)]
+        for seed, layer in enumerate(layers):
+            layer.weight.copy_(random(8, seed=seed))
+            torch._dynamo.mark_static_address(layer.weight, guard=True)
+        x, scale = random(2, 7, 8), random(2, 8)
+        for _ in range(2):
+            for layer in layers:
+                expected = tritium.layernorm_scale_shift(layer, x, scale, scale, fused=False)
+                torch.testing.assert_close(tritium.layernorm_scale_shift(layer, x, scale, scale), expected)
+
+    def test_what_replaces_functions_is_heard(self, compiled, asked):
+        class NoNorm(TorchFunctionMode):
+            def __torch_function__(self, func, types, args=(), kwargs=None):
+                out = func(*args, **(kwargs or {}))
+                return torch.ones_like(out) if func is torch.rsqrt else out
+
+        norm = tritium.RMSNorm(8).requires_grad_(requires_grad=False)
+        x = random(2, 7, 8)
+        expected = F.rms_norm(x, (8,), None, norm.eps)
+        for _ in range(2):
+            with NoNorm():
+                torch.testing.assert_close(norm(x), x)
+            torch.testing.assert_close(norm(x), expected)
+        assert len(asked) == 3
+        # A default device is such a mode, and replaces nothing.
+        with torch.device("cpu"):
+            torch.testing.assert_close(norm(x), expected)
+        assert len(asked) == 3
+
+    def test_graphs_of_inductor_are_begun_by_dynamo(self, compiled, asked, monkeypatch):
+        from tritium.layers import compute
+
+        monkeypatch.setattr(compute.compat, "uses_cuda_graphs", lambda: True)
+        for _ in range(2):
+            tritium.RMSNorm(8).requires_grad_(requires_grad=False)(random(2, 7, 8))
+        assert len(asked) == 2
+
+    def test_nothing_given_is_kept(self, compiled):
+        x, cos, sin = random(2, 7, 3, 8), random(7, 8), random(7, 8, seed=1)
+        tritium.rotary_position_embedding(x, cos, sin)
+        out = tritium.rotary_position_embedding(x, cos, sin)
+        held = [weakref.ref(tensor) for tensor in (x, cos, sin, out)]
+        del x, cos, sin, out
+        assert not any(ref() is not None for ref in held)
+
     def test_words_and_gradients_and_modes_make_another_call(self, compiled, asked):
         x, weight = random(2, 7, 8), random(8).abs()
         counts = []
@@ -192,6 +241,16 @@ def test_by_inductor_itself(monkeypatch):
                 out, again[tokens] = made.first(given)
                 assert again[tokens] is not made
             torch.testing.assert_close(out, turned(x, cos, -sin, "rotated_half"))
+
+
+@pytest.mark.skipif(cpp.cannot_run() is not None, reason=str(cpp.cannot_run()))
+def test_frozen_weights_are_no_other_layer_s():
+    made = Generated(ops.catalog()["rms_norm"].reference)
+    x, weights = random(2, 8), [torch.full((8,), float(number)) for number in (1, 2)]
+    with torch._inductor.config.patch(freezing=True), torch.no_grad():
+        _, again = made.first((x, nn.Parameter(weights[0]), 1e-6, None))
+        out = again(x, nn.Parameter(weights[1]), 1e-6, None)
+    torch.testing.assert_close(out, F.rms_norm(x, (8,), weights[1], 1e-6))
 
 
 class TestForms:
@@ -760,12 +819,11 @@ class TestRegions:
             tritium.group_norm_silu(x, 4, torch.ones(4))
 
     @pytest.mark.parametrize("fused", [True, False])
-    def test_the_norm_of_one_number_is_zero(self, fused):
-        weight, bias = random(3), random(3, seed=1)
-        for batch in (1, 2):
-            out = tritium.group_norm_silu(random(batch, 3, 1), 3, weight, bias, fused=fused)
-            # What is left of a number minus itself, in float32, is divided by the root of eps.
-            torch.testing.assert_close(out, F.silu(bias)[None, :, None].expand(batch, 3, 1), rtol=0, atol=1e-4)
+    def test_one_number_has_no_norm(self, fused):
+        with pytest.raises(ArgumentError, match=r"more than one number to norm, got groups=3 of x \(1, 3, 1\)"):
+            tritium.group_norm_silu(random(1, 3, 1), 3, fused=fused)
+        # As in PyTorch, which asks of a whole batch.
+        assert tritium.group_norm_silu(random(2, 3, 1), 3, fused=fused).shape == (2, 3, 1)
 
 
 NORM, SMALL_NORM = nn.LayerNorm(8), tritium.RMSNorm(8)

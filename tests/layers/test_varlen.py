@@ -185,6 +185,8 @@ class TestWhoComputes:
         def by(name):
             def kernel(q, k, v, cu_q, cu_k, longest, scale, causal):
                 assert cu_q.dtype == cu_k.dtype == torch.int32
+                assert cu_q.is_contiguous()
+                assert cu_k.is_contiguous()
                 names.append((name, longest))
                 return alone(q, k, v, cu_q, cu_k, scale, causal)
 
@@ -249,6 +251,23 @@ class TestWhoComputes:
         tritium.attention_forward_varlen(*(wide[..., 4:12] for _ in range(3)), [0, 8], [0, 8])
         assert [name for name, _ in asked] == ["nested"]
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_boundaries_that_lie_apart(self, asked, dtype):
+        q = stream(8, 2, 8, 0, dtype)
+        cu = torch.tensor([[0, 1], [5, 1], [8, 1]], dtype=torch.int32)[:, 0]
+        exact = exact_of(q, q, q, [0, 5, 8], [0, 5, 8])
+        assert_no_worse(tritium.attention_forward_varlen(q, q, q, cu, cu), exact.to(dtype), exact)
+        assert len(asked) == 1
+
+    def test_more_segments_than_a_launch_takes(self, asked, monkeypatch):
+        monkeypatch.setattr(varlen, "MOST_NESTED", 2)
+        q = stream(8, 2, 8, 0)
+        for cu, together in (([0, 5, 8], 1), ([0, 5, 6, 8], 0)):
+            asked.clear()
+            exact = exact_of(q, q, q, cu, cu)
+            assert_no_worse(tritium.attention_forward_varlen(q, q, q, cu, cu), exact.float(), exact)
+            assert len(asked) == together
+
     def test_no_gradients_are_lost(self, asked):
         q = stream(8, 2, 8, 0).requires_grad_()
         tritium.attention_forward_varlen(q, q, q, [0, 8], [0, 8]).sum().backward()
@@ -310,4 +329,43 @@ class TestTorchsOwn:
 
         assert self.call(monkeypatch, function) is None
         assert self.call(monkeypatch, lambda q, *rest, scale: q, causal=True) is None
+        assert self.call(monkeypatch, None) is None
+
+
+class TestTheKernelOfNestedTensors:
+    def call(self, monkeypatch, operator, heads=(2, 2), expanded=False):
+        monkeypatch.setattr(torch.ops.aten, "_efficient_attention_forward", operator, raising=False)
+        q, k = stream(5, heads[0], 8, 0), stream(6, 1 if expanded else heads[1], 8, 1)
+        k = k.expand(-1, heads[1], -1)
+        cu = torch.tensor([0, 5]), torch.tensor([0, 6])
+        return compat_attention.nested_attention(q, k, k, *cu, (5, 6), 0.5, True)
+
+    @pytest.mark.parametrize(("heads", "expanded"), [((2, 2), False), ((4, 2), False), ((4, 4), True)])
+    def test_what_it_is_given(self, monkeypatch, heads, expanded):
+        def operator(q, k, v, bias, cu_q, cu_k, max_q, max_k, dropout, kind, wants_sums, *, scale):
+            assert (bias, max_q, max_k, dropout, kind, wants_sums, scale) == (None, 5, 6, 0.0, 2, False, 0.5)
+            assert q.shape[:3] == (1, 5, heads[0])
+            assert k.shape[:3] == v.shape[:3] == (1, 6, heads[0])
+            assert k.stride(2) == v.stride(2) == 8
+            return q, None
+
+        assert self.call(monkeypatch, operator, heads, expanded).shape == (5, heads[0], 8)
+
+    @pytest.mark.parametrize(
+        ("words", "told"),
+        [
+            ("cutlassF: no kernel found to launch!", False),
+            ("USE_MEM_EFF_ATTENTION was not enabled for build.", False),
+            ("CUDA error: misaligned address", True),
+        ],
+    )
+    def test_where_there_is_none(self, monkeypatch, words, told):
+        def operator(*arguments, scale):
+            raise RuntimeError(words)
+
+        if told:
+            with pytest.raises(RuntimeError, match=words):
+                self.call(monkeypatch, operator)
+        else:
+            assert self.call(monkeypatch, operator) is None
         assert self.call(monkeypatch, None) is None

@@ -31,6 +31,7 @@ from tritium.compat.dynamo import (
     marked_dynamic,
     module_path,
     passes_through,
+    replaces_functions,
     size_hint,
     source_name,
     steers_dynamo,
@@ -54,6 +55,7 @@ from tritium.compat.inductor import (
     setting,
     start_hashing,
     unknown_settings,
+    uses_cuda_graphs,
     vector_isas,
 )
 from tritium.compat.kernels import (
@@ -207,6 +209,7 @@ __all__ = [
     "reduces_contiguous_rows",
     "reduction_reads",
     "region_of",
+    "replaces_functions",
     "salted_pass",
     "setting",
     "share_libraries",
@@ -223,6 +226,7 @@ __all__ = [
     "triton_kernel",
     "unknown_settings",
     "untraced",
+    "uses_cuda_graphs",
     "vector_isas",
     "version_text",
     "versions",

@@ -176,14 +176,21 @@ def nested_attention(
 
     It gives no gradients, and rows that see no key come out as whatever was in memory. Causality is aligned to the last key.
     """
-    if not hasattr(torch.ops.aten, "_efficient_attention_forward"):
+    operator = getattr(torch.ops.aten, "_efficient_attention_forward", None)
+    if operator is None:
         return None
     group = q.shape[1] // k.shape[1]
     if group > 1:
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    # Heads that are one in memory make it take rows of several heads together.
+    streams = (stream if stream.stride(1) else stream.contiguous() for stream in (q, k, v))
     aligned = _TO_THE_LAST_KEY if causal else _NOT_CAUSAL
-    streams = (stream.unsqueeze(0) for stream in (q, k, v))
-    out = torch.ops.aten._efficient_attention_forward(
-        *streams, None, cu_q, cu_k, *longest, 0.0, aligned, False, scale=scale
-    )
+    try:
+        given = (stream.unsqueeze(0) for stream in streams)
+        out = operator(*given, None, cu_q, cu_k, *longest, 0.0, aligned, False, scale=scale)
+    except RuntimeError as error:
+        # Of a GPU that is newer than this version, or a build that left it out.
+        if any(words in str(error) for words in ("no kernel found", "not enabled for build")):
+            return None
+        raise
     return out[0].squeeze(0)  # type: ignore[no-any-return]

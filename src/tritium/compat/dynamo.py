@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._device import DeviceContext
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,14 @@ def is_watched() -> bool:
         or _modes_before_dispatch() != 0
         or torch._C._get_tracing_state() is not None
     )
+
+
+def replaces_functions() -> bool:
+    """Whether a mode is on that may compute PyTorch's functions in another way. A default device is one that does not."""
+    if torch._C._len_torch_function_stack() == 0:
+        return False
+    modes = (torch._C._get_function_stack_at(index) for index in range(torch._C._len_torch_function_stack()))
+    return any(not isinstance(mode, DeviceContext) for mode in modes)
 
 
 _modes_before_dispatch: Callable[[], int] = torch._ops._len_torch_dispatch_stack_pre_dispatch

@@ -43,6 +43,11 @@ def setting(name: str) -> Any:
     return getattr(inductor_config(), name)
 
 
+def uses_cuda_graphs() -> bool:
+    """Whether what is compiled now is recorded as CUDA graphs by Inductor."""
+    return bool(inductor_config().triton.cudagraphs)
+
+
 def unknown_settings(names: Sequence[str]) -> list[str]:
     known = inductor_settings() if names else {}
     return [name for name in names if name not in known]

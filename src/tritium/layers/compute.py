@@ -65,7 +65,7 @@ def compute(layer: Layer, fused: bool, *given: Any) -> Any:
 
 def _form(layer: Layer, fused: Any, given: Sequence[Any]) -> Hashable | None:
     """All that checks and choices depend on; None where that cannot be told: these take the long way every time."""
-    if type(fused) is not bool:
+    if type(fused) is not bool or compat.replaces_functions():
         return None
     form: list[Any] = [layer.op.name, fused, compat.is_watched()]
     return tuple(form) if _extend(form, given, torch.is_grad_enabled()) else None

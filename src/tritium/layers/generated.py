@@ -1,7 +1,8 @@
 """What Inductor makes of a function, called past Dynamo where that is known to be right.
 
 At every call Dynamo asks whether what it compiled still holds, which takes the host longer than a small kernel runs. Whoever
-knows that a call has the form of one before, to every size, stride, dtype and word, can call what that one called.
+knows that a call has the form of one before, to every size, stride, dtype and word, can call what that one called, if all
+that its graph took were these tensors: Dynamo also makes constants of some, and knows them by identity.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class Generated:
             result = self._by_dynamo(*arguments)
         finally:
             self._listener.runs = None
-        return result, (_again(runs[0], arguments, result) if len(runs) == 1 else None) or self
+        # CUDA graphs have to be told where a call begins, which Dynamo does.
+        again = _again(runs[0], arguments, result) if len(runs) == 1 and not compat.uses_cuda_graphs() else None
+        return result, again or self
 
 
 def _again(run: _Run, arguments: tuple[Any, ...], result: Any) -> Callable[..., Any] | None:
@@ -72,25 +75,30 @@ def _again(run: _Run, arguments: tuple[Any, ...], result: Any) -> Callable[..., 
     # One that is given twice is one input of the graph; the next call may give two.
     if len(places) < len(tensors):
         return None
+    # What the graph takes, as places in the arguments with these numbers behind them.
     taken: list[int] = []
-    given = arguments
+    numbers: tuple[int, ...] = ()
     for value in run.inputs:
         if isinstance(value, torch.Tensor) and id(value) in places:
             taken.append(places[id(value)])
         elif type(value) is int:
-            # A size, which is part of the form.
-            taken.append(len(given))
-            given = (*given, value)
+            # A size or a stride, which the form fixes. Or where a tensor begins in its storage, which no kernel is told: it is
+            # given the tensor's own address.
+            taken.append(len(arguments) + len(numbers))
+            numbers += (value,)
         else:
             return None
-    sizes = given[len(arguments) :]
+    # A tensor that is no input has become part of the code: one that was marked as static, or frozen.
+    if not set(tensors) <= set(taken):
+        return None
     which = next((index for index, value in enumerate(run.outputs) if value is result), None)
     if which is None or not taken:
         return None
     compiled = run.compiled
+    # Of a single place, itemgetter would give the value itself, and not a tuple of it.
     pick = operator.itemgetter(*taken) if len(taken) > 1 else operator.itemgetter(slice(taken[0], taken[0] + 1))
 
-    def again(*arguments: Any) -> Any:
-        return compiled(*pick(arguments + sizes))[which]
+    def again(*given: Any) -> Any:
+        return compiled(*pick(given + numbers))[which]
 
     return again

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -43,6 +44,8 @@ def _check(
         raise ArgumentTypeError(f"groups must be a whole number, got {groups!r}")
     if x.dim() < 2 or groups < 1 or x.shape[1] % groups:
         raise ArgumentError(f"x must be [B, C, ...] with C divisible by groups={groups}, got {tuple(x.shape)}")
+    if x.shape[0] * x.shape[1] // groups * math.prod(x.shape[2:]) == 1:
+        raise ArgumentError(f"there must be more than one number to norm, got groups={groups} of x {tuple(x.shape)}")
     for name, value in (("weight", weight), ("bias", bias)):
         checks.tensor(name, value, optional=True)
         checks.shape(name, value, (x.shape[1],))

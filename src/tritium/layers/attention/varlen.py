@@ -17,6 +17,9 @@ from tritium.layers.autocast import as_autocast_has_it
 
 WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
+# Segments are one of the sizes of a launch, which a GPU takes up to here.
+MOST_NESTED = 65_535
+
 _LIBRARY = torch.library.Library("tritium", "FRAGMENT")
 _LIBRARY.define(
     "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k, int? max_q, int? max_k, float scale, "
@@ -51,7 +54,7 @@ def attention_forward_varlen(
         v: As k.
         cu_seqlens_q: Where segments begin and where the last one ends: [0, 3, 3, 8] are segments of 3, 0 and 5.
         cu_seqlens_k: The same for the keys, of as many segments.
-        max_seqlen_q: The longest segment, or more; on a GPU giving it saves a wait for the device.
+        max_seqlen_q: The longest segment, or more; on a GPU giving both saves a wait for the device in half precision.
         max_seqlen_k: The same for the keys.
         dropout_p: 0: there is no dropout.
         softmax_scale: D ** -0.5 if None.
@@ -168,7 +171,7 @@ def _varlen(
 ) -> torch.Tensor:
     if not _lies_for_kernels(q, k, v):
         return by_segment(q, k, v, cu_q, cu_k, scale, causal, max_q, max_k)
-    places = cu_q.to(torch.int32), cu_k.to(torch.int32)
+    places = cu_q.to(torch.int32).contiguous(), cu_k.to(torch.int32).contiguous()
     if _flash_takes(q, v):
         longest = max_q, max_k
         if max_q is None or max_k is None:
@@ -180,7 +183,9 @@ def _varlen(
     if _nested_takes(q, k, v):
         queries, keys = _lengths("cu_seqlens_q", cu_q, q, max_q), _lengths("cu_seqlens_k", cu_k, k, max_k)
         # It leaves rows that see no key as they were.
-        if all(own == 0 or own <= other or (other and not causal) for own, other in zip(queries, keys, strict=True)):
+        if len(queries) <= MOST_NESTED and all(
+            own == 0 or own <= other or (other and not causal) for own, other in zip(queries, keys, strict=True)
+        ):
             out = compat_attention.nested_attention(q, k, v, *places, (max(queries), max(keys)), scale, causal)
             if out is not None:
                 return out.contiguous()

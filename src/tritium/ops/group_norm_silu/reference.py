@@ -22,10 +22,8 @@ def reference(
     offset: torch.Tensor | None = None,
 ) -> torch.Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
-    own_weight, own_bias = (None if part is None else part.to(wide) for part in (weight, bias))
-    # Not by torch.nn.functional: there, a single number is refused, whose norm kernels give as zero.
-    normed = torch.group_norm(with_offset(x.to(wide), offset), groups, own_weight, own_bias, eps)
-    out = F.silu(normed).to(out_dtype or x.dtype)
+    own = {name: part.to(wide) for name, part in (("weight", weight), ("bias", bias)) if part is not None}
+    out = F.silu(F.group_norm(with_offset(x.to(wide), offset), groups, eps=eps, **own)).to(out_dtype or x.dtype)
     return laid_as(x, out)
 
 
