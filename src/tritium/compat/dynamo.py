@@ -54,15 +54,15 @@ def is_watched() -> bool:
     )
 
 
+_modes_before_dispatch: Callable[[], int] = torch._ops._len_torch_dispatch_stack_pre_dispatch
+
+
 def replaces_functions() -> bool:
     """Whether a mode is on that may compute PyTorch's functions in another way. A default device is one that does not."""
     if torch._C._len_torch_function_stack() == 0:
         return False
     modes = (torch._C._get_function_stack_at(index) for index in range(torch._C._len_torch_function_stack()))
     return any(not isinstance(mode, DeviceContext) for mode in modes)
-
-
-_modes_before_dispatch: Callable[[], int] = torch._ops._len_torch_dispatch_stack_pre_dispatch
 
 
 def is_transformed() -> bool:
