@@ -1,5 +1,6 @@
 """Sparse attention over layers and steps, and on a stock model."""
 
+import copy
 import gc
 import pickle
 
@@ -370,12 +371,17 @@ class TestStock:
         assert not [warning for warning in recwarn if issubclass(warning.category, RuntimeWarning)]
 
     @torch.inference_mode()
-    def test_a_model_can_be_pickled_meanwhile(self):
+    def test_copies_that_are_made_meanwhile_are_dense(self):
         model, inputs, layout = self.model()
         before = model(**inputs)[0]
-        with tritium.set_sparse_attention(model, layout, sparsity=0.7, dense_steps=1):
-            assert pickle.dumps(model)
-        assert torch.equal(model(**inputs)[0], before)
+        with tritium.set_sparse_attention(model, layout, sparsity=0.7) as handle:
+            copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+            for one in copies:
+                assert torch.equal(one(**inputs)[0], before)
+            # A copy counts nothing of the model's.
+            assert handle._counter.sparse == 0
+        for one in (model, *copies):
+            assert torch.equal(one(**inputs)[0], before)
 
     def test_where_the_time_is(self):
         class Own(torch.nn.Module):

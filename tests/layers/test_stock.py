@@ -201,15 +201,34 @@ def test_a_processor_that_layers_share_is_served_once(unet):
         layer.processor = processor
 
 
+@pytest.mark.parametrize("make", ["flux", "unet"])
 @torch.inference_mode()
-def test_copies_of_an_older_model_are_nobody_s(unet):
-    model, inputs = unet
-    plain, before = model(*inputs)[0], [one[1:] for one in processors(model)]
-    with tritium.set_attention(model, opt_mode="manual", op_type="math"):
-        copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+def test_copies_are_nobody_s(make, unet):
+    model, inputs = (flux(), flux_inputs()) if make == "flux" else unet
+
+    def call(model):
+        return model(**inputs)[0] if isinstance(inputs, dict) else model(*inputs)[0]
+
+    plain, before = call(model), [one[1:] for one in processors(model)]
+    with tritium.set_attention(model, opt_mode="manual", op_type="math"), tritium.set_attention(model):
+        copies = copy.deepcopy(model), copy.copy(model), pickle.loads(pickle.dumps(model))
+        served = [one[1:] for one in processors(model)]
+        assert served != before
+        # One that is not deep has the processors themselves.
+        assert [one[1:] for one in processors(copies[1])] == served
     for one in copies:
         assert [found[1:] for found in processors(one)] == before
-        assert torch.equal(one(*inputs)[0], plain)
+        assert torch.equal(call(one), plain)
+
+
+def test_a_copy_has_what_somebody_else_has_set_meanwhile():
+    model = flux()
+    with tritium.set_attention(model):
+        model.set_attention_backend("native")
+        copied = copy.deepcopy(model)
+    assert [one[1:] for one in processors(copied)] == [one[1:] for one in processors(model)]
+    assert {one[2]["_attention_backend"].value for one in processors(copied)} == {"native"}
+    assert not any(found.__name__.startswith("Tritium") for _, found, _ in processors(model))
 
 
 @pytest.mark.parametrize(

@@ -102,8 +102,9 @@ class _Place:
     """A processor: what it had before anybody served it, and who has done so since, the last of whom does."""
 
     processor: weakref.ref[Any]
-    # Whether diffusers' dispatcher asks it for a name; otherwise its class is another one meanwhile.
+    # Whether diffusers' dispatcher asks it for a name. Otherwise its calls are intercepted, by another class meanwhile.
     asked: bool
+    # The name, or the class.
     original: Any
     served: list[tuple[Any, Attend]] = field(default_factory=list)
     # What it has while it is served; something else was put there by somebody else, and is his.
@@ -126,9 +127,13 @@ class _Place:
         def undo() -> None:
             self.served = [other for other in self.served if other is not own]
             processor = self.processor()
-            mine = processor is not None and _PLACES.get(processor) is self
-            if mine and _held(processor, asked=self.asked) is self.applied:
+            if processor is None or _PLACES.get(processor) is not self:
+                return
+            if _held(processor, asked=self.asked) is self.applied:
                 self._put(self.served[-1] if self.served else None)
+            elif self.asked and not self.served:
+                # The name is somebody else's by now; the class is not.
+                processor.__class__ = _own_class(processor)
 
         return undo
 
@@ -142,10 +147,22 @@ class _Place:
             self.applied = server[0] if self.asked else _intercepting(self.original, server[1])
         if not self.asked:
             processor.__class__ = self.applied
-        elif self.applied is _ABSENT:
-            vars(processor).pop("_attention_backend", None)
-        else:
-            processor._attention_backend = self.applied
+            return
+        _set_backend(vars(processor), self.applied)
+        own = _own_class(processor)
+        processor.__class__ = own if server is None else _copied_as_it_was(own)
+
+
+def _own_class(processor: Any) -> type:
+    """The class of a processor that is asked for a name, served or not."""
+    return getattr(type(processor), "_tritium_serves", type(processor))
+
+
+def _set_backend(state: dict[str, Any], backend: Any) -> None:
+    if backend is _ABSENT:
+        state.pop("_attention_backend", None)
+    else:
+        state["_attention_backend"] = backend
 
 
 def _held(processor: Any, *, asked: bool) -> Any:
@@ -289,16 +306,30 @@ def _intercepting(cls: type, attend: Attend) -> type:
         with _Replaced(attend):
             return plain(self, *args, **kwargs)
 
+    return _another_class(cls, {"__call__": call})
+
+
+@functools.cache
+def _copied_as_it_was(cls: type) -> type:
+    """A processor's class, for as long as one that is asked for a name is served: all that differs is how it is copied."""
+    return _another_class(cls, {"_tritium_serves": cls})
+
+
+def _another_class(cls: type, body: Mapping[str, Any]) -> type:
+    """A class for a processor that is served; a copy of it, and a pickle, has what the processor had before."""
+
     def reduced(self: Any, protocol: Any) -> tuple[Any, ...]:
         del protocol
-        return _processor_of, (cls, vars(self).copy())
+        state, place = vars(self).copy(), _PLACES.get(self)
+        if place is not None and place.asked and _held(self, asked=True) is place.applied:
+            _set_backend(state, place.original)
+        return _processor_of, (cls, state)
 
-    body = {"__call__": call, "__module__": cls.__module__, "__reduce_ex__": reduced}
-    return type(f"Tritium{cls.__name__}", (cls,), body)
+    return type(f"Tritium{cls.__name__}", (cls,), {"__module__": cls.__module__, "__reduce_ex__": reduced, **body})
 
 
 def _processor_of(cls: type, state: Mapping[str, Any]) -> Any:
-    """A copy of a processor that was intercepted: no handle would give it its class back, so it has it."""
+    """A copy of a processor that was served: no handle would give it back what it had, so it has it."""
     made: Any = object.__new__(cls)
     vars(made).update(state)
     return made
