@@ -120,11 +120,6 @@ def _varlen() -> Callable[..., Any] | None:
     return getattr(module, "varlen_attn", None)
 
 
-def varlen_obstacle() -> str | None:
-    """Why torch's attention over segments cannot be used in this version, or None."""
-    return None if _varlen() is not None else f"torch {torch.__version__} has no torch.nn.attention.varlen"
-
-
 def varlen_attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -221,9 +221,14 @@ def _tile_options(q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -
     if room is None:
         return None
     queries, keys, stages, warps = tile_for_a_wide_mask(q.shape[3], v.shape[3], q.element_size(), room)
-    # Few queries would be computed by another kernel, which has tiles of its own.
-    own = {"FORCE_USE_FLEX_ATTENTION": True}
-    return {"BLOCK_M": queries, "BLOCK_N": keys, "num_stages": stages, "num_warps": warps, **own}
+    return {
+        "BLOCK_M": queries,
+        "BLOCK_N": keys,
+        "num_stages": stages,
+        "num_warps": warps,
+        # Few queries would be computed by another kernel, which has tiles of its own.
+        "FORCE_USE_FLEX_ATTENTION": True,
+    }
 
 
 def _decline_flex(request: Request) -> str | None:

@@ -169,7 +169,8 @@ def _varlen(
     scale: float,
     causal: bool,
 ) -> torch.Tensor:
-    if not _lies_for_kernels(q, k, v):
+    # The operators of kernels have no rules for transforms.
+    if compat.is_transformed() or not _lies_for_kernels(q, k, v):
         return by_segment(q, k, v, cu_q, cu_k, scale, causal, max_q, max_k)
     places = cu_q.to(torch.int32).contiguous(), cu_k.to(torch.int32).contiguous()
     if _flash_takes(q, v):
@@ -183,9 +184,7 @@ def _varlen(
     if _nested_takes(q, k, v):
         queries, keys = _lengths("cu_seqlens_q", cu_q, q, max_q), _lengths("cu_seqlens_k", cu_k, k, max_k)
         # It leaves rows that see no key as they were.
-        if len(queries) <= MOST_NESTED and all(
-            own == 0 or own <= other or (other and not causal) for own, other in zip(queries, keys, strict=True)
-        ):
+        if len(queries) <= MOST_NESTED and _all_see_a_key(queries, keys, causal):
             out = compat_attention.nested_attention(q, k, v, *places, (max(queries), max(keys)), scale, causal)
             if out is not None:
                 return out.contiguous()
@@ -195,7 +194,7 @@ def _varlen(
 def _lies_for_kernels(*streams: torch.Tensor) -> bool:
     """Whether streams lie on a GPU as kernels read them: heads side by side, each at a multiple of 16 bytes."""
     capability = device.capability(streams[0].device)
-    if capability is None or capability < (8, 0) or compat.is_transformed():
+    if capability is None or capability < (8, 0):
         return False
 
     def is_aligned(stream: torch.Tensor) -> bool:
@@ -213,6 +212,12 @@ def _flash_takes(q: torch.Tensor, v: torch.Tensor) -> bool:
 def _nested_takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether the kernel of nested tensors takes them: float32, and heads that FlashAttention has no kernel for."""
     return q.dtype in (torch.float16, torch.bfloat16, torch.float32) and not checks.needs_gradients(q, k, v)
+
+
+def _all_see_a_key(queries: list[int], keys: list[int], causal: bool) -> bool:
+    """Whether every query of segments of these lengths sees a key."""
+    pairs = zip(queries, keys, strict=True)
+    return all(own == 0 or (own <= other if causal else other > 0) for own, other in pairs)
 
 
 def _lengths(name: str, places: torch.Tensor, stream: torch.Tensor, longest: int | None = None) -> list[int]:
