@@ -10,7 +10,7 @@ from torch import nn
 import small_pipelines
 import tritium
 from tritium import Backend, CompilationConfig, Plan, Shapes, compat
-from tritium.compiler.capture import Region, Spec, share
+from tritium.compiler.capture import Region, Spec, idle
 from tritium.report import GraphRecord
 
 pytestmark = pytest.mark.gpu
@@ -136,27 +136,36 @@ class TestPool:
 
 
 class TestAuto:
-    def test_the_share_of_long_and_of_short_kernels(self):
-        big = torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16)
-        small = torch.ones(8, device=DEVICE)
-
-        def compute_bound():
-            for _ in range(4):
-                big @ big
-
-        def launch_bound():
-            for _ in range(200):
-                small.add(1)
-
-        assert share.idle_share(*share.measure(compute_bound)) < 0.05
-        assert share.idle_share(*share.measure(launch_bound)) > 0.3
-
-    def test_the_report_has_the_figure(self):
-        f = torch.compile(block(), backend=Backend(CompilationConfig(graphs="auto")))
+    def decided(self, model, x):
+        """The report's row of a model after enough calls; each call ends before the next one, as a caller may do."""
+        f = torch.compile(model, backend=Backend(CompilationConfig(graphs="auto", engine="eager")))
         with torch.inference_mode():
-            f(torch.randn(8, 64, device=DEVICE, dtype=torch.bfloat16))
-        entry = next(entry for entry in tritium.explain(f).passes if entry["name"] == "capture")
-        assert "the device is idle for" in (entry["summary"] or entry["declined"])
+            expected = model(x)
+            for _ in range(idle.CALLS_TO_DECIDE + 2):
+                torch.testing.assert_close(f(x), expected)
+                torch.cuda.synchronize()
+        return next(entry for entry in tritium.explain(f).passes if entry["name"] == "capture"), f
+
+    def test_long_kernels_are_left_alone(self):
+        big = torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16) / 90
+
+        def compute_bound(x):
+            for _ in range(4):
+                x = x @ big
+            return x
+
+        entry, _ = self.decided(compute_bound, big)
+        assert "graphs='auto'" in entry["declined"]
+
+    def test_short_kernels_are_captured(self):
+        def launch_bound(x):
+            for place in range(200):
+                x = (x + place).sin()
+            return x
+
+        entry, f = self.decided(launch_bound, torch.ones(8, device=DEVICE))
+        assert "the device was idle for" in entry["summary"]
+        assert all(row["declined"] is None for row in tritium.explain(f).captures)
 
 
 @pytest.mark.codegen

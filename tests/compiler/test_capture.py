@@ -1,10 +1,11 @@
 """Static graphs: what a replay must not get wrong. Emulated on a CPU, where it is as strict; on a GPU with CUDA's graphs."""
 
-import contextlib
 import dataclasses
 import gc
 import threading
 import weakref
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from torch import nn
 import tritium
 from tritium import Backend, CompilationConfig
 from tritium.bench.transformers import PIXART
-from tritium.compiler.capture import Region, Spec, share
+from tritium.compiler.capture import Region, Spec, idle
 from tritium.compiler.capture.graph import WARM_UPS, lane_of
+from tritium.compiler.capture.idle import Decisions
 from tritium.compiler.capture.region import MOST_MOVES, MOST_RETURNS
 from tritium.report import GraphRecord, PassRecord
 
@@ -741,63 +743,143 @@ class TestAuto:
         entry = next(entry for entry in report.passes if entry["name"] == "capture")
         assert "a CPU launches nothing" in entry["declined"]
 
-    @pytest.mark.parametrize(("busy", "elapsed", "captured"), [(300, 1000, True), (999, 1000, False), (10, 0, False)])
-    def test_the_decision_follows_the_figures(self, busy, elapsed, captured):
-        entry = PassRecord("capture", changed=True)
-        record = GraphRecord("0/0", "run", "eager", "cpu")
-        decide = share.decision(entry, lambda run: (busy, elapsed))
-        f = Region(lambda x: x + 1, Spec(("x",)), AUTO, record, decide)
-        assert f(torch.ones(2)).tolist() == [2.0, 2.0]
-        assert f(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
-        assert len(f) == (2 if captured else 0)
-        said = entry.summary if captured else entry.declined
-        assert "the device is idle for" in said
-        assert ("70 %" in said) == captured
+    def test_a_device_that_waits_is_captured(self, timed):
+        f, entry, record = timed(host=[8.0], device=8.0, replay=5.0)
+        f.call(idle.CALLS_TO_DECIDE)
+        assert len(f.region) == 1
+        assert record.captures[0].declined is None
+        assert entry.summary == "graphs='auto': the device was idle for 38 % of a call (8.00 ms, 5.00 ms replayed)"
+        assert f.ran == idle.CALLS_TO_DECIDE + WARM_UPS + 1, "besides the caller's, only the runs that a capture needs"
+
+    def test_a_replay_that_saves_little_is_dropped(self, timed):
+        f, entry, record = timed(host=[8.0], device=8.0, replay=7.92)
+        f.call(idle.CALLS_TO_DECIDE + 2)
+        assert len(f.region) == 0
+        assert entry.declined == record.captures[0].declined
+        assert entry.declined.endswith("idle for 1 % of a call (8.00 ms, 7.92 ms replayed): less than 5 %")
+
+    def test_a_device_that_is_behind_is_left_alone(self, timed):
+        f, entry, record = timed(host=[1.0], device=8.0, replay=8.0)
+        f.call(idle.CALLS_TO_DECIDE)
+        assert f.ran == idle.CALLS_TO_DECIDE, "nothing was captured"
+        assert "the host issues a call in 1.00 of 8.00 ms" in entry.declined
+        assert record.captures[0].declined == entry.declined
+
+    def test_calls_that_begin_on_a_busy_device_do_not_wait(self, timed):
+        f, entry, _ = timed(host=[8.0], device=8.0, replay=5.0, began_idle=False)
+        f.call(idle.CALLS_TO_DECIDE)
+        assert len(f.region) == 0
+        assert "3 of 3 calls began while it was busy" in entry.declined
+
+    def test_one_slow_host_call_decides_nothing(self, timed):
+        f, entry, _ = timed(host=[1.0, 8.0, 1.0], device=8.0, replay=5.0)
+        f.call(idle.CALLS_TO_DECIDE)
+        assert entry.declined is not None
+
+    def test_nothing_waits_for_marks_that_the_device_has_not_reached(self, timed):
+        f, _, record = timed(host=[8.0], device=8.0, replay=5.0)
+        f.done = False
+        f.call(20)
+        assert len(f.region) == 0
+        assert record.captures[0].declined == idle.UNDECIDED
+        f.done = True
+        f.call(idle.CALLS_TO_DECIDE)
+        assert len(f.region) == 1
+
+    def test_each_shape_has_its_own_answer(self, timed):
+        f, entry, record = timed(host=[8.0], device=8.0, replay=5.0)
+        f.call(idle.CALLS_TO_DECIDE, size=2)
+        f.host = [1.0]
+        f.call(idle.CALLS_TO_DECIDE, size=3)
+        assert [row.declined is None for row in record.captures] == [True, False]
+        assert entry.changed
+        assert "idle for 38 %" in entry.summary
+        assert "does not wait" in entry.summary
+
+    def test_other_weights_take_the_decision_of_the_shape(self, timed):
+        f, _, record = timed(host=[8.0], device=8.0, replay=5.0)
+        f.call(idle.CALLS_TO_DECIDE)
+        other = torch.ones(1)
+        f.call(1, weight=other)
+        assert len(f.region) == 2
+        assert all(row.declined is None for row in record.captures)
 
     def test_each_piece_of_a_graph_has_its_own_answer(self):
         entry = PassRecord("capture", changed=True, summary="cut at 1 boundary op")
-        record = GraphRecord("0/0", "run", "eager", "cpu")
-        figures = iter([(300, 1000), (999, 1000)])
-        decide = share.decision(entry, lambda run: next(figures))
-        pieces = [Region(lambda x: x + 1, Spec(("x",), piece=place), AUTO, record, decide) for place in (0, 2)]
-        for piece in pieces:
-            piece(torch.ones(2))
-        assert [len(piece) for piece in pieces] == [1, 0]
-        assert entry.changed
+        decisions = Decisions(entry)
+        first, second = decisions.of((0, "x")), decisions.of((2, "x"))
+        assert first is not second
+        first._settle(why="idle")
+        second._settle(declined="busy")
+        assert entry.summary == "cut at 1 boundary op; graphs='auto': idle; busy"
         assert entry.declined is None
-        assert entry.summary.startswith("cut at 1 boundary op; graphs='auto': the device is idle for 70 %")
-        assert "idle for 0 %" in entry.summary
-        assert [row.declined is None for row in record.captures] == [True, False]
 
-    def test_measuring_has_its_turn_before_the_lock(self, monkeypatch):
-        """Who has the turn may need the lock: the other way round the two would wait for each other."""
-        from tritium import turns
+    def test_a_capture_that_fails_leaves_the_calls_right(self, timed):
+        f, _, record = timed(host=[8.0], device=8.0, replay=5.0)
+        f.region._capture = lambda entry, args: (_ for _ in ()).throw(RuntimeError("no memory"))
+        with pytest.warns(RuntimeWarning, match="could not be captured"):
+            f.call(idle.CALLS_TO_DECIDE)
+        assert record.captures[0].declined == "RuntimeError: no memory"
 
-        lane, seen = lane_of(torch.device("cpu")), []
 
-        @contextlib.contextmanager
-        def turn(device_type):
-            seen.append((device_type, lane.lock._is_owned()))
-            yield
+@dataclass
+class Timed:
+    """A region on a device whose clock a test sets: `device` ms a call, `replay` ms a replay, `host` ms to issue one."""
 
-        monkeypatch.setattr(turns, "turn", turn)
-        record = GraphRecord("0/0", "run", "eager", "cpu")
-        f = Region(lambda x: x + 1, Spec(("x",)), AUTO, record, lambda run: None)
-        f(torch.ones(2))
-        f(torch.ones(3))
-        assert seen == [("cpu", False)], "and only as long as there is something to decide"
+    host: list[float]
+    device: float
+    replay: float
+    began_idle: bool = True
+    done: bool = True
+    now: float = 0.0
+    ran: int = 0
+    # Kept: the captures of weights that are gone go with them.
+    weight: Any = field(default_factory=lambda: torch.ones(1))
+    region: Any = None
 
-    def test_what_cannot_be_measured_is_not_captured(self):
-        def measured(run):
-            raise RuntimeError("profiler is busy\nand more")
+    def run(self, x, weight):
+        self.ran += 1
+        return x * weight
 
-        entry = PassRecord("capture", changed=True)
-        record = GraphRecord("0/0", "run", "eager", "cpu")
-        f = Region(lambda x: x + 1, Spec(("x",)), AUTO, record, share.decision(entry, measured))
-        for size in (2, 3):
-            assert f(torch.ones(size)).tolist() == [2.0] * size
-        assert len(f) == 0
-        assert entry.declined == "graphs='auto': the share of idle time cannot be measured (profiler is busy)"
+    def call(self, count, size=2, weight=None):
+        weight = self.weight if weight is None else weight
+        for _ in range(count):
+            assert self.region(torch.full((size,), 3.0), weight).tolist() == [3.0] * size
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """A region under graphs="auto" whose marks read a clock of the test's own."""
+    state = Timed([], 0.0, 0.0)
+
+    class Mark:
+        def __init__(self):
+            self.at = state.now
+
+        def is_done(self):
+            return state.done
+
+        def until(self, later):
+            return later.at - self.at
+
+    def sampled(lane, run):
+        start = Mark()
+        result = run()
+        captured = any(entry.graph is not None for weights in state.region.sets for entry in weights.entries.values())
+        state.now += state.replay if captured else state.device
+        host = state.host[0] if len(state.host) == 1 else state.host.pop(0)
+        return idle.Sample(start, Mark(), host, state.began_idle), result
+
+    monkeypatch.setattr(idle, "sampled", sampled)
+
+    def make(**figures):
+        for name, value in figures.items():
+            setattr(state, name, value)
+        entry, record = PassRecord("capture", changed=True), GraphRecord("0/0", "run", "eager", "cpu")
+        state.region = Region(state.run, Spec(("x", "weight"), weights=(1,)), AUTO, record, Decisions(entry))
+        return state, entry, record
+
+    return make
 
 
 @pytest.mark.codegen

@@ -7,7 +7,7 @@
 5. `outputs`  how long a result stays valid, and what that costs
 6. `weights`  which weights a recording reads, and where they lay
 7. `region`   puts them together: one piece with its recordings, the least recently used of which make room
-8. `share`    whether recording pays at all, measured
+8. `idle`     whether a capture pays, from events around ordinary calls
 """
 
 from tritium.compiler.capture.region import Region

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,16 @@ class DeviceGraph(Protocol):
     """A recording: reads the static inputs and weights it saw, writes the results it returned."""
 
     def replay(self) -> None: ...
+
+
+class Mark(Protocol):
+    """A place in a stream, and when the device reached it."""
+
+    def is_done(self) -> bool:
+        """Whether the device has reached it; waits for nothing."""
+
+    def until(self, later: Any) -> float:
+        """Milliseconds to a later mark; both are done."""
 
 
 class Lane(Protocol):
@@ -55,6 +66,12 @@ class Lane(Protocol):
 
     def memory(self) -> int:
         """Bytes that the device's allocator has taken."""
+
+    def is_idle(self) -> bool:
+        """Whether the caller's stream has nothing left to do; waits for nothing."""
+
+    def mark(self) -> Mark:
+        """Mark the present end of the caller's stream."""
 
 
 class EmulatedGraph:
@@ -93,6 +110,19 @@ class EmulatedGraph:
                 without_repeats(tensor).fill_(float("nan"))
 
 
+class CpuMark:
+    """A CPU has done everything by the time a call returns."""
+
+    def __init__(self) -> None:
+        self._seconds = time.perf_counter()
+
+    def is_done(self) -> bool:
+        return True
+
+    def until(self, later: CpuMark) -> float:
+        return (later._seconds - self._seconds) * 1e3
+
+
 class CpuLane:
     """The emulation: as right and as wrong as CUDA's graphs where memory is concerned, and never faster."""
 
@@ -120,6 +150,26 @@ class CpuLane:
 
     def memory(self) -> int:
         return 0
+
+    def is_idle(self) -> bool:
+        return True
+
+    def mark(self) -> Mark:
+        return CpuMark()
+
+
+class CudaMark:
+    """A CUDA event on the caller's stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record(torch.cuda.current_stream(device))
+
+    def is_done(self) -> bool:
+        return bool(self._event.query())
+
+    def until(self, later: CudaMark) -> float:
+        return float(self._event.elapsed_time(later._event))
 
 
 class CudaLane:
@@ -223,6 +273,12 @@ class CudaLane:
 
     def memory(self) -> int:
         return torch.cuda.memory_reserved(self._device)
+
+    def is_idle(self) -> bool:
+        return bool(torch.cuda.current_stream(self._device).query())
+
+    def mark(self) -> Mark:
+        return CudaMark(self._device)
 
     def _side_stream(self) -> Any:
         if self._side is None:

@@ -5,7 +5,6 @@ Recordings are kept by set of weights; each set has its own buckets, of which th
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -13,8 +12,8 @@ from typing import Any
 
 import torch
 
-from tritium import turns
 from tritium.compiler.capture.graph import Lane, is_recording, lane_of, unchanged
+from tritium.compiler.capture.idle import UNDECIDED, Decision, Decisions
 from tritium.compiler.capture.inputs import StaticInputs
 from tritium.compiler.capture.key import bucket_text, key_of
 from tritium.compiler.capture.outputs import StaticOutputs, Way
@@ -34,9 +33,6 @@ RECORDED_ELSEWHERE = "somebody else was recording what this thread does"
 
 PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
-# Measures a call on static inputs and says why it should not be captured, or None.
-Decide = Callable[[Callable[[], Any]], str | None]
-
 
 class Region:
     """`run` with its recordings."""
@@ -47,7 +43,7 @@ class Region:
         spec: Spec,
         config: CompilationConfig,
         record: GraphRecord,
-        decide: Decide | None = None,
+        decisions: Decisions | None = None,
     ) -> None:
         self._run = run
         self._spec = spec
@@ -55,7 +51,7 @@ class Region:
         self._weight_list = list(spec.weights)
         self._config = config
         self._record = record
-        self._decide = decide
+        self._decisions = decisions
         self._written = set(spec.written)
         self._sets = WeightSets(self._forget)
         self._device: torch.device | None = None
@@ -70,12 +66,18 @@ class Region:
             self._tell_of_other_recording()
             return self._run(*args)
         entry = self._find(args)
-        if entry is None or entry.graph is None:
+        if entry is None:
             return self._run(*args)
         lane = lane_of(self._device_of(args))
+        if entry.graph is None:
+            decision = entry.decision
+            if decision is None:
+                return self._run(*args)
+            if not self._is_captured(entry, decision, lane, args):
+                return decision.call(lane, lambda: self._run(*args))
         with lane.lock:
             if self._is_ready(entry, lane):
-                return self._replay(entry, args)
+                return self._replayed(entry, lane, args)
         return self._run(*args)
 
     def clear(self) -> None:
@@ -107,7 +109,7 @@ class Region:
         except (TypeError, RuntimeError, NotImplementedError) as error:
             self._turn_off(f"an input cannot be part of a key ({type(error).__name__}: {error})")
             return None
-        with self._turn(), lane.lock:
+        with lane.lock:
             try:
                 weights = self._sets.find(list(args), self._weight_list)
             except (RuntimeError, NotImplementedError) as error:
@@ -123,12 +125,6 @@ class Region:
                 entry = self._make(weights, key, args)
             weights.entries.move_to_end(key)
             return entry
-
-    def _turn(self) -> contextlib.AbstractContextManager[None]:
-        """Who decides by measuring needs the device's turn, which is taken before any lock."""
-        if self._decide is None or self._device is None:
-            return contextlib.nullcontext()
-        return turns.turn(self._device.type)
 
     def _device_of(self, args: Sequence[Any]) -> torch.device:
         if self._device is None:
@@ -161,8 +157,36 @@ class Region:
         if weights.evictions[key] > MOST_RETURNS:
             row.declined = f"made room {weights.evictions[key]} times: more buckets are in turn than max_captures"
             return entry
+        if self._decisions is not None:
+            entry.decision, row.declined = self._decisions.of((self._spec.piece, key)), UNDECIDED
+            return entry
         self._attempt(entry, lambda: self._capture(entry, args))
         return entry
+
+    def _is_captured(self, entry: Entry, decision: Decision, lane: Lane, args: Sequence[Any]) -> bool:
+        """Capture a bucket if its timed calls speak for it; False if it has no graph."""
+        with lane.lock:
+            if entry.graph is None and entry.decision is not None:
+                if decision.wants_capture():
+                    entry.row.declined = None
+                    self._attempt(entry, lambda: self._capture(entry, args))
+                    entry.decision = decision if entry.graph is not None else None
+                elif decision.declined is not None:
+                    entry.row.declined, entry.decision = decision.declined, None
+            return entry.graph is not None
+
+    def _replayed(self, entry: Entry, lane: Lane, args: Sequence[Any]) -> Any:
+        """Replay a bucket; under graphs="auto" timed, until the replays have shown what they save."""
+        decision = entry.decision
+        if decision is None:
+            return self._replay(entry, args)
+        result = decision.replay(lane, lambda: self._replay(entry, args))
+        if decision.is_settled:
+            entry.decision = None
+        if decision.declined is not None:
+            self._retire(entry)
+            self._give_up(entry, decision.declined)
+        return result
 
     def _attempt(self, entry: Entry, record: Callable[[], None]) -> None:
         """Record; a recording is an optimisation, so one that fails is reported, and the call runs without."""
@@ -208,11 +232,6 @@ class Region:
             self._written |= inputs.changed(args)
             if self._written and (alias := self._aliased(args)) is not None:
                 raise CaptureRefused(alias)
-            if self._decide is not None:
-                decide, self._decide = self._decide, None
-                self.off = decide(lambda: self._run(*inputs.args))
-                if self.off is not None:
-                    raise CaptureRefused(self.off)
         inputs.write_back_to(self._written)
         entry.inputs = inputs
         # A piece hands its results on to other pieces, whose replays must not overwrite them.
@@ -285,11 +304,14 @@ class Region:
             weights.evictions[key] += 1
             self._drop(oldest)
 
-    def _drop(self, entry: Entry) -> None:
+    def _retire(self, entry: Entry) -> None:
         held = (entry.graph, entry.outputs, entry.inputs)
         entry.graph = entry.outputs = entry.inputs = None
         if self._device is not None and held[0] is not None:
             lane_of(self._device).retire(held)
+
+    def _drop(self, entry: Entry) -> None:
+        self._retire(entry)
         # By identity: two blocks may have equal rows.
         self._record.captures[:] = [row for row in self._record.captures if row is not entry.row]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import fx
 
-from tritium.compiler.capture import share
-from tritium.compiler.capture.region import Decide, Region
+from tritium.compiler.capture.idle import Decisions
+from tritium.compiler.capture.region import Region
 from tritium.compiler.capture.split import Piece, obstacle, spec_of, split, written_storages
 from tritium.config import CompilationConfig
 from tritium.ops.bridge import boundaries
@@ -37,11 +37,11 @@ def captured(
     notes = [f"cut at {cuts} boundary op{'s' if cuts > 1 else ''}"] * bool(cuts)
     notes += [EMULATED] * (record.device_type == "cpu")
     entry.summary = "; ".join(notes) or None
-    decide = share.decision(entry) if config.graphs == "auto" else None
+    decisions = Decisions(entry) if config.graphs == "auto" else None
     if cuts:
-        run = _in_pieces(gm, of_piece, config, record, decide)
+        run = _in_pieces(gm, of_piece, config, record, decisions)
     else:
-        run = Region(whole(), spec_of(gm.graph, written_storages(gm.graph)), config, record, decide)
+        run = Region(whole(), spec_of(gm.graph, written_storages(gm.graph)), config, record, decisions)
     # After what compiling recorded, which stands before it.
     record.passes.append(entry)
     return run
@@ -58,11 +58,11 @@ def _in_pieces(
     of_piece: Callable[[Piece], Callable[..., Any]],
     config: CompilationConfig,
     record: GraphRecord,
-    decide: Decide | None,
+    decisions: Decisions | None,
 ) -> Callable[..., Any]:
     parent, pieces = split(gm)
     for piece in pieces:
-        region = Region(of_piece(piece), piece.spec, config, record, decide)
+        region = Region(of_piece(piece), piece.spec, config, record, decisions)
         delattr(parent, piece.name)
         # Not a module: the generated code only calls it.
         object.__setattr__(parent, piece.name, region)

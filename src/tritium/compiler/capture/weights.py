@@ -13,6 +13,7 @@ from typing import Any
 
 from tritium.compat import capture as compat_capture
 from tritium.compiler.capture.graph import DeviceGraph
+from tritium.compiler.capture.idle import Decision
 from tritium.compiler.capture.inputs import StaticInputs
 from tritium.compiler.capture.outputs import StaticOutputs
 from tritium.report import Capture
@@ -26,6 +27,8 @@ class Entry:
     inputs: StaticInputs | None = None
     graph: DeviceGraph | None = None
     outputs: StaticOutputs | None = None
+    # Under graphs="auto", until it is settled.
+    decision: Decision | None = None
 
 
 @dataclass(eq=False)

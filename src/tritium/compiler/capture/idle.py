@@ -1,0 +1,182 @@
+"""Decide per bucket whether a capture pays, from events around ordinary calls.
+
+A capture removes kernel launches, so it pays where the device waits for the host to issue them. Under `graphs="auto"` a
+bucket passes these stages; every call in them is one that the caller made, and nothing waits for the device:
+
+1. the first call runs as it is: kernels are loaded and libraries are set up
+2. `TIMED_CALLS` calls run between two events. If the device was still busy when most of them began, or went on for long
+   after the host had issued them, the bucket stays uncaptured
+3. otherwise the bucket is captured and `TIMED_CALLS` replays are timed. What a replay saves is the time in which the device
+   was idle; if that is less than `WORTH_IT` of a call, the capture is dropped
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from tritium.compiler.capture.graph import Lane, Mark
+from tritium.report import PassRecord
+
+# The share of a call in which the device must be idle. Below it, replaying gains less than noise: FLUX at 1024 pixels
+# waits for nothing, SANA at 512 most of the time.
+WORTH_IT = 0.05
+
+TIMED_CALLS = 3
+
+# A host that needs less than this share of the device's time to issue a call is ahead of the device throughout.
+MAY_WAIT = 0.5
+
+# Calls of a bucket until its decision holds: the first, the timed ones, the timed replays (the first of which is the call
+# that captures), and the one that finds all of them done.
+CALLS_TO_DECIDE = 2 + 2 * TIMED_CALLS
+
+PREFIX = "graphs='auto': "
+
+UNDECIDED = f"{PREFIX}not decided yet, ordinary calls are timed first"
+
+
+def idle_share(call_ms: float, replay_ms: float) -> float:
+    """The part of a call in which the device does nothing.
+
+    >>> idle_share(1.0, 0.3)
+    0.7
+    """
+    if call_ms <= 0:
+        return 0.0
+    return min(1.0, max(0.0, 1.0 - replay_ms / call_ms))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One timed call: its span on the device, the host's time to issue it, and whether the device was idle before."""
+
+    start: Mark
+    end: Mark
+    host_ms: float
+    began_idle: bool
+
+    @property
+    def device_ms(self) -> float:
+        return self.start.until(self.end)
+
+    @property
+    def may_wait(self) -> bool:
+        return self.began_idle and self.host_ms >= MAY_WAIT * self.device_ms
+
+
+def sampled(lane: Lane, run: Callable[[], Any]) -> tuple[Sample, Any]:
+    """Run between two marks of the caller's stream."""
+    began_idle = lane.is_idle()
+    start = lane.mark()
+    begun = time.perf_counter()
+    result = run()
+    host_ms = (time.perf_counter() - begun) * 1e3
+    return Sample(start, lane.mark(), host_ms, began_idle), result
+
+
+class Decision:
+    """Whether one bucket is captured; shared by all sets of weights that are called with it."""
+
+    def __init__(self, report: Callable[[Decision], None]) -> None:
+        self._report = report
+        self._began = False
+        self._calls: list[Sample] = []
+        self._replays: list[Sample] = []
+        # Why the bucket is not captured, or the figures behind its capture; neither until the decision holds.
+        self.declined: str | None = None
+        self.why: str | None = None
+
+    @property
+    def is_settled(self) -> bool:
+        return self.declined is not None or self.why is not None
+
+    def wants_capture(self) -> bool:
+        """True once timed calls show that the device may wait for the host."""
+        if self.is_settled:
+            return self.why is not None
+        if not _are_done(self._calls):
+            return False
+        waiting = sum(sample.may_wait for sample in self._calls)
+        if 2 * waiting <= len(self._calls):
+            self._decline_calls()
+        return not self.is_settled
+
+    def call(self, lane: Lane, run: Callable[[], Any]) -> Any:
+        """Run an ordinary call, timed if it still counts."""
+        if not self._began or self.is_settled or len(self._calls) == TIMED_CALLS:
+            self._began = True
+            return run()
+        sample, result = sampled(lane, run)
+        self._calls.append(sample)
+        return result
+
+    def replay(self, lane: Lane, run: Callable[[], Any]) -> Any:
+        """Run a replay, timed if it still counts."""
+        if not self.is_settled and _are_done(self._replays):
+            self._judge_replays()
+        if self.is_settled or len(self._replays) == TIMED_CALLS:
+            return run()
+        sample, result = sampled(lane, run)
+        self._replays.append(sample)
+        return result
+
+    def _decline_calls(self) -> None:
+        busy = sum(not sample.began_idle for sample in self._calls)
+        host = min(sample.host_ms for sample in self._calls)
+        taken = min(sample.device_ms for sample in self._calls)
+        self._settle(
+            declined=f"the device does not wait for the host: {busy} of {len(self._calls)} calls began while it was busy, "
+            f"and the host issues a call in {host:.2f} of {taken:.2f} ms"
+        )
+
+    def _judge_replays(self) -> None:
+        called = min(sample.device_ms for sample in self._calls if sample.may_wait)
+        replayed = min(sample.device_ms for sample in self._replays)
+        share = idle_share(called, replayed)
+        figures = f"the device was idle for {share * 100:.0f} % of a call ({called:.2f} ms, {replayed:.2f} ms replayed)"
+        if share < WORTH_IT:
+            self._settle(declined=f"{figures}: less than {WORTH_IT * 100:.0f} %")
+        else:
+            self._settle(why=figures)
+
+    def _settle(self, *, declined: str | None = None, why: str | None = None) -> None:
+        self.declined = f"{PREFIX}{declined}" if declined is not None else None
+        self.why = why
+        self._calls.clear()
+        self._replays.clear()
+        self._report(self)
+
+
+def _are_done(samples: list[Sample]) -> bool:
+    return len(samples) == TIMED_CALLS and all(sample.end.is_done() for sample in samples)
+
+
+class Decisions:
+    """The decisions of one graph's regions, and what the report says of them."""
+
+    def __init__(self, entry: PassRecord) -> None:
+        self._entry = entry
+        self._before = entry.summary
+        self._by_bucket: dict[Hashable, Decision] = {}
+        self._settled: list[Decision] = []
+
+    def of(self, bucket: Hashable) -> Decision:
+        """The decision for a bucket, begun if this is its first call."""
+        known = self._by_bucket.get(bucket)
+        if known is None:
+            known = self._by_bucket[bucket] = Decision(self._tell)
+        return known
+
+    def _tell(self, decision: Decision) -> None:
+        self._settled.append(decision)
+        # A graph that is cut has a region for each piece, each shape is a bucket, and each has its own answer.
+        said = dict.fromkeys(settled.why or settled.declined or "" for settled in self._settled)
+        text = "; ".join(line.removeprefix(PREFIX) for line in said)
+        captured = any(settled.why is not None for settled in self._settled)
+        self._entry.changed = captured
+        told = f"{PREFIX}{text}"
+        self._entry.summary = (f"{self._before}; {told}" if self._before else told) if captured else self._before
+        self._entry.declined = None if captured else told
