@@ -43,7 +43,6 @@ def test_defaults_are_the_documented_ones():
         "fidelity": "close",
         "force_tiling": None,
         "force_provider": None,
-        "measure_providers": True,
     }
 
 
@@ -83,6 +82,8 @@ def test_is_a_value():
         ({"fidelity": "fast"}, "no lossy technique"),
         ({"fidelity": "exact"}, "write engine='eager' with it"),
         ({"force_tiling": "x"}, "'x' is no kernel=tiling pair"),
+        # Compilations do not measure.
+        ({"measure_providers": False}, "has no field 'measure_providers'"),
     ],
 )
 def test_a_wrong_argument_is_an_error_that_helps(arguments, message):
@@ -170,6 +171,7 @@ class TestEnvironment:
             ("TRITIUM_MAX_CAPTURES", "many", "no whole number"),
             ("TRITIUM_ENGINE", "egaer", "did you mean 'eager'"),
             ("TRITIUM_FORCE_PROVIDER", "rms_norm=", "no op=provider pair"),
+            ("TRITIUM_MEASURE_PROVIDERS", "0", "means nothing to tritium"),
         ],
     )
     def test_a_wrong_variable_is_an_error_that_names_it(self, monkeypatch, name, value, message):
@@ -185,7 +187,7 @@ class TestEnvironment:
 
     def test_every_field_has_a_variable(self):
         assert "TRITIUM_FORCE_PROVIDER" in environment_names()
-        assert len(environment_names()) == 11 + 11 + 7
+        assert len(environment_names()) == 10 + 11 + 7
 
 
 def test_a_folder_is_not_part_of_the_identity():

@@ -46,6 +46,45 @@ def test_ties_are_inductor_s(owned, alone, chosen):
     assert tuned.winner({"inductor": 1.0, "triton": owned}, alone_us) == chosen
 
 
+ROW = {"op": "a", "shape": "tokens=1", "dtype": "float32", "provider": "inductor", "block_ms": {"inductor": 1.0}}
+
+# Texts of files, and what is wrong with each.
+DAMAGED = {
+    "": "empty",
+    "{": "cut off",
+    "\x00{{": "not JSON",
+    "null": "null",
+    "[]": "a list",
+    "3": "a number",
+    "[" * 200_000: "deep",
+    '{"rows": null}': "no rows",
+    '{"rows": {}}': "rows are an object",
+    '{"rows": [null]}': "a null row",
+    '{"rows": ["a"]}': "a string for a row",
+    '{"rows": [{}]}': "an empty row",
+    **{
+        json.dumps({"rows": [{**ROW, **change}]}): f"{next(iter(change))}: {next(iter(change.values()))}"
+        for change in (
+            {"op": 3},
+            {"shape": None},
+            {"shape": "tokens=" + "9" * 5000},
+            {"provider": None},
+            {"block_ms": None},
+            {"block_ms": {}},
+            {"block_ms": {"inductor": "x"}},
+            {"block_ms": {"inductor": True}},
+            {"block_ms": {"inductor": -1.0}},
+            {"block_ms": {"inductor": float("nan")}},
+            {"block_ms": {"inductor": 0, "triton": 0}},
+            {"alone_us": [1]},
+            {"remarks": {"a": 1}},
+            {"bytes": "many"},
+            {"torch": 2},
+        )
+    },
+}
+
+
 class TestFiles:
     def test_what_is_written_is_found(self, tmp_path, monkeypatch):
         monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path)
@@ -68,14 +107,30 @@ class TestFiles:
         tuned.write(tmp_path / tuned.file_name("g"), "g", [verdict(torch="1.0")])
         assert tuned.lookup("g", KEY) is None
 
-    @pytest.mark.parametrize(
-        "text", ["", "{", "[]", '{"rows": [{}]}', '{"rows": [{"op": "a", "shape": "", "dtype": "", "no": 1}]}']
-    )
-    def test_a_broken_file_is_no_table(self, text, tmp_path):
-        path = tmp_path / "t.json"
+    @pytest.mark.parametrize("text", DAMAGED, ids=DAMAGED.values())
+    def test_a_damaged_file_is_ignored_with_one_warning(self, text, tmp_path, monkeypatch):
+        monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path)
+        path = tmp_path / tuned.file_name("g")
         path.write_text(text)
-        assert tuned.read(path) == {}
-        tuned.write(path, "x", [verdict()])
+        with pytest.warns(RuntimeWarning) as told:
+            assert tuned.lookup("g", KEY) is None
+            assert tuned.known("g") == []
+        (warning,) = told
+        assert str(path) in str(warning.message)
+        assert "\n" not in str(warning.message)
+        tuned.write(path, "g", [verdict()])
+        assert tuned.lookup("g", KEY) == (verdict(), "on this machine")
+
+    def test_a_damaged_row_leaves_the_others(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path)
+        path = tmp_path / tuned.file_name("g")
+        path.write_text(json.dumps({"rows": [None, verdict().to_dict(), {**verdict().to_dict(), "block_ms": 3}]}))
+        with pytest.warns(RuntimeWarning, match="row 1: None is not an object, and 1 more"):
+            assert tuned.lookup("g", KEY) == (verdict(), "on this machine")
+
+    def test_fields_of_another_version_are_left_out(self, tmp_path):
+        path = tmp_path / "t.json"
+        path.write_text(json.dumps({"rows": [{**verdict().to_dict(), "of_another_version": 1}]}))
         assert tuned.read(path) == {KEY: verdict()}
 
     def test_writers_at_once_leave_a_whole_file(self, tmp_path):

@@ -176,8 +176,6 @@ class CompilationConfig(_Group):
     force_tiling: str | Mapping[str, str] | tuple[tuple[str, str], ...] | None = None
     # A provider for every op, or a mapping op -> provider. Kept as sorted pairs, so that the value can be hashed.
     force_provider: str | Mapping[str, str] | tuple[tuple[str, str], ...] | None = None
-    # On a GPU that no table knows: measure owned providers once, and keep the result. Off: Inductor keeps those regions.
-    measure_providers: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

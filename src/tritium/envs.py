@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,8 +35,12 @@ def set_unless_set(name: str, value: str) -> str:
 
 
 def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment with changes, for a child process."""
-    return {**os.environ, **changes}
+    """Return this process's environment with changes, for a child process that imports what this one can import.
+
+    `sys.path` is passed on: a program that puts a checkout there need not have it installed.
+    """
+    path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
+    return {**os.environ, "PYTHONPATH": path, **changes}
 
 
 def in_terminal_free_ci() -> bool:

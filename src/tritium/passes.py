@@ -61,8 +61,6 @@ class PassContext:
     read_only: str | None = None
     # What the graph is called with right now; a check on real values needs them.
     example_inputs: Sequence[Any] = ()
-    # Measures kernel choices that no table knows, by their keys; None where that must not happen.
-    measure: Callable[[list[Any]], None] | None = None
     # What was recognised, for the report.
     sites: list[Site] = field(default_factory=list)
 

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tritium import cli, envs, fusions, measure, tuned
+from tritium import cli, compat, envs, fusions, measure, tuned
 from tritium.bench import run, workloads
 from tritium.bench.results import Results, Row
 from tritium.bench.workload import Built
@@ -405,6 +405,34 @@ class TestTune:
         del compared[:]
         result = invoke("tune", "--device", "cpu", "--show")
         assert result.exit_code == 0
+        assert compared == []
+
+    def test_a_damaged_table_is_shown_without_what_is_damaged(self, compared, tmp_path):
+        invoke("tune", "rope", "--device", "cpu")
+        (path,) = tmp_path.iterdir()
+        rows = json.loads(path.read_text())["rows"]
+        # What another torch has measured is left out.
+        rows[0]["torch"] = compat.version_text()
+        path.write_text(json.dumps({"rows": [None, *rows]}))
+        result = invoke("tune", "--device", "cpu", "--show")
+        assert result.exit_code == 0
+        assert f"{path} is damaged" in result.stderr
+        assert len(result.stderr.strip().splitlines()) == 1
+        assert "rope" in result.stdout
+        asked = invoke("tune", "--device", "cpu", "--show", "--to", str(path))
+        assert asked.exit_code == 2
+        assert asked.stderr.startswith(f"tritium: cannot show {path}: row 1: None is not an object")
+        assert len(asked.stderr.strip().splitlines()) == 1
+        del compared
+
+    def test_one_file_is_shown(self, compared, tmp_path):
+        path = tmp_path / "mine.json"
+        assert invoke("tune", "--show", "--to", str(path)).exit_code == 2
+        invoke("tune", "rope", "--device", "cpu", "--to", str(path))
+        del compared[:]
+        result = invoke("tune", "--show", "--to", str(path))
+        assert result.exit_code == 0
+        assert "2.00x" in result.output
         assert compared == []
 
     @pytest.mark.parametrize(

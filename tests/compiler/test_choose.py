@@ -1,11 +1,15 @@
-"""Which provider is chosen, and what is measured when."""
+"""Which provider is chosen, and that only `tritium tune` measures."""
+
+import subprocess
+import sys
 
 import pytest
 import torch
 
 import tritium
-from tritium import ops, tuned
+from tritium import fusions, measure, ops, tuned
 from tritium.compiler import choose, tune
+from tritium.compiler.fuse import fuse
 from tritium.ops import linear_gelu, rms_norm, rope
 from tritium.passes import PassContext
 from tritium.tuned import Key, Verdict
@@ -87,44 +91,15 @@ class TestChoice:
         assert choose.choose_provider(rope.OP, arguments, context(engine="eager"))[0] == "reference"
 
 
-class TestUnmeasured:
-    def test_a_gpu_is_asked_once_about_each_shape(self, table):
-        wanted = [(rope.OP, complex_rope()), (rope.OP, complex_rope()), (rms_norm.OP, plain_norm())]
-        keys = choose.unmeasured(wanted, context("cuda"))
-        assert keys == [choose.key_of(rope.OP, complex_rope())]
-        table(keys[0], inductor=1.0, aten=2.0)
-        assert choose.unmeasured(wanted, context("cuda")) == []
+def test_symbolic_sizes_are_looked_up_at_their_present_size():
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    def test_what_takes_microseconds_is_not_worth_it(self, table):
-        del table
-        few = {**complex_rope(), "x": torch.randn(1, 7, 3, 8), "table": torch.randn(7, 1, 4, dtype=torch.complex64)}
-        assert choose.unmeasured([(rope.OP, few)], context("cuda")) == []
-
-    @pytest.mark.parametrize(
-        "asked",
-        [
-            context("cpu"),
-            context("cuda", measure_providers=False),
-            context("cuda", engine="eager"),
-            context("cuda", force_provider="inductor"),
-            context("cuda", force_provider={"rope": "aten"}),
-        ],
-        ids=["cpu", "switched off", "eager", "pinned", "pinned op"],
-    )
-    def test_nothing_is_measured_unasked(self, table, asked):
-        del table
-        assert choose.unmeasured([(rope.OP, complex_rope())], asked) == []
-
-    def test_symbolic_sizes_are_measured_at_their_present_size(self, table):
-        from torch._subclasses import FakeTensorMode
-        from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-        del table
-        mode = FakeTensorMode(shape_env=ShapeEnv())
-        torch._dynamo.mark_dynamic(x := torch.randn(1, 4608, 3, 8), 1)
-        fake = {**complex_rope(), "x": mode.from_tensor(x, static_shapes=False)}
-        assert choose.key_of(rope.OP, fake).sizes()["tokens"] == 16384
-        assert not mode.shape_env.guards
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    torch._dynamo.mark_dynamic(x := torch.randn(1, 4608, 3, 8), 1)
+    fake = {**complex_rope(), "x": mode.from_tensor(x, static_shapes=False)}
+    assert choose.key_of(rope.OP, fake).sizes()["tokens"] == 16384
+    assert not mode.shape_env.guards
 
 
 def attention(x, table):
@@ -132,30 +107,57 @@ def attention(x, table):
     return torch.view_as_real(pairs * table).flatten(3).type_as(x)
 
 
-def test_a_compilation_asks_for_what_it_needs_and_uses_the_answer(table, monkeypatch):
-    """The whole way, with a device whose kernels are made up: only the measuring is replaced."""
-    asked = []
+@pytest.fixture
+def untimed(monkeypatch):
+    """Fail on anything that takes a time or starts another Python."""
 
-    def measure(keys):
-        asked.append(keys)
-        for key in keys:
-            table(key, inductor=1.0, aten=0.5)
+    def refuse(*arguments, **options):
+        raise AssertionError(f"a compilation started {arguments} {options}")
 
-    from tritium.compiler import pipeline
+    run = subprocess.run
 
-    monkeypatch.setattr(pipeline, "measure_in_child", measure)
-    monkeypatch.setattr(choose, "WHERE_MEASURED", "cpu")
+    def compilers_alone(command, *arguments, **options):
+        return refuse(command) if str(command[0]) == sys.executable else run(command, *arguments, **options)
+
+    monkeypatch.setattr(subprocess, "run", compilers_alone)
+    for owner, name in ((measure, "interleave"), (measure, "first_call"), (tune, "compare"), (tune, "measure_keys")):
+        monkeypatch.setattr(owner, name, refuse)
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize("known", [False, True], ids=["without a table", "with a table"])
+def test_a_first_call_measures_nothing(table, untimed, known, device_type):
+    """The pass on Dynamo's graph: the shape is large, a provider can take it, and the device's table may lack it."""
+    del untimed
     x, freqs = torch.randn(2, 14000, 24, 8), torch.randn(14000, 1, 4, dtype=torch.complex64)
+    if known:
+        table(choose.key_of(rope.OP, complex_rope()), inductor=1.0, aten=0.5)
+    found = context(device_type)
+
+    def backend(gm, example_inputs):
+        found.example_inputs = example_inputs
+        fuse(gm.graph, found, fusions.catalog().values())
+        gm.recompile()
+        return gm.forward
+
+    with torch.inference_mode():
+        compiled = torch.compile(attention, backend=backend, fullgraph=True)
+        torch.testing.assert_close(compiled(x, freqs), attention(x, freqs))
+    (site,) = found.sites
+    assert (site.fusion, site.outcome) == ("rope", "inductor")
+    assert ("2.00x against Inductor" in site.reason) == known
+    assert (site.reason == choose.NOT_MEASURED) != known
+    assert site.provider == ("aten" if known else "")
+
+
+def test_generated_code_has_what_was_chosen(table):
+    """Spelled in real numbers by the chosen provider: nothing falls back to ATen."""
+    x, freqs = torch.randn(2, 14000, 24, 8), torch.randn(14000, 1, 4, dtype=torch.complex64)
+    table(choose.key_of(rope.OP, complex_rope()), inductor=1.0, aten=0.5)
     with torch.inference_mode():
         compiled = torch.compile(attention, backend=tritium.Backend(), fullgraph=True)
         torch.testing.assert_close(compiled(x, freqs), attention(x, freqs))
-        torch._dynamo.reset()
-        compiled(x, freqs)
-    assert [[key.op for key in keys] for keys in asked] == [["rope"]]
     report = tritium.explain(compiled)
-    assert report.sites["rope"].inductor == 1
-    assert "2.00x against Inductor" in next(iter(report.sites["rope"].reasons))
-    # Spelled in real numbers: nothing falls back to ATen any more.
     assert not any("view_as_complex" in entry["op"] or "mul" in entry["op"] for entry in report.fallbacks)
 
 

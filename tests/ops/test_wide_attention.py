@@ -211,7 +211,7 @@ class TestOnTheGpu:
         torch.manual_seed(0)
         vae = diffusers.AutoencoderKL(block_out_channels=(320,), layers_per_block=1, norm_num_groups=4)
         decoder = vae.decoder.to("cuda", torch.bfloat16)
-        config = tritium.CompilationConfig(force_provider={"wide_attention": "products"}, measure_providers=False)
+        config = tritium.CompilationConfig(force_provider={"wide_attention": "products"})
         with torch.inference_mode():
             z = torch.randn(1, 4, 16, 24, device="cuda", dtype=torch.bfloat16)
             eager = decoder(z)

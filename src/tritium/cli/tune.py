@@ -6,6 +6,7 @@ For a pipeline: the ways its parts can run, as a recipe. Otherwise: the provider
 from __future__ import annotations
 
 import json as json_format
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -44,9 +45,12 @@ def command(
         float, typer.Option(min=0.1, help="How long the variants of a block take turns.")
     ] = tune.SECONDS,
     to: Annotated[
-        Path | None, typer.Option("--to", metavar="FILE", help="Write the table there instead of the cache folder.")
+        Path | None,
+        typer.Option(
+            "--to", metavar="FILE", help="The table to write, or with --show to print [one in the cache folder]."
+        ),
     ] = None,
-    show: Annotated[bool, typer.Option("--show", help="Measure nothing; print what is known.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Measure nothing; print the rows that are there.")] = False,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="A pipeline: the recipe to write.")
     ] = None,
@@ -68,8 +72,7 @@ def command(
     the fastest whose pictures stay inside the budget, and writes a recipe for `tritium.optimize(pipe, "recipe.json")`.
 
     Ops: compares their kernels with Inductor's, inside compiled blocks, for the shapes that known models have.
-    Compilations use the verdicts from then on. On a GPU they would measure what they need by themselves; on a CPU
-    nothing is measured but here.
+    Later compilations read the table; they measure nothing themselves.
     """
     if names and whole.is_pipeline(names[0]):
         if len(names) > 1 or dtype or to or show:
@@ -95,7 +98,7 @@ def command(
     where = known_device(device_type)
     machine = device.describe(where).name
     if show:
-        _print(machine, tuned.known(machine), json=json)
+        _print(machine, _shown(machine, to), json=json)
         return
     dtypes = _dtypes(dtype or ("bfloat16" if where == "cuda" else "float32"))
     keys = tune.standard_keys(chosen, dtypes, where)
@@ -117,6 +120,24 @@ def command(
             err=json,
         )
         raise typer.Exit(1)
+
+
+def _shown(machine: str, path: Path | None) -> list[Verdict]:
+    """Return the rows that compilations use on a machine, or those of one file."""
+    if path is None:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            tuned.forget()
+            rows = tuned.known(machine)
+        for warning in caught:
+            typer.echo(str(warning.message), err=True)
+        return rows
+    table = tuned.files.load(path)
+    if not path.exists():
+        raise ConfigError(f"cannot show {path}: there is no such file; `tritium tune --to {path}` writes it")
+    if table.problem is not None:
+        raise ConfigError(f"cannot show {path}: {table.problem}; `tritium tune --to {path}` writes it again")
+    return list(table.rows.values())
 
 
 def _jobs(model: str, prompts: list[str] | None, sizes: list[str] | None, steps: int | None) -> list[Job]:

@@ -26,15 +26,6 @@ from tritium.tuned import Key
 LEFT_TO_INDUCTOR = "left to Inductor: no owned kernel is measured faster here"
 NOT_MEASURED = "left to Inductor: nothing was measured for this shape on this device"
 
-# Nothing is measured on a CPU unless the user asks for it, with `tritium tune`.
-WHERE_MEASURED = "cuda"
-
-# What moves fewer bytes takes as long as its launch, about: a verdict is used where one is known, none is measured.
-WORTH_MEASURING = 16 << 20
-
-# Measures some keys on this device and adds them to the user's table.
-Measure = Callable[[list[Key]], None]
-
 
 def choose_provider(op: Op, arguments: Mapping[str, Any], context: PassContext) -> tuple[str, str]:
     """Which provider computes a site, and why."""
@@ -97,24 +88,6 @@ def _dtype(values: Iterable[Any]) -> torch.dtype:
 @functools.cache
 def _device_name(device_type: str) -> str:
     return device.describe(device_type).name
-
-
-def unmeasured(wanted: Iterable[tuple[Op, Mapping[str, Any]]], context: PassContext) -> list[Key]:
-    """The keys of sites that an owned provider could take and that no table knows."""
-    config = context.config
-    if context.device_type != WHERE_MEASURED or config.engine == "eager" or not config.measure_providers:
-        return []
-    # A key is worth it if one of its sites is.
-    keys: dict[Key, bool] = {}
-    for op, arguments in wanted:
-        if op.trial is None or config.provider_for(op.name) is not None or not _able(op, arguments)[0]:
-            continue
-        key = key_of(op, arguments)
-        if key is None or keys.get(key) or tuned.lookup(_device_name(context.device_type), key) is not None:
-            continue
-        moved = least_bytes(op, {name: as_fake(value) for name, value in arguments.items()})
-        keys[key] = moved >= WORTH_MEASURING
-    return [key for key, worth in keys.items() if worth]
 
 
 def is_inlined(op: Op, provider: str) -> bool:

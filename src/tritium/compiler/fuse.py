@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from tritium.compiler import rewrite
-from tritium.compiler.choose import LEFT_TO_INDUCTOR, call_of, choose_provider, is_inlined, unmeasured
+from tritium.compiler.choose import LEFT_TO_INDUCTOR, call_of, choose_provider, is_inlined
 from tritium.compiler.exact import NOT_EQUAL, bit_equal
 from tritium.fusions import Fusion, Match
 from tritium.fusions.match import Recogniser
@@ -75,7 +75,6 @@ def fuse(graph: fx.Graph, context: PassContext, fusions: Iterable[Fusion]) -> No
         (fusion, match, _reason_to_decline(fusion, match, recogniser, context))
         for fusion, match in recogniser.find(list(fusions))
     ]
-    _measure_what_is_unknown(found, context)
     judged = [_judge(fusion, match, reason, context) for fusion, match, reason in found]
     if context.config.fidelity == "exact":
         _keep_bit_equal(graph, context, [site for site in judged if site.is_rewritten])
@@ -118,17 +117,6 @@ def _keep_bit_equal(graph: fx.Graph, context: PassContext, sites: list[Judged]) 
     for site, same in zip(sites, equal, strict=True):
         if not same:
             site.decline(NOT_EQUAL)
-
-
-def _measure_what_is_unknown(found: list[tuple[Fusion, Match, str | None]], context: PassContext) -> None:
-    wanted = [
-        (fusion.replacement, fusion.arguments_of(match))
-        for fusion, match, reason in found
-        if reason is None and fusion.replacement is not None
-    ]
-    keys = unmeasured(wanted, context)
-    if keys and context.measure is not None:
-        context.measure(keys)
 
 
 def _judge(fusion: Fusion, match: Match, reason: str | None, context: PassContext) -> Judged:

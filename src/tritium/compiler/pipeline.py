@@ -35,7 +35,6 @@ from tritium.compiler.dump import GraphLog, file_name
 from tritium.compiler.fold import Folding, fold_parameters, marked_for_folding
 from tritium.compiler.identity import identity
 from tritium.compiler.lower import Lowering, lower
-from tritium.compiler.tune import measure_in_child
 from tritium.config import CompilationConfig
 from tritium.errors import RequestConflict, TritiumError, UnrequestedConfig
 from tritium.fusions import Fusion
@@ -89,9 +88,7 @@ class Compilation:
         self.gm = with_graph(self.dynamo, copied(self.dynamo.graph))
         folder = Path(self.config.graph_log_url) if self.config.graph_log_url else None
         self.log = GraphLog(folder, self.record.label)
-        self.context = PassContext(
-            self.config, self.record.device_type, example_inputs=self.example_inputs, measure=measure_in_child
-        )
+        self.context = PassContext(self.config, self.record.device_type, example_inputs=self.example_inputs)
 
     def run(self) -> Callable[..., Any]:
         if self.record.needs_gradients:

@@ -1,19 +1,14 @@
 """Compare the providers of ops on this device, inside a compiled block and alone, and keep the verdicts.
 
-A compilation that meets a shape which no table knows asks for it here; the measuring happens in a process of its own,
-because compiling inside a compilation would disturb both. Run as a module it reads keys from its standard input.
+Only `tritium tune` measures: a compilation reads the tables that are there.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +25,6 @@ from tritium.tuned import Key, Verdict
 
 # A verdict must not be a matter of luck: the block runs this long, its variants in turns.
 SECONDS = 1.5
-TIMEOUT = 900
 
 # Enough to see what a shape is.
 FEW = {"tokens": 64, "pixels": 64}
@@ -125,7 +119,7 @@ def _able(op: Op, arguments: Mapping[str, Any]) -> tuple[list[str], dict[str, st
 def _compiled(op: Op, block: Callable[..., Any], inputs: tuple[Any, ...], provider: str) -> Callable[..., Any]:
     from tritium.compiler.backend import Backend
 
-    config = CompilationConfig(force_provider={op.name: provider}, measure_providers=False)
+    config = CompilationConfig(force_provider={op.name: provider})
     compiled: Callable[..., Any] = torch.compile(block, backend=Backend(config), fullgraph=True, dynamic=False)
     compiled(*inputs)
     if provider != INDUCTOR:
@@ -209,46 +203,3 @@ def measure_keys(
         tuned.write(path, name, [verdict])
         verdicts.append(verdict)
     return verdicts
-
-
-def measure_in_child(keys: Sequence[Key]) -> None:
-    """Measure keys on the current GPU in a process of its own, with a line of progress each."""
-    name = device.describe("cuda").name
-    path = tuned.user_folder() / tuned.file_name(name)
-    _say(f"measuring {len(keys)} kernel choices on {name}, once; they are kept in {path}")
-    job = {"keys": [asdict(key) for key in keys], "device": torch.cuda.current_device(), "path": str(path)}
-    # The interpreter and the program are our own.
-    child = subprocess.run(
-        [sys.executable, "-m", "tritium.compiler.tune"],
-        input=json.dumps(job),
-        text=True,
-        check=False,
-        timeout=TIMEOUT,
-        stdout=sys.stderr,
-    )
-    tuned.forget()
-    if child.returncode != 0:
-        warnings.warn(
-            f"tritium: measuring kernels failed with exit status {child.returncode}; Inductor keeps their regions",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"tritium: {text}\n")
-    sys.stderr.flush()
-
-
-def main() -> None:
-    job = json.loads(sys.stdin.read())
-    torch.cuda.set_device(job["device"])
-
-    def notify(key: Key, index: int, count: int) -> None:
-        _say(f"[{index + 1}/{count}] {key.op}, {key.shape}, {key.dtype}")
-
-    measure_keys([Key(**key) for key in job["keys"]], "cuda", Path(job["path"]), notify)
-
-
-if __name__ == "__main__":
-    main()
