@@ -23,7 +23,7 @@ from tritium.errors import ArtifactError, ConfigError, PipelineError, ReportErro
 from tritium.pipelines import hooks, parts, recipe, trial
 from tritium.pipelines.captures import Captures
 from tritium.pipelines.installed import Installed
-from tritium.pipelines.plan import Choice, Plan
+from tritium.pipelines.plan import Choice, Plan, choice_of
 from tritium.pipelines.progress import Progress
 from tritium.pipelines.warm_up import warm_up
 from tritium.pipelines.watch import Entry
@@ -98,7 +98,9 @@ class Handle:
 
     @classmethod
     def of(cls, pipe: Any) -> Handle | None:
-        """The handle that is on a pipeline, for who has lost it; None if there is none."""
+        """Return the handle that is on a pipeline, or None."""
+        if not isinstance(getattr(pipe, "components", None), Mapping):
+            raise PipelineError(f"Handle.of takes a DiffusionPipeline, got {type(pipe).__name__}")
         owners = (_owner(part.entry) for part in parts.find(pipe, Plan()))
         return next((owner for owner in owners if owner is not None and owner.pipe is pipe), None)
 
@@ -164,13 +166,18 @@ class Handle:
         """What runs each part now."""
         return {installed.part.name: installed.choice for installed in self._installed}
 
-    def use(self, choices: Mapping[str, Choice]) -> None:
-        """Switch parts to other ways of running; what was compiled is kept for switching back."""
-        for name, choice in choices.items():
-            self.part(name).use(choice)
+    def use(self, choices: Mapping[str, Choice | str]) -> None:
+        """Switch parts to other ways of running; compiled code is kept for switching back."""
+        if not isinstance(choices, Mapping):
+            raise ConfigError(f"use takes a mapping from a part's name to a Choice, got {choices!r}")
+        checked = [(self.part(name), choice_of(name, choice)) for name, choice in choices.items()]
+        for installed, choice in checked:
+            installed.use(choice)
 
     def part(self, name: str) -> Installed:
         """One part, to switch it: `handle.part("vae.decode").use(Choice(how="eager"))`."""
+        if not isinstance(name, str):
+            raise PipelineError(f"a part is named by a string, got {name!r}")
         found = {installed.part.name: installed for installed in self._installed}
         if name not in found:
             raise PipelineError(f"this pipeline has no part {name!r}; {nearest(name, found)}")
@@ -266,6 +273,8 @@ def _load(path: str | Path | None, pipe: Any) -> compiled_files.ArtifactSummary 
     """Load artifacts, or warn why they are of no use: the pipeline then compiles as usual."""
     if path is None:
         return None
+    if not isinstance(path, (str, Path)):
+        raise ConfigError(f"artifacts takes the path of a file, got {path!r}")
     try:
         # Reading them imports half of torch's compiler.
         with collector.paused():

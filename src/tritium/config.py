@@ -28,21 +28,27 @@ _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 
 
-class _ConfigType(type):
-    """Checks names before Python does, fills in the environment, and refuses assignment on the class."""
+class KeywordsOnly(type):
+    """Metaclass of dataclasses whose constructor raises a `ConfigError` for positional or unknown arguments."""
 
     def __call__(cls, *args: Any, **given: Any) -> Any:
         if args:
             raise ConfigError(f"{cls.__name__} takes keyword arguments only, got {len(args)} positional")
-        check_environment()
         valid = [field.name for field in fields(cls)]  # type: ignore[arg-type]
         for name in given:
             if name in _FORMER_NAMES:
                 raise ConfigError(f"{cls.__name__} has no field {name!r}; write {_FORMER_NAMES[name]}")
             if name not in valid:
                 raise ConfigError(f"{cls.__name__} has no field {name!r}; {nearest(name, valid)}")
-        values = {**_from_environment(cls), **given}
-        return super().__call__(**values)
+        return super().__call__(**given)
+
+
+class _ConfigType(KeywordsOnly):
+    """Fills in fields from the environment, and refuses assignment on the class."""
+
+    def __call__(cls, *args: Any, **given: Any) -> Any:
+        check_environment()
+        return super().__call__(*args, **{**_from_environment(cls), **given})
 
     def __setattr__(cls, name: str, value: Any) -> None:
         # `dataclass` itself, typing and abc set dunder attributes on the class while it is built.
@@ -325,7 +331,7 @@ def _check(name: str, hint: Any, value: Any) -> Any:
         return value
     if origin in (Union, types.UnionType):
         if isinstance(value, Mapping):
-            value = tuple(sorted(value.items()))
+            value = tuple(sorted(value.items(), key=lambda pair: str(pair[0])))
         if isinstance(value, tuple):
             return _check_pairs(name, value)
         options = tuple(option for option in get_args(hint) if isinstance(option, type))
@@ -337,6 +343,12 @@ def _check(name: str, hint: Any, value: Any) -> Any:
     if type(value) is not hint and not (hint not in (bool, int) and isinstance(value, hint)):
         raise ConfigError(f"{name} must be {hint.__name__}, got {value!r} of type {type(value).__name__}")
     return value
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise a `ConfigError` unless the value is True or False."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be True or False, got {value!r}")
 
 
 def _check_pairs(name: str, value: tuple[Any, ...]) -> tuple[Any, ...]:

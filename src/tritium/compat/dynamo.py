@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 import logging
@@ -258,16 +259,16 @@ def describe_new_input(node: fx.Node, *, is_static: bool) -> None:
 
 @contextlib.contextmanager
 def marked_dynamic(marks: Sequence[tuple[torch.Tensor, int]], *, weakly: bool = False) -> Iterator[None]:
-    """Mark dims dynamic for the calls inside, and leave the caller's tensors as they were.
+    """Mark dims dynamic for the calls inside, and restore every attribute that marking sets on the caller's tensors.
 
     Marked weakly, a dim that the model specialises is no error.
     """
-    names = [f"_dynamo_{name}" for name in ("dynamic_indices", "weak_dynamic_indices", "dynamic_range")]
-    names += ["_dynamo_hint_overrides", "_dynamo_unbacked_indices"]
-    saved = [
-        (tensor, {name: tensor.__dict__[name] for name in names if name in tensor.__dict__}) for tensor, _ in marks
-    ]
+    tensors = list({id(tensor): tensor for tensor, _ in marks}.values())
+    saved = [{name: tensor.__dict__[name] for name in _mark_names(tensor)} for tensor in tensors]
     try:
+        for tensor, attributes in zip(tensors, saved, strict=True):
+            # Marking adds to sets that are there: the caller's own stay as they are.
+            tensor.__dict__.update({name: copy.copy(value) for name, value in attributes.items()})
         for tensor, dim in marks:
             # Sizes 0 and 1 are always specialised; asking for them to be dynamic would be an error.
             if weakly or tensor.shape[dim] < 2:
@@ -276,10 +277,19 @@ def marked_dynamic(marks: Sequence[tuple[torch.Tensor, int]], *, weakly: bool = 
                 torch._dynamo.mark_dynamic(tensor, dim)
         yield
     finally:
-        for tensor, attributes in saved:
-            for name in names:
-                tensor.__dict__.pop(name, None)
+        for tensor, attributes in zip(tensors, saved, strict=True):
+            for name in _mark_names(tensor):
+                del tensor.__dict__[name]
             tensor.__dict__.update(attributes)
+
+
+def _mark_names(tensor: torch.Tensor) -> list[str]:
+    """Attributes of a tensor that Dynamo's marks have set: their number grows with the versions of torch."""
+    return [name for name in tensor.__dict__ if name.startswith("_dynamo_") or name in _MARKS]
+
+
+# Set by mark_dynamic beside the attributes with Dynamo's prefix: torch 2.13 guards on the first.
+_MARKS = ("_has_dynamo_dim_marking", "_specialize_on")
 
 
 def passes_through(error: Exception) -> bool:

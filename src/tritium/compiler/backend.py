@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -39,8 +39,8 @@ class Backend:
         if config is not None and not isinstance(config, CompilationConfig):
             raise ConfigError(f"Backend takes a CompilationConfig, got {type(config).__name__}")
         self.config = config if config is not None else CompilationConfig()
-        self.passes = tuple(passes)
-        self.fusions = tuple(fusions)
+        self.passes = _tuple_of(Pass, "passes", passes)
+        self.fusions = _tuple_of(Fusion, "fusions", fusions)
         # Fails now, where the user reads it, and not inside the first call of the model.
         check_pins(self.config)
         self.all_passes()
@@ -123,6 +123,20 @@ class Backend:
                 "(triton.cudagraphs): give one of them"
             )
         return settings
+
+
+T = TypeVar("T")
+
+
+def _tuple_of(kind: type[T], name: str, values: Iterable[T]) -> tuple[T, ...]:
+    """Return the values as a tuple; raise a `ConfigError` for one of another type."""
+    found: tuple[Any, ...] = tuple(values) if isinstance(values, Iterable) else (values,)
+    for value in found:
+        if not isinstance(value, kind):
+            raise ConfigError(
+                f"Backend({name}=...) takes several {kind.__name__} values, got a {type(value).__name__} ({value!r})"
+            )
+    return found
 
 
 def _is_of_pictures(backend: Any, arguments: Mapping[str, Any]) -> bool:

@@ -45,13 +45,17 @@ def marking(
 
 
 def _check_names(signature: inspect.Signature, dynamic_dims: DynamicDims) -> None:
+    if not isinstance(dynamic_dims, Mapping):
+        raise ShapeError(f"dynamic_dims maps an argument's name to a list of dims, got {dynamic_dims!r}")
     names = list(signature.parameters)
     open_ended = any(part.kind is part.VAR_KEYWORD for part in signature.parameters.values())
     for path, dims in dynamic_dims.items():
+        if not isinstance(path, str):
+            raise ShapeError(f"dynamic_dims: an argument is named by a string, got {path!r}")
         name = path.split(".")[0]
         if name not in names and not open_ended:
             raise ShapeError(f"dynamic_dims names {name!r}, which is no argument; {nearest(name, names)}")
-        if isinstance(dims, (str, bytes)) or not all(isinstance(dim, int) for dim in dims):
+        if not isinstance(dims, Sequence) or not all(isinstance(dim, int) for dim in dims):
             raise ShapeError(f"dynamic_dims[{path!r}] must be a list of dims, got {dims!r}")
 
 

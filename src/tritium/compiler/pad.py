@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,7 +83,7 @@ class Padding:
     ) -> None:
         self._call = call
         self._signature = signature
-        self._dims = {name: {dim: _sizes(name, sizes) for dim, sizes in found.items()} for name, found in dims.items()}
+        self._dims = _buckets(dims)
         names = list(signature.parameters)
         for name in self._dims:
             if name not in names:
@@ -169,11 +169,25 @@ def _title(call: Any) -> str:
     return type(call).__name__ if isinstance(call, nn.Module) else getattr(call, "__name__", "the function")
 
 
-def _sizes(name: str, sizes: Sequence[int]) -> tuple[int, ...]:
-    found = tuple(sorted(sizes))
+def _buckets(dims: Any) -> dict[str, dict[int, tuple[int, ...]]]:
+    """Check what is padded, and sort the sizes of each dim."""
+    form = "{argument: {dim: sizes}}, such as {'encoder_hidden_states': {1: (128, 256)}}"
+    if not isinstance(dims, Mapping) or not all(isinstance(of_name, Mapping) for of_name in dims.values()):
+        raise ConfigError(f"pad_to takes dims as {form}; got {dims!r}")
+    if not dims or not all(dims.values()):
+        raise ConfigError(f"pad_to: no dim is named, so nothing would be padded; write {form}")
+    for name, of_name in dims.items():
+        for dim in of_name:
+            if not isinstance(dim, int):
+                raise ConfigError(f"pad_to: a dim of {name!r} must be an integer, got {dim!r}")
+    return {name: {dim: _sizes(name, sizes) for dim, sizes in of_name.items()} for name, of_name in dims.items()}
+
+
+def _sizes(name: str, sizes: Any) -> tuple[int, ...]:
+    found = tuple(sizes) if isinstance(sizes, Iterable) else (sizes,)
     if not found or not all(isinstance(size, int) and size > 0 for size in found):
         raise ShapeError(f"pad_to: the sizes of {name!r} must be whole numbers above 0, got {sizes!r}")
-    return found
+    return tuple(sorted(found))
 
 
 def _masks(dims: Buckets, names: Sequence[str], mask: str | Mapping[str, str] | None, title: str) -> dict[str, str]:

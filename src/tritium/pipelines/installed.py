@@ -12,6 +12,7 @@ from torch import fx, nn
 from tritium import compat
 from tritium.compiler import collector
 from tritium.compiler.backend import Backend
+from tritium.errors import PipelineError
 from tritium.pipelines import hooks, strides
 from tritium.pipelines.contract import Contract
 from tritium.pipelines.parts import Part, is_wrapped
@@ -64,6 +65,7 @@ class Installed:
             if plan.shapes is not None
             else None
         )
+        self._removed = False
         self._checks_memory = plan.check_memory
         self._progress = progress
         self._inner = self.entry.inner
@@ -94,6 +96,10 @@ class Installed:
 
         Given some modules, only the targets among them are compiled, and the others are left alone.
         """
+        if self._removed:
+            raise PipelineError(
+                f"{self.part.name} cannot be switched: its handle is removed; call tritium.optimize on the pipeline again"
+            )
         if choice.how != "eager" and (self._before or is_wrapped(self.part.entry)):
             # It was left alone until now, with what somebody else had compiled.
             hooks.check(self.part)
@@ -111,6 +117,7 @@ class Installed:
         self._lay_out(channels_last=choice.channels_last)
 
     def remove(self) -> None:
+        self._removed = True
         for target in self.part.targets:
             self._put_back(target.module)
         self._put_back(self.part.entry)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from tritium.config import CompilationConfig
+from tritium.config import CompilationConfig, KeywordsOnly, check_flag
 from tritium.errors import ConfigError, nearest
 from tritium.pipelines.shapes import Shapes
 
@@ -19,7 +19,7 @@ Graphs = Literal["off", "only", "with_compile", "auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class Choice(metaclass=KeywordsOnly):
     """What to do with one part of a pipeline.
 
     `how` is what runs it: Tritium, plain torch.compile (`inductor`), or nothing of either (`eager`: it is left alone).
@@ -34,8 +34,7 @@ class Choice:
     def __post_init__(self) -> None:
         if self.how not in HOWS:
             raise ConfigError(f"a part cannot run with {self.how!r}; {nearest(str(self.how), HOWS)}")
-        if not isinstance(self.channels_last, bool):
-            raise ConfigError(f"channels_last must be True or False, got {self.channels_last!r}")
+        check_flag("Choice.channels_last", self.channels_last)
         if self.graphs is not None and self.graphs not in get_args(Graphs):
             raise ConfigError(f"graphs cannot be {self.graphs!r}; {nearest(str(self.graphs), get_args(Graphs))}")
         if self.graphs not in (None, "off") and self.how != "tritium":
@@ -50,7 +49,7 @@ class Choice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(metaclass=KeywordsOnly):
     """What to do with a pipeline; `tritium.optimize(pipe)` takes `Plan()`.
 
     Args:
@@ -83,14 +82,18 @@ class Plan:
             raise ConfigError(f"Plan.shapes takes a Shapes, got {type(self.shapes).__name__}")
         if not isinstance(self.config, CompilationConfig):
             raise ConfigError(f"Plan.config takes a CompilationConfig, got {type(self.config).__name__}")
-        choices = {}
-        for name, choice in self.components.items():
-            if isinstance(choice, str):
-                choice = Choice(how=choice)  # type: ignore[arg-type]  # noqa: PLW2901 - checked by Choice itself
-            if not isinstance(choice, Choice):
-                raise ConfigError(f"Plan.components[{name!r}] takes a Choice or one of {HOWS}, got {choice!r}")
-            choices[name] = choice
-        blocks = {name: (names,) if isinstance(names, str) else tuple(names) for name, names in self.blocks.items()}
+        for name in ("measure", "check_memory", "progress"):
+            check_flag(f"Plan.{name}", getattr(self, name))
+        if self.dynamic is not None and not isinstance(self.dynamic, bool):
+            raise ConfigError(f"Plan.dynamic must be None, True or False, got {self.dynamic!r}")
+        choices = _by_component("components", self.components, f"a Choice or one of {', '.join(HOWS)}")
+        choices = {name: choice_of(name, choice) for name, choice in choices.items()}
+        blocks = _by_component("blocks", self.blocks, "the class names of its repeated blocks")
+        blocks = {name: _class_names(name, classes) for name, classes in blocks.items()}
+        if "vae" in blocks:
+            raise ConfigError(
+                "Plan.blocks names 'vae', whose encoder and decoder are each compiled as one; leave it out"
+            )
         object.__setattr__(self, "components", MappingProxyType(choices))
         object.__setattr__(self, "blocks", MappingProxyType(blocks))
 
@@ -102,3 +105,29 @@ class Plan:
 
     def with_(self, **changes: Any) -> Plan:
         return dataclasses.replace(self, **changes)
+
+
+def _by_component(name: str, value: Any, what: str) -> dict[str, Any]:
+    """Return the mapping as a dict, or raise a `ConfigError` that shows the form it must have."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"Plan.{name} maps a component's name to {what}, got {value!r}")
+    for key in value:
+        if not isinstance(key, str):
+            raise ConfigError(f"Plan.{name}: a component is named by a string, got {key!r}")
+    return dict(value)
+
+
+def choice_of(name: str, value: Any) -> Choice:
+    """Return a part's choice, written as a Choice or as one of its words; raise a `ConfigError` for anything else."""
+    if isinstance(value, str):
+        return Choice(how=value)  # type: ignore[arg-type]  # checked by Choice
+    if not isinstance(value, Choice):
+        raise ConfigError(f"{name!r} takes a Choice or one of {', '.join(HOWS)}, got {value!r}")
+    return value
+
+
+def _class_names(name: str, value: Any) -> tuple[str, ...]:
+    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else ()
+    if not names or not all(isinstance(one, str) and one for one in names):
+        raise ConfigError(f"Plan.blocks[{name!r}] takes the class name of a block, or several, got {value!r}")
+    return names

@@ -1,12 +1,13 @@
-"""What shapes a pipeline will be asked for: the promise that `handle.warmup()` makes good."""
+"""Declare the shapes that `handle.warmup()` compiles."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+from tritium.config import KeywordsOnly
 from tritium.errors import ConfigError, nearest
 
 OnViolation = Literal["compile", "eager", "error"]
@@ -28,53 +29,87 @@ class Bucket:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shapes:
-    """The sizes of pictures, pictures at once, and text tokens that a pipeline will be asked for.
+class Shapes(metaclass=KeywordsOnly):
+    """Image sizes, batch sizes and prompt lengths that `handle.warmup()` compiles.
 
     Args:
-        sizes: Heights and widths; or a `range`, each value of which is a height and a width.
-        batch: `num_images_per_prompt`.
-        text_tokens: `max_sequence_length`; empty for the pipeline's own.
-        on_violation: What happens to a call outside of this, or one that would compile: it compiles, runs eagerly, or is
-            an error. It is in the report in any case.
+        sizes: Pairs of height and width, one pair, or one integer for a square image. For a `range`, every pair of its
+            values.
+        batch: `num_images_per_prompt`: an integer or several.
+        text_tokens: `max_sequence_length`: an integer or several; empty for the pipeline's default.
+        on_violation: The answer to a call with other shapes, or to one that would compile: it compiles, runs eagerly,
+            or is an error. It is in the report in any case.
 
     >>> [str(bucket) for bucket in Shapes(sizes=range(64, 129, 64)).buckets]
     ['128 x 128, batch 1', '64 x 128, batch 1', '128 x 64, batch 1', '64 x 64, batch 1']
+    >>> [str(bucket) for bucket in Shapes(sizes=(512, 768), batch=2, text_tokens=512).buckets]
+    ['512 x 768, batch 2, 512 text tokens']
     """
 
-    sizes: Sequence[tuple[int, int]] | range
-    batch: Sequence[int] = (1,)
-    text_tokens: Sequence[int] = ()
+    sizes: Iterable[tuple[int, int]] | tuple[int, int] | range | int
+    batch: Iterable[int] | int = (1,)
+    text_tokens: Iterable[int] | int = ()
     on_violation: OnViolation = "compile"
 
     def __post_init__(self) -> None:
         if self.on_violation not in WAYS:
             raise ConfigError(f"on_violation cannot be {self.on_violation!r}; {nearest(str(self.on_violation), WAYS)}")
-        if isinstance(self.sizes, range):
-            object.__setattr__(self, "sizes", tuple(itertools.product(self.sizes, repeat=2)))
-        if not self.sizes or not all(_is_pair(size) for size in self.sizes):
-            raise ConfigError(f"Shapes.sizes takes pairs of height and width, or a range, got {self.sizes!r}")
-        object.__setattr__(self, "sizes", tuple(dict.fromkeys(map(tuple, self.sizes))))  # type: ignore[arg-type]
-        for name in ("batch", "text_tokens"):
-            values = tuple(dict.fromkeys(getattr(self, name)))
-            if not all(_is_size(value) for value in values) or (name == "batch" and not values):
-                raise ConfigError(f"Shapes.{name} takes whole numbers above 0, got {getattr(self, name)!r}")
-            object.__setattr__(self, name, values)
+        object.__setattr__(self, "sizes", _sizes(self.sizes))
+        object.__setattr__(self, "batch", _counts("batch", self.batch))
+        if not self.batch:
+            raise ConfigError(
+                "Shapes.batch is empty: no call would be inside the contract; leave it out for a batch of 1"
+            )
+        object.__setattr__(self, "text_tokens", _counts("text_tokens", self.text_tokens))
 
     @property
     def buckets(self) -> list[Bucket]:
-        """Every combination, the largest pictures first: what they need of memory is then there for all."""
+        """Every combination, largest images first: later ones then fit into the memory of earlier ones."""
         found = []
-        for size, batch, text in itertools.product(self.sizes, self.batch, self.text_tokens or (None,)):
-            assert isinstance(size, tuple)
-            height, width = size
+        sizes: Any = self.sizes
+        batches: Any = self.batch
+        texts: Any = self.text_tokens or (None,)
+        for (height, width), batch, text in itertools.product(sizes, batches, texts):
             found.append(Bucket(height, width, batch, text))
         return sorted(found, key=lambda bucket: -bucket.height * bucket.width * bucket.batch)
 
 
+# Above this no allocation of an image succeeds, and torch's sizes overflow.
+_LARGEST = 2**31 - 1
+
+
+def _sizes(value: Any) -> tuple[tuple[int, int], ...]:
+    """Return the sizes as a tuple of pairs, or raise a `ConfigError`."""
+    if isinstance(value, tuple) and _is_pair(value):
+        return (value,)
+    if _is_size(value):
+        return ((value, value),)
+    advice = "Shapes.sizes takes pairs of height and width, one such pair, an integer for a square image, or a range"
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ConfigError(f"{advice}; got {value!r}")
+    items = list(itertools.product(value, repeat=2)) if isinstance(value, range) else list(value)
+    if not items:
+        raise ConfigError(f"{advice}; got none, so no call would be inside the contract")
+    for item in items:
+        if not _is_pair(item):
+            raise ConfigError(f"{advice}; got {item!r} among them")
+    return tuple(dict.fromkeys((height, width) for height, width in items))
+
+
+def _counts(name: str, value: Any) -> tuple[int, ...]:
+    """Return one or several integers above 0 as a tuple, or raise a `ConfigError`."""
+    if _is_size(value):
+        return (value,)
+    items = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value]
+    for item in items:
+        if not _is_size(item):
+            raise ConfigError(f"Shapes.{name} takes an integer above 0, or several; got {item!r}")
+    return tuple(dict.fromkeys(items))
+
+
 def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _LARGEST
 
 
 def _is_pair(value: object) -> bool:
-    return isinstance(value, (tuple, list)) and len(value) == 2 and all(_is_size(part) for part in value)
+    return isinstance(value, Sequence) and len(value) == 2 and all(_is_size(part) for part in value)
