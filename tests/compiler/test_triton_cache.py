@@ -78,6 +78,9 @@ def test_the_next_machine_finds_the_kernel(machine, tmp_path, monkeypatch, here)
     # No path of the first machine is left, and no file that a launch does not read.
     assert {path.suffix for path in folder.rglob("*") if path.is_file()} == {".json", ".cubin"}
     assert not [path for path in folder.rglob("*.json") if "first" in path.read_text()]
+    (listed,) = [json.loads(path.read_text())["child_paths"] for path in folder.rglob("__grp__*.json")]
+    assert len(listed) == 2
+    assert all(Path(path).exists() for path in listed.values())
     monkeypatch.setattr(triton.compiler.compiler, "parse", None)
     monkeypatch.setattr(triton.compiler.compiler.ASTSource, "make_ir", None)
     found = compiled_kernel()

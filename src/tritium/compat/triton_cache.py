@@ -72,6 +72,7 @@ def put_triton_file(folder: str, name: str, content: bytes, write: Callable[[Pat
     if target.exists():
         return
     if name.startswith(_LIST):
-        names = json.loads(content)["child_paths"]
+        # From Triton 3.8 on, one listed file that is missing makes the whole kernel a cache miss.
+        names = [child for child in json.loads(content)["child_paths"] if Path(child).suffix in _READ]
         content = json.dumps({"child_paths": {child: str(target.with_name(child)) for child in names}}).encode()
     write(target, content)
