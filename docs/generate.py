@@ -248,7 +248,7 @@ def cell(counts: dict | None) -> str:
 
 
 def support() -> str:
-    text = "# Support matrix\n\nPython 3.11 to 3.13, torch 2.11 to 2.13 "
+    text = "# Support matrix\n\nPython 3.11 to 3.13, torch 2.11 to 2.15 "
     text += "(newer versions are used too; hooks they lack are declined).\n\n## Models\n\n"
     text += (
         "Sites of tiny configurations of the stock models, each counted twice: on the graphs by operators and source "

@@ -6,16 +6,18 @@ import textwrap
 import threading
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import sympy
 import torch
 import torch.nn.functional as F
-from torch._inductor.sizevars import SizeVarAllocator
 
 import tritium
 from tiling.generated import generate, triton_on_cpu
 from tiling.patterns import ALL
 from tritium import compat
+from tritium.compat import tiling as compat_tiling
 from tritium.errors import ConfigError
 from tritium.passes import Decline
 from tritium.report import LEDGER
@@ -26,20 +28,20 @@ PAD = "triton_poi_fused_constant_pad_nd_0"
 
 
 def owners():
-    return [
-        (owner, name, vars(owner)[name])
-        for owner, name in [
-            compat.multiple_of_hook(),
-            compat.coalescing_analysis(),
-            (compat.simd_scheduling(), "get_tiling_and_scores"),
-            (compat.simd_scheduling(), "codegen_node_schedule"),
-            (compat.triton_kernel(), "codegen_kernel"),
-            compat.split_hook(),
-            compat.cooperative_hook(),
-            compat.persistent_hook(),
-            (compat.graph_key(), "__init__"),
-        ]
+    hooks_of_inductor = [
+        compat.divisibility_hook(),
+        compat.selection_hook(),
+        compat.coalescing_analysis(),
+        (compat.simd_scheduling(), "get_tiling_and_scores"),
+        (compat.simd_scheduling(), "codegen_node_schedule"),
+        (compat.triton_kernel(), "codegen_kernel"),
+        compat.split_hook(),
+        compat.cooperative_hook(),
+        compat.persistent_hook(),
+        (compat.graph_key(), "__init__"),
     ]
+    # Some versions lack one of the first two.
+    return [(*hook, vars(hook[0])[hook[1]]) for hook in hooks_of_inductor if hook is not None]
 
 
 @pytest.fixture(autouse=True)
@@ -105,27 +107,26 @@ class TestEnable:
 
     def test_somebody_who_wrapped_it_too_keeps_working(self, monkeypatch):
         tritium.autofuse.enable()
-        ours = SizeVarAllocator.statically_known_multiple_of
-        theirs = lambda self, *sizes: ours(self, *sizes)  # noqa: E731
-        original = hooks._installed[0][2]
-        SizeVarAllocator.statically_known_multiple_of = theirs
+        kernel = compat.triton_kernel()
+        ours = kernel.codegen_kernel
+        theirs = lambda self, name=None: ours(self, name)  # noqa: E731
+        kernel.codegen_kernel = theirs
         tritium.autofuse.disable()
-        assert SizeVarAllocator.statically_known_multiple_of is theirs
+        assert kernel.codegen_kernel is theirs
         assert hooks.current() is None
-        SizeVarAllocator.statically_known_multiple_of = original
+        kernel.codegen_kernel = ours.__wrapped__
 
     def test_an_unknown_torch_is_declined_with_a_reason(self, monkeypatch):
         before = owners()
-        monkeypatch.setattr(compat, "tiling_obstacle", lambda: "tiling is known of torch 2.11 to 2.13, not of 2.99")
+        monkeypatch.setattr(compat, "tiling_obstacle", lambda: compat_tiling.tiling_obstacle((2, 99)))
         declined = tritium.autofuse.enable()
-        assert isinstance(declined, Decline)
-        assert "not of 2.99" in declined.reason
+        assert declined == Decline("the tiling policy supports torch 2.11 to 2.15, not 2.99")
         assert not tritium.autofuse.is_enabled()
         assert all(vars(owner)[name] is original for owner, name, original in before)
 
-    @pytest.mark.parametrize("version", [(2, 10), (2, 14), (3, 0)])
-    def test_versions_whose_code_was_not_read(self, version):
-        assert f"not of {version[0]}.{version[1]}" in compat.tiling_obstacle(version)
+    @pytest.mark.parametrize("version", [(2, 10), (2, 16), (3, 0)])
+    def test_an_unsupported_version_is_an_obstacle(self, version):
+        assert compat.tiling_obstacle(version).endswith(f", not {version[0]}.{version[1]}")
 
     def test_this_version_is_known(self):
         assert compat.tiling_obstacle() is None
@@ -135,6 +136,14 @@ class TestEnable:
         assert "takes no name" in compat.tiling_obstacle()
         monkeypatch.delattr(compat.simd_scheduling(), "create_tiling")
         assert "has no SIMDScheduling.create_tiling" in compat.tiling_obstacle()
+
+    def test_a_method_that_became_static_or_the_reverse_is_noticed(self, monkeypatch):
+        owner, name = compat.split_hook()
+        split = getattr(owner, name)
+        is_static = isinstance(vars(owner)[name], staticmethod)
+        monkeypatch.setattr(owner, name, split if is_static else staticmethod(split))
+        kinds = ("function", "static method") if is_static else ("static method", "function")
+        assert compat.tiling_obstacle().endswith("is a {}, not a {}".format(*kinds))
 
     @pytest.mark.skipif(compat.TORCH < (2, 12), reason="torch 2.11 crashes in Dynamo after a thread has compiled")
     def test_it_acts_in_every_thread(self):
@@ -155,7 +164,8 @@ class TestEnable:
         (kernel,) = made["kernels"]
         assert kernel["reason"]
         assert kernel["costs"]
-        assert kernel["proofs"]
+        # Since torch 2.14 Inductor proves products of sums itself.
+        assert bool(kernel["proofs"]) == (compat.TORCH < compat.PROVES_PRODUCTS)
         assert set(kernel["proofs"]) <= set(made["proofs"])
         json.dumps(made)
 
@@ -239,7 +249,8 @@ class TestBackend:
 
         assert body() == (2, True)
         assert body(enable_narrow_sizes=False) == (2, False)
-        assert body(enable_divisibility_proof=False, enable_nd_tiling_workaround=False) == (1, True)
+        unproven = 1 if compat.TORCH < compat.PROVES_PRODUCTS else 2
+        assert body(enable_divisibility_proof=False, enable_nd_tiling_workaround=False) == (unproven, True)
         (kernel,), record, _ = self.compiled(pass_config=switches(enable_nd_tiling_workaround=False))
         assert kernel.dims == 1
         assert record.kernels[0]["tiling"]["reason"] == "choosing tilings is switched off"
@@ -315,12 +326,41 @@ class TestLatch:
         with tritium.autofuse.enabled(retry_analysis=False), pytest.raises(Exception, match="numel mismatch"):
             generate(*arguments)
 
+    def test_the_analysis_of_a_node_without_a_name_fails(self, monkeypatch):
+        """Since torch 2.14 Inductor also analyses views of several nodes."""
+        owner, name = compat.coalescing_analysis()
+        monkeypatch.setattr(owner, name, self.broken)
+        view = SimpleNamespace(get_nodes=lambda: [SimpleNamespace(get_name=lambda: "op7")])
+        with hooks.active(TilingPolicy()) as decisions:
+            assert getattr(owner, name)(view) is None
+        assert list(decisions.retries) == ["op7: AssertionError: numel mismatch"]
+
+    @pytest.mark.skipif(compat.selection_hook() is None, reason="the scheduler ranks tilings since torch 2.14")
+    def test_the_ranking_that_the_scheduler_asks_for_fails(self, monkeypatch):
+        scheduling = compat.simd_scheduling()
+        monkeypatch.setattr(scheduling, "compute_tiling_strategy", self.broken)
+
+        def rank(analysis):
+            return scheduling.select_tiling_with_memory([], sympy.Integer(64), sympy.Integer(8), analysis)
+
+        with pytest.raises(AssertionError, match="numel mismatch"):
+            rank(object())
+        expected = rank(None)
+        with hooks.active(TilingPolicy()) as decisions:
+            assert rank(object()) == expected
+        assert list(decisions.retries) == ["?: AssertionError: numel mismatch"]
+        with hooks.active(TilingPolicy(retry_analysis=False)), pytest.raises(AssertionError, match="numel mismatch"):
+            rank(object())
+
     def test_the_ranking_fails(self, monkeypatch):
         monkeypatch.setattr(compat.simd_scheduling(), "compute_tiling_strategy", self.broken)
         pattern = ALL["crop_to_nhwc"]
         with tritium.autofuse.enabled():
             generate(pattern.function, pattern.inputs(), pattern.dynamic)
-            assert "numel mismatch" in tritium.autofuse.decisions()["retries"][0]
+            made = tritium.autofuse.decisions()
+        assert len(made["retries"]) == 1
+        assert "numel mismatch" in made["retries"][0]
+        assert made["kernels"][0]["reason"] == "Inductor could not analyse its accesses"
 
     def test_the_report_says_so(self, monkeypatch):
         owner, name = compat.coalescing_analysis()
@@ -474,7 +514,7 @@ def test_importing_it_loads_no_compiler(in_process):
 
 def test_compiled_code_survives_disable():
     """What was compiled stays; what is compiled later is Inductor's own."""
-    pattern = ALL["crop_to_nhwc"]
+    pattern = ALL["pad_ncdhw"]
     with tritium.autofuse.enabled():
         first = generate(pattern.function, pattern.inputs(), pattern.dynamic)
     second = generate(pattern.function, pattern.inputs(), pattern.dynamic)

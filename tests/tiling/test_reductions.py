@@ -1,6 +1,7 @@
 """Which form a reduction gets: by the rules, by a table, and in the code that Inductor generates for a GPU."""
 
 import dataclasses
+import importlib
 import json
 import sys
 
@@ -230,6 +231,37 @@ class TestGeneratedCode:
         assert sources(observer) == sources(plain)
         assert choices == []
 
+    @pytest.mark.skipif(compat.TORCH < (2, 15), reason="strict numerics came with torch 2.15")
+    def test_a_fixed_order_of_additions_stays(self, monkeypatch):
+        """Persistent rows would be added in another order than `numerics="strict"` promises."""
+        lowering = importlib.import_module("torch._inductor.lowering")
+        normalize = lambda x: x / x.sum(-1, keepdim=True)  # noqa: E731
+        case = normalize, (torch.empty(4096, 3072),)
+        assert kinds(with_table(case, PERSISTENT)[0]) == ["per"]
+        # Triton 3.9 has no such order yet.
+        monkeypatch.setattr(lowering, "has_triton_reduction_ordering", lambda: True)
+        plain = generated(normalize, *case[1], numerics="strict")
+        observer, choices = with_table(case, PERSISTENT, numerics="strict")
+        assert "strict_reduction_rblock" in sources(plain)[0]
+        assert sources(observer) == sources(plain)
+        assert choices == []
+
+    @pytest.mark.skipif(compat.TORCH < (2, 15), reason="nested reductions are off before torch 2.15")
+    def test_nested_reductions_stay_as_inductor_made_them(self):
+        def quantized(x):
+            y = F.rms_norm(x[:, 1:1025], (1024,))
+            return y, y.view(y.shape[0], -1, 32).abs().amax(-1)
+
+        metrics = importlib.import_module("torch._inductor.metrics")
+        before = metrics.codegen_nested_reduction
+        case, sizes = (quantized, bf16(4096, 2000)), {0: (0, 1)}
+        plain = generated(*case, dynamic=sizes)
+        assert metrics.codegen_nested_reduction == before + 1
+        assert "ks0" in sources(plain)[0]
+        with hooks.active(TilingPolicy()) as decisions:
+            assert sources(generated(*case, dynamic=sizes)) == sources(plain)
+        assert decisions.kernels() == []
+
     def test_mistakes_of_ours_keep_inductor_s_choice(self, monkeypatch):
         def broken(_):
             raise AssertionError("no statistics")
@@ -316,7 +348,7 @@ class TestReached:
         names = ["reduction_split_factor", "should_use_cooperative_reduction", "should_use_persistent_reduction"]
         before = [vars(choices)[name] for name in names]
         with hooks.active(TilingPolicy()):
-            assert all(isinstance(vars(choices)[name], staticmethod) for name in names)
+            assert [type(vars(choices)[name]) for name in names] == [type(found) for found in before]
             assert not any(vars(choices)[name] is found for name, found in zip(names, before, strict=True))
         assert [vars(choices)[name] for name in names] == before
 

@@ -1,6 +1,6 @@
 """Every difference between torch versions, and every private door into torch that Tritium uses.
 
-Known to work: 2.11 to 2.13. A newer version is used too; a hook that a version lacks is answered with None or an empty
+Known to work: 2.11 to 2.15. A newer version is used too; a hook that a version lacks is answered with None or an empty
 value here, and whoever asked declines with a reason.
 """
 
@@ -84,6 +84,7 @@ from tritium.compat.profiler import (
 from tritium.compat.shapes import backend_of, keep_sizes_apart
 from tritium.compat.tiling import (
     NO_TILING_ANALYSIS,
+    PROVES_PRODUCTS,
     TILING_KNOWN,
     came_from_tiling,
     can_guard,
@@ -91,25 +92,28 @@ from tritium.compat.tiling import (
     compiles_ahead_of_time,
     cooperative_hook,
     cooperative_sizes,
+    divisibility_hook,
     division_functions,
     graph_key,
     guarded_sizes,
     has_dynamic_sizes,
+    has_nodes_of_another_stage,
     hinted_size,
     indexes_with_32_bits,
     inductor_choices,
+    keeps_order_of_additions,
     kernel_extents,
     kernel_sizes,
     least_size,
     lowering_graph,
     measures_reductions,
-    multiple_of_hook,
     next_kernel_name,
     original_size,
     persistence_is_allowed,
     persistent_hook,
     reduces_contiguous_rows,
     reduction_reads,
+    selection_hook,
     simd_scheduling,
     split_hook,
     target_multiprocessors,
@@ -127,6 +131,7 @@ from tritium.compat.versions import (
 
 __all__ = [
     "NO_TILING_ANALYSIS",
+    "PROVES_PRODUCTS",
     "TILING_KNOWN",
     "TORCH",
     "CodegenObserver",
@@ -154,6 +159,7 @@ __all__ = [
     "cooperative_sizes",
     "debug_folder",
     "describe_new_input",
+    "divisibility_hook",
     "division_functions",
     "empty_cache",
     "entered_region",
@@ -165,6 +171,7 @@ __all__ = [
     "has_decomposition",
     "has_dynamic_sizes",
     "has_lowering",
+    "has_nodes_of_another_stage",
     "has_tangents",
     "hinted_size",
     "import_compiler",
@@ -181,6 +188,7 @@ __all__ = [
     "is_watched",
     "is_work",
     "keep_sizes_apart",
+    "keeps_order_of_additions",
     "kernel_dependencies",
     "kernel_extents",
     "kernel_sizes",
@@ -196,7 +204,6 @@ __all__ = [
     "measures_reductions",
     "mode_settings",
     "module_path",
-    "multiple_of_hook",
     "next_kernel_name",
     "observed_codegen",
     "original_size",
@@ -211,6 +218,7 @@ __all__ = [
     "region_of",
     "replaces_functions",
     "salted_pass",
+    "selection_hook",
     "setting",
     "share_libraries",
     "simd_scheduling",

@@ -7,60 +7,110 @@ import importlib
 import inspect
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tritium.compat.inductor import inductor_config
-from tritium.compat.versions import TORCH, Version
+from tritium.compat.versions import TORCH, Version, version_text
 
-# Versions whose tiling code was read: the hooks below mean there what they are taken for.
-TILING_KNOWN = ((2, 11), (2, 12), (2, 13))
+# Versions on which the hooks below were compared with Inductor's source.
+TILING_KNOWN = ((2, 11), (2, 12), (2, 13), (2, 14), (2, 15))
+
+# From here on Inductor itself proves that a product of sums is a multiple of its factors.
+PROVES_PRODUCTS: Version = (2, 14)
+# From here on `reduction_split_factor` is an instance method; it was static.
+SPLIT_IS_A_METHOD: Version = (2, 14)
+
+
+_KINDS = {classmethod: "class method", staticmethod: "static method"}
+
+
+@dataclass(frozen=True)
+class _Hook:
+    """A function of Inductor that the tiling policy wraps or calls, and the signature it relies on."""
+
+    name: str
+    owner: Any
+    attribute: str
+    parameters: tuple[str, ...] = ()
+    kind: str = "function"
+
+    def obstacle(self) -> str | None:
+        """Return how this torch's function differs from the expected one, or None."""
+        found = inspect.getattr_static(self.owner, self.attribute, None)
+        if found is None:
+            return f"torch {version_text()} has no {self.name}"
+        signature = inspect.signature(getattr(self.owner, self.attribute)).parameters
+        missing = [parameter for parameter in self.parameters if parameter not in signature]
+        if missing:
+            return f"{self.name} of torch {version_text()} takes no {', '.join(missing)}"
+        kind = _KINDS.get(type(found), "function")
+        if kind != self.kind:
+            return f"{self.name} of torch {version_text()} is a {kind}, not a {self.kind}"
+        return None
 
 
 def tiling_obstacle(version: Version = TORCH) -> str | None:
-    """Why Inductor's tiling must be left alone on this torch, or None.
+    """Return why the tiling policy cannot act on this torch, or None.
 
     >>> tiling_obstacle((2, 10))
-    'tiling is known of torch 2.11 to 2.13, not of 2.10'
+    'the tiling policy supports torch 2.11 to 2.15, not 2.10'
     """
-    text = ".".join(map(str, version))
     if version not in TILING_KNOWN:
-        return f"tiling is known of torch 2.11 to 2.13, not of {text}"
-    for name, owner, attribute, parameters in _tiling_hooks():
-        hook = getattr(owner, attribute, None) if owner is not None else None
-        if hook is None:
-            return f"torch {text} has no {name}"
-        missing = [parameter for parameter in parameters if parameter not in inspect.signature(hook).parameters]
-        if missing:
-            return f"{name} of torch {text} takes no {', '.join(missing)}"
-    return None
+        oldest, newest, this = (".".join(map(str, known)) for known in (TILING_KNOWN[0], TILING_KNOWN[-1], version))
+        return f"the tiling policy supports torch {oldest} to {newest}, not {this}"
+    return next((obstacle for hook in _tiling_hooks() if (obstacle := hook.obstacle()) is not None), None)
 
 
-def _tiling_hooks() -> list[tuple[str, Any, str, tuple[str, ...]]]:
-    """Everything of Inductor that the tiling policy wraps: a name, its owner, and the parameters that are relied on."""
-    simd = importlib.import_module("torch._inductor.codegen.simd").SIMDScheduling
-    question = ("node_schedule", "numel", "reduction_numel", "coalesce_analysis")
-    analysis, function = coalescing_analysis()
-    return [
-        ("SizeVarAllocator.statically_known_multiple_of", *multiple_of_hook(), ("numerator", "denominator")),
-        ("SIMDScheduling.get_tiling_and_scores", simd, "get_tiling_and_scores", question),
-        ("SIMDScheduling.create_tiling", simd, "create_tiling", ("pw_tiling", "reduction_tiling")),
-        ("SIMDScheduling.tiling_is_compatible", simd, "tiling_is_compatible", ("node_schedule", "tiling")),
-        ("SIMDScheduling.codegen_node_schedule", simd, "codegen_node_schedule", ("kernel_features",)),
-        ("TritonKernel.codegen_kernel", triton_kernel(), "codegen_kernel", ("name",)),
-        ("the coalescing analysis", analysis, function, ()),
-        ("InductorChoices.should_use_persistent_reduction", *persistent_hook(), ("features", "cooperative_reduction")),
-        ("InductorChoices.should_use_cooperative_reduction", *cooperative_hook(), ()),
-        ("InductorChoices.reduction_split_factor", *split_hook(), ("device", "reduction_numel_hint", "numel_hint")),
-        ("FxGraphHashDetails", graph_key(), "__init__", ("gm", "example_inputs")),
+def _tiling_hooks() -> list[_Hook]:
+    simd = simd_scheduling()
+    ranking = ("node_schedule", "numel", "reduction_numel", "coalesce_analysis")
+    selection, divisibility = selection_hook(), divisibility_hook()
+    split = "function" if TORCH >= SPLIT_IS_A_METHOD else "static method"
+    hooks = [
+        _Hook("SIMDScheduling.get_tiling_and_scores", simd, "get_tiling_and_scores", ranking, "class method"),
+        _Hook("SIMDScheduling.create_tiling", simd, "create_tiling", ("pw_tiling", "reduction_tiling"), "class method"),
+        _Hook(
+            "SIMDScheduling.tiling_is_compatible",
+            simd,
+            "tiling_is_compatible",
+            ("node_schedule", "tiling"),
+            "class method",
+        ),
+        _Hook("SIMDScheduling.codegen_node_schedule", simd, "codegen_node_schedule", ("kernel_features",)),
+        _Hook("TritonKernel.codegen_kernel", triton_kernel(), "codegen_kernel", ("name",)),
+        _Hook("the coalescing analysis", *coalescing_analysis()),
+        _Hook(
+            "InductorChoices.should_use_persistent_reduction",
+            *persistent_hook(),
+            ("features", "cooperative_reduction"),
+            "static method",
+        ),
+        _Hook("InductorChoices.should_use_cooperative_reduction", *cooperative_hook(), (), "static method"),
+        _Hook(
+            "InductorChoices.reduction_split_factor",
+            *split_hook(),
+            ("device", "reduction_numel_hint", "numel_hint", "inner_reduction"),
+            split,
+        ),
+        _Hook("FxGraphHashDetails", graph_key(), "__init__", ("gm", "example_inputs")),
     ]
+    if selection is not None:
+        hooks.append(_Hook("SIMDScheduling.select_tiling_with_memory", *selection, ranking, "class method"))
+    if divisibility is not None:
+        name = "SizeVarAllocator.statically_known_multiple_of"
+        hooks.append(_Hook(name, *divisibility, ("numerator", "denominator")))
+    return hooks
 
 
 # Settings under which Inductor tiles kernels without looking at what their accesses coalesce.
 NO_TILING_ANALYSIS = {"triton.coalesce_tiling_analysis": False}
 
 
-_TILING_FUNCTIONS = frozenset({"get_tiling_and_scores", "compute_tiling_strategy", "_split_iteration_ranges"})
+_TILING_FUNCTIONS = frozenset(
+    {"get_tiling_and_scores", "select_tiling_with_memory", "compute_tiling_strategy", "_split_iteration_ranges"}
+)
 
 
 def came_from_tiling(error: BaseException) -> bool:
@@ -77,12 +127,21 @@ def came_from_tiling(error: BaseException) -> bool:
     return False
 
 
-def multiple_of_hook() -> tuple[Any, str]:
+def divisibility_hook() -> tuple[Any, str] | None:
+    """Return the function that proves multiples; None where Inductor needs no help with products of sums."""
+    if TORCH >= PROVES_PRODUCTS:
+        return None
     return importlib.import_module("torch._inductor.sizevars").SizeVarAllocator, "statically_known_multiple_of"
 
 
 def simd_scheduling() -> Any:
     return importlib.import_module("torch._inductor.codegen.simd").SIMDScheduling
+
+
+def selection_hook() -> tuple[Any, str] | None:
+    """Return the ranking of tilings that the scheduler calls directly; None before torch 2.14."""
+    scheduling, name = simd_scheduling(), "select_tiling_with_memory"
+    return (scheduling, name) if hasattr(scheduling, name) else None
 
 
 def triton_kernel() -> Any:
@@ -132,6 +191,18 @@ def reduction_reads(features: Any) -> tuple[int, int, int]:
     stats = features.memory_stats()
     once, looped = stats.persistent.reads, stats.looped.reads
     return once.count_per_thread, once.bytes_per_thread, looped.bytes_per_thread
+
+
+def keeps_order_of_additions(features: Any) -> bool:
+    """True if the user fixed the order of additions of a reduction kernel (`numerics="strict"`)."""
+    block = getattr(features, "strict_reduction_rblock", None)
+    return block is not None and block() is not None
+
+
+def has_nodes_of_another_stage(features: Any) -> bool:
+    """True if a kernel contains nodes that its own schedule does not list: nested reductions, since torch 2.15."""
+    indexing = getattr(features, "indexing_node_schedule", None)
+    return indexing is not None and indexing is not features.node_schedule
 
 
 def reduces_contiguous_rows(features: Any) -> bool:

@@ -1,7 +1,7 @@
 """Prove that one size is a multiple of another: `(H + 2) * (W + 2)` of `W + 2`, whatever H and W are.
 
-Inductor multiplies sizes out before it asks. For `H*W + 2*H + 2*W + 4` and `W + 2` it then has no answer, takes that for
-a no, and a kernel over two padded or cropped dynamic dims gets one flat grid.
+Before torch 2.14, Inductor multiplies sizes out and then finds no proof for `H*W + 2*H + 2*W + 4` and `W + 2`: a kernel over
+two padded or cropped dynamic dims gets one flat grid. Newer versions prove this themselves and do not use this module.
 
 The proof is division of polynomials: `numerator == quotient * denominator` as polynomials with whole coefficients holds
 for every value of the symbols. What is no polynomial (`H // 2`) counts as one more symbol. It proves or it does not; it

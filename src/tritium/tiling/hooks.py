@@ -1,7 +1,8 @@
 """Where the policy enters Inductor: functions that are wrapped while it is active, and put back afterwards.
 
-    SizeVarAllocator.statically_known_multiple_of    the divisibility proof is asked where Inductor finds none
+    SizeVarAllocator.statically_known_multiple_of    the divisibility proof, before torch 2.14
     SIMDScheduling.get_tiling_and_scores             the tiling of a kernel is compared with others
+    SIMDScheduling.select_tiling_with_memory         the same ranking as the scheduler calls it, since torch 2.14: retry only
     TritonKernel.codegen_kernel                      indices of a finished kernel are narrowed
     InductorChoices.reduction_split_factor           rows are cut into parts, or not, by bytes and occupancy
     InductorChoices.should_use_cooperative_reduction parts of a row may wait for each other inside one kernel
@@ -44,6 +45,8 @@ class Session:
 _CONTEXT: ContextVar[Session | None] = ContextVar("tritium_tiling", default=None)
 # Inductor also asks for tilings to decide about fusions; only the question for a kernel's code is answered differently.
 _IN_CODEGEN: ContextVar[bool] = ContextVar("tritium_tiling_codegen", default=False)
+# True inside `get_tiling_and_scores`, which does its own retry around `select_tiling_with_memory`.
+_RANKING: ContextVar[bool] = ContextVar("tritium_tiling_ranking", default=False)
 _process: Session | None = None
 _lock = threading.RLock()
 _users = 0
@@ -116,7 +119,11 @@ def _release() -> None:
 
 def _install() -> None:
     scheduling, kernel = compat.simd_scheduling(), compat.triton_kernel()
-    _wrap(*compat.multiple_of_hook(), _multiple_of)
+    divisibility, selection = compat.divisibility_hook(), compat.selection_hook()
+    if divisibility is not None:
+        _wrap(*divisibility, _multiple_of)
+    if selection is not None:
+        _wrap(*selection, _select_tiling)
     _wrap(scheduling, "get_tiling_and_scores", _get_tiling_and_scores)
     _wrap(scheduling, "codegen_node_schedule", _codegen_node_schedule)
     _wrap(kernel, "codegen_kernel", _codegen_kernel)
@@ -173,7 +180,8 @@ def _analyse(original: Any) -> Any:
         except Exception as error:
             if compat.steers_dynamo(error):
                 raise
-            session.decisions.retries.append(f"{fused_node.get_name()}: {_brief(error)}")
+            # The fused node may be a view without a name of its own.
+            session.decisions.retries.append(f"{fused_node.get_nodes()[0].get_name()}: {_brief(error)}")
             return None
 
     return analyse
@@ -206,15 +214,13 @@ def _get_tiling_and_scores(original: Any) -> Any:
         session = current()
         if session is None:
             return original(cls, node_schedule, numel, reduction_numel, coalesce_analysis)
+        token = _RANKING.set(True)
         try:
-            answer = original(cls, node_schedule, numel, reduction_numel, coalesce_analysis)
-        except Exception as error:
-            if not session.policy.retry_analysis or coalesce_analysis is None or compat.steers_dynamo(error):
-                raise
-            names = _names(node_schedule)
-            session.decisions.retries.append(f"{names[0] if names else '?'}: {_brief(error)}")
-            coalesce_analysis = None
-            answer = original(cls, node_schedule, numel, reduction_numel, None)
+            answer, coalesce_analysis = _ranked(
+                session, functools.partial(original, cls), node_schedule, numel, reduction_numel, coalesce_analysis
+            )
+        finally:
+            _RANKING.reset(token)
         if not _IN_CODEGEN.get():
             return answer
         question = choosing.Question(
@@ -229,6 +235,37 @@ def _get_tiling_and_scores(original: Any) -> Any:
         return _chosen(session, question)
 
     return get_tiling_and_scores
+
+
+def _select_tiling(original: Any) -> Any:
+    def select_tiling_with_memory(
+        cls: Any,
+        node_schedule: Any,
+        numel: sympy.Expr,
+        reduction_numel: sympy.Expr = sympy.S.One,
+        coalesce_analysis: Any = None,
+    ) -> Any:
+        session = current()
+        rank = functools.partial(original, cls)
+        if session is None or _RANKING.get():
+            return rank(node_schedule, numel, reduction_numel, coalesce_analysis)
+        return _ranked(session, rank, node_schedule, numel, reduction_numel, coalesce_analysis)[0]
+
+    return select_tiling_with_memory
+
+
+def _ranked(
+    session: Session, rank: Callable[..., Any], schedule: Any, numel: Any, reduction_numel: Any, analysis: Any
+) -> tuple[Any, Any]:
+    """Rank tilings, and once more without the analysis if that fails; return the answer and the analysis it used."""
+    try:
+        return rank(schedule, numel, reduction_numel, analysis), analysis
+    except Exception as error:
+        if not session.policy.retry_analysis or analysis is None or compat.steers_dynamo(error):
+            raise
+        names = _names(schedule)
+        session.decisions.retries.append(f"{names[0] if names else '?'}: {_brief(error)}")
+    return rank(schedule, numel, reduction_numel, None), None
 
 
 def _chosen(session: Session, question: choosing.Question) -> Any:
@@ -269,6 +306,9 @@ def _codegen_kernel(original: Any) -> Any:
         session = current()
         if session is None or not session.policy.narrow_sizes or type(self) is not compat.triton_kernel():
             return source
+        # The guards that bound the indices are those of the kernel's own schedule.
+        if compat.has_nodes_of_another_stage(self.features):
+            return source
         decision = session.decisions.of(_names(self.features.node_schedule))
         try:
             source, summary = _narrow(self, source)
@@ -297,10 +337,10 @@ def _narrow(kernel: Any, source: str) -> tuple[str, str | None]:
 
 
 def _split_factor(original: Any) -> Any:
-    def reduction_split_factor(
-        device: Any, reduction_numel_hint: int, numel_hint: int, inner_reduction: bool, **others: Any
-    ) -> int:
-        parts = int(original(device, reduction_numel_hint, numel_hint, inner_reduction, **others))
+    # Since torch 2.14 the question begins with `self`.
+    def reduction_split_factor(*question: Any, inner_reduction: bool) -> int:
+        parts = int(original(*question, inner_reduction=inner_reduction))
+        device, reduction_numel_hint, numel_hint = question[-3:]
         session = current()
         if session is None or not _reduces(session, device) or not inner_reduction:
             return parts
@@ -347,6 +387,8 @@ def _use_persistent(original: Any) -> Any:
             return answer
         # The user's own settings go first.
         if not compat.persistence_is_allowed() or compat.measures_reductions():
+            return answer
+        if compat.keeps_order_of_additions(features):
             return answer
         inductor: Form = "persistent" if answer else "looped"
         try:

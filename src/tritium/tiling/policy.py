@@ -26,7 +26,7 @@ class TilingPolicy:
     False
     """
 
-    # Prove that products of sums are multiples of their factors.
+    # Prove that products of sums are multiples of their factors; without effect since torch 2.14, which does so itself.
     prove_divisibility: bool = True
     # Compute indices in 32 bits where that is proven to be the same.
     narrow_sizes: bool = True
