@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tritium import CompilationConfig, measure
+from tritium import CompilationConfig, compat, measure
 from tritium.bench import run
 from tritium.bench.decoders import WAN_DECODE
 from tritium.bench.dynamic_kernels import DYNAMIC_KERNELS
@@ -216,7 +216,9 @@ def test_all_sides_live_at_once_and_are_compiled_once(monkeypatch):
         return timings
 
     monkeypatch.setattr(measure, "interleave", counting)
+    before = compat.inductor_seconds()
     outcome = run.run(TINY, settings(against=("eager", "inductor"), config=CompilationConfig(), cold=True))
+    assert compat.inductor_seconds() > before
     # Taking turns must not throw away what another side compiled.
     assert compiled == [0]
     by_variant = {row.variant: row for row in outcome.rows}

@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tritium import cli, compat, envs, fusions, measure, tuned
-from tritium.bench import run, workloads
+from tritium.bench import run, sides, workloads
 from tritium.bench.results import Results, Row
 from tritium.bench.workload import Built
 from tritium.cli import progress
@@ -111,6 +111,14 @@ def test_an_unknown_workload_lists_all_that_is_valid(command, others):
         (["bench", "kl-decode", "flux", "--regime", "dynamic"], "flux has no dynamic sizes"),
         (["bench", "layers", "--regime", "dynamic"], "layers is none"),
         (["bench", "flux", "--compare", "missing.json"], "cannot be read"),
+        (["bench", "flux", "families"], "families is a suite, which is measured alone"),
+        (["bench", "families", "flux"], "takes no further workload, got flux; use --only NAME"),
+        (["bench", "families", "--only", "flux512"], "did you mean 'flux-512'"),
+        (["bench", "families", "--graphs", "--mode", "max-autotune"], "--mode, --graphs: not for families"),
+        (["bench", "pipeline"], "write `tritium bench pipeline flux`"),
+        (["bench", "pipeline", "flx"], "did you mean 'flux'"),
+        (["bench", "host", "--only", "flux"], "--only names families"),
+        (["bench", "flux", "--only", "flux-512"], "--only and --budget concern suites"),
         (["explain", "flux", "--engine", "egaer"], "did you mean 'eager'"),
         (["explain", "flux", "--engine", "eager", "--dump", "kernels"], "engine 'eager' generates none"),
         (["explain", "flux", "--dump", __file__], "cannot be made"),
@@ -177,6 +185,20 @@ def test_results_that_are_none_are_refused_before_measuring(measured, tmp_path, 
     assert "is no result of `tritium bench --json`" in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
     assert not measured
+
+
+def test_a_suite_keeps_its_rows_and_says_what_failed(monkeypatch, tmp_path):
+    def broken(target, config=None):
+        raise ValueError("not today")
+
+    monkeypatch.setattr(sides, "optimized", broken)
+    path = tmp_path / "families.json"
+    asked = ("--only", "pixart-512", "--against", "eager", "--warm", "--seconds", "0", "--device", "cpu")
+    result = invoke("bench", "families", *asked, "--json", str(path), TRITIUM_ENGINE="eager")
+    assert result.exit_code == 1
+    assert "FAILED pixart-512: tritium optimize (ValueError: not today)" in result.stdout
+    assert [row.variant for row in Results.load(path).rows] == ["eager", "tritium"]
+    assert "tritium optimize failed: ValueError: not today" in " ".join(result.stdout.split())
 
 
 def test_bench_with_graphs_has_a_column_for_the_time_on_the_host(monkeypatch, tmp_path):

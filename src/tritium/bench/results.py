@@ -63,13 +63,17 @@ class Row:
     ssim: float | None = None
     # Times the median with static sizes, where sizes are dynamic and both were measured.
     against_static: float | None = None
-    # Graphs that ten sizes compiled after two others.
+    # Graphs compiled after the first call; with `--sizes`, by ten sizes after two others.
     recompiles: int | None = None
-    # Where graphs were asked for: what a call takes on the host until it returns, the device left to itself.
+    # With --graphs: microseconds until a call returns on the host while the device is idle. Of `host`: of one kernel.
     host_us: float | None = None
     # The first picture of another process, with empty caches and with this one's compile artifacts.
     cold_start_s: float | None = None
     restart_s: float | None = None
+    # Seconds of the first call spent inside Inductor.
+    inductor_s: float | None = None
+    # How a side runs, and which sides failed or were cut. Unlike the note it may change between runs.
+    remark: str | None = None
 
     @property
     def key(self) -> tuple[str, ...]:

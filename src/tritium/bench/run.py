@@ -319,7 +319,10 @@ def start_compiler(device_type: str) -> None:
 
 
 def tensor_of(output: Any, name: str) -> torch.Tensor:
-    tensor = output[0] if isinstance(output, tuple) else output
+    tensor = output
+    # A model that takes a list of images returns one, too.
+    while isinstance(tensor, (tuple, list)) and tensor:
+        tensor = tensor[0]
     if not isinstance(tensor, torch.Tensor):
         raise TritiumError(f"workload {name!r} returned {type(tensor).__name__} instead of a tensor")
     if not bool(tensor.isfinite().all()):

@@ -21,12 +21,13 @@ from tritium.example import load_example
 
 @dataclass(frozen=True)
 class Size:
-    """How large a workload is: the model's configuration, the latent grid and the tokens of the prompt."""
+    """How large a workload is: the model's configuration, the latent grid, the tokens of the prompt and the batch."""
 
     config: Mapping[str, Any]
     grid: tuple[int, ...]
     text: int
     note: str
+    batch: int = 1
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class ExampleTransformer:
     def build(self, device: str, dtype: torch.dtype, *, small: bool) -> Built:
         del small
         model = load_example(device, dtype).transformer
-        inputs = {**_flux(model.config, self.size, drawing(device, dtype)), "return_dict": False}
+        inputs = {**flux_inputs(model.config, self.size, drawing(device, dtype)), "return_dict": False}
         return Built(model, inputs, self.size.note, shrunk=False)
 
 
@@ -109,59 +110,59 @@ def cast_as_loading_does(model: Any, dtype: torch.dtype) -> None:
                     tensors[name] = nn.Parameter(fresh) if isinstance(tensor, nn.Parameter) else fresh
 
 
-def _flux(config: Any, size: Size, draw: Draw) -> dict[str, Any]:
+def flux_inputs(config: Any, size: Size, draw: Draw) -> dict[str, Any]:
     height, width = size.grid
-    hidden = draw(1, height * width, config.in_channels)
+    hidden = draw(size.batch, height * width, config.in_channels)
     rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     ids = torch.stack([torch.zeros_like(rows), rows, columns], dim=-1).reshape(-1, 3)
     return {
         "hidden_states": hidden,
-        "encoder_hidden_states": draw(1, size.text, config.joint_attention_dim),
-        "pooled_projections": draw(1, config.pooled_projection_dim),
+        "encoder_hidden_states": draw(size.batch, size.text, config.joint_attention_dim),
+        "pooled_projections": draw(size.batch, config.pooled_projection_dim),
         "timestep": torch.full_like(hidden[:, 0, 0], 0.5),
         "img_ids": ids.to(hidden),
         "txt_ids": torch.zeros(size.text, 3).to(hidden),
-        **({"guidance": torch.full((1,), 3.5, device=hidden.device)} if config.guidance_embeds else {}),
+        **({"guidance": torch.full((size.batch,), 3.5, device=hidden.device)} if config.guidance_embeds else {}),
     }
 
 
-def _qwen_image(config: Any, size: Size, draw: Draw) -> dict[str, Any]:
+def qwen_image_inputs(config: Any, size: Size, draw: Draw) -> dict[str, Any]:
     height, width = size.grid
-    hidden = draw(1, height * width, config.in_channels)
+    hidden = draw(size.batch, height * width, config.in_channels)
     # The pipeline drops the prompt's mask when it masks nothing, so at batch 1 there is none.
     return {
         "hidden_states": hidden,
-        "encoder_hidden_states": draw(1, size.text, config.joint_attention_dim),
+        "encoder_hidden_states": draw(size.batch, size.text, config.joint_attention_dim),
         "timestep": torch.full_like(hidden[:, 0, 0], 0.5),
-        "img_shapes": [[(1, height, width)]],
+        "img_shapes": [[(1, height, width)]] * size.batch,
     }
 
 
-def _wan(config: Any, size: Size, draw: Draw) -> dict[str, Any]:
-    hidden = draw(1, config.in_channels, *size.grid)
+def wan_inputs(config: Any, size: Size, draw: Draw) -> dict[str, Any]:
+    hidden = draw(size.batch, config.in_channels, *size.grid)
     return {
         "hidden_states": hidden,
-        "timestep": torch.full((1,), 500.0, device=hidden.device),
-        "encoder_hidden_states": draw(1, size.text, config.text_dim),
+        "timestep": torch.full((size.batch,), 500.0, device=hidden.device),
+        "encoder_hidden_states": draw(size.batch, size.text, config.text_dim),
     }
 
 
-def _sd3(config: Any, size: Size, draw: Draw) -> dict[str, Any]:
-    hidden = draw(1, config.in_channels, *size.grid)
+def sd3_inputs(config: Any, size: Size, draw: Draw) -> dict[str, Any]:
+    hidden = draw(size.batch, config.in_channels, *size.grid)
     return {
         "hidden_states": hidden,
-        "encoder_hidden_states": draw(1, size.text, config.joint_attention_dim),
-        "pooled_projections": draw(1, config.pooled_projection_dim),
+        "encoder_hidden_states": draw(size.batch, size.text, config.joint_attention_dim),
+        "pooled_projections": draw(size.batch, config.pooled_projection_dim),
         "timestep": torch.full_like(hidden[:, 0, 0, 0], 500.0),
     }
 
 
-def _pixart(config: Any, size: Size, draw: Draw) -> dict[str, Any]:
-    hidden = draw(1, config.in_channels, *size.grid)
+def pixart_inputs(config: Any, size: Size, draw: Draw) -> dict[str, Any]:
+    hidden = draw(size.batch, config.in_channels, *size.grid)
     return {
         "hidden_states": hidden,
-        "encoder_hidden_states": draw(1, size.text, config.caption_channels),
-        "timestep": torch.full((1,), 500, device=hidden.device),
+        "encoder_hidden_states": draw(size.batch, size.text, config.caption_channels),
+        "timestep": torch.full((size.batch,), 500, device=hidden.device),
         "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
     }
 
@@ -189,7 +190,7 @@ FLUX = Transformer(
         text=64,
         note="2 double + 2 single blocks, width 384, 256 + 64 tokens",
     ),
-    inputs=_flux,
+    inputs=flux_inputs,
 )
 
 QWEN_IMAGE = Transformer(
@@ -203,7 +204,7 @@ QWEN_IMAGE = Transformer(
         text=64,
         note="2 blocks, width 384, 256 + 64 tokens",
     ),
-    inputs=_qwen_image,
+    inputs=qwen_image_inputs,
 )
 
 WAN = Transformer(
@@ -217,7 +218,7 @@ WAN = Transformer(
         text=64,
         note="2 blocks, width 384, 240 + 64 tokens",
     ),
-    inputs=_wan,
+    inputs=wan_inputs,
 )
 
 SD3 = Transformer(
@@ -251,7 +252,7 @@ SD3 = Transformer(
         text=77,
         note="2 blocks, width 384, 256 + 77 tokens",
     ),
-    inputs=_sd3,
+    inputs=sd3_inputs,
 )
 
 PIXART = Transformer(
@@ -278,7 +279,7 @@ PIXART = Transformer(
         text=32,
         note="2 blocks, width 128, 64 + 32 tokens",
     ),
-    inputs=_pixart,
+    inputs=pixart_inputs,
 )
 
 TRANSFORMERS = (FLUX, QWEN_IMAGE, WAN, SD3, PIXART)

@@ -15,7 +15,7 @@ from tritium.bench import sizes as many_sizes
 from tritium.bench.decoders import Decoder
 from tritium.bench.results import Comparison, Results, Row, compare
 from tritium.bench.workload import Workload
-from tritium.cli import progress, table
+from tritium.cli import progress, suites, table
 from tritium.errors import ConfigError
 
 _NAMES = ", ".join((*workloads.WORKLOADS, *functions.NAMES))
@@ -24,7 +24,11 @@ _NAMES = ", ".join((*workloads.WORKLOADS, *functions.NAMES))
 def command(
     names: Annotated[
         list[str],
-        typer.Argument(metavar="WORKLOAD", help=f"One or more of: {_NAMES}; 'example' or a folder: a whole pipeline."),
+        typer.Argument(
+            metavar="WORKLOAD",
+            help=f"One or more of: {_NAMES}; 'example' or a folder: a whole pipeline. Or one suite: families, pipeline "
+            "flux, compile-time flux, host.",
+        ),
     ],
     *,
     against: Annotated[str, typer.Option(help="What to measure against, separated by commas.")] = "eager,inductor",
@@ -34,7 +38,10 @@ def command(
         Path | None,
         typer.Option("--compare", metavar="OLD.json", help="Exit with 1 if Tritium is over 5 % slower than in there."),
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.0, help="How long the variants take turns, a workload.")] = 10.0,
+    seconds: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="How long the variants take turns, a workload: 10 if left out, 3 in a suite."),
+    ] = None,
     device_type: Annotated[str | None, typer.Option("--device", help="cuda or cpu; the GPU if there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 on a CPU and bfloat16 on a GPU if left out.")] = None,
     regime: Annotated[
@@ -61,8 +68,39 @@ def command(
     cold: Annotated[
         bool, typer.Option("--cold/--warm", help="First calls with empty compiler caches, or as is.")
     ] = True,
+    only: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Measure these of the families again; the others stay as they are.")
+    ] = "",
+    budget: Annotated[
+        float | None, typer.Option(min=1.0, help="Seconds for a suite on a GPU: 540. Run again for what is left.")
+    ] = None,
 ) -> None:
-    """Measure workloads eagerly, under torch.compile and under Tritium, in one process and in turns."""
+    """Measure workloads eagerly, under torch.compile and under Tritium, in one process and in turns.
+
+    A suite keeps the rows that FILE has of this device and these versions, and measures the rest.
+    """
+    if set(names) & set(suites.SUITES):
+        _refuse_in_suite(
+            names[0],
+            **{"--mode": mode != "default", "--compare": compare_with, "--regime": regime, "--kernels": kernels},
+            **{"--profile": profile, "--graphs": graphs, "--exact": exact, "--without": without, "--sizes": sizes},
+        )
+        chosen_only = _split(only)
+        suites.check(names, chosen_only)
+        if json is not None:
+            check_writable(json)
+        asked = run.Settings(
+            against=_split(against),
+            seconds=suites.SECONDS if seconds is None else seconds,
+            device_type=known_device(device_type),
+            cold=cold,
+            errors=errors,
+            dtype_name=dtype,
+        )
+        suites.measure(names, asked, json, chosen_only, suites.BUDGET if budget is None else budget)
+        return
+    if only or budget is not None:
+        raise ConfigError(f"--only and --budget concern suites ({', '.join(suites.SUITES)}), and {names[0]} is none")
     chosen = [_runner(name, sizes=sizes) for name in names]
     # Read before an hour of measuring, not after it.
     old = Results.load(compare_with) if compare_with is not None else None
@@ -73,13 +111,13 @@ def command(
     def keep(measured: list[Row]) -> None:
         rows.update((row.key, row) for row in measured)
         if json is not None:
-            # Now, and not after all of them: whoever stops this has what was measured so far.
+            # After every workload: an interrupted run keeps its rows.
             Results.now(list(rows.values()), settings.device_type).save(json)
 
     settings = run.Settings(
-        against=tuple(name.strip() for name in against.split(",") if name.strip()),
+        against=_split(against),
         mode=mode,
-        seconds=seconds,
+        seconds=10.0 if seconds is None else seconds,
         device_type=known_device(device_type),
         cold=cold,
         regime=regime,
@@ -88,12 +126,28 @@ def command(
         exact=exact,
         graphs=graphs,
         errors=errors,
-        without=tuple(name.strip() for name in without.split(",") if name.strip()),
+        without=_split(without),
         dtype_name=dtype,
         on_rows=keep,
     )
     for name in names if regime is not None else ():
         _check_regime(name, settings)
+    failed = _measure_all(names, chosen, settings)
+    results = Results.now(list(rows.values()), settings.device_type)
+    table.show(results)
+    table.show_kernels(results)
+    for line in table.gains(results):
+        print(line)
+    for name, reason in failed.items():
+        print(f"FAILED {name}: {reason}")
+    if failed or (old is not None and report_comparison(compare(old, results))):
+        raise typer.Exit(1)
+
+
+def _measure_all(
+    names: Sequence[str], chosen: Sequence[Callable[[run.Settings, run.Notify], run.Outcome]], settings: run.Settings
+) -> dict[str, str]:
+    """Run all workloads; return why some failed, by name. The only one raises."""
     failed: dict[str, str] = {}
     with progress.shown() as notify:
         for name, measure in zip(names, chosen, strict=True):
@@ -105,15 +159,17 @@ def command(
                 # The others' hour of measuring is not lost with this one.
                 failed[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
             run.release()
-    results = Results.now(list(rows.values()), settings.device_type)
-    table.show(results)
-    table.show_kernels(results)
-    for line in table.gains(results):
-        print(line)
-    for name, reason in failed.items():
-        print(f"FAILED {name}: {reason}")
-    if failed or (old is not None and report_comparison(compare(old, results))):
-        raise typer.Exit(1)
+    return failed
+
+
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _refuse_in_suite(suite: str, **options: Any) -> None:
+    refused = [name for name, value in options.items() if value]
+    if refused:
+        raise ConfigError(f"{', '.join(refused)}: not for {suite}, which is a suite; leave out what it does not take")
 
 
 def _runner(name: str, *, sizes: bool) -> Callable[[run.Settings, run.Notify], run.Outcome]:

@@ -77,11 +77,15 @@ def of_results(results: Results) -> Table:
     with_errors = any(row.error_f64 is not None for row in results.rows)
     eager_errors = {row.workload: row.error_f64 for row in results.rows if row.variant == "eager"}
     with_host = any(row.host_us is not None for row in results.rows)
+    with_recompiles = any(row.recompiles is not None for row in results.rows)
+    with_inductor = any(row.inductor_s is not None for row in results.rows)
     figures = ["median ms", "quartiles", "ratio", "first call s", "relative L2"]
     for name in (
         *figures,
         *["error, of eager's"] * with_errors,
         *["host us"] * with_host,
+        *["recompiles"] * with_recompiles,
+        *["in Inductor s"] * with_inductor,
         *["of static"] * with_static,
         *["PSNR dB", "SSIM"] * with_pictures,
         *["peak GiB"] * with_memory,
@@ -93,7 +97,9 @@ def of_results(results: Results) -> Table:
             table.add_section()
         cells = [row.workload if row.workload != last else "", *_cells(row)]
         cells += [_error(row, eager_errors.get(row.workload))] * with_errors
-        cells += [f"{row.host_us:.0f}" if row.host_us is not None else "-"] * with_host
+        cells += [_host_time(row.host_us)] * with_host
+        cells += [str(row.recompiles) if row.recompiles is not None else "-"] * with_recompiles
+        cells += [f"{row.inductor_s:.1f}" if row.inductor_s is not None else "-"] * with_inductor
         cells += [f"{row.against_static:.2f}x" if row.against_static is not None else "-"] * with_static
         cells += [*_picture_cells(row)] * with_pictures
         cells += [f"{row.peak_memory_bytes / 2**30:.2f}" if row.peak_memory_bytes is not None else "-"] * with_memory
@@ -112,6 +118,13 @@ def _cells(row: Row) -> list[str]:
         f"{row.first_call_s:.1f}",
         f"{row.relative_l2:.1e}",
     ]
+
+
+def _host_time(microseconds: float | None) -> str:
+    """Show a whole call without decimals, and a single kernel with one."""
+    if microseconds is None:
+        return "-"
+    return f"{microseconds:.0f}" if microseconds >= 100 else f"{microseconds:.1f}"
 
 
 def _error(row: Row, eager: float | None) -> str:
@@ -149,6 +162,7 @@ def _caption(rows: Sequence[Row]) -> str:
     if any(row.host_us is not None for row in rows):
         notes.append("host us: until a call returns on the host, the device left to itself")
     notes += [_start(row) for row in rows if row.restart_s is not None]
+    notes += dict.fromkeys(f"{row.workload}, {row.variant}: {row.remark}" for row in rows if row.remark)
     disturbed = sorted({row.workload for row in rows if row.disturbed})
     if disturbed:
         notes.append(f"DISTURBED: other processes took cores while {', '.join(disturbed)} was timed; run again")

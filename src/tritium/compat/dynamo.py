@@ -101,6 +101,12 @@ def graphs_compiled() -> int:
     return int(_utils().counters["stats"]["unique_graphs"])
 
 
+def inductor_seconds() -> float | None:
+    """Return the seconds that Inductor has compiled for in this process; None if torch does not count them."""
+    spent = getattr(_utils(), "calculate_time_spent", None)
+    return None if spent is None else float(spent().get("inductor_compile", 0.0))
+
+
 @functools.cache
 def _utils() -> Any:
     """Loaded late, because it takes long; asked for in every call of a part."""

@@ -1,0 +1,121 @@
+"""First calls of a whole FLUX denoiser with few and with many blocks: does compiling grow with the number of blocks?"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from tritium import compat, measure
+from tritium.bench import sides
+from tritium.bench.families.images import FLUX_512
+from tritium.bench.keep import Clock, Store
+from tritium.bench.results import OURS, YARDSTICK, Row
+from tritium.bench.run import Notify, Settings, build, call_of, release, start_compiler, tensor_of
+from tritium.compiler.backend import Backend
+from tritium.config import CompilationConfig
+
+# The backend with one compilation for equal blocks.
+REUSED = f"{OURS} reuse_blocks"
+
+# Double and single blocks: few, and those of FLUX.1-dev; on a CPU few and some more.
+_FULL = ((2, 4), (19, 38))
+_SMALL = ((1, 1), (3, 6))
+# Seconds that one depth takes at most on a GPU.
+_BUDGET = 240.0
+
+
+@dataclass(frozen=True)
+class Depth:
+    """One number of blocks."""
+
+    double: int
+    single: int
+
+    @property
+    def name(self) -> str:
+        return f"flux {self.double + self.single} blocks"
+
+
+def depths(settings: Settings) -> list[Depth]:
+    """List the depths to measure, the lesser first."""
+    return [Depth(*counts) for counts in (_SMALL if settings.device_type == "cpu" else _FULL)]
+
+
+def run(settings: Settings, store: Store, clock: Clock, notify: Notify) -> list[str]:
+    """Measure every depth that the store lacks; return those for which no time was left."""
+    dtype = str(settings.dtype).removeprefix("torch.")
+    missing = [depth for depth in depths(settings) if not store.has(depth.name, dtype)]
+    if settings.cold and missing:
+        start_compiler(settings.device_type)
+    for index, depth in enumerate(missing):
+        if clock.left <= (_BUDGET / 2 if settings.device_type == "cuda" else 0):
+            return [later.name for later in missing[index:]]
+
+        def share(what: str, done: float, index: int = index) -> None:
+            notify(what, (index + done) / len(missing))
+
+        store.add(_measure(depth, settings, share))
+        release()
+    return []
+
+
+def _backends(settings: Settings) -> dict[str, Callable[[Any], Any]]:
+    config = settings.config or CompilationConfig()
+    ours = OURS
+    if any(field.name == "reuse_blocks" for field in dataclasses.fields(CompilationConfig)):
+        ours, config = REUSED, config.with_(reuse_blocks=True)
+    theirs = {YARDSTICK: torch.compile} if YARDSTICK in settings.against else {}
+    return {**theirs, ours: lambda model: torch.compile(model, backend=Backend(config))}
+
+
+def _measure(depth: Depth, settings: Settings, notify: Notify) -> list[Row]:
+    notify(f"{depth.name}: building", 0.0)
+    blocks = {"num_layers": depth.double, "num_single_layers": depth.single}
+    full, small = (
+        replace(
+            size,
+            config={**size.config, **blocks},
+            note=f"{depth.double} double + {depth.single} single blocks; {size.note.partition(', ')[2]}",
+        )
+        for size in (FLUX_512.full, FLUX_512.small)
+    )
+    built = build(replace(FLUX_512, full=full, small=small), settings)
+    reference = tensor_of(sides.without_gradients(call_of(built.model, built.inputs))(), depth.name)
+    calls: dict[str, Callable[[], Any]] = {}
+    first: dict[str, float] = {}
+    inductor: dict[str, float | None] = {}
+    backends = _backends(settings)
+    for index, (variant, compile_) in enumerate(backends.items()):
+        notify(f"{depth.name}: first call, {variant}", 0.9 * index / len(backends))
+        calls[variant] = sides.without_gradients(call_of(compile_(built.model), built.inputs))
+        with sides.cold_caches(settings):
+            before = compat.inductor_seconds()
+            first[variant] = measure.first_call(calls[variant], settings.device_type)
+            after = compat.inductor_seconds()
+        inductor[variant] = None if after is None or before is None else after - before
+    notify(f"{depth.name}: timing", 0.9)
+    timings = measure.interleave(calls, settings.device_type, seconds=min(settings.seconds, 2.0))
+    return [
+        Row(
+            workload=depth.name,
+            variant=variant,
+            mode="default",
+            dtype=str(settings.dtype).removeprefix("torch."),
+            shrunk=built.shrunk,
+            note=built.note,
+            shapes=built.shapes,
+            **asdict(timing),
+            ratio=timings[YARDSTICK].median_ms / timing.median_ms if YARDSTICK in timings else None,
+            first_call_s=first[variant],
+            first_call_cold=settings.cold,
+            peak_memory_bytes=measure.peak_memory(calls[variant], settings.device_type),
+            relative_l2=measure.relative_l2(tensor_of(calls[variant](), depth.name), reference),
+            disturbed=None,
+            inductor_s=inductor[variant],
+        )
+        for variant, timing in timings.items()
+    ]

@@ -1,0 +1,190 @@
+"""Denoisers of many families: what they are, and how their sides are measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+import tritium
+from tritium.bench import run, sides, transformers
+from tritium.bench.families import FAMILIES, FEW, find, measuring
+from tritium.bench.keep import Clock, Store
+from tritium.bench.results import Row
+from tritium.bench.workload import Built
+from tritium.errors import ConfigError
+
+pytest.importorskip("diffusers")
+
+by_name = pytest.mark.parametrize("family", FAMILIES, ids=[family.name for family in FAMILIES])
+EAGER_ENGINE = tritium.CompilationConfig(engine="eager")
+
+
+def settings(**fields):
+    return run.Settings(**{"seconds": 0.0, "against": ("eager",), "cold": False, "config": EAGER_ENGINE, **fields})
+
+
+def silent(what, share):
+    pass
+
+
+@by_name
+def test_small_families_run(family):
+    built = family.build("cpu", torch.float32, small=True)
+    assert built.shrunk
+    with torch.inference_mode():
+        output = run.tensor_of(built.model(**built.inputs), family.name)
+    assert 1e-2 < float(output.std()) < 1e2
+
+
+@by_name
+def test_full_families_have_the_tokens_that_they_name(family):
+    with torch.device("meta"), torch.inference_mode():
+        model = getattr(transformers.diffusers(), family.class_name)(**family.full.config)
+        inputs = family.inputs(model.config, family.full, lambda *shape: torch.empty(shape))
+        # Lumina 2 reads the lengths of its prompts off a mask, and a meta tensor has none.
+        if family.name != "lumina2":
+            model(**inputs, return_dict=False)
+    if family.class_name == "UNet2DConditionModel":
+        return
+    packed = "hidden_states" in inputs and inputs["hidden_states"].ndim == 3
+    patch = 1 if packed else getattr(model.config, "patch_size", None) or model.config.all_patch_size[0]
+    patch = patch if isinstance(patch, (tuple, list)) else (1, patch, patch)[-len(family.full.grid) :]
+    tokens = math.prod(extent // by for extent, by in zip(family.full.grid, patch, strict=True))
+    assert family.tokens == tokens + family.full.text
+    named = f"{tokens} + {family.full.text} tokens" if family.full.text else f"{tokens} tokens"
+    assert named in family.full.note
+    assert ("batch 2" in family.full.note) == (family.full.batch == 2)
+
+
+def test_the_list_covers_what_defaults_lose_on():
+    names = [family.name for family in FAMILIES]
+    assert len(set(names)) == len(names) >= 16
+    assert {family.class_name for family in FAMILIES} >= {"UNet2DConditionModel", "FluxTransformer2DModel"}
+    assert sum("512" in name for name in names) >= 5
+    assert sum(family.full.batch == 2 for family in FAMILIES) >= 5
+    (per_token,) = find(["wan-per-token"])
+    built = per_token.build("cpu", torch.float32, small=True)
+    assert built.inputs["timestep"].shape == (1, 48)
+
+
+def test_an_unknown_family_names_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean 'flux-512'"):
+        find(["flux512"])
+
+
+def test_sides_of_a_family_are_measured_and_compared_with_float64(tmp_path):
+    store = Store(tmp_path / "families.json", "cpu")
+    outcome = measuring.run(["pixart-512"], settings(errors=True), store, Clock(600), silent)
+    rows = {row.variant: row for row in store.results.rows}
+    assert outcome.left_over == []
+    assert rows["eager"].relative_l2 == 0.0
+    ours = rows["tritium"]
+    assert ours.relative_l2 < 1e-5
+    assert ours.recompiles == 0
+    assert 0 < ours.error_f64 <= 2 * rows["eager"].error_f64 + 16 * torch.finfo(torch.float32).eps
+
+
+def test_rows_of_an_earlier_run_are_kept_and_a_name_measures_again(tmp_path, monkeypatch):
+    measured = []
+
+    def fake(family, settings, clock, notify):
+        measured.append(family.name)
+        return [dataclasses.replace(ROW, workload=family.name, median_ms=float(len(measured)))], []
+
+    monkeypatch.setattr(measuring, "measure_family", fake)
+    monkeypatch.setattr(measuring, "release", lambda: None)
+    path = tmp_path / "families.json"
+    for _ in range(2):
+        measuring.run([], settings(), Store(path, "cpu"), Clock(600), silent)
+    assert sorted(measured) == sorted(FEW)
+    measuring.run(["flux-512"], settings(), Store(path, "cpu"), Clock(600), silent)
+    assert measured[-1] == "flux-512"
+    assert len(measured) == len(FEW) + 1
+    rows = {row.workload: row.median_ms for row in Store(path, "cpu").results.rows}
+    assert rows["flux-512"] == len(FEW) + 1
+    assert set(rows) == set(FEW)
+
+
+def test_what_no_time_is_left_for_is_named(tmp_path):
+    outcome = measuring.run(["flux-512", "pixart-512"], settings(), Store(None, "cpu"), Clock(0), silent)
+    assert outcome == measuring.Outcome(["flux-512", "pixart-512"], [])
+
+
+def test_sides_past_the_limit_are_cut_and_named():
+    (family,) = find(["pixart-512"])
+    rows, failed = measuring.measure_family(family, settings(), Clock(0), silent)
+    assert [row.variant for row in rows] == ["eager"]
+    assert rows[0].remark == "cut for time: tritium optimize, tritium"
+    assert failed == []
+
+
+def test_a_side_that_fails_is_named_and_the_others_are_measured(monkeypatch):
+    def broken(target, config=None):
+        raise ValueError("no such thing\nand more")
+
+    monkeypatch.setattr(sides, "optimized", broken)
+    (family,) = find(["pixart-512"])
+    rows, failed = measuring.measure_family(family, settings(), Clock(600), silent)
+    assert [row.variant for row in rows] == ["eager", "tritium"]
+    assert {row.remark for row in rows} == {"tritium optimize failed: ValueError: no such thing"}
+    assert failed == ["tritium optimize (ValueError: no such thing)"]
+
+
+class Counting(torch.nn.Module):
+    """Compiles again in every call: the number of calls is a constant of its graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(7, 7)
+        self.scale = 1.0
+
+    def forward(self, x):
+        self.scale += 1.0
+        return (self.linear(x) * self.scale,)
+
+
+class Recompiling:
+    name, budget, reduce_overhead, fits_float64 = "recompiling", 60.0, False, True
+
+    def build(self, device, dtype, *, small):
+        return Built(Counting(), {"x": torch.ones(1, 7)}, "", small)
+
+
+def test_recompiles_after_the_first_call_are_counted():
+    rows, _ = measuring.measure_family(Recompiling(), settings(), Clock(600), silent)
+    counted = {row.variant: row.recompiles for row in rows}
+    assert counted["eager"] == 0
+    assert counted["tritium"] > 0
+
+
+def test_few_tokens_keep_the_width():
+    (family,) = find(["wan"])
+    few = measuring.with_few_tokens(family)
+    assert few.fits_float64
+    assert not family.fits_float64
+    assert few.full.config == family.full.config
+    assert few.full.grid == family.small.grid
+
+
+ROW = Row(
+    workload="flux-512",
+    variant="tritium",
+    mode="default",
+    dtype="float32",
+    shrunk=True,
+    note="",
+    shapes={},
+    median_ms=1.0,
+    lower_quartile_ms=1.0,
+    upper_quartile_ms=1.0,
+    samples=5,
+    ratio=None,
+    first_call_s=1.0,
+    first_call_cold=False,
+    peak_memory_bytes=None,
+    relative_l2=0.0,
+    disturbed=False,
+)

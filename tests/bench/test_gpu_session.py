@@ -1,0 +1,94 @@
+"""The script that measures everything in few calls: what it continues, skips and reports."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+
+import scripts
+from tritium.bench.results import Results
+
+pytest.importorskip("diffusers")
+
+
+@pytest.fixture(scope="module")
+def program():
+    return scripts.load("benchmarks/gpu_session.py")
+
+
+@pytest.fixture
+def children(monkeypatch, program):
+    """Replaces child processes: each takes its code, or "timeout", and the workload it was at, from this list."""
+    planned, started = [], []
+
+    def fake(command, env, check, timeout):
+        step, out = command[command.index("--child") + 1], command[command.index("--out") + 1]
+        started.append(step)
+        code, workload = planned.pop(0) if planned else (program.DONE, "")
+        if workload:
+            (program.Path(out) / "now.txt").write_text(workload)
+        if code == "timeout":
+            raise subprocess.TimeoutExpired(command, timeout)
+        return subprocess.CompletedProcess(command, code)
+
+    monkeypatch.setattr(program.subprocess, "run", fake)
+    return planned, started
+
+
+def test_all_steps_run_and_the_code_says_that_all_is_done(program, children, tmp_path):
+    _, started = children
+    assert program.main(["--out", str(tmp_path)]) == program.DONE
+    assert started == list(program.STEPS)
+
+
+def test_what_is_left_over_asks_for_another_call(program, children, tmp_path, capsys):
+    planned, started = children
+    planned += [(program.DONE, ""), (program.LEFT_OVER, "")]
+    assert program.main(["--out", str(tmp_path)]) == program.LEFT_OVER
+    assert started == list(program.STEPS)
+    assert "families: call again; host: done" in capsys.readouterr().out
+
+
+def test_a_family_that_ends_its_process_is_skipped_and_the_others_are_measured(program, children, tmp_path, capsys):
+    planned, started = children
+    planned += [(-11, "flux"), (program.DONE, "")]
+    assert program.main(["--out", str(tmp_path), "--steps", "families"]) == program.FAILED
+    assert started == ["families", "families"]
+    assert json.loads((tmp_path / "crashed.json").read_text()) == ["flux"]
+    assert "FAILED flux: its process ended with -11" in capsys.readouterr().out
+
+
+def test_a_family_without_end_is_tried_in_one_more_call(program, children, tmp_path):
+    planned, _ = children
+    planned += [("timeout", "sdxl")]
+    assert program.main(["--out", str(tmp_path), "--steps", "families"]) == program.LEFT_OVER
+    assert not (tmp_path / "crashed.json").exists()
+    planned += [("timeout", "sdxl"), (program.DONE, "")]
+    assert program.main(["--out", str(tmp_path), "--steps", "families"]) == program.FAILED
+    assert json.loads((tmp_path / "crashed.json").read_text()) == ["sdxl"]
+
+
+def test_no_step_starts_without_the_time_it_needs(program, children, tmp_path):
+    _, started = children
+    assert program.main(["--out", str(tmp_path), "--limit", "100"]) == program.LEFT_OVER
+    assert started == ["exactness", "families", "host"]
+
+
+def test_an_unknown_step_is_refused(program, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        program.main(["--out", str(tmp_path), "--steps", "familes"])
+    assert "there is no step familes; valid: exactness, families" in capsys.readouterr().err
+
+
+def test_exactness_is_measured_with_few_tokens_and_summed_up(program, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TRITIUM_ENGINE", "eager")
+    settings = program._settings
+    monkeypatch.setattr(program, "_settings", lambda **changes: settings(cold=False, **changes))
+    program.main(["--out", str(tmp_path), "--child", "exactness", "--only", "wan"])
+    rows = Results.load(tmp_path / "exactness.json").rows
+    assert {row.workload for row in rows} == {"wan few tokens"}
+    assert all(row.error_f64 is not None for row in rows)
+    program.print_summary(tmp_path)
+    assert f"{len(rows)} sides compared with float64, 0 outside" in capsys.readouterr().out
