@@ -11,6 +11,7 @@ from tritium.compat.artifacts import (
     load_cache_artifacts,
     share_libraries,
 )
+from tritium.compat.cached_code import WouldCompile, only_cached, recompile_limit
 from tritium.compat.dynamo import (
     Frame,
     LimitReached,
@@ -142,6 +143,7 @@ __all__ = [
     "LibraryShelf",
     "LimitReached",
     "Version",
+    "WouldCompile",
     "allows_tf32",
     "backend_of",
     "break_reason",
@@ -208,12 +210,14 @@ __all__ = [
     "module_path",
     "next_kernel_name",
     "observed_codegen",
+    "only_cached",
     "original_size",
     "parse_version",
     "passes_through",
     "persistence_is_allowed",
     "persistent_hook",
     "put_triton_file",
+    "recompile_limit",
     "recorded_kernels",
     "reduces_contiguous_rows",
     "reduction_reads",

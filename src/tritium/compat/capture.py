@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import re
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,10 +57,14 @@ def fresh_cublas_workspaces() -> Iterator[None]:
         clear()
 
 
+# torch's stance belongs to the process: overlapping changes would leave it changed.
+_STANCE = threading.RLock()
+
+
 @contextlib.contextmanager
 def compiled_code_runs_eagerly() -> Iterator[None]:
-    """Run what torch.compile compiled as it was written, for the calls inside."""
-    with torch.compiler.set_stance("force_eager"):
+    """Run compiled functions eagerly inside, in all threads; threads that enter wait for each other."""
+    with _STANCE, torch.compiler.set_stance("force_eager"):
         yield
 
 
@@ -69,32 +73,3 @@ def split_graph(gm: fx.GraphModule, piece_of: dict[fx.Node, int]) -> fx.GraphMod
     split = importlib.import_module("torch.fx.passes.split_module").split_module
     made: fx.GraphModule = split(gm, gm, piece_of.__getitem__, keep_original_order=True)
     return made
-
-
-@contextlib.contextmanager
-def recompile_limit(least: int) -> Iterator[None]:
-    """Let Dynamo keep at least so many versions of one function, for the calls inside."""
-    config: Any = importlib.import_module("torch._dynamo.config")
-    limit = max(int(config.recompile_limit), least)
-    total = max(int(config.accumulated_recompile_limit), limit * 64)
-    with config.patch(recompile_limit=limit, accumulated_recompile_limit=total):
-        yield
-
-
-_FAILS = "fail_on_recompile"
-
-
-@contextlib.contextmanager
-def compiling_fails() -> Iterator[None]:
-    """Make it an error that Dynamo compiles, for the calls inside."""
-    with torch.compiler.set_stance(_FAILS):
-        yield
-
-
-def why_compiling_failed(error: Exception) -> str | None:
-    """The first failed guard behind an error of `compiling_fails`, empty if none is told; None for any other error."""
-    text = str(error)
-    if _FAILS not in text:
-        return None
-    reasons = re.findall(r"^\s*- (?:\d+/\d+(?:_\d+)?: )?(.+)$", text, flags=re.MULTILINE)
-    return str(reasons[0]) if reasons else ""

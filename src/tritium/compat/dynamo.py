@@ -81,19 +81,26 @@ def has_tangents() -> bool:
 
 def is_mapped(*tensors: torch.Tensor) -> bool:
     """Whether vmap runs over one of these, so that its numbers cannot be read. Never in a graph."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return False
     return any(torch._C._functorch.is_batchedtensor(tensor) for tensor in tensors)
 
 
-def is_compiling() -> bool:
-    """Whether this thread is in the middle of compiling something.
+_guards: Any = importlib.import_module("torch._guards")
 
-    torch's own answer is for code that is traced. Python that runs while a graph is made, such as an operator's on fake
-    tensors, torch 2.11 tells that nothing is compiled.
+
+def is_compiling() -> bool:
+    """Return whether this thread traces or compiles; Dynamo reads it as True in code that it traces.
+
+    `torch.compiler.is_compiling()` belongs to the process on torch 2.13, and 2.11 returns False for Python code that runs
+    while a graph is compiled, such as an operator's on fake tensors.
     """
-    guards: Any = importlib.import_module("torch._guards")
-    return torch.compiler.is_compiling() or guards.CompileContext.current_compile_id() is not None
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    if _guards.CompileContext.current_compile_id() is not None or _guards.TracingContext.try_get() is not None:
+        return True
+    # An export without Dynamo runs the code itself, under the modes that record it.
+    return torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() != 0
 
 
 def graphs_compiled() -> int:

@@ -33,7 +33,7 @@ def marking(
 
     @functools.wraps(wraps or compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if compat.is_compiling():
             # Inside somebody else's graph there are no tensors to mark.
             return compiled(*args, **kwargs)
         arguments = _arguments(signature, args, kwargs)

@@ -1,11 +1,12 @@
-"""The check of a part's calls against what `warmup()` has seen: names what is new, and does with it what was asked.
+"""Compare a part's calls with those of `warmup()`, and report, compile, run eagerly or refuse what is new.
 
-Dynamo's guards stay the protection of what is computed. This is about never compiling in silence.
+Dynamo's guards remain what keeps results right. The contract keeps compilation from being silent.
 """
 
 from __future__ import annotations
 
 import inspect
+import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -15,22 +16,27 @@ import torch
 from torch import nn
 
 from tritium import compat
-from tritium.compat import capture as compat_capture
 from tritium.errors import ShapeViolation
+from tritium.pipelines.gate import CURRENT
 from tritium.pipelines.shapes import OnViolation
-from tritium.report import LEDGER, parse_guard_failure
+from tritium.report import parse_guard_failure
 from tritium.report.suggestions import suggest
 
-# What is known of one call: a fact for each argument by its path.
+# A fact for each argument of a call, by its path.
 Signature = Mapping[str, Hashable]
 
-# Versions of one function that a contract may need besides those it has: a warm-up that goes on compiling has none.
+# Versions of one function that a contract may add to those it has: an endless warm-up reaches the limit.
 _SPARE_VERSIONS = 8
+
+# Spellings of promised calls that are kept, to be found again without binding their arguments.
+_MOST_SPELLINGS = 4096
+
+_NOTHING_COMPILED = "nothing to compile"
 
 
 @dataclass(frozen=True)
 class New:
-    """What was not promised about a call, and the line that would promise it."""
+    """A difference from the promised calls, and the line that would promise it."""
 
     what: str
     suggestion: str | None = None
@@ -41,77 +47,97 @@ class Contract:
 
     def __init__(self, part: str, entry: nn.Module, on_violation: OnViolation, buckets: int) -> None:
         self._part = part
-        self._names = list(inspect.signature(entry.forward).parameters)
+        self._signature = inspect.signature(entry.forward)
         self._on_violation = on_violation
         self._versions = _SPARE_VERSIONS + 4 * buckets
         self._known: dict[Hashable, Signature] = {}
+        # Calls that were promised, as they were written: see `_spelling`.
+        self._spellings: set[Hashable] = set()
         # None before warm-up, when everything compiles as it comes; True while it lasts, False from then on.
         self.learning: bool | None = None
-        # What was new, what was done with it, and how often.
+        # Number of calls, by their difference and the answer to it.
         self.violations: Counter[tuple[New, str]] = Counter()
+        self._lock = threading.Lock()
 
     def call(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.learning is None:
             return inner(*args, **kwargs)
-        found = self.signature(args, kwargs)
+        spelling = _spelling(args, kwargs)
+        if not self.learning and spelling in self._spellings:
+            return self._run(_Call(self), inner, args, kwargs)
+        try:
+            found = self.signature(args, kwargs)
+        except TypeError:
+            # Arguments that the module does not take: its own error says so.
+            return inner(*args, **kwargs)
         key = tuple(found.items())
-        if self.learning:
+        if self.learning or key in self._known:
+            self._promise(key, found, spelling)
+            return self._run(_Call(self), inner, args, kwargs)
+        new = self._new(found)
+        if self._on_violation != "compile":
+            self._note(new, "ran eagerly")
+            return self._run(_Call(self, eager=True), inner, args, kwargs)
+        call = _Call(self, new)
+        try:
+            return self._run(call, inner, args, kwargs)
+        finally:
+            self._promise(key, found, spelling)
+            self._note(new, "compiled" if call.compiled else _NOTHING_COMPILED)
+
+    @staticmethod
+    def _run(call: _Call, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        before = CURRENT.set(call)
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            CURRENT.reset(before)
+
+    def _promise(self, key: Hashable, found: Signature, spelling: Hashable) -> None:
+        with self._lock:
             self._known.setdefault(key, found)
-            with compat_capture.recompile_limit(self._versions):
-                return inner(*args, **kwargs)
-        promised = key in self._known
-        if not promised:
-            self._note(self._new(found))
-        elif self._on_violation != "compile":
-            try:
-                with compat_capture.compiling_fails():
-                    return inner(*args, **kwargs)
-            except Exception as error:
-                reason = compat_capture.why_compiling_failed(error)
-                if reason is None:
-                    raise
-                self._note(_would_compile(reason))
-        if self._on_violation == "eager":
-            with compat_capture.compiled_code_runs_eagerly():
-                return inner(*args, **kwargs)
-        self._known[key] = found
-        return self._may_compile(inner, args, kwargs, promised=promised)
+            if len(self._spellings) >= _MOST_SPELLINGS:
+                self._spellings.clear()
+            self._spellings.add(spelling)
 
-    def _may_compile(
-        self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, promised: bool
-    ) -> Any:
-        """A call that may compile; if it does although it is as promised, that is told."""
-        graphs, before = compat.graphs_compiled(), {id(record) for record in LEDGER.records()}
-        with compat_capture.recompile_limit(self._versions + len(self._known)):
-            result = inner(*args, **kwargs)
-        if promised and compat.graphs_compiled() != graphs:
-            causes = [new.recompile for new in LEDGER.records() if id(new) not in before]
-            self._note(_would_compile(next((cause.reason for cause in causes if cause is not None), "")))
-        return result
+    def refused(self, call: _Call, compiled: Callable[..., Any], reason: str) -> Callable[..., Any] | None:
+        """Return what runs a module that no compiled code fits, None for its eager call; raise where that is an error."""
+        if not self.learning and call.outside is None:
+            self._note(_would_compile(reason), {"compile": "compiled"}.get(self._on_violation, "ran eagerly"))
+            if self._on_violation == "eager":
+                call.eager = True
+                return None
+        call.compiled = True
 
-    def _note(self, new: New) -> None:
-        """Keep what was new; an error where that was asked for."""
-        done = {"compile": "compiled", "eager": "ran eagerly", "error": "refused"}[self._on_violation]
-        self.violations[new, done] += 1
-        if self._on_violation == "error":
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with compat.recompile_limit(self._versions + len(self._known)):
+                return compiled(*args, **kwargs)
+
+        return run
+
+    def _note(self, new: New, done: str) -> None:
+        """Count a violation; raise it where that was chosen."""
+        refused = self._on_violation == "error"
+        with self._lock:
+            self.violations[new, "refused" if refused else done] += 1
+        if refused:
             hint = f"; to prevent it: {new.suggestion}" if new.suggestion else ""
             raise ShapeViolation(f"{self._part}: outside of Plan(shapes=...): {new.what}{hint}")
 
     def signature(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Signature:
-        """Every argument by its name: layout of tensors, value of scalars, whether it is None, what it holds."""
+        """Every argument by its name, defaults included: layout of tensors, value of scalars, contents of containers."""
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
         found: dict[str, Hashable] = {}
-        for place, value in enumerate(args):
-            name = self._names[place] if place < len(self._names) else f"argument {place}"
-            _facts(name, value, found)
-        for name in sorted(kwargs):
-            _facts(name, kwargs[name], found)
-        found["mode"] = (
-            "inference mode"
-            if torch.is_inference_mode_enabled()
-            else "gradients"
-            if torch.is_grad_enabled()
-            else "no_grad"
-        )
+        more: dict[str, Any] = {}
+        for name, value in bound.arguments.items():
+            if self._signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+                more = value
+            else:
+                _facts(name, value, found)
+        for name in sorted(more):
+            _facts(name, more[name], found)
+        found["mode"] = _MODES[_mode()]
         return found
 
     def _new(self, found: Signature) -> New:
@@ -143,6 +169,50 @@ class Contract:
     def _sizes(self, path: str, dim: int, dims: int) -> set[int]:
         facts = (known.get(path) for known in self._known.values())
         return {fact[1][dim] for fact in facts if _is_tensor(fact) and len(fact[1]) == dims}  # type: ignore[index]
+
+
+class _Call:
+    """One call of a part, while it lasts."""
+
+    __slots__ = ("compiled", "contract", "eager", "outside")
+
+    def __init__(self, contract: Contract, outside: New | None = None, *, eager: bool = False) -> None:
+        self.contract = contract
+        # The difference from the promised calls, if it may compile because of it.
+        self.outside = outside
+        self.eager = eager
+        self.compiled = False
+
+    def compile(self, compiled: Callable[..., Any], reason: str) -> Callable[..., Any] | None:
+        return self.contract.refused(self, compiled, reason)
+
+
+_MODES = ("gradients", "no_grad", "inference mode")
+
+
+def _mode() -> int:
+    return 2 if torch.is_inference_mode_enabled() else 0 if torch.is_grad_enabled() else 1
+
+
+def _spelling(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    """The facts of a call as it is written: cheaper than `signature`, and different for each order and for each default.
+
+    This is done in every call.
+    """
+    return (_mode(), len(args), *kwargs, *map(_fact, args), *map(_fact, kwargs.values()))
+
+
+def _fact(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype, value.device
+    if value is None or isinstance(value, (bool, int, float, str)):
+        # 1, 1.0 and True are equal, and so are 0.0 and -0.0.
+        return (type(value), repr(value)) if isinstance(value, float) else (type(value), value)
+    if isinstance(value, Mapping):
+        return ("mapping", *value, *map(_fact, value.values()))
+    if isinstance(value, (tuple, list)):
+        return (type(value), *map(_fact, value))
+    return type(value)
 
 
 def _facts(path: str, value: Any, found: dict[str, Hashable]) -> None:
@@ -197,7 +267,7 @@ def _suggestion(path: str, now: Hashable, was: Hashable) -> str | None:
 
 
 def _would_compile(reason: str) -> New:
-    """A call as promised that compiles all the same: something beside its arguments changed."""
+    """Describe a promised call that would compile: something else than its arguments changed."""
     text = "as promised, and yet to be compiled again"
     if not reason:
         return New(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -15,6 +16,7 @@ from tritium.compiler.backend import Backend
 from tritium.errors import PipelineError
 from tritium.pipelines import hooks, strides
 from tritium.pipelines.contract import Contract
+from tritium.pipelines.gate import Gate
 from tritium.pipelines.parts import Part, is_wrapped
 from tritium.pipelines.plan import Choice, How, Plan
 from tritium.pipelines.progress import Progress
@@ -71,6 +73,7 @@ class Installed:
         self._inner = self.entry.inner
         self._config = plan.config
         self._calls: dict[tuple[Choice, nn.Module], Callable[..., Any]] = {}
+        self._any_size: list[AnySize] = []
         # The strides that parameters had before their layout was changed.
         self._strides: dict[nn.Parameter, tuple[int, ...]] = {}
 
@@ -81,6 +84,9 @@ class Installed:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """A call of the part that is not counted."""
+        if compat.is_compiling():
+            # Part of a graph of the caller's, which is compiled as one.
+            return self._inner(*args, **kwargs)
         # The first call in a way is the one that compiles.
         rest = collector.paused() if self.entry.times.calls <= 1 and self.choice.how != "eager" else nullcontext()
         with rest:
@@ -138,13 +144,21 @@ class Installed:
             if choice.graphs is not None and choice.graphs != self._config.graphs:
                 kind = _ChannelsLast if choice.channels_last else Backend
                 backend = kind(self._config.with_(graphs=choice.graphs))
-            compiled: Callable[..., Any] = torch.compile(module._call_impl, backend=backend, dynamic=self._dynamic)
-            if choice.how == "tritium":
-                compiled = strides.evened(compiled)
-            if self.part.varying and self._dynamic is not False:
-                compiled = AnySize(module, compiled, self.part.varying)
-            self._calls[key] = compiled
+            compiled = torch.compile(module._call_impl, backend=backend, dynamic=self._dynamic)
+            prepare = functools.partial(self._prepared, choice, module)
+            # Without a contract there is nothing to follow.
+            self._calls[key] = prepare(compiled) if self.contract is None else Gate(module, compiled, prepare)
         return self._calls[key]
+
+    def _prepared(self, choice: Choice, module: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """Let calls of equal sizes look equal to Dynamo: in their strides, and in the sizes that vary."""
+        if choice.how == "tritium":
+            compiled = strides.evened(compiled)
+        if not self.part.varying or self._dynamic is False:
+            return compiled
+        any_size = AnySize(module, compiled, self.part.varying)
+        self._any_size.append(any_size)
+        return any_size
 
     # In inference mode new storage would make inference tensors of the parameters, for good.
     @torch.inference_mode(mode=False)
@@ -166,7 +180,7 @@ class Installed:
     @property
     def notes(self) -> list[str]:
         """What a reader of the summary should know of the calls so far."""
-        slivers = sum(call.slivers for call in self._calls.values() if isinstance(call, AnySize))
+        slivers = sum(call.slivers for call in self._any_size)
         found = [f"{slivers} calls of one row or column ran eagerly"] if slivers else []
         return found + ([self.part.guard.unknown] if self.part.guard is not None and self.part.guard.unknown else [])
 

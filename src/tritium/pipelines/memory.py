@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tritium import device
+from tritium import compat, device
 from tritium.errors import MemoryShortage
 
 # Aten routines that read and write whole tensors, whoever compiles the graph around them.
@@ -120,7 +120,7 @@ class Guard:
         """Raise a `MemoryShortage` if a call cannot fit."""
         latent = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
         free = device.free_memory(latent.device) if latent is not None else None
-        if latent is None or free is None or torch.compiler.is_compiling():
+        if latent is None or free is None or compat.is_compiling():
             return
         call = _Signature.of(args, kwargs, self._calls(latent, kwargs))
         if call not in self._known:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tritium import compat
 from tritium.compiler.mark import marking
 
 
@@ -30,7 +31,7 @@ class AnySize:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         bound = self._signature.bind(*args, **kwargs)
         picture = bound.arguments.get(self._picture)
-        if not isinstance(picture, torch.Tensor) or torch.compiler.is_compiling():
+        if not isinstance(picture, torch.Tensor) or compat.is_compiling():
             return self._compiled(*args, **kwargs)
         if min(picture.shape[-2:]) < 2:
             # The last tile may be one latent pixel wide. Dynamo compiles sizes of one apart from all others: three more

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from tritium import compat
+
 
 def evened(call: Callable[..., Any]) -> Callable[..., Any]:
     """A compiled call whose tensors of batch one have the strides of tensors of their own.
@@ -22,7 +24,7 @@ def evened(call: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(call)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if compat.is_compiling():
             # Inside somebody else's graph nothing is guarded here.
             return call(*args, **kwargs)
         if any(map(_is_uneven, args)):

@@ -83,6 +83,8 @@ class Entry:
         self.times = self._by_way.setdefault(way, Times())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if compat.is_compiling():
+            return self.inner(*args, **kwargs)
         if self.before_first is not None:
             decide, self.before_first = self.before_first, None
             decide(args, kwargs)
