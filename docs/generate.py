@@ -1,18 +1,24 @@
-"""Write docs/reference from the catalogues and docs/census.json, and check that the README's generated parts are current.
+"""Write docs/reference from the catalogues and docs/census.json, and the generated parts of README.md and docs/performance.md.
 
-python docs/generate.py            writes the reference, and the README's generated parts
-python docs/generate.py --check    exits 1 if the README is not what would be written
+python docs/generate.py            writes the reference and the generated parts of both pages
+python docs/generate.py --check    exits 1 if a page is not what would be written
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import json
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tritium.bench.results import Row
 
 ROOT = Path(__file__).parent.parent
 REFERENCE = ROOT / "docs" / "reference"
@@ -265,10 +271,17 @@ def support() -> str:
     return text + "\n## Fusions\n\n" + owned_providers()
 
 
-def measured() -> str:
-    """The README's table of ratios, from committed results alone."""
+# Files of suites: their tables are of another form.
+SUITES = ("-families", "-pipeline", "-compile-time", "-host")
+KERNELS = "-dynamic-kernels"
+
+
+def measured(*, kernels: bool = True) -> str:
+    """The table of ratios, from committed results alone; with or without single kernels, which have a table in docs/performance.md."""
     rows = []
     for file in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+        if file.stem.endswith(SUITES) or (file.stem.endswith(KERNELS) and not kernels):
+            continue
         found = json.loads(file.read_text(encoding="utf-8"))
         # Functions are compared with something else than torch.compile, which their notes name: ratios of that are not 1.
         yardsticks = [row for row in found["rows"] if row["variant"] == "inductor" and row["ratio"] == 1]
@@ -289,33 +302,104 @@ def measured() -> str:
                 ]
             )
     if not rows:
-        return "No results have been committed yet.\n"
+        return NOTHING
     return table(["device", "workload", "dtype", "median", "ratio", "first call (torch.compile's)", "file"], rows)
 
 
-def readme(text: str) -> str:
+NOTHING = "No results have been committed yet.\n"
+
+
+def of_suite(suite: str, text: Callable[[tuple[Row, ...]], str]) -> str:
+    """What each device's file of a suite says, under the device's name."""
+    from tritium.bench.results import Results
+
+    parts = []
+    for path in sorted((ROOT / "benchmarks" / "results").glob(f"*{suite}.json")):
+        found = Results.load(path)
+        versions = f"torch {found.versions['torch']}, {found.rows[0].dtype}"
+        parts.append(f"{found.device['name']}, {versions} (`{path.name}`):\n\n{text(found.rows)}")
+    return "\n".join(parts) or NOTHING
+
+
+def dynamic_kernels() -> str:
+    """Single regions with dynamic sizes: both sides, and Tritium against torch.compile with static sizes."""
+    from tritium.bench import summary
+
+    def text(rows: tuple[Row, ...]) -> str:
+        lines = []
+        for workload, sides in summary.by_workload(rows).items():
+            theirs, ours = sides["inductor"], sides["tritium"]
+            name = workload.removeprefix("kernel ").removesuffix(" dynamic")
+            times = [f"{side.median_ms:.3f} ms" for side in (theirs, ours)]
+            lines.append([name, ours.note, *times, f"{ours.ratio:.2f}", f"{ours.against_static:.2f}"])
+        return table(["region", "sizes", "torch.compile", "Tritium", "ratio", "of static"], lines)
+
+    return of_suite(KERNELS, text)
+
+
+def families_summary() -> str:
+    """The worst, the median and the best of the families, for the README."""
+    from tritium.bench import summary
+
+    header = ["", "over `torch.compile`", "over eager"]
+    return of_suite("-families", lambda rows: table(header, summary.families_summary(rows)))
+
+
+def families() -> str:
+    from tritium.bench import summary
+
+    return of_suite("-families", lambda rows: table(summary.FAMILIES_HEADER, summary.families_table(rows)))
+
+
+def pipeline() -> str:
+    from tritium.bench import summary
+
+    return of_suite("-pipeline", lambda rows: table(summary.PIPELINE_HEADER, summary.pipeline_table(rows)))
+
+
+def sites() -> str:
     about = "Fusion sites of tiny stock models, by family, all recognised but for those declined; "
     about += "the documentation's support matrix has the reasons.\n\n"
-    for name, body in {"support": about + models(), "measured": measured()}.items():
-        pattern = rf"(<!-- generated: {name} -->\n).*?(<!-- end -->)"
-        if not re.search(pattern, text, re.DOTALL):
-            raise SystemExit(f"README.md has no generated part {name!r}")
-        text = re.sub(pattern, lambda match, body=body: f"{match[1]}\n{body}\n{match[2]}", text, flags=re.DOTALL)
-    return text
+    return about + models()
+
+
+# What `<!-- generated: NAME -->` in a page stands for.
+PARTS: dict[str, Callable[[], str]] = {
+    "support": sites,
+    "measured": measured,
+    "measured models": functools.partial(measured, kernels=False),
+    "dynamic kernels": dynamic_kernels,
+    "families": families,
+    "families summary": families_summary,
+    "pipeline": pipeline,
+}
+PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+
+
+def filled(text: str) -> str:
+    """A page with its generated parts as they should be."""
+
+    def fill(match: re.Match[str]) -> str:
+        if match["name"] not in PARTS:
+            raise SystemExit(f"there is no generated part {match['name']!r}; valid: {', '.join(PARTS)}")
+        return f"{match['begin']}\n{PARTS[match['name']]()}\n{match['end']}"
+
+    pattern = r"(?P<begin><!-- generated: (?P<name>[^>]*?) -->\n).*?(?P<end><!-- end -->)"
+    return re.sub(pattern, fill, text, flags=re.DOTALL)
 
 
 def main() -> int:
     from tritium.fusions import catalog
 
-    path = ROOT / "README.md"
-    current = path.read_text(encoding="utf-8")
-    wanted = readme(current)
+    current = {path: path.read_text(encoding="utf-8") for path in PAGES}
+    wanted = {path: filled(text) for path, text in current.items()}
     if "--check" in sys.argv:
-        if wanted != current:
-            print("README.md is not current: run python docs/generate.py")
-            return 1
-        return 0
-    path.write_text(wanted, encoding="utf-8")
+        stale = [path.name for path in PAGES if wanted[path] != current[path]]
+        if stale:
+            print(f"{', '.join(stale)}: not current, run python docs/generate.py")
+        return 1 if stale else 0
+    for path, text in wanted.items():
+        path.write_text(text, encoding="utf-8")
     pages = {f"{page.__name__}.md": page() for page in (configuration, ops, kernels, passes, errors, support)}
     pages["fusions/index.md"] = fusions()
     pages |= {f"fusions/{fusion.name}.md": fusion_page(fusion) for fusion in catalog().values()}

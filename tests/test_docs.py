@@ -6,6 +6,7 @@ import pytest
 
 import scripts
 from tritium import fusions
+from tritium.bench.results import Results, Row
 
 
 @pytest.fixture(scope="module")
@@ -58,3 +59,60 @@ def test_the_page_of_ops_says_what_each_computes(generate):
     for name, op in ops.catalog().items():
         assert f"\n## {name}\n\n{generate.meaning(op)}\n" in page
         assert "arguments to try it on" not in generate.meaning(op)
+
+
+def test_the_pages_have_the_parts_that_are_generated_for_them(generate):
+    readme, performance = (path.read_text(encoding="utf-8") for path in generate.PAGES)
+    assert "<!-- generated: support -->" in readme
+    assert "<!-- generated: measured" in readme
+    for name in ("families summary", "families", "pipeline", "dynamic kernels"):
+        assert f"<!-- generated: {name} -->" in performance
+
+
+def test_a_part_is_written_between_its_marks_and_an_unknown_one_is_refused(generate, monkeypatch):
+    monkeypatch.setitem(generate.PARTS, "families", lambda: "| a |\n")
+    page = "before\n<!-- generated: families -->\nold\n<!-- end -->\nafter"
+    assert generate.filled(page) == "before\n<!-- generated: families -->\n\n| a |\n\n<!-- end -->\nafter"
+    with pytest.raises(SystemExit, match="no generated part 'familie'"):
+        generate.filled("<!-- generated: familie -->\n<!-- end -->")
+
+
+def test_committed_suites_become_tables_of_their_own_and_no_rows_of_the_readme(generate, monkeypatch, tmp_path):
+    results = tmp_path / "benchmarks" / "results"
+    monkeypatch.setattr(generate, "ROOT", tmp_path)
+    assert generate.families() == generate.pipeline() == generate.measured() == generate.NOTHING
+    rows = [
+        Row(
+            workload="flux-512",
+            variant=variant,
+            mode=None,
+            dtype="bfloat16",
+            shrunk=False,
+            note="",
+            shapes={},
+            median_ms=median,
+            lower_quartile_ms=1.0,
+            upper_quartile_ms=1.0,
+            samples=5,
+            ratio=8.0 / median,
+            first_call_s=1.0,
+            first_call_cold=True,
+            peak_memory_bytes=None,
+            relative_l2=0.0,
+            disturbed=False,
+        )
+        for variant, median in (("eager", 10.0), ("inductor", 8.0), ("tritium", 9.0), ("tritium optimize", 5.0))
+    ]
+    Results.now(rows, "cpu").save(results / "a-device-families.json")
+    assert "worst 1.60 (flux-512), median 1.60, best 1.60 (flux-512) of 1" in generate.families_summary()
+    assert "| flux-512 | 10.00 ms | 8.00 ms | 5.00 ms | 1.60 |" in generate.families()
+    assert "`a-device-families.json`" in generate.families()
+    assert generate.measured() == generate.NOTHING
+
+
+def test_single_kernels_can_be_left_out_of_the_readme(generate):
+    every, models = generate.measured(), generate.measured(kernels=False)
+    assert "| kernel rope dynamic |" in every
+    assert "dynamic-kernels.json" not in models
+    assert set(models.splitlines()) < set(every.splitlines())
+    assert "| rope | 2 x 16384 x 24 x 64 |" in generate.dynamic_kernels()
