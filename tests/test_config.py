@@ -25,6 +25,7 @@ def test_defaults_are_the_documented_ones():
             "enable_cat_linear": True,
         },
         "enable_freezing": False,
+        "reuse_blocks": False,
         "graphs": "off",
         "max_captures": 64,
         "safe_output_mode": True,
@@ -187,11 +188,12 @@ class TestEnvironment:
 
     def test_every_field_has_a_variable(self):
         assert "TRITIUM_FORCE_PROVIDER" in environment_names()
-        assert len(environment_names()) == 10 + 11 + 7
+        assert len(environment_names()) == 11 + 11 + 7
 
 
 def test_a_folder_is_not_part_of_the_identity():
     assert CompilationConfig(graph_log_url="a").identity() == CompilationConfig(graph_log_url="b").identity()
     assert CompilationConfig(enable_freezing=True).identity() != CompilationConfig().identity()
+    assert CompilationConfig(reuse_blocks=True).identity() != CompilationConfig().identity()
     off = CompilationConfig(fusion_patterns=FusionPatterns(enable_rope=False))
     assert off.identity() != CompilationConfig().identity()

@@ -169,6 +169,8 @@ class CompilationConfig(_Group):
 
     fusion_patterns: FusionPatterns = dataclasses.field(default_factory=FusionPatterns)
     enable_freezing: bool = False
+    # Compile each distinct one of a model's repeated blocks once, and use its code for all that equal it.
+    reuse_blocks: bool = False
     graphs: Literal["off", "only", "with_compile", "auto"] = "off"
     max_captures: int = 64
     safe_output_mode: bool = True

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import fx
 
 
 def storage_users(tensor: torch.Tensor) -> int | None:
@@ -66,10 +64,3 @@ def compiled_code_runs_eagerly() -> Iterator[None]:
     """Run compiled functions eagerly inside, in all threads; threads that enter wait for each other."""
     with _STANCE, torch.compiler.set_stance("force_eager"):
         yield
-
-
-def split_graph(gm: fx.GraphModule, piece_of: dict[fx.Node, int]) -> fx.GraphModule:
-    """A module that calls one submodule for each piece, in order; placeholders keep their nodes' names."""
-    split = importlib.import_module("torch.fx.passes.split_module").split_module
-    made: fx.GraphModule = split(gm, gm, piece_of.__getitem__, keep_original_order=True)
-    return made

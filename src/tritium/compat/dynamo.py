@@ -257,6 +257,28 @@ def module_path(node: fx.Node) -> tuple[str, ...]:
     return tuple(word for word in words if word not in ("L", "self", "__dict__", "_modules"))
 
 
+def module_stack(node: fx.Node) -> tuple[tuple[str, str], ...]:
+    """The modules whose forwards a node comes from, outermost first: what tells an instance apart, and its name."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return tuple((str(key), str(entry[0])) for key, entry in stack.items())
+
+
+def is_static_input(node: fx.Node) -> bool:
+    """Whether compiled code may rely on a graph input's lying at the same address in every call."""
+    return "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})
+
+
+@contextlib.contextmanager
+def floats_as_constants() -> Iterator[None]:
+    """Let Dynamo trace Python floats as constants with guards, for the calls inside, also under `dynamic=True`.
+
+    As inputs, the `eps` of each norm is another symbol, and Inductor makes Dynamo trace the model a second time.
+    """
+    config: Any = importlib.import_module("torch._dynamo.config")
+    with config.patch(specialize_float=True):
+        yield
+
+
 def size_hint(size: Any) -> int | None:
     """The number behind a symbolic size in the call that is being compiled; no guard is added."""
     node = getattr(size, "node", None)

@@ -106,6 +106,36 @@ def compile_fx(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..
     return cast("Callable[..., Any]", module.compile_fx(gm, example_inputs))
 
 
+def boxed(compiled: Callable[..., Any]) -> Callable[[list[Any]], Any]:
+    """Return what `compile_fx` made as a function of a list, which it empties: its inputs can be freed while it runs.
+
+    Inductor's code has that form inside; where this torch wraps it in another way than known, the wrapper is called.
+    """
+    code, closure = getattr(compiled, "__code__", None), getattr(compiled, "__closure__", None)
+    cells = dict(zip(code.co_freevars, closure or (), strict=True)) if code is not None else {}
+    if cells.keys() == {"compiled_fn", "params_buffers_flat"} and not cells["params_buffers_flat"].cell_contents:
+        return cast("Callable[[list[Any]], Any]", cells["compiled_fn"].cell_contents)
+
+    def call(values: list[Any]) -> Any:
+        return compiled(*values)
+
+    return call
+
+
+def global_state() -> tuple[Any, ...]:
+    """Return the switches of PyTorch that decide what the same graph compiles to."""
+    backends = torch.backends
+    return (
+        *(torch.get_default_dtype(), torch.get_num_threads(), torch.get_float32_matmul_precision()),
+        *(torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        *(
+            bool(getattr(backends.cuda, f"{name}_sdp_enabled")())
+            for name in ("flash", "mem_efficient", "math", "cudnn")
+        ),
+        *(allows_tf32(), backends.cudnn.enabled, backends.mkldnn.enabled),
+    )
+
+
 def cache_dir() -> Path:
     """Inductor's cache folder; what Tritium stores lies beside it and moves with it."""
     return Path(importlib.import_module("torch._inductor.runtime.cache_dir_utils").cache_dir())

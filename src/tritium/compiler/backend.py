@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from tritium import compat
+from tritium.compiler.blocks import kept
 from tritium.compiler.choose import check_pins
 from tritium.compiler.pipeline import Compilation, needs_gradients, passes_for
 from tritium.config import CompilationConfig
@@ -100,8 +101,9 @@ class Backend:
         return passes_for(self.config, self.fusions, self.passes)
 
     def reset(self) -> None:
-        """Called by `torch._dynamo.reset()`: the compiled code is gone, and so are its records."""
+        """Called by `torch._dynamo.reset()`: the compiled code is gone, and so are its records and kept pieces."""
         LEDGER.clear()
+        kept.clear()
 
     def _user_settings(self, mode: str | None, options: dict[str, Any] | None) -> dict[str, Any]:
         settings = compat.mode_settings(mode)

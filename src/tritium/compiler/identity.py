@@ -19,7 +19,7 @@ from tritium.passes import Pass
 def package_files() -> list[Path]:
     """The package's files that decide what a graph becomes, whichever fusions and passes take part."""
     own = Path(__file__).parent
-    folders = (own, own.parent / "tiling", own.parent / "compat")
+    folders = (own, own / "blocks", own.parent / "tiling", own.parent / "compat")
     return [file for folder in folders for file in sorted(folder.glob("*.py"))]
 
 

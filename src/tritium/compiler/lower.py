@@ -10,7 +10,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torch import fx
 
@@ -42,6 +42,8 @@ class Lowering:
     settings: Mapping[str, Any]
     identity: bytes
     tiling: TilingPolicy = OFF
+    # How many equal pieces of a graph share the code; None for a graph that is compiled whole.
+    pieces: int | None = None
     # What code generation has written so far.
     dissection: Dissection = field(default_factory=Dissection)
 
@@ -51,7 +53,35 @@ class Lowering:
         return self.dissection.unfinished()
 
 
-def lower(attempt: Lowering, record: GraphRecord) -> Callable[..., Any]:
+@dataclass(frozen=True)
+class Lowered:
+    """Compiled code, and what its generation showed now or in an earlier process; None if that is not known."""
+
+    run: Callable[..., Any]
+    observation: Mapping[str, Any] | None = None
+    source: Literal["codegen", "store"] = "codegen"
+
+
+@dataclass
+class Attempt:
+    """A lowering that another may follow, and what the report says if it fails."""
+
+    part: str
+    lowering: Lowering
+    graphs: Sequence[tuple[str, fx.Graph]]
+    is_tiled: bool = False
+    error: Exception | None = None
+
+    @property
+    def failed_in_tiling(self) -> bool:
+        return self.is_tiled and self.error is not None and compat.came_from_tiling(self.error)
+
+    @property
+    def failed_part(self) -> str:
+        return "tiling analysis" if self.failed_in_tiling else self.part
+
+
+def lower(attempt: Lowering, record: GraphRecord) -> Lowered:
     """Compile with Inductor, and write into the record what its code generation did, now or in an earlier process."""
     settings = dict(attempt.settings)
     own = settings[SALT] if SALT in settings else compat.setting(SALT)
@@ -71,22 +101,31 @@ def lower(attempt: Lowering, record: GraphRecord) -> Callable[..., Any]:
             _without_workers() if _expected(known, record.device_type) else contextlib.nullcontext(),
         ):
             compiled = compat.compile_fx(attempt.gm, attempt.example_inputs)
+    lowered = Lowered(compiled, *_observation(observer, key, known))
+    if lowered.observation is not None:
+        record.observed(lowered.observation, lowered.source, attempt.pieces)
+    _describe_tiling(attempt.tiling, tiling, record)
+    _write_for_debugging(record)
+    return lowered
+
+
+def _observation(
+    observer: KernelObserver, key: str, known: dict[str, Any] | None
+) -> tuple[dict[str, Any] | None, Literal["codegen", "store"]]:
+    """Return what code generation showed, which is kept for other processes, or what an earlier process kept."""
     if observer.saw_codegen:
         observation = observer.observation()
-        record.observed(observation, "codegen")
         store().save(key, observation)
         if observer.codes:
             store().link(code_key(observer.codes), key)
         if known is not None:
             _compiled_again.append(key)
-    elif known is not None:
-        record.observed(known, "store")
-    elif (found := store().linked(code_key(observer.codes))) is not None:
-        record.observed(found, "store")
-        store().save(key, found)
-    _describe_tiling(attempt.tiling, tiling, record)
-    _write_for_debugging(record)
-    return compiled
+        return observation, "codegen"
+    if known is None:
+        known = store().linked(code_key(observer.codes))
+        if known is not None:
+            store().save(key, known)
+    return known, "store"
 
 
 def _expected(known: Mapping[str, Any] | None, device_type: str) -> bool:

@@ -410,15 +410,20 @@ def used() -> list[str]:
 
 def store_key(graph: fx.Graph, identity: bytes) -> str:
     """What decides the generated code: the rewritten graph with its shapes, our identity, and Inductor's settings."""
-    # Objects print with their address; those that matter have their content in `identity`.
-    plain = (str, int, float, bool, type(None))
-    settings = {name: value for name, value in compat.inductor_settings().items() if isinstance(value, plain)}
     digest = hashlib.sha256(_FORMAT + identity)
     digest.update(torch.__version__.encode())
     digest.update(readable(graph).encode())
     digest.update("".join(f"{node.name}{_strides(node)}" for node in graph.find_nodes(op="placeholder")).encode())
-    digest.update(json.dumps(settings, sort_keys=True).encode())
+    digest.update(settings_digest())
     return digest.hexdigest()
+
+
+def settings_digest() -> bytes:
+    """A digest of Inductor's settings as they are for this thread."""
+    # Objects print with their address; those that matter have their content in `identity`.
+    plain = (str, int, float, bool, type(None))
+    settings = {name: value for name, value in compat.inductor_settings().items() if isinstance(value, plain)}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).digest()
 
 
 def code_key(codes: Sequence[str]) -> str:

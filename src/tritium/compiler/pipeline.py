@@ -6,9 +6,10 @@
 4. `nd_tiling_workaround`  and other passes of this package: rewrite, request configuration
 5. plug-ins' passes        in order of their names, then those given to the backend, in the order given
 6. fold                    take out the parameter-only part (enable_freezing), or what a pass asked for of it
-7. lower                   Inductor compiles, under the merged requests, and its Triton kernels are tiled (`tiling_policy`);
+7. reuse_blocks            cut at repeated blocks, so that each distinct piece is lowered once
+8. lower                   Inductor compiles, under the merged requests, and its Triton kernels are tiled (`tiling_policy`);
                            or engine `eager` runs the graph as it is
-8. capture                 record each call as a static device graph and replay it (`graphs`)
+9. capture                 record each call as a static device graph and replay it (`graphs`)
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import functools
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,20 +25,28 @@ from typing import Any
 import torch
 from torch import fx
 
-from tritium import compat, whitebox
+from tritium import compat
 from tritium import fusions as fusion_catalogue
 from tritium.catalog import Entry, plugins, unique
 from tritium.compiler import fuse, hand_on, lay_out
+from tritium.compiler.blocks import stage as blocks
+from tritium.compiler.blocks.kept import Compiled
+from tritium.compiler.blocks.stage import Reuse
+from tritium.compiler.blocks.stitch import boxed
 from tritium.compiler.capture import stage as capture
+from tritium.compiler.capture.key import modes
 from tritium.compiler.capture.split import Piece
+from tritium.compiler.copies import copied, fingerprint, with_graph
 from tritium.compiler.draw import draw
 from tritium.compiler.dump import GraphLog, file_name
 from tritium.compiler.fold import Folding, fold_parameters, marked_for_folding
 from tritium.compiler.identity import identity
-from tritium.compiler.lower import Lowering, lower
+from tritium.compiler.lower import Attempt, Lowered, Lowering, lower
+from tritium.compiler.observe import settings_digest
 from tritium.config import CompilationConfig
 from tritium.errors import RequestConflict, TritiumError, UnrequestedConfig
 from tritium.fusions import Fusion
+from tritium.fusions.expression import value_of
 from tritium.passes import Applied, ConfigRequest, Decline, Outcome, Pass, PassContext
 from tritium.report import Failure, GraphRecord, PassRecord
 from tritium.tiling import nd_tiling
@@ -107,10 +116,13 @@ class Compilation:
         if self.config.graphs == "off":
             compiled = self._engine()
         else:
-            compiled = capture.captured(self.gm, self._engine, self._engine_of_piece, self.config, self.record)
+            compiled = capture.captured(self.gm, self._engine, self._engines_of_pieces, self.config, self.record)
         return self.folding.wrap(compiled) if self.folding is not None else compiled
 
     def _engine(self) -> Callable[..., Any]:
+        programs = self._in_blocks([self.gm])
+        if programs is not None:
+            return programs[0]
         return self.gm.forward if self.config.engine == "eager" else self._lower()
 
     def _capture_untouched(self) -> Callable[..., Any]:
@@ -120,7 +132,11 @@ class Compilation:
         self.record.sites = self.context.sites
         self.record.engine = "eager"
         return capture.captured(
-            self.gm, lambda: self.gm.forward, lambda piece: piece.gm.forward, self.config, self.record
+            self.gm,
+            lambda: self.gm.forward,
+            lambda pieces: [piece.gm.forward for piece in pieces],
+            self.config,
+            self.record,
         )
 
     def _run_untouched(self) -> Callable[..., Any]:
@@ -254,110 +270,120 @@ class Compilation:
             self.record.failures.append(Failure("drawing", brief(error)))
 
     def _lower(self) -> Callable[..., Any]:
-        settings = {**{name: value for name, (value, _) in self.requests.items()}, **self.user_settings}
-        key = identity(self.gm.graph, self.config, self.passes, self.fusions)
-        rewritten = copied(self.gm.graph)
-        attempt = Lowering(self.gm, self.example_inputs, settings, key, policy_of(self.config))
-        try:
-            return lower(attempt, self.record)
-        except Exception as error:
-            if is_the_callers(error):
-                raise
-            if compat.came_from_tiling(error):
-                self._fail("tiling analysis", error, [("rewritten", rewritten)], attempt.unfinished)
-                return self._lower_untiled(rewritten, settings, key)
-            graphs = [("rewritten", rewritten), ("original", self.dynamo.graph)]
-            self._fail("lowering", error, graphs, attempt.unfinished)
-        return self._lower_untouched(key)
+        originals = [("original", self.dynamo.graph)]
+        compiled = self._first_lowered(self._attempts(self.gm, self.example_inputs, "lowering", originals))
+        if compiled is None:
+            compiled = self._first_lowered(self._attempts_untouched())
+        if compiled is None:
+            self.record.engine = "eager"
+            return self.dynamo.forward
+        return compiled.run
 
-    def _engine_of_piece(self, piece: Piece) -> Callable[..., Any]:
-        """One piece of a graph that is cut at boundary ops; what is known of its kernels joins the others'."""
-        if self.config.engine == "eager":
-            return piece.gm.forward
-        settings = {**{name: value for name, (value, _) in self.requests.items()}, **self.user_settings}
-        key = identity(piece.gm.graph, self.config, self.passes, self.fusions)
-        rewritten = copied(piece.gm.graph)
-        attempt = Lowering(piece.gm, piece.example_inputs, settings, key, policy_of(self.config))
-        seen = {name: getattr(self.record, name) for name in ("kernels", "fallbacks", "lowered", "not_fused")}
-        sources = whitebox.unpack(self.record.sources) if self.record.sources else []
-        try:
-            compiled = lower(attempt, self.record)
-        except Exception as error:
-            if is_the_callers(error):
-                raise
-            self._fail(f"lowering of piece {piece.spec.piece}", error, [("rewritten", rewritten)], attempt.unfinished)
-            return with_graph(piece.gm, rewritten).forward
-        for name, before in seen.items():
-            setattr(self.record, name, [*before, *getattr(self.record, name)])
-        if self.record.sources and sources:
-            self.record.sources = whitebox.pack([*sources, *whitebox.unpack(self.record.sources)])
-        return compiled
-
-    def _lower_untiled(self, rewritten: fx.Graph, settings: Mapping[str, Any], key: bytes) -> Callable[..., Any]:
-        """Once more, with Inductor's tiling analysis and our policy off."""
-        gm = with_graph(self.gm, copied(rewritten))
-        attempt = Lowering(gm, self.example_inputs, {**settings, **compat.NO_TILING_ANALYSIS}, key)
-        try:
-            return lower(attempt, self.record)
-        except Exception as error:
-            if is_the_callers(error):
-                raise
-            graphs = [("rewritten", rewritten), ("original", self.dynamo.graph)]
-            self._fail("lowering", error, graphs, attempt.unfinished)
-        return self._lower_untouched(key)
-
-    def _lower_untouched(self, key: bytes) -> Callable[..., Any]:
-        changed = any(entry.changed or entry.requests or entry.failed for entry in self.record.passes)
-        inputs = self.example_inputs
-        if self.folding is not None:
-            inputs = inputs[: -len(self.folding.example_values)]
-            self.folding = None
-        self.record.sites = [site.declined("lowering failed, see failures") for site in self.record.sites]
-        if changed:
-            attempt = Lowering(
-                with_graph(self.dynamo, copied(self.dynamo.graph)), inputs, dict(self.user_settings), key
-            )
+    def _first_lowered(self, attempts: Iterable[Attempt]) -> Lowered | None:
+        """Return what the first attempt that succeeds gives; each that fails is reported."""
+        for attempt in attempts:
             try:
-                return lower(attempt, self.record)
+                return lower(attempt.lowering, self.record)
             except Exception as error:
                 if is_the_callers(error):
                     raise
-                original = [("original", self.dynamo.graph)]
-                self._fail("lowering of the untouched graph", error, original, attempt.unfinished)
-        self.record.engine = "eager"
-        return self.dynamo.forward
+                attempt.error = error
+                self._fail(attempt.failed_part, error, attempt.graphs, attempt.lowering.unfinished)
+        return None
 
+    def _attempts(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        part: str,
+        originals: Sequence[tuple[str, fx.Graph]] = (),
+        pieces: int | None = None,
+    ) -> Iterator[Attempt]:
+        """A rewritten graph as it is; then, if the tiling analysis failed, without that analysis and our policy."""
+        key = self._identity(gm.graph)
+        rewritten = copied(gm.graph)
+        graphs = [("rewritten", rewritten), *originals]
+        tiled = Lowering(gm, example_inputs, self._settings, key, policy_of(self.config), pieces)
+        first = Attempt(part, tiled, graphs, is_tiled=True)
+        yield first
+        if first.failed_in_tiling:
+            settings = {**self._settings, **compat.NO_TILING_ANALYSIS}
+            again = with_graph(gm, copied(rewritten))
+            yield Attempt(part, Lowering(again, example_inputs, settings, key, pieces=pieces), graphs)
 
-def copied(graph: fx.Graph) -> fx.Graph:
-    """A copy that keeps what Dynamo hangs on nodes outside their meta."""
-    copy = fx.Graph()
-    nodes: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        nodes[node] = copy.node_copy(node, lambda source: nodes[source])
-        if hasattr(node, "_dynamo_source"):
-            nodes[node]._dynamo_source = node._dynamo_source
-    return copy
+    def _attempts_untouched(self) -> Iterator[Attempt]:
+        """The graph as Dynamo made it, without requests; nothing if that is what failed."""
+        changed = any(entry.changed or entry.requests or entry.failed for entry in self.record.passes)
+        key = self._identity(self.gm.graph)
+        if self.folding is not None:
+            self.example_inputs = self.example_inputs[: -len(self.folding.example_values)]
+            self.folding = None
+        self.record.sites = [site.declined("lowering failed, see failures") for site in self.record.sites]
+        if changed:
+            untouched = with_graph(self.dynamo, copied(self.dynamo.graph))
+            lowering = Lowering(untouched, self.example_inputs, dict(self.user_settings), key)
+            yield Attempt("lowering of the untouched graph", lowering, [("original", self.dynamo.graph)])
 
+    @property
+    def _settings(self) -> dict[str, Any]:
+        return {**{name: value for name, (value, _) in self.requests.items()}, **self.user_settings}
 
-def with_graph(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
-    """Dynamo's module around another graph, with what AOTAutograd looks for on it."""
-    made = fx.GraphModule(gm, graph)
-    made.meta = dict(gm.meta)
-    for name in ("_param_name_to_source", "_source_to_user_stacks"):
-        if hasattr(gm, name):
-            setattr(made, name, getattr(gm, name))
-    return made
+    def _identity(self, graph: fx.Graph) -> bytes:
+        return identity(graph, self.config, self.passes, self.fusions)
 
+    # --- pieces ---
 
-def fingerprint(graph: fx.Graph) -> int:
-    """Equal for graphs that compute the same in the same order."""
-    index = {node: position for position, node in enumerate(graph.nodes)}
-    return hash(
-        tuple(
-            (node.op, str(node.target), str(fx.map_arg((node.args, node.kwargs), lambda source: index[source])))
-            for node in graph.nodes
-        )
-    )
+    def _engines_of_pieces(self, pieces: Sequence[Piece]) -> list[Callable[..., Any]]:
+        """The pieces of a graph that is cut at boundary ops."""
+        return self._in_blocks([piece.gm for piece in pieces]) or [self._engine_of_piece(piece) for piece in pieces]
+
+    def _engine_of_piece(self, piece: Piece) -> Callable[..., Any]:
+        if self.config.engine == "eager":
+            return piece.gm.forward
+        rewritten = copied(piece.gm.graph)
+        assert piece.spec is not None
+        part = f"lowering of piece {piece.spec.piece}"
+        compiled = self._first_lowered(self._attempts(piece.gm, piece.example_inputs, part, pieces=1))
+        return compiled.run if compiled is not None else with_graph(piece.gm, rewritten).forward
+
+    def _in_blocks(self, gms: Sequence[fx.GraphModule]) -> list[Callable[..., Any]] | None:
+        """Graphs whose equal blocks share code, or None if they are compiled whole."""
+        if not self.config.reuse_blocks:
+            return None
+        entry = PassRecord(blocks.NAME)
+        self.record.passes.append(entry)
+        if self._settings.get("triton.cudagraphs") or compat.uses_cuda_graphs():
+            entry.declined = "Inductor's own graphs keep the addresses of weights, which equal blocks do not share"
+            return None
+        start = time.perf_counter()
+        try:
+            return self._reuse(entry).programs(gms)
+        except Exception as error:
+            if is_the_callers(error):
+                raise
+            self.record.forget_pieces()
+            entry.failed = brief(error)
+            self._fail(blocks.NAME, error, [("rewritten", gm.graph) for gm in gms[:1]])
+            return None
+        finally:
+            entry.seconds = time.perf_counter() - start
+
+    def _reuse(self, entry: PassRecord) -> Reuse:
+        if self.config.engine == "eager":
+            return Reuse(lambda gm, _: Compiled(boxed(gm.forward)), None, True, self.record, entry)
+        return Reuse(self._compile_block, self._surroundings, False, self.record, entry)
+
+    def _compile_block(self, gm: fx.GraphModule, count: int) -> Compiled:
+        inputs = [value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
+        compiled = self._first_lowered(self._attempts(gm, inputs, "lowering of a block", pieces=count))
+        if compiled is None:
+            raise RuntimeError("a block cannot be lowered, so the graph is compiled whole")
+        return Compiled(compat.boxed(compiled.run), compiled.observation, compiled.source)
+
+    def _surroundings(self, gm: fx.GraphModule) -> Hashable:
+        """What besides a graph decides its code."""
+        settings = tuple(sorted((name, repr(value)) for name, value in self._settings.items()))
+        return self._identity(gm.graph), settings, settings_digest(), modes(), compat.global_state()
 
 
 def is_the_callers(error: Exception) -> bool:

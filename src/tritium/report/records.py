@@ -6,7 +6,7 @@ import dataclasses
 import re
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
@@ -287,11 +287,30 @@ class GraphRecord:
         inner = folder / re.sub(r"[^A-Za-z0-9_.-]+", "_", self.label).strip("_")
         return whitebox.write(inner, whitebox.unpack(self.sources), self.kernels)
 
-    def observed(self, observation: Mapping[str, Any], source: Literal["codegen", "store"]) -> None:
-        """Take over what was seen of the code generation, now or in an earlier process."""
-        for name in ("kernels", "fallbacks", "lowered", "not_fused", "sources"):
-            setattr(self, name, observation[name])
-        self.kernels_from = source
+    def observed(
+        self, observation: Mapping[str, Any], source: Literal["codegen", "store"], pieces: int | None = None
+    ) -> None:
+        """Take over what was seen of the code generation, now or in an earlier process.
+
+        With `pieces` it is that of one piece of the graph, of which so many share the code, and joins the others'.
+        """
+        if pieces is None:
+            for name in ("kernels", "fallbacks", "lowered", "not_fused", "sources"):
+                setattr(self, name, observation[name])
+            self.kernels_from = source
+            return
+        known = whitebox.unpack(self.sources) if self.sources else []
+        self.sources = whitebox.pack([*known, *whitebox.unpack(observation["sources"])])
+        self.kernels = [*self.kernels, *_shared(observation["kernels"], pieces, self.kernels)]
+        for name in ("fallbacks", "lowered", "not_fused"):
+            entries = ({**entry, "count": entry["count"] * pieces} for entry in observation[name])
+            setattr(self, name, [*getattr(self, name), *entries])
+        self.kernels_from = "codegen" if "codegen" in (source, self.kernels_from) else source
+
+    def forget_pieces(self) -> None:
+        """Drop what was seen of pieces: the graph is compiled whole after all."""
+        self.kernels, self.fallbacks, self.lowered, self.not_fused = [], [], [], []
+        self.sources, self.kernels_from = "", "none"
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -306,3 +325,18 @@ class GraphRecord:
             "kernels_from": self.kernels_from,
             "runs": self.runs,
         }
+
+
+def _shared(
+    kernels: Iterable[Mapping[str, Any]], pieces: int, known: Iterable[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Kernels of a piece, with how often a call of the graph launches them and regions that are no other piece's."""
+    first = 1 + max((kernel["region"] for kernel in known if kernel["region"] is not None), default=-1)
+    return [
+        {
+            **kernel,
+            "count": pieces,
+            "region": kernel["region"] + first if kernel["region"] is not None else None,
+        }
+        for kernel in kernels
+    ]

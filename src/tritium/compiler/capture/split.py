@@ -9,19 +9,21 @@ from typing import Any
 from torch import fx
 
 from tritium import compat
-from tritium.compat import capture as compat_capture
+from tritium.compiler.blocks.facts import Facts
+from tritium.compiler.blocks.segments import Segment, graph_of, is_item, segments_of
 from tritium.compiler.capture.spec import Spec
+from tritium.compiler.copies import with_graph
 from tritium.fusions.expression import mutated_arguments, storages, value_of
 from tritium.ops.bridge import boundaries
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a graph that is captured on its own."""
+    """A part of a graph; one with a `spec` is captured on its own, the others are boundary ops."""
 
-    name: str
+    segment: Segment
     gm: fx.GraphModule
-    spec: Spec
+    spec: Spec | None
 
     @property
     def example_inputs(self) -> list[Any]:
@@ -35,41 +37,24 @@ def obstacle(graph: fx.Graph) -> str | None:
     return None
 
 
-def split(gm: fx.GraphModule) -> tuple[fx.GraphModule, list[Piece]]:
-    """A module that calls pieces and boundary ops in order, and the pieces."""
+def split(gm: fx.GraphModule) -> list[Piece]:
+    """Boundary ops, and what stands before, between and behind them."""
     cuts = set(boundaries(gm.graph.nodes))
-    piece_of: dict[fx.Node, int] = {}
-    number, ops = 0, set()
-    after_cut = False
-    for node in gm.graph.nodes:
-        if node.op in ("placeholder", "output"):
-            continue
-        if node in cuts or after_cut:
-            number += 1
-        after_cut = node in cuts
-        if after_cut:
-            ops.add(number)
-        piece_of[node] = number
-    parent = compat_capture.split_graph(gm, piece_of)
-    originals = {node.name: node for node in gm.graph.nodes}
+    groups: list[list[fx.Node]] = [[]]
+    facts = Facts(gm)
+    for node in facts.calls:
+        made_by_cut = is_item(node) and node.all_input_nodes[0] in cuts
+        if node in cuts:
+            groups += [[node], []]
+        else:
+            groups[-2 if made_by_cut and not groups[-1] else -1].append(node)
     written = written_storages(gm.graph)
-    found = []
-    for name, child in parent.named_children():
-        place = int(name.rpartition("_")[2]) if name.startswith("submod_") else None
-        if place is None or place in ops or not isinstance(child, fx.GraphModule):
-            continue
-        for node in child.graph.find_nodes(op="placeholder"):
-            _describe(node, originals[node.name])
-        found.append(Piece(name, child, spec_of(child.graph, written, piece=place)))
-    return parent, found
-
-
-def _describe(node: fx.Node, original: fx.Node) -> None:
-    node.meta = dict(original.meta)
-    if original.op == "placeholder" and hasattr(original, "_dynamo_source"):
-        node._dynamo_source = original._dynamo_source
-    else:
-        compat.describe_new_input(node, is_static=False)
+    pieces = []
+    for place, segment in enumerate(segments_of(groups, facts)):
+        inner = with_graph(gm, graph_of(segment))
+        is_cut = not cuts.isdisjoint(segment.nodes)
+        pieces.append(Piece(segment, inner, None if is_cut else spec_of(inner.graph, written, piece=place)))
+    return pieces
 
 
 def written_storages(graph: fx.Graph) -> set[int]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx
 
+from tritium.compiler.blocks.stitch import boxed, stitch
 from tritium.compiler.capture.idle import Decisions
 from tritium.compiler.capture.region import Region
 from tritium.compiler.capture.split import Piece, obstacle, spec_of, split, written_storages
@@ -16,17 +17,20 @@ from tritium.report import GraphRecord, PassRecord
 
 NAME = "capture"
 
+# Compiles the pieces between boundary ops.
+OfPieces = Callable[[Sequence[Piece]], Sequence[Callable[..., Any]]]
+
 EMULATED = "emulated on the CPU: as right as on a GPU, and slower than without"
 
 
 def captured(
     gm: fx.GraphModule,
     whole: Callable[[], Callable[..., Any]],
-    of_piece: Callable[[Piece], Callable[..., Any]],
+    of_pieces: OfPieces,
     config: CompilationConfig,
     record: GraphRecord,
 ) -> Callable[..., Any]:
-    """A graph that replays: `whole` compiles all of it, `of_piece` one piece between boundary ops."""
+    """A graph that replays: `whole` compiles all of it, `of_pieces` those between boundary ops."""
     entry = PassRecord(NAME)
     entry.declined = _why_not(gm.graph, config, record)
     if entry.declined is not None:
@@ -39,7 +43,7 @@ def captured(
     entry.summary = "; ".join(notes) or None
     decisions = Decisions(entry) if config.graphs == "auto" else None
     if cuts:
-        run = _in_pieces(gm, of_piece, config, record, decisions)
+        run = _in_pieces(gm, of_pieces, config, record, decisions)
     else:
         run = Region(whole(), spec_of(gm.graph, written_storages(gm.graph)), config, record, decisions)
     # After what compiling recorded, which stands before it.
@@ -55,16 +59,15 @@ def _why_not(graph: fx.Graph, config: CompilationConfig, record: GraphRecord) ->
 
 def _in_pieces(
     gm: fx.GraphModule,
-    of_piece: Callable[[Piece], Callable[..., Any]],
+    of_pieces: OfPieces,
     config: CompilationConfig,
     record: GraphRecord,
     decisions: Decisions | None,
 ) -> Callable[..., Any]:
-    parent, pieces = split(gm)
-    for piece in pieces:
-        region = Region(of_piece(piece), piece.spec, config, record, decisions)
-        delattr(parent, piece.name)
-        # Not a module: the generated code only calls it.
-        object.__setattr__(parent, piece.name, region)
-    run: Callable[..., Any] = parent.forward
-    return run
+    pieces = split(gm)
+    engines = iter(of_pieces([piece for piece in pieces if piece.spec is not None]))
+    runs = [
+        Region(next(engines), piece.spec, config, record, decisions) if piece.spec is not None else piece.gm.forward
+        for piece in pieces
+    ]
+    return stitch(gm.graph, [piece.segment for piece in pieces], list(map(boxed, runs)))

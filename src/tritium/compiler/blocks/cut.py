@@ -1,0 +1,139 @@
+"""Choose where to cut: the level of nesting at which the least remains to compile."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from tritium.compiler.blocks import find, obstacles
+from tritium.compiler.blocks.facts import Facts, acts
+from tritium.compiler.blocks.find import Group
+from tritium.compiler.blocks.key import Key, key_of
+from tritium.compiler.blocks.segments import Segment, segments_of
+from tritium.compiler.blocks.tails import is_product, with_tails_moved
+
+# So many pieces must be equal to others for a cut to pay: each costs launches and time on the host.
+LEAST_EQUAL = 4
+
+# The launches and host time of a piece, expressed as nodes to compile.
+COST_OF_PIECE = 10
+
+# At most this share of a graph's nodes may be the cost of its pieces: they wait for their kernels one after another.
+WORTH_CUTTING = 0.75
+
+# A deeper level must cost at most this share of the level above.
+WORTH_DEEPER = 0.5
+
+# No deeper level is tried at this share of a graph's nodes.
+ENOUGH = 0.25
+
+
+@dataclass(eq=False)
+class Piece:
+    """A segment of one of some graphs, and its key."""
+
+    segment: Segment
+    key: Key
+
+
+@dataclass(eq=False)
+class Cut:
+    """Some graphs as pieces."""
+
+    pieces: list[list[Piece]]
+
+    def __post_init__(self) -> None:
+        self.count = Counter(piece.key.value for piece in self.all())
+
+    def all(self) -> Iterator[Piece]:
+        return (piece for pieces in self.pieces for piece in pieces)
+
+    @property
+    def total(self) -> int:
+        """How many pieces there are."""
+        return sum(self.count.values())
+
+    @property
+    def equal(self) -> int:
+        """How many pieces are equal to another."""
+        return sum(count for count in self.count.values() if count > 1)
+
+    @property
+    def cost(self) -> int:
+        """The number of nodes in distinct pieces, and what each piece costs."""
+        first = {piece.key.value: len(piece.segment.nodes) for piece in self.all()}
+        return sum(first.values()) + COST_OF_PIECE * self.total
+
+
+def cut(gms: Sequence[fx.GraphModule]) -> Cut | str:
+    """Return the best cut of some graphs, which share compiled pieces, or the reason why none is made."""
+    for gm in gms:
+        if (reason := obstacles.of_graph(gm.graph)) is not None:
+            return reason
+    facts = [Facts(gm) for gm in gms]
+    nodes = sum(len(own.calls) for own in facts)
+    best: Cut | None = None
+    reasons: dict[str, None] = {}
+    for level in _levels(facts):
+        groups = [find.by_period(own.calls) if level is None else find.by_modules(own.calls, level) for own in facts]
+        found = _cut(facts, groups)
+        if isinstance(found, str):
+            reasons[found] = None
+        elif found.equal < LEAST_EQUAL or found.cost > WORTH_CUTTING * nodes:
+            reasons[f"{found.equal} of {found.total} pieces are equal to another"] = None
+        elif best is None or found.cost <= WORTH_DEEPER * best.cost:
+            best = found
+        if best is not None and best.cost <= ENOUGH * nodes:
+            break
+    return best or "; ".join(reasons) or "it has no repeated blocks"
+
+
+def _levels(facts: Sequence[Facts]) -> Iterator[int | None]:
+    """The levels to try: whole graphs if there are several, modules from the outside, and at last periods."""
+    if len(facts) > 1:
+        yield 0
+    yield from range(1, max((find.deepest_level(own.calls) for own in facts), default=0) + 1)
+    yield None
+
+
+def _cut(facts: Sequence[Facts], groups: Sequence[list[Group]]) -> Cut | str:
+    plain = _keyed(facts, [[group.nodes for group in inner] for inner in groups])
+    moved = _keyed(facts, [with_tails_moved(inner, own) for inner, own in zip(groups, facts, strict=True)])
+    if isinstance(plain, str) or isinstance(moved, str):
+        return plain if isinstance(moved, str) else moved
+    pays = moved.equal >= min(plain.equal, LEAST_EQUAL) and _stored(facts, moved) <= _stored(facts, plain)
+    return moved if pays else plain
+
+
+def _keyed(facts: Sequence[Facts], groups: Sequence[list[list[fx.Node]]]) -> Cut | str:
+    pieces = []
+    for own, inner in zip(facts, groups, strict=True):
+        segments = [segment for segment in segments_of(inner, own) if _does_something(segment)]
+        if (reason := obstacles.of_cut(segments, own)) is not None:
+            return reason
+        pieces.append([Piece(segment, _key(segment, own)) for segment in segments])
+    return Cut(pieces)
+
+
+def _does_something(segment: Segment) -> bool:
+    return bool(segment.outputs) or any(map(acts, segment.nodes))
+
+
+def _key(segment: Segment, facts: Facts) -> Key:
+    if obstacles.writes_to_inputs(segment, facts):
+        # Compiling it adds guards on whether its inputs share memory; code that is shared would have none.
+        return Key(id(segment), (), is_portable=False)
+    return key_of(segment, facts)
+
+
+def _stored(facts: Sequence[Facts], found: Cut) -> int:
+    """How many values are computed by a generated kernel and stored for another piece."""
+    total = 0
+    for own, pieces in zip(facts, found.pieces, strict=True):
+        for storage in {storage for piece in pieces for storage in own.memory_of(piece.segment.inputs)}:
+            maker = own.maker[storage]
+            total += maker.op != "placeholder" and not is_product(maker)
+    return total

@@ -1,0 +1,145 @@
+"""Find repeated blocks: by the stack of modules a node comes from, else by the period of the operations.
+
+A level says how deep to look. At level 1 a node belongs to the outermost numbered module around it
+(`transformer_blocks.3`), at level 2 to the one inside of that (`attentions.1`), and so on. Whether two blocks are equal
+is not decided here but by their keys.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from tritium import compat
+from tritium.compiler.blocks.facts import name_of
+from tritium.compiler.blocks.segments import is_item
+from tritium.fusions.expression import value_of
+
+# The most numbered modules around a node in stock models is four: down_blocks.0.attentions.1.transformer_blocks.0.ff.net.0.
+DEEPEST = 4
+
+# So many nodes of another block between two parts of a block are strays that a rewrite left there.
+MOST_STRAYS = 2
+
+# A period must occur so often.
+LEAST_PERIODS = 4
+
+# So many distances are tried as the period, those that explain most nodes first.
+MOST_DISTANCES = 8
+
+_NUMBERED = re.compile(r"(?:\.|\[')\d+(?:'\])?$")
+
+Label = Hashable
+
+
+class Group(NamedTuple):
+    """Some nodes in order, and whether they are a block or a part between blocks."""
+
+    nodes: list[fx.Node]
+    is_block: bool
+
+
+def deepest_level(calls: Sequence[fx.Node]) -> int:
+    """Return how many levels of numbered modules there are around some operations."""
+    return min(DEEPEST, max((len(_numbered(node)) for node in calls), default=0))
+
+
+def by_modules(calls: Sequence[fx.Node], level: int) -> list[Group]:
+    """Return operations in groups: one for each block at a level of nesting, others for the parts between blocks."""
+    stacks = {node: _numbered(node) for node in calls}
+    containers = {entry for stack in stacks.values() for entry in stack[: min(level, len(stack)) - 1]}
+    labels: list[Label] = []
+    for node in calls:
+        stack = stacks[node]
+        if is_item(node) or not compat.module_stack(node):
+            # A rewritten node belongs to no module: it stays with what stands before it.
+            labels.append(labels[-1] if labels else None)
+        else:
+            entry = stack[min(level, len(stack)) - 1] if stack and level else None
+            labels.append(None if entry in containers else entry)
+    for place in range(len(calls) - 2, -1, -1):
+        if name_of(calls[place].target).startswith("_enter"):
+            # A mode is entered for what follows.
+            labels[place] = labels[place + 1]
+    return _grouped(calls, _without_strays(labels))
+
+
+def by_period(calls: Sequence[fx.Node]) -> list[Group]:
+    """Return operations in groups: one for each period of the operations that repeat, others for the rest."""
+    kinds = [_kind(node) for node in calls]
+    labels: list[Label] = [None] * len(calls)
+    stretches = [(0, len(calls))]
+    while stretches:
+        start, end = stretches.pop()
+        found = _longest_period(kinds[start:end])
+        if found is None:
+            continue
+        first, period, times = found
+        first += start
+        for place in range(first, first + period * times):
+            labels[place] = (first, (place - first) // period)
+        stretches += [(start, first), (first + period * times, end)]
+    return _grouped(calls, labels)
+
+
+def _numbered(node: fx.Node) -> list[str]:
+    """The numbered modules around a node, outermost first."""
+    return [key for key, name in compat.module_stack(node) if _NUMBERED.search(name)]
+
+
+def _without_strays(labels: list[Label]) -> list[Label]:
+    """Give a few nodes in the middle of a block to that block: a rewritten region can hold nodes of the one before."""
+    result = list(labels)
+    runs = _runs(labels)
+    for before, (start, end), after in zip(runs, runs[1:], runs[2:], strict=False):
+        if end - start <= MOST_STRAYS and labels[before[0]] == labels[after[0]]:
+            result[start:end] = [labels[before[0]]] * (end - start)
+    return result
+
+
+def _runs(labels: Sequence[Label]) -> list[tuple[int, int]]:
+    starts = [place for place, label in enumerate(labels) if place == 0 or label != labels[place - 1]]
+    return list(zip(starts, [*starts[1:], len(labels)], strict=True))
+
+
+def _grouped(calls: Sequence[fx.Node], labels: Sequence[Label]) -> list[Group]:
+    groups = [Group(list(calls[start:end]), labels[start] is not None) for start, end in _runs(labels)]
+    place = {node: index for index, group in enumerate(groups) for node in group.nodes}
+    # An item of a tuple stays with what makes the tuple: a tuple cannot be an input or output of a piece.
+    for node in calls:
+        if is_item(node) and (source := place.get(node.all_input_nodes[0])) is not None and source != place[node]:
+            groups[place[node]].nodes.remove(node)
+            groups[source].nodes.append(node)
+            place[node] = source
+    return [group for group in groups if group.nodes]
+
+
+def _kind(node: fx.Node) -> int:
+    """Equal for nodes that compute the same of inputs of the same shapes."""
+    value = value_of(node)
+    shape = (str(value.dtype), *map(str, value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
+    return hash((node.op, str(node.target), repr(fx.map_arg((node.args, node.kwargs), lambda _: None)), shape))
+
+
+def _longest_period(kinds: Sequence[int]) -> tuple[int, int, int] | None:
+    """The first place, length and number of those periods that cover most of a sequence."""
+    seen: dict[int, int] = {}
+    distances: Counter[int] = Counter()
+    for place, kind in enumerate(kinds):
+        if kind in seen:
+            distances[place - seen[kind]] += 1
+        seen[kind] = place
+    best: tuple[int, int, int] | None = None
+    for period, _ in sorted(distances.items(), key=lambda entry: -entry[0] * entry[1])[:MOST_DISTANCES]:
+        equal = [kinds[place] == kinds[place + period] for place in range(len(kinds) - period)]
+        for start, end in _runs(equal):
+            times = (end - start) // period + 1
+            enough = equal[start] and times >= LEAST_PERIODS
+            if enough and (best is None or period * times > best[1] * best[2]):
+                best = (start, period, times)
+    return best

@@ -1,0 +1,136 @@
+"""What must be equal for two segments to share compiled code.
+
+Operations, constants and how values flow are equal; inputs have equal dtypes, shapes, strides and offsets, and the same of
+them share memory. A view of a buffer differs from a separate tensor: code for one would read the other wrongly.
+
+Sizes are compared by their symbols. Compiling adds guards on symbols, which hold for equal symbols alone; so a key with
+symbols is never looked up in another compilation, where the same name is another size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from tritium import compat
+from tritium.compiler.blocks.facts import Facts
+from tritium.compiler.blocks.segments import Segment
+from tritium.fusions.expression import value_of
+
+_PLAIN = (str, bool, int, complex, bytes, type(None), type(Ellipsis))
+_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, type)
+
+
+@dataclass(frozen=True)
+class Key:
+    """The key of a segment, and whether it means the same in another compilation.
+
+    `floats` are the symbols of numbers that Dynamo made inputs. They differ in equal blocks, until Inductor lets Dynamo
+    trace the model again with the numbers as constants: they are no reason not to cut, and one not to share code.
+    """
+
+    value: Hashable
+    floats: tuple[str, ...]
+    is_portable: bool
+
+    @property
+    def exact(self) -> Hashable:
+        return self.value, self.floats
+
+
+def key_of(segment: Segment, facts: Facts) -> Key:
+    """Return the key of a segment."""
+    return _Writer(segment, facts).key()
+
+
+class _Writer:
+    def __init__(self, segment: Segment, facts: Facts) -> None:
+        self.segment, self.facts = segment, facts
+        self.places: dict[fx.Node, int] = {}
+        self.memory: dict[int, int] = {}
+        self.floats: dict[str, int] = {}
+        self.is_portable = True
+
+    def key(self) -> Key:
+        parts: list[Hashable] = []
+        for node in self.segment.inputs:
+            self.places[node] = len(self.places)
+            parts.append(self._input(node))
+        for node in self.segment.nodes:
+            parts.append(self._call(node))
+            self.places[node] = len(self.places)
+        parts.append(tuple(self.places[node] for node in self.segment.outputs))
+        return Key(tuple(parts), tuple(self.floats), self.is_portable and not self.floats)
+
+    def _float(self, node: fx.Node) -> Hashable:
+        return "float", tuple(self.floats.setdefault(name, len(self.floats)) for name in self.facts.symbols[node])
+
+    def _input(self, node: fx.Node) -> Hashable:
+        value = value_of(node)
+        if isinstance(value, torch.SymFloat):
+            return self._float(node)
+        if self.facts.symbols[node]:
+            self.is_portable = False
+        if not isinstance(value, torch.Tensor):
+            return type(value).__name__, repr(value)
+        return (
+            *(
+                value.dtype,
+                value.device,
+                value.layout,
+                _numbers(value.shape),
+                value.requires_grad,
+                value.is_inference(),
+            ),
+            *((_numbers(value.stride()), str(value.storage_offset())) if value.layout is torch.strided else ()),
+            *(value.is_conj(), value.is_neg(), isinstance(value, torch.nn.Parameter)),
+            self.memory.setdefault(value.untyped_storage()._cdata, len(self.memory)),
+            compat.is_static_input(node),
+        )
+
+    def _call(self, node: fx.Node) -> Hashable:
+        if node.op in ("get_attr", "call_module"):
+            # Its content is part of the code: another module's attribute of this name is another.
+            self.is_portable = False
+            target: Hashable = ("attribute", id(_attribute(self.facts.gm, str(node.target))))
+        else:
+            target = node.target
+        arguments = self._argument(node.args), self._argument(node.kwargs)
+        value = value_of(node)
+        if isinstance(value, torch.SymFloat):
+            self._float(node)
+        elif self.facts.symbols[node]:
+            # Sizes inside can have symbols that those of the inputs lack.
+            self.is_portable = False
+        return node.op, target, arguments
+
+    def _argument(self, value: Any) -> Hashable:
+        if isinstance(value, fx.Node):
+            return "node", self.places[value]
+        if isinstance(value, (tuple, list)):
+            return "sequence", tuple(map(self._argument, value))
+        if isinstance(value, dict):
+            return "mapping", tuple((name, self._argument(item)) for name, item in value.items())
+        if isinstance(value, slice):
+            return "slice", self._argument(value.start), self._argument(value.stop), self._argument(value.step)
+        if isinstance(value, float):
+            # 0.0 and -0.0 are equal and divide differently.
+            return "float", value.hex()
+        if isinstance(value, (*_PLAIN, *_NAMED)):
+            return type(value).__name__, value
+        self.is_portable = False
+        return "object", id(value)
+
+
+def _numbers(sizes: Any) -> tuple[str, ...]:
+    return tuple(map(str, sizes))
+
+
+def _attribute(owner: Any, path: str) -> Any:
+    for name in path.split("."):
+        owner = getattr(owner, name)
+    return owner

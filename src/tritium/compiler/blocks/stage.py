@@ -1,0 +1,84 @@
+"""The stage of the pipeline: compile each distinct piece of some graphs once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from tritium.compiler.blocks import kept
+from tritium.compiler.blocks.cut import Cut, Piece, cut
+from tritium.compiler.blocks.kept import Compiled
+from tritium.compiler.blocks.segments import graph_of
+from tritium.compiler.blocks.stitch import stitch
+from tritium.compiler.copies import with_graph
+from tritium.report import GraphRecord, PassRecord
+
+NAME = "reuse_blocks"
+
+# Compiles a module that so many pieces share.
+Compile = Callable[[fx.GraphModule, int], Compiled]
+
+
+@dataclass
+class Reuse:
+    """Compiled pieces of one compilation, and where they are written down."""
+
+    compile: Compile
+    # What else decides the code of a piece; None if pieces are not kept for later graphs.
+    surroundings: Callable[[fx.GraphModule], Hashable] | None
+    # Whether numbers that are inputs may differ between pieces that share code.
+    shares_floats: bool
+    record: GraphRecord
+    entry: PassRecord
+    done: dict[Hashable, Compiled] = field(default_factory=dict)
+    found: int = 0
+
+    def programs(self, gms: Sequence[fx.GraphModule]) -> list[Callable[..., Any]] | None:
+        """Return a function for each graph, or None with the reason in the record if the graphs are compiled whole."""
+        best = cut(gms)
+        if isinstance(best, str):
+            self.entry.declined = best
+            return None
+        sharing = Counter(map(self._name, best.all()))
+        runs = [
+            [self._compiled(gm, piece, sharing[self._name(piece)]).run for piece in inner]
+            for gm, inner in zip(gms, best.pieces, strict=True)
+        ]
+        self.entry.changed = True
+        self.entry.summary = self._summary(best)
+        return [
+            stitch(gm.graph, [piece.segment for piece in inner], calls)
+            for gm, inner, calls in zip(gms, best.pieces, runs, strict=True)
+        ]
+
+    def _name(self, piece: Piece) -> Hashable:
+        return piece.key.value if self.shares_floats else piece.key.exact
+
+    def _compiled(self, gm: fx.GraphModule, piece: Piece, count: int) -> Compiled:
+        name = self._name(piece)
+        if name not in self.done:
+            self.done[name] = self._make(with_graph(gm, graph_of(piece.segment)), piece, count)
+        return self.done[name]
+
+    def _make(self, gm: fx.GraphModule, piece: Piece, count: int) -> Compiled:
+        if self.surroundings is None or not piece.key.is_portable:
+            return self.compile(gm, count)
+        place = piece.key.exact, self.surroundings(gm)
+        known = kept.find(place)
+        if known is None:
+            known = self.compile(gm, count)
+            kept.keep(place, known)
+            return known
+        self.found += 1
+        if known.observation is not None:
+            self.record.observed(known.observation, known.source, pieces=count)
+        return known
+
+    def _summary(self, best: Cut) -> str:
+        total, distinct = best.total, len(self.done)
+        known = f", {self.found} of them found compiled" if self.found else ""
+        return f"{total} pieces, {distinct} compiled{known}"
