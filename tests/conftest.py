@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import checkout
+
 
 def _bf16_matmul_survives() -> bool:
     """Some virtual machines advertise AMX and refuse it: a bf16 matrix product then kills the process."""
@@ -22,6 +24,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if "ONEDNN_MAX_CPU_ISA" not in os.environ and "torch" not in sys.modules and not _bf16_matmul_survives():
         os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # Inherited by every process that a test, or Tritium in a test, starts.
+    os.environ["PYTHONPATH"] = checkout.environment()["PYTHONPATH"]
     # Compilers make millions of objects and hardly any garbage: at the usual pace the collector takes a tenth of all time.
     gc.set_threshold(100_000, 50, 100)
 

@@ -1,11 +1,12 @@
 """The example plug-in, installed as a user would install it, in a process that sees it."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import checkout
 
 PLUGIN = Path(__file__).parent.parent / "examples" / "plugin"
 
@@ -44,7 +45,7 @@ def site_packages(tmp_path_factory) -> Path:
 
 
 def run(program: str, site_packages: Path) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "PYTHONPATH": str(site_packages)}
+    environment = checkout.environment(site_packages)
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment)
 
 
