@@ -2,6 +2,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 STAMP   = $(VENV)/.tritium-ready
+TORCH   = torch==2.13.0
 
 # Inductor's output is shared by all tests of one run and thrown away with the folder.
 TEST_CACHE ?= .cache/test-inductor
@@ -10,7 +11,10 @@ WORKERS ?= 2
 # Each worker has a core: two threads of each would wait for one another at the end of every parallel loop.
 THREADS ?= 1
 
-.PHONY: setup demo test test-all ready check fmt bench docs clean
+# What `make test-newest` runs: everything that reaches into torch.
+NEWEST_TESTS = tests/tiling tests/compiler tests/fusions tests/ops tests/census
+
+.PHONY: setup demo test test-all test-newest ready check fmt bench docs clean
 
 setup: $(STAMP)
 
@@ -18,7 +22,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet --editable '.[dev,cli,diffusers,report]'
 	touch $@
 
@@ -35,6 +39,15 @@ test: ready
 test-all: ready
 	rm -rf $(TEST_CACHE)
 	$(PYTEST) -m "not gpu"
+
+# The newest torch that pip finds, in an environment of its own. Its only wheel for Linux is the CUDA build, 5.4 GB with its
+# packages; no GPU is needed. Remove the folder to get a newer torch.
+test-newest: VENV = .venv-newest
+test-newest: TEST_CACHE = .cache/test-inductor-newest
+test-newest:
+	$(MAKE) setup VENV=$(VENV) TORCH=torch
+	rm -rf $(TEST_CACHE)
+	$(PYTEST) -m "not gpu and not thorough" $(NEWEST_TESTS)
 
 # One core each.
 ready: setup
@@ -58,4 +71,4 @@ docs: setup
 	$(BIN)/mkdocs build --strict --quiet
 
 clean:
-	rm -rf $(VENV) .cache site
+	rm -rf $(VENV) .venv-newest .cache site
