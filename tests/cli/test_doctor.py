@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.metadata
 import json
 
@@ -17,6 +18,7 @@ HEALTHY = doctor.Facts(
     torch_cuda=None,
     triton="3.7.1",
     triton_required="3.7.1",
+    declined=(),
     diffusers="0.42.1",
     gpu=None,
     driver=None,
@@ -55,7 +57,7 @@ def check(name, **facts):
 
 def test_a_healthy_machine_has_nothing_to_fix():
     for facts in (HEALTHY, dataclasses.replace(HEALTHY, **GPU)):
-        assert [(entry.status, entry.fix) for entry in doctor.diagnose(facts)] == [("ok", None)] * 11
+        assert [(entry.status, entry.fix) for entry in doctor.diagnose(facts)] == [("ok", None)] * 12
 
 
 @pytest.mark.parametrize(
@@ -84,6 +86,28 @@ def test_every_trap_has_its_fix(name, facts, status, fix):
     found = check(name, **facts)
     assert found.status == status
     assert fix in found.fix
+
+
+def test_an_unknown_torch_is_named_with_what_declines():
+    found = check("support of this torch", torch="2.16.0", declined=tuple(compat.obstacles((2, 16)).items()))
+    assert found.status == "warn"
+    assert found.detail == (
+        "declines on torch 2.16.0: the tiling policy (supported on torch 2.11 to 2.15, not on 2.16)"
+    )
+    assert found.fix.startswith("install torch 2.11 to 2.15;")
+
+
+def test_a_hook_that_this_torch_lacks_is_named(monkeypatch):
+    assert compat.obstacles() == {}
+    varlen = importlib.import_module("torch.nn.attention.varlen")
+    monkeypatch.delattr(varlen, "varlen_attn")
+    monkeypatch.delattr(importlib.import_module("torch._inductor.choices").InductorChoices, "reduction_split_factor")
+    this = compat.version_text()
+    assert compat.obstacles() == {
+        "the tiling policy": f"torch {this} has no InductorChoices.reduction_split_factor",
+        "attention of packed sequences": f"torch {this} has no torch.nn.attention.varlen.varlen_attn",
+    }
+    assert [part for part, _ in doctor.gather().declined] == ["the tiling policy", "attention of packed sequences"]
 
 
 def test_the_amx_trap_is_defused_by_the_variable():
@@ -184,4 +208,6 @@ def test_the_fix_is_printed_beside_its_check(monkeypatch):
 
 
 def test_this_machine_can_be_examined():
-    assert {entry.name for entry in doctor.diagnose(doctor.gather())} >= {"python", "torch", "triton", "gpu"}
+    found = {entry.name: entry for entry in doctor.diagnose(doctor.gather())}
+    assert found.keys() >= {"python", "torch", "triton", "gpu"}
+    assert found["support of this torch"].status == "ok"

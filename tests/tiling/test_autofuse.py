@@ -120,13 +120,13 @@ class TestEnable:
         before = owners()
         monkeypatch.setattr(compat, "tiling_obstacle", lambda: compat_tiling.tiling_obstacle((2, 99)))
         declined = tritium.autofuse.enable()
-        assert declined == Decline("the tiling policy supports torch 2.11 to 2.15, not 2.99")
+        assert declined == Decline("supported on torch 2.11 to 2.15, not on 2.99")
         assert not tritium.autofuse.is_enabled()
         assert all(vars(owner)[name] is original for owner, name, original in before)
 
     @pytest.mark.parametrize("version", [(2, 10), (2, 16), (3, 0)])
     def test_an_unsupported_version_is_an_obstacle(self, version):
-        assert compat.tiling_obstacle(version).endswith(f", not {version[0]}.{version[1]}")
+        assert compat.tiling_obstacle(version).endswith(f", not on {version[0]}.{version[1]}")
 
     def test_this_version_is_known(self):
         assert compat.tiling_obstacle() is None

@@ -53,6 +53,8 @@ class Facts:
     torch_cuda: str | None
     triton: str | None
     triton_required: str | None
+    # Parts of Tritium that decline on this torch, with the reasons.
+    declined: tuple[tuple[str, str], ...]
     diffusers: str | None
     gpu: str | None
     driver: str | None
@@ -82,6 +84,7 @@ def gather() -> Facts:
         torch_cuda=torch.version.cuda,
         triton=versions["triton"],
         triton_required=_triton_requirement(),
+        declined=tuple(compat.obstacles().items()),
         diffusers=versions["diffusers"],
         gpu=device.describe("cuda").name if device.cuda_available() else None,
         driver=device.nvidia_driver(),
@@ -138,6 +141,7 @@ def diagnose(facts: Facts) -> list[Check]:
     return [
         _python(facts),
         _torch(facts),
+        _declined(facts),
         _triton(facts),
         _gpu(facts),
         _choices(facts),
@@ -162,6 +166,16 @@ def _torch(facts: Facts) -> Check:
         return Check("torch", "ok", facts.torch)
     oldest = ".".join(map(str, OLDEST_TORCH))
     return Check("torch", "fail", f"{facts.torch} is older than {oldest}", f"pip install 'torch>={oldest}'")
+
+
+def _declined(facts: Facts) -> Check:
+    name = "support of this torch"
+    if not facts.declined:
+        return Check(name, "ok", f"no part of Tritium declines on torch {facts.torch}")
+    oldest, newest = (".".join(map(str, version)) for version in (compat.TILING_KNOWN[0], compat.TILING_KNOWN[-1]))
+    parts = "; ".join(f"{part} ({reason})" for part, reason in facts.declined)
+    fix = f"install torch {oldest} to {newest}; with torch {facts.torch} everything else works"
+    return Check(name, "warn", f"declines on torch {facts.torch}: {parts}", fix)
 
 
 def _triton(facts: Facts) -> Check:

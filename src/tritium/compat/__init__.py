@@ -1,7 +1,7 @@
 """Every difference between torch versions, and every private door into torch that Tritium uses.
 
-Known to work: 2.11 to 2.15. A newer version is used too; a hook that a version lacks is answered with None or an empty
-value here, and whoever asked declines with a reason.
+Supported: 2.11 to 2.15. A newer version is used too: a hook that it lacks gives None or an empty value here, the part of
+Tritium that needs it declines with a reason, and `obstacles` lists these parts for `tritium doctor`.
 """
 
 from tritium.compat.artifacts import (
@@ -82,6 +82,7 @@ from tritium.compat.observation import (
     loops_of,
     observed_codegen,
 )
+from tritium.compat.obstacles import obstacles
 from tritium.compat.profiler import (
     entered_region,
     is_work,
@@ -220,6 +221,7 @@ __all__ = [
     "module_stack",
     "next_kernel_name",
     "observed_codegen",
+    "obstacles",
     "only_cached",
     "original_size",
     "parse_version",

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from tritium.compat.versions import TORCH
+from tritium.compat.versions import TORCH, version_text
 
 # The arguments of Dynamo's `OutputGraph` by which a frame is told from another.
 _NEEDED = {"compiler_fn", "local_scope"}
@@ -42,9 +42,9 @@ def keep_sizes_apart(when: Callable[[Any, Mapping[str, Any]], bool]) -> bool:
     original = output_graph.__init__
     if hasattr(original, _MARK):
         return True
-    signature = inspect.signature(original)
-    if not _NEEDED.issubset(signature.parameters) or not hasattr(settings, "use_duck_shape"):
+    if sizes_apart_obstacle() is not None:
         return False
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
     def start(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -64,6 +64,17 @@ def keep_sizes_apart(when: Callable[[Any, Mapping[str, Any]], bool]) -> bool:
     if TORCH < (2, 13):
         _compare_tensors_with_words()
     return True
+
+
+def sizes_apart_obstacle() -> str | None:
+    """Return why `keep_sizes_apart` cannot work on this torch, or None."""
+    output_graph = importlib.import_module("torch._dynamo.output_graph").OutputGraph
+    missing = sorted(_NEEDED - set(inspect.signature(output_graph.__init__).parameters))
+    if missing:
+        return f"OutputGraph of torch {version_text()} takes no {', '.join(missing)}"
+    if not hasattr(importlib.import_module("torch.fx.experimental._config"), "use_duck_shape"):
+        return f"torch {version_text()} has no use_duck_shape"
+    return None
 
 
 def backend_of(compiler: Any) -> Any:

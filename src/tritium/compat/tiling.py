@@ -55,11 +55,11 @@ def tiling_obstacle(version: Version = TORCH) -> str | None:
     """Return why the tiling policy cannot act on this torch, or None.
 
     >>> tiling_obstacle((2, 10))
-    'the tiling policy supports torch 2.11 to 2.15, not 2.10'
+    'supported on torch 2.11 to 2.15, not on 2.10'
     """
     if version not in TILING_KNOWN:
         oldest, newest, this = (".".join(map(str, known)) for known in (TILING_KNOWN[0], TILING_KNOWN[-1], version))
-        return f"the tiling policy supports torch {oldest} to {newest}, not {this}"
+        return f"supported on torch {oldest} to {newest}, not on {this}"
     return next((obstacle for hook in _tiling_hooks() if (obstacle := hook.obstacle()) is not None), None)
 
 

@@ -1,0 +1,48 @@
+"""The parts of Tritium that decline on this version of torch, for `tritium doctor`."""
+
+from __future__ import annotations
+
+import importlib
+
+from tritium.compat.products import wide_product_obstacle
+from tritium.compat.shapes import sizes_apart_obstacle
+from tritium.compat.tiling import tiling_obstacle
+from tritium.compat.versions import TORCH, Version, version_text
+
+# A part of Tritium, and a function or value of torch without which it declines.
+_NEEDED = (
+    ("CPU convolutions without guards on their size", "torch._C", "_select_conv_backend"),
+    ("CPU convolutions without guards on their size", "torch._C", "_conv_determine_backend_memory_format"),
+    ("GroupNorm traced by its sizes alone", "torch._subclasses.fake_impls", "FAST_OP_IMPLEMENTATIONS"),
+    ("attention of packed sequences", "torch.nn.attention.varlen", "varlen_attn"),
+    ("channels-last copies of images", "torch._inductor.ir", "NHWC_STRIDE_ORDER"),
+    ("channels-last copies of videos", "torch._inductor.ir", "NHWDC_STRIDE_ORDER"),
+    ("shorter compilation without Dynamo's trace logs", "torch._dynamo.symbolic_convert", "get_funcname"),
+    ("shorter compilation without guard profiles", "torch._dynamo.guards", "profile_guard_manager"),
+    ("reuse of captured outputs", "torch._C", "_storage_Use_Count"),
+)
+
+
+def obstacles(version: Version = TORCH) -> dict[str, str]:
+    """Return the parts of Tritium that decline on this torch, each with the reason.
+
+    >>> obstacles((2, 16))["the tiling policy"]
+    'supported on torch 2.11 to 2.15, not on 2.16'
+    """
+    reasons = {
+        "the tiling policy": tiling_obstacle(version),
+        "attention by matrix products": wide_product_obstacle(),
+        "separate symbols for equal sizes": sizes_apart_obstacle(),
+    }
+    found = {part: reason for part, reason in reasons.items() if reason is not None}
+    for part, module, name in _NEEDED:
+        if not _exists(module, name):
+            found.setdefault(part, f"torch {version_text()} has no {module}.{name}")
+    return found
+
+
+def _exists(module: str, name: str) -> bool:
+    try:
+        return hasattr(importlib.import_module(module), name)
+    except ImportError:
+        return False
