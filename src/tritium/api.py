@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,13 +21,12 @@ from tritium.compiler import artifacts as compiled_files
 from tritium.compiler import collector
 from tritium.compiler.explain import explain
 from tritium.errors import ArtifactError, ConfigError, PipelineError, ReportError, nearest
-from tritium.pipelines import hooks, parts, recipe, trial
+from tritium.pipelines import claims, hooks, parts, recipe, trial
 from tritium.pipelines.captures import Captures
 from tritium.pipelines.installed import Installed
 from tritium.pipelines.plan import Choice, Plan, choice_of
 from tritium.pipelines.progress import Progress
 from tritium.pipelines.warm_up import warm_up
-from tritium.pipelines.watch import Entry
 from tritium.report import Component, Report, Violation, text
 
 # Here and not in the first call: a service imports before it loads its model, while nobody waits for a picture.
@@ -74,26 +74,31 @@ class Handle:
         self.pipe = pipe
         self.plan = plan
         found = parts.find(pipe, plan)
-        _refuse_taken(pipe, found)
-        chosen = {part.name: plan.choice(part.name) for part in found}
-        # A plan's own word counts; measuring is for what it leaves open.
-        to_measure = {part.name for part in found if plan.measure and chosen[part.name] is None and part.targets}
-        compiled = [
-            part for part in found if part.name in to_measure or (chosen[part.name] or part.default).how != "eager"
-        ]
+        shared = _shared(pipe, plan, found)
+        chosen = {part.name: _chosen(part, plan, shared.get(part.name)) for part in found}
+        # A plan's own word counts; measuring is for the rest.
+        to_measure = {
+            part.name
+            for part in found
+            if plan.measure and plan.choice(part.name) is None and part.targets and part.name not in shared
+        }
+        compiled = [part for part in found if part.name in to_measure or chosen[part.name].how != "eager"]
         for part in compiled:
-            hooks.check(part)
+            if part.name not in shared or shared[part.name].choice == claims.PASSIVE:
+                hooks.check(part)
         self.artifacts = _load(compiled_before, pipe)
         classes = {type(target.module) for part in compiled for target in part.targets}
-        self._progress = Progress(len(classes), shown=plan.progress)
-        self._installed = [Installed(part, chosen[part.name] or part.default, plan, self._progress) for part in found]
-        for installed in self._installed:
-            part = installed.part
-            installed.why = "" if chosen[part.name] is not None else part.left
-            installed.entry.owner = self
-            if part.name in to_measure:
-                installed.entry.before_first = self._decision(installed)
-            installed.install()
+        self.progress = Progress(len(classes), shown=plan.progress)
+        self._installed: list[Installed] = []
+        for part in found:
+            installed = shared.get(part.name) or Installed(part, chosen[part.name], plan, self.progress)
+            self._installed.append(installed)
+            if part.name not in shared:
+                installed.why = "" if plan.choice(part.name) is not None else part.left
+                if part.name in to_measure:
+                    installed.entry.before_first = self._decision(installed)
+                installed.install()
+            installed.claim(self, part, chosen[part.name])
         self._active = True
 
     @classmethod
@@ -101,14 +106,16 @@ class Handle:
         """Return the handle that is on a pipeline, or None."""
         if not isinstance(getattr(pipe, "components", None), Mapping):
             raise PipelineError(f"Handle.of takes a DiffusionPipeline, got {type(pipe).__name__}")
-        owners = (_owner(part.entry) for part in parts.find(pipe, Plan()))
-        return next((owner for owner in owners if owner is not None and owner.pipe is pipe), None)
+        components = [value for value in pipe.components.values() if isinstance(value, nn.Module)]
+        found = (Installed.on(module) for component in components for module in component.modules())
+        handles = (handle for installed in found if installed is not None for handle in installed.claims.handles)
+        return next((handle for handle in handles if handle.pipe is pipe), None)
 
     def _decision(self, installed: Installed) -> Any:
         def decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._progress.tell(f"{installed.part.name}: measuring the ways it can run")
+            self.progress.tell(f"{installed.part.name}: measuring the ways it can run")
             trial.decide(installed, [(args, kwargs)])
-            self._progress.tell(f"{installed.part.name}: {installed.choice} ({installed.why})")
+            self.progress.tell(f"{installed.part.name}: {installed.choice} ({installed.why})")
 
         return decide
 
@@ -125,9 +132,12 @@ class Handle:
         if not self._active:
             return
         self._active = False
-        self.captures.clear()
+        # Recordings of parts that another pipeline uses stay.
+        Captures(
+            lambda: self._report_of([one for one in self._installed if one.claims.handles == [self]]).records
+        ).clear()
         for installed in self._installed:
-            installed.remove()
+            installed.release(self)
 
     def warmup(self, **call: Any) -> dict[str, float]:
         """Compile and capture every bucket of `Plan(shapes=...)`; returns the seconds each took.
@@ -140,7 +150,7 @@ class Handle:
             raise PipelineError("there is nothing to warm up: say what will be asked for with Plan(shapes=Shapes(...))")
         if not self._active:
             raise PipelineError("this handle is removed")
-        return warm_up(self.pipe, self.plan.shapes, self._installed, self._progress, call)
+        return warm_up(self.pipe, self.plan.shapes, self._installed, self.progress, call)
 
     @property
     def captures(self) -> Captures:
@@ -168,11 +178,17 @@ class Handle:
 
     def use(self, choices: Mapping[str, Choice | str]) -> None:
         """Switch parts to other ways of running; compiled code is kept for switching back."""
+        if not self._active:
+            raise PipelineError("this handle is removed; call tritium.optimize on the pipeline again")
         if not isinstance(choices, Mapping):
             raise ConfigError(f"use takes a mapping from a part's name to a Choice, got {choices!r}")
         checked = [(self.part(name), choice_of(name, choice)) for name, choice in choices.items()]
         for installed, choice in checked:
-            installed.use(choice)
+            reason = installed.refusal(installed.part, choice, self.plan, self)
+            if reason is not None:
+                raise PipelineError(reason)
+        for installed, choice in checked:
+            installed.switch(self, choice)
 
     def part(self, name: str) -> Installed:
         """One part, to switch it: `handle.part("vae.decode").use(Choice(how="eager"))`."""
@@ -186,8 +202,11 @@ class Handle:
     @property
     def report(self) -> Report:
         """What was done to all components, declined, and why; `tritium.explain(handle, call=...)` also measures kernels."""
+        return self._report_of(self._installed)
+
+    def _report_of(self, installed: list[Installed]) -> Report:
         try:
-            return explain(self)
+            return explain(_Parts([one.part.entry for one in installed], self.components, self.violations))
         except ReportError:
             # Nothing was compiled yet, or by Tritium.
             return Report([], components=self.components, violations=self.violations)
@@ -247,26 +266,35 @@ def _what(installed: Installed, pipe: Any) -> str:
     return done + layout + (f" ({notes})" if notes else "")
 
 
-def _owner(entry: nn.Module) -> Handle | None:
-    """The handle through which a module is called now. It hangs on the module itself, so it lives as long as that."""
-    call = entry._compiled_call_impl
-    return call.owner if isinstance(call, Entry) else None
+@dataclass(frozen=True)
+class _Parts:
+    """Some parts of a handle, to explain."""
+
+    entries: list[nn.Module]
+    components: list[Component]
+    violations: list[Violation]
 
 
-def _refuse_taken(pipe: Any, found: list[parts.Part]) -> None:
-    for part in found:
-        other = _owner(part.entry)
-        if other is None:
-            continue
-        if other.pipe is pipe:
-            raise PipelineError(
-                "this pipeline is optimized already; call remove() on its handle (tritium.Handle.of(pipe)) before "
-                "optimizing it again"
-            )
+def _chosen(part: parts.Part, plan: Plan, shared: Installed | None) -> Choice:
+    """The plan's choice; where it has none, that of a pipeline that shares the part, or the default."""
+    theirs = shared.claims.active() if shared is not None else None
+    return plan.choice(part.name) or theirs or part.default
+
+
+def _shared(pipe: Any, plan: Plan, found: list[parts.Part]) -> dict[str, Installed]:
+    """The parts that other pipelines have claimed; a `PipelineError` where their choices exclude each other."""
+    shared = {part.name: installed for part in found if (installed := Installed.on(part.entry)) is not None}
+    if any(handle.pipe is pipe for installed in shared.values() for handle in installed.claims.handles):
         raise PipelineError(
-            f"{part.name} is shared with another pipeline ({type(other.pipe).__name__}) that is optimized already; "
-            "call remove() on that one's handle first"
+            "this pipeline is optimized already; call remove() on its handle (tritium.Handle.of(pipe)) before "
+            "optimizing it again"
         )
+    for part in found:
+        if part.name in shared:
+            reason = shared[part.name].refusal(part, _chosen(part, plan, shared[part.name]), plan)
+            if reason is not None:
+                raise PipelineError(reason)
+    return shared
 
 
 def _load(path: str | Path | None, pipe: Any) -> compiled_files.ArtifactSummary | None:

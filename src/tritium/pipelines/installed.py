@@ -15,9 +15,10 @@ from tritium.compiler import collector
 from tritium.compiler.backend import Backend
 from tritium.errors import PipelineError
 from tritium.pipelines import hooks, strides
+from tritium.pipelines.claims import PASSIVE, Claims
 from tritium.pipelines.contract import Contract
 from tritium.pipelines.gate import Gate
-from tritium.pipelines.parts import Part, is_wrapped
+from tritium.pipelines.parts import DENOISERS, Part, is_wrapped
 from tritium.pipelines.plan import Choice, How, Plan
 from tritium.pipelines.progress import Progress
 from tritium.pipelines.sizes import AnySize
@@ -40,18 +41,31 @@ def _inductor_channels_last(gm: fx.GraphModule, example_inputs: Sequence[Any]) -
 
 
 class Installed:
-    """One part of one pipeline, from `install` to `remove`."""
+    """One part on which something is installed, for one pipeline or for several that share it."""
 
     def __init__(self, part: Part, choice: Choice, plan: Plan, progress: Progress) -> None:
-        self.part = part
         self.choice = choice
         # Why this choice, in words, and the milliseconds of each way where they were measured.
         self.why = ""
         self.measured: dict[str, float] = {}
+        self.claims = Claims()
         self.entry = Entry(part.entry)
-        # What somebody else had put into the slots, where they had.
-        modules = (part.entry, *(target.module for target in part.targets))
-        self._before = {module: module.__dict__[_SLOT] for module in modules if _SLOT in module.__dict__}
+        self.entry.installed = self
+        self._inner = self.entry.inner
+        # The calls that were in the slots before.
+        self._before: dict[nn.Module, Any] = {}
+        # The strides that parameters had before their layout was changed.
+        self._strides: dict[nn.Parameter, tuple[int, ...]] = {}
+        self._removed = False
+        self._configure(part, plan, progress)
+
+    def _configure(self, part: Part, plan: Plan, progress: Progress) -> None:
+        """Compile from now on as a plan says."""
+        self.part, self.plan = part, plan
+        for module in (part.entry, *(target.module for target in part.targets)):
+            call = module.__dict__.get(_SLOT)
+            if _SLOT in module.__dict__ and call is not self.entry:
+                self._before.setdefault(module, call)
         # One backend a layout: torch 2.11 does not look at the strides of weights again, and would run what it compiled
         # for the other layout.
         self._backends: dict[tuple[How, bool], Any] = {
@@ -67,15 +81,61 @@ class Installed:
             if plan.shapes is not None
             else None
         )
-        self._removed = False
         self._checks_memory = plan.check_memory
         self._progress = progress
-        self._inner = self.entry.inner
         self._config = plan.config
         self._calls: dict[tuple[Choice, nn.Module], Callable[..., Any]] = {}
         self._any_size: list[AnySize] = []
-        # The strides that parameters had before their layout was changed.
-        self._strides: dict[nn.Parameter, tuple[int, ...]] = {}
+
+    @classmethod
+    def on(cls, module: nn.Module) -> Installed | None:
+        """Return what is installed on a module and claimed by a live handle, or None."""
+        call = module._compiled_call_impl
+        if not isinstance(call, Entry):
+            return None
+        if not call.installed.claims.handles:
+            # The handles were dropped, together with their pipelines.
+            call.installed.remove()
+            return None
+        found: Installed = call.installed
+        return found
+
+    def fits(self, part: Part, plan: Plan) -> bool:
+        """Whether a plan compiles the part in the same way as the plan that it is installed with."""
+        names = ("config", "dynamic", "shapes", "check_memory")
+        alike = all(getattr(self.plan, name) == getattr(plan, name) for name in names)
+        return alike and [one.module for one in part.targets] == [one.module for one in self.part.targets]
+
+    def refusal(self, part: Part, choice: Choice, plan: Plan, handle: Any = None) -> str | None:
+        """Why another handle's claim rules a choice out, or None."""
+        theirs = self.claims.active(but=handle)
+        if theirs is None or choice == PASSIVE or (choice == theirs and self.fits(part, plan)):
+            return None
+        other = type(next(one.pipe for one in self.claims.handles if one is not handle)).__name__
+        return (
+            f"{part.name} is shared with another pipeline ({other}) that is optimized already and runs it with {theirs}: "
+            f"give both the same Plan, leave it alone here with Plan(components={{{part.name!r}: 'eager'}}), or call "
+            "remove() on that one's handle first"
+        )
+
+    def claim(self, handle: Any, part: Part, choice: Choice) -> None:
+        """Run the part for a handle, too, with a choice that `refusal` has let through."""
+        theirs = self.claims.active(but=handle)
+        self.claims.add(handle, choice, strongly=part.name in DENOISERS)
+        if theirs is not None or (choice == PASSIVE and self.choice == PASSIVE):
+            return
+        if not self.fits(part, handle.plan):
+            self.use(PASSIVE)
+            self._configure(part, handle.plan, handle.progress)
+        self.use(choice)
+
+    def release(self, handle: Any) -> None:
+        """Give up a handle's claim; the last one puts the part back."""
+        self.claims.drop(handle)
+        if not self.claims.handles:
+            self.remove()
+        elif self.claims.active() is None:
+            self.use(PASSIVE)
 
     def install(self) -> None:
         self.use(self.choice)
@@ -97,15 +157,25 @@ class Installed:
                     return self._inner(*args, **kwargs)
                 return self.contract.call(self._inner, args, kwargs)
 
+    def switch(self, handle: Any, choice: Choice) -> None:
+        """Change a handle's choice; where another handle runs the part, the part stays as it is."""
+        self._refuse_removed()
+        self.claim(handle, self.part, choice)
+        if self.claims.active() is None:
+            self.use(PASSIVE)
+
+    def _refuse_removed(self) -> None:
+        if self._removed:
+            raise PipelineError(
+                f"{self.part.name} cannot be switched: its handle is removed; call tritium.optimize on the pipeline again"
+            )
+
     def use(self, choice: Choice, among: Container[nn.Module] | None = None) -> None:
         """Switch to another way of running; what was compiled before is kept for the next time.
 
         Given some modules, only the targets among them are compiled, and the others are left alone.
         """
-        if self._removed:
-            raise PipelineError(
-                f"{self.part.name} cannot be switched: its handle is removed; call tritium.optimize on the pipeline again"
-            )
+        self._refuse_removed()
         if choice.how != "eager" and (self._before or is_wrapped(self.part.entry)):
             # It was left alone until now, with what somebody else had compiled.
             hooks.check(self.part)

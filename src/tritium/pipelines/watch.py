@@ -73,8 +73,8 @@ class Entry:
         self.inner: Callable[..., Any] = self.before or module._call_impl
         self._by_way: dict[Hashable, Times] = {}
         self.times = Times()
-        # Whoever put this here.
-        self.owner: Any = None
+        # The `Installed` that put this here.
+        self.installed: Any = None
         # Called once with the arguments of the first call, before it runs.
         self.before_first: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
 
