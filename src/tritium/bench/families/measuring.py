@@ -26,8 +26,9 @@ from tritium.bench.workload import Built
 from tritium.compiler.backend import Backend
 from tritium.config import CompilationConfig
 
-# Calls before a side is measured: a capture waits for some ordinary calls.
-SETTLING_CALLS = 24
+# Calls before a side is measured, in turns without a wait: a capture is decided by some ordinary calls.
+SETTLING_TURNS = 3
+SETTLING_CALLS = 8
 SETTLING_SECONDS = 2.0
 
 # Milliseconds of one turn: a long call is timed once, a short one several times in a row.
@@ -193,8 +194,10 @@ class _Measuring:
             side.first_call_s = measure.first_call(side.call, settings.device_type)
             side.graphs = compat.graphs_compiled() - before
             before, start = compat.graphs_compiled(), time.perf_counter()
-            for _ in range(SETTLING_CALLS):
-                side.milliseconds = 1e3 * measure.first_call(side.call, settings.device_type)
+            stopwatch = measure.stopwatch_for(settings.device_type)
+            for _ in range(SETTLING_TURNS):
+                # Without waiting in between, as a denoising loop calls: whether the device idles decides about captures.
+                side.milliseconds = min(stopwatch(side.call, SETTLING_CALLS))
                 if time.perf_counter() - start > SETTLING_SECONDS:
                     break
             side.recompiles = compat.graphs_compiled() - before
