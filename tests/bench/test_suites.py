@@ -98,6 +98,7 @@ def test_first_calls_of_few_and_many_blocks(monkeypatch):
     few, many = store.results.rows
     assert (few.workload, many.workload) == ("flux 2 blocks", "flux 3 blocks")
     assert few.note == "1 double + 1 single blocks; width 64, 64 + 16 tokens"
+    assert {row.variant for row in (few, many)} == {"tritium reuse_blocks"}
     # Engine `eager` generates no code.
     assert few.inductor_s == many.inductor_s == 0.0
     assert many.relative_l2 < 1e-5

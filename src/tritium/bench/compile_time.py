@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -16,6 +15,7 @@ from tritium.bench.keep import Clock, Store
 from tritium.bench.results import OURS, YARDSTICK, Row
 from tritium.bench.run import Notify, Settings, build, call_of, release, start_compiler, tensor_of
 from tritium.compiler.backend import Backend
+from tritium.compiler.explain import explain
 from tritium.config import CompilationConfig
 
 # The backend with one compilation for equal blocks.
@@ -63,13 +63,21 @@ def run(settings: Settings, store: Store, clock: Clock, notify: Notify) -> list[
     return []
 
 
-def _backends(settings: Settings) -> dict[str, Callable[[Any], Any]]:
-    config = settings.config or CompilationConfig()
-    ours = OURS
-    if any(field.name == "reuse_blocks" for field in dataclasses.fields(CompilationConfig)):
-        ours, config = REUSED, config.with_(reuse_blocks=True)
-    theirs = {YARDSTICK: torch.compile} if YARDSTICK in settings.against else {}
-    return {**theirs, ours: lambda model: torch.compile(model, backend=Backend(config))}
+def _compiled(model: Any, variant: str, settings: Settings) -> Any:
+    if variant == YARDSTICK:
+        return torch.compile(model)
+    config = (settings.config or CompilationConfig()).with_(reuse_blocks=True)
+    return torch.compile(model, backend=Backend(config))
+
+
+def _reuse(model: Any) -> str:
+    """Say what the report tells of the cut at repeated blocks."""
+    told = [
+        entry.get("declined") or entry.get("summary")
+        for entry in explain(model).passes
+        if entry["name"] == "reuse_blocks"
+    ]
+    return "; ".join(dict.fromkeys(filter(None, told)))
 
 
 def _measure(depth: Depth, settings: Settings, notify: Notify) -> list[Row]:
@@ -88,10 +96,11 @@ def _measure(depth: Depth, settings: Settings, notify: Notify) -> list[Row]:
     calls: dict[str, Callable[[], Any]] = {}
     first: dict[str, float] = {}
     inductor: dict[str, float | None] = {}
-    backends = _backends(settings)
-    for index, (variant, compile_) in enumerate(backends.items()):
-        notify(f"{depth.name}: first call, {variant}", 0.9 * index / len(backends))
-        calls[variant] = sides.without_gradients(call_of(compile_(built.model), built.inputs))
+    variants = [*[YARDSTICK] * (YARDSTICK in settings.against), REUSED]
+    models = {variant: _compiled(built.model, variant, settings) for variant in variants}
+    for index, (variant, model) in enumerate(models.items()):
+        notify(f"{depth.name}: first call, {variant}", 0.9 * index / len(models))
+        calls[variant] = sides.without_gradients(call_of(model, built.inputs))
         with sides.cold_caches(settings):
             before = compat.inductor_seconds()
             first[variant] = measure.first_call(calls[variant], settings.device_type)
@@ -116,6 +125,7 @@ def _measure(depth: Depth, settings: Settings, notify: Notify) -> list[Row]:
             relative_l2=measure.relative_l2(tensor_of(calls[variant](), depth.name), reference),
             disturbed=None,
             inductor_s=inductor[variant],
+            remark=_reuse(models[variant]) or None if variant == REUSED else None,
         )
         for variant, timing in timings.items()
     ]
