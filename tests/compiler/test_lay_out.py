@@ -306,8 +306,9 @@ for rank in (2, 3):
     copies = [name for name in launched if re.fullmatch(r"triton_poi_fused(_clone|_convolution|_contiguous)+_\\d+", name)]
     found["copies"][rank] = len(copies)
     found["convolutions"][rank] = text.count("extern_kernels.convolution(")
-    # The stride of a result's channels, as the generated code asserts it.
-    strides = re.findall(r"assert_size_stride\\(buf\\d+, \\(2, 8, .*?\\), \\((.*?)\\)", text)
+    # The stride of a result's channels, as the generated code asserts it; torch 2.14 renamed the function.
+    asserted = r"assert_(?:size_stride|tensor_metadata)\\(buf\\d+, \\(2, 8, .*?\\), \\((.*?)\\)"
+    strides = re.findall(asserted, text)
     found["channels_last"][rank] = sum(stride.split(", ")[1] == "1" for stride in strides)
 print(json.dumps(found))
 """
