@@ -115,10 +115,28 @@ def test_what_no_time_is_left_for_is_named(tmp_path):
 
 def test_sides_past_the_limit_are_cut_and_named():
     (family,) = find(["pixart-512"])
-    rows, failed = measuring.measure_family(family, settings(), Clock(0), silent)
-    assert [row.variant for row in rows] == ["eager"]
-    assert rows[0].remark == "cut for time: tritium optimize, tritium"
-    assert failed == []
+    rows, _ = measuring.measure_family(dataclasses.replace(family, budget=0.0), settings(), Clock(600), silent)
+    assert rows[0].variant == "eager"
+    assert "tritium" not in [row.variant for row in rows]
+    assert rows[0].remark.endswith("cut for time: tritium")
+
+
+def test_a_family_without_time_for_its_needed_sides_is_left_to_the_next_run(monkeypatch):
+    class Ending(Clock):
+        """Ends after the first look at it."""
+
+        looks = 0
+
+        @property
+        def left(self):
+            Ending.looks += 1
+            return 100.0 if Ending.looks < 4 else 0.0
+
+    monkeypatch.setattr(sides, "optimized", lambda target, config=None: pytest.fail("no time was left for this"))
+    store = Store(None, "cpu")
+    outcome = measuring.run(["pixart-512", "flux-512"], settings(), store, Ending(100.0), silent)
+    assert outcome.left_over == ["flux-512", "pixart-512"]
+    assert store.results.rows == ()
 
 
 def test_a_side_that_fails_is_named_and_the_others_are_measured(monkeypatch):

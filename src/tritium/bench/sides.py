@@ -17,6 +17,7 @@ from tritium import compat
 from tritium.api import Handle, optimize
 from tritium.bench.results import OURS
 from tritium.bench.run import Settings
+from tritium.compiler.backend import Backend
 from tritium.config import CompilationConfig
 from tritium.pipelines.plan import Plan
 
@@ -38,6 +39,18 @@ def twin_pipeline(pipe: Any, *names: str) -> Any:
 def optimized(target: Any, config: CompilationConfig | None = None) -> Handle:
     """Optimize a pipeline or a bare module with the defaults, in place."""
     return optimize(target, Plan(progress=False, config=config or CompilationConfig()))
+
+
+class _Alone(Backend):
+    """A backend that equals none that `optimize` made, so that Dynamo shares no compiled code between the two."""
+
+    def _identity(self) -> tuple[Any, ...]:
+        return (*super()._identity(), "alone")
+
+
+def backend_alone(config: CompilationConfig) -> Backend:
+    """Make the backend of a side that `optimize` has no part in."""
+    return _Alone(config)
 
 
 def without_gradients(call: Callable[[], Any]) -> Callable[[], Any]:

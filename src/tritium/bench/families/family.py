@@ -14,7 +14,7 @@ MOST_TOKENS_IN_FLOAT64 = 5000
 class Family(Transformer):
     """A workload of `tritium bench families`."""
 
-    # Seconds on a GPU after which no further side is compiled.
+    # Seconds after which the backend alone and `reduce-overhead` are cut.
     budget: float = 60.0
     # Also measure torch.compile with mode "reduce-overhead".
     reduce_overhead: bool = False

@@ -1,7 +1,7 @@
 """Measure families: eager, torch.compile, `tritium.optimize` and the backend alone, interleaved in one process.
 
-Every family has a limit of time that is checked before each side is compiled. A side that is cut or fails is named in
-the remark of the other rows; the rest is measured.
+Time is checked before each side is compiled. Past the family's own limit the optional sides are cut, past that of the
+run the family is left to the next run. A side that is cut or fails is named in the remark of the other rows.
 """
 
 from __future__ import annotations
@@ -23,20 +23,26 @@ from tritium.bench.results import OURS, YARDSTICK, Row
 from tritium.bench.run import EAGER, TREES, Notify, Settings, build, call_of, release, start_compiler, tensor_of
 from tritium.bench.sides import OPTIMIZED
 from tritium.bench.workload import Built
-from tritium.compiler.backend import Backend
 from tritium.config import CompilationConfig
 
 # Calls before a side is measured, in turns without a wait: a capture is decided by some ordinary calls.
 SETTLING_TURNS = 3
 SETTLING_CALLS = 8
-SETTLING_SECONDS = 2.0
+SETTLING_SECONDS = 1.0
 
 # Milliseconds of one turn: a long call is timed once, a short one several times in a row.
 _TURN_MS = 60.0
 _LONGEST_BURST = 5
 
 # A family starts only if this share of its limit is left of the run's time.
-_ENOUGH = 0.5
+_ENOUGH = 0.75
+
+# Without these a row says nothing.
+_NEEDED = (EAGER, YARDSTICK, OPTIMIZED)
+
+
+class _OutOfTimeError(Exception):
+    """The run's time is over in the middle of a family."""
 
 
 @dataclass
@@ -89,8 +95,10 @@ def measure_all(chosen: Sequence[Family], settings: Settings, store: Store, cloc
             notify(what, (index + done) / len(chosen))
 
         try:
-            rows, reasons = measure_family(family, settings, _limit(family, settings, clock), share)
+            rows, reasons = measure_family(family, settings, clock, share)
             store.add(rows)
+        except _OutOfTimeError:
+            return Outcome([later.name for later in chosen[index:]], failed)
         except torch.AcceleratorError:
             raise
         except Exception as error:  # noqa: BLE001 - the other families are measured all the same
@@ -100,21 +108,18 @@ def measure_all(chosen: Sequence[Family], settings: Settings, store: Store, cloc
     return Outcome([], failed)
 
 
-def _limit(family: Family, settings: Settings, clock: Clock) -> Clock:
-    """Limit a family on a GPU by its own time; on a CPU, where all are small, by that of the run alone."""
-    return clock.within(family.budget) if settings.device_type == "cuda" else clock
-
-
 def measure_family(family: Family, settings: Settings, clock: Clock, notify: Notify) -> tuple[list[Row], list[str]]:
     """Return the rows of one family and the reasons of the sides that failed."""
     notify(f"{family.name}: building", 0.0)
     built = build(family, settings)
     base = sides.allocated(settings.device_type)
     measuring = _Measuring(family, built, settings, notify)
-    variants = _variants(family, settings)
+    variants, limit = _variants(family, settings), clock.within(family.budget)
     try:
         for index, variant in enumerate(variants):
-            if index and clock.left <= 0:
+            if clock.left <= 0 and variant in _NEEDED:
+                raise _OutOfTimeError
+            if limit.left <= 0 and variant not in _NEEDED:
                 measuring.cut.append(variant)
                 continue
             notify(f"{family.name}: first calls, {variant}", 0.8 * index / len(variants))
@@ -181,7 +186,7 @@ class _Measuring:
         if variant == TREES:
             model = torch.compile(model, mode="reduce-overhead")
         if variant == OURS:
-            model = torch.compile(model, backend=Backend(config))
+            model = torch.compile(model, backend=sides.backend_alone(config))
         return Side(self._call(model))
 
     def _call(self, model: Any) -> Callable[[], Any]:

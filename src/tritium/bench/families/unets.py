@@ -86,7 +86,7 @@ SD15_512 = Family(
         batch=2,
     ),
     inputs=_unet_inputs,
-    budget=80.0,
+    budget=90.0,
 )
 SDXL_SHALLOW_512 = Family(
     name="sdxl-shallow-512",
@@ -94,7 +94,7 @@ SDXL_SHALLOW_512 = Family(
     full=Size(_FEW_SDXL, (64, 64), 77, "one layer a level instead of two, 1 or 2 transformer blocks, batch 2", batch=2),
     small=_SMALL_SDXL,
     inputs=_unet_inputs,
-    budget=90.0,
+    budget=120.0,
     reduce_overhead=True,
 )
 SDXL = Family(
@@ -103,7 +103,7 @@ SDXL = Family(
     full=Size(_SDXL, (128, 128), 77, "the whole U-Net, 1024 x 1024, batch 2", batch=2),
     small=_SMALL_SDXL,
     inputs=_unet_inputs,
-    budget=420.0,
+    budget=450.0,
     reduce_overhead=True,
 )
 

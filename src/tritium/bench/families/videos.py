@@ -40,7 +40,7 @@ def _hunyuan_video_inputs(config: Any, size: Size, draw: Draw) -> dict[str, Any]
     hidden = draw(size.batch, config.in_channels, *size.grid)
     return {
         "hidden_states": hidden,
-        "timestep": torch.full((size.batch,), 500, device=hidden.device),
+        "timestep": torch.full((size.batch,), 500.0, device=hidden.device).to(hidden.dtype),
         "encoder_hidden_states": draw(size.batch, size.text, config.text_embed_dim),
         "encoder_attention_mask": torch.ones(size.batch, size.text, dtype=torch.int64, device=hidden.device),
         "pooled_projections": draw(size.batch, config.pooled_projection_dim),
