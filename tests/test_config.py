@@ -197,3 +197,19 @@ def test_a_folder_is_not_part_of_the_identity():
     assert CompilationConfig(reuse_blocks=True).identity() != CompilationConfig().identity()
     off = CompilationConfig(fusion_patterns=FusionPatterns(enable_rope=False))
     assert off.identity() != CompilationConfig().identity()
+
+
+def test_a_wrong_attention_is_noticed_and_every_right_one_is_taken(monkeypatch):
+    from tritium.config import ATTENTIONS
+    from tritium.layers.attention import candidates
+
+    assert set(ATTENTIONS) == {"runtime", "static", *(candidate.name for candidate in candidates.OWN)}
+    monkeypatch.setenv("TRITIUM_ATTENTION", "banana")
+    with pytest.raises(ConfigError, match="TRITIUM_ATTENTION=banana: there is no such attention"):
+        CompilationConfig()
+    monkeypatch.setenv("TRITIUM_ATTENTION", "flahs")
+    with pytest.raises(ConfigError, match="did you mean 'flash'"):
+        CompilationConfig()
+    for name in ATTENTIONS:
+        monkeypatch.setenv("TRITIUM_ATTENTION", name)
+        CompilationConfig()

@@ -8,6 +8,7 @@ are all a `ConfigError` that names the nearest valid one.
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
 import re
 import types
@@ -23,6 +24,12 @@ _FORMER_NAMES = {
     "aclgraph_only": 'CompilationConfig(graphs="only")',
     "aclgraph_with_compile": 'CompilationConfig(graphs="with_compile")',
 }
+
+# Values of TRITIUM_ATTENTION: ways to choose an implementation, and the implementations of `tritium.layers.attention`.
+ATTENTIONS = (
+    *("runtime", "static"),
+    *("sdpa", "cudnn", "flash", "efficient", "math", "chunked", "products", "flex", "flash3", "sage"),
+)
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
@@ -264,6 +271,10 @@ def check_environment() -> None:
     for name in envs.tritium_variables():
         if name not in known:
             raise ConfigError(f"environment variable {name} means nothing to tritium; {nearest(name, known)}")
+    attention = envs.get(envs.ATTENTION)
+    # The names of plug-ins are not known before they are loaded: with one installed, the call that uses it checks.
+    if attention and attention not in ATTENTIONS and not importlib.metadata.entry_points(group="tritium.attention"):
+        raise ConfigError(f"{envs.ATTENTION}={attention}: there is no such attention; {nearest(attention, ATTENTIONS)}")
 
 
 def _from_environment(cls: type) -> dict[str, Any]:

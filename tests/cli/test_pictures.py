@@ -42,6 +42,32 @@ class TestRun:
         with Image.open(tmp_path / "out.png") as picture:
             assert picture.size == (32, 32)
 
+    def test_a_missing_folder_is_refused_and_not_made(self, folder, tmp_path):
+        done = draw(folder, "-o", tmp_path / "missing" / "out.png")
+        assert done.exit_code == 2
+        assert "there is no folder" in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1
+        assert not (tmp_path / "missing").exists()
+
+    @pytest.mark.parametrize("size", ["16000000x16000000", "65552x16"])
+    def test_a_size_that_no_machine_holds(self, folder, tmp_path, size):
+        done = invoke("run", "a red circle", "--model", folder, "--size", size, "-o", tmp_path / "out.png")
+        assert (done.exit_code, len(done.stderr.strip().splitlines())) == (2, 1)
+        assert "a side has at most 65536 pixels" in done.stderr
+
+    def test_too_little_memory_is_one_line(self, folder, tmp_path, monkeypatch):
+        monkeypatch.setattr("tritium.bench.drawing.draw", lambda *_: torch.empty(2**60))
+        done = draw(folder, "--eager", "-o", tmp_path / "out.png")
+        assert done.exit_code == 2
+        assert "--size 32x32 does not fit into memory" in done.stderr
+
+    @pytest.mark.parametrize("more", [(), ("--eager",)])
+    def test_an_attention_that_does_not_exist(self, folder, tmp_path, more):
+        wrong = {**EAGER, "TRITIUM_ATTENTION": "banana"}
+        done = invoke("run", "a", "--model", folder, "-o", tmp_path / "out.png", *more, env=wrong)
+        assert done.exit_code == 2
+        assert "TRITIUM_ATTENTION=banana: there is no such attention" in done.stderr
+
     def test_it_compares(self, folder, tmp_path):
         done = draw(folder, "--compare", "--json", "-o", tmp_path / "out.png")
         assert done.exit_code == 0, done.output

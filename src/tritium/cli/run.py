@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json as json_format
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
 import tritium
-from tritium import example
+from tritium import config, example
 from tritium.bench import drawing, pictures, quality, whole
 from tritium.bench.drawing import Job
 from tritium.bench.pictures import Panel
@@ -47,11 +50,14 @@ def command(
     """Draw a picture, accelerated; with --compare, eagerly as well, with the times and the difference under them."""
     if eager and (compare or recipe or artifacts):
         raise ConfigError("--eager draws without Tritium: leave out --compare, --recipe and --artifacts")
-    width, height = drawing.parse_size(size) if size is not None else (None, None)
+    config.check_environment()
+    width, height = _known_size(size) if size is not None else (None, None)
     job = Job(prompt=known_prompt(prompt, model), width=width, height=height, steps=steps, seed=seed)
+    if not output.parent.is_dir():
+        raise ConfigError(f"-o {output}: there is no folder {output.parent}; create it first, or write elsewhere")
     pictures.check_writable(output)
     where = known_device(device_type)
-    with progress.shown() as notify:
+    with _short_of_memory(size), progress.shown() as notify:
         notify(f"loading {model}", 0.0)
         pipe = drawing.load(model, where)
         pipe.set_progress_bar_config(disable=True)
@@ -82,6 +88,17 @@ def command(
     _tell(found, json=json, summary=summary)
 
 
+# Pixels: an image of this size has 4 gigapixels, so that a longer side is a typing error.
+_LONGEST_SIDE = 2**16
+
+
+def _known_size(size: str) -> tuple[int, int]:
+    width, height = drawing.parse_size(size)
+    if max(width, height) > _LONGEST_SIDE:
+        raise ConfigError(f"--size {size}: a side has at most {_LONGEST_SIDE} pixels")
+    return width, height
+
+
 def known_prompt(prompt: str | None, model: str) -> str:
     """The prompt to draw; for the example, one whose words it was trained on."""
     if model != drawing.EXAMPLE:
@@ -95,6 +112,19 @@ def known_prompt(prompt: str | None, model: str) -> str:
         words = ", ".join(map(repr, strange))
         raise ConfigError(f"the example model does not know {words}; its words are: {' '.join(example.VOCABULARY)}")
     return prompt
+
+
+@contextlib.contextmanager
+def _short_of_memory(size: str | None) -> Iterator[None]:
+    """Turn a failed allocation into one line."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        # On a CPU, torch raises a plain RuntimeError.
+        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "can't allocate memory" not in str(error):
+            raise
+        asked = f"--size {size}" if size is not None else "the default size"
+        raise ConfigError(f"{asked} does not fit into memory: draw a smaller image, or free memory") from error
 
 
 def panels(compared: Compared, job: Job) -> list[Panel]:
