@@ -41,7 +41,16 @@ class Pipeline:
 
     device = torch.device("cpu")
 
-    def __call__(self, *, height, width, num_images_per_prompt=1, num_inference_steps=2, generator=None):
+    def __call__(
+        self,
+        *,
+        height,
+        width,
+        num_images_per_prompt=1,
+        num_inference_steps=2,
+        max_sequence_length=8,
+        generator=None,
+    ):
         tokens = height * width // 16
         hidden_states = torch.randn(num_images_per_prompt, tokens, WIDTH, generator=generator)
         with torch.no_grad():

@@ -174,6 +174,7 @@ class Report:
             "fallbacks": self.fallbacks,
             "not_fused": self.not_fused,
             "recompiles": self.recompiles,
+            "limits": [dataclasses.asdict(limit) for limit in self.limits],
             "violations": [violation.to_dict() for violation in self.violations],
             "captures": self.captures,
             "kernels": self.kernels,
