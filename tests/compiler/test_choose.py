@@ -1,5 +1,6 @@
 """Which provider is chosen, and that only `tritium tune` measures."""
 
+import functools
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ from tritium.compiler import choose, tune
 from tritium.compiler.fuse import fuse
 from tritium.ops import linear_gelu, rms_norm, rope
 from tritium.passes import PassContext
-from tritium.tuned import Key, Verdict
+from tritium.tuned import Key, Machine, Verdict
 
 
 def context(device_type="cpu", **settings):
@@ -36,18 +37,44 @@ def plain_norm():
 
 @pytest.fixture
 def table(tmp_path, monkeypatch):
-    """Makes a verdict known for this machine's CPU and for a GPU of that name."""
+    """Returns a function that writes a row about this machine's CPU, and about a GPU of the same name."""
+    here = Machine("machine", "9.0", 132)
     monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path)
-    monkeypatch.setattr(choose, "_device_name", lambda device_type: "machine")
+    monkeypatch.setattr(choose, "machine", lambda device_type: here)
 
     def add(key, **block_ms):
-        row = Verdict(key, tuned.winner(block_ms, {}), block_ms, torch=tune.compat.version_text())
-        tuned.write(tmp_path / tuned.file_name("machine"), "machine", [row])
+        row = Verdict(key, "inductor", block_ms, torch=tune.compat.version_text())
+        tuned.write(tmp_path / tuned.file_name("machine"), here, [row])
 
     return add
 
 
 class TestChoice:
+    def test_a_gpu_gets_what_near_shapes_say_and_a_cpu_does_not(self, table):
+        arguments = complex_rope()
+        near = {**arguments, "x": arguments["x"][:, :2000], "table": arguments["table"][:2000]}
+        table(choose.key_of(rope.OP, near), inductor=1.0, aten=0.5)
+        provider, why = choose.choose_provider(rope.OP, arguments, context("cuda"))
+        assert provider == "aten"
+        assert why.startswith("predicted 2.0")
+        assert choose.choose_provider(rope.OP, arguments, context("cpu"))[0] == "inductor"
+
+    @pytest.mark.parametrize("graphs", ["with_compile", "auto"])
+    def test_replayed_graphs_do_not_wait_for_the_host(self, table, graphs):
+        arguments = complex_rope()
+        table(choose.key_of(rope.OP, arguments), inductor=0.004, aten=0.003)
+        assert choose.choose_provider(rope.OP, arguments, context("cuda"))[0] == "inductor"
+        assert choose.choose_provider(rope.OP, arguments, context("cuda", graphs=graphs))[0] == "aten"
+
+    def test_inductor_holds_rows_by_its_rule_or_by_the_tiling_policy(self):
+        held = functools.partial(choose._holds, "NVIDIA H200")
+        assert held(tritium.CompilationConfig(), 1024, 99)
+        assert held(tritium.CompilationConfig(), 5120, 5)
+        assert not held(tritium.CompilationConfig(), 5121, 5)
+        off = tritium.CompilationConfig(pass_config=tritium.PassConfig(enable_reduction_choice=False))
+        assert not held(off, 5120, 5)
+        assert not choose._holds("another GPU", tritium.CompilationConfig(), 5120, 5)
+
     def test_an_op_that_is_never_compared_is_left_to_inductor(self):
         provider, why = choose.choose_provider(rms_norm.OP, plain_norm(), context())
         assert provider == "inductor"
@@ -55,7 +82,9 @@ class TestChoice:
 
     def test_without_a_measurement_inductor_keeps_it_and_says_so(self, table):
         del table
-        assert choose.choose_provider(rope.OP, complex_rope(), context()) == ("inductor", choose.NOT_MEASURED)
+        provider, why = choose.choose_provider(rope.OP, complex_rope(), context())
+        assert provider == "inductor"
+        assert why.startswith("left to Inductor: nothing was measured for rope")
 
     @pytest.mark.parametrize(("ms", "provider"), [(0.5, "aten"), (0.99, "inductor")])
     def test_a_measurement_decides(self, table, ms, provider):
@@ -146,7 +175,7 @@ def test_a_first_call_measures_nothing(table, untimed, known, device_type):
     (site,) = found.sites
     assert (site.fusion, site.outcome) == ("rope", "inductor")
     assert ("2.00x against Inductor" in site.reason) == known
-    assert (site.reason == choose.NOT_MEASURED) != known
+    assert site.reason.startswith("left to Inductor: no") != known
     assert site.provider == ("aten" if known else "")
 
 
@@ -195,7 +224,9 @@ def test_a_comparison_on_this_machine(tmp_path, monkeypatch):
     assert told == [(key, 0, 1)]
     assert set(row.block_ms) == {"inductor", "aten"}
     assert all(ms > 0 for ms in (*row.block_ms.values(), *row.alone_us.values()))
-    assert row.provider == tuned.winner(row.block_ms, row.alone_us)
+    assert row.provider == tuned.winner(row, replayed=True)
+    # A CPU launches nothing.
+    assert row.issue_us == {}
     # x and result of 64 rows of 8 floats, and the table of 4 tokens.
     assert row.bytes == 2 * 64 * 8 * 4 + 4 * 4 * 8
     assert tuned.read(path) == {key: row}

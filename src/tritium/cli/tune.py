@@ -204,12 +204,12 @@ def _dtypes(text: str) -> list[torch.dtype]:
 
 
 def print_table(machine: str, verdicts: Sequence[Verdict]) -> None:
-    """One line a key: the block, the op alone, and who is chosen."""
+    """Print one line a key: the block, the host's share of it, the op alone, and the chosen provider."""
     bandwidth = device.copy_bandwidth(device.Device("", machine))
     table = Table(title=machine, box=box.SIMPLE_HEAD)
     for name in ("op", "shape", "dtype", "chosen"):
         table.add_column(name)
-    for name in ("block ms", "ratio", "alone us", "of copy"):
+    for name in ("block ms", "ratio", "host us", "alone us", "of copy"):
         table.add_column(name, justify="right", no_wrap=True)
     for verdict in verdicts:
         table.add_row(*_cells(verdict, bandwidth))
@@ -217,6 +217,16 @@ def print_table(machine: str, verdicts: Sequence[Verdict]) -> None:
     if not console.is_terminal:
         console.width = 150
     console.print(table)
+
+
+def _host(verdict: Verdict) -> str:
+    """Return the microseconds that the host pays more for each owned provider; those from launches are marked."""
+    site = verdict.site()
+    if not verdict.owned or not (verdict.issue_us or verdict.launches):
+        return ""
+    extra = [site.costs[name].host_us - site.costs[INDUCTOR].host_us for name in verdict.owned]
+    mark = "" if site.host_source == "measured" else "~"
+    return " / ".join(f"{mark}{us:+.1f}" for us in extra)
 
 
 def _cells(verdict: Verdict, bandwidth: float | None) -> list[str]:
@@ -232,6 +242,7 @@ def _cells(verdict: Verdict, bandwidth: float | None) -> list[str]:
         verdict.provider if owned else verdict.why(),
         " / ".join(f"{verdict.block_ms[name]:.3f}" for name in order),
         f"{verdict.ratio:.2f}x" if owned else "-",
+        _host(verdict),
         " / ".join(f"{verdict.alone_us[name]:.1f}" for name in order if name in verdict.alone_us),
         share,
     ]

@@ -1,9 +1,12 @@
-"""Which provider computes a site, and why.
+"""Choose the provider of a site, with the reason.
 
 1. pinned           `force_provider` names one
 2. engine `eager`   the op's reference
-3. a table          the provider that was measured fastest inside a compiled block, for this device, shape and dtype
+3. tables           the provider that was measured faster at this shape, by the device's time and the host's; or that is
+                    predicted to be, from the measured shapes near it
 4. otherwise        Inductor: the region stays as the model wrote it
+
+Nothing is measured here: `tritium tune` writes tables.
 """
 
 from __future__ import annotations
@@ -21,34 +24,60 @@ from tritium.errors import ProviderError, nearest
 from tritium.ops import INDUCTOR, REFERENCE, Op
 from tritium.ops.op import count
 from tritium.passes import PassContext
-from tritium.tuned import Key
+from tritium.tiling import tables
+from tritium.tiling.reductions import INDUCTOR_PERSISTENT
+from tritium.tuned import Key, Machine
 
 LEFT_TO_INDUCTOR = "left to Inductor: no owned kernel is measured faster here"
-NOT_MEASURED = "left to Inductor: nothing was measured for this shape on this device"
 
 
 def choose_provider(op: Op, arguments: Mapping[str, Any], context: PassContext) -> tuple[str, str]:
-    """Which provider computes a site, and why."""
-    pinned = context.config.provider_for(op.name)
+    """Return the provider of a site and the reason."""
+    config = context.config
+    pinned = config.provider_for(op.name)
     if pinned is not None:
-        return _pinned(op, pinned, arguments, context.config)
-    if context.config.engine == "eager":
+        return _pinned(op, pinned, arguments, config)
+    if config.engine == "eager":
         return REFERENCE, "engine 'eager' runs the op's reference"
     able, reasons = _able(op, arguments)
     if not able:
         return INDUCTOR, "; ".join(reasons) or LEFT_TO_INDUCTOR
     key = key_of(op, arguments)
-    found = tuned.lookup(_device_name(context.device_type), key) if key is not None else None
-    if found is None:
-        return INDUCTOR, LEFT_TO_INDUCTOR if key is None else NOT_MEASURED
-    verdict, where = found
-    if verdict.provider != INDUCTOR and verdict.provider not in able:
-        return INDUCTOR, f"provider {verdict.provider!r} is fastest for such shapes and cannot take this one"
-    return verdict.provider, f"{verdict.why()}, {where}"
+    if key is None:
+        return INDUCTOR, LEFT_TO_INDUCTOR
+    where = machine(context.device_type)
+    on_gpu = context.device_type == "cuda"
+    decision = tuned.decide(
+        where,
+        key,
+        able,
+        functools.partial(_holds, where.name, config),
+        # A CPU launches nothing: its times have the host's in them.
+        replayed=config.graphs != "off" or not on_gpu,
+        predicts=on_gpu,
+    )
+    return decision.provider, decision.why
+
+
+@functools.cache
+def machine(device_type: str) -> Machine:
+    """Return the device of a type, as tables name it."""
+    found = device.describe(device_type)
+    return Machine(found.name, found.capability, device.multiprocessors(device_type))
+
+
+def _holds(device_name: str, config: CompilationConfig, elements: int, reads: int) -> bool:
+    """Whether Inductor holds a row of so many elements in registers, by its own rule or by the tiling policy."""
+    if elements <= INDUCTOR_PERSISTENT:
+        return True
+    switches = config.pass_config
+    if not (switches.enable_tiling_policy and switches.enable_reduction_choice):
+        return False
+    return elements <= (tables.table_for(device_name).limit(reads) or 0)
 
 
 def _able(op: Op, arguments: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """The owned providers that can take some arguments, and why others cannot."""
+    """Return the owned providers that can take some arguments, and the reasons of the others."""
     fakes = {name: as_fake(value) for name, value in arguments.items()}
     able, reasons = [], []
     for name, provider in ops.providers(op).items():
@@ -61,7 +90,7 @@ def _able(op: Op, arguments: Mapping[str, Any]) -> tuple[list[str], list[str]]:
 
 
 def key_of(op: Op, arguments: Mapping[str, Any]) -> Key | None:
-    """What is looked up for a site; None for an op whose providers are never compared."""
+    """Return the key of a site's row; None for an op whose providers are never compared."""
     if op.trial is None:
         return None
     fakes = {name: as_fake(value) for name, value in arguments.items()}
@@ -69,7 +98,7 @@ def key_of(op: Op, arguments: Mapping[str, Any]) -> Key | None:
 
 
 def least_bytes(op: Op, arguments: Mapping[str, Any]) -> int:
-    """The fewest bytes that must move: every input read once, every result written once."""
+    """Return the fewest bytes that must move: every input read once, every result written once."""
     made = op.fake(**arguments)
     flat = [part for value in arguments.values() for part in (value if isinstance(value, list) else [value])]
     tensors = {id(part): part for part in (*flat, *(made if isinstance(made, tuple) else (made,)))}
@@ -83,11 +112,6 @@ def _dtype(values: Iterable[Any]) -> torch.dtype:
             if isinstance(part, torch.Tensor):
                 return part.dtype
     raise TypeError("an op without a tensor argument")
-
-
-@functools.cache
-def _device_name(device_type: str) -> str:
-    return device.describe(device_type).name
 
 
 def is_inlined(op: Op, provider: str) -> bool:

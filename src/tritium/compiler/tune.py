@@ -1,4 +1,4 @@
-"""Compare the providers of ops on this device, inside a compiled block and alone, and keep the verdicts.
+"""Time the providers of ops on this device, inside a compiled block and alone, and write the rows of a table.
 
 Only `tritium tune` measures: a compilation reads the tables that are there.
 """
@@ -15,33 +15,38 @@ from typing import Any
 import torch
 
 from tritium import compat, device, measure, ops, tuned
-from tritium.compiler.choose import least_bytes
+from tritium.compiler.choose import least_bytes, machine
 from tritium.compiler.explain import explain
 from tritium.config import CompilationConfig
 from tritium.errors import TritiumError
 from tritium.ops import INDUCTOR, Op
 from tritium.ops.op import Draw
+from tritium.report import GraphRecord
+from tritium.tiling.reductions import INDUCTOR_PERSISTENT
 from tritium.tuned import Key, Verdict
+from tritium.tuned.prediction import LONG
 
-# A verdict must not be a matter of luck: the block runs this long, its variants in turns.
+# The variants of a block take turns for so long.
 SECONDS = 1.5
 
-# Enough to see what a shape is.
+# Enough to recognise a form.
 FEW = {"tokens": 64, "pixels": 64}
-# A CPU takes seconds for what a GPU does in milliseconds, and its kernels have nothing to gain from more of the same.
+# A CPU takes seconds where a GPU takes milliseconds, and its kernels gain nothing from more tokens.
 CPU_MOST = {"tokens": 256, "pixels": 1 << 14}
 
 DISTURBED = "disturbed"
 
 CAPTURED_CALLS = 10
-HOST_ROUNDS = 50
+# Few enough launches that the queue of the device is never full, which would make the host wait.
+ISSUED_CALLS = 10
+ISSUE_ROUNDS = 30
 
-# Told what is measured, and its place among how many.
+# Called with the key that is measured next, its place, and the number of keys.
 Notify = Callable[[Key, int, int], None]
 
 
 def standard_keys(names: Sequence[str], dtypes: Sequence[torch.dtype], device_type: str) -> list[Key]:
-    """The keys of the shapes that known models have, of ops that have a provider of their own for the device."""
+    """Return the keys of the shapes of known models, for ops with an owned provider on the device."""
     catalog = ops.catalog()
     return [
         Key.of(name, shape, dtype)
@@ -65,8 +70,8 @@ def _standard(op: Op, dtype: torch.dtype, device_type: str) -> list[Mapping[str,
 
 
 def few(shape: Mapping[str, int | str], most: Mapping[str, int] = FEW) -> dict[str, int | str]:
-    """A class of the same form with at most so many tokens or pixels."""
-    return {name: min(int(size), most[name]) if name in tuned.STRETCHABLE else size for name, size in shape.items()}
+    """Return a class of the same form with at most so many tokens or pixels."""
+    return {name: min(int(size), most[name]) if name in LONG else size for name, size in shape.items()}
 
 
 def compare(key: Key, device_type: str, seconds: float = SECONDS) -> Verdict:
@@ -98,16 +103,19 @@ def _compared(op: Op, key: Key, draw: Draw, device_type: str, seconds: float) ->
     blocks = {name: (lambda run=run: run(*inputs)) for name, run in sides.items()}
     block_ms = _medians(blocks, device_type, seconds, 1.0)
     alone_us = _medians(_alone(op, arguments, able), device_type, seconds / 3, 1e3)
-    return Verdict(
+    row = Verdict(
         key=key,
-        provider=tuned.winner(block_ms, alone_us),
+        provider=INDUCTOR,
         block_ms=block_ms,
         alone_us=alone_us,
-        host_us=_host_us(blocks, device_type) if device_type == "cuda" else {},
+        # A CPU launches nothing: the host's time is in the block's.
+        issue_us=_issue_us(blocks, device_type) if device_type == "cuda" else {},
+        looped=_looped(key, explain(sides[INDUCTOR]).records),
         bytes=least_bytes(op, arguments),
         torch=compat.version_text(),
         remarks=remarks,
     )
+    return replace(row, provider=tuned.winner(row, replayed=device_type != "cuda"))
 
 
 def _able(op: Op, arguments: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
@@ -141,7 +149,7 @@ def _alone(op: Op, arguments: Mapping[str, Any], able: list[str]) -> dict[str, C
 
 
 def _medians(runs: Mapping[str, Callable[[], Any]], device_type: str, seconds: float, unit: float) -> dict[str, float]:
-    """What each run takes, in milliseconds times a unit; on a GPU what it takes there, the host's work aside."""
+    """Return the median time of each run, in milliseconds times a unit; on a GPU the device's time alone."""
     calls = CAPTURED_CALLS if device_type == "cuda" else 1
     timed = {name: _captured(run, calls) for name, run in runs.items()} if device_type == "cuda" else runs
     timings = measure.interleave(timed, device_type, seconds=seconds, burst=3 if calls > 1 else 1, warmup=3)
@@ -149,7 +157,7 @@ def _medians(runs: Mapping[str, Callable[[], Any]], device_type: str, seconds: f
 
 
 def _captured(run: Callable[[], Any], calls: int) -> Callable[[], Any]:
-    """Some calls as one static graph: kernels of a few microseconds would otherwise measure the host."""
+    """Record some calls as one static graph: kernels of a few microseconds would otherwise measure the host."""
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -162,26 +170,41 @@ def _captured(run: Callable[[], Any], calls: int) -> Callable[[], Any]:
     return graph.replay
 
 
-def _host_us(runs: Mapping[str, Callable[[], Any]], device_type: str) -> dict[str, float]:
-    """Microseconds the host is busy with a call: what counts where the device waits for it."""
+def _issue_us(runs: Mapping[str, Callable[[], Any]], device_type: str) -> dict[str, float]:
+    """Return the microseconds in which the host issues a call of each run, without waiting for the device.
+
+    Calls follow each other as they do in a model that waits for its host; the runs take turns.
+    """
     taken: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(HOST_ROUNDS):
-        for name, run in runs.items():
+    for place in range(ISSUE_ROUNDS):
+        for name in measure.order_of_round(list(runs), place):
             device.synchronize(device_type)
             start = time.perf_counter()
-            run()
-            taken[name].append((time.perf_counter() - start) * 1e6)
-    return {name: round(statistics.median(times), 1) for name, times in taken.items()}
+            for _ in range(ISSUED_CALLS):
+                runs[name]()
+            taken[name].append((time.perf_counter() - start) / ISSUED_CALLS * 1e6)
+    device.synchronize(device_type)
+    return {name: round(statistics.median(times), 2) for name, times in taken.items()}
+
+
+def _looped(key: Key, records: Sequence[GraphRecord]) -> dict[str, Any]:
+    """Return the size of a key that a kernel of Inductor walked over, although it might hold it in registers elsewhere."""
+    reductions = ((kernel.get("tiling") or {}).get("reduction") for record in records for kernel in record.kernels)
+    looped = [found for found in reductions if found is not None and found["form"] == "looped"]
+    for name, size in key.sizes().items():
+        reads = [found["reads"] for found in looped if found["elements"] == size and found["reads"]]
+        if reads and isinstance(size, int) and size > INDUCTOR_PERSISTENT:
+            return {"size": name, "reads": max(reads)}
+    return {}
 
 
 def measure_keys(
     keys: Sequence[Key], device_type: str, path: Path, notify: Notify, seconds: float = SECONDS
 ) -> list[Verdict]:
-    """Measure keys and keep each verdict as soon as it is there; one that cannot be had is kept as Inductor's, with why.
+    """Measure keys and write each row at once; a key that cannot be measured gets Inductor and the reason.
 
-    On a CPU that others use at the same time, a verdict means nothing: it is returned with that remark, and not kept.
+    On a CPU that other processes use meanwhile, a row means nothing: it is returned with a remark, and not written.
     """
-    name = device.describe(device_type).name
     verdicts = []
     for index, key in enumerate(keys):
         notify(key, index, len(keys))
@@ -200,6 +223,6 @@ def measure_keys(
                 replace(verdict, remarks={DISTURBED: f"{load.foreign_cores:.1f} cores were taken by others"})
             )
             continue
-        tuned.write(path, name, [verdict])
+        tuned.write(path, machine(device_type), [verdict])
         verdicts.append(verdict)
     return verdicts

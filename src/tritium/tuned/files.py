@@ -9,16 +9,20 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tritium.tuned.rows import Key, Verdict
 
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of a file, and what is wrong with the file, or None."""
+    """The rows of a file and the device they are about; `problem` is None unless the file is damaged."""
 
     rows: dict[Key, Verdict] = field(default_factory=dict)
     problem: str | None = None
+    device: str = ""
+    capability: str | None = None
+    multiprocessors: int | None = None
 
 
 def load(path: Path) -> Table:
@@ -44,10 +48,15 @@ def load(path: Path) -> Table:
             problems.append(f"row {place + 1}: {_first_line(error)}")
         else:
             rows[verdict.key] = verdict
-    if not problems:
-        return Table(rows)
     more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
-    return Table(rows, f"{problems[0]}{more}")
+    return Table(rows, f"{problems[0]}{more}" if problems else None, **_device(found))
+
+
+def _device(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields about the device that have the right types; a table without them is one of its own device only."""
+    types = {"device": str, "capability": str, "multiprocessors": int}
+    named = {name: found[name] for name, kind in types.items() if isinstance(found.get(name), kind)}
+    return {name: value for name, value in named.items() if value}
 
 
 def _first_line(error: Exception) -> str:
@@ -60,11 +69,15 @@ def read(path: Path) -> dict[Key, Verdict]:
     return load(path).rows
 
 
-def store(path: Path, device: str, verdicts: Iterable[Verdict]) -> None:
+def store(
+    path: Path, device: str, capability: str | None, multiprocessors: int | None, verdicts: Iterable[Verdict]
+) -> None:
     """Add rows to a table; the last row of a key wins, and a concurrent reader sees a whole file."""
     merged = read(path) | {verdict.key: verdict for verdict in verdicts}
     rows = [merged[key].to_dict() for key in sorted(merged, key=lambda key: (key.op, key.dtype, key.shape))]
-    text = "{\n" + f'"device": {json.dumps(device)},\n"rows": [\n'
+    about = {"device": device, "capability": capability, "multiprocessors": multiprocessors}
+    text = "{\n" + "".join(f"{json.dumps(name)}: {json.dumps(value)},\n" for name, value in about.items() if value)
+    text += '"rows": [\n'
     text += ",\n".join(json.dumps(row) for row in rows) + "\n]\n}\n"
     replace_file(path, text)
 

@@ -1,14 +1,20 @@
-"""One measurement: the key it belongs to and what each provider took."""
+"""One measurement: the key it belongs to, what each provider took, and the costs of the site that follow from it."""
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-# Characters of a key's part. A size with more than 4,300 digits would not even become an integer.
+from tritium.tuned.costs import INDUCTOR, LAUNCH_US, MARGIN, NOISE, Cost, Site, launches_us
+
+# Characters of a key's part, and of the digits of a size in it: more would overflow a float.
 LONGEST = 500
+LONGEST_SIZE = 15
+
+# A time above this, in any unit here, is not a measurement.
+LONGEST_TIME = 1e12
 
 
 @dataclass(frozen=True)
@@ -41,16 +47,22 @@ class Key:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One row of a table: what each provider took, in the compiled block and alone, and the winner."""
+    """One row of a table: what each provider took in the compiled block and alone, and the winner."""
 
     key: Key
+    # The provider that these numbers choose; on a GPU, for a graph that is not replayed.
     provider: str
-    # Milliseconds of the compiled block with each provider; the provider is chosen by these.
+    # Milliseconds of the compiled block on the device, by provider.
     block_ms: Mapping[str, float]
-    # Microseconds of the op alone, for information: an op alone cuts no fusion in two.
+    # Microseconds of the op alone on the device.
     alone_us: Mapping[str, float] = field(default_factory=dict)
-    # Microseconds that the host is busy with a call of the block.
-    host_us: Mapping[str, float] = field(default_factory=dict)
+    # Microseconds in which the host issues a call of the block without waiting for it. Rows without it have launches.
+    issue_us: Mapping[str, float] = field(default_factory=dict)
+    # Launches of the block by kind, counted in generated code; the host's time is their number times the time of one.
+    launches: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    # The size that Inductor's kernel walked over, and the values it loads for each place; empty where it holds rows in
+    # registers or reduces nothing. The row says nothing about a graph in which Inductor's kernel is of the other form.
+    looped: Mapping[str, Any] = field(default_factory=dict)
     # The fewest bytes the op must move: inputs once, outputs once.
     bytes: int = 0
     torch: str = ""
@@ -58,19 +70,58 @@ class Verdict:
     remarks: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def ratio(self) -> float:
-        """How much faster the block is with the best owned provider than with Inductor's code."""
-        owned = [ms for name, ms in self.block_ms.items() if name != "inductor"]
-        return self.block_ms["inductor"] / min(owned) if owned else 0.0
+    def owned(self) -> list[str]:
+        return [name for name in self.block_ms if name != INDUCTOR]
 
-    def why(self) -> str:
-        """The reason that reports give."""
-        inductor = self.block_ms["inductor"]
-        owned = {name: ms for name, ms in self.block_ms.items() if name != "inductor"}
-        if not owned:
+    @property
+    def ratio(self) -> float:
+        """How much faster the block is on the device with the best owned provider than with Inductor's code."""
+        return self.block_ms[INDUCTOR] / min(self.block_ms[name] for name in self.owned) if self.owned else 0.0
+
+    def site(self) -> Site:
+        """Return what the site alone costs inside the block.
+
+        An owned kernel takes as long in the block as alone. Take that from the block, and its neighbours are left; take
+        these from the block with Inductor's code, and that code's time in the block is left, with what it fuses.
+        """
+        block = {name: ms * 1e3 for name, ms in self.block_ms.items()}
+        alone = [block[name] - self.alone_us[name] for name in self.owned if name in self.alone_us]
+        neighbours = max(0.0, min(alone, default=0.0))
+        noise = NOISE * block[INDUCTOR]
+        host, block_host, source = self._host_us()
+        costs = {}
+        for name, us in block.items():
+            same = abs(us - block[INDUCTOR]) < noise
+            costs[name] = Cost((block[INDUCTOR] if same else us) - neighbours, host[name])
+        return Site(costs, noise, MARGIN * block_host, source)
+
+    def _host_us(self) -> tuple[dict[str, float], float, str]:
+        """Return the host's time of the site by provider, that of the block with Inductor's code, and the source."""
+        counts = [self.launches.get(name, {}) for name in self.block_ms]
+        shared = launches_us({kind: min(count.get(kind, 0) for count in counts) for kind in LAUNCH_US})
+        modelled = {name: launches_us(self.launches.get(name, {})) for name in self.block_ms}
+        own = max(modelled[INDUCTOR] - shared, LAUNCH_US["generated"])
+        if self.issue_us.keys() >= self.block_ms.keys():
+            base = self.issue_us[INDUCTOR]
+            return {name: own + self.issue_us[name] - base for name in self.block_ms}, base, "measured"
+        if not self.launches.keys() >= self.block_ms.keys():
+            return dict.fromkeys(self.block_ms, own), own, ""
+        base = modelled[INDUCTOR]
+        return {name: own + us - base for name, us in modelled.items()}, base, "from launches"
+
+    def why(self, *, replayed: bool = False) -> str:
+        """Return the reason that reports give."""
+        if not self.owned:
             return "; ".join(f"{name}: {remark}" for name, remark in self.remarks.items()) or "nothing else can take it"
-        best = min(owned, key=lambda name: owned[name])
-        return f"measured {self.ratio:.2f}x against Inductor in a block ({best} {owned[best]:.3f}, inductor {inductor:.3f} ms)"
+        best = min(self.owned, key=lambda name: self.block_ms[name])
+        text = (
+            f"measured {self.ratio:.2f}x against Inductor in a block "
+            f"({best} {self.block_ms[best]:.3f}, inductor {self.block_ms[INDUCTOR]:.3f} ms"
+        )
+        site = self.site()
+        if replayed:
+            return f"{text}; replayed: the host's time does not count)"
+        return f"{text}; {site.host_text(best)})"
 
     def to_dict(self) -> dict[str, Any]:
         row = {**asdict(self.key), **{name: value for name, value in asdict(self).items() if name != "key"}}
@@ -89,17 +140,23 @@ class Verdict:
             Key(*(_text(row, name) for name in ("op", "shape", "dtype"))),
             **{name: value for name, value in row.items() if name in known},
         )
+        if re.search(rf"\d{{{LONGEST_SIZE + 1}}}", verdict.key.shape):
+            raise ValueError(f"a size has more than {LONGEST_SIZE} digits")
         _text(row, "provider")
-        _times(verdict.block_ms, "block_ms")
-        if "inductor" not in verdict.block_ms:
-            raise ValueError("block_ms has no time for 'inductor'")
-        _times(verdict.alone_us, "alone_us")
-        _times(verdict.host_us, "host_us")
+        verdict._check_times()
+        _check_launches(verdict.launches)
+        _check_looped(verdict)
         if not isinstance(verdict.bytes, int) or not isinstance(verdict.torch, str):
             raise TypeError("bytes is not an integer or torch is not a string")
         if not isinstance(verdict.remarks, dict) or not all(isinstance(text, str) for text in verdict.remarks.values()):
             raise TypeError("remarks is not an object of strings")
         return verdict
+
+    def _check_times(self) -> None:
+        for name in ("block_ms", "alone_us", "issue_us"):
+            _times(getattr(self, name), name)
+        if INDUCTOR not in self.block_ms:
+            raise ValueError("block_ms has no time for 'inductor'")
 
 
 def _text(row: Mapping[str, Any], name: str) -> str:
@@ -113,8 +170,27 @@ def _times(times: Any, name: str) -> None:
     if not isinstance(times, dict):
         raise TypeError(f"{name} is {times!r}, not an object")
     for provider, value in times.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= LONGEST_TIME:
             raise ValueError(f"{name} of {provider!r} is {value!r}, not a time")
     # A key that could not be measured has Inductor's entry alone, and no time.
     if len(times) > 1 and not all(times.values()):
         raise ValueError(f"{name} has a time of zero")
+
+
+def _check_looped(verdict: Verdict) -> None:
+    looped: Any = verdict.looped
+    if not isinstance(looped, dict):
+        raise TypeError(f"looped is {looped!r}, not an object")
+    size = verdict.key.sizes().get(str(looped.get("size")))
+    if looped and not (isinstance(size, int) and isinstance(looped.get("reads"), int)):
+        raise TypeError("looped has no size of the shape or no number of reads")
+
+
+def _check_launches(launches: Any) -> None:
+    if not isinstance(launches, dict):
+        raise TypeError(f"launches is {launches!r}, not an object")
+    for provider, counts in launches.items():
+        if not isinstance(counts, dict) or not counts.keys() <= LAUNCH_US.keys():
+            raise TypeError(f"launches of {provider!r} are not by kind: {', '.join(LAUNCH_US)}")
+        if not all(type(count) is int and count >= 0 for count in counts.values()):
+            raise TypeError(f"launches of {provider!r} are not numbers")

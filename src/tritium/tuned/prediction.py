@@ -1,0 +1,148 @@
+"""Predict what a site costs from the measured shapes near it.
+
+A kernel takes a floor, which short kernels take whatever they compute, and then the time of its work at a rate:
+
+    time = FLOOR_US + work / rate(op, forms, provider)
+
+Work is the product of the sizes: elements of an op that moves memory, multiplications of a product. The rate at a shape is
+the mean of the rates of the measured shapes, weighted by distance: memory-bound ops reach another share of the bandwidth
+at another width, and products another share of the arithmetic. Nothing is predicted far from every measured shape.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tritium.tuned.costs import INDUCTOR, Cost, Site
+from tritium.tuned.rows import Key, Verdict
+
+# The shortest kernels of the H200's table take 1.7 to 2.5 us, of which their bytes would take 0.2.
+FLOOR_US = 1.5
+
+# The sizes along which a kernel only does more of the same.
+LONG = ("tokens", "pixels")
+# Sizes that select code instead of adding work.
+FORMS = ("groups", "parts")
+
+# A shape is near a measured one if no size differs by more than these factors: sizes of LONG, and others.
+NEAR_LONG = 64
+NEAR = 4
+
+# Types of 16 bits move the same bytes and have the same arithmetic rate.
+HALF = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The costs predicted for a site, the number of measured shapes behind them, and the nearest of those."""
+
+    site: Site
+    count: int
+    nearest: Key
+
+    def why(self, provider: str, *, replayed: bool = False) -> str:
+        """Return the reason that reports give about an owned provider."""
+        ratio = self.site.ratio(provider, replayed=replayed)
+        ours, theirs = self.site.costs[provider], self.site.costs[INDUCTOR]
+        plural = "s" if self.count > 1 else ""
+        host = "" if replayed else f"; {self.site.host_text(provider)}"
+        return (
+            f"predicted {ratio:.2f}x from {self.count} measured shape{plural} (nearest {self.nearest.shape}; "
+            f"{provider} {ours.device_us:.1f}, inductor {theirs.device_us:.1f} us{host})"
+        )
+
+
+def predict(key: Key, rows: Iterable[Verdict]) -> Prediction | None:
+    """Return the costs at a key by the rows of its op and forms, or None if none of them is near."""
+    near = [(row, distance(row.key, key)) for row in rows if row.owned and is_comparable(row.key, key)]
+    apart_by = [(row, apart) for row, apart in near if apart is not None and _has_rate(row, key)]
+    found = sorted(apart_by, key=lambda pair: pair[1])
+    if not found:
+        return None
+    nearest = found[0][0]
+    sites = [(row.key, row.site(), 1 / (apart + 0.25)) for row, apart in found]
+    host = nearest.site()
+    costs = {}
+    for provider in nearest.block_ms:
+        known = [
+            (known, site.costs[provider].device_us, weight) for known, site, weight in sites if provider in site.costs
+        ]
+        costs[provider] = Cost(_device_us(key, known), host.costs[provider].host_us)
+    return Prediction(Site(costs, 0.0, host.host_noise_us, host.host_source), len(found), nearest.key)
+
+
+def _has_rate(row: Verdict, key: Key) -> bool:
+    """Whether a row's times say something about the work at a key: those of kernels at the floor do not grow with it."""
+    shortest = min(cost.device_us for cost in row.site().costs.values())
+    return shortest >= 2 * FLOOR_US or work(key) <= work(row.key)
+
+
+def _device_us(key: Key, measured: Sequence[tuple[Key, float, float]]) -> float:
+    """Return the time at a key, given measured keys, their times and weights."""
+    total = sum(weight for _, _, weight in measured)
+    # No rate is negative: of a kernel that is shorter than the floor, a tenth counts as work.
+    inverse = sum(weight * math.log(max(us - FLOOR_US, us / 10) / work(known)) for known, us, weight in measured)
+    return FLOOR_US + work(key) * math.exp(inverse / total)
+
+
+def work(key: Key) -> int:
+    """Return the product of the sizes of a key.
+
+    >>> work(Key("cat_linear", "tokens=2 k=3+4 n=5", "bfloat16")), work(Key("attention", "tokens=8 keys=same width=2", "bfloat16"))
+    (70, 128)
+    """
+    product = 1
+    for name, size in key.sizes().items():
+        if name in FORMS:
+            continue
+        if isinstance(size, int):
+            product *= max(1, size)
+        elif _parts(size) is not None:
+            product *= sum(_parts(size) or ())
+        elif name == "keys":
+            # As many keys as there are queries.
+            product *= int(key.sizes().get("tokens", 1))
+    return product
+
+
+def is_comparable(known: Key, wanted: Key) -> bool:
+    """Whether two keys are of one op, one dtype size, and the same forms."""
+    dtypes = known.dtype == wanted.dtype or (known.dtype in HALF and wanted.dtype in HALF)
+    return known.op == wanted.op and dtypes and _forms(known) == _forms(wanted)
+
+
+def _forms(key: Key) -> list[tuple[str, int | str]]:
+    return [(name, size if name in FORMS else _form(size)) for name, size in key.sizes().items()]
+
+
+def _form(size: int | str) -> int | str:
+    """Return what must be equal of a size: the number of its numbers, or the name that it is."""
+    return len(_numbers(size)) or size
+
+
+def distance(known: Key, wanted: Key) -> float | None:
+    """Return how far two shapes of one form are apart: squared octaves, fewer along tokens; None if that is too far."""
+    total = 0.0
+    theirs = wanted.sizes()
+    for name, size in known.sizes().items():
+        if name in FORMS:
+            continue
+        for one, other in zip(_numbers(size), _numbers(theirs[name]), strict=True):
+            octaves = abs(math.log2(max(1, one) / max(1, other)))
+            is_long = name in LONG
+            if octaves > math.log2(NEAR_LONG if is_long else NEAR):
+                return None
+            total += (octaves / 2 if is_long else octaves) ** 2
+    return total
+
+
+def _numbers(size: int | str) -> Sequence[int]:
+    return (size,) if isinstance(size, int) else _parts(size) or ()
+
+
+def _parts(size: int | str) -> list[int] | None:
+    """Return the numbers of a size like "4096+16384"; None for a name."""
+    pieces = str(size).split("+")
+    return [int(piece) for piece in pieces] if len(pieces) > 1 and all(map(str.isdecimal, pieces)) else None

@@ -1,0 +1,140 @@
+"""Tables of measurements: keys, rows and files."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tritium import compat, tuned
+from tritium.tuned import Key, Machine, Verdict
+
+GPU = Machine("Some GPU", "9.0", 132)
+
+KEY = Key.of("linear_gelu", {"tokens": 4096, "k": 4096, "n": 16384}, "torch.bfloat16")
+
+
+def verdict(key=KEY, inductor=1.0, aten=0.8, torch=None):
+    times = {"inductor": inductor, "aten": aten}
+    alone = {"inductor": 700.0, "aten": 500.0}
+    row = Verdict(key, "inductor", times, alone_us=alone, bytes=123, torch=torch or compat.version_text())
+    return dataclasses.replace(row, provider=tuned.winner(row))
+
+
+def test_a_key_is_its_text():
+    assert KEY.shape == "tokens=4096 k=4096 n=16384"
+    assert Key.of(KEY.op, KEY.sizes(), KEY.dtype) == KEY
+
+
+ROW = {"op": "a", "shape": "tokens=1", "dtype": "float32", "provider": "inductor", "block_ms": {"inductor": 1.0}}
+
+# Texts of files, and what is wrong with each.
+DAMAGED = {
+    "": "empty",
+    "{": "cut off",
+    "\x00{{": "not JSON",
+    "null": "null",
+    "[]": "a list",
+    "3": "a number",
+    "[" * 200_000: "deep",
+    '{"rows": null}': "no rows",
+    '{"rows": {}}': "rows are an object",
+    '{"rows": [null]}': "a null row",
+    '{"rows": ["a"]}': "a string for a row",
+    '{"rows": [{}]}': "an empty row",
+    **{
+        json.dumps({"rows": [{**ROW, **change}]}): f"{next(iter(change))}: {next(iter(change.values()))}"
+        for change in (
+            {"op": 3},
+            {"shape": None},
+            {"shape": "tokens=" + "9" * 5000},
+            {"shape": "tokens=" + "9" * 400},
+            {"block_ms": {"inductor": 1e300}},
+            {"provider": None},
+            {"block_ms": None},
+            {"block_ms": {}},
+            {"block_ms": {"inductor": "x"}},
+            {"block_ms": {"inductor": True}},
+            {"block_ms": {"inductor": -1.0}},
+            {"block_ms": {"inductor": float("nan")}},
+            {"block_ms": {"inductor": 0, "triton": 0}},
+            {"alone_us": [1]},
+            {"issue_us": {"inductor": "x"}},
+            {"launches": 1},
+            {"launches": {"inductor": 1}},
+            {"launches": {"inductor": {"kernels": 1}}},
+            {"launches": {"inductor": {"owned": -1}}},
+            {"looped": 1},
+            {"looped": {"size": "width", "reads": 1}},
+            {"remarks": {"a": 1}},
+            {"bytes": "many"},
+            {"torch": 2},
+        )
+    },
+}
+
+
+class TestFiles:
+    def test_what_is_written_is_found(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path)
+        tuned.write(tmp_path / tuned.file_name("Some GPU"), GPU, [verdict()])
+        assert tuned.known("Some GPU") == [verdict()]
+        assert tuned.known("Another GPU") == []
+        table = tuned.files.load(tmp_path / tuned.file_name("Some GPU"))
+        assert (table.device, table.capability, table.multiprocessors) == ("Some GPU", "9.0", 132)
+
+    def test_a_row_replaces_the_one_before_and_leaves_the_others(self, tmp_path):
+        path, other = tmp_path / "t.json", Key("rope", "tokens=1", "float32")
+        tuned.write(path, GPU, [verdict(), verdict(other)])
+        tuned.write(path, GPU, [verdict(aten=2.0)])
+        assert tuned.read(path) == {KEY: verdict(aten=2.0), other: verdict(other)}
+        assert json.loads(path.read_text())["device"] == "Some GPU"
+
+    def test_rows_of_another_torch_are_not_believed(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path)
+        tuned.write(tmp_path / tuned.file_name("g"), GPU, [verdict(torch="1.0")])
+        assert tuned.known("g") == []
+
+    @pytest.mark.parametrize("text", DAMAGED, ids=DAMAGED.values())
+    def test_a_damaged_file_is_ignored_with_one_warning(self, text, tmp_path, monkeypatch):
+        monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path)
+        path = tmp_path / tuned.file_name("g")
+        path.write_text(text)
+        with pytest.warns(RuntimeWarning) as told:
+            assert tuned.known("g") == []
+            assert tuned.known("g") == []
+        (warning,) = told
+        assert str(path) in str(warning.message)
+        assert "\n" not in str(warning.message)
+        tuned.write(path, GPU, [verdict()])
+        assert tuned.known("g") == [verdict()]
+
+    def test_a_damaged_row_leaves_the_others(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path)
+        path = tmp_path / tuned.file_name("g")
+        path.write_text(json.dumps({"rows": [None, verdict().to_dict(), {**verdict().to_dict(), "block_ms": 3}]}))
+        with pytest.warns(RuntimeWarning, match="row 1: None is not an object, and 1 more"):
+            assert tuned.known("g") == [verdict()]
+
+    def test_fields_of_another_version_are_left_out(self, tmp_path):
+        path = tmp_path / "t.json"
+        path.write_text(json.dumps({"rows": [{**verdict().to_dict(), "of_another_version": 1}]}))
+        assert tuned.read(path) == {KEY: verdict()}
+
+    def test_writers_at_once_leave_a_whole_file(self, tmp_path):
+        path = tmp_path / "t.json"
+        keys = [Key("op", f"tokens={size}", "float32") for size in range(20)]
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda key: tuned.write(path, GPU, [verdict(key)]), keys))
+        found = tuned.read(path)
+        assert found
+        assert set(found) <= set(keys)
+        assert list(tmp_path.iterdir()) == [path]
+
+
+def test_nothing_is_measured_or_read_on_import():
+    program = "import sys, tritium; tritium.Backend; print('tritium.compiler.tune' in sys.modules and 'triton' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]

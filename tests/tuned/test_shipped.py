@@ -1,0 +1,155 @@
+"""The tables that ship: what they say, how well shapes are predicted from them, and what SDXL gets from them."""
+
+import dataclasses
+import functools
+import json
+import math
+import statistics
+
+import pytest
+import torch
+
+import tritium
+from codegen import generated, launches
+from tritium import compat, ops, tuned
+from tritium.compiler.choose import _holds
+from tritium.tiling import hooks, tables
+from tritium.tiling.policy import OFF
+from tritium.tuned import INDUCTOR, Key, Machine
+from tritium.tuned.costs import LAUNCH_US, MARGIN
+from tritium.tuned.prediction import predict
+
+H200 = Machine("NVIDIA H200", "9.0", 132)
+TABLE = tuned.SHIPPED / tuned.file_name(H200.name)
+ROWS = tuned.read(TABLE)
+HOLDS = functools.partial(_holds, H200.name, tritium.CompilationConfig())
+
+SHIPPED = sorted(
+    path for path in tuned.SHIPPED.glob("*.json") if not path.stem.startswith(("attention-", "reductions"))
+)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_tables_say_what_their_numbers_say(path):
+    table = tuned.files.load(path)
+    assert table.problem is None
+    assert table.device
+    assert table.capability
+    assert table.multiprocessors
+    assert len(table.rows) == len(json.loads(path.read_text())["rows"]) > 0
+    for key, row in table.rows.items():
+        assert key.op in ops.catalog()
+        assert row.provider == tuned.winner(row), key
+        assert set(row.block_ms) <= {INDUCTOR, *ops.providers(ops.catalog()[key.op])}
+        # The host's time is measured or counted for every provider.
+        assert row.block_ms.keys() == (row.issue_us or row.launches).keys()
+        assert row.bytes > 0
+        assert row.torch
+
+
+class TestLeaveOneOut:
+    """Each row predicted from the others of its form."""
+
+    @staticmethod
+    def predicted():
+        for key, row in ROWS.items():
+            others = [other for name, other in ROWS.items() if name != key and bool(other.looped) == bool(row.looped)]
+            yield row, predict(key, others)
+
+    @pytest.mark.parametrize("replayed", [False, True], ids=["launched", "replayed"])
+    def test_decisions_agree_or_lose_less_than_the_margin(self, replayed):
+        for row, prediction in self.predicted():
+            if prediction is None:
+                continue
+            site = row.site()
+            measured, guessed = (found.choose(replayed=replayed) for found in (site, prediction.site))
+            waits = [site.costs[name].wait_us(replayed=replayed) for name in (measured, guessed)]
+            assert measured == guessed or waits[1] / waits[0] - 1 < MARGIN, row.key
+
+    def test_errors_are_the_documented_ones(self):
+        """docs/performance.md prints these: the median error of a time, and of a ratio of two."""
+        times, ratios, without = [], [], []
+        for row, prediction in self.predicted():
+            if prediction is None:
+                without.append(row.key)
+                continue
+            pair = [(row.site().costs[name].device_us, prediction.site.costs[name].device_us) for name in row.block_ms]
+            times += [abs(math.log(guessed / measured)) for measured, guessed in pair]
+            (inductor, guessed), (owned, guessed_owned) = pair
+            ratios.append(abs(math.log(guessed / guessed_owned / (inductor / owned))))
+        assert (len(ratios), len(without)) == (38, 7)
+        assert round(math.expm1(statistics.median(times)), 2) == 0.06
+        assert round(math.expm1(statistics.median(ratios)), 2) == 0.07
+
+
+class TestSDXL:
+    """The sites of SDXL's U-Net: two images of 1024 x 1024, guidance included."""
+
+    @pytest.mark.parametrize(("tokens", "width"), [(8192, 640), (2048, 1280)])
+    def test_residuals_and_norms_are_inductor_s(self, tokens, width):
+        """No row shows a gain where Inductor holds rows in registers: 640 by its own rule, 1280 by the tiling policy."""
+        key = Key("residual_norm_modulate", f"tokens={tokens} width={width} norm=layer", "bfloat16")
+        assert HOLDS(width, 5)
+        assert tuned.decide(H200, key, ["triton"], HOLDS).provider == INDUCTOR
+
+    def test_the_one_row_that_was_held_in_registers_is_inductor_s(self):
+        held = {key: row for key, row in ROWS.items() if key.op == "residual_norm_modulate" and not row.looped}
+        ((key, row),) = held.items()
+        assert key.shape == "tokens=256 width=384 norm=layer"
+        costs = row.site().costs
+        assert [round(costs[name].device_us, 1) for name in (INDUCTOR, "triton")] == [1.7, 2.2]
+        assert tuned.decide(H200, key, ["triton"], HOLDS).provider == INDUCTOR
+
+    @pytest.mark.parametrize(("pixels", "channels"), [(32768, 320), (32768, 640), (8192, 640), (8192, 1280)])
+    @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+    def test_large_group_norms_are_fused(self, pixels, channels, layout):
+        key = Key("group_norm_silu", f"pixels={pixels} channels={channels} groups=32 layout={layout}", "bfloat16")
+        decision = tuned.decide(H200, key, ["triton"], HOLDS)
+        assert decision.provider == "triton"
+        assert decision.why.startswith("predicted")
+
+    def test_the_row_beside_them(self):
+        """16,384 pixels of 320 channels: 17.9 us instead of 28.1, and as many launches."""
+        key = Key("group_norm_silu", "pixels=16384 channels=320 groups=32 layout=channels_last", "bfloat16")
+        costs = ROWS[key].site().costs
+        assert [round(costs[name].device_us, 1) for name in (INDUCTOR, "triton")] == [28.1, 17.9]
+        assert costs["triton"].host_us - costs[INDUCTOR].host_us == pytest.approx(
+            3 * (LAUNCH_US["owned"] - LAUNCH_US["generated"])
+        )
+        assert tuned.decide(H200, key, ["triton"], HOLDS).provider == "triton"
+
+
+def test_an_opaque_operator_is_left_out_where_it_was_chosen_before():
+    """45 us of host a site, which rows once had beside times of the device that alone decided."""
+    for shape in (
+        "tokens=256 width=3072 norm=layer",
+        "tokens=512 width=3072 norm=layer",
+        "tokens=4096 width=3072 norm=layer",
+    ):
+        row = ROWS[Key("residual_norm_modulate", shape, "bfloat16")]
+        measured = dataclasses.replace(row, issue_us={INDUCTOR: 152.6, "triton": 199.6})
+        assert tuned.winner(measured) == INDUCTOR
+        assert tuned.winner(measured, replayed=True) == "triton"
+
+
+# One row of each form whose generated kernels differ.
+FORMS = {(key.op, row.launches[INDUCTOR].get("generated", 0)): key for key, row in ROWS.items()}
+
+
+@pytest.mark.codegen
+@pytest.mark.skipif(compat.version_text() != "2.13", reason="launches were counted in code of torch 2.13")
+@pytest.mark.parametrize("key", FORMS.values(), ids=lambda key: f"{key.op}, {key.shape}")
+def test_launches_are_those_of_generated_code(key):
+    """Also that a row is marked whose kernel was a loop, and is none under the reductions that ship."""
+
+    def draw(*shape):
+        return torch.empty(*shape, dtype=torch.bfloat16)
+
+    block, inputs = ops.catalog()[key.op].trial.block(key.sizes(), draw)
+    policy = dataclasses.replace(OFF, choose_reduction=True, reduction_table=tables.table_for(H200.name))
+    with hooks.active(policy) as decisions:
+        found = generated(block, *inputs)
+    assert len(launches(found)) == ROWS[key].launches[INDUCTOR].get("generated", 0)
+    changed = [kernel.reduction for kernel in decisions.kernels() if kernel.reduction and kernel.reduction.differs]
+    marks = [{"size": "width", "reads": reduction.reads} for reduction in changed]
+    assert marks == ([dict(ROWS[key].looped)] if ROWS[key].looped else [])
