@@ -186,7 +186,10 @@ def kernels() -> str:
     text = "# Kernels and choices\n\nWhat was measured, and what follows from it, from the tables that ship with the package; "
     text += "[choosing by measuring](../performance.md#how-a-provider-is-chosen) says how. A *block* is what the op stands between "
     text += "in a model, compiled with each provider; *alone* is the op without neighbours. Bytes are the fewest that must move, "
-    text += "inputs once and results once, and the share is what copying that much would take at the device's copy bandwidth.\n"
+    text += "inputs once and results once, and the share is what copying that much would take at the device's copy bandwidth. "
+    text += "*In context* is the site's time on the device inside the block, and the host column is what its launches cost more "
+    text += "than those of Inductor's code. Rows marked *loop* compare with a kernel of Inductor that loops over the row; they are "
+    text += "left out where Inductor holds rows of that length in registers, as it does on the H200.\n"
     for path in sorted(tuned.SHIPPED.glob("*.json")):
         # Reductions come below; attention's table is of candidates, not of providers.
         if path == tables.shipped_file() or path.stem.startswith("attention-"):
@@ -197,7 +200,19 @@ def kernels() -> str:
         text += f"\n## {name}{about}\n\n"
         rows = [kernel_row(verdict, bandwidth) for verdict in tuned.read(path).values()]
         text += table(
-            ["op", "shape", "dtype", "chosen", "block, ms: Inductor's / owned", "ratio", "MB", "alone, us", "of copy"],
+            [
+                "op",
+                "shape",
+                "dtype",
+                "chosen",
+                "block, ms: Inductor's / owned",
+                "ratio",
+                "in context, us",
+                "host, us",
+                "MB",
+                "alone, us",
+                "of copy",
+            ],
             rows,
         )
     text += "\n## Reductions\n\nRows that generated kernels hold in registers although Inductor would walk over them, and rows that they leave "
@@ -216,15 +231,18 @@ def kernel_row(verdict, bandwidth: float | None) -> list[str]:
     order = ["inductor", *(name for name in verdict.block_ms if name != "inductor")]
     alone = [verdict.alone_us[name] for name in order if name in verdict.alone_us]
     share = ""
+    costs = verdict.site().costs
     if bandwidth and verdict.key.op not in PRODUCTS:
         share = " / ".join(f"{verdict.bytes / bandwidth / us * 1e6:.0%}" for us in alone)
     return [
         f"`{verdict.key.op}`",
         verdict.key.shape,
         verdict.key.dtype,
-        f"`{verdict.provider}`",
+        f"`{verdict.provider}`" + (", loop" if verdict.looped else ""),
         " / ".join(f"{verdict.block_ms[name]:.3f}" for name in order),
         f"{verdict.ratio:.2f}" if len(order) > 1 else "",
+        " / ".join(f"{costs[name].device_us:.1f}" for name in order),
+        " / ".join(f"{costs[name].host_us - costs['inductor'].host_us:+.1f}" for name in order[1:]),
         f"{verdict.bytes / 1e6:.1f}",
         " / ".join(f"{us:.1f}" for us in alone),
         share,

@@ -91,6 +91,11 @@ class TestRows:
         alone_us = {} if alone is None else {"inductor": 100.0, "triton": alone}
         assert tuned.winner(Verdict(KEY, "inductor", times, alone_us=alone_us)) == chosen
 
+    def test_times_that_contradict_each_other_leave_positive_costs(self):
+        odd = Verdict(KEY, "inductor", {"inductor": 0.01, "triton": 0.03}, alone_us={"inductor": 5.0, "triton": 5.0})
+        assert all(cost.device_us > 0 for cost in odd.site().costs.values())
+        assert tuned.winner(odd) == "inductor"
+
     def test_a_measured_host_decides(self):
         assert tuned.winner(row(issue_us={"inductor": 125.0, "triton": 125.4})) == "triton"
         assert tuned.winner(row(issue_us={"inductor": 125.0, "triton": 170.4})) == "inductor"

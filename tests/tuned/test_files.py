@@ -30,7 +30,7 @@ def test_a_key_is_its_text():
 
 ROW = {"op": "a", "shape": "tokens=1", "dtype": "float32", "provider": "inductor", "block_ms": {"inductor": 1.0}}
 
-# Texts of files, and what is wrong with each.
+# Texts of files, and the damage of each.
 DAMAGED = {
     "": "empty",
     "{": "cut off",

@@ -120,7 +120,7 @@ class TestSDXL:
 
 
 def test_an_opaque_operator_is_left_out_where_it_was_chosen_before():
-    """45 us of host a site, which rows once had beside times of the device that alone decided."""
+    """With 47 us of host a site, as rows once had it, the device's gain does not pay."""
     for shape in (
         "tokens=256 width=3072 norm=layer",
         "tokens=512 width=3072 norm=layer",

@@ -203,7 +203,7 @@ def measure_keys(
 ) -> list[Verdict]:
     """Measure keys and write each row at once; a key that cannot be measured gets Inductor and the reason.
 
-    On a CPU that other processes use meanwhile, a row means nothing: it is returned with a remark, and not written.
+    A row of a CPU that other processes used at the same time is returned with a remark, and not written.
     """
     verdicts = []
     for index, key in enumerate(keys):

@@ -43,7 +43,7 @@ __all__ = [
 
 SHIPPED = Path(__file__).parent
 
-# Files in SHIPPED that are no tables of providers.
+# Files in SHIPPED with other contents.
 _OTHERS = ("attention-", "reductions")
 
 # A GPU has another's rates if it has its compute capability and as many multiprocessors, give or take this share.

@@ -53,7 +53,7 @@ def load(path: Path) -> Table:
 
 
 def _device(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields about the device that have the right types; a table without them is one of its own device only."""
+    """Return the fields about the device that have the right types; without them a table serves its device alone."""
     types = {"device": str, "capability": str, "multiprocessors": int}
     named = {name: found[name] for name, kind in types.items() if isinstance(found.get(name), kind)}
     return {name: value for name, value in named.items() if value}
