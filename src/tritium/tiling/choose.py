@@ -1,6 +1,6 @@
 """Choose the tiling of one kernel: compare every way to cut its loops, and keep Inductor's unless another clearly wins.
 
-Inductor ranks tilings by the bytes they make coalesced. With symbolic sizes a division by a size is as dear as several
+Inductor ranks tilings by the bytes they make coalesced. With symbolic sizes a division by a size costs as much as several
 bytes, and cutting the loops differently removes it; that is all this adds. Reductions and kernels with static sizes
 keep what Inductor chose.
 """

@@ -4,8 +4,8 @@ Before torch 2.14, Inductor multiplies sizes out and then finds no proof for `H*
 two padded or cropped dynamic dims gets one flat grid. Newer versions prove this themselves and do not use this module.
 
 The proof is division of polynomials: `numerator == quotient * denominator` as polynomials with whole coefficients holds
-for every value of the symbols. What is no polynomial (`H // 2`) counts as one more symbol. It proves or it does not; it
-never guesses from the sizes of the call at hand.
+for every value of the symbols. A term that is not polynomial (`H // 2`) counts as one more symbol. The sizes of the call at
+hand play no part.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Where the policy enters Inductor: functions that are wrapped while it is active, and put back afterwards.
+"""Wrap the functions of Inductor that the policy changes, while it is active, and restore them afterwards.
 
     SizeVarAllocator.statically_known_multiple_of    the divisibility proof, before torch 2.14
     SIMDScheduling.get_tiling_and_scores             the tiling of a kernel is compared with others
     SIMDScheduling.select_tiling_with_memory         the same ranking as the scheduler calls it, since torch 2.14: retry only
     TritonKernel.codegen_kernel                      indices of a finished kernel are narrowed
-    InductorChoices.reduction_split_factor           rows are cut into parts, or not, by bytes and occupancy
+    InductorChoices.reduction_split_factor           into how many parts a row is cut
     InductorChoices.should_use_cooperative_reduction parts of a row may wait for each other inside one kernel
     InductorChoices.should_use_persistent_reduction  rows are held in registers where that was measured faster
-    the coalescing analysis                          an error in it costs the analysis of that kernel, not the graph
+    the coalescing analysis                          after an error the kernel is tiled without it
     FxGraphHashDetails                               the policy is part of the key of every compiled graph
 
-Each wrapper does what Inductor does, unless a policy is active in this context or for the whole process.
+Without an active policy, in this context or in the process, each wrapper calls the original.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from tritium.tiling.reductions import Choice, Form, Reduction, Table
 
 @dataclass(frozen=True)
 class Session:
-    """A policy at work, and where its decisions go."""
+    """An active policy and the record of its decisions."""
 
     policy: TilingPolicy
     decisions: Decisions
 
 
 _CONTEXT: ContextVar[Session | None] = ContextVar("tritium_tiling", default=None)
-# Inductor also asks for tilings to decide about fusions; only the question for a kernel's code is answered differently.
+# Inductor also ranks tilings to decide about fusions; the policy changes only the tiling of generated code.
 _IN_CODEGEN: ContextVar[bool] = ContextVar("tritium_tiling_codegen", default=False)
 # True inside `get_tiling_and_scores`, which does its own retry around `select_tiling_with_memory`.
 _RANKING: ContextVar[bool] = ContextVar("tritium_tiling_ranking", default=False)
@@ -54,13 +54,13 @@ _installed: list[tuple[Any, str, Any, Any]] = []
 
 
 def current() -> Session | None:
-    """The policy for what is compiled here: of this context, or of the process."""
+    """Return the active policy of this context, else that of the process, else None."""
     return _CONTEXT.get() or _process
 
 
 @contextlib.contextmanager
 def active(policy: TilingPolicy) -> Iterator[Decisions]:
-    """Let a policy act on what is compiled inside, in this context."""
+    """Apply a policy to everything compiled inside the block, in this context."""
     session = Session(policy, Decisions())
     _acquire()
     token = _CONTEXT.set(session)
@@ -72,7 +72,7 @@ def active(policy: TilingPolicy) -> Iterator[Decisions]:
 
 
 def enable_for_process(policy: TilingPolicy) -> Decisions:
-    """Let a policy act on everything that is compiled from now on."""
+    """Apply a policy to everything compiled from now on, in every thread."""
     session = Session(policy, Decisions())
     restore_for_process(session)
     return session.decisions
@@ -83,7 +83,7 @@ def disable_for_process() -> None:
 
 
 def restore_for_process(session: Session | None) -> None:
-    """Make a session that of the process, also one from before, with what it has decided; None for Inductor as it was."""
+    """Set the session of the process; an earlier one keeps its decisions, None restores Inductor."""
     global _process  # noqa: PLW0603 - the process has one default policy
     with _lock:
         before = _process
@@ -147,7 +147,7 @@ def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 def _remove() -> None:
     while _installed:
         owner, name, found, replacement = _installed.pop()
-        # Somebody who wrapped it after us still calls ours, which now does what Inductor does.
+        # A later wrapper still calls ours, which without a session calls the original.
         if vars(owner)[name] is replacement:
             setattr(owner, name, found)
 
@@ -180,7 +180,7 @@ def _analyse(original: Any) -> Any:
         except Exception as error:
             if compat.steers_dynamo(error):
                 raise
-            # The fused node may be a view without a name of its own.
+            # Since torch 2.14 the fused node may be a view, which has no name.
             session.decisions.retries.append(f"{fused_node.get_nodes()[0].get_name()}: {_brief(error)}")
             return None
 
@@ -344,8 +344,8 @@ def _split_factor(original: Any) -> Any:
         session = current()
         if session is None or not _reduces(session, device) or not inner_reduction:
             return parts
-        # These are the sizes of one call. A longer row would be slow whole, and more rows than multiprocessors could wait
-        # for each other forever.
+        # The hints are the sizes of one call. With other sizes a row left whole could be slow, and rows that outnumber the
+        # multiprocessors could deadlock in a cooperative kernel.
         if compat.has_dynamic_sizes():
             return parts
         reduction = Reduction(
@@ -373,7 +373,7 @@ def _use_cooperative(original: Any) -> Any:
         if choice is None or kernel is None:
             return False
         kernel.reduction = choice
-        # Inductor cuts rows inside a kernel only where its tile has one dim besides.
+        # Inductor supports cooperative reductions only with one other tile dim.
         return choice.form == "cooperative" and "y" not in kernel.dims
 
     return should_use_cooperative_reduction
@@ -422,7 +422,7 @@ def _reduction(features: Any) -> Reduction:
 
 
 def _cut_before(session: Session, rows: Any, elements: Any) -> Choice | None:
-    """What was decided about rows of this kernel when the graph was lowered, if it is not what Inductor does."""
+    """Return the choice made for these rows at lowering, if it differs from Inductor's."""
     sizes = compat.hinted_size(rows), compat.hinted_size(elements)
     return None if sizes[0] is None or sizes[1] is None else session.decisions.cut_into(sizes[0], sizes[1])
 

@@ -1,7 +1,7 @@
 """Compute indices in 32 bits where a kernel's index type is 32 bits and the result is proven to be the same.
 
 Inductor passes every dynamic size as 64 bits, since a product of sizes may be used as a value. With that, each
-`xindex // ks0` is a 64-bit division, about four times as dear as one of 32 bits.
+`xindex // ks0` is a 64-bit division, about four times as expensive as one of 32 bits.
 
 This works on the text of a generated kernel. Sizes are still passed as they were; where a whole index expression provably
 fits, the 32-bit copy of a size is used in it:
@@ -11,8 +11,8 @@ fits, the 32-bit copy of a size is used in it:
 
 A proof needs a bound. The kernel's index type is 32 bits because the number of its elements and the extents of its
 buffers were compared with 2^31 - 1, and guards keep it so; every intermediate result of an expression must be at most
-one of those, whatever the sizes are. What is no index (a size that is averaged over, say) or what is not proven keeps
-its 64 bits: there, variables that became narrow are widened again.
+one of those for all sizes. Expressions that are not an index (a size used in a mean) or lack a proof keep 64 bits:
+narrowed variables are widened in them.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class Bounds:
         return (least, largest) if minus == again else (-largest, -least)
 
     def _turned(self, interval: Interval) -> tuple[Interval | None, bool]:
-        """An interval at or above 0, and whether it was turned around for that; None if it lies on both sides."""
+        """Return the interval at or above 0 and whether it was negated; None if it contains both signs."""
         if self.at_least(interval[0], 0):
             return interval, False
         if self.at_least(-interval[1], 0):

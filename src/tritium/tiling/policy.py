@@ -1,4 +1,4 @@
-"""What the tiling policy may do, and what it did: switches, and a decision with its reason for every kernel."""
+"""The switches of the tiling policy, and its decisions: one with a reason for each kernel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tritium.tiling.reductions import Choice, Table
 
 @dataclass(frozen=True, kw_only=True)
 class TilingPolicy:
-    """The parts of the policy, each of which can be switched off.
+    """The parts of the policy; each has a switch.
 
     >>> TilingPolicy(narrow_sizes=False).narrow_sizes
     False
@@ -28,17 +28,17 @@ class TilingPolicy:
 
     # Prove that products of sums are multiples of their factors; without effect since torch 2.14, which does so itself.
     prove_divisibility: bool = True
-    # Compute indices in 32 bits where that is proven to be the same.
+    # Compute indices in 32 bits where the result is provably equal.
     narrow_sizes: bool = True
     # Compare tilings of each kernel by their cost.
     choose_tiling: bool = True
     # Choose persistent, looped or split reductions by bytes and occupancy.
     choose_reduction: bool = True
-    # Go on without the coalescing analysis where it fails.
+    # Tile without the coalescing analysis if it fails.
     retry_analysis: bool = True
     # Kernel name and choice.
     pins: tuple[tuple[str, str], ...] = ()
-    # Instead of what is known about the device.
+    # Replaces the table of the device.
     reduction_table: Table | None = None
 
     @property
@@ -47,8 +47,7 @@ class TilingPolicy:
 
     @functools.cached_property
     def identity(self) -> str:
-        """What of the policy goes into a cache key: the switches, tables, and the text of every file that decides."""
-        # Measured tables decide as well.
+        """Return a digest for cache keys: the switches, the tables and the text of every file of this folder."""
         measured = tables.entries() if self.choose_reduction and self.reduction_table is None else {}
         deciding = {"policy": dataclasses.asdict(self), "measured": measured}
         digest = hashlib.sha256(json.dumps(deciding, sort_keys=True).encode())
@@ -63,7 +62,7 @@ OFF = TilingPolicy(
 
 
 def policy_of(config: CompilationConfig) -> TilingPolicy:
-    """The policy that a backend's configuration asks for."""
+    """Return the policy that a backend's configuration selects."""
     switches = config.pass_config
     if not switches.enable_tiling_policy:
         return dataclasses.replace(OFF, pins=config.tiling_pins())
@@ -79,42 +78,42 @@ def policy_of(config: CompilationConfig) -> TilingPolicy:
 
 @dataclass
 class KernelTiling:
-    """What was decided for one kernel."""
+    """The decision for one kernel."""
 
     # Dims of the grid, outermost first, with their sizes.
     dims: dict[str, str]
     choice: str
     reason: str
-    # Cost of every tiling that was compared, in picoseconds an element; empty where nothing was compared.
+    # Cost of every compared tiling, in picoseconds per element; empty if none was compared.
     costs: dict[str, float] = field(default_factory=dict)
-    # What became of 64-bit index arithmetic; None where the kernel has none.
+    # The result of narrowing 64-bit index arithmetic; None if the kernel has none.
     sizes: str | None = None
-    # Multiples that were proven for it, as `numerator / denominator`.
+    # Proven multiples, as `numerator / denominator`.
     proofs: list[str] = field(default_factory=list)
-    # How its rows are reduced; None where it reduces nothing, or that is not chosen here.
+    # The form of its reduction; None without a reduction or if the policy does not choose it.
     reduction: Choice | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
 
-# What is remembered of a process that compiles all day.
+# A bound for processes that compile all day.
 MOST_DECISIONS = 4096
 
 
 class Decisions:
-    """What the policy decided while it was active, for one graph or for a process."""
+    """The decisions of an active policy, for one graph or for a process."""
 
     def __init__(self) -> None:
         self._made: deque[KernelTiling] = deque(maxlen=MOST_DECISIONS)
-        # By the kernel's nodes, whose names are those of the graph that is compiled now.
+        # Keyed by the kernel's nodes; their names are unique only within the graph being compiled.
         self._latest: dict[frozenset[str], KernelTiling] = {}
         self._proofs: deque[str] = deque(maxlen=MOST_DECISIONS)
-        # What was proven since the last kernel was begun.
+        # Proofs since the last kernel was begun.
         self._recent: dict[str, None] = {}
-        # Rows that were cut otherwise than Inductor would, by the rows and elements of the kernels that do it.
+        # Cuts that differ from Inductor's, keyed by the rows and elements of the resulting kernels.
         self._cut: dict[tuple[int, int], Choice] = {}
-        # Errors of Inductor's analysis that were survived.
+        # Errors of Inductor's analysis after which the kernel was tiled without it.
         self.retries: deque[str] = deque(maxlen=MOST_DECISIONS)
 
     def decide(self, nodes: Iterable[str], tiling: KernelTiling) -> None:
@@ -122,18 +121,18 @@ class Decisions:
         self._latest[frozenset(nodes)] = tiling
 
     def cut(self, choice: Choice) -> None:
-        """Rows are cut, or left whole: the kernels that follow from it are yet to come."""
+        """Record how rows are cut, for the kernels that code generation makes of them later."""
         assert choice.rows is not None
         assert choice.elements is not None
         self._cut[choice.rows * choice.parts, math.ceil(choice.elements / choice.parts)] = choice
 
     def cut_into(self, rows: int, elements: int) -> Choice | None:
-        """The choice that a kernel with so many rows of so many elements follows from."""
+        """Return the recorded cut that led to a kernel of `rows` rows of `elements` elements, or None."""
         return self._cut.get((rows, elements))
 
     @property
     def latest(self) -> KernelTiling | None:
-        """The kernel whose code is generated now."""
+        """Return the decision for the kernel whose code is being generated."""
         return self._made[-1] if self._made else None
 
     def prove(self, proof: str) -> None:
@@ -141,11 +140,11 @@ class Decisions:
         self._proofs.append(proof)
 
     def begin(self) -> None:
-        """The code of a kernel is about to be generated."""
+        """Start the code of a kernel: later proofs belong to it."""
         self._recent.clear()
 
     def finish(self, nodes: Iterable[str]) -> None:
-        """It was; what was proven meanwhile was proven for it."""
+        """End the code of a kernel: add the proofs since `begin` to its decision."""
         kernel = self.of(nodes)
         if kernel is not None:
             kernel.proofs = list(self._recent)
@@ -157,12 +156,12 @@ class Decisions:
         return list(self._made)
 
     def proofs(self) -> list[str]:
-        """Everything that was proven a multiple, each once."""
+        """Return all proofs, without repetitions."""
         return list(dict.fromkeys(self._proofs))
 
 
 def printed(tiling: Mapping[str, Any]) -> dict[str, str]:
-    """Dims and sizes for people: a reduction of size 1 is none."""
+    """Format dims and sizes for the report, without reductions of size 1."""
     return {
         name.rstrip("_"): str(size) for name, size in tiling.items() if not (name.startswith("r") and str(size) == "1")
     }

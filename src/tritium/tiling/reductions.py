@@ -203,7 +203,7 @@ TIE = 0.01
 
 
 def table_of(timings: Sequence[Timing], torch: str) -> dict[str, Any]:
-    """The entry of a device, by what was measured there; nothing is in it that was not.
+    """Build the table entry of a device from its timings alone.
 
     >>> table_of([Timing(4096, 1536, 2, {"looped": 1.0, "persistent": 0.9}), Timing(4096, 2048, 2, {"looped": 1.0})], "2.11")
     {'torch': '2.11', 'persistent_up_to': [{'reads': 2, 'elements': 1536}]}
