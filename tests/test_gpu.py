@@ -8,7 +8,10 @@ import torch
 import tritium
 from fidelity import assert_no_worse
 from small_models import Block, Stack, block_inputs, flux, flux_inputs
+from tritium import tuned
 from tritium.bench import quality
+from tritium.compiler import tune
+from tritium.tuned import Key
 
 pytestmark = pytest.mark.gpu
 
@@ -49,6 +52,27 @@ def test_flux_with_and_without_owned_kernels(dtype, provider):
         assert owned == {"tritium.linear_gelu.default", "tritium.cat_linear.default"}
     else:
         assert owned >= OWNED
+
+
+def test_tuning_measures_device_and_host(tmp_path, monkeypatch):
+    """A row of this GPU, and a compilation that decides by it."""
+    monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path)
+    key = Key.of("linear_gelu", {"tokens": 4096, "k": 512, "n": 2048}, torch.bfloat16)
+    path = tmp_path / tuned.file_name(torch.cuda.get_device_name())
+    (row,) = tune.measure_keys([key], "cuda", path, lambda *what: None, seconds=0.3)
+    assert row.block_ms.keys() == row.alone_us.keys() == row.issue_us.keys() == {"inductor", "aten"}
+    assert all(time > 0 for times in (row.block_ms, row.alone_us, row.issue_us) for time in times.values())
+    linear = torch.nn.Linear(512, 2048).to("cuda", torch.bfloat16)
+
+    def function(x):
+        return torch.nn.functional.gelu(linear(x), approximate="tanh")
+
+    with torch.inference_mode():
+        compiled = torch.compile(function, backend=tritium.Backend(), fullgraph=True)
+        x = torch.randn(1, 4096, 512, device="cuda", dtype=torch.bfloat16)
+        torch.testing.assert_close(compiled(x), function(x), rtol=2e-2, atol=2e-2)
+    reason = next(iter(tritium.explain(compiled).sites["linear_gelu"].reasons))
+    assert reason.endswith("measured), on this machine")
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune-no-cudagraphs"])

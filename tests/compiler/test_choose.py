@@ -13,6 +13,7 @@ from tritium.compiler import choose, tune
 from tritium.compiler.fuse import fuse
 from tritium.ops import linear_gelu, rms_norm, rope
 from tritium.passes import PassContext
+from tritium.report import GraphRecord
 from tritium.tuned import Key, Machine, Verdict
 
 
@@ -212,6 +213,43 @@ def test_a_verdict_of_a_busy_cpu_is_not_kept(tmp_path, monkeypatch):
     (row,) = tune.measure_keys([key], "cpu", tmp_path / "t.json", lambda *what: None)
     assert row.remarks == {tune.DISTURBED: "1.5 cores were taken by others"}
     assert not (tmp_path / "t.json").exists()
+
+
+def test_the_host_is_timed_by_calls_in_a_row(monkeypatch):
+    """No call waits for the one before: the device is waited for between bursts alone, and the runs take turns."""
+    events = []
+    monkeypatch.setattr(tune.device, "synchronize", lambda device_type: events.append("wait"))
+    names = ("inductor", "triton")
+    found = tune._issue_us({name: functools.partial(events.append, name) for name in names}, "cuda")
+    assert found.keys() == set(names)
+    bursts = " ".join(events).split("wait")
+    assert len(bursts) - 2 == len(names) * tune.ISSUE_ROUNDS
+    for burst in bursts[1:-1]:
+        assert burst.split() in [[name] * tune.ISSUED_CALLS for name in names]
+    assert bursts[1].split() == bursts[4].split() != bursts[2].split()
+
+
+@pytest.mark.parametrize(
+    ("form", "elements", "looped"),
+    [
+        ("looped", 3072, {"size": "width", "reads": 5}),
+        ("persistent", 3072, {}),
+        # A row that Inductor always holds, and one whose length is no size of the shape.
+        ("looped", 768, {}),
+        ("looped", 5120, {}),
+    ],
+)
+def test_a_row_names_the_size_that_inductor_looped_over(form, elements, looped):
+    width = elements if elements < 5000 else 128
+    key = Key("residual_norm_modulate", f"tokens=4096 width={width} norm=layer", "bfloat16")
+    reduction = {"form": form, "elements": elements, "reads": 5}
+    kernels = [
+        {"name": "a"},
+        {"name": "b", "tiling": {"reduction": None}},
+        {"name": "c", "tiling": {"reduction": reduction}},
+    ]
+    record = GraphRecord("0/0", "block", "inductor", "cuda", kernels=kernels)
+    assert tune._looped(key, [record]) == looped
 
 
 @pytest.mark.codegen

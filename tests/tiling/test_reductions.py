@@ -376,11 +376,38 @@ class TestTables:
         tables.write(tables.own_file(), "g", {"torch": compat.version_text(), "whole_up_to": 1})
         assert tables.table_for("g").whole_up_to == 1
 
-    @pytest.mark.parametrize("text", ["", "{", "[]", '{"g": 1}', '{"g": {"no": 1}}'])
-    def test_a_broken_file_is_no_table(self, text, own_tables):
-        tables.shipped_file().write_text(text)
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "",
+            "{",
+            "[]",
+            "[" * 200_000,
+            '{"g": 1}',
+            '{"g": null}',
+            '{"g": {"no": 1}}',
+            '{"g": {"whole_up_to": "x"}}',
+            '{"g": {"torch": 2}}',
+            '{"g": {"persistent_up_to": 3}}',
+            '{"g": {"persistent_up_to": [3]}}',
+            '{"g": {"persistent_up_to": [{"reads": 3, "elements": null}]}}',
+        ],
+        ids=str.__len__,
+    )
+    def test_a_damaged_file_is_ignored_with_one_warning(self, text, own_tables):
+        tables.own_file().write_text(text)
         tables.forget()
-        assert tables.table_for("g") == DEFAULT
+        with pytest.warns(RuntimeWarning) as told:
+            assert tables.table_for("g") == DEFAULT
+            assert tables.table_for("g").limit(3) is None
+        (warning,) = told
+        assert str(tables.own_file()) in str(warning.message)
+
+    def test_a_damaged_entry_leaves_the_others(self, own_tables):
+        tables.own_file().write_text(json.dumps({"g": ENTRY, "h": None}))
+        tables.forget()
+        with pytest.warns(RuntimeWarning, match="the entry of 'h'"):
+            assert tables.table_for("g").limit(3) == 8192
 
     def test_tables_are_in_the_cache_key(self, own_tables):
         base = TilingPolicy()

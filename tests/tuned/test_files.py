@@ -100,16 +100,19 @@ class TestFiles:
     @pytest.mark.parametrize("text", DAMAGED, ids=DAMAGED.values())
     def test_a_damaged_file_is_ignored_with_one_warning(self, text, tmp_path, monkeypatch):
         monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path)
-        path = tmp_path / tuned.file_name("g")
+        monkeypatch.setattr(tuned, "SHIPPED", tmp_path / "nothing")
+        path = tmp_path / tuned.file_name(GPU.name)
         path.write_text(text)
         with pytest.warns(RuntimeWarning) as told:
-            assert tuned.known("g") == []
-            assert tuned.known("g") == []
-        (warning,) = told
+            assert tuned.known(GPU.name) == []
+            assert tuned.known(GPU.name) == []
+            # What a compilation reads.
+            assert tuned.decide(GPU, KEY, ["aten"], lambda elements, reads: True).provider == "inductor"
+        (warning,) = [one for one in told if "damaged" in str(one.message)]
         assert str(path) in str(warning.message)
         assert "\n" not in str(warning.message)
         tuned.write(path, GPU, [verdict()])
-        assert tuned.known("g") == [verdict()]
+        assert tuned.known(GPU.name) == [verdict()]
 
     def test_a_damaged_row_leaves_the_others(self, tmp_path, monkeypatch):
         monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path)
@@ -117,6 +120,32 @@ class TestFiles:
         path.write_text(json.dumps({"rows": [None, verdict().to_dict(), {**verdict().to_dict(), "block_ms": 3}]}))
         with pytest.warns(RuntimeWarning, match="row 1: None is not an object, and 1 more"):
             assert tuned.known("g") == [verdict()]
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"block_ms": {"inductor": 1e12, "aten": 1e-300}, "alone_us": {"inductor": 1e-300, "aten": 1e12}},
+            {"block_ms": {"inductor": 1e-300, "aten": 1e12}, "issue_us": {"inductor": 1e12, "aten": 1e-300}},
+            {"shape": "tokens=4096 k=4096 n=0"},
+            {"shape": "tokens=999999999999999 k=4096 n=16384"},
+            {"shape": "tokens=4096 k=4096+4096 n=16384"},
+            {"shape": "tokens=x k= n"},
+            {"looped": {"size": "k", "reads": -1}},
+            {"launches": {"aten": {"owned": 10**15}}},
+        ],
+        ids=str,
+    )
+    def test_odd_rows_that_are_well_formed_decide_without_an_error(self, change, tmp_path, monkeypatch):
+        monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path)
+        path = tmp_path / tuned.file_name(GPU.name)
+        path.write_text(json.dumps({"rows": [{**verdict().to_dict(), **change}]}))
+        tuned.forget()
+        assert tuned.known(GPU.name)
+        for tokens in (1024, 4096):
+            for key in (Key.of(KEY.op, {**KEY.sizes(), "tokens": tokens}, KEY.dtype), tuned.known(GPU.name)[0].key):
+                decision = tuned.decide(GPU, key, ["aten"], lambda elements, reads: True)
+                assert decision.provider in ("inductor", "aten")
+                assert decision.why
 
     def test_fields_of_another_version_are_left_out(self, tmp_path):
         path = tmp_path / "t.json"

@@ -80,9 +80,22 @@ class Table:
         return min(fitting, key=lambda limit: limit.reads).elements if fitting else None
 
     @classmethod
-    def from_dict(cls, entry: Mapping[str, Any]) -> Table:
+    def from_dict(cls, entry: Any) -> Table:
+        """Return the table of a file's entry; raise TypeError if it has other fields or types."""
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("persistent_up_to", []), (list, tuple)):
+            raise TypeError("an entry is an object, and its limits are a list")
         limits = tuple(Limit(**limit) for limit in entry.get("persistent_up_to", ()))
-        return cls(**{**entry, "persistent_up_to": limits})
+        table = cls(**{**entry, "persistent_up_to": limits})
+        numbers = [number for limit in limits for number in (limit.reads, limit.elements)]
+        numbers += [
+            table.whole_up_to,
+            table.cooperative_up_to_rows,
+            table.cooperative_from,
+            table.split_below_rows or 0,
+        ]
+        if not all(type(number) is int for number in numbers) or not isinstance(table.torch, str):
+            raise TypeError("limits are integers, and torch is a string")
+        return table
 
 
 DEFAULT = Table()

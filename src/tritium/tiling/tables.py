@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,31 @@ def own_file() -> Path:
 
 
 def read(path: Path) -> Entries:
-    """The entries by device; none where there is no such file or it cannot be read."""
+    """Return the entries of a file by device; a damaged file or entry is left out."""
+    return _load(path)[0]
+
+
+def _load(path: Path) -> tuple[Entries, str | None]:
+    """Return the entries that can be read, and the damage of the file, or None."""
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-        return {device: entry for device, entry in entries.items() if Table.from_dict(entry)}
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {}
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}, None
+    # Deep nesting exhausts the parser's stack.
+    except (OSError, ValueError, RecursionError) as error:
+        return {}, f"it cannot be read ({type(error).__name__})"
+    if not isinstance(found, dict):
+        return {}, "it is not an object"
+    good: Entries = {}
+    damage = None
+    for device, entry in found.items():
+        try:
+            Table.from_dict(entry)
+        except (TypeError, ValueError):
+            damage = f"the entry of {device[:80]!r} is not one of reductions"
+        else:
+            good[device] = entry
+    return good, damage
 
 
 def write(path: Path, device: str, entry: Mapping[str, Any]) -> None:
@@ -44,10 +64,17 @@ def write(path: Path, device: str, entry: Mapping[str, Any]) -> None:
 
 @functools.cache
 def entries() -> Entries:
-    """Every device's entry that holds here."""
+    """Return every device's entry that holds here; a damaged file of this machine's own is told with a warning."""
+    found, damage = _load(own_file())
+    if damage is not None:
+        warnings.warn(
+            f"tritium: the table {own_file()} is damaged and what is damaged is ignored: {damage}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     own = {
         device: entry
-        for device, entry in read(own_file()).items()
+        for device, entry in found.items()
         # Another torch generates other code: what was measured of it is no longer known.
         if entry.get("torch") == compat.version_text()
     }
