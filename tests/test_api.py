@@ -346,7 +346,7 @@ class TestParts:
         with tritium.optimize(pipe, PLAN) as handle:
             small_pipelines.draw(pipe)
             rows = {component.name: component for component in handle.components}
-        assert rows["text_encoder"].what.startswith("left alone (runs once a picture")
+        assert rows["text_encoder"].what.startswith("left alone (runs once an image")
         assert rows["transformer"].what.startswith("compiled: 2 FluxTransformerBlock, 2 FluxSingleTransformerBlock")
         assert rows["transformer"].calls == 2
         assert rows["transformer"].first_call_seconds > 0

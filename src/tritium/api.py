@@ -21,7 +21,7 @@ from tritium.compiler import artifacts as compiled_files
 from tritium.compiler import collector
 from tritium.compiler.explain import explain
 from tritium.errors import ArtifactError, ConfigError, PipelineError, ReportError, nearest
-from tritium.pipelines import claims, hooks, parts, recipe, trial
+from tritium.pipelines import account, claims, hooks, parts, recipe, trial
 from tritium.pipelines.captures import Captures
 from tritium.pipelines.installed import Installed
 from tritium.pipelines.plan import Choice, Plan, choice_of
@@ -83,6 +83,8 @@ class Handle:
             if plan.measure and plan.choice(part.name) is None and part.targets and part.name not in shared
         }
         compiled = [part for part in found if part.name in to_measure or chosen[part.name].how != "eager"]
+        for part in found:
+            parts.check_choice(part, chosen[part.name])
         for part in compiled:
             if part.name not in shared or shared[part.name].choice == claims.PASSIVE:
                 hooks.check(part)
@@ -184,6 +186,7 @@ class Handle:
             raise ConfigError(f"use takes a mapping from a part's name to a Choice, got {choices!r}")
         checked = [(self.part(name), choice_of(name, choice)) for name, choice in choices.items()]
         for installed, choice in checked:
+            parts.check_choice(installed.part, choice)
             reason = installed.refusal(installed.part, choice, self.plan, self)
             if reason is not None:
                 raise PipelineError(reason)
@@ -228,7 +231,7 @@ class Handle:
                 calls=installed.entry.times.calls,
                 share=ms * installed.entry.times.calls / total if ms is not None and total else None,
                 first_call_seconds=sum(installed.entry.times.compiling),
-                what=_what(installed, self.pipe),
+                what=account.of(installed, self.pipe, self),
             )
             for installed, ms in rows
         ]
@@ -243,27 +246,6 @@ class Handle:
     def save(self, path: str | Path) -> compiled_files.ArtifactSummary:
         """Keep what was compiled as one file, for `optimize(..., artifacts=path)` in another process."""
         return compiled_files.save(Path(path), recipe.fingerprint_of(self.pipe))
-
-
-def _what(installed: Installed, pipe: Any) -> str:
-    """What was done to a part, in words."""
-    part, choice = installed.part, installed.choice
-    component = pipe.components.get(part.name.partition(".")[0])
-    if not isinstance(component, nn.Module):
-        return "the pipeline has no module there any more"
-    if all(module is not part.entry for module in component.modules()):
-        stale = "; the figures are of the one before" if installed.entry.times.calls else ""
-        return f"the pipeline has another module there now, which runs as it is{stale}"
-    done = {
-        "eager": "left alone",
-        "inductor": f"torch.compile: {part.what}",
-        "tritium": f"compiled: {part.what}",
-    }[choice.how]
-    if choice.how != "eager" and not installed.entry.times.calls:
-        done = f"not called yet; to be {done}" if choice.how == "tritium" else f"not called yet; {done}"
-    layout = "; weights channels-last" if choice.channels_last else ""
-    notes = "; ".join([installed.why] * bool(installed.why) + installed.notes)
-    return done + layout + (f" ({notes})" if notes else "")
 
 
 @dataclass(frozen=True)

@@ -151,6 +151,12 @@ def guard_failures(code: CodeType) -> list[str]:
     return list(_utils().guard_failures.get(code, ()))
 
 
+def compiled_versions(code: CodeType) -> int:
+    """How many compiled versions Dynamo keeps of some code, by any backend."""
+    internals: Any = importlib.import_module("torch._C._dynamo.eval_frame")
+    return len(internals._debug_get_cache_entry_list(code))
+
+
 def with_code_of_its_own(function: FunctionType) -> FunctionType:
     """The same function to Python, one it has not met to Dynamo: what it knows, and how often it compiles, goes by code."""
     made = FunctionType(

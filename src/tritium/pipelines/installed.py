@@ -57,6 +57,8 @@ class Installed:
         # The strides that parameters had before their layout was changed.
         self._strides: dict[nn.Parameter, tuple[int, ...]] = {}
         self._removed = False
+        # What is in the slots now, by module.
+        self._placed: dict[nn.Module, Any] = {}
         self._configure(part, plan, progress)
 
     def _configure(self, part: Part, plan: Plan, progress: Progress) -> None:
@@ -64,7 +66,7 @@ class Installed:
         self.part, self.plan = part, plan
         for module in (part.entry, *(target.module for target in part.targets)):
             call = module.__dict__.get(_SLOT)
-            if _SLOT in module.__dict__ and call is not self.entry:
+            if _SLOT in module.__dict__ and module not in self._placed:
                 self._before.setdefault(module, call)
         # One backend a layout: torch 2.11 does not look at the strides of weights again, and would run what it compiled
         # for the other layout.
@@ -186,10 +188,10 @@ class Installed:
             if target.module is self.part.entry:
                 self._inner = call or self.entry.before or target.module._call_impl
             elif call is not None:
-                _put(target.module, call)
+                self._put(target.module, call)
             else:
                 self._put_back(target.module)
-        _put(self.part.entry, self.entry)
+        self._put(self.part.entry, self.entry)
         self._lay_out(channels_last=choice.channels_last)
 
     def remove(self) -> None:
@@ -199,11 +201,25 @@ class Installed:
         self._put_back(self.part.entry)
         self._lay_out(channels_last=False)
 
+    def _put(self, module: nn.Module, call: Callable[..., Any] | None) -> None:
+        if module not in self.replaced:
+            # Past nn.Module.__setattr__, which would look for parameters first; switching happens between timed calls.
+            module.__dict__[_SLOT] = call
+            self._placed[module] = call
+
     def _put_back(self, module: nn.Module) -> None:
+        if module in self.replaced or module not in self._placed:
+            return
+        del self._placed[module]
         if module in self._before:
-            _put(module, self._before[module])
+            module.__dict__[_SLOT] = self._before[module]
         else:
             module.__dict__.pop(_SLOT, None)
+
+    @property
+    def replaced(self) -> list[nn.Module]:
+        """Modules whose call was replaced since, as by `module.compile()`: what is there stays there."""
+        return [module for module, call in self._placed.items() if module.__dict__.get(_SLOT) is not call]
 
     def _call(self, choice: Choice, module: nn.Module) -> Callable[..., Any] | None:
         if choice.how == "eager":
@@ -262,8 +278,3 @@ class Installed:
             yield
         finally:
             self.use(before)
-
-
-def _put(module: nn.Module, call: Callable[..., Any] | None) -> None:
-    # Past nn.Module.__setattr__, which would look for parameters first; switching happens between timed calls.
-    module.__dict__[_SLOT] = call

@@ -22,6 +22,9 @@ from tritium.pipelines.plan import Choice, Plan
 # Names that pipelines of diffusers give to what runs at every step.
 DENOISERS = ("transformer", "transformer_2", "unet")
 
+# Components whose names start so run at every step, too, and hand their results to the denoiser.
+CONTROLNET = "controlnet"
+
 # The share of a model's parameters that repeated blocks must hold to be taken for them.
 _BLOCKS_HOLD = 0.5
 
@@ -75,19 +78,28 @@ def find(pipe: Any, plan: Plan) -> list[Part]:
 
 
 def _parts_of(name: str, module: nn.Module, plan: Plan) -> Iterator[Part]:
-    if name in DENOISERS and _cannot_be_taken_apart(module) and name not in plan.blocks and _is_left_alone(name, plan):
+    blocks = plan.blocks.get(name)
+    if name in DENOISERS and _cannot_be_taken_apart(module) and blocks is None and _is_left_alone(name, plan):
         yield Part(name, module, (), "", Choice(how="eager"), "its repeated blocks cannot be found")
     elif name in DENOISERS:
-        yield denoiser(name, module, plan.blocks.get(name))
+        yield denoiser(name, module, blocks)
+    elif name.startswith(CONTROLNET):
+        nets = getattr(module, "nets", None)
+        several = {f"{name}.{place}": net for place, net in enumerate(nets)} if isinstance(nets, nn.ModuleList) else {}
+        for path, net in (several or {name: module}).items():
+            yield denoiser(path, net, blocks, as_a_whole=True)
     elif name == "vae":
         yield from _codec(name, module)
-    elif name.startswith(("text_encoder", "image_encoder")):
-        blocks = _repeated(module)
-        targets = _targets(module, blocks) if blocks else ()
-        left = "runs once a picture: compiling it takes longer than it saves; Plan(measure=True) finds out"
-        yield Part(name, module, targets, _in_words(targets), Choice(how="eager"), left)
     else:
-        yield Part(name, module, (), "", Choice(how="eager"), "not part of the denoising loop or the VAE")
+        encodes = name.startswith(("text_encoder", "image_encoder"))
+        if blocks is not None:
+            _check_blocks(name, module, blocks)
+        elif encodes:
+            blocks = _repeated(module)
+        targets = _targets(module, blocks) if blocks else ()
+        once = "runs once an image: compiling it takes longer than it saves; Plan(measure=True) finds out"
+        left = once if encodes else "not part of the denoising loop or the VAE"
+        yield Part(name, module, targets, _in_words(targets), Choice(how="eager"), left)
 
 
 def _cannot_be_taken_apart(module: nn.Module) -> bool:
@@ -99,8 +111,11 @@ def _is_left_alone(name: str, plan: Plan) -> bool:
     return choice is not None and choice.how == "eager"
 
 
-def denoiser(name: str, module: nn.Module, blocks: Sequence[str] | None = None) -> Part:
-    """The part a denoiser is: by what is known of its family, or by looking at it."""
+def denoiser(name: str, module: nn.Module, blocks: Sequence[str] | None = None, *, as_a_whole: bool = False) -> Part:
+    """Return the part of a denoiser or a ControlNet, by its family or by its repeated blocks.
+
+    Without either it is compiled as a whole, or a `PipelineError` says how to name its blocks.
+    """
     class_name = type(module).__name__
     if is_wrapped(module):
         # Its blocks are inside of what torch.compile made: it is left alone as a whole, or refused.
@@ -113,18 +128,34 @@ def denoiser(name: str, module: nn.Module, blocks: Sequence[str] | None = None) 
         blocks, left = family.blocks, family.left
     if blocks is None:
         blocks = _repeated(module)
+        if not blocks and as_a_whole:
+            return Part(name, module, (Target("", module),), f"{class_name} as a whole", Choice())
         if not blocks:
             raise PipelineError(
                 f"the repeated blocks of {name!r} ({class_name}) cannot be found: no list of equal modules holds half of its "
                 f"parameters; name their classes, as in Plan(blocks={{{name!r}: ('Block',)}}), or leave it alone with "
                 f"Plan(components={{{name!r}: 'eager'}})"
             )
-    absent = [block for block in blocks if all(type(inner).__name__ != block for inner in module.modules())]
-    if len(absent) == len(blocks):
-        classes = {type(inner).__name__ for inner in module.modules()}
-        raise PipelineError(f"{name!r} has no block of class {absent[0]!r}; {nearest(absent[0], classes)}")
+    _check_blocks(name, module, blocks)
     targets = _targets(module, blocks, left)
     return Part(name, module, targets, _in_words(targets), Choice())
+
+
+def _check_blocks(name: str, module: nn.Module, blocks: Sequence[str]) -> None:
+    """Raise a `PipelineError` if a module has no block of any of some classes."""
+    classes = {type(inner).__name__ for inner in module.modules()}
+    if not classes.intersection(blocks):
+        raise PipelineError(f"{name!r} has no block of class {blocks[0]!r}; {nearest(blocks[0], classes)}")
+
+
+def check_choice(part: Part, choice: Choice) -> None:
+    """Raise a `PipelineError` for a part that is to be compiled and has nothing to compile."""
+    if choice.how != "eager" and not part.targets:
+        name = part.name.partition(".")[0]
+        raise PipelineError(
+            f"{part.name} cannot be compiled: its repeated blocks cannot be found; name their classes with "
+            f"Plan(blocks={{{name!r}: ('Block',)}}), or leave it alone with Plan(components={{{part.name!r}: 'eager'}})"
+        )
 
 
 def _codec(name: str, module: nn.Module) -> Iterator[Part]:

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -34,7 +35,12 @@ class Progress:
             return
         live = _LiveLine() if self._on_terminal and self._outer is None else None
 
+        thread = threading.get_ident()
+
         def observe(function: str, seconds: float | None) -> None:
+            if threading.get_ident() != thread:
+                # Another part's, in a call of another thread.
+                return
             if seconds is None:
                 self._graphs += 1
                 if live is not None:
@@ -46,7 +52,9 @@ class Progress:
                 live.hide()
             elif self._outer is not None:
                 self._outer.detail("")
-            say(f"{part}: compiled {function} in {seconds:.1f} s")
+            newest = next((record for record in reversed(LEDGER.records()) if record.function == function), None)
+            failed = newest is not None and newest.lowering_failed
+            say(f"{part}: {'could not compile' if failed else 'compiled'} {function} in {seconds:.1f} s")
 
         with LEDGER.observed(observe):
             try:

@@ -46,8 +46,6 @@ class Ledger:
 
     def add(self, record: GraphRecord) -> None:
         """A graph was compiled."""
-        for observer in self._observers:
-            observer(record.function, record.seconds)
         with self._lock:
             # A restarted analysis compiles the same graph again: the later record is the true one.
             self._records = [
@@ -56,6 +54,8 @@ class Ledger:
             if sum(kept.drawing is not None for kept in self._records) >= MOST_DRAWINGS:
                 record.drawing = None
             self._records.append(record)
+        for observer in list(self._observers):
+            observer(record.function, record.seconds)
 
     def limit_reached(self, limit: compat.LimitReached) -> None:
         with self._lock:

@@ -266,6 +266,11 @@ class GraphRecord:
         return any(owner() is thing for owner in self.owners)
 
     @property
+    def lowering_failed(self) -> bool:
+        """Whether the graph runs eagerly because nothing could be generated for it."""
+        return self.engine == "eager" and any(failure.part.startswith("lowering") for failure in self.failures)
+
+    @property
     def label(self) -> str:
         return f"{self.function}-{self.graph}"
 
