@@ -20,24 +20,24 @@ from tritium import device, turns
 # Fewer samples than this make no quartiles worth printing.
 MINIMUM_ROUNDS = 5
 
-# Runs a function some times and says how many milliseconds each run took.
+# Runs a function several times and returns the milliseconds of each run.
 Stopwatch = Callable[[Callable[[], Any], int], list[float]]
 
 
 @dataclass(frozen=True)
 class Timing:
-    """What many runs of one function took, in milliseconds."""
+    """The times of many runs of one function, in milliseconds."""
 
     median_ms: float
     lower_quartile_ms: float
     upper_quartile_ms: float
     samples: int
-    # The mean of the middle half. What runs at one of two clocks takes one of two times, and a median jumps between these.
+    # The mean of the middle half: a median jumps if the device switches between two clocks.
     middle_ms: float
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Timing:
-        """Median and quartiles of samples, and the mean between these.
+        """Return median and quartiles of samples, and the mean between the quartiles.
 
         >>> Timing.of([4.0, 1.0, 3.0, 2.0, 6.0])
         Timing(median_ms=3.0, lower_quartile_ms=2.0, upper_quartile_ms=4.0, samples=5, middle_ms=3.0)
@@ -64,18 +64,18 @@ def interleave(
     prepare: Callable[[str], None] | None = None,
     on_round: Callable[[float], None] | None = None,
 ) -> dict[str, Timing]:
-    """Time variants in turns.
+    """Time variants, interleaved.
 
     Args:
         variants: What to time, by name. Every function must do the same work on every call.
         device_type: `cuda` is timed with device events, everything else with the host's clock.
-        seconds: Go on for this long, and then until every variant has had every place in the order equally often.
+        seconds: Continue for this long, and then until every variant has had every place in the order equally often.
         rounds: Instead of seconds, exactly this many rounds.
         warmup: Untimed calls of each variant before the first round.
         burst: Calls in a row that one turn consists of; each is a sample.
         stopwatch: Another way to time a turn than the device's own.
-        prepare: Told whose turn is next, before it is timed; for variants that share something which must be switched.
-        on_round: Told after each round which share of the work is done.
+        prepare: Called with the name of the next variant before it is timed, for variants that share state.
+        on_round: Called after each round with the share of the work that is done.
     """
     if not variants:
         raise ValueError("nothing to time: variants is empty")
@@ -111,7 +111,7 @@ def _interleave(
         for name in order_of_round(names, done):
             if prepare is not None:
                 prepare(name)
-                # What preparing left in the queue of the device is not this variant's.
+                # Work that `prepare` queued on the device does not count for this variant.
                 device.synchronize(device_type)
             samples[name] += stopwatch(variants[name], burst)
         done += 1
@@ -121,7 +121,7 @@ def _interleave(
 
 
 def order_of_round(names: Sequence[str], done: int) -> list[str]:
-    """The order of one round. Over `cycle(len(names))` rounds each variant comes right after each other one equally often.
+    """Return the order of one round. Over `cycle(len(names))` rounds each variant follows each other one equally often.
 
     Rotating alone would not do: a variant that always follows the lightest one always finds a cool device. The orders
     are those of a Williams design.
@@ -137,7 +137,7 @@ def order_of_round(names: Sequence[str], done: int) -> list[str]:
 
 
 def cycle(variants: int) -> int:
-    """The rounds after which the orders repeat.
+    """Return the number of rounds after which the orders repeat.
 
     >>> [cycle(variants) for variants in (1, 2, 3, 4)]
     [1, 2, 6, 4]
@@ -177,13 +177,13 @@ def _device_events(run: Callable[[], Any], calls: int) -> list[float]:
         start.record()
         run()
         end.record()
-    # One wait for the whole turn: waiting after each call would let the queue run dry and time the host as well.
+    # Synchronize once a turn: after each call it would empty the queue and time the host as well.
     torch.cuda.synchronize()
     return [float(start.elapsed_time(end)) for start, end in pairs]
 
 
 def first_call(run: Callable[[], Any], device_type: str) -> float:
-    """Seconds of one call until the device is done: the first of a compiled function is mostly compilation."""
+    """Return the seconds of one call until the device is done: the first of a compiled function is mostly compilation."""
     device.synchronize(device_type)
     start = time.perf_counter()
     run()
@@ -192,9 +192,9 @@ def first_call(run: Callable[[], Any], device_type: str) -> float:
 
 
 def peak_memory(run: Callable[[], Any], device_type: str) -> int | None:
-    """Most bytes at once while a function runs, weights included; None where nobody counts them.
+    """Return the peak bytes while a function runs, weights included; None if the system does not count them.
 
-    On a GPU what torch has allocated there; on a CPU what is resident of the whole process, its libraries too.
+    On a GPU: bytes that torch has allocated. On a CPU: resident bytes of the whole process, libraries included.
     """
     if device_type != "cuda":
         if not device.forget_peak_memory():
@@ -210,20 +210,20 @@ def peak_memory(run: Callable[[], Any], device_type: str) -> int | None:
 
 @dataclass(frozen=True)
 class Roofs:
-    """What a device reaches at best: bytes a second by a large copy, operations a second by a large matrix product."""
+    """The limits of a device: bytes a second of a large copy, operations a second of a large matrix product."""
 
     bytes_per_s: float
     flops_per_s: float
     dtype: str
 
 
-# A copy that no cache holds, and a product whose arithmetic hides everything else, of about 30 ms on a small machine.
+# A copy larger than every cache, and a product that is bound by arithmetic; about 30 ms on a small machine.
 _COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
 _PRODUCT_SIZE = {"cuda": 8192, "cpu": 1024}
 
 
 def roofs(device_type: str, dtype: torch.dtype, runs: int = 5) -> Roofs:
-    """Measure both roofs here and now. The best run counts: they are limits."""
+    """Measure both roofs. The best run counts, because they are limits."""
     where = device_type if device_type in _COPIED_BYTES else "cpu"
     source = torch.ones(_COPIED_BYTES[where], dtype=torch.uint8, device=where)
     target, size = torch.empty_like(source), _PRODUCT_SIZE[where]
@@ -242,7 +242,7 @@ def roofs(device_type: str, dtype: torch.dtype, runs: int = 5) -> Roofs:
 
 @dataclass(frozen=True)
 class Load:
-    """How busy the cores were while something was timed, by us and by everybody else."""
+    """The load of the cores during a timing, by this process and by others."""
 
     own_cores: float
     foreign_cores: float
@@ -250,7 +250,7 @@ class Load:
 
     @property
     def disturbed(self) -> bool:
-        """Whether others were in our way.
+        """True if other processes disturbed the timing.
 
         Threads that wait for each other at the end of every parallel loop suffer most: one foreign thread on a
         machine of two cores was seen to make a model 30 times slower, evenly, so that quartiles do not show it.
@@ -259,13 +259,13 @@ class Load:
 
 
 class LoadMeter:
-    """Measures load from its making until it is read."""
+    """Measures load from its creation until it is read."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter(), time.process_time(), device.busy_cpu_seconds()
 
     def read(self) -> Load | None:
-        """The load so far; None where the machine does not tell."""
+        """Return the load so far; None if the system does not report it."""
         start, own_start, busy_start = self._start
         busy = device.busy_cpu_seconds()
         if busy is None or busy_start is None:
@@ -276,7 +276,7 @@ class LoadMeter:
 
 
 def relative_l2(actual: torch.Tensor, reference: torch.Tensor) -> float:
-    """Norm of the difference by the norm of the reference, both in float64.
+    """Return the norm of the difference divided by the norm of the reference, both in float64.
 
     >>> relative_l2(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0]))
     0.1

@@ -1,4 +1,4 @@
-"""Every candidate for attention on the shapes of known models, and what `attention_forward` chooses."""
+"""All candidates for attention on the shapes of known models, and the choice of `attention_forward`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tritium.layers.attention.request import Request
 
 @dataclass(frozen=True)
 class Shape:
-    """One attention: tokens of the query and of the key, heads and their width."""
+    """One attention: tokens of query and key, heads and their width."""
 
     name: str
     queries: int
@@ -50,14 +50,14 @@ def case(shape: Shape, device_type: str, dtype: torch.dtype, *, small: bool) -> 
     queries, keys = shape.queries // shrink, shape.keys // shrink
     heads = min(shape.heads, 2) if small else shape.heads
     draw = drawer(device_type, dtype)
-    # Tokens before heads, as projections give them.
+    # Tokens before heads, the layout that projections produce.
     q, k, v = (draw(1, tokens, heads, shape.width) for tokens in (queries, keys, keys))
     mask = torch.arange(keys, device=device_type).view(1, 1, 1, -1) < keys - keys // 8 if shape.mask else None
     first, second, third = (tensor.transpose(1, 2) for tensor in (q, k, v))
     scale = shape.width**-0.5
     request = Request.of(first, second, third, mask, shape.causal)
     names = [name for name in able(request) if device_type in candidates()[name].measured_on]
-    # PyTorch's own call as users have it; the others through the same door as what is chosen, so that choices are compared.
+    # PyTorch is called directly; the others run through `attention_forward`, so that only the choices differ.
     variants: dict[str, Callable[[], torch.Tensor]] = {
         "sdpa": functools.partial(candidates()["sdpa"].run, first, second, third, mask, scale, shape.causal)
     }

@@ -51,7 +51,7 @@ class Decoder:
         return Built(model, latents, size.note, small, install=self.install, dims=dims)
 
     def sizes(self, *, small: bool) -> list[tuple[int, ...]]:
-        """Twelve other shapes of the latents, as requests of changing sizes and aspect ratios give them."""
+        """List twelve other latent shapes, as from requests with changing sizes and aspect ratios."""
         *leading, height, width = (self.small if small else self.full).latents
         eighths = ((8, 6), (6, 8), (7, 5), (5, 7), (6, 6), (4, 8), (8, 4), (7, 7), (5, 5), (6, 4), (4, 6), (7, 8))
         return [(*leading, height * tall // 8, width * wide // 8) for tall, wide in eighths]
@@ -70,7 +70,7 @@ def _wan(config: Mapping[str, Any]) -> nn.Module:
 
 
 def _decoder_of(vae: Any, compile_: Compile) -> Callable[..., Any]:
-    """`vae.decode` with the decoder compiled: the loop over frames and its cache stay in Python, as users have it."""
+    """Return `vae.decode` with a compiled decoder; the loop over frames and its cache stay in Python, as in stock code."""
     shell = copy.copy(vae)
     shell._modules = {**vae._modules, "decoder": compile_(_with_code_of_its_own(vae.decoder))}
 
@@ -81,7 +81,7 @@ def _decoder_of(vae: Any, compile_: Compile) -> Callable[..., Any]:
 
 
 def _with_code_of_its_own(module: nn.Module) -> nn.Module:
-    """The same module, with a `forward` that Dynamo has not met.
+    """Copy a module with a `forward` that is new to Dynamo.
 
     What it finds out about one variant holds for all of that code: before torch 2.13 it gives Wan's decoder up under plain
     torch.compile, and would not try again for the others.
@@ -95,7 +95,7 @@ def _with_code_of_its_own(module: nn.Module) -> nn.Module:
 
 
 class Residual(nn.Module):
-    """Norm, activation, convolution, twice, and the way around them."""
+    """Twice norm, activation and convolution, with a residual connection."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Residual(nn.Module):
 
 
 class VideoDecoder(nn.Module):
-    """A plain decoder of videos: three residual blocks, and the picture doubled between them."""
+    """A plain video decoder: three residual blocks with upsampling by two between them."""
 
     def __init__(self, latent: int, channels: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Draw with a pipeline: load one by name, give it a job, keep pixels, latents and seconds."""
+"""Generate images: load a pipeline by name, run a job, keep pixels, latents and seconds."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from tritium.example.loading import load_pipeline
 
 EXAMPLE = "example"
 
-# What every latent size is a multiple of: a VAE's factor of 8 and patches of 2.
+# Image sizes are multiples of this: a VAE's factor of 8 and patches of 2.
 MULTIPLE = 16
 
-# What torch.Generator.manual_seed takes.
+# The range that torch.Generator.manual_seed accepts.
 SEEDS = range(-(2**63), 2**64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One call of a pipeline. Sizes and steps that are None are left to the pipeline."""
+    """One call of a pipeline. Sizes and steps of None mean the pipeline's defaults."""
 
     prompt: str
     width: int | None = None
     height: int | None = None
     steps: int | None = None
     seed: int = 0
-    # More arguments of the pipeline's call, as they are.
+    # Further arguments of the pipeline's call.
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -55,17 +55,17 @@ class Job:
 
 @dataclass(frozen=True)
 class Drawn:
-    """What a job gave."""
+    """The result of a job."""
 
     # [B, C, H, W] in 0..1; the frames of a video are a batch.
     pixels: Tensor
-    # After the last step, before decoding; None for a pipeline that does not show them.
+    # After the last step, before decoding; None for a pipeline that does not expose them.
     latents: Tensor | None
     seconds: float
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """`WxH` as two numbers that a pipeline can draw.
+    """Parse `WxH` as two sizes that a pipeline can generate.
 
     >>> parse_size("192x128")
     (192, 128)
@@ -81,7 +81,7 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def load(name: str, device_type: str, dtype: torch.dtype | None = None) -> Any:
-    """The example that ships with the package, or a pipeline from a local folder."""
+    """Load the example that ships with the package, or a pipeline from a local folder."""
     dtype = dtype or (torch.bfloat16 if device_type == "cuda" and name != EXAMPLE else torch.float32)
     if name == EXAMPLE:
         return load_example(device_type, dtype)
@@ -91,13 +91,13 @@ def load(name: str, device_type: str, dtype: torch.dtype | None = None) -> Any:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{name!r} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
     except (AttributeError, KeyError, TypeError) as error:
-        # What diffusers stumbles over in a model_index.json that means nothing to it.
+        # diffusers fails in this way on a model_index.json that it does not understand.
         raise ConfigError(f"{name!r} cannot be loaded: {type(error).__name__}: {error}") from error
     return pipe.to(device_type)
 
 
 def check_model(name: str) -> None:
-    """Raise for what is neither the example nor a folder that looks like a pipeline."""
+    """Raise unless the name is the example or a folder with a pipeline."""
     folder = Path(name)
     if name == EXAMPLE:
         return

@@ -1,4 +1,4 @@
-"""Small regions of diffusion models whose generated kernels suffer from dynamic sizes, each a workload."""
+"""Small regions of diffusion models whose generated kernels are slow with dynamic sizes, each a workload."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 @dataclass(frozen=True)
 class Kernel:
-    """One region: what it computes, on which shape, with which dims dynamic."""
+    """One region: its function, its shape and its dynamic dims."""
 
     what: str
     make: Callable[[Draw], Callable[[torch.Tensor], torch.Tensor]]
@@ -67,12 +67,12 @@ class Convolved(nn.Module):
 
 
 def _pad(x: torch.Tensor) -> torch.Tensor:
-    """One pixel around, two frames before: what a causal convolution of 3 needs."""
+    """Pad by one pixel on each side and two frames in front, for a causal convolution of 3."""
     return F.pad(x, (1, 1, 1, 1, 2, 0))
 
 
 def _after_frames(x: torch.Tensor) -> torch.Tensor:
-    """The same with frames that were kept from the last call, as Wan's decoder has them from its second one on."""
+    """Pad with frames kept from the last call, as Wan's decoder does from its second call on."""
     return F.pad(torch.cat([x[:, :, -2:], x], dim=2), (1, 1, 1, 1))
 
 

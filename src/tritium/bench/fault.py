@@ -1,9 +1,9 @@
-"""Why a compiled module is outside of the fidelity bound: which site, which fusion, whose code.
+"""Find why a compiled module is outside the fidelity bound: which site, which fusion, which code.
 
-Each probe compiles the module anew, so this is where bisection saves work:
+Each probe compiles the module again, so bisection saves work here:
 
 1. rewrite no site. Still outside: the generated code, or a pass, is at fault.
-2. otherwise rewrite the first n sites of the graph and bisect over n. Site n is the first that takes the result out.
+2. otherwise rewrite the first n sites of the graph and bisect over n. Site n is the first with which the result is outside.
 3. let the op's reference compute that site. Inside: the provider is at fault. Otherwise run the rewritten graph without code
    generation. Outside: the rewrite is at fault; inside: the code that Inductor generates for it.
 """
@@ -30,7 +30,7 @@ Part = Literal["provider", "rewrite", "generated code", "pass", "torch.compile",
 
 @dataclass(frozen=True)
 class Call:
-    """A module, the arguments of one of its calls, and what they give: eagerly and in float64."""
+    """A module, the arguments of one of its calls, and its results: eager and in float64."""
 
     module: nn.Module
     args: tuple[Any, ...]
@@ -39,7 +39,7 @@ class Call:
     exact: Any
 
     def excess(self, call: Callable[..., Any]) -> float | None:
-        """How far another way of calling it is away, in units of the bound; None if it gives no tensor."""
+        """Return the error of another implementation, in units of the bound; None if it returns no tensor."""
         args, kwargs = copied((self.args, dict(self.kwargs)))
         with torch.no_grad():
             return fidelity.largest_excess(call(*args, **kwargs), self.eager, self.exact)
@@ -51,7 +51,7 @@ def copied(arguments: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What is to blame. `fusion`, `op`, `provider`, `line` and `node` say where, if it is a site."""
+    """The cause. `fusion`, `op`, `provider`, `line` and `node` locate it, if it is a site."""
 
     part: Part
     explanation: str
@@ -60,9 +60,9 @@ class Fault:
     provider: str | None = None
     line: str | None = None
     node: str | None = None
-    # Whether the site is outside of the bound as the only one that is rewritten.
+    # True if the site is outside the bound as the only rewritten one.
     alone: bool | None = None
-    # What to write to be inside of the bound again, and whether that was tried and helped.
+    # A setting that avoids the error, and whether it was tried and helped.
     remedy: str | None = None
     remedy_helps: bool | None = None
 
@@ -84,10 +84,10 @@ class Fault:
 
 
 def bisect(count: int, outside: Callable[[int], bool]) -> int:
-    """The place, from 0, of a thing that takes a result out when it joins those before it.
+    """Return the index of an item with which a result is outside, when it joins the items before it.
 
-    Nothing is inside and all `count` are outside. Should a later thing hide what an earlier one did, there are several such
-    places, and this is one of them.
+    No items are inside the bound and all `count` are outside. If a later item hides the error of an earlier one there are
+    several such indices, and this is one of them.
 
     >>> bisect(10, lambda number: number > 6)
     6
@@ -100,7 +100,7 @@ def bisect(count: int, outside: Callable[[int], bool]) -> int:
 
 
 def find(call: Call, config: CompilationConfig, dynamic: bool | None) -> Fault:
-    """What is to blame for a call that is outside of the bound when a backend with this configuration compiles it."""
+    """Find the cause for a call that is outside the bound when a backend with this configuration compiles it."""
     with compat.many_recompiles():
         return _Search(call, config, dynamic).run()
 
@@ -154,7 +154,7 @@ class _Search:
         op = _op_of(site.fusion)
         part, explanation = self._blame(site, op, sites)
         pinned = self._config.force_provider
-        # A provider pinned for every op cannot be kept beside one that is pinned for this op.
+        # A provider pinned for every op excludes one that is pinned for this op.
         remedy = {**({} if isinstance(pinned, str) else dict(pinned or ())), op: INDUCTOR}
         return Fault(
             part=part,
@@ -183,7 +183,7 @@ class _Search:
 
 
 def _chosen(sites: Iterable[Site]) -> dict[str, str]:
-    """The provider of each op that has the same one at all of some sites."""
+    """Map each op to its provider, if all of its sites have the same one."""
     found: dict[str, set[str]] = {}
     for site in sites:
         found.setdefault(_op_of(site.fusion), set()).add(site.provider)

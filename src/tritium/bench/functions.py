@@ -1,6 +1,6 @@
 """Functions as workloads: `attention`, `sparse-attention` and `layers`, each a list of cases with shapes of known models.
 
-The variants of a case take the same tensors and take turns. `ratio` is against the case's yardstick, which every note
+The variants of a case run on the same tensors, interleaved. `ratio` is against the case's yardstick, which every note
 names. On a CPU the shapes shrink, and the results say so.
 """
 
@@ -17,7 +17,7 @@ from tritium import measure
 from tritium.bench.results import Row
 from tritium.bench.run import Notify, Outcome, Settings
 
-# The module that has each workload's cases.
+# The module with the cases of each workload.
 _HOME = {
     "attention": "tritium.bench.attention_cases",
     "sparse-attention": "tritium.bench.sparse_cases",
@@ -25,8 +25,8 @@ _HOME = {
 }
 NAMES = tuple(_HOME)
 
-# What takes this many times the fastest one's time is not timed further: turns would take minutes, and a GPU that had rest
-# for ten milliseconds runs what comes next at another clock.
+# A variant this many times slower than the fastest is not timed: rounds would take minutes, and a GPU that is idle for ten
+# milliseconds changes its clock.
 HOPELESS = 8.0
 
 
@@ -39,7 +39,7 @@ class Case:
     yardstick: str
     note: str
     shapes: dict[str, list[int]] = field(default_factory=dict)
-    # What variants may fail with or be too slow at, and then are left out; ours and the yardstick never are.
+    # Variants that are left out if they fail or are too slow; ours and the yardstick are always measured.
     optional: frozenset[str] = frozenset()
 
 
@@ -48,7 +48,7 @@ def is_function(name: str) -> bool:
 
 
 def cases(name: str, device_type: str, dtype: torch.dtype, *, small: bool) -> Iterator[Case]:
-    """The cases of a workload, each built when it is its turn."""
+    """Yield the cases of a workload, each built when it is reached."""
     yield from importlib.import_module(_HOME[name]).cases(device_type, dtype, small=small)
 
 
@@ -82,7 +82,7 @@ def _measured(name: str, case: Case, settings: Settings, *, small: bool) -> list
             errors[variant] = measure.relative_l2(call(), reference)
             warm[variant] = measure.first_call(call, where)
         except Exception as error:
-            # A kernel that cannot take these shapes, or not in this memory: the table says so.
+            # A kernel that does not support these shapes, or runs out of memory: the note says so.
             if variant not in case.optional:
                 raise
             first_line = (str(error).strip().splitlines() or [""])[0]
@@ -122,7 +122,7 @@ def shapes_of(**tensors: Any) -> dict[str, list[int]]:
 
 
 def drawer(device_type: str, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
-    """Draws normal tensors of one dtype on one device, the same ones every time."""
+    """Return a function that draws seeded normal tensors of one dtype on one device."""
     generator = torch.Generator(device_type).manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Every layer function, called eagerly, against the way models spell it and against torch.compile of its reference."""
+"""All layer functions, called eagerly, against the spelling of models and against torch.compile of the reference."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def cases(device_type: str, dtype: torch.dtype, *, small: bool) -> Iterator[Case
         return rotated(F.rms_norm(x, (width,), weight, 1e-6))
 
     def both() -> torch.Tensor:
-        # Both are computed; what is compared is the latter.
+        # Both are computed, and the second is compared.
         return [normed(q), normed(k)][1]
 
     yield _case(
@@ -107,7 +107,7 @@ def _case(
     reference: str | Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> Case:
-    """`reference` is the name of an op, or what PyTorch has for it."""
+    """Make a case; `reference` is the name of an op, or PyTorch's function for it."""
     function = ops.catalog()[reference].reference if isinstance(reference, str) else reference
     compiled = functools.partial(_of_pair, torch.compile(function), arguments)
     variants: dict[str, Callable[[], torch.Tensor]] = {"eager": eager, "inductor": compiled, "tritium": ours}
@@ -115,7 +115,7 @@ def _case(
 
 
 def _of_pair(function: Callable[..., Any], arguments: tuple[Any, ...]) -> torch.Tensor:
-    """What a function gives; of a residual and what is made of it the latter, of a query and a key the key."""
+    """Return the tensor to compare: the last result of a function that returns several."""
     out = function(*arguments)
     if isinstance(out, tuple):
         return out[-1]  # type: ignore[no-any-return]

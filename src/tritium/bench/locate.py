@@ -1,13 +1,13 @@
-"""Find the first compiled module whose result leaves the fidelity bound, and what in it is at fault.
+"""Find the first compiled module whose result exceeds the fidelity bound, and the site in it that is at fault.
 
-Every module that Tritium compiled is asked alone, on the arguments that an eager picture gives it: eagerly, compiled, and in
-float64. The obvious other way, to bisect over "the first n blocks compiled, the rest eager" at the end of the denoiser, is
-less reliable and saves nothing: later blocks amplify or hide what an earlier one did, a float64 run of the whole model is needed
-for a bound, and each probe runs all blocks, while equal blocks share one compilation and cost one call each. Inside the
-module that is found every probe is a compilation, and there bisection pays: see `fault`.
+Every module that Tritium compiled runs alone, on the arguments of an eager image: eagerly, compiled, and in float64. Bisection
+over "the first n blocks compiled, the rest eager" at the end of the denoiser would be less reliable and no cheaper: later blocks
+amplify or hide the error of an earlier one, a bound needs a float64 run of the whole model, and each probe runs all blocks, while
+equal blocks share one compilation and cost one call each. Inside the module at fault every probe is a compilation, so there
+bisection pays: see `fault`.
 
-What no module shows alone, such as a result that a later call overwrites, or rounding that adds up, is searched by bisection
-over pictures: the first n modules compiled.
+Errors that no module shows alone, such as a result that a later call overwrites, or rounding that adds up, are searched by
+bisection over images with the first n modules compiled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tritium.pipelines.installed import Installed
 from tritium.pipelines.parts import Target
 from tritium.pipelines.plan import Choice
 
-# Told what is being done, and which share is done.
+# Called with the current activity and the share that is done.
 Notify = Callable[[str, float], None]
 
 _EAGER = Choice(how="eager")
@@ -41,7 +41,7 @@ class Checked:
 
     name: str
     kind: str
-    # None where it returns no tensor.
+    # None if it returns no tensor.
     excess: float | None
 
     @property
@@ -62,13 +62,13 @@ class Checked:
 
 @dataclass(frozen=True, kw_only=True)
 class Location:
-    """What was found. `first` and `fault` are None where every module is inside the bound."""
+    """The result of a search. `first` and `fault` are None if every module is inside the bound."""
 
-    # In the order in which the pipeline calls them.
+    # In call order.
     checked: tuple[Checked, ...]
     first: Checked | None = None
     fault: Fault | None = None
-    # What pictures told, if no module alone explains them.
+    # The result of the search over images, if no module alone is at fault.
     pictures: str | None = None
 
     @property
@@ -103,7 +103,7 @@ class Location:
 
 @dataclass(frozen=True)
 class _Kept:
-    """The first call of a target in an eager picture."""
+    """The first call of a target while an eager image is generated."""
 
     installed: Installed
     target: Target
@@ -121,10 +121,10 @@ class _Kept:
 
 
 def locate(handle: Handle, job: Job, notify: Notify, is_past: Callable[[], bool] | None = None) -> Location:
-    """Search what a handle has compiled, on the calls of a job.
+    """Search the compiled modules of a handle, on the calls of a job.
 
-    `is_past` draws with the pipeline as it then is and tells whether the picture is past the thresholds; with it, a picture that
-    no module alone explains is searched too.
+    `is_past` generates an image with the pipeline in its present state and returns True if it exceeds the thresholds. With it,
+    the search also covers images whose error no module explains alone.
     """
     choices = handle.choices
     try:
@@ -145,7 +145,7 @@ def locate(handle: Handle, job: Job, notify: Notify, is_past: Callable[[], bool]
 
 
 def _first_calls(handle: Handle, job: Job) -> list[_Kept]:
-    """The first call of every compiled target, in call order; leaves every part eager."""
+    """Record the first call of every compiled target, in call order; leave every part eager."""
     kept: list[_Kept] = []
     hooks = []
     for name, choice in handle.choices.items():
@@ -167,7 +167,7 @@ def _first_calls(handle: Handle, job: Job) -> list[_Kept]:
 def _keeping(kept: list[_Kept], installed: Installed, target: Target, choice: Choice) -> Callable[..., None]:
     def keep(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if all(known.target.module is not target.module for known in kept):
-            # The pipeline goes on with these tensors, and may write into them.
+            # The pipeline continues with these tensors, and may write into them.
             copied_args, copied_kwargs = fault.copied((args, kwargs))
             kept.append(_Kept(installed, target, choice, copied_args, copied_kwargs))
 
@@ -175,13 +175,13 @@ def _keeping(kept: list[_Kept], installed: Installed, target: Target, choice: Ch
 
 
 def _check(kept: Sequence[_Kept], notify: Notify) -> Iterator[Checked]:
-    """Every module alone."""
+    """Check every module alone."""
     for place, entry in enumerate(kept):
         notify(f"{entry.name}: compiled, eager and in float64", 0.1 + 0.6 * place / len(kept))
         call = _call(entry)
         with entry.installed.using(entry.choice):
             module = entry.target.module
-            # The entry's own call counts and times; what it runs is asked for here.
+            # A call of the entry would be counted and timed: call the implementation behind it.
             excess = call.excess(entry.installed.run if module is entry.installed.part.entry else module)
         yield Checked(name=entry.name, kind=entry.kind, excess=excess)
 
@@ -199,13 +199,13 @@ def _fault(entry: _Kept, handle: Handle) -> Fault:
         explanation = "the part runs under plain torch.compile, whose generated code is at fault"
         return Fault(part="torch.compile", explanation=explanation)
     call = _call(entry)
-    # With the layout of weights that the choice asks for.
+    # With the weight layout of the choice.
     with entry.installed.using(entry.choice):
         return fault.find(call, handle.plan.config, handle.plan.dynamic)
 
 
 def _by_pictures(kept: Sequence[_Kept], is_past: Callable[[], bool]) -> str:
-    """In words: the module with which a picture goes past the thresholds, when it joins those called before it."""
+    """Name the module with which an image exceeds the thresholds, when it joins the modules called before it."""
 
     def past_with(number: int) -> bool:
         modules = {entry.target.module for entry in kept[:number]}

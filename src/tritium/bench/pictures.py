@@ -1,4 +1,4 @@
-"""Pictures as files: one, or several side by side with words under them."""
+"""Images as files: one, or several side by side with captions."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from tritium.errors import ConfigError, MissingExtra
 
-# How much larger differences are shown; at 40 dB they are about one step of 256 grey levels.
+# The factor for differences; at 40 dB they are about one step of 256 grey levels.
 AMPLIFIED = 20
 
-# Pictures are shown at least this wide, in whole multiples of their pixels.
+# The least width of an image in a sheet; smaller ones are enlarged by an integer factor.
 _SHOWN = 256
 _MARGIN = 12
 _LINE = 18
@@ -24,19 +24,19 @@ _LINE = 18
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture of a row, [C, H, W] in 0..1, and the lines under it."""
+    """One image of a row, [C, H, W] in 0..1, and the lines of its caption."""
 
     pixels: Tensor
     lines: tuple[str, ...]
 
 
 def amplified(picture: Tensor, reference: Tensor) -> Tensor:
-    """The difference of two pictures on middle grey, `AMPLIFIED` times as large."""
+    """Show the difference of two images on middle grey, `AMPLIFIED` times as large."""
     return (0.5 + AMPLIFIED * (picture - reference) / 2).clamp(0, 1)
 
 
 def check_writable(path: Path) -> Path:
-    """Refuse a file that cannot be written now, rather than after a minute of drawing."""
+    """Raise if a file cannot be written, before an image is generated."""
     formats = {".png", ".jpg", ".jpeg", ".webp"}
     if path.suffix.lower() not in formats:
         raise ConfigError(
@@ -54,12 +54,12 @@ def check_writable(path: Path) -> Path:
 
 
 def save(pixels: Tensor, path: Path) -> None:
-    """Write one picture, [C, H, W]."""
+    """Write one image, [C, H, W]."""
     _image(pixels).save(path)
 
 
 def save_rows(rows: Sequence[Sequence[Panel]], path: Path) -> None:
-    """Write rows of pictures with their words."""
+    """Write rows of images with their captions."""
     pil: Any = _pil("Image")
     drawn = [_row(row) for row in rows]
     width, height = max(image.width for image in drawn), sum(image.height for image in drawn)
@@ -90,7 +90,7 @@ def _row(row: Sequence[Panel]) -> Any:
 
 
 def _fitting(line: str, width: int, font: Any) -> str:
-    """A line cut to the width of its picture."""
+    """Cut a line to the width of its image."""
     if font.getlength(line) <= width:
         return line
     while line and font.getlength(line + "…") > width:

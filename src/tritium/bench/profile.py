@@ -1,4 +1,4 @@
-"""Where the time of a call goes: its kernels on a GPU, and all its operators and kernels together on any device."""
+"""Profile a call: its kernels on a GPU, or the sum of its operators and kernels on any device."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 
 from tritium import compat
 
-# Calls under the profiler; a kernel's time is the mean over them. They follow each other closely, but not for long: the
-# clock is higher than under sustained load, so these times add up to less than a sustained call takes.
+# Calls under the profiler; a kernel's time is the mean over them. The run is short, so the clock is higher than under
+# sustained load, and the sum is less than the time of a sustained call.
 CALLS = 5
 
 # The profiler's event around each call. A CPU's time is the median over calls: other processes disturb some of them.
 _CALL = "one call"
 
-# Kernels that are kept by name; what the others take is added up.
+# Kernels that are kept by name; the others are summed.
 KEPT = 40
 
 
 def profile(call: Callable[[], Any], device_type: str) -> list[dict[str, Any]] | None:
-    """The kernels of one call, longest first; None where there is no device to profile."""
+    """Return the kernels of one call, longest first; None without a GPU."""
     if device_type != "cuda":
         return None
     for _ in range(3):
@@ -40,7 +40,7 @@ def profile(call: Callable[[], Any], device_type: str) -> list[dict[str, Any]] |
 
 
 def operator_time(call: Callable[[], Any], device_type: str) -> float:
-    """Microseconds that one call spends in operators and kernels.
+    """Return the microseconds that one call spends in operators and kernels.
 
     On a GPU these are the kernels' times. On a CPU they are the operators' own times, dispatch included, and for a
     compiled graph what it takes outside of operators: its kernels and the code that launches them.

@@ -1,6 +1,6 @@
-"""How far two pictures are apart: PSNR, SSIM, the largest difference; LPIPS where its weights are on the machine.
+"""Compare two images: PSNR, SSIM, the largest difference, and LPIPS where its weights are on the machine.
 
-Pictures are tensors of floats in 0..1, [B, C, H, W]; a video is a batch of frames.
+Images are tensors of floats in 0..1, [B, C, H, W]; a video is a batch of frames.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _SIGMA = 1.5
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """What is between a picture and the one it should be. Equal pictures have an infinite PSNR."""
+    """The difference between an image and its reference. Equal images have an infinite PSNR."""
 
     psnr: float
     ssim: float
     largest: float
-    # Of the latents before decoding; None where they were not kept.
+    # Of the latents before decoding; None without latents.
     latent_l2: float | None = None
     lpips: float | None = None
-    # Values of the picture and its latents that are no numbers: past every threshold.
+    # NaNs and infinities in the image and its latents: past every threshold.
     not_numbers: int = 0
 
     def to_dict(self) -> dict[str, float | None]:
@@ -58,7 +58,7 @@ class Difference:
 def difference(
     picture: Tensor, reference: Tensor, latents: tuple[Tensor, Tensor] | None = None, *, perceptual: bool = False
 ) -> Difference:
-    """Compare a picture with the one it should be; `latents` is the same pair before decoding."""
+    """Compare an image with its reference; `latents` is the same pair before decoding."""
     if picture.shape != reference.shape:
         raise ShapeError(f"pictures of {tuple(picture.shape)} and {tuple(reference.shape)} cannot be compared")
     a, b = picture.detach().double().cpu(), reference.detach().double().cpu()
@@ -67,7 +67,7 @@ def difference(
             "the picture to compare with holds values that are no numbers: nothing can be said about another"
         )
     not_numbers = sum(int((~found.isfinite()).sum()) for found in (a, *(latents or ())[:1]))
-    # As far away as a pixel can be.
+    # The largest difference that a pixel can have.
     a = torch.where(a.isfinite(), a, 1 - b.round())
     return Difference(
         psnr=psnr(a, b),
@@ -80,7 +80,7 @@ def difference(
 
 
 def worst(differences: Sequence[Difference]) -> Difference:
-    """The worst of each figure over several pictures: what a threshold is held against."""
+    """Return the worst of each figure over several images, for comparison with thresholds."""
     latent = [found.latent_l2 for found in differences if found.latent_l2 is not None]
     perceptual = [found.lpips for found in differences if found.lpips is not None]
     return Difference(
@@ -94,7 +94,7 @@ def worst(differences: Sequence[Difference]) -> Difference:
 
 
 def psnr(a: Tensor, b: Tensor) -> float:
-    """Decibels between pictures in 0..1; infinite for equal ones.
+    """Return the PSNR in decibels of images in 0..1; infinite for equal ones.
 
     >>> round(psnr(torch.zeros(1, 3, 8, 8), torch.full((1, 3, 8, 8), 0.1)), 6)
     20.0
@@ -104,13 +104,13 @@ def psnr(a: Tensor, b: Tensor) -> float:
 
 
 def ssim(a: Tensor, b: Tensor) -> float:
-    """Structural similarity of pictures in 0..1, by its original definition: 1 for equal ones.
+    """Return the structural similarity of images in 0..1 by its original definition: 1 for equal ones.
 
     >>> ssim(torch.ones(1, 3, 16, 16), torch.ones(1, 3, 16, 16))
     1.0
     """
     a, b = a.double(), b.double()
-    # A window cannot be larger than the picture.
+    # A window cannot be larger than the image.
     size = min(_WINDOW, *a.shape[-2:])
     kernel = _gaussian(size, a.shape[1])
 
@@ -133,7 +133,7 @@ def _gaussian(size: int, channels: int) -> Tensor:
 
 
 def _lpips(a: Tensor, b: Tensor) -> float | None:
-    """LPIPS by its own package, if that and its weights are here; nothing is downloaded."""
+    """Return LPIPS by its package if package and weights are installed; download nothing."""
     if lpips_obstacle() is not None:
         return None
     package: Any = importlib.import_module("lpips")
@@ -145,7 +145,7 @@ def _lpips(a: Tensor, b: Tensor) -> float | None:
 
 
 def lpips_obstacle() -> str | None:
-    """What LPIPS lacks on this machine and how to get it, or None."""
+    """Say what LPIPS lacks on this machine and how to install it, or None."""
     if importlib.util.find_spec("lpips") is None:
         return "its package is not installed; pip install lpips"
     folder = Path(torch.hub.get_dir()) / "checkpoints"
@@ -158,13 +158,13 @@ def lpips_obstacle() -> str | None:
 
 
 def within(found: Difference, least: Mapping[str, float]) -> list[str]:
-    """Which thresholds a difference breaks, in words: `least` may hold psnr, ssim, largest, latent_l2, lpips."""
+    """Name the thresholds that a difference exceeds: `least` may hold psnr, ssim, largest, latent_l2, lpips."""
     broken = [f"{found.not_numbers} values are no numbers"] if found.not_numbers else []
     for name, limit in least.items():
         value = getattr(found, name)
         if value is None:
             broken.append(f"{name} was not measured, and its limit is {limit:g}")
-        # Written so that NaN is past every limit.
+        # Comparisons with NaN are False, so NaN is past every limit.
         elif not (value >= limit if name in ("psnr", "ssim") else value <= limit):
             broken.append(f"{name} {value:.4g} is past {limit:g}")
     return broken

@@ -1,7 +1,7 @@
-"""The first picture of a new process, with compile artifacts or without: `python -m tritium.bench.restart`, a JSON order on stdin.
+"""Time the first image of a new process, with or without compile artifacts: `python -m tritium.bench.restart`, JSON on stdin.
 
-Seconds count from `optimize` to the picture: what a service waits for after its model is loaded. Modules are imported
-by then, those of the compiler as well; they come with `optimize`.
+Seconds count from `optimize` to the image, which is how long a service waits after its model is loaded. Modules are
+imported before, also those of the compiler: `tritium.api` imports them.
 """
 
 from __future__ import annotations

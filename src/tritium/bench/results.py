@@ -1,4 +1,4 @@
-"""What a benchmark found, as JSON with the machine and the versions it was found on, and how two of them compare."""
+"""Results of a benchmark as JSON with machine and versions, and the comparison of two results."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 from tritium import compat, device
 from tritium.errors import ConfigError
 
-# The variant that torch.compile alone gives: what ratios are against.
+# Plain torch.compile: ratios are against this variant.
 YARDSTICK = "inductor"
 
-# The variant a regression is about. The others only tell whether the machine itself moved.
+# Regressions concern this variant. The others show whether the machine itself changed.
 OURS = "tritium"
 
 TOLERANCE = 0.05
@@ -26,8 +26,8 @@ TOLERANCE = 0.05
 class Row:
     """One variant of one workload.
 
-    `ratio` is torch.compile's median by this one's: above 1 is faster than torch.compile. It is None where
-    torch.compile was not measured, and against what the note says for functions. `first_call_cold` says whether the first call found the compiler's caches empty.
+    `ratio` is torch.compile's median divided by this one: above 1 is faster than torch.compile. It is None if
+    torch.compile was not measured; for functions, the note names the yardstick. `first_call_cold` says whether the first call found the compiler's caches empty.
     """
 
     workload: str
@@ -49,25 +49,25 @@ class Row:
     # Allocated on a GPU; resident of the whole process on a CPU.
     peak_memory_bytes: int | None
     relative_l2: float
-    # Other processes took cores from this one while it was timed: the milliseconds mean little. None: not known.
+    # True if other processes took cores during the timing: the milliseconds mean little. None: unknown.
     disturbed: bool | None
-    # The kernels of a call, where they were asked for.
+    # With --kernels: the kernels of a call.
     kernels: list[dict[str, Any]] | None = None
-    # Where it was asked for: the time in operators and kernels, and (this - eager's) / eager's.
+    # With --profile: the time in operators and kernels, and (this - eager's) / eager's.
     operators_us: float | None = None
     fusion_gain: float | None = None
-    # Where it was asked for: the largest difference from a float64 run by the largest value of that.
+    # With --errors: the largest difference from a float64 run, divided by the largest value of that run.
     error_f64: float | None = None
-    # Of whole pictures against eager's, the worst of several; a PSNR of None with an SSIM of 1 is equality.
+    # Of whole images against eager, the worst of several; a PSNR of None with an SSIM of 1 means equality.
     psnr: float | None = None
     ssim: float | None = None
-    # Times the median with static sizes, where sizes are dynamic and both were measured.
+    # With dynamic sizes: this median divided by that of torch.compile with static sizes.
     against_static: float | None = None
     # Graphs compiled after the first call; with `--sizes`, by ten sizes after two others.
     recompiles: int | None = None
     # With --graphs: microseconds until a call returns on the host while the device is idle. Of `host`: of one kernel.
     host_us: float | None = None
-    # The first picture of another process, with empty caches and with this one's compile artifacts.
+    # Seconds to the first image of another process, with empty caches and with compile artifacts of this one.
     cold_start_s: float | None = None
     restart_s: float | None = None
     # Seconds of the first call spent inside Inductor.
@@ -77,7 +77,7 @@ class Row:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What must be equal for two rows to be about the same thing."""
+        """The fields in which two rows must agree to be compared."""
         shapes = json.dumps(self.shapes, sort_keys=True)
         return self.workload, self.variant, self.mode or "", self.dtype, self.note, shapes
 
@@ -111,7 +111,7 @@ class Results:
         except OSError as error:
             raise ConfigError(f"results {path} cannot be read: {error.strerror}") from error
         except ValueError as error:
-            # Also bytes that are no UTF-8.
+            # Includes bytes that are not UTF-8.
             raise ConfigError(f"{path} is no result of `tritium bench --json`: it is no JSON ({error})") from error
         wrong = _wrong_with(found)
         if wrong:
@@ -126,7 +126,7 @@ class Results:
 
 
 def _wrong_with(found: Any) -> str:
-    """Why what was read cannot be results, in words; nothing if it can."""
+    """Say why parsed JSON cannot be results; empty if it can."""
     if not isinstance(found, dict):
         return "it holds no mapping"
     absent = [name for name in ("device", "versions", "date", "rows") if name not in found]
@@ -139,7 +139,7 @@ def _wrong_with(found: Any) -> str:
 
 @dataclass(frozen=True)
 class Change:
-    """One row then and now."""
+    """One row before and now."""
 
     workload: str
     variant: str
@@ -156,12 +156,12 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What changed between two results. Rows that only one of them has are named, never skipped in silence."""
+    """The changes between two results. Rows that only one of them has are named."""
 
     changes: tuple[Change, ...]
     unmatched: tuple[str, ...]
     tolerance: float
-    # Workloads whose timing others disturbed, then or now: their changes may be those of the machine.
+    # Workloads that other processes disturbed, before or now: their changes may come from the machine.
     disturbed: tuple[str, ...] = ()
 
     @property
@@ -170,7 +170,7 @@ class Comparison:
 
     @property
     def drift(self) -> tuple[Change, ...]:
-        """Variants that are not ours and still moved: the machine or torch is another than it was."""
+        """Changes of the other variants: the machine or torch has changed."""
         return tuple(
             change for change in self.changes if change.variant != OURS and abs(change.slower_by) > self.tolerance
         )

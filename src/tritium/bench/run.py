@@ -1,6 +1,6 @@
-"""Run a workload eagerly, under plain torch.compile and under Tritium, all alive at once, and time them in turns.
+"""Measure a workload under eager, plain torch.compile and Tritium, interleaved in one process.
 
-All sides share one model. Compiled code is kept by code object and backend, so wrapping a module twice gives two
+All sides share one model. Dynamo keys compiled code on code object and backend, so wrapping a module twice gives two
 independent compiled versions of the same weights.
 """
 
@@ -27,22 +27,22 @@ from tritium.errors import ConfigError, TritiumError, nearest
 
 EAGER = "eager"
 EXACT = f"{OURS} exact"
-# torch.compile with static sizes, beside a dynamic regime.
+# torch.compile with static sizes, measured in a dynamic regime.
 STATIC = f"{YARDSTICK} static"
-# What captures: Tritium's static graphs, and Inductor's own.
+# Variants with captured graphs: Tritium's static graphs, and Inductor's CUDA graphs.
 GRAPHS = f"{OURS} graphs"
 TREES = f"{YARDSTICK} reduce-overhead"
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
-# Told what is being done, and which share of this workload is done.
+# Called with the current activity and the share of this workload that is done.
 Notify = Callable[[str, float], None]
 
-# The share of a workload's time that is over when the timing starts; compiling takes the larger part.
+# The share of a workload's time before the timing starts: most of it is compilation.
 PREPARED = 0.7
 
-# Device timings overlap the host's work for the next call with the device's for this one, as a denoising loop does.
+# Calls in one turn: the host issues the next call while the device computes this one, as in a denoising loop.
 _BURST = {"cuda": 5}
 
 
@@ -56,32 +56,32 @@ def _not_kept(rows: list[Row]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How to run: the same for all sides."""
+    """Settings of a run, the same for all sides."""
 
     against: tuple[str, ...] = (EAGER, YARDSTICK)
     mode: str = "default"
     seconds: float = 10.0
     device_type: str = "cpu"
-    # Compile in an empty cache folder. Otherwise the second side finds kernels that the first one built.
+    # Compile in an empty cache folder. Otherwise the second side would load kernels that the first one built.
     cold: bool = True
     config: CompilationConfig | None = None
-    # `static` or `dynamic` sizes alone; each one that a workload has if None.
+    # `static` or `dynamic` sizes; all that a workload has if None.
     regime: str | None = None
     # Also profile the kernels of compiled variants.
     kernels: bool = False
-    # Also add up the time in operators and kernels of every variant: what fusion gains.
+    # Also sum the time in operators and kernels of every variant, which shows the gain of fusion.
     profile: bool = False
-    # Also measure Tritium with fidelity `exact`: what bit-equality costs.
+    # Also measure Tritium with fidelity `exact`, which shows the cost of bit-equality.
     exact: bool = False
-    # Ops to measure Tritium without, each in a variant of its own: what each is worth among the others.
+    # Ops whose owned kernels are disabled, one variant for each op.
     without: tuple[str, ...] = ()
-    # Also measure Tritium with static graphs, and torch.compile with its own.
+    # Also measure Tritium with static graphs, and torch.compile with CUDA graphs.
     graphs: bool = False
     # Also compare every variant with a run in float64.
     errors: bool = False
-    # By name; the device's own if None.
+    # The name of a dtype; the device's default if None.
     dtype_name: str | None = None
-    # Called with rows as soon as they are measured, and again when more is known of them: who is stopped later has those.
+    # Called with rows as soon as they are measured, and again with more fields, so that an interrupted run keeps them.
     on_rows: Callable[[list[Row]], None] = _not_kept
 
     def __post_init__(self) -> None:
@@ -105,14 +105,14 @@ class Settings:
             raise ConfigError("device 'cuda' was asked for, and torch sees no CUDA device")
 
     def refuse_options_of_models(self, name: str, what: str) -> None:
-        """Raise for options that mean nothing for a workload that is no single model."""
+        """Raise for options that only single models have."""
         if self.mode != "default" or self.without or self.exact or self.errors or self.kernels or self.profile:
             options = "--mode, --without, --exact, --errors, --kernels and --profile"
             raise ConfigError(f"{name} {what}: {options} concern single models")
 
     @property
     def variants(self) -> list[str]:
-        """What is measured of every workload, in this order."""
+        """The variants of every workload, in order."""
         yardsticks = [name for name in (EAGER, YARDSTICK) if name in self.against]
         captured = [GRAPHS] * self.graphs + [TREES] * (self.graphs and YARDSTICK in self.against)
         others = [*[EXACT] * self.exact, *(f"{OURS} without {name}" for name in self.without)]
@@ -136,7 +136,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A workload as one variant runs it, and the modules of it that were compiled."""
+    """The call of a workload in one variant, and its compiled modules."""
 
     call: Callable[..., Any]
     parts: list[Any]
@@ -144,7 +144,7 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The rows of one workload, and the models they are about while they are still alive."""
+    """The rows of one workload, and its models by variant."""
 
     rows: list[Row]
     models: dict[str, Any]
@@ -155,7 +155,7 @@ def build(workload: Workload, settings: Settings) -> Built:
 
 
 def regimes_of(workload: Workload, settings: Settings) -> list[Regime]:
-    """Those of a workload that are asked for."""
+    """Return the regimes of a workload that the settings choose."""
     chosen = [regime for regime in workload.regimes if settings.regime in (None, regime)]
     if not chosen:
         raise ConfigError(f"{workload.name} has no {settings.regime} sizes to measure: {', '.join(workload.regimes)}")
@@ -179,7 +179,7 @@ def run(workload: Workload, settings: Settings, notify: Notify = _silent) -> Out
 
 
 def _run(workload: Workload, regime: Regime, settings: Settings, notify: Notify) -> Outcome:
-    """The model is built as a user builds it; every call runs in inference mode."""
+    """Measure one regime. The model is built outside inference mode, as users do; every call runs inside."""
     name = label(workload, regime)
     notify(f"{name}: building", 0.0)
     built = build(workload, settings)
@@ -205,7 +205,7 @@ def _run(workload: Workload, regime: Regime, settings: Settings, notify: Notify)
             for variant, side in sides.items()
         ]
         if settings.errors:
-            # A float64 run may take longer than all that was measured.
+            # A float64 run may take longer than all the measuring before it.
             settings.on_rows(rows)
             notify(f"{name}: the same in float64", 1.0)
             exact = _in_float64(name, built)
@@ -224,7 +224,7 @@ def _in_float64(name: str, built: Built) -> torch.Tensor:
 
 
 def release() -> None:
-    """Forget compiled code and give memory back, before the next workload is built."""
+    """Drop compiled code and free memory, before the next workload is built."""
     torch.compiler.reset()
     gc.collect()
     if device.cuda_available():
@@ -232,7 +232,7 @@ def release() -> None:
 
 
 def compiled(built: Built, variant: str, settings: Settings, regime: Regime = "static") -> Compiled:
-    """The workload as a variant runs it; both compiled variants get the same mode and the same dynamic sizes."""
+    """Compile a workload for a variant; all compiled variants get the same mode and the same dynamic sizes."""
     dynamic = True if regime == "dynamic" and built.dims is None else None
     parts: list[Any] = []
 
@@ -244,7 +244,7 @@ def compiled(built: Built, variant: str, settings: Settings, regime: Regime = "s
 
 
 def _static_inductor(gm: Any, example_inputs: Any) -> Any:
-    """torch.compile's backend by another name: what it compiled is kept apart from what has dynamic sizes."""
+    """Call Inductor under another name, so that Dynamo keeps static and dynamic code apart."""
     return compat.compile_fx(gm, example_inputs)
 
 
@@ -260,7 +260,7 @@ def _compiled(model: Any, variant: str, settings: Settings, *, dynamic: bool | N
     tritium: Any = importlib.import_module("tritium")
     config = settings.config or CompilationConfig()
     if variant == EXACT:
-        # Engine `eager` takes no mode: there is no code to generate.
+        # Engine `eager` generates no code, so it has no mode.
         exact = config.with_(engine="eager", fidelity="exact")
         return torch.compile(model, backend=tritium.Backend(exact), dynamic=dynamic)
     if variant == GRAPHS:
@@ -291,7 +291,7 @@ def _prepare(name: str, built: Built, regime: Regime, settings: Settings, notify
 
 def call_of(model: Any, inputs: Mapping[str, Any]) -> Callable[[], Any]:
     def call() -> Any:
-        # Where a mode replays CUDA graphs, this says that the last call's output is no longer needed.
+        # CUDA graphs of a mode may then overwrite the output of the last call.
         torch.compiler.cudagraph_mark_step_begin()
         return model(**inputs)
 
@@ -299,7 +299,7 @@ def call_of(model: Any, inputs: Mapping[str, Any]) -> Callable[[], Any]:
 
 
 def host_us(call: Callable[[], Any], device_type: str, calls: int = 20) -> float:
-    """Microseconds until a call returns; the device finishes before the next, so that no queue holds the host up."""
+    """Return the median microseconds until a call returns. The device is idle at the start, so no queue blocks the host."""
     taken = []
     with turns.turn(device_type):
         for _ in range(calls):
@@ -312,27 +312,27 @@ def host_us(call: Callable[[], Any], device_type: str, calls: int = 20) -> float
 
 
 def start_compiler(device_type: str) -> None:
-    """Compile something, so that no side pays for starting."""
-    # Importing Inductor and building its pattern tables takes seconds once a process: no side should pay for it alone.
+    """Compile a small function, so that the first side does not include the start of the compiler."""
+    # Importing Inductor and building its pattern tables takes seconds, once a process.
     with compat.empty_cache():
         torch.compile(lambda x: torch.relu(x) + 1)(torch.ones(64, device=device_type))
 
 
 def tensor_of(output: Any, name: str) -> torch.Tensor:
     tensor = output
-    # A model that takes a list of images returns one, too.
+    # A model that takes a list of images returns a list.
     while isinstance(tensor, (tuple, list)) and tensor:
         tensor = tensor[0]
     if not isinstance(tensor, torch.Tensor):
         raise TritiumError(f"workload {name!r} returned {type(tensor).__name__} instead of a tensor")
     if not bool(tensor.isfinite().all()):
         raise TritiumError(f"workload {name!r} gave values that are not finite: its errors would mean nothing")
-    # Replayed graphs write into the same memory again.
+    # Replayed graphs overwrite their outputs.
     return tensor.clone()
 
 
 def _not_captured(model: Any) -> str:
-    """Why calls are not replayed, for a variant that should be: its time is that of another one then."""
+    """Say why a variant with graphs was not captured; empty if it was."""
     tritium: Any = importlib.import_module("tritium")
     reasons = dict.fromkeys(entry["declined"] for entry in tritium.explain(model).captures if entry["declined"])
     return "".join(f"; not captured: {reason}" for reason in reasons)

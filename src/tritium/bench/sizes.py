@@ -1,4 +1,4 @@
-"""Many sizes in a row through one compiled decoder: does any of them compile again, and what does a dynamic size cost?"""
+"""Decode many sizes with one compiled decoder: count recompiles, and measure the cost of dynamic sizes."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from tritium.bench.workload import Built, drawing
 from tritium.compiler.backend import Backend
 from tritium.config import CompilationConfig
 
-# Sizes that may compile: the first one, and the first that shows Dynamo what changes.
+# Sizes that may compile: the first, and the second, which shows Dynamo the dynamic dims.
 WARM = 2
-# Of the others, those that are timed against a compilation of their own.
+# Indices of the sizes that are timed against a static compilation.
 TIMED = (2, 6, 10)
 
 OWN = f"{OURS} static"
 
 
 class _ForOneSize(Backend):
-    """A backend that is not equal to the dynamic one, so that Dynamo keeps what the two compiled apart."""
+    """A backend that is not equal to the dynamic one, so that Dynamo keeps their code apart."""
 
     def _identity(self) -> tuple[Any, ...]:
         return (*super()._identity(), "one size")
 
 
 def run(workload: Decoder, settings: Settings, notify: Notify) -> Outcome:
-    """Decode twelve sizes; count what the last ten compile, and time three of them."""
+    """Decode twelve sizes; count the graphs that the last ten compile, and time three of them."""
     built = build(workload, settings)
     draw = drawing(settings.device_type, settings.dtype)
     sizes = [draw(*shape) for shape in workload.sizes(small=built.shrunk)]

@@ -97,7 +97,7 @@ def _four(one: Callable[[int], torch.Tensor]) -> torch.Tensor:
 
 
 def sparsity_for(density: float, q: torch.Tensor, k: torch.Tensor, layout: SparseLayout, scale: float) -> float:
-    """The sparsity whose effective density is the one that is wanted: the first frame is always seen, and counts."""
+    """Return the sparsity that gives an effective density, which includes the first frame: it is always seen."""
     low, high = 0.0, 1.0
     for _ in range(12):
         middle = (low + high) / 2

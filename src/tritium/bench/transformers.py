@@ -21,7 +21,7 @@ from tritium.example import load_example
 
 @dataclass(frozen=True)
 class Size:
-    """How large a workload is: the model's configuration, the latent grid, the tokens of the prompt and the batch."""
+    """The size of a workload: the model's configuration, the latent grid, the tokens of the prompt and the batch."""
 
     config: Mapping[str, Any]
     grid: tuple[int, ...]
@@ -42,7 +42,7 @@ class Transformer:
     regimes: Sequence[Regime] = ("static",)
 
     def build(self, device: str, dtype: torch.dtype, *, small: bool) -> Built:
-        """A seeded model and its inputs; the caller's random state stays as it was."""
+        """Build a seeded model and its inputs; keep the global random state."""
         size = self.small if small else self.full
         cls = getattr(diffusers(), self.class_name)
         model = seeded(lambda: cls(**size.config), device)
@@ -52,7 +52,7 @@ class Transformer:
 
 
 class ExampleTransformer:
-    """The transformer of the example pipeline with its trained weights, as the plain call meets it. It never shrinks."""
+    """The transformer of the example pipeline with its trained weights, at the size of the plain call. It never shrinks."""
 
     name = "example-transformer"
     regimes: Sequence[Regime] = ("static",)
@@ -66,7 +66,7 @@ class ExampleTransformer:
 
 
 def seeded(make: Callable[[], nn.Module], device: str) -> Any:
-    """A module made with the workloads' seed, on the device, in evaluation mode."""
+    """Make a module with the seed of all workloads, on the device, in evaluation mode."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if device == "cuda" else ()):
         torch.manual_seed(SEED)
         with torch.device(device):
@@ -83,7 +83,7 @@ def diffusers() -> Any:
 
 
 def roughen(model: nn.Module) -> None:
-    # Norms start with weights of one: a kernel that forgot to multiply by them would still look right.
+    # Norm weights start as ones: a kernel that ignored them would still look right.
     for name, parameter in model.named_parameters():
         if "norm" in name and name.endswith("weight") and parameter.ndim == 1:
             nn.init.normal_(parameter, mean=1.0, std=0.1)
@@ -104,7 +104,7 @@ def cast_as_loading_does(model: Any, dtype: torch.dtype) -> None:
                 if tensor is None or full_name not in persistent or not tensor.is_floating_point():
                     continue
                 if not kept.intersection(full_name.split(".")):
-                    # A tensor of its own, as a loaded one is: SD3's table of positions is built as a view, and torch
+                    # A separate tensor, as after loading: SD3's table of positions is built as a view, and torch
                     # 2.11 cannot trace a view whose base has another dtype.
                     fresh = tensor.detach().to(dtype).clone()
                     tensors[name] = nn.Parameter(fresh) if isinstance(tensor, nn.Parameter) else fresh

@@ -19,16 +19,16 @@ from tritium.pipelines import hooks, trial
 from tritium.pipelines.plan import Choice, Plan
 from tritium.pipelines.recipe import Recipe, fingerprint_of
 
-# Told what is being done, and which share is done.
+# Called with the current activity and the share that is done.
 Notify = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What a recipe must keep to."""
+    """Limits for a recipe."""
 
     min_psnr: float = 40.0
-    # How long the ways of one part take turns, and how long whole pictures do.
+    # Seconds of interleaved timing for one part, and for whole images.
     seconds: float = trial.SECONDS
 
     def __post_init__(self) -> None:
@@ -37,14 +37,14 @@ class Budget:
 
 
 def tune(pipe: Any, jobs: Sequence[Job], budget: Budget, notify: Notify) -> Recipe:
-    """Try what Tritium can do to each part, on real calls of all jobs, and keep the fastest inside the budget."""
+    """Try every choice for each part, on real calls of all jobs, and keep the fastest inside the budget."""
     if not jobs:
         raise ConfigError("nothing to tune for: give at least one prompt and one size")
     notify("eager pictures", 0.0)
     reference, calls = _eager(pipe, jobs)
     figures: dict[str, Any] = {"parts": {}, "jobs": [job.to_dict() for job in jobs]}
     chosen: dict[str, Choice] = {}
-    # Every part is left alone at first; what is measured is switched one part at a time.
+    # All parts start eager and are switched one at a time.
     with optimize(pipe, Plan(components=dict.fromkeys(calls, "eager"), progress=False)) as handle:
         names = list(handle.choices)
         for place, name in enumerate(names):
@@ -58,7 +58,7 @@ def tune(pipe: Any, jobs: Sequence[Job], budget: Budget, notify: Notify) -> Reci
                 figures["parts"][name] = {"milliseconds": {}, "why": f"left alone: {obstacle}"}
                 continue
             notify(f"{name}: {', '.join(map(str, trial.ways(installed)))}", 0.1 + 0.6 * place / len(names))
-            # As pipelines do it: tensors made under inference_mode would compile everything once more.
+            # As in pipelines: tensors made in inference mode would compile every part again.
             with torch.no_grad():
                 trial.decide(installed, calls[name], seconds=budget.seconds)
             chosen[name] = installed.choice
@@ -72,7 +72,7 @@ def tune(pipe: Any, jobs: Sequence[Job], budget: Budget, notify: Notify) -> Reci
 
 
 def _eager(pipe: Any, jobs: Sequence[Job]) -> tuple[list[Drawn], dict[str, list[trial.Call]]]:
-    """Eager pictures, and one call of every part in every job."""
+    """Return eager images, and one call of every part in every job."""
     calls: dict[str, list[trial.Call]] = {}
     drawn = []
     with optimize(pipe, Plan(progress=False, **_all_eager(pipe))) as handle:
@@ -90,7 +90,7 @@ def _all_eager(pipe: Any) -> dict[str, Any]:
 
 def _keeping(kept: list[trial.Call]) -> Callable[[tuple[Any, ...], dict[str, Any]], None]:
     def keep(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # The pipeline goes on with these tensors, and may write into them.
+        # The pipeline continues with these tensors, and may write into them.
         copied = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), (args, kwargs))
         kept.append(copied)
 
@@ -106,7 +106,7 @@ def _inside(
     min_psnr: float,
     figures: dict[str, Any],
 ) -> quality.Difference:
-    """Leave parts alone, the one that costs most first, until pictures are inside the budget."""
+    """Make parts eager, the least faithful first, until images are inside the budget."""
     while True:
         found = _difference(handle, pipe, jobs, reference, chosen)
         compiled = [name for name, choice in chosen.items() if choice != Choice(how="eager")]
@@ -135,7 +135,7 @@ def _difference(
 
 
 def _whole(handle: Handle, pipe: Any, jobs: Sequence[Job], chosen: dict[str, Choice], seconds: float) -> dict[str, Any]:
-    """Seconds and memory of all jobs, eagerly and as chosen, in turns."""
+    """Measure seconds and memory of all jobs, eager and as chosen, interleaved."""
     ways = {"eager": dict.fromkeys(handle.choices, Choice(how="eager")), "recipe": chosen}
 
     def draw_all() -> None:

@@ -1,4 +1,4 @@
-"""Draw the same pictures eagerly and accelerated, and hold what is between them against thresholds."""
+"""Generate the same images eagerly and optimized, and compare their differences with thresholds."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from tritium.pipelines import recipe
 from tritium.pipelines.plan import Plan
 from tritium.report import LEDGER
 
-# Told what is being done, and which share is done.
+# Called with the current activity and the share that is done.
 Notify = Callable[[str, float], None]
 
-# Two pictures that differ by less look the same to most people, and a compiled float32 pipeline is far above.
+# Images above this look equal to most people; a compiled float32 pipeline is far above.
 MIN_PSNR = 40.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Thresholds:
-    """What a picture must keep to; None asks for nothing."""
+    """Thresholds for an image; None means no threshold."""
 
     min_psnr: float | None = MIN_PSNR
     min_ssim: float | None = None
@@ -51,7 +51,7 @@ class Thresholds:
             raise ConfigError(f"LPIPS cannot be measured here: {obstacle}")
 
     def broken_by(self, found: Difference) -> list[str]:
-        """Which thresholds a difference breaks, in words."""
+        """Name the thresholds that a difference exceeds."""
         limits = {
             "psnr": self.min_psnr,
             "ssim": self.min_ssim,
@@ -62,7 +62,7 @@ class Thresholds:
         return quality.within(found, {name: limit for name, limit in limits.items() if limit is not None})
 
     def to_dict(self) -> dict[str, float | str]:
-        """Without what asks for nothing. `inf` is a word: JSON has no infinity."""
+        """Return the thresholds that are set; `inf` as a string, because JSON has no infinity."""
         return {
             name: limit if math.isfinite(limit) else str(limit)
             for name, limit in self.__dict__.items()
@@ -75,13 +75,13 @@ class Row:
     """One job."""
 
     job: Job
-    # Of the picture.
+    # Of the image.
     width: int
     height: int
     difference: Difference
     broken: tuple[str, ...]
     eager_seconds: float
-    # With compilation, where this job was the first to need it.
+    # Includes compilation if this job was the first to need it.
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
@@ -98,11 +98,11 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """The verdict and everything it rests on."""
+    """The verdict and the figures behind it."""
 
     pipeline: str
     device_type: str
-    # What ran each part.
+    # How each part ran.
     choices: dict[str, str]
     thresholds: Thresholds
     rows: tuple[Row, ...]
@@ -114,7 +114,7 @@ class Verified:
 
     @property
     def broken(self) -> list[str]:
-        """Which thresholds the worst figures break."""
+        """Name the thresholds that the worst figures exceed."""
         return self.thresholds.broken_by(self.worst)
 
     @property
@@ -146,7 +146,7 @@ def verify(
     accept_differences: bool = False,
     find_cause: bool = False,
 ) -> Verified:
-    """Draw all jobs twice. With `find_cause`, search the worst one for the module, fusion and provider at fault."""
+    """Run all jobs twice. With `find_cause`, search the worst one for the module, fusion and provider at fault."""
     if not jobs:
         raise ConfigError("nothing to verify: give at least one prompt, size and seed")
     if isinstance(plan, (str, Path)):
@@ -154,7 +154,7 @@ def verify(
     drawing = 0.6 if find_cause else 1.0
     steps = _Steps(notify)
     eager = [steps.draw(pipe, job, "eager", drawing * 0.5 * n / len(jobs)) for n, job in enumerate(jobs)]
-    # Progress is told here, and once.
+    # This function reports progress, so parts must not report it again.
     with optimize(pipe, (plan or Plan()).with_(progress=False)) as handle, LEDGER.observed(steps.compiling):
         rows = []
         for n, (job, expected) in enumerate(zip(jobs, eager, strict=True)):
@@ -173,7 +173,7 @@ def verify(
 
 
 class _Steps:
-    """Tells what is being drawn, and what is compiled meanwhile."""
+    """Reports the current job and the compilations inside it."""
 
     def __init__(self, notify: Notify) -> None:
         self._notify = notify
@@ -192,7 +192,7 @@ class _Steps:
             self._notify(f"compiling {function}", self._share)
 
     def after(self, begin: float) -> Notify:
-        """The same, for work that begins when this share is done."""
+        """Return a reporter for work that begins at this share."""
         return lambda what, share: self.tell(what, begin + (1 - begin) * share)
 
 
@@ -220,7 +220,7 @@ def _difference(drawn: Drawn, expected: Drawn) -> Difference:
 def _locate(
     handle: Handle, rows: Sequence[Row], eager: Sequence[Drawn], thresholds: Thresholds, notify: Notify
 ) -> Location:
-    """Search the worst picture."""
+    """Search the job with the worst image."""
     row, expected = min(zip(rows, eager, strict=True), key=lambda pair: (not pair[0].broken, pair[0].difference.psnr))
 
     def is_past() -> bool:

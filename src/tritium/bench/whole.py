@@ -1,4 +1,4 @@
-"""Whole pipelines as workloads: `example`, or any local folder. What is timed is a picture, from prompt to pixels.
+"""Whole pipelines as workloads: `example`, or a local folder. The time is that of an image, from prompt to pixels.
 
 One pipeline serves all variants: its parts are switched between eager, torch.compile and Tritium, untimed, before each
 turn. Both compiled variants compile the same parts.
@@ -27,26 +27,26 @@ from tritium.errors import ConfigError
 from tritium.example import PROMPTS
 from tritium.pipelines.plan import Choice, Plan
 
-# Pictures in a row of each variant, as a user draws them: the first after another variant finds its memory taken.
+# Images of one variant in a row, as users generate them: the first one after another variant has to allocate again.
 _BURST = 3
 
-# Pictures that take fewer seconds are drawn several times to be compared.
+# Images that take fewer seconds are generated several times for a comparison.
 _QUICK = 3.0
 
-# Processes that start with artifacts: the median counts, because a few seconds are easily disturbed.
+# Processes started with artifacts. The median counts: a few seconds are easily disturbed.
 _RESTARTS = 3
 
-# Seconds a process may take to its first picture.
+# Seconds until the first image of a process, at most.
 _PATIENCE = 1800
 
 
 def is_pipeline(name: str) -> bool:
-    """Whether a workload's name is a pipeline's: the example, or a folder."""
+    """Return True for the name of a pipeline: the example, or a folder."""
     return name == drawing.EXAMPLE or (Path(name) / "model_index.json").is_file()
 
 
 def jobs_for(name: str) -> list[Job]:
-    """What is drawn: the plain call of the pipeline, on prompts it can draw."""
+    """List the jobs of a pipeline: its plain call, on prompts it was trained for."""
     if name == drawing.EXAMPLE:
         return [Job(prompt=prompt, seed=seed) for seed, prompt in enumerate(PROMPTS)]
     prompts = ("a red apple on a wooden table", "a lighthouse at night, long exposure")
@@ -54,7 +54,7 @@ def jobs_for(name: str) -> list[Job]:
 
 
 def run(name: str, settings: Settings, notify: Notify) -> Outcome:
-    """Measure a pipeline: time of a picture, first pictures cold and with artifacts, differences to eager."""
+    """Measure a pipeline: time of an image, first images cold and with artifacts, differences from eager."""
     settings.refuse_options_of_models(name, "is a whole pipeline")
     label = name if name == drawing.EXAMPLE else Path(name).name
     notify(f"{label}: loading", 0.0)
@@ -64,7 +64,7 @@ def run(name: str, settings: Settings, notify: Notify) -> Outcome:
     drawn: dict[str, list[Drawn]] = {}
     first: dict[str, float] = {}
     restart: dict[str, Any] = {}
-    # The parts that Tritium compiles by default; torch.compile gets the same.
+    # torch.compile compiles the parts that Tritium compiles by default.
     with optimize(pipe, Plan(progress=False)) as handle, tempfile.TemporaryDirectory() as folder:
         ways = _ways(handle, settings)
         # Engine `eager` generates no code, so there is nothing to keep.
@@ -119,7 +119,7 @@ def run(name: str, settings: Settings, notify: Notify) -> Outcome:
 
 
 def _ways(handle: Handle, settings: Settings) -> dict[str, dict[str, Choice]]:
-    """What each variant does to each part. Eager is always drawn: differences are against it."""
+    """Map each variant to a choice for each part. Eager always runs: differences are against it."""
     eager = Choice(how="eager")
     ours = handle.choices
     theirs = {name: choice if choice.how == "eager" else Choice(how="inductor") for name, choice in ours.items()}
@@ -132,21 +132,22 @@ def _ways(handle: Handle, settings: Settings) -> dict[str, dict[str, Choice]]:
 
 
 def _variants(settings: Settings) -> list[str]:
-    """Without Inductor's own graphs: blocks that hand each other their results would have to be told of every step."""
+    """List the variants without `reduce-overhead`, whose graphs need a mark for every step of a pipeline."""
     return [variant for variant in settings.variants if variant != TREES]
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One job drawn both ways, and the median seconds of pictures drawn in turns."""
+    """Images of one job, eager and optimized, with the median seconds of interleaved runs."""
 
     eager: Drawn
     ours: Drawn
 
 
 def compare(pipe: Any, handle: Handle, job: Job) -> Compared:
-    """Draw a job eagerly and as the handle has it. A single picture of each would time who came first: memory that the
-    other way has just given back, threads that have gone to sleep.
+    """Generate the image of a job eagerly and optimized.
+
+    Several images of each: a single one would mostly time memory that the other side has just freed.
     """
     ours = handle.choices
     ways = {EAGER: dict.fromkeys(ours, Choice(how="eager")), OURS: ours}
@@ -212,7 +213,7 @@ def _note(drawn: Drawn, jobs: int) -> str:
 def _restart(
     name: str, settings: Settings, job: Job, *, artifacts: Path | None = None, save: Path | None = None
 ) -> float:
-    """Seconds to the first picture of a new process whose caches are empty but for artifacts, if they are given."""
+    """Return the seconds to the first image of a new process with empty caches, or with artifacts."""
     order = {
         "name": name,
         "device": settings.device_type,
@@ -222,7 +223,7 @@ def _restart(
         "save": str(save) if save is not None else None,
     }
     with tempfile.TemporaryDirectory() as cache:
-        # The interpreter and the program are our own.
+        # Both the interpreter and the program are this package's.
         child = subprocess.run(
             [sys.executable, "-m", "tritium.bench.restart"],
             input=json.dumps(order),
@@ -230,7 +231,7 @@ def _restart(
             text=True,
             check=False,
             timeout=_PATIENCE,
-            # Triton's folder too: kernels of ops lie there.
+            # Also Triton's folder, which holds the kernels of ops.
             env=envs.child_environment(
                 {"TORCHINDUCTOR_CACHE_DIR": cache, envs.TRITON_CACHE: str(Path(cache) / "triton")}
             ),

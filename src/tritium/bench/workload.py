@@ -1,4 +1,4 @@
-"""What a benchmark runs: a model with its inputs, how it is compiled, and whether its sizes are static or dynamic."""
+"""Workloads: a model with its inputs, how to compile it, and whether its sizes are static or dynamic."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ SEED = 0
 # `static`: every size is a constant of the compiled code. `dynamic`: height and width, or tokens, are not.
 Regime = Literal["static", "dynamic"]
 
-# Compiles a module as a variant does, or gives it back as it is.
+# Compiles a module for a variant, or returns it unchanged.
 Compile = Callable[[Any], Any]
 
-# Draws a normal tensor of a shape in the workload's dtype, on its device.
+# Makes a normal tensor of a shape in the workload's dtype, on its device.
 Draw = Callable[..., torch.Tensor]
 
 
 def drawing(device: str, dtype: torch.dtype) -> Draw:
-    """Seeded draws, made on the CPU so that a seed means the same inputs on every device."""
+    """Return seeded draws, made on the CPU so that a seed gives the same inputs on every device."""
     generator = torch.Generator().manual_seed(SEED)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -43,11 +43,11 @@ class Built:
     inputs: dict[str, Any]
     note: str
     shrunk: bool
-    # Puts compiled parts where a user would: the default compiles the model itself.
+    # Installs compiled parts as a user would: the default compiles the model itself.
     install: Callable[[Any, Compile], Any] = whole
-    # What is dynamic in the dynamic regime: dims by argument. None leaves it to torch.compile(dynamic=True).
+    # The dynamic dims by argument. None: torch.compile(dynamic=True) decides.
     dims: Mapping[str, Sequence[int]] | None = None
-    # Also measure torch.compile with static sizes beside a dynamic regime.
+    # Also measure torch.compile with static sizes in the dynamic regime.
     against_static: bool = False
 
     @property
@@ -55,7 +55,7 @@ class Built:
         return {name: list(value.shape) for name, value in self.inputs.items() if isinstance(value, torch.Tensor)}
 
     def marked(self) -> dict[str, Any]:
-        """The inputs, with their dynamic dims marked for Dynamo. The marks are on tensors of their own."""
+        """Return the inputs with dynamic dims marked for Dynamo; marked tensors are copies."""
         inputs = dict(self.inputs)
         for name, dims in (self.dims or {}).items():
             inputs[name] = inputs[name].clone()
@@ -64,7 +64,7 @@ class Built:
 
 
 class Workload(Protocol):
-    """Something that can be built and measured, in one regime after the other."""
+    """A model that can be built and measured in each of its regimes."""
 
     @property
     def name(self) -> str: ...
@@ -76,5 +76,5 @@ class Workload(Protocol):
 
 
 def label(workload: Workload, regime: Regime) -> str:
-    """What rows are called: static sizes are the ordinary case."""
+    """Return the name of a workload's rows; static sizes need no suffix."""
     return workload.name if regime == "static" else f"{workload.name} dynamic"

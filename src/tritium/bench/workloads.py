@@ -1,4 +1,4 @@
-"""What can be benchmarked, by name."""
+"""All workloads by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORKLOADS: Mapping[str, Sequence[Workload]] = {
 
 
 def find(name: str, others: Sequence[str] = ()) -> Sequence[Workload]:
-    """The workloads of a name; `others` are names beside these that the caller takes as well."""
+    """Return the workloads of a name; `others` are further names that the caller accepts."""
     if name not in WORKLOADS:
         hint = nearest(name, (*WORKLOADS, *others))
         raise ConfigError(f"there is no workload {name!r}, and no folder of that name holds a pipeline; {hint}")

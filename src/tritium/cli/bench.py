@@ -36,37 +36,39 @@ def command(
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the results there.")] = None,
     compare_with: Annotated[
         Path | None,
-        typer.Option("--compare", metavar="OLD.json", help="Exit with 1 if Tritium is over 5 % slower than in there."),
+        typer.Option(
+            "--compare", metavar="OLD.json", help="Exit with 1 if Tritium is over 5 % slower than in that file."
+        ),
     ] = None,
     seconds: Annotated[
         float | None,
-        typer.Option(min=0.0, help="How long the variants take turns, a workload: 10 if left out, 3 in a suite."),
+        typer.Option(min=0.0, help="Seconds of timing for a workload: 10 by default, 3 in a suite."),
     ] = None,
     device_type: Annotated[str | None, typer.Option("--device", help="cuda or cpu; the GPU if there is one.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32 on a CPU and bfloat16 on a GPU if left out.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="By default float32 on a CPU and bfloat16 on a GPU.")] = None,
     regime: Annotated[
-        str | None, typer.Option(help="static or dynamic sizes alone, of a workload that has both.")
+        str | None, typer.Option(help="Only static or only dynamic sizes, of a workload that has both.")
     ] = None,
-    kernels: Annotated[bool, typer.Option("--kernels", help="Also profile what each kernel takes (GPU).")] = False,
+    kernels: Annotated[bool, typer.Option("--kernels", help="Also profile each kernel (GPU).")] = False,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Also add up the time in operators: what fusion gains against eager.")
+        bool, typer.Option("--profile", help="Also sum the time in operators, and show the gain of fusion over eager.")
     ] = False,
     graphs: Annotated[
-        bool, typer.Option("--graphs", help="Also measure static graphs: Tritium's, and torch.compile's own.")
+        bool, typer.Option("--graphs", help="Also measure captured graphs: Tritium's, and those of torch.compile.")
     ] = False,
     errors: Annotated[
         bool, typer.Option("--errors", help="Also compare every variant with a run in float64, which may take long.")
     ] = False,
     exact: Annotated[bool, typer.Option("--exact", help="Also measure Tritium with fidelity 'exact'.")] = False,
     without: Annotated[
-        str, typer.Option(metavar="OP,...", help="Also measure Tritium without each of these ops' own kernels.")
+        str, typer.Option(metavar="OP,...", help="Also measure Tritium without the owned kernels of each of these ops.")
     ] = "",
     sizes: Annotated[
         bool,
         typer.Option("--sizes", help="Also decode twelve sizes in a row: recompiles, and the cost of dynamic ones."),
     ] = False,
     cold: Annotated[
-        bool, typer.Option("--cold/--warm", help="First calls with empty compiler caches, or as is.")
+        bool, typer.Option("--cold/--warm", help="First calls with empty compiler caches, or with existing ones.")
     ] = True,
     only: Annotated[
         str, typer.Option(metavar="NAME,...", help="Measure these of the families again; the others stay as they are.")
@@ -75,7 +77,7 @@ def command(
         float | None, typer.Option(min=1.0, help="Seconds for a suite on a GPU: 540. Run again for what is left.")
     ] = None,
 ) -> None:
-    """Measure workloads eagerly, under torch.compile and under Tritium, in one process and in turns.
+    """Measure workloads under eager, torch.compile and Tritium, interleaved in one process.
 
     A suite keeps the rows that FILE has of this device and these versions, and measures the rest.
     """
@@ -102,7 +104,7 @@ def command(
     if only or budget is not None:
         raise ConfigError(f"--only and --budget concern suites ({', '.join(suites.SUITES)}), and {names[0]} is none")
     chosen = [_runner(name, sizes=sizes) for name in names]
-    # Read before an hour of measuring, not after it.
+    # Read before an hour of measuring: a bad file is an error at once.
     old = Results.load(compare_with) if compare_with is not None else None
     if json is not None:
         check_writable(json)
@@ -156,7 +158,7 @@ def _measure_all(
             except Exception as error:
                 if len(chosen) == 1:
                     raise
-                # The others' hour of measuring is not lost with this one.
+                # The rows of other workloads are not lost with this one.
                 failed[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
             run.release()
     return failed
@@ -173,7 +175,7 @@ def _refuse_in_suite(suite: str, **options: Any) -> None:
 
 
 def _runner(name: str, *, sizes: bool) -> Callable[[run.Settings, run.Notify], run.Outcome]:
-    """What measures a workload; an unknown one is an error before anything is measured."""
+    """Return the function that measures a workload; raise for an unknown one before anything is measured."""
     if whole.is_pipeline(name):
         return functools.partial(whole.run, name)
     if functions.is_function(name):
@@ -185,7 +187,7 @@ def _runner(name: str, *, sizes: bool) -> Callable[[run.Settings, run.Notify], r
 
 
 def _check_regime(name: str, settings: run.Settings) -> None:
-    """Raise for what has no sizes to choose from, before anything is measured."""
+    """Raise for a workload without regimes, before anything is measured."""
     if whole.is_pipeline(name) or functions.is_function(name):
         raise ConfigError(f"--regime concerns models with static and dynamic sizes, and {name} is none")
     for workload in workloads.find(name):
@@ -222,7 +224,7 @@ def known_device(name: str | None) -> str:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a file that cannot be written now, rather than after an hour of measuring."""
+    """Raise if a file cannot be written, before an hour of measuring."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         existed = path.is_symlink() or path.exists()
@@ -235,7 +237,7 @@ def check_writable(path: Path) -> None:
 
 
 def report_comparison(comparison: Comparison) -> bool:
-    """Print what changed; whether there is a regression."""
+    """Print the changes; return True for a regression."""
     limit = f"{comparison.tolerance:.0%}"
     for change in comparison.changes:
         print(change)

@@ -17,7 +17,7 @@ _NAMES = {
     "inductor reduce-overhead": "torch.compile",
 }
 
-# Wide enough for all columns where there is no terminal to fit into.
+# The width without a terminal: all columns fit.
 _FILE_WIDTH = 160
 
 
@@ -49,7 +49,7 @@ def show_kernels(results: Results, most: int = 15) -> None:
 
 
 def gains(results: Results) -> list[str]:
-    """What fusion gains, a line for each compiled variant that was profiled."""
+    """Return a line with the gain of fusion for each compiled variant that was profiled."""
     unfused = {row.workload: row.operators_us for row in results.rows if row.variant == "eager"}
     lines = []
     for row in results.rows:
@@ -65,7 +65,7 @@ def gains(results: Results) -> list[str]:
 
 
 def of_results(results: Results) -> Table:
-    """One line a variant. Memory has a column where it was measured."""
+    """Make a table with one line a variant, and columns for the optional fields that rows have."""
     versions = ", ".join(f"{name} {version}" for name, version in results.versions.items() if version)
     title = f"{results.device['name']}; {versions}"
     table = Table(title=title, caption=_caption(results.rows), caption_justify="left", box=box.SIMPLE_HEAD)
@@ -151,7 +151,7 @@ def _caption(rows: Sequence[Row]) -> str:
     about = dict.fromkeys(f"{row.workload}: {row.note}, {row.dtype}" + _shrunk(row) for row in rows)
     cold = "with empty caches" if all(row.first_call_cold for row in rows) else "caches as they were"
     notes = list(about)
-    # Functions say themselves what they are compared with.
+    # Notes of functions name their yardstick.
     if not all("ratio against" in row.note for row in rows):
         notes.append("ratio: torch.compile's median by this one's, above 1 is faster")
     notes.append(f"first call: includes compilation, {cold}; relative L2: against eager")

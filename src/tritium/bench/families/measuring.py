@@ -25,7 +25,7 @@ from tritium.bench.sides import OPTIMIZED
 from tritium.bench.workload import Built
 from tritium.config import CompilationConfig
 
-# Calls before a side is measured, in turns without a wait: a capture is decided by some ordinary calls.
+# Calls before a side is measured: ordinary calls decide about a capture, several in a row without a wait.
 SETTLING_TURNS = 3
 SETTLING_CALLS = 8
 SETTLING_SECONDS = 1.0
