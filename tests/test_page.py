@@ -4,6 +4,7 @@ import math
 import os
 import re
 import stat
+from collections import Counter
 from html.parser import HTMLParser
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from tritium.cli.app import app
 from tritium.compiler import draw, time_kernels
 from tritium.compiler.count_flops import bytes_of, flops_of
 from tritium.errors import ReportError
+from tritium.page.kernels import Kernels
 from tritium.report import (
     LEDGER,
     Capture,
@@ -93,6 +95,8 @@ def kernel(name, **changes):
         "estimated_us": None,
         "measured_us": None,
         "why_not_fused": [],
+        "piece": None,
+        "count": 1,
         **changes,
     }
 
@@ -482,6 +486,20 @@ class TestAttribution:
         assert [entry["measured_us"] for entry in timed.kernels] == [3, 6, 10]
         assert timed.runs == 3 / time_kernels.CALLS
         assert [entry["measured_us"] for entry in record.kernels] == [None] * 3
+
+    def test_calls_of_pieces_that_share_code_are_told_apart(self):
+        kernels = [
+            kernel("addmm (a)", kind="library", ops=["aten.addmm"], piece=0, count=2),
+            kernel("addmm (b)", kind="library", ops=["aten.addmm"], piece=1),
+            kernel("cpp_fused_mul_0", piece=0, count=2),
+            kernel("cpp_fused_mul_0", piece=1),
+        ]
+        record = GraphRecord("0/0", "f", "inductor", "cpu", kernels=kernels, order=[0, 1, 0])
+        found = {("0/0", "aten::addmm"): [5, 20, 7, 6, 22, 8], ("0/0", "cpp_fused_mul_0"): [1, 9, 2, 3, 11, 4]}
+        timed = time_kernels._timed(record, found, Counter({"0/0": 2}))
+        assert [entry["measured_us"] for entry in timed.kernels] == [6.5, 21, 2.5, 10]
+        rows = {row.name: row for row in Kernels.of({**Report([timed]).to_dict(), "bandwidth": None}).rows}
+        assert (rows["addmm (a)"].launches, rows["addmm (b)"].launches) == (2, 1)
 
     def test_what_does_not_add_up_is_not_attributed(self):
         calls = [kernel(f"addmm ({name})", kind="library", ops=["aten.addmm"]) for name in "abc"]

@@ -9,8 +9,9 @@ from torch import nn
 import tritium
 from small_models import Stack, block_inputs, flux, flux_inputs
 from tritium import Backend, CompilationConfig, FusionPatterns, compat
-from tritium.compiler.blocks import cut, find
+from tritium.compiler.blocks import cut, find, kept
 from tritium.compiler.blocks.facts import Facts
+from zoo import ZOO
 
 EAGER = CompilationConfig(reuse_blocks=True, engine="eager")
 
@@ -398,18 +399,240 @@ class TestComposes:
         assert "autocast region" in entry.declined
 
 
-@pytest.mark.parametrize("blocks", [(1, 1), (19, 38)])
-def test_a_stock_flux_has_as_many_distinct_pieces_however_deep_it_is(blocks):
-    model = flux(*blocks).requires_grad_(False)
-    compiled = torch.compile(model, backend=Backend(EAGER), fullgraph=True)
-    with torch.no_grad():
-        (result,), (expected,) = compiled(**flux_inputs()), model(**flux_inputs())
-    torch.testing.assert_close(result, expected, atol=0, rtol=0)
-    (entry,) = reuse(compiled)
-    if sum(blocks) > 10:
+class Stub:
+    """Stands for code generation: runs graphs as they are, and counts them."""
+
+    def __init__(self, monkeypatch, fails=lambda count: False):
+        self.compiled, self.fails = [], fails
+        monkeypatch.setattr(compat, "compile_fx", self)
+
+    def __call__(self, gm, example_inputs):
+        self.compiled.append(gm)
+        if self.fails(len(self.compiled)):
+            raise ValueError("this piece cannot be lowered")
+        return lambda *args: gm.forward(*args)
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    return Stub(monkeypatch)
+
+
+INDUCTOR = CompilationConfig(reuse_blocks=True)
+
+
+class TestCompilations:
+    def test_of_a_stock_flux_do_not_grow_with_its_blocks(self, stub):
+        numbers = []
+        for blocks in ((3, 6), (19, 38)):
+            stub.compiled.clear()
+            torch._dynamo.reset()
+            model = flux(*blocks).requires_grad_(False)
+            compiled = torch.compile(model, backend=Backend(INDUCTOR), fullgraph=True)
+            with torch.no_grad():
+                (result,), (expected,) = compiled(**flux_inputs()), model(**flux_inputs())
+            torch.testing.assert_close(result, expected)
+            total, distinct = counts(reuse(compiled)[0])
+            assert total == sum(blocks) + 2
+            assert distinct == len(stub.compiled)
+            sites = tritium.explain(compiled).sites
+            assert sites["rope"].recognised == 2 * sum(blocks)
+            numbers.append((len(stub.compiled), sum(len(gm.graph.nodes) for gm in stub.compiled)))
+        assert numbers[0] == numbers[1]
+        assert numbers[0][0] <= 7
+
+    def test_of_pieces_that_another_graph_has_too_are_kept(self, stub):
+        class Flagged(Model):
+            def forward(self, x, temb, negate=False):
+                x = super().forward(x, temb)
+                return -x if negate else x
+
+        model = Flagged(*(Block() for _ in range(8))).requires_grad_(False)
+        compiled = torch.compile(model, backend=Backend(INDUCTOR), dynamic=False)
+        with torch.no_grad():
+            for tokens, negate in ((5, False), (5, True), (7, True)):
+                call = (*inputs(2, tokens), negate)
+                assert torch.allclose(compiled(*call), model(*call))
+            # What is behind the blocks differs, then every size does.
+            assert len(stub.compiled) == 4 + 1 + 4
+            summaries = [entry.summary for entry in reuse(compiled)]
+            assert summaries[1] == "10 pieces, 4 compiled, 3 of them found compiled"
+            torch.compile(model, backend=Backend(INDUCTOR.with_(enable_freezing=True)))(*inputs())
+        assert len(stub.compiled) == 9 + 4
+        torch._dynamo.reset()
+        assert not kept._pieces
+
+    def test_of_symbolic_sizes_are_not_kept(self, stub):
+        model = model_of(Block, 8)
+        compiled = torch.compile(model, backend=Backend(INDUCTOR), dynamic=True)
+        with torch.no_grad():
+            for batch in (2, 3, 5, 1):
+                assert torch.allclose(compiled(*inputs(batch)), model(*inputs(batch)))
+        # A batch of one is specialised.
+        assert len(stub.compiled) == 8
+
+    def test_a_piece_that_cannot_be_lowered_costs_the_cut_alone(self, monkeypatch):
+        stub = Stub(monkeypatch, fails=lambda count: count == 3)
+        model = model_of(Block, 8)
+        compiled = torch.compile(model, backend=Backend(INDUCTOR))
+        with torch.no_grad(), pytest.warns(RuntimeWarning, match="lowering of a block failed"):
+            assert torch.allclose(compiled(*inputs()), model(*inputs()))
+        (entry,) = reuse(compiled)
+        assert "cannot be lowered" in entry.failed
+        assert not entry.changed
+        # Three pieces, then the graph as a whole.
+        assert len(stub.compiled) == 4
+        assert len(stub.compiled[-1].graph.nodes) > 400
+        (record,) = tritium.explain(compiled).records
+        assert [failure.part for failure in record.failures] == ["lowering of a block", "reuse_blocks"]
+        assert record.engine == "inductor"
+
+    def test_a_trace_that_starts_anew_leaves_nothing_behind(self, monkeypatch):
+        again = []
+
+        def restart(count):
+            if not again:
+                again.append(count)
+                raise torch._dynamo.exc.TensorifyScalarRestartAnalysis
+            return False
+
+        stub = Stub(monkeypatch, fails=restart)
+        model = model_of(Block, 8)
+        compiled = torch.compile(model, backend=Backend(INDUCTOR))
+        with torch.no_grad():
+            assert torch.allclose(compiled(*inputs()), model(*inputs()))
+        assert len(stub.compiled) == 5
+        assert len(tritium.explain(compiled).records) == 1
+
+    def test_a_graph_break_makes_graphs_that_are_cut_each(self, stub):
+        class Breaking(Model):
+            def forward(self, x, temb):
+                x = super().forward(x, temb)
+                torch._dynamo.graph_break()
+                return super().forward(x, temb)
+
+        model = Breaking(*(Block() for _ in range(8))).requires_grad_(False)
+        compiled = torch.compile(model, backend=Backend(INDUCTOR))
+        with torch.no_grad():
+            assert torch.allclose(compiled(*inputs()), model(*inputs()))
+        assert len(reuse(compiled)) == 2
+        assert len(stub.compiled) == 4
+
+    def test_inductor_s_own_graphs_are_not_cut(self, stub):
+        compiled = torch.compile(model_of(Block, 8), backend=Backend(INDUCTOR), mode="reduce-overhead")
+        with torch.no_grad():
+            compiled(*inputs())
+        assert "addresses of weights" in reuse(compiled)[0].declined
+        assert len(stub.compiled) == 1
+
+
+@tritium.custom_op("tests::block_sort", outputs=["x"], boundary=True)
+def block_sort(x: torch.Tensor) -> torch.Tensor:
+    return x.sort(dim=-1).values
+
+
+class TestCapture:
+    def test_the_whole_call_is_one_region(self):
+        model = model_of(Block, 8)
+        compiled = torch.compile(model, backend=Backend(EAGER.with_(graphs="with_compile")), dynamic=False)
+        with torch.no_grad():
+            held = []
+            for batch in (2, 3, 2, 3):
+                call = inputs(batch)
+                kept = [part.clone() for part in call]
+                held.append((compiled(*call), model(*kept)))
+                assert all(map(torch.equal, call, kept))
+            assert all(torch.equal(mine, theirs) for mine, theirs in held)
+            assert sorted(row["hits"] for row in tritium.explain(compiled).captures) == [2, 2]
+            model.blocks[5].up.weight.mul_(2)
+            assert torch.equal(compiled(*inputs(2)), model(*inputs(2)))
+            model.blocks[5].up.weight = nn.Parameter(model.blocks[5].up.weight * 0.5, requires_grad=False)
+            assert torch.equal(compiled(*inputs(2)), model(*inputs(2)))
+        records = tritium.explain(compiled).records
+        assert all(counts(entry)[1] == 4 for entry in reuse(compiled))
+        rows = [row for record in records for row in record.captures]
+        assert all(row.declined is None and row.piece is None for row in rows)
+
+    @pytest.mark.parametrize("graphs", ["off", "with_compile"])
+    def test_boundaries_inside_of_blocks(self, graphs, stub):
+        class Sorting(Block):
+            def forward(self, x, temb):
+                return super().forward(block_sort(super().forward(x, temb)), temb)
+
+        model = model_of(Sorting, 8)
+        compiled = torch.compile(model, backend=Backend(INDUCTOR.with_(graphs=graphs)))
+        with torch.no_grad():
+            for _ in range(3):
+                assert torch.allclose(compiled(*inputs()), model(*inputs()), atol=1e-5)
+        (entry,) = reuse(compiled)
         total, distinct = counts(entry)
-        assert total == sum(blocks) + 2
-        assert distinct <= 8
+        assert total >= 9
+        assert distinct == len(stub.compiled) <= 5
+        if graphs == "with_compile":
+            rows = tritium.explain(compiled).captures
+            assert len(rows) == 9
+            assert all(row["declined"] is None and row["hits"] == 3 for row in rows)
+
+    def test_freezing(self):
+        class Doubled(Block):
+            def forward(self, x, temb):
+                return super().forward(x, temb) @ torch.cat([self.down.weight, self.down.weight], dim=1)[:, :16].exp()
+
+        model = model_of(Doubled, 8)
+        compiled = torch.compile(model, backend=Backend(EAGER.with_(graphs="with_compile", enable_freezing=True)))
+        with torch.no_grad():
+            for _ in range(2):
+                assert torch.allclose(compiled(*inputs()), model(*inputs()))
+                model.blocks[3].down.weight.add_(0.1)
+        # The blocks, and the layers before and behind them.
+        assert counts(reuse(compiled)[0])[1] == 2
+        assert len(tritium.explain(compiled).folded) == 8
+
+
+QUICK = {"flux", "qwen_image", "wan", "pixart"}
+MODELS = [
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.thorough) for name in ZOO if "decoder" not in name
+]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_stock_models_give_eager_s_numbers_however_they_are_cut(name, monkeypatch):
+    """Their two blocks are too few to pay; here they are cut all the same."""
+    monkeypatch.setattr(cut, "LEAST_EQUAL", 0)
+    monkeypatch.setattr(cut, "WORTH_CUTTING", 100)
+    model, call = ZOO[name].build(), ZOO[name].inputs()
+    model.requires_grad_(False)
+    with torch.no_grad():
+        compiled = torch.compile(model, backend=Backend(EAGER))
+        assert_as_close(compiled(**call), model(**call))
+    entries = reuse(compiled)
+    assert any(entry.summary for entry in entries), [entry.declined for entry in entries]
+    assert not any(entry.failed for entry in entries)
+
+
+def assert_as_close(mine, theirs):
+    mine, theirs = (part if isinstance(part, (tuple, list)) else [part] for part in (mine, theirs))
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.codegen
+def test_generated_code(tmp_path):
+    """The pieces' kernels are in the report once, with the number of pieces that share them; a second process finds them."""
+    model = model_of(Block, 8)
+    compiled = torch.compile(model, backend=Backend(INDUCTOR))
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*inputs()), model(*inputs()))
+    (record,) = tritium.explain(compiled).records
+    assert counts(reuse(compiled)[0]) == (10, 4)
+    assert not record.failures
+    counted = {(kernel["piece"], kernel["count"]) for kernel in record.kernels}
+    assert counted == {(0, 1), (1, 1), (2, 7), (3, 1)}
+    assert len(record.order) == 10
+    regions = [(kernel["piece"], kernel["region"]) for kernel in record.kernels if kernel["region"] is not None]
+    assert len({region for _, region in regions}) == len(set(regions))
+    launches = [kernel for kernel in record.kernels if kernel["kind"] == "library"]
+    assert sum(kernel["count"] for kernel in launches) == 2 + 8 * 3
 
 
 def test_dead_operations_are_left_out():

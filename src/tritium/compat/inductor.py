@@ -109,9 +109,11 @@ def compile_fx(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..
 def boxed(compiled: Callable[..., Any]) -> Callable[[list[Any]], Any]:
     """Return what `compile_fx` made as a function of a list, which it empties: its inputs can be freed while it runs.
 
-    Inductor's code has that form inside; where this torch wraps it in another way than known, the wrapper is called.
+    Inductor's code has that form inside of two wrappers; where this torch has others, they are called as they are.
     """
-    code, closure = getattr(compiled, "__code__", None), getattr(compiled, "__closure__", None)
+    # torch._dynamo.disable: the call of the whole graph is disabled already.
+    inner = getattr(compiled, "_torchdynamo_orig_callable", compiled)
+    code, closure = getattr(inner, "__code__", None), getattr(inner, "__closure__", None)
     cells = dict(zip(code.co_freevars, closure or (), strict=True)) if code is not None else {}
     if cells.keys() == {"compiled_fn", "params_buffers_flat"} and not cells["params_buffers_flat"].cell_contents:
         return cast("Callable[[list[Any]], Any]", cells["compiled_fn"].cell_contents)

@@ -18,7 +18,7 @@ from tritium import compat
 from tritium.compiler import libraries
 from tritium.compiler.dissect import Dissection
 from tritium.compiler.observe import KernelObserver, code_key, store, store_key
-from tritium.report import Failure, GraphRecord, PassRecord
+from tritium.report import Failure, GraphRecord, PassRecord, SharedPiece
 from tritium.tiling import hooks
 from tritium.tiling.policy import OFF, Decisions, TilingPolicy
 
@@ -42,8 +42,8 @@ class Lowering:
     settings: Mapping[str, Any]
     identity: bytes
     tiling: TilingPolicy = OFF
-    # How many equal pieces of a graph share the code; None for a graph that is compiled whole.
-    pieces: int | None = None
+    # The piece of a graph that this is; None for a graph that is compiled whole.
+    piece: SharedPiece | None = None
     # What code generation has written so far.
     dissection: Dissection = field(default_factory=Dissection)
 
@@ -103,7 +103,7 @@ def lower(attempt: Lowering, record: GraphRecord) -> Lowered:
             compiled = compat.compile_fx(attempt.gm, attempt.example_inputs)
     lowered = Lowered(compiled, *_observation(observer, key, known))
     if lowered.observation is not None:
-        record.observed(lowered.observation, lowered.source, attempt.pieces)
+        record.observed(lowered.observation, lowered.source, attempt.piece)
     _describe_tiling(attempt.tiling, tiling, record)
     _write_for_debugging(record)
     return lowered

@@ -48,7 +48,7 @@ from tritium.errors import RequestConflict, TritiumError, UnrequestedConfig
 from tritium.fusions import Fusion
 from tritium.fusions.expression import value_of
 from tritium.passes import Applied, ConfigRequest, Decline, Outcome, Pass, PassContext
-from tritium.report import Failure, GraphRecord, PassRecord
+from tritium.report import Failure, GraphRecord, PassRecord, SharedPiece
 from tritium.tiling import nd_tiling
 from tritium.tiling.policy import policy_of
 
@@ -297,19 +297,19 @@ class Compilation:
         example_inputs: Sequence[Any],
         part: str,
         originals: Sequence[tuple[str, fx.Graph]] = (),
-        pieces: int | None = None,
+        piece: SharedPiece | None = None,
     ) -> Iterator[Attempt]:
         """A rewritten graph as it is; then, if the tiling analysis failed, without that analysis and our policy."""
         key = self._identity(gm.graph)
         rewritten = copied(gm.graph)
         graphs = [("rewritten", rewritten), *originals]
-        tiled = Lowering(gm, example_inputs, self._settings, key, policy_of(self.config), pieces)
+        tiled = Lowering(gm, example_inputs, self._settings, key, policy_of(self.config), piece)
         first = Attempt(part, tiled, graphs, is_tiled=True)
         yield first
         if first.failed_in_tiling:
             settings = {**self._settings, **compat.NO_TILING_ANALYSIS}
             again = with_graph(gm, copied(rewritten))
-            yield Attempt(part, Lowering(again, example_inputs, settings, key, pieces=pieces), graphs)
+            yield Attempt(part, Lowering(again, example_inputs, settings, key, piece=piece), graphs)
 
     def _attempts_untouched(self) -> Iterator[Attempt]:
         """The graph as Dynamo made it, without requests; nothing if that is what failed."""
@@ -335,7 +335,13 @@ class Compilation:
 
     def _engines_of_pieces(self, pieces: Sequence[Piece]) -> list[Callable[..., Any]]:
         """The pieces of a graph that is cut at boundary ops."""
-        return self._in_blocks([piece.gm for piece in pieces]) or [self._engine_of_piece(piece) for piece in pieces]
+        programs = self._in_blocks([piece.gm for piece in pieces])
+        if programs is not None:
+            return programs
+        self.record.order = [
+            piece.spec.piece for piece in pieces if piece.spec is not None and piece.spec.piece is not None
+        ]
+        return [self._engine_of_piece(piece) for piece in pieces]
 
     def _engine_of_piece(self, piece: Piece) -> Callable[..., Any]:
         if self.config.engine == "eager":
@@ -343,7 +349,9 @@ class Compilation:
         rewritten = copied(piece.gm.graph)
         assert piece.spec is not None
         part = f"lowering of piece {piece.spec.piece}"
-        compiled = self._first_lowered(self._attempts(piece.gm, piece.example_inputs, part, pieces=1))
+        compiled = self._first_lowered(
+            self._attempts(piece.gm, piece.example_inputs, part, piece=SharedPiece(piece.spec.piece or 0))
+        )
         return compiled.run if compiled is not None else with_graph(piece.gm, rewritten).forward
 
     def _in_blocks(self, gms: Sequence[fx.GraphModule]) -> list[Callable[..., Any]] | None:
@@ -373,9 +381,9 @@ class Compilation:
             return Reuse(lambda gm, _: Compiled(boxed(gm.forward)), None, True, self.record, entry)
         return Reuse(self._compile_block, self._surroundings, False, self.record, entry)
 
-    def _compile_block(self, gm: fx.GraphModule, count: int) -> Compiled:
+    def _compile_block(self, gm: fx.GraphModule, piece: SharedPiece) -> Compiled:
         inputs = [value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
-        compiled = self._first_lowered(self._attempts(gm, inputs, "lowering of a block", pieces=count))
+        compiled = self._first_lowered(self._attempts(gm, inputs, "lowering of a block", piece=piece))
         if compiled is None:
             raise RuntimeError("a block cannot be lowered, so the graph is compiled whole")
         return Compiled(compat.boxed(compiled.run), compiled.observation, compiled.source)

@@ -84,24 +84,47 @@ def attribute(events: Iterable[Any], device_type: str) -> tuple[Found, Counter[s
 
 def _timed(record: GraphRecord, found: Found, runs: Counter[str]) -> GraphRecord:
     count = runs[record.graph]
-    generated: dict[str, float] = {}
-    called: dict[str, list[float]] = {}
-    expected = Counter(_event_name(kernel) for kernel in record.kernels)
-    for name, launches in expected.items():
-        times = found.get((record.graph, name), [])
-        if not count or len(times) != count * launches or not any(times):
+    # The kernels behind the events of one name, in the order of their launches in one run.
+    launched: dict[str, list[int]] = {}
+    for index in _launches(record):
+        launched.setdefault(_event_name(record.kernels[index]), []).append(index)
+    times: dict[int, list[float]] = {}
+    for name, indices in launched.items():
+        events = found.get((record.graph, name), [])
+        if not count or len(events) != count * len(indices) or not any(events):
             continue
-        generated[name] = statistics.fmean(times)
-        # The calls of one run follow each other: every `launches`-th event is the same one again.
-        called[name] = [statistics.fmean(times[place::launches]) for place in range(launches)]
-    kernels = []
-    for kernel in record.kernels:
-        name = _event_name(kernel)
-        taken = generated.get(name)
-        if taken is not None and kernel.get("kind") != "generated":
-            taken = called[name].pop(0)
-        kernels.append({**kernel, "measured_us": round(taken, 2) if taken is not None else None})
+        # The calls of one run follow each other: every `len(indices)`-th event is the same one again.
+        for place, index in enumerate(indices):
+            times.setdefault(index, []).extend(events[place :: len(indices)])
+    means = _of_one_kernel(record.kernels, times)
+    kernels = [
+        {**kernel, "measured_us": round(statistics.fmean(means[index]), 2) if index in means else None}
+        for index, kernel in enumerate(record.kernels)
+    ]
     return dataclasses.replace(record, kernels=kernels, runs=count / CALLS)
+
+
+def _launches(record: GraphRecord) -> list[int]:
+    """Return the places of a record's kernels in the order in which a run launches them."""
+    if not record.order:
+        return list(range(len(record.kernels)))
+    of_piece: dict[int, list[int]] = {}
+    for index, kernel in enumerate(record.kernels):
+        of_piece.setdefault(kernel["piece"], []).append(index)
+    return [index for piece in record.order for index in of_piece.get(piece, ())]
+
+
+def _of_one_kernel(kernels: Sequence[dict[str, Any]], times: dict[int, list[float]]) -> dict[int, list[float]]:
+    """Return times by place, those of a generated kernel that one piece launches several times joined."""
+    joined: dict[tuple[int | None, str], list[float]] = {}
+    result = dict(times)
+    for index, found in times.items():
+        if kernels[index].get("kind") == "generated":
+            joined.setdefault((kernels[index]["piece"], kernels[index]["name"]), []).extend(found)
+    for index in times:
+        if kernels[index].get("kind") == "generated":
+            result[index] = joined[kernels[index]["piece"], kernels[index]["name"]]
+    return result
 
 
 def _event_name(kernel: dict[str, Any]) -> str:

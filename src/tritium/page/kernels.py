@@ -122,6 +122,7 @@ def _row(
 ) -> Row:
     first = launches[0]
     which = "measured_us" if measured else "estimated_us"
+    count = sum(kernel["count"] for kernel in launches)
     known = [kernel[which] for kernel in launches if kernel[which] is not None]
     us = statistics.fmean(known) if known else None
     moved, flops = statistics.fmean(map(_moved, launches)), first.get("flops")
@@ -131,9 +132,9 @@ def _row(
         graph=first["graph"],
         name=first["name"],
         kind=first.get("kind", "generated"),
-        launches=len(launches),
+        launches=count,
         us=us,
-        total_us=us * len(launches) * runs if us is not None else None,
+        total_us=us * count * runs if us is not None else None,
         share=None,
         moved=round(moved),
         excess=excess.get((first["graph"], region)) if region is not None else None,

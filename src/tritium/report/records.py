@@ -226,6 +226,14 @@ class Measurement:
         return dataclasses.asdict(self)
 
 
+@dataclass(frozen=True)
+class SharedPiece:
+    """A piece of a graph that is compiled on its own: its number, and how often a call of the graph runs it."""
+
+    number: int
+    count: int = 1
+
+
 @dataclass
 class GraphRecord:
     """Everything known about one compiled graph."""
@@ -252,6 +260,8 @@ class GraphRecord:
     kernels_from: Literal["codegen", "store", "none"] = "none"
     # The kernels' texts, packed by `whitebox`.
     sources: str = ""
+    # The numbers of the pieces that a call runs, in order; empty for a graph that is compiled whole.
+    order: list[int] = field(default_factory=list)
     recompile: Recompile | None = None
     seconds: float = 0.0
     drawing: Drawing | None = None
@@ -293,29 +303,28 @@ class GraphRecord:
         return whitebox.write(inner, whitebox.unpack(self.sources), self.kernels)
 
     def observed(
-        self, observation: Mapping[str, Any], source: Literal["codegen", "store"], pieces: int | None = None
+        self, observation: Mapping[str, Any], source: Literal["codegen", "store"], piece: SharedPiece | None = None
     ) -> None:
         """Take over what was seen of the code generation, now or in an earlier process.
 
-        With `pieces` it is that of one piece of the graph, of which so many share the code, and joins the others'.
+        What was seen of a piece joins what is known of the others.
         """
-        if pieces is None:
-            for name in ("kernels", "fallbacks", "lowered", "not_fused", "sources"):
-                setattr(self, name, observation[name])
-            self.kernels_from = source
-            return
+        if piece is None:
+            self.forget_pieces()
         known = whitebox.unpack(self.sources) if self.sources else []
-        self.sources = whitebox.pack([*known, *whitebox.unpack(observation["sources"])])
-        self.kernels = [*self.kernels, *_shared(observation["kernels"], pieces, self.kernels)]
+        self.sources = (
+            whitebox.pack([*known, *whitebox.unpack(observation["sources"])]) if known else observation["sources"]
+        )
+        self.kernels = [*self.kernels, *_launched(observation["kernels"], piece, self.kernels)]
+        times = piece.count if piece is not None else 1
         for name in ("fallbacks", "lowered", "not_fused"):
-            entries = ({**entry, "count": entry["count"] * pieces} for entry in observation[name])
-            setattr(self, name, [*getattr(self, name), *entries])
+            setattr(self, name, [*getattr(self, name), *(_repeated(entry, times) for entry in observation[name])])
         self.kernels_from = "codegen" if "codegen" in (source, self.kernels_from) else source
 
     def forget_pieces(self) -> None:
-        """Drop what was seen of pieces: the graph is compiled whole after all."""
+        """Drop what was seen of code generation, before the graph is compiled whole."""
         self.kernels, self.fallbacks, self.lowered, self.not_fused = [], [], [], []
-        self.sources, self.kernels_from = "", "none"
+        self.sources, self.kernels_from, self.order = "", "none", []
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -332,16 +341,21 @@ class GraphRecord:
         }
 
 
-def _shared(
-    kernels: Iterable[Mapping[str, Any]], pieces: int, known: Iterable[Mapping[str, Any]]
+def _launched(
+    kernels: Iterable[Mapping[str, Any]], piece: SharedPiece | None, known: Iterable[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Kernels of a piece, with how often a call of the graph launches them and regions that are no other piece's."""
+    """Return kernels with their piece, how often a call of the graph launches them, and regions that are new."""
     first = 1 + max((kernel["region"] for kernel in known if kernel["region"] is not None), default=-1)
+    own = {"piece": piece.number, "count": piece.count} if piece is not None else {"piece": None, "count": 1}
     return [
-        {
-            **kernel,
-            "count": pieces,
-            "region": kernel["region"] + first if kernel["region"] is not None else None,
-        }
+        {**kernel, **own, "region": kernel["region"] + first if kernel["region"] is not None else None}
         for kernel in kernels
     ]
+
+
+def _repeated(entry: Mapping[str, Any], times: int) -> dict[str, Any]:
+    """Return an entry of one piece as that of all pieces that share its code."""
+    counted = (
+        {"arguments": {key: count * times for key, count in entry["arguments"].items()}} if "arguments" in entry else {}
+    )
+    return {**entry, **counted, "count": entry["count"] * times}

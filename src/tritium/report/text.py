@@ -178,9 +178,9 @@ def _kernels(report: Report) -> str:
         moved = _bytes(kernel["bytes_read"] + kernel["bytes_written"])
         taken = [entry["measured_us"] for entry in same if entry["measured_us"] is not None]
         us = f"{sum(taken) / len(taken):.1f}" if taken else "-"
-        times = sum(entry.get("count", 1) for entry in same)
+        times = sum(entry["count"] for entry in same)
         rows.append([*place, f"{times}x", us, moved, _bytes(kernel["ideal_bytes"]), " ".join(kernel["ops"])])
-    launches = sum(kernel.get("count", 1) for kernel in report.kernels)
+    launches = sum(kernel["count"] for kernel in report.kernels)
     title = f"Kernels ({launches} launches; region = bytes the whole memory-bound region must move)"
     header = ["graph", "kernel", "times", "us each", "moves", "region", "operators"]
     if report.measurement is None:

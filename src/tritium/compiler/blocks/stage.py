@@ -15,12 +15,12 @@ from tritium.compiler.blocks.kept import Compiled
 from tritium.compiler.blocks.segments import graph_of
 from tritium.compiler.blocks.stitch import stitch
 from tritium.compiler.copies import with_graph
-from tritium.report import GraphRecord, PassRecord
+from tritium.report import GraphRecord, PassRecord, SharedPiece
 
 NAME = "reuse_blocks"
 
-# Compiles a module that so many pieces share.
-Compile = Callable[[fx.GraphModule, int], Compiled]
+# Compiles the module of a piece.
+Compile = Callable[[fx.GraphModule, SharedPiece], Compiled]
 
 
 @dataclass
@@ -44,8 +44,10 @@ class Reuse:
             self.entry.declined = best
             return None
         sharing = Counter(map(self._name, best.all()))
+        shared = {name: SharedPiece(number, count) for number, (name, count) in enumerate(sharing.items())}
+        self.record.order = [shared[self._name(piece)].number for piece in best.all()]
         runs = [
-            [self._compiled(gm, piece, sharing[self._name(piece)]).run for piece in inner]
+            [self._compiled(gm, piece, shared[self._name(piece)]).run for piece in inner]
             for gm, inner in zip(gms, best.pieces, strict=True)
         ]
         self.entry.changed = True
@@ -58,24 +60,24 @@ class Reuse:
     def _name(self, piece: Piece) -> Hashable:
         return piece.key.value if self.shares_floats else piece.key.exact
 
-    def _compiled(self, gm: fx.GraphModule, piece: Piece, count: int) -> Compiled:
+    def _compiled(self, gm: fx.GraphModule, piece: Piece, shared: SharedPiece) -> Compiled:
         name = self._name(piece)
         if name not in self.done:
-            self.done[name] = self._make(with_graph(gm, graph_of(piece.segment)), piece, count)
+            self.done[name] = self._make(with_graph(gm, graph_of(piece.segment)), piece, shared)
         return self.done[name]
 
-    def _make(self, gm: fx.GraphModule, piece: Piece, count: int) -> Compiled:
+    def _make(self, gm: fx.GraphModule, piece: Piece, shared: SharedPiece) -> Compiled:
         if self.surroundings is None or not piece.key.is_portable:
-            return self.compile(gm, count)
+            return self.compile(gm, shared)
         place = piece.key.exact, self.surroundings(gm)
         known = kept.find(place)
         if known is None:
-            known = self.compile(gm, count)
+            known = self.compile(gm, shared)
             kept.keep(place, known)
             return known
         self.found += 1
         if known.observation is not None:
-            self.record.observed(known.observation, known.source, pieces=count)
+            self.record.observed(known.observation, known.source, shared)
         return known
 
     def _summary(self, best: Cut) -> str:
