@@ -40,7 +40,11 @@ GPU = {"gpu": "NVIDIA H200", "driver": "570.86.15", "torch_cuda": "13.0"}
     ("facts", "detail"),
     [
         ({}, "none for this CPU: Inductor computes everything, until `tritium tune` is run"),
-        (GPU, "none for NVIDIA H200: a compilation measures those it needs, once; `tritium tune` does so beforehand"),
+        (GPU, "none for NVIDIA H200: Inductor computes everything, until `tritium tune` is run"),
+        (
+            {**GPU, "choices_of": "NVIDIA H100"},
+            "none for NVIDIA H200: they are predicted from those of NVIDIA H100; `tritium tune` measures",
+        ),
         ({**GPU, "choices": 7}, "7 were measured on NVIDIA H200; see `tritium tune --show`"),
     ],
 )

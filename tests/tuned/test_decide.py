@@ -141,6 +141,7 @@ class TestOtherDevices:
         assert decision.provider == "triton"
         assert decision.why.startswith("predicted")
         assert decision.why.endswith("measured on Some GPU")
+        assert tuned.like(LIKE) == "Some GPU"
 
     @pytest.mark.parametrize(
         "machine",
@@ -152,6 +153,7 @@ class TestOtherDevices:
         decision = decide(key(), machine=machine)
         assert decision.provider == INDUCTOR
         assert f"nothing was measured for some_norm on {machine.name}; `tritium tune` measures" in decision.why
+        assert tuned.like(machine) is None
 
 
 class TestForms:

@@ -22,6 +22,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tritium import compat, config, device, envs, tuned
+from tritium.compiler.choose import machine
 from tritium.errors import ConfigError
 
 # What the metadata of torch's CUDA wheels requires; a CPU wheel requires no triton, and still uses one that is there.
@@ -70,10 +71,13 @@ class Facts:
     variable_error: str | None
     # How many verdicts about kernels there are for the GPU, or for the CPU where there is none.
     choices: int
+    # The device whose table predicts those of a GPU without rows, or None.
+    choices_of: str | None = None
 
 
 def gather() -> Facts:
     versions = compat.versions()
+    here = machine(device.default())
     wanted = envs.get("CXX") or "g++"
     others = tuple(name for name in ("g++", "clang++", "c++") if name != wanted and _on_path(name))
     plain = {name: value for name, value in envs.child_environment({}).items() if name != envs.ONEDNN_ISA}
@@ -97,7 +101,8 @@ def gather() -> Facts:
         cache_folder=folder,
         cache_error=error,
         variable_error=_variable_error(),
-        choices=len(tuned.known(device.describe(device.default()).name)),
+        choices=len(tuned.known(here.name)),
+        choices_of=tuned.like(here),
     )
 
 
@@ -214,9 +219,9 @@ def _choices(facts: Facts) -> Check:
     where = facts.gpu or "this CPU"
     if facts.choices:
         return Check("kernel choices", "ok", f"{facts.choices} were measured on {where}; see `tritium tune --show`")
-    if facts.gpu is not None:
-        detail = f"none for {where}: a compilation measures those it needs, once"
-        return Check("kernel choices", "ok", f"{detail}; `tritium tune` does so beforehand")
+    if facts.choices_of is not None:
+        detail = f"none for {where}: they are predicted from those of {facts.choices_of}"
+        return Check("kernel choices", "ok", f"{detail}; `tritium tune` measures")
     return Check("kernel choices", "ok", f"none for {where}: Inductor computes everything, until `tritium tune` is run")
 
 

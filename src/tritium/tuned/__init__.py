@@ -33,6 +33,7 @@ __all__ = [
     "files",
     "forget",
     "known",
+    "like",
     "predict",
     "read",
     "replace_file",
@@ -216,6 +217,11 @@ def _shipped() -> tuple[Table, ...]:
 def _rows_of_like(machine: Machine) -> tuple[dict[Key, Verdict], str]:
     """Return the shipped rows of a device with this one's rates, and its name."""
     return next(((table.rows, table.device) for table in _shipped() if machine.is_like(table)), ({}, ""))
+
+
+def like(machine: Machine) -> str | None:
+    """Return the device whose shipped table predicts the sites of a machine without rows, or None."""
+    return _rows_of_like(machine)[1] or None
 
 
 def known(device: str) -> list[Verdict]:
