@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 
 import pytest
 
 import scripts
-from tritium.bench.results import Results
+from tritium.bench.results import Results, Row
 
 pytest.importorskip("diffusers")
 
@@ -70,6 +71,27 @@ def test_a_family_without_end_is_tried_in_one_more_call(program, children, tmp_p
     assert json.loads((tmp_path / "crashed.json").read_text()) == ["sdxl"]
 
 
+def test_failed_sides_are_reported_until_they_are_measured_again(program, children, tmp_path, capsys):
+    rows = [
+        dataclasses.replace(ROW, workload=name, remark=remark)
+        for name, remark in (("flux", None), ("wan", "tritium failed: X"), ("wan few tokens", None))
+    ]
+    rows += [dataclasses.replace(ROW, error_f64=1e-6), dataclasses.replace(ROW, variant="inductor", error_f64=1.0)]
+    Results.now(rows, "cpu").save(tmp_path / "families.json")
+    (tmp_path / "crashed.json").write_text(json.dumps(["ltx-512", "sdxl"]))
+    assert program.main(["--out", str(tmp_path)]) == program.FAILED
+    assert "FAILED wan: tritium failed: X" in capsys.readouterr().out
+    assert program.main(["--out", str(tmp_path), "--again", "wan,sdxl,ltx-512"]) == program.DONE
+    rows = list(Results.load(tmp_path / "families.json").rows)
+    assert {row.workload for row in rows} == {"flux"}
+    # torch.compile outside the bound is no failure; Tritium is.
+    Results.now([*rows, dataclasses.replace(ROW, variant="tritium", error_f64=1.0)], "cpu").save(
+        tmp_path / "families.json"
+    )
+    assert program.main(["--out", str(tmp_path)]) == program.FAILED
+    assert json.loads((tmp_path / "crashed.json").read_text()) == []
+
+
 def test_no_step_starts_without_the_time_it_needs(program, children, tmp_path):
     _, started = children
     assert program.main(["--out", str(tmp_path), "--limit", "100"]) == program.LEFT_OVER
@@ -92,3 +114,24 @@ def test_exactness_is_measured_with_few_tokens_and_summed_up(program, tmp_path, 
     assert all(row.error_f64 is not None for row in rows)
     program.print_summary(tmp_path)
     assert f"{len(rows)} sides compared with float64, 0 outside" in capsys.readouterr().out
+
+
+ROW = Row(
+    workload="flux",
+    variant="eager",
+    mode=None,
+    dtype="float32",
+    shrunk=True,
+    note="",
+    shapes={},
+    median_ms=1.0,
+    lower_quartile_ms=1.0,
+    upper_quartile_ms=1.0,
+    samples=5,
+    ratio=None,
+    first_call_s=1.0,
+    first_call_cold=False,
+    peak_memory_bytes=None,
+    relative_l2=0.0,
+    disturbed=False,
+)

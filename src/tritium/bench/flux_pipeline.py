@@ -78,6 +78,7 @@ SMALL = Scale(
         "layers_per_block": 1,
         "latent_channels": 4,
         "norm_num_groups": 8,
+        "mid_block_add_attention": False,
         "sample_size": 64,
     },
     sizes=(64, 48),
