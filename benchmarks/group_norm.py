@@ -20,7 +20,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from tritium.bench.profile import profile
+from tritium.ops.group_norm_silu import OP
 from tritium.ops.group_norm_silu import triton as group_norm
+from tritium.ops.group_norm_silu.tiles import Options
 
 # Out of reach of an L2 cache of 60 MiB, as at the end of a decoder: 1024 and 512 pixels.
 SHAPES = ((1, 128, 1024, 1024), (1, 256, 1024, 1024), (1, 256, 512, 512), (1, 512, 512, 512))
@@ -41,7 +43,7 @@ def measured(shape: tuple[int, ...], *, channels_last: bool) -> dict[str, Any]:
     torch.compiler.reset()
     compiled = torch.compile(lambda x: F.silu(F.group_norm(x, GROUPS, weight, bias, EPS)), dynamic=False)
     copy = sum(kernel_us(lambda: out.copy_(x)).values())
-    own = kernel_us(lambda: group_norm.run_triton(x, GROUPS, weight, bias, EPS, None))
+    own = kernel_us(lambda: group_norm.run_triton(OP.bind(x, GROUPS, weight, bias, EPS, None)))
     statistics = sum(us for name, us in own.items() if "statistics" in name)
     return {
         "shape": list(shape),
@@ -69,19 +71,20 @@ def swept(shape: tuple[int, ...], *, channels_last: bool) -> Iterator[tuple[floa
     by_run, by_pixels = group_norm.launch_options_run, group_norm.launch_options_pixel_statistics
     for programs, tile, warps in SWEEP:
 
-        def run(tile: int = tile, warps: int = warps) -> dict[str, int]:
-            return {**by_run(), "COLUMNS": tile, "num_warps": warps}
+        def run(tile: int = tile, warps: int = warps) -> Options:
+            cut, options = by_run()
+            return {**cut, "COLUMNS": tile}, {**options, "num_warps": warps}
 
-        def pixels(channels: int, tile: int = tile, warps: int = warps) -> dict[str, int]:
-            options = by_pixels(channels)
-            return {**options, "ROWS": max(1, tile // options["COLUMNS"]), "num_warps": warps}
+        def pixels(channels: int, tile: int = tile, warps: int = warps) -> Options:
+            cut, options = by_pixels(channels)
+            return {**cut, "ROWS": max(1, tile // cut["COLUMNS"])}, {**options, "num_warps": warps}
 
         with (
             mock.patch.object(group_norm, "STATISTICS_PROGRAMS", programs),
             mock.patch.object(group_norm, "launch_options_run", run),
             mock.patch.object(group_norm, "launch_options_pixel_statistics", pixels),
         ):
-            own = kernel_us(lambda: group_norm.run_triton(x, GROUPS, weight, bias, EPS, None))
+            own = kernel_us(lambda: group_norm.run_triton(OP.bind(x, GROUPS, weight, bias, EPS, None)))
         yield sum(us for name, us in own.items() if "statistics" in name), (programs, tile, warps)
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from tritium.ops.block_sparse_attention import OP
 from tritium.ops.block_sparse_attention import triton as kernel
 
 TOKENS, HEADS, BLOCK = 32_760, 40, 128
@@ -113,7 +114,7 @@ def dense(given: dict[str, Any]) -> torch.Tensor:
 
 
 def sparse(given: dict[str, Any], chosen: Options) -> torch.Tensor:
-    return kernel.run_triton(**given, options=chosen)
+    return kernel.run_triton(OP.bind(**given), chosen)
 
 
 def reason(error: Exception) -> str:

@@ -166,8 +166,8 @@ def owned_providers() -> str:
         owned = {} if fusion.replacement is None else op_catalogue.providers(fusion.replacement)
         chosen = fusion.replacement is not None and fusion.replacement.trial is not None
         how = "where measured faster" if chosen else "where pinned"
-        on_cpu = [name for name in owned if name == "cpu" or (name == "aten" and fusion.name in ("cat_linear", "rope"))]
-        on_gpu = [name for name in owned if name != "cpu"]
+        on_cpu = [name for name in owned if name == "aten" and fusion.name in ("cat_linear", "rope")]
+        on_gpu = list(owned)
         cells = [f"{', '.join(names)}, {how}; else Inductor" if names else "Inductor" for names in (on_cpu, on_gpu)]
         link = f"[`{fusion.name}`](fusions/{fusion.name}.md)"
         rows.append([f"`{fusion.families[0]}`", link, how_found(fusion), *cells])

@@ -24,6 +24,7 @@ from torch.utils import _triton
 from torch.utils._pytree import tree_map
 
 from tritium import compat, whitebox
+from tritium import device as device_module
 from tritium.compiler.observe import KernelObserver
 
 H200 = types.SimpleNamespace(
@@ -39,6 +40,36 @@ H200 = types.SimpleNamespace(
     L2_cache_size=60 << 20,
     gcnArchName="",
 )
+
+
+class _Driver:
+    """What torch and Triton ask of a GPU's driver to analyse kernels; nothing is launched by it."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_benchmarker(self) -> Callable[..., float]:
+        raise AssertionError("a kernel with one configuration was to be timed")
+
+
+@contextlib.contextmanager
+def pretended_driver() -> Iterator[None]:
+    """Let Triton kernels be traced into graphs without a GPU."""
+    if not device_module.has_triton():
+        yield
+        return
+    from triton.runtime import driver
+
+    with mock.patch.object(driver, "_active", _Driver()):
+        yield
 
 
 class _Generated(Exception):
@@ -124,7 +155,7 @@ def generated(
 
     quiet = inductor.patch({"fx_graph_cache": False, "compile_threads": 1, **settings})
     stopped = mock.patch.object(GraphLowering, "compile_to_module", _stop)
-    with quiet, stopped, compat.marked_dynamic(marks), torch.inference_mode():
+    with quiet, stopped, pretended_driver(), compat.marked_dynamic(marks), torch.inference_mode():
         try:
             torch.compile(function, backend=backend, fullgraph=True)(*inputs)
         except Exception as error:
@@ -137,6 +168,12 @@ def generated(
 def launches(observer: KernelObserver) -> list[str]:
     """The kernels that were generated, one entry for each launch."""
     return [kernel["name"] for kernel in observer.kernels if kernel["kind"] == "generated"]
+
+
+def owned_calls() -> list[str]:
+    """The lines of the code generated last that call an operator of the package through PyTorch's dispatcher."""
+    lines = (line.strip() for text in WRAPPERS for line in text.splitlines())
+    return [line for line in lines if "torch.ops.tritium." in line and not line.startswith("#")]
 
 
 def sources(observer: KernelObserver) -> list[str]:

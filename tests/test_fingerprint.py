@@ -180,6 +180,6 @@ class TestPackage:
         package = tmp_path / "elsewhere" / "tritium"
         shutil.copytree(Path(tritium.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
         assert digest(package.parent) == fingerprint.package_digest()
-        kernel = package / "ops" / "vector.h"
-        kernel.write_text(kernel.read_text() + "\n// edited\n")
+        kernel = package / "ops" / "kernels" / "rows.py"
+        kernel.write_text(kernel.read_text() + "\n# edited\n")
         assert digest(package.parent) != fingerprint.package_digest()

@@ -25,7 +25,7 @@ from tritium.errors import FingerprintError, nearest
 
 # Parts of the package that decide what a graph becomes. A change elsewhere leaves compiled code valid.
 CODE = ("compat", "compiler", "fusions", "ops", "tiling")
-_SUFFIXES = {".py", ".cpp", ".h"}
+_SUFFIXES = {".py"}
 
 # Entries of a configuration that say where it came from, beside those whose names start with an underscore.
 _ORIGIN = {"transformers_version"}

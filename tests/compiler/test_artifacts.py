@@ -22,7 +22,6 @@ from tritium.compiler import artifacts, libraries, observe
 from tritium.compiler.artifacts import Section, decode, encode
 from tritium.errors import ArtifactError, ArtifactMismatch
 from tritium.fingerprint import Fingerprint
-from tritium.ops import cpp
 
 HERE = Fingerprint(
     device="AMD EPYC",
@@ -42,7 +41,6 @@ import hashlib, json, sys
 from pathlib import Path
 import torch, tritium
 from torch._dynamo.utils import counters
-from tritium import ops
 from tritium.compiler import artifacts
 from tritium.fingerprint import Fingerprint
 
@@ -67,9 +65,6 @@ results = []
 with torch.inference_mode():
     compiled = torch.compile(model, backend="tritium")
     results.append(compiled(x, gate))
-    # An op's own C++ kernel, as a block of a pinned provider would call it.
-    op = ops.catalog()["residual_norm_modulate"].overload
-    results += op(x, x, None, None, None, None, None, 1e-6, "layer", None, None, provider="cpu")
     # The first save must not make the second one forget what the first one had.
     first = artifacts.save(arguments["save"], here) if "save" in arguments else None
     results.append(torch.compile(second, backend="tritium")(x))
@@ -129,7 +124,7 @@ def test_the_next_process_compiles_nothing(tmp_path, in_process, counted_compile
     # The block's generated kernels and the second function's one.
     generated = [kernel for kernel in cold["kernels"] if kernel["kind"] == "generated"]
     assert kinds.pop("library") == len(generated) + 1 >= 2
-    assert kinds == {"torch": 1, "op": 1, "record": 2}
+    assert kinds == {"torch": 1, "record": 2}
 
     # A process that found everything in its local cache saves the same.
     warm = run("cold", save=tmp_path / "warm.tritium")
@@ -294,7 +289,7 @@ class TestRefused:
     def test_a_newer_layout(self, tmp_path):
         whole = bytearray(encode(HERE, SECTIONS, 1))
         struct.pack_into(">I", whole, len(artifacts.MAGIC), artifacts.VERSION + 1)
-        with pytest.raises(ArtifactError, match="has layout 3, this version of Tritium reads up to 2"):
+        with pytest.raises(ArtifactError, match="has layout 4, this version of Tritium reads up to 3"):
             artifacts.load(self.write(tmp_path, bytes(whole)), HERE)
 
     def test_another_fingerprint(self, tmp_path):
@@ -303,6 +298,11 @@ class TestRefused:
             artifacts.load(self.write(tmp_path, encode(there, SECTIONS, 1)), HERE)
         assert caught.value.differences == ["threads: 8 there, 2 here", "torch: 2.11.0 there, 2.13.0 here"]
         assert "torch: 2.11.0 there, 2.13.0 here" in str(caught.value)
+
+    def test_another_version_s_sections_are_another_fingerprint(self, tmp_path):
+        there = replace(HERE, tritium="cd" * 32)
+        with pytest.raises(ArtifactMismatch, match="other code there"):
+            artifacts.load(self.write(tmp_path, encode(there, [Section("op", "norm-12.so", b"")], 1)), HERE)
 
     @pytest.mark.parametrize("name", ["../escape", "/etc/passwd", "", ".hidden", "a/b", "a\\b"])
     def test_a_name_that_leads_elsewhere(self, tmp_path, name):
@@ -332,14 +332,13 @@ def test_the_whole_file_does_reach_torch(tmp_path, monkeypatch):
     monkeypatch.setattr(compat, "cache_dir", lambda: tmp_path / "cache")
     monkeypatch.setattr(torch.compiler, "load_cache_artifacts", lambda content: reached.append(content) or "info")
     path = tmp_path / "file.tritium"
-    path.write_bytes(encode(HERE, [*SECTIONS, Section("op", "norm-12.so", b"op")], 3))
+    path.write_bytes(encode(HERE, SECTIONS, 3))
     summary = artifacts.load(path, HERE)
     assert reached == [b"pickled"]
-    assert (summary.graphs, summary.libraries, summary.records, summary.size) == (3, 2, 1, path.stat().st_size)
+    assert (summary.graphs, summary.libraries, summary.records, summary.size) == (3, 1, 1, path.stat().st_size)
     assert libraries.SHELF.path("ab12").read_bytes() == b""
     assert observe.store().path("cd").read_bytes() == b"{}"
-    assert (cpp.folder() / "norm-12.so").read_bytes() == b"op"
-    assert str(summary).startswith(f"{path}: 3 graphs, 2 libraries")
+    assert str(summary).startswith(f"{path}: 3 graphs, 1 libraries")
 
 
 def test_bytes_that_torch_cannot_read(tmp_path, monkeypatch):
@@ -351,7 +350,7 @@ def test_bytes_that_torch_cannot_read(tmp_path, monkeypatch):
 
 
 NAMES = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,9}", fullmatch=True)
-KINDS = st.sampled_from(["torch", "library", "op", "record"])
+KINDS = st.sampled_from(["torch", "library", "record"])
 
 
 @given(st.lists(st.builds(Section, KINDS, NAMES, st.binary(max_size=20)), max_size=5), st.integers(0, 99), st.text())
@@ -387,7 +386,6 @@ class TestSaving:
     def test_a_file_that_is_gone_is_counted(self, tmp_path, monkeypatch):
         monkeypatch.setattr(libraries.SHELF, "used", {"ab": tmp_path / "gone.so"})
         monkeypatch.setattr(observe, "_used", {})
-        monkeypatch.setattr(cpp, "_loaded", {})
         summary = artifacts.save(tmp_path / "file", HERE)
         assert (summary.libraries, summary.missing) == (0, 1)
         assert "1 files were gone" in str(summary)

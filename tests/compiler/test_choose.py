@@ -306,13 +306,10 @@ def test_blocks_have_the_site_they_are_about(key):
         torch.testing.assert_close(compiled(*inputs), block(*inputs), rtol=1e-3, atol=1e-3)
     sites = [site for record in tritium.explain(compiled).records for site in record.sites if site.fusion == key.op]
     assert [site.outcome for site in sites] == ["fused"], sites
-    assert dict(op.trial.shape(**op.trial.alone(small, draw))) == small
+    assert dict(op.trial.shape(op.bind(**op.trial.alone(small, draw)))) == small
 
 
 def test_standard_keys_are_those_that_can_be_compared_here():
     keys = tune.standard_keys([], [torch.float32], "cpu")
-    assert {key.op for key in keys} <= {"cat_linear", "group_norm_silu", "rope"} | {
-        op for op in ops.catalog() if "cpu" in ops.providers(ops.catalog()[op])
-    }
-    assert {"cat_linear", "rope"} <= {key.op for key in keys}
+    assert {key.op for key in keys} == {"cat_linear", "rope"}
     assert all(key.dtype == "float32" for key in keys)

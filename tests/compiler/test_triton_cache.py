@@ -11,8 +11,7 @@ from tritium.compiler import artifacts, libraries, observe
 from tritium.compiler.artifacts import Section
 from tritium.errors import ArtifactError
 from tritium.fingerprint import Fingerprint
-from tritium.ops import cpp, launch
-from tritium.ops.group_norm_silu import triton as group_norm
+from tritium.ops import triton_launch
 
 triton = pytest.importorskip("triton")
 
@@ -44,14 +43,14 @@ def compiled_kernel():
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel = group_norm._combine_kernel()
+    from tritium.ops.kernels.group_norm_silu import group_norm_silu_combine_kernel
+
     signature = {
         **dict.fromkeys(["partials_ptr", "moments_ptr"], "*fp32"),
-        "eps": "fp32",
         **dict.fromkeys(["parts", "plane"], "i32"),
-        "BLOCK": "constexpr",
+        **dict.fromkeys(["EPS", "BLOCK"], "constexpr"),
     }
-    source = ASTSource(kernel, signature, {"BLOCK": 64})
+    source = ASTSource(group_norm_silu_combine_kernel, signature, {"EPS": 1e-6, "BLOCK": 64})
     return triton.compile(source, target=GPUTarget("cuda", 90, 32))
 
 
@@ -62,14 +61,13 @@ def nothing_else(monkeypatch):
     monkeypatch.setattr(compat, "load_cache_artifacts", lambda content: True)
     monkeypatch.setattr(libraries.SHELF, "used", {})
     monkeypatch.setattr(observe, "_used", {})
-    monkeypatch.setattr(cpp, "_loaded", {})
 
 
 @pytest.mark.usefixtures("nothing_else", "no_interpreter")
 def test_the_next_machine_finds_the_kernel(machine, tmp_path, monkeypatch, here):
     machine("first")
     made = compiled_kernel()
-    monkeypatch.setattr(launch, "_STARTED", {made.hash: made})
+    monkeypatch.setattr(triton_launch, "_STARTED", {made.hash: made})
     saved = artifacts.save(tmp_path / "file", here)
     assert (saved.kernels, saved.missing) == (1, 0)
     assert "1 kernels of ops" in str(saved)
@@ -93,7 +91,7 @@ def test_the_next_machine_finds_the_kernel(machine, tmp_path, monkeypatch, here)
 def test_a_kernel_whose_files_are_gone_is_counted(machine, tmp_path, monkeypatch, here):
     folder = machine("first")
     made = compiled_kernel()
-    monkeypatch.setattr(launch, "_STARTED", {made.hash: made})
+    monkeypatch.setattr(triton_launch, "_STARTED", {made.hash: made})
     next(folder.rglob("*.cubin")).unlink()
     assert artifacts.save(tmp_path / "file", here).missing == 1
 
@@ -138,5 +136,5 @@ def test_triton_s_folder_is_the_one_inductor_would_choose(monkeypatch, tmp_path)
 
 
 def test_an_interpreted_kernel_is_none():
-    assert all(kernel is not None for kernel in launch.started())
+    assert all(kernel is not None for kernel in triton_launch.started())
     assert compat.triton_files([types.SimpleNamespace()]) == []

@@ -10,7 +10,6 @@ from interpreter import interpreted
 from ops.test_contract import exact
 from tritium import device
 from tritium.ops import block_sparse_attention as op
-from tritium.ops import launch
 from tritium.ops.block_sparse_attention import tables
 from tritium.ops.block_sparse_attention import triton as kernel
 
@@ -41,7 +40,7 @@ def check_ways() -> int:
         for by_tables, pieces in WAYS:
             tile = max(16, sample.arguments["block"] // pieces)
             options = {"TILE": tile, "PART": min(tile, 32), "PRECISION": "ieee", "TABLES": by_tables}
-            made = kernel.run_triton(**sample.arguments, options=options)
+            made = kernel.run_triton(op.OP.bind(**sample.arguments), options)
             assert not made.isnan().any(), (sample.label, options)
             assert_no_worse(made, plain, truth, f"{sample.label}, {options}")
             checked += 1
@@ -93,23 +92,7 @@ class TestTables:
         assert tables.places_of(tensor) is None
 
 
-def test_a_remembered_launch_tells_the_engine_where_the_new_keys_are():
-    first, second, out = torch.randn(1, 4, 2, 64), torch.randn(1, 4, 2, 64), torch.empty(3)
-    told, launched = tables.table(first, tables.places_of(first), 16), []
-    record = launch.Record([launch.Launch(lambda *values: launched.append(values), (told, out, 7))])
-    plan = launch._planned(record, [first.data_ptr()], out)
-    plan.launch([second.data_ptr()], torch.device("cpu"))
-    ((again, _, number),) = launched
-    assert (again.base.data_ptr(), again.shape, again.strides, number) == (
-        second.data_ptr(),
-        told.shape,
-        told.strides,
-        7,
-    )
-    assert launch._planned(record, [second.data_ptr()], out) is None
-
-
 @pytest.mark.parametrize("scale", [0.0, -0.5, float("nan")])
 def test_scales_that_turn_the_order_of_scores_are_declined(scale):
     sample = next(iter(op.samples(torch.float32, "cpu")))
-    assert "scale" in kernel.decline_triton(**{**sample.arguments, "scale": scale})
+    assert "scale" in kernel.decline_triton(op.OP.bind(**{**sample.arguments, "scale": scale}))

@@ -60,8 +60,15 @@ class TestDeclaration:
         names = [argument.name for argument in op.overload._schema.arguments]
         assert names == [*inspect.signature(op.reference).parameters, "provider"]
 
-    def test_reference_and_fake_take_the_same(self, op):
-        assert list(inspect.signature(op.reference).parameters) == list(inspect.signature(op.fake).parameters)
+    def test_bound_arguments_have_the_reference_s_names_and_defaults(self, op):
+        sample = next(op.samples(torch.float32, "cpu"))
+        given = op.bind(*sample.arguments.values())
+        assert list(vars(given)) == list(inspect.signature(op.reference).parameters)
+        assert all(vars(given)[name] is value for name, value in sample.arguments.items())
+        with pytest.raises(TypeError, match=f"op '{op.name}' takes"):
+            op.bind()
+        with pytest.raises(TypeError, match="nonsense"):
+            op.bind(**sample.arguments, nonsense=1)
 
     def test_samples_have_awkward_sizes(self, op):
         samples = list(op.samples(torch.float32, "cpu"))
@@ -89,7 +96,7 @@ class TestDeclaration:
             )
 
     def test_a_fake_needs_no_mode_around_it(self, op):
-        """Passes ask it about tensors they have: it makes its results of them, and allocates nothing."""
+        """Passes call it with the tensors they have: results are fake like those, and nothing is allocated."""
         for sample in op.samples(torch.float32, "cpu"):
             mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
             given = pytree.tree_map_only(torch.Tensor, mode.from_tensor, dict(sample.arguments))
@@ -123,7 +130,7 @@ def check_providers(device_type: str, dtypes: Sequence[torch.dtype]) -> int:
         for provider in ops.providers(op).values():
             for dtype in dtypes:
                 for sample in op.samples(dtype, device_type):
-                    if provider.decline(**sample.arguments) is not None:
+                    if provider.decline(op.bind(**sample.arguments)) is not None:
                         continue
                     before = [tensor.clone() for tensor in tensors_of(sample)]
                     result = op.overload(*sample.arguments.values(), provider=provider.name)
@@ -190,8 +197,9 @@ def test_triton_kernels_compile_for_hopper_without_one(op, name, monkeypatch):
     monkeypatch.setattr(envs, "triton_interpreted", lambda: True)
     provider = ops.providers(op)[name]
     for sample in op.samples(torch.bfloat16, "cpu"):
-        if provider.decline(**sample.arguments) is None:
-            provider.run(*sample.arguments.values())
+        given = op.bind(**sample.arguments)
+        if provider.decline(given) is None:
+            provider.run(given)
     assert compiled
 
 

@@ -10,10 +10,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fidelity import assert_no_worse
 from interpreter import interpreted
 from tritium import device, ops
-from tritium.errors import CatalogError
-from tritium.ops import cpp, gelu, residual_norm_modulate, rows
+from tritium.ops import gelu, residual_norm_modulate, rows
 
-needs_compiler = pytest.mark.skipif(cpp.cannot_run() is not None, reason=str(cpp.cannot_run()))
 needs_triton = pytest.mark.skipif(not device.has_triton(), reason="triton is not installed")
 OPS = ops.catalog()
 
@@ -22,6 +20,10 @@ def arguments(x, y, norm="layer", **others):
     names = ("gate", "weight", "bias", "scale", "shift")
     given = {"x": x, "y": y, **dict.fromkeys(names), "eps": 1e-6, "norm": norm}
     return {**given, "residual_dtype": None, "out_dtype": None, **others}
+
+
+def declined(**given):
+    return residual_norm_modulate.decline_triton(OPS["residual_norm_modulate"].bind(**given))
 
 
 def computed(provider="reference", **given):
@@ -104,91 +106,10 @@ def test_the_kernels_round_and_centre():
     assert interpreted("ops.test_residual_norm_modulate", "check_kernels") == 3
 
 
-@needs_compiler
-class TestCpu:
-    @settings(deadline=None, max_examples=150)
-    @given(
-        shape=st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 70)),
-        rank=st.integers(1, 3),
-        norm=st.sampled_from(["layer", "rms"]),
-        present=st.sets(st.sampled_from(["gate", "weight", "bias", "scale", "shift"])),
-        per_token=st.booleans(),
-        transposed=st.booleans(),
-        dtypes=st.lists(st.sampled_from([torch.float32, torch.bfloat16]), min_size=5, max_size=5),
-    )
-    def test_any_form(self, shape, rank, norm, present, per_token, transposed, dtypes):
-        generator = torch.Generator().manual_seed(3)
-
-        def random(*sizes):
-            return torch.randn(*sizes, generator=generator)
-
-        shape = shape[-rank:]
-        modulation = shape if per_token else (*(1 for _ in shape[:-1]), shape[-1])
-        x, y = (random(*shape).to(dtype) for dtype in dtypes[:2])
-        x = x.mT.contiguous().mT if transposed and rank > 1 else x
-        parts = {name: random(*modulation).to(dtypes[2]) for name in ("gate", "scale", "shift")}
-        parts |= {name: random(shape[-1]).to(dtypes[3]) for name in ("weight", "bias")}
-        given = {name: value for name, value in parts.items() if name in present} | {"x": x, "y": y, "norm": norm}
-        wide = {name: value if name == "norm" else value.double() for name, value in given.items()}
-        made, eager = (computed(name, **given, out_dtype=dtypes[4]) for name in ("cpu", "reference"))
-        for actual, plain, exact in zip(made, eager, computed(**wide), strict=True):
-            assert_no_worse(actual, plain, exact)
-        assert not ops.failed_providers()
-
-    @pytest.mark.parametrize("width", [1, 60, 3072])
-    def test_it_rounds_and_centres(self, width):
-        assert_normed_after_rounding("cpu", max(width, 60))
-        assert_exact_around_a_large_mean("cpu", width)
-
-    def test_a_sum_of_squares_would_fail_around_a_large_mean(self):
-        x = 1000 + torch.randn(2, 3072, generator=torch.Generator().manual_seed(7))
-        variance = x.square().mean(1) - x.mean(1).square()
-        assert ((variance / x.double().var(1, correction=0)) - 1).abs().max() > 1e-3
-
-    @pytest.mark.parametrize("threads", [1, 2, 3, 5])
-    def test_any_number_of_threads_gives_the_same(self, threads):
-        generator = torch.Generator().manual_seed(11)
-        x, y = (torch.randn(3, 61, 200, generator=generator) for _ in range(2))
-        gate, scale, shift = torch.randn(3, 1, 600, generator=generator).chunk(3, -1)
-        given = {"x": x, "y": y, "gate": gate, "scale": scale, "shift": shift}
-        before = torch.get_num_threads()
-        try:
-            torch.set_num_threads(threads)
-            made = computed("cpu", **given)
-            torch.set_num_threads(1)
-            assert all(map(torch.equal, made, computed("cpu", **given)))
-        finally:
-            torch.set_num_threads(before)
-
-    @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-    @pytest.mark.parametrize("norm", ["layer", "rms"])
-    def test_one_bad_number_spoils_its_row_alone(self, value, norm):
-        generator = torch.Generator().manual_seed(13)
-        x, y = (torch.randn(2, 7, 60, generator=generator) for _ in range(2))
-        _, good = computed("cpu", x=x, y=y, norm=norm)
-        x[1, 5, 3] = value
-        residual, out = computed("cpu", x=x, y=y, norm=norm)
-        spoiled = ~torch.isfinite(residual)
-        assert spoiled.sum() == 1
-        assert spoiled[1, 5, 3]
-        _, plain = computed("reference", x=x, y=y, norm=norm)
-        torch.testing.assert_close(out, plain, equal_nan=True)
-        others = torch.ones(2, 7, dtype=torch.bool)
-        others[1, 5] = False
-        assert torch.equal(out[others], good[others])
-
-    def test_declines_what_it_cannot_read(self):
-        x = torch.randn(2, 60)
-        decline = residual_norm_modulate.decline_cpu
-        said = "the kernel reads and writes float32 and bfloat16, not torch.float16"
-        assert decline(**arguments(x.half(), x.half())) == said
-        assert decline(**arguments(x, x, scale=x.half())) == said
-        assert decline(**arguments(x, x, out_dtype=torch.float16)) == said
-        assert "torch.float64" in decline(**arguments(x, x, residual_dtype=torch.float64))
-        assert "'group'" in decline(**arguments(x, x, norm="group"))
-        assert "rank 2" in decline(**arguments(x, x, gate=x[None]))
-        assert "runs on meta" in decline(**arguments(x.to("meta"), x.to("meta")))
-        assert decline(**arguments(x.bfloat16(), x, gate=x.bfloat16(), scale=x)) is None
+def test_a_sum_of_squares_would_fail_around_a_large_mean():
+    x = 1000 + torch.randn(2, 3072, generator=torch.Generator().manual_seed(7))
+    variance = x.square().mean(1) - x.mean(1).square()
+    assert ((variance / x.double().var(1, correction=0)) - 1).abs().max() > 1e-3
 
 
 def test_only_x_and_y_decide_the_dtype():
@@ -202,7 +123,7 @@ def test_only_x_and_y_decide_the_dtype():
 
 def test_an_unknown_norm_is_refused():
     x = torch.randn(2, 60)
-    assert "'group'" in residual_norm_modulate.decline_triton(**arguments(x, x, norm="group"))
+    assert "'group'" in declined(**arguments(x, x, norm="group"))
     with pytest.raises(ValueError, match="'group' is none of layer, rms"):
         computed(x=x, y=x, norm="group")
 
@@ -210,7 +131,7 @@ def test_an_unknown_norm_is_refused():
 @pytest.mark.parametrize("name", ["residual_dtype", "out_dtype"])
 def test_the_kernel_declines_what_it_cannot_write(name):
     x = torch.randn(2, 60)
-    reason = residual_norm_modulate.decline_triton(**arguments(x, x, **{name: torch.float64}))
+    reason = declined(**arguments(x, x, **{name: torch.float64}))
     assert "cannot write torch.float64" in reason
 
 
@@ -220,7 +141,7 @@ def test_shapes_stay_symbolic():
     def both(x, y, gate, scale):
         given = arguments(x, y, gate=gate, scale=scale)
         residual, out = OPS["residual_norm_modulate"].overload(*given.values(), provider="triton")
-        return residual, OPS["gelu"].overload(out, "tanh", None, provider="triton")
+        return residual, OPS["rms_norm"].overload(out, None, 1e-6, None, provider="triton")
 
     inputs = [torch.randn(3, tokens, 7) for tokens in (5, 5, 1, 5)]
     traced = make_fx(both, tracing_mode="symbolic")(*inputs)
@@ -232,22 +153,22 @@ def test_shapes_stay_symbolic():
 class TestRows:
     @given(width=st.integers(1, rows.WHOLE_ROW))
     def test_the_pieces_hold_a_row_and_none_is_empty(self, width):
-        options = rows.launch_options(width)
+        options, _ = rows.launch_options(width)
         assert (options["PIECES"] - 1) * options["TILE"] < width <= options["PIECES"] * options["TILE"]
 
     @given(width=st.integers(1, 2 * rows.WHOLE_ROW))
     def test_triton_takes_the_sizes(self, width):
-        options = rows.launch_options(width)
-        assert (options["PIECES"] == 0) == (width > rows.WHOLE_ROW)
-        for name in ("ROWS", "TILE", "num_warps"):
-            assert options[name].bit_count() == 1
+        cut, options = rows.launch_options(width)
+        assert (cut["PIECES"] == 0) == (width > rows.WHOLE_ROW)
+        for number in (cut["ROWS"], cut["TILE"], options["num_warps"]):
+            assert number.bit_count() == 1
 
     @pytest.mark.parametrize("width", [1536, 2048, 3072, 5120, 6144, 12288])
     def test_no_lane_idles_at_the_widths_of_models(self, width):
-        options = rows.launch_options(width)
-        assert options["PIECES"] * options["TILE"] == width
+        cut, options = rows.launch_options(width)
+        assert cut["PIECES"] * cut["TILE"] == width
         # 16-byte accesses: a tile has 8 elements for each thread.
-        assert options["ROWS"] * options["TILE"] == options["num_warps"] * 32 * 8
+        assert cut["ROWS"] * cut["TILE"] == options["num_warps"] * 32 * 8
 
     @pytest.mark.parametrize(
         ("shape", "modulation", "strides"),
@@ -279,16 +200,6 @@ class TestRows:
         assert dense.stride(-1) == 1
         assert torch.equal(dense, apart)
 
-    @needs_triton
-    def test_a_name_that_hides_a_kernel_s_function_is_refused(self):
-        arguments = object()
-
-        def kernel():
-            return arguments
-
-        with pytest.raises(CatalogError, match="arguments hides what 'kernel' calls"):
-            rows.jit(kernel)
-
 
 class TestGelu:
     @pytest.mark.parametrize("approximate", gelu.FORMS)
@@ -299,6 +210,3 @@ class TestGelu:
             for dtype in (None, torch.float32):
                 out = OPS["gelu"].overload(narrow, approximate, dtype, provider="reference")
                 assert torch.equal(out, exact.to(dtype or narrow.dtype))
-
-    def test_the_kernel_declines_other_forms(self):
-        assert "'fast'" in gelu.decline_triton(torch.randn(3), "fast", None)

@@ -16,7 +16,6 @@ from ops.test_contract import exact
 from tritium import device, ops
 from tritium.layers.attention.candidates import candidates
 from tritium.layers.attention.mathematics import attention_math
-from tritium.ops import wide_attention
 from tritium.ops.wide_attention import products
 
 OP = ops.catalog()["wide_attention"]
@@ -34,7 +33,7 @@ class TestLayout:
     def test_is_that_of_the_kernel_in_its_place(self, heads):
         """PyTorch's memory-efficient kernel, whatever its query's layout; on a CPU that of a query with tokens first."""
         q = tokens_first(2, 7, heads, 320, torch.float32)
-        promised = wide_attention.fake(q, q, q, 1.0).stride()
+        promised = OP.fake(q, q, q, 1.0).stride()
         assert F.scaled_dot_product_attention(q, q, q).stride() == promised
         with FakeTensorMode():
             empty = torch.empty(2, heads, 7, 320, device="meta", dtype=torch.bfloat16)
@@ -49,7 +48,7 @@ class TestLayout:
             given = mode.from_tensor(
                 tokens_first(2, 7, 1, 320), symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes)
             )
-            made = wide_attention.fake(given, given, given, 1.0)
+            made = OP.fake(given, given, given, 1.0)
         assert not shapes.guards
         assert made.shape == given.shape
 
@@ -76,32 +75,32 @@ class TestPieces:
 
     @given(padded=st.integers(1, 1 << 17))
     def test_a_row_fits_its_program(self, padded):
-        options = products.launch_options(padded)
+        options, triton_options = products.launch_options(padded)
         assert options["TILE"].bit_count() == 1
         assert options["TILE"] >= padded or not options["WHOLE"]
         assert options["TILE"] <= padded or options["WHOLE"]
-        assert options["TILE"] <= 32 * 32 * options["num_warps"]
+        assert options["TILE"] <= 32 * 32 * triton_options["num_warps"]
 
 
 class TestDeclines:
     def decline(self, **changes) -> str | None:
         sizes = {"batch": 1, "tokens": 7, "heads": 1, "width": 512, **changes}
         q = tokens_first(**sizes)
-        return ops.providers(OP)["products"].decline(q, q, q, 1.0)
+        return ops.providers(OP)["products"].decline(OP.bind(q, q, q, 1.0))
 
     def test_what_it_cannot_take(self, monkeypatch):
         assert "float32" in self.decline(dtype=torch.float32)
         assert "up to 256" in self.decline(width=256)
         if device.has_triton():
             assert "runs on cpu" in self.decline()
-            monkeypatch.setattr(products.launch, "cannot_launch", lambda *tensors: None)
+            monkeypatch.setattr(products, "obstacle", lambda *tensors: None)
             assert self.decline() is None
             monkeypatch.setattr(products, "wide_product_obstacle", lambda: "too old")
             assert self.decline() == "too old"
 
     def test_one_other_dtype(self):
         q = tokens_first(1, 7, 1, 512)
-        assert ops.providers(OP)["products"].decline(q, q, q.float(), 1.0) is not None
+        assert ops.providers(OP)["products"].decline(OP.bind(q, q, q.float(), 1.0)) is not None
 
 
 @pytest.mark.skipif(not device.has_triton(), reason="triton is not installed")
@@ -142,7 +141,7 @@ def check_pieces() -> int:
     for room in (16 * 4, 1 << 12, 1 << 14):
         products.SCORES_BYTES = room
         for sample in OP.samples(torch.bfloat16, "cpu"):
-            if OP.providers[0].decline(**sample.arguments) is not None or sample.label.startswith("many"):
+            if OP.providers[0].decline(OP.bind(**sample.arguments)) is not None or sample.label.startswith("many"):
                 continue
             result = OP.overload(*sample.arguments.values(), provider="products")
             eager = OP.reference(**sample.arguments)

@@ -58,6 +58,7 @@ from tritium.compat.inductor import (
     inductor_patched,
     inductor_settings,
     lower_to_channels_last,
+    lower_to_memory,
     mode_settings,
     salted_pass,
     setting,
@@ -129,6 +130,13 @@ from tritium.compat.tiling import (
     tiling_obstacle,
     triton_kernel,
 )
+from tritium.compat.traced import (
+    fake_results,
+    is_traced,
+    remember_kernel_accesses,
+    statically_known,
+    take_apart,
+)
 from tritium.compat.triton_cache import put_triton_file, triton_files, triton_folder
 from tritium.compat.versions import (
     TORCH,
@@ -175,6 +183,7 @@ __all__ = [
     "division_functions",
     "empty_cache",
     "entered_region",
+    "fake_results",
     "fallback_nodes",
     "floats_as_constants",
     "global_state",
@@ -199,6 +208,7 @@ __all__ = [
     "is_mapped",
     "is_parameter_placeholder",
     "is_static_input",
+    "is_traced",
     "is_transformed",
     "is_view",
     "is_watched",
@@ -214,6 +224,7 @@ __all__ = [
     "log_only_for_readers",
     "loops_of",
     "lower_to_channels_last",
+    "lower_to_memory",
     "lowering_graph",
     "many_recompiles",
     "marked_dynamic",
@@ -236,6 +247,7 @@ __all__ = [
     "reduces_contiguous_rows",
     "reduction_reads",
     "region_of",
+    "remember_kernel_accesses",
     "replaces_functions",
     "salted_pass",
     "selection_hook",
@@ -246,7 +258,9 @@ __all__ = [
     "source_name",
     "split_hook",
     "start_hashing",
+    "statically_known",
     "steers_dynamo",
+    "take_apart",
     "target_multiprocessors",
     "tiling_obstacle",
     "triton_files",

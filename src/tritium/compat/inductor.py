@@ -191,6 +191,22 @@ def debug_folder() -> Path | None:
     return Path(importlib.import_module("torch._dynamo.utils").get_debug_dir())
 
 
+def lower_to_memory(overload: Any) -> None:
+    """Let Inductor compute an operator (x, order of the dims' strides) as x in memory: written once, whoever reads it.
+
+    Without it every Triton kernel that reads an expression gets a buffer of its own.
+    """
+    lowering: Any = importlib.import_module("torch._inductor.lowering")
+    ir: Any = importlib.import_module("torch._inductor.ir")
+    if overload in lowering.lowerings:
+        return
+
+    @lowering.register_lowering(overload, type_promotion_kind=None)  # type: ignore[untyped-decorator]
+    def kept(x: Any, order: Sequence[int]) -> Any:
+        x.realize()
+        return ir.ExternKernel.require_stride_order(x, order)
+
+
 def lower_to_channels_last(overload: Any) -> None:
     """Let Inductor compute an operator of one picture or video as a copy of it in memory of its own, channels innermost."""
     lowering: Any = importlib.import_module("torch._inductor.lowering")

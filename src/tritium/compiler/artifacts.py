@@ -4,7 +4,8 @@
     artifacts.load("flux.tritium", fingerprint)       # in the next process, before its first call
 
 A file holds all that this process compiled or found in a warm cache: torch's own artifacts (graphs with their Triton
-kernels), libraries of CPU kernels, Triton kernels of ops, and what `explain` needs. **Artifacts are code**: whoever wrote the file can run anything in the
+kernels, those of ops among them), libraries of CPU kernels, the kernels of the attentions that graphs call, and what
+`explain` needs. **Artifacts are code**: whoever wrote the file can run anything in the
 process that loads it. Load only files from people you trust. The checksum finds damage, not malice.
 
 Layout, numbers in big-endian order:
@@ -38,11 +39,11 @@ from tritium import compat
 from tritium.compiler import libraries, observe
 from tritium.errors import ArtifactError, ArtifactMismatch, FingerprintError
 from tritium.fingerprint import Fingerprint
-from tritium.ops import cpp, launch
+from tritium.ops import triton_launch
 
 MAGIC = b"\x89TRITIUM"
-# 2: with Triton kernels of ops.
-VERSION = 2
+# 2: with Triton kernels of ops. 3: without libraries of ops.
+VERSION = 3
 
 _START = struct.Struct(">8sII")
 _DIGEST = hashlib.sha256().digest_size
@@ -53,9 +54,9 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _KERNEL_NAME = re.compile(r"[A-Z0-9]+\.[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
-# Inductor's C++ kernels are libraries, those of ops are ops; a Triton kernel of an op is several sections, one a file. What
-# `explain` needs is a record.
-KINDS = ("torch", "library", "op", "kernel", "record")
+# Inductor's C++ kernels are libraries; a Triton kernel of an op that generated code calls is several sections, one a file.
+# What `explain` needs is a record.
+KINDS = ("torch", "library", "kernel", "record")
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class ArtifactSummary:
     size: int
     graphs: int
     libraries: int
-    # Triton kernels of ops; those of graphs are counted with them.
+    # Triton kernels of ops that graphs call; those in generated code are counted with the graphs.
     kernels: int
     records: int
     # Used by this process, and gone from its cache folder before they could be saved: they will be compiled again.
@@ -133,9 +134,10 @@ def _kept() -> Iterator[Section | None]:
     """What Tritium keeps beside Inductor's cache and this process used; None for a file that is gone."""
     store = observe.store()
     files = [("library", digest, file) for digest, file in libraries.SHELF.used.items()]
-    files += [("op", file.name, file) for file in cpp.loaded()]
     files += [("record", key, store.path(key)) for key in observe.used()]
-    files += [("kernel", f"{file.parent.name}.{file.name}", file) for file in compat.triton_files(launch.started())]
+    files += [
+        ("kernel", f"{file.parent.name}.{file.name}", file) for file in compat.triton_files(triton_launch.started())
+    ]
     for kind, name, file in files:
         try:
             yield Section(kind, name, file.read_bytes())
@@ -154,7 +156,6 @@ def _put(section: Section, source: Path) -> None:
         return
     target = {
         "library": libraries.SHELF.path(section.name),
-        "op": cpp.folder() / section.name,
         "record": observe.store().path(section.name),
     }[section.kind]
     # Names are digests of the content's origin: what is there already is the same.
@@ -165,7 +166,7 @@ def _put(section: Section, source: Path) -> None:
 def _summary(path: Path, size: int, graphs: int, sections: list[Section], missing: int = 0) -> ArtifactSummary:
     kinds = Counter(section.kind for section in sections)
     kernels = sum(section.kind == "kernel" and section.name.endswith(".cubin") for section in sections)
-    return ArtifactSummary(path, size, graphs, kinds["library"] + kinds["op"], kernels, kinds["record"], missing)
+    return ArtifactSummary(path, size, graphs, kinds["library"], kernels, kinds["record"], missing)
 
 
 def _write(target: Path, content: bytes) -> None:
@@ -200,13 +201,14 @@ def decode(content: bytes, fingerprint: Fingerprint, source: object) -> tuple[li
     header, payload = _header(content, source)
     try:
         there = Fingerprint.from_dict(header["fingerprint"])
+        # First: another version of the package may know other sections.
+        differences = fingerprint.differences(there)
+        if differences:
+            raise ArtifactMismatch(source, differences)
         shapes = [_shape(entry) for entry in header["sections"]]
         expected, graphs = str(header["sha256"]), int(header["graphs"])
     except (KeyError, TypeError, ValueError, FingerprintError) as error:
         raise ArtifactError(f"{source}: the header means nothing: {error}") from error
-    differences = fingerprint.differences(there)
-    if differences:
-        raise ArtifactMismatch(source, differences)
     size_written = sum(size for _, _, size in shapes)
     if len(payload) < size_written:
         raise ArtifactError(f"{source} is incomplete: {len(payload)} of {size_written} bytes")

@@ -81,7 +81,7 @@ def _able(op: Op, arguments: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     fakes = {name: as_fake(value) for name, value in arguments.items()}
     able, reasons = [], []
     for name, provider in ops.providers(op).items():
-        reason = provider.decline(**fakes)
+        reason = provider.decline(op.bind(**fakes))
         if reason is None:
             able.append(name)
         else:
@@ -94,7 +94,7 @@ def key_of(op: Op, arguments: Mapping[str, Any]) -> Key | None:
     if op.trial is None:
         return None
     fakes = {name: as_fake(value) for name, value in arguments.items()}
-    return Key.of(op.name, op.trial.shape(**fakes), _dtype(fakes.values()))
+    return Key.of(op.name, op.trial.shape(op.bind(**fakes)), _dtype(fakes.values()))
 
 
 def least_bytes(op: Op, arguments: Mapping[str, Any]) -> int:
@@ -120,9 +120,7 @@ def is_inlined(op: Op, provider: str) -> bool:
 
 
 def call_of(op: Op, provider: str) -> tuple[Callable[..., Any], dict[str, str]]:
-    """What a rewritten graph calls: the operator, or the one that stands for the PyTorch code of an inlined provider."""
-    if is_inlined(op, provider):
-        return getattr(torch.ops.tritium, ops.inlined_name(op.name, provider)).default, {}
+    """Return what a rewritten graph calls, and its options."""
     return op.overload, {"provider": provider}
 
 
@@ -134,7 +132,7 @@ def _pinned(op: Op, pinned: str, arguments: Mapping[str, Any], config: Compilati
     if pinned not in owned:
         # Checked when the backend was made: some op has it, this one does not.
         return INDUCTOR, f"op {op.name!r} has no provider {pinned!r}"
-    reason = owned[pinned].decline(**{name: as_fake(value) for name, value in arguments.items()})
+    reason = owned[pinned].decline(op.bind(**{name: as_fake(value) for name, value in arguments.items()}))
     if reason is None:
         return pinned, why
     if isinstance(config.force_provider, str):

@@ -9,7 +9,6 @@ cannot inside of ours: it would read and write the whole picture once more for i
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 
 from torch import fx
@@ -46,7 +45,7 @@ def run(graph: fx.Graph, context: PassContext) -> Applied | Decline:
     reason = context.read_only or gate(context.device_type, context.config.engine)
     if reason is not None:
         return Decline(reason)
-    takers = {op.overload: op for op in ops.catalog().values() if OFFSET in inspect.signature(op.reference).parameters}
+    takers = {op.overload: op for op in ops.catalog().values() if OFFSET in op.parameters}
     done, left = 0, Counter[str]()
     for convolution in spatial_convolutions(graph):
         if argument(convolution, 2, "bias") is None:
@@ -71,10 +70,10 @@ def _obstacle(convolution: fx.Node, norm: fx.Node, op: Op) -> str | None:
     provider = norm.kwargs["provider"]
     if provider == REFERENCE:
         return f"{op.name!r} is computed by its reference"
-    given = dict(zip(inspect.signature(op.reference).parameters, norm.args, strict=False))
+    given = dict(zip(op.parameters, norm.args, strict=False))
     given[OFFSET] = argument(convolution, 2, "bias")
     fakes = {name: value_of(value) if isinstance(value, fx.Node) else value for name, value in given.items()}
-    return ops.providers(op)[str(provider)].decline(**fakes)
+    return ops.providers(op)[str(provider)].decline(op.bind(**fakes))
 
 
 def _hand_on(convolution: fx.Node, norm: fx.Node) -> None:

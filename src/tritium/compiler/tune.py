@@ -5,6 +5,7 @@ Only `tritium tune` measures: a compilation reads the tables that are there.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -119,7 +120,7 @@ def _compared(op: Op, key: Key, draw: Draw, device_type: str, seconds: float) ->
 
 
 def _able(op: Op, arguments: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
-    reasons = {name: provider.decline(**arguments) for name, provider in ops.providers(op).items()}
+    reasons = {name: provider.decline(op.bind(**arguments)) for name, provider in ops.providers(op).items()}
     able = [name for name, reason in reasons.items() if reason is None]
     return able, {name: reason for name, reason in reasons.items() if reason is not None}
 
@@ -143,7 +144,9 @@ def _alone(op: Op, arguments: Mapping[str, Any], able: list[str]) -> dict[str, C
     runs: dict[str, Callable[[], Any]] = {INDUCTOR: lambda: reference(*given)}
     for name in able:
         provider = ops.providers(op)[name]
-        run = torch.compile(provider.run, fullgraph=True, dynamic=False) if provider.inlined else provider.run
+        run: Callable[..., Any] = functools.partial(op.overload, provider=name)
+        if provider.traced or provider.inlined:
+            run = torch.compile(run, fullgraph=True, dynamic=False)
         runs[name] = lambda run=run: run(*given)  # type: ignore[misc]
     return runs
 

@@ -129,7 +129,7 @@ def _tensors(given: Sequence[Any]) -> list[torch.Tensor]:
 def _owned(op: Op, arguments: tuple[Any, ...]) -> str | None:
     """The first kernel of ours that takes these arguments."""
     for provider in ops.providers(op).values():
-        if not provider.inlined and provider.decline(*arguments) is None:
+        if not provider.inlined and provider.decline(op.bind(*arguments)) is None:
             return provider.name
     return None
 

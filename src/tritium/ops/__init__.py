@@ -16,19 +16,20 @@ from tritium.ops.bridge import custom_op
 from tritium.ops.op import (
     INDUCTOR,
     REFERENCE,
+    Arguments,
     Op,
     Provider,
     Registration,
     Result,
     Sample,
     failed_providers,
-    inlined_name,
     launch_provider,
 )
 
 __all__ = [
     "INDUCTOR",
     "REFERENCE",
+    "Arguments",
     "Op",
     "Provider",
     "Sample",
@@ -36,7 +37,6 @@ __all__ = [
     "custom_op",
     "failed_providers",
     "files",
-    "inlined_name",
     "providers",
     "runner",
 ]
@@ -83,12 +83,10 @@ def providers(op: Op) -> dict[str, Provider]:
 
 
 def runner(op: Op, provider: str) -> Callable[..., Result]:
-    """What the operator of an op calls for a provider, for whoever needs no dispatcher in between."""
+    """Return the function that the operator of an op calls for a provider: the same without the dispatcher."""
     return functools.partial(launch_provider, op, providers(op), provider=provider)
 
 
 def files() -> list[Path]:
     """Files whose content decides what an op computes: part of every cache key."""
-    own = Path(__file__).parent
-    found = [file for kind in ("py", "cpp", "h") for file in sorted(own.rglob(f"*.{kind}"))]
-    return [*found, *(entry.file for entry in _plugged_in())]
+    return [*sorted(Path(__file__).parent.rglob("*.py")), *(entry.file for entry in _plugged_in())]

@@ -41,21 +41,6 @@ def reference(
     return value.to(out_dtype or x.dtype)
 
 
-def fake(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    scale: torch.Tensor,
-    shift: torch.Tensor | None,
-    eps: float,
-    norm: str,
-    out_dtype: torch.dtype | None,
-) -> torch.Tensor:
-    del weight, bias, eps, norm
-    shape = torch.broadcast_shapes(x.shape, scale.shape, *([] if shift is None else [shift.shape]))
-    return x.new_empty(shape, dtype=out_dtype or x.dtype)
-
-
 def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
     generator = torch.Generator(device_type).manual_seed(13)
 
@@ -89,11 +74,6 @@ def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
 
 OP = Op(
     name="ada_norm",
-    schema=(
-        "(Tensor x, Tensor? weight, Tensor? bias, Tensor scale, Tensor? shift, float eps, str norm, "
-        "ScalarType? out_dtype) -> Tensor"
-    ),
     reference=reference,
-    fake=fake,
     samples=samples,
 )

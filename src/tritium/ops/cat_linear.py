@@ -8,20 +8,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
-from tritium.ops.op import NARROW, Draw, Op, Provider, Sample, Shape, Trial, count, octave
+from tritium import compat
+from tritium.compat.products import lower_to_product_in_place
+from tritium.ops.op import NARROW, Arguments, Draw, Op, Provider, Sample, Shape, Trial, count, octave
 
 
 def reference(
     parts: list[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None
 ) -> torch.Tensor:
     return F.linear(torch.cat(parts, dim=-1), weight, bias).to(out_dtype or weight.dtype)
-
-
-def fake(
-    parts: list[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None
-) -> torch.Tensor:
-    del bias
-    return parts[0].new_empty((*parts[0].shape[:-1], weight.shape[0]), dtype=out_dtype or weight.dtype)
 
 
 def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
@@ -44,38 +39,42 @@ def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
     yield Sample("no rows", arguments([random(0, 60), random(0, 7)], 7))
 
 
-def run_aten(
-    parts: list[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None
-) -> torch.Tensor:
+_LIBRARY = torch.library.Library("tritium", "FRAGMENT")
+_LIBRARY.define("add_product(Tensor total, Tensor left, Tensor right) -> Tensor")
+_LIBRARY.impl("add_product", torch.addmm, "CompositeExplicitAutograd")
+torch.library.register_fake("tritium::add_product", torch.addmm, lib=_LIBRARY)
+_ADD_PRODUCT = torch.ops.tritium.add_product.default
+
+
+def run_aten(given: Arguments) -> torch.Tensor:
     """One product a part, each added onto the one before: the concatenation is never written."""
-    del out_dtype
-    first, *others = (part.reshape(-1, part.shape[-1]) for part in parts)
+    weight = given.weight
+    first, *others = (part.reshape(-1, part.shape[-1]) for part in given.parts)
     start = first.shape[-1]
-    out = F.linear(first, weight[:, :start], bias)
+    out = F.linear(first, weight[:, :start], given.bias)
+    if compat.is_traced(out):
+        lower_to_product_in_place(_ADD_PRODUCT)
     for part in others:
         width = part.shape[-1]
-        out.addmm_(part, weight[:, start : start + width].t())
+        out = _ADD_PRODUCT(out, part, weight[:, start : start + width].t())
         start += width
-    return out.view(*parts[0].shape[:-1], weight.shape[0])
+    return out.view(*given.parts[0].shape[:-1], weight.shape[0])
 
 
-def decline_aten(
-    parts: list[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None
-) -> str | None:
-    dtypes = {tensor.dtype for tensor in (*parts, weight, bias) if tensor is not None}
-    if len(dtypes | {out_dtype or weight.dtype}) > 1:
+def decline_aten(given: Arguments) -> str | None:
+    parts, weight = given.parts, given.weight
+    dtypes = {tensor.dtype for tensor in (*parts, weight, given.bias) if tensor is not None}
+    if len(dtypes | {given.out_dtype or weight.dtype}) > 1:
         return "the parts, the weight and the result have different dtypes"
     if len(parts) > 4:
         return f"{len(parts)} parts would be {len(parts)} small products"
     return None
 
 
-def shape(
-    parts: list[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None
-) -> Shape:
-    del bias, out_dtype
+def shape(given: Arguments) -> Shape:
+    parts = given.parts
     widths = "+".join(str(octave(part.shape[-1])) for part in parts)
-    return {"tokens": octave(count(parts[0].shape[:-1])), "k": widths, "n": octave(weight.shape[0])}
+    return {"tokens": octave(count(parts[0].shape[:-1])), "k": widths, "n": octave(given.weight.shape[0])}
 
 
 def alone(shape: Any, draw: Draw) -> dict[str, Any]:
@@ -114,10 +113,8 @@ TRIAL = Trial(
 
 OP = Op(
     name="cat_linear",
-    schema="(Tensor[] parts, Tensor weight, Tensor? bias, ScalarType? out_dtype) -> Tensor",
     reference=reference,
-    fake=fake,
     samples=samples,
-    providers=(Provider("aten", "cat_linear", run_aten, decline_aten),),
+    providers=(Provider("aten", "cat_linear", run_aten, decline_aten, traced=True),),
     trial=TRIAL,
 )

@@ -22,12 +22,6 @@ def reference(gate: torch.Tensor, value: torch.Tensor, activation: str, out_dtyp
     return (activated * value).to(out_dtype or torch.promote_types(gate.dtype, value.dtype))
 
 
-def fake(gate: torch.Tensor, value: torch.Tensor, activation: str, out_dtype: torch.dtype | None) -> torch.Tensor:
-    del activation
-    shape = torch.broadcast_shapes(gate.shape, value.shape)
-    return gate.new_empty(shape, dtype=out_dtype or torch.promote_types(gate.dtype, value.dtype))
-
-
 def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
     generator = torch.Generator(device_type).manual_seed(17)
 
@@ -51,8 +45,6 @@ def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
 
 OP = Op(
     name="gated_activation",
-    schema="(Tensor gate, Tensor value, str activation, ScalarType? out_dtype) -> Tensor",
     reference=reference,
-    fake=fake,
     samples=samples,
 )

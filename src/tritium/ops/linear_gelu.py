@@ -8,20 +8,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
-from tritium.ops.op import NARROW, Draw, Op, Provider, Sample, Shape, Trial, count, octave
+from tritium.ops.op import NARROW, Arguments, Draw, Op, Provider, Sample, Shape, Trial, count, octave
 
 
 def reference(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, approximate: str, out_dtype: torch.dtype | None
 ) -> torch.Tensor:
     return F.gelu(F.linear(x, weight, bias), approximate=approximate).to(out_dtype or x.dtype)
-
-
-def fake(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, approximate: str, out_dtype: torch.dtype | None
-) -> torch.Tensor:
-    del bias, approximate
-    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype or x.dtype)
 
 
 def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
@@ -44,34 +37,28 @@ def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
     yield Sample("no rows", arguments(random(0, 60), 7, "tanh"))
 
 
-def run_aten(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, approximate: str, out_dtype: torch.dtype | None
-) -> torch.Tensor:
+def run_aten(given: Arguments) -> torch.Tensor:
     """cuBLAS computes the activation in the product's epilogue, on the float32 sums."""
-    del approximate, out_dtype
-    assert bias is not None
-    rows = torch._addmm_activation(bias, x.reshape(-1, x.shape[-1]), weight.t(), use_gelu=True)
+    x, weight = given.x, given.weight
+    rows = torch._addmm_activation(given.bias, x.reshape(-1, x.shape[-1]), weight.t(), use_gelu=True)
     return rows.view(*x.shape[:-1], weight.shape[0])
 
 
-def decline_aten(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, approximate: str, out_dtype: torch.dtype | None
-) -> str | None:
+def decline_aten(given: Arguments) -> str | None:
+    x, bias = given.x, given.bias
     if x.device.type != "cuda":
         return f"only CUDA has a product with a tanh GELU in its epilogue, this graph runs on {x.device.type}"
-    if approximate != "tanh":
+    if given.approximate != "tanh":
         return "the epilogue computes the tanh form of GELU, the model has the erf form"
     if bias is None:
         return "the epilogue needs a bias"
-    if {x.dtype, weight.dtype, bias.dtype, out_dtype or x.dtype} != {x.dtype}:
+    if {x.dtype, given.weight.dtype, bias.dtype, given.out_dtype or x.dtype} != {x.dtype}:
         return "input, weight, bias and result have different dtypes"
     return None
 
 
-def shape(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, approximate: str, out_dtype: torch.dtype | None
-) -> Shape:
-    del bias, approximate, out_dtype
+def shape(given: Arguments) -> Shape:
+    x, weight = given.x, given.weight
     return {"tokens": octave(count(x.shape[:-1])), "k": octave(weight.shape[1]), "n": octave(weight.shape[0])}
 
 
@@ -116,10 +103,8 @@ TRIAL = Trial(
 
 OP = Op(
     name="linear_gelu",
-    schema="(Tensor x, Tensor weight, Tensor? bias, str approximate, ScalarType? out_dtype) -> Tensor",
     reference=reference,
-    fake=fake,
     samples=samples,
-    providers=(Provider("aten", "linear_gelu", run_aten, decline_aten),),
+    providers=(Provider("aten", "linear_gelu", run_aten, decline_aten, traced=True),),
     trial=TRIAL,
 )

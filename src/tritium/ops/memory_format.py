@@ -17,8 +17,15 @@ def is_channels_last(x: torch.Tensor) -> bool:
 
 def empty_as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Memory for a result that lies as `x` does: channels last if `x` is channels last, else contiguous."""
-    layout = FORMATS[x.ndim] if is_channels_last(x) else torch.contiguous_format
-    return torch.empty_like(x, dtype=dtype, memory_format=layout)
+    if not is_channels_last(x):
+        return x.new_empty(x.shape, dtype=dtype)
+    # By strides: Inductor fills what `empty_like` makes in another layout, and leaves this as it is.
+    _, channels, *sizes = x.shape
+    steps = [channels]
+    for size in reversed(sizes[1:]):
+        steps.append(steps[-1] * size)
+    strides = (steps[-1] * sizes[0], 1, *reversed(steps))
+    return x.new_empty_strided(x.shape, strides, dtype=dtype)
 
 
 def laid_as(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,16 +28,23 @@ REFERENCE = "reference"
 Result = torch.Tensor | tuple[torch.Tensor, ...]
 
 
+class Arguments(SimpleNamespace):
+    """The arguments of one call of an op: an attribute for each parameter of its reference, defaults included."""
+
+
 @dataclass(frozen=True)
 class Provider:
-    """One implementation of an op. It returns tensors with the shapes, dtypes and strides that the op's fake gives."""
+    """One implementation of an op. It returns tensors with the shapes, dtypes and strides of the op's fake results."""
 
     name: str
     op: str
-    run: Callable[..., Result]
-    # Why it cannot take these (possibly fake) arguments on this device, or None.
-    decline: Callable[..., str | None]
-    # Whether `run` is made of PyTorch operators alone: it is then put into the graph as such, for Inductor to compile.
+    run: Callable[[Arguments], Result]
+    # Return why it cannot take these (possibly fake) arguments on this device, or None.
+    decline: Callable[[Arguments], str | None]
+    # True if `run` consists of PyTorch operators and of Triton kernels started by `ops.triton_launch.launch`: a compiled
+    # graph then contains those. Otherwise generated code calls the op through PyTorch's dispatcher, and `run` in every call.
+    traced: bool = False
+    # True if `run` is made of PyTorch operators alone, and Inductor generates the code for all of them.
     inlined: bool = False
 
 
@@ -63,7 +72,7 @@ class Trial:
     """
 
     # The class of some (possibly fake) arguments.
-    shape: Callable[..., Shape]
+    shape: Callable[[Arguments], Shape]
     # Arguments of a class.
     alone: Callable[[Any, Draw], Mapping[str, Any]]
     # A function with one site of the op, and its inputs.
@@ -97,21 +106,20 @@ def octave(size: Any) -> int:
 
 @dataclass(frozen=True)
 class Op:
-    """One op. `schema` is the operator's signature in PyTorch's notation, without name and without `provider`.
+    """One op, declared by its reference.
 
-    `reference(**arguments)` is definition, default and test oracle: given float64 it computes in float64.
-    `fake(**arguments)` returns empty tensors of the right shapes, dtypes and strides. Results are contiguous, unless
-    `keeps_strides` says that the reference gives them strides of its own; `fake` must say the same.
+    `reference(**arguments)` is definition, default and test oracle: given float64 it computes in float64. Its annotations
+    are the operator's schema. Results are contiguous, unless `keeps_strides`: they then have the reference's strides.
     """
 
     name: str
-    schema: str
     reference: Callable[..., Result]
-    fake: Callable[..., Result]
     samples: Callable[[torch.dtype, str], Iterator[Sample]]
     providers: tuple[Provider, ...] = ()
     keeps_strides: bool = False
-    # Whether the providers are as fast on whatever layout Inductor gives their inputs: it is then asked for none.
+    # Allocate the results, for kernels and as fakes. None: only fakes are needed, and the reference on fake tensors gives them.
+    results: Callable[[Arguments], Result] | None = None
+    # True if the providers are as fast on whatever layout Inductor gives their inputs, so that it is not told one.
     any_layout: bool = False
     # None: owned providers are used where they are pinned, never by themselves.
     trial: Trial | None = None
@@ -125,6 +133,43 @@ class Op:
         """The registered operator: what a rewritten graph calls."""
         return getattr(torch.ops.tritium, self.name).default
 
+    @functools.cached_property
+    def parameters(self) -> Mapping[str, Any]:
+        """The names of the reference's parameters, in order, with their defaults."""
+        return {name: parameter.default for name, parameter in inspect.signature(self.reference).parameters.items()}
+
+    @functools.cached_property
+    def schema(self) -> str:
+        """The operator's signature in PyTorch's notation, without its name and without `provider`."""
+        try:
+            return torch.library.infer_schema(self.reference, mutates_args=())
+        except ValueError as error:
+            raise CatalogError(f"op {self.name!r}: its reference gives no schema: {error}") from error
+
+    def bind(self, *args: Any, **kwargs: Any) -> Arguments:
+        """The arguments of a call, by parameter name."""
+        values = {**self.parameters, **dict(zip(self.parameters, args, strict=False)), **kwargs}
+        missing = [name for name, value in values.items() if value is inspect.Parameter.empty]
+        if missing or len(values) > len(self.parameters) or len(args) > len(self.parameters):
+            expected = ", ".join(self.parameters)
+            raise TypeError(f"op {self.name!r} takes {expected}; got {len(args)} arguments and {', '.join(kwargs)}")
+        return Arguments(**values)
+
+    def fake(self, *args: Any, **kwargs: Any) -> Result:
+        """Return tensors without storage that have the shapes, dtypes and strides of the results."""
+        result: Result = compat.fake_results(self._compute_fake, vars(self.bind(*args, **kwargs)))
+        return result
+
+    def _compute_fake(self, **given: Any) -> Result:
+        return self.compute(**given) if self.results is None else self.results(Arguments(**given))
+
+    def compute(self, *args: Any, **kwargs: Any) -> Result:
+        """Compute the op by its reference, with the strides that every provider gives."""
+        result = self.reference(*args, **kwargs)
+        if self.keeps_strides:
+            return result
+        return tuple(part.contiguous() for part in result) if isinstance(result, tuple) else result.contiguous()
+
 
 # Providers that failed while running, with the reason; the op's reference computes in their place.
 _FAILED: dict[tuple[str, str], str] = {}
@@ -135,15 +180,15 @@ def failed_providers() -> dict[tuple[str, str], str]:
     return dict(_FAILED)
 
 
-def launch_provider(op: Op, providers: Mapping[str, Provider], *arguments: Any, provider: str) -> Result:
+def launch_provider(op: Op, providers: Mapping[str, Provider], *arguments: Any, provider: str, **named: Any) -> Result:
     chosen = providers.get(provider)
     key = (op.name, provider)
     if chosen is None or key in _FAILED:
         if chosen is None and provider != REFERENCE:
             raise ProviderError(f"op {op.name!r} has no provider {provider!r}; it has {', '.join(providers) or 'none'}")
-        return _by_reference(op, arguments)
+        return op.compute(*arguments, **named)
     try:
-        return chosen.run(*arguments)
+        return chosen.run(op.bind(*arguments, **named))
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         # Nothing that runs afterwards on a broken or full device could be trusted or would help.
         raise
@@ -155,19 +200,7 @@ def launch_provider(op: Op, providers: Mapping[str, Provider], *arguments: Any, 
             RuntimeWarning,
             stacklevel=2,
         )
-        return _by_reference(op, arguments)
-
-
-def _by_reference(op: Op, arguments: tuple[Any, ...]) -> Result:
-    result = op.reference(*arguments)
-    if op.keeps_strides:
-        return result
-    return tuple(part.contiguous() for part in result) if isinstance(result, tuple) else result.contiguous()
-
-
-def inlined_name(op: str, provider: str) -> str:
-    """The operator that stands for an inlined provider until the graph is traced."""
-    return f"{op}_by_{provider}"
+        return op.compute(*arguments, **named)
 
 
 class Registration:
@@ -177,9 +210,7 @@ class Registration:
         # FRAGMENT: a second registration (tests make one) may add to the namespace.
         self._library = torch.library.Library(NAMESPACE, "FRAGMENT")
         for op in ops.values():
-            inputs, arrow, outputs = op.schema.partition(" -> ")
-            if not arrow or not inputs.endswith(")"):
-                raise CatalogError(f"op {op.name!r}: schema {op.schema!r} must look like '(Tensor x) -> Tensor'")
+            inputs, _, outputs = op.schema.partition(" -> ")
             # Inductor lays out what it computes as it likes. Most ops read rows, or the channels of a pixel: another layout
             # would cost them a copy, which Inductor can fuse into what it computes before.
             tags = (torch.Tag.flexible_layout if op.any_layout else torch.Tag.needs_fixed_stride_order,)
@@ -187,17 +218,25 @@ class Registration:
             launch = functools.partial(launch_provider, op, providers[op.name])
             self._library.impl(op.name, launch, "CompositeExplicitAutograd")
             torch.library.register_fake(op.qualified_name, _fake_of(op), lib=self._library)
-            for provider in providers[op.name].values():
-                if provider.inlined:
-                    # Composite: whoever traces it sees the operators it is made of, and not this one.
-                    name = inlined_name(op.name, provider.name)
-                    self._library.define(f"{name}{inputs} -> {outputs}")
-                    self._library.impl(name, provider.run, "CompositeImplicitAutograd")
+            compat.take_apart(op.qualified_name, self._library, _traced(op, providers[op.name]))
 
 
 def _fake_of(op: Op) -> Callable[..., Result]:
-    def fake(*arguments: Any, provider: str) -> Result:
+    def fake(*arguments: Any, provider: str, **named: Any) -> Result:
         del provider
-        return op.fake(*arguments)
+        return op.fake(*arguments, **named)
 
     return fake
+
+
+def _traced(op: Op, providers: Mapping[str, Provider]) -> Callable[..., Any]:
+    """What stands in a compiled graph for a call of the op; `NotImplemented` where that is the call itself."""
+
+    def traced(*arguments: Any, provider: str, **named: Any) -> Any:
+        chosen = providers.get(provider)
+        if chosen is None or not (chosen.traced or chosen.inlined):
+            return NotImplemented
+        compat.remember_kernel_accesses()
+        return chosen.run(op.bind(*arguments, **named))
+
+    return traced

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
-from tritium.ops.op import NARROW, Draw, Op, Provider, Sample, Shape, Trial, count, octave
+from tritium.ops.op import NARROW, Arguments, Draw, Op, Provider, Sample, Shape, Trial, count, octave
 
 INTERLEAVED, HALF, COMPLEX, MATRIX = MODES = ("interleaved", "half", "complex", "matrix")
 
@@ -64,19 +64,6 @@ def _each_element(table: torch.Tensor, x: torch.Tensor, mode: str) -> torch.Tens
     return _joined([table, table], mode)
 
 
-def fake(
-    x: torch.Tensor,
-    table: torch.Tensor,
-    sin: torch.Tensor | None,
-    mode: str,
-    merge_heads: bool,
-    out_dtype: torch.dtype | None,
-) -> torch.Tensor:
-    del table, sin, mode
-    shape = (x.shape[0], x.shape[2], x.shape[1] * x.shape[3]) if merge_heads else x.shape
-    return x.new_empty(shape, dtype=out_dtype or x.dtype)
-
-
 def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
     generator = torch.Generator(device_type).manual_seed(13)
 
@@ -107,28 +94,17 @@ def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
     yield Sample("Kandinsky: matrices", arguments(random(2, 7, 3, 60), (7, 1, 30, 2, 2), MATRIX))
 
 
-def decline_aten(
-    x: torch.Tensor,
-    table: torch.Tensor,
-    sin: torch.Tensor | None,
-    mode: str,
-    merge_heads: bool,
-    out_dtype: torch.dtype | None,
-) -> str | None:
-    del x, table, sin, merge_heads, out_dtype
-    return None if mode == COMPLEX else "the model writes it in real numbers already, which Inductor can fuse"
+def run_aten(given: Arguments) -> torch.Tensor:
+    return reference(**vars(given))
 
 
-def shape(
-    x: torch.Tensor,
-    table: torch.Tensor,
-    sin: torch.Tensor | None,
-    mode: str,
-    merge_heads: bool,
-    out_dtype: torch.dtype | None,
-) -> Shape:
-    del table, sin, merge_heads, out_dtype
-    return {"tokens": min(octave(count(x.shape[:-1])), MOST_ROWS), "width": octave(x.shape[-1]), "mode": mode}
+def decline_aten(given: Arguments) -> str | None:
+    return None if given.mode == COMPLEX else "the model writes it in real numbers already, which Inductor can fuse"
+
+
+def shape(given: Arguments) -> Shape:
+    x = given.x
+    return {"tokens": min(octave(count(x.shape[:-1])), MOST_ROWS), "width": octave(x.shape[-1]), "mode": given.mode}
 
 
 # A row is a head of a token. More of them are more of the same.
@@ -173,11 +149,9 @@ TRIAL = Trial(
 
 OP = Op(
     name="rope",
-    schema="(Tensor x, Tensor table, Tensor? sin, str mode, bool merge_heads, ScalarType? out_dtype) -> Tensor",
     reference=reference,
-    fake=fake,
     samples=samples,
     # The reference is real arithmetic: put into the graph, Inductor fuses it with what stands around it.
-    providers=(Provider("aten", "rope", reference, decline_aten, inlined=True),),
+    providers=(Provider("aten", "rope", run_aten, decline_aten, inlined=True),),
     trial=TRIAL,
 )

@@ -16,12 +16,6 @@ def reference(x: torch.Tensor, scale: float, y: torch.Tensor, out_dtype: torch.d
     return (x.to(wide) * scale + y.to(wide)).to(out_dtype or narrow)
 
 
-def fake(x: torch.Tensor, scale: float, y: torch.Tensor, out_dtype: torch.dtype | None) -> torch.Tensor:
-    del scale
-    shape = torch.broadcast_shapes(x.shape, y.shape)
-    return x.new_empty(shape, dtype=out_dtype or torch.promote_types(x.dtype, y.dtype))
-
-
 def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
     generator = torch.Generator(device_type).manual_seed(31)
 
@@ -39,8 +33,6 @@ def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
 
 OP = Op(
     name="scaled_add",
-    schema="(Tensor x, float scale, Tensor y, ScalarType? out_dtype) -> Tensor",
     reference=reference,
-    fake=fake,
     samples=samples,
 )

@@ -8,16 +8,18 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
 from tritium import Provider
+from tritium.ops import Arguments
 
 
-def run(x: torch.Tensor, weight: torch.Tensor | None, eps: float, out_dtype: torch.dtype | None) -> torch.Tensor:
-    return F.rms_norm(x, (x.shape[-1],), weight, eps).to(out_dtype or x.dtype)
+def run(given: Arguments) -> torch.Tensor:
+    x = given.x
+    return F.rms_norm(x, (x.shape[-1],), given.weight, given.eps).to(given.out_dtype or x.dtype)
 
 
-def decline(x: torch.Tensor, weight: torch.Tensor | None, eps: float, out_dtype: torch.dtype | None) -> str | None:
-    del eps, out_dtype
-    if weight is not None and weight.dtype != x.dtype:
-        return f"ATen wants weight and input of one dtype, got {weight.dtype} and {x.dtype}"
+def decline(given: Arguments) -> str | None:
+    weight, dtype = given.weight, given.x.dtype
+    if weight is not None and weight.dtype != dtype:
+        return f"ATen wants weight and input of one dtype, got {weight.dtype} and {dtype}"
     return None
 
 

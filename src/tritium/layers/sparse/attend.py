@@ -74,7 +74,7 @@ def _attend(*given: Any) -> torch.Tensor:
     *arguments, by, _identity = given
     # Registers the op with PyTorch, if nobody has done so.
     triton = ops.providers(op.OP)[TRITON]
-    reason = triton.decline(*arguments)
+    reason = triton.decline(op.OP.bind(*arguments))
     if by is None:
         by = _fastest(arguments) if reason is None else _without_kernel(arguments[0])
     elif by == TRITON and reason is not None:
@@ -108,7 +108,8 @@ def _fastest(arguments: list[Any]) -> str:
 
 def _compared(key: str, arguments: list[Any]) -> Row:
     """Both on the arguments of this call: how many blocks are seen is what decides."""
-    ways: dict[str, Callable[..., torch.Tensor]] = {TRITON: ops.providers(op.OP)[TRITON].run, FLEX: by_flex}  # type: ignore[dict-item]
+    triton = ops.providers(op.OP)[TRITON]
+    ways: dict[str, Callable[..., Any]] = {TRITON: lambda *given: triton.run(op.OP.bind(*given)), FLEX: by_flex}
     runs = {name: functools.partial(run, *arguments) for name, run in ways.items()}
     dropped: dict[str, str] = {}
     with torch.inference_mode():
@@ -188,4 +189,4 @@ def lists_of(
 
 _LIBRARY.impl("sparse_attention", _attend, "CompositeImplicitAutograd")
 _LIBRARY.impl("sparse_attention_by_flex", by_flex, "CompositeExplicitAutograd")
-torch.library.register_fake("tritium::sparse_attention_by_flex", op.fake, lib=_LIBRARY)
+torch.library.register_fake("tritium::sparse_attention_by_flex", op.OP.fake, lib=_LIBRARY)

@@ -10,21 +10,16 @@ A query that sees no key gives zeros.
 from __future__ import annotations
 
 from tritium.ops.block_sparse_attention.lists import block_lists
-from tritium.ops.block_sparse_attention.reference import fake, reference, samples
-from tritium.ops.block_sparse_attention.triton import decline_triton, run_triton
-from tritium.ops.launch import remembered
+from tritium.ops.block_sparse_attention.reference import reference, samples
+from tritium.ops.block_sparse_attention.triton import decline_triton, results, run_triton
 from tritium.ops.op import Op, Provider
 
-__all__ = ["OP", "block_lists", "decline_triton", "fake", "reference", "run_triton", "samples"]
+__all__ = ["OP", "block_lists", "decline_triton", "reference", "run_triton", "samples"]
 
 OP = Op(
     name="block_sparse_attention",
-    schema=(
-        "(Tensor q, Tensor k, Tensor v, Tensor counts, Tensor indices, Tensor q_edges, Tensor k_edges, int block, "
-        "float scale, bool causal) -> Tensor"
-    ),
     reference=reference,
-    fake=fake,
     samples=samples,
-    providers=(Provider("triton", "block_sparse_attention", remembered(run_triton), decline_triton),),
+    results=results,
+    providers=(Provider("triton", "block_sparse_attention", run_triton, decline_triton),),
 )

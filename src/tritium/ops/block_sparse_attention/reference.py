@@ -52,22 +52,6 @@ def reference(
     return out
 
 
-def fake(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    counts: torch.Tensor,
-    indices: torch.Tensor,
-    q_edges: torch.Tensor,
-    k_edges: torch.Tensor,
-    block: int,
-    scale: float,
-    causal: bool,
-) -> torch.Tensor:
-    del k, counts, indices, q_edges, k_edges, block, scale, causal
-    return q.new_empty((*q.shape[:3], v.shape[3]))
-
-
 def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
     generator = torch.Generator(device_type).manual_seed(43)
 

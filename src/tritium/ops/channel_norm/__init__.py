@@ -8,22 +8,19 @@ The result lies in memory as `x` does: channels last if `x` is channels last, el
 
 from __future__ import annotations
 
-from tritium.ops.channel_norm.reference import fake, reference, samples
+from tritium.ops.channel_norm.reference import reference, samples
 from tritium.ops.channel_norm.trial import TRIAL
-from tritium.ops.channel_norm.triton import decline_triton, run_triton
-from tritium.ops.launch import remembered
+from tritium.ops.channel_norm.triton import decline_triton, results, run_triton
 from tritium.ops.op import Op, Provider
 
-__all__ = ["OP", "fake", "reference", "samples"]
+__all__ = ["OP", "reference", "samples"]
 
 OP = Op(
     name="channel_norm",
-    schema="(Tensor x, Tensor weight, float scale, float shift, int dim, float eps, bool silu, "
-    "ScalarType? out_dtype, Tensor? offset=None) -> Tensor",
     reference=reference,
-    fake=fake,
     samples=samples,
-    providers=(Provider("triton", "channel_norm", remembered(run_triton), decline_triton),),
+    results=results,
+    providers=(Provider("triton", "channel_norm", run_triton, decline_triton, traced=True),),
     keeps_strides=True,
     trial=TRIAL,
 )

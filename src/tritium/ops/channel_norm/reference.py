@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
-from tritium.ops.memory_format import empty_as, laid_as, with_offset
+from tritium.ops.memory_format import laid_as, with_offset
 from tritium.ops.op import Sample
 
 
@@ -26,21 +26,6 @@ def reference(
     wide = torch.promote_types(x.dtype, torch.float32)
     normed = F.normalize(with_offset(x.to(wide), offset, dim), dim=dim, eps=eps) * scale * weight.to(wide) + shift
     return laid_as(x, (F.silu(normed) if silu else normed).to(out_dtype or x.dtype))
-
-
-def fake(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: float,
-    shift: float,
-    dim: int,
-    eps: float,
-    silu: bool,
-    out_dtype: torch.dtype | None,
-    offset: torch.Tensor | None = None,
-) -> torch.Tensor:
-    del weight, scale, shift, dim, eps, silu, offset
-    return empty_as(x, out_dtype or x.dtype)
 
 
 def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
-from tritium.ops.op import Draw, Shape, Trial, count, octave, present
+from tritium.ops.op import Arguments, Draw, Shape, Trial, count, octave, present
 
 EPS = 1e-12
 
@@ -17,20 +17,9 @@ FRAMES = 4
 KEPT = 2
 
 
-def shape(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: float,
-    shift: float,
-    dim: int,
-    eps: float,
-    silu: bool,
-    out_dtype: torch.dtype | None,
-    offset: torch.Tensor | None = None,
-) -> Shape:
-    del weight, scale, shift, eps, silu, out_dtype, offset
-    channels = present(x.shape[dim])
-    return {"pixels": octave(count(x.shape) // max(1, channels)), "channels": channels}
+def shape(given: Arguments) -> Shape:
+    channels = present(given.x.shape[given.dim])
+    return {"pixels": octave(count(given.x.shape) // max(1, channels)), "channels": channels}
 
 
 def alone(shape: Any, draw: Draw) -> dict[str, Any]:

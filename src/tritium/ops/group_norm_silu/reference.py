@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
-from tritium.ops.memory_format import empty_as, laid_as, with_offset
+from tritium.ops.memory_format import laid_as, with_offset
 from tritium.ops.op import Sample
 
 
@@ -25,19 +25,6 @@ def reference(
     own = {name: part.to(wide) for name, part in (("weight", weight), ("bias", bias)) if part is not None}
     out = F.silu(F.group_norm(with_offset(x.to(wide), offset), groups, eps=eps, **own)).to(out_dtype or x.dtype)
     return laid_as(x, out)
-
-
-def fake(
-    x: torch.Tensor,
-    groups: int,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    out_dtype: torch.dtype | None,
-    offset: torch.Tensor | None = None,
-) -> torch.Tensor:
-    del groups, weight, bias, eps, offset
-    return empty_as(x, out_dtype or x.dtype)
 
 
 def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:

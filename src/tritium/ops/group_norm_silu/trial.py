@@ -9,22 +9,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
 from tritium.ops.memory_format import is_channels_last
-from tritium.ops.op import Draw, Shape, Trial, count, octave, present
+from tritium.ops.op import Arguments, Draw, Shape, Trial, count, octave, present
 
 
-def shape(
-    x: torch.Tensor,
-    groups: int,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    out_dtype: torch.dtype | None,
-    offset: torch.Tensor | None = None,
-) -> Shape:
-    del weight, bias, eps, out_dtype, offset
+def shape(given: Arguments) -> Shape:
+    x = given.x
     pixels = octave(present(x.shape[0]) * count(x.shape[2:]))
     layout = "channels_last" if is_channels_last(x) else "contiguous"
-    return {"pixels": pixels, "channels": present(x.shape[1]), "groups": groups, "layout": layout}
+    return {"pixels": pixels, "channels": present(x.shape[1]), "groups": given.groups, "layout": layout}
 
 
 def alone(shape: Any, draw: Draw) -> dict[str, Any]:

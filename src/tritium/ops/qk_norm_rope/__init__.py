@@ -15,39 +15,18 @@ several parts holds all of their tokens. `norm` tells what is divided by its roo
 
 from __future__ import annotations
 
-from tritium.ops.launch import remembered
 from tritium.ops.op import Op, Provider
-from tritium.ops.qk_norm_rope.cpu import decline_cpu, run_cpu
-from tritium.ops.qk_norm_rope.reference import NORMS, ROPES, fake, reference, samples
+from tritium.ops.qk_norm_rope.reference import NORMS, ROPES, reference, samples
 from tritium.ops.qk_norm_rope.trial import TRIAL
-from tritium.ops.qk_norm_rope.triton import decline_triton, launch_options, run_triton
+from tritium.ops.qk_norm_rope.triton import decline_triton, launch_options, results, run_triton
 
-__all__ = [
-    "NORMS",
-    "OP",
-    "ROPES",
-    "TRIAL",
-    "decline_cpu",
-    "decline_triton",
-    "fake",
-    "launch_options",
-    "reference",
-    "run_triton",
-    "samples",
-]
+__all__ = ["NORMS", "OP", "ROPES", "TRIAL", "decline_triton", "launch_options", "reference", "run_triton", "samples"]
 
 OP = Op(
     name="qk_norm_rope",
-    schema=(
-        "(Tensor[] q, Tensor[] k, Tensor?[] q_weights, Tensor?[] k_weights, Tensor?[] tables, Tensor?[] sines, "
-        "float eps, str norm, str rope, bool heads_first) -> (Tensor, Tensor)"
-    ),
     reference=reference,
-    fake=fake,
     samples=samples,
-    providers=(
-        Provider("triton", "qk_norm_rope", remembered(run_triton), decline_triton),
-        Provider("cpu", "qk_norm_rope", remembered(run_cpu), decline_cpu),
-    ),
+    results=results,
+    providers=(Provider("triton", "qk_norm_rope", run_triton, decline_triton, traced=True),),
     trial=TRIAL,
 )

@@ -63,28 +63,6 @@ def _normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float, norm: str)
     return x * (weight.view(x.shape[-2:]) if norm == ROW else weight)
 
 
-def fake(
-    q: list[torch.Tensor],
-    k: list[torch.Tensor],
-    q_weights: list[torch.Tensor | None],
-    k_weights: list[torch.Tensor | None],
-    tables: list[torch.Tensor | None],
-    sines: list[torch.Tensor | None],
-    eps: float,
-    norm: str,
-    rope: str,
-    heads_first: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    del q_weights, k_weights, tables, sines, eps, norm, rope
-
-    def joined(parts: list[torch.Tensor]) -> torch.Tensor:
-        batch, _, heads, width = parts[0].shape
-        tokens = sum(part.shape[1] for part in parts)
-        return parts[0].new_empty((batch, heads, tokens, width) if heads_first else (batch, tokens, heads, width))
-
-    return joined(q), joined(k)
-
-
 def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
     generator = torch.Generator(device_type).manual_seed(41)
 

@@ -9,32 +9,21 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
 from tritium.ops import rope as rotation
-from tritium.ops.op import NARROW, Draw, Shape, Trial, count, octave, present
+from tritium.ops.op import NARROW, Arguments, Draw, Shape, Trial, count, octave, present
 from tritium.ops.qk_norm_rope.reference import HEAD, NONE, ROW
 
 
-def shape(
-    q: list[torch.Tensor],
-    k: list[torch.Tensor],
-    q_weights: list[torch.Tensor | None],
-    k_weights: list[torch.Tensor | None],
-    tables: list[torch.Tensor | None],
-    sines: list[torch.Tensor | None],
-    eps: float,
-    norm: str,
-    rope: str,
-    heads_first: bool,
-) -> Shape:
-    del k, q_weights, k_weights, tables, sines, eps
+def shape(given: Arguments) -> Shape:
+    q = given.q
     tokens = sum(count((part.shape[0], part.shape[1])) for part in q)
     return {
         "tokens": min(octave(tokens), MOST_TOKENS),
         "heads": present(q[0].shape[2]),
         "width": present(q[0].shape[3]),
         "parts": len(q),
-        "norm": norm,
-        "rope": rope,
-        "out": "heads" if heads_first else "tokens",
+        "norm": given.norm,
+        "rope": given.rope,
+        "out": "heads" if given.heads_first else "tokens",
     }
 
 

@@ -7,27 +7,18 @@ shift are broadcast against it and have no say in the results' dtypes.
 
 from __future__ import annotations
 
-from tritium.ops.launch import remembered
 from tritium.ops.op import Op, Provider
-from tritium.ops.residual_norm_modulate.cpu import decline_cpu, run_cpu
-from tritium.ops.residual_norm_modulate.reference import NORMS, fake, reference, samples
+from tritium.ops.residual_norm_modulate.reference import NORMS, reference, samples
 from tritium.ops.residual_norm_modulate.trial import TRIAL
-from tritium.ops.residual_norm_modulate.triton import decline_triton, run_triton
+from tritium.ops.residual_norm_modulate.triton import decline_triton, results, run_triton
 
-__all__ = ["NORMS", "OP", "TRIAL", "decline_cpu", "decline_triton", "fake", "reference", "run_triton", "samples"]
+__all__ = ["NORMS", "OP", "TRIAL", "decline_triton", "reference", "run_triton", "samples"]
 
 OP = Op(
     name="residual_norm_modulate",
-    schema=(
-        "(Tensor x, Tensor y, Tensor? gate, Tensor? weight, Tensor? bias, Tensor? scale, Tensor? shift, float eps, "
-        "str norm, ScalarType? residual_dtype, ScalarType? out_dtype) -> (Tensor, Tensor)"
-    ),
     reference=reference,
-    fake=fake,
     samples=samples,
-    providers=(
-        Provider("triton", "residual_norm_modulate", remembered(run_triton), decline_triton),
-        Provider("cpu", "residual_norm_modulate", remembered(run_cpu), decline_cpu),
-    ),
+    results=results,
+    providers=(Provider("triton", "residual_norm_modulate", run_triton, decline_triton, traced=True),),
     trial=TRIAL,
 )

@@ -51,24 +51,6 @@ def _normed(value: torch.Tensor, eps: float, norm: str) -> torch.Tensor:
     raise ValueError(f"norm {norm!r} is none of {', '.join(NORMS)}")
 
 
-def fake(
-    x: torch.Tensor,
-    y: torch.Tensor,
-    gate: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    shift: torch.Tensor | None,
-    eps: float,
-    norm: str,
-    residual_dtype: torch.dtype | None,
-    out_dtype: torch.dtype | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    del gate, weight, bias, scale, shift, eps, norm
-    residual = x.new_empty(x.shape, dtype=residual_dtype or torch.promote_types(x.dtype, y.dtype))
-    return residual, x.new_empty(x.shape, dtype=out_dtype or residual.dtype)
-
-
 def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
     generator = torch.Generator(device_type).manual_seed(29)
 

@@ -8,24 +8,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
-from tritium.ops.op import NARROW, Draw, Shape, Trial, count, octave, present
+from tritium.ops.op import NARROW, Arguments, Draw, Shape, Trial, count, octave, present
 
 
-def shape(
-    x: torch.Tensor,
-    y: torch.Tensor,
-    gate: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    shift: torch.Tensor | None,
-    eps: float,
-    norm: str,
-    residual_dtype: torch.dtype | None,
-    out_dtype: torch.dtype | None,
-) -> Shape:
-    del y, gate, weight, bias, scale, shift, eps, residual_dtype, out_dtype
-    return {"tokens": octave(count(x.shape[:-1])), "width": present(x.shape[-1]), "norm": norm}
+def shape(given: Arguments) -> Shape:
+    x = given.x
+    return {"tokens": octave(count(x.shape[:-1])), "width": present(x.shape[-1]), "norm": given.norm}
 
 
 def alone(shape: Any, draw: Draw) -> dict[str, Any]:

@@ -7,18 +7,17 @@ memory-efficient kernel does: the heads of a token together.
 from __future__ import annotations
 
 from tritium.ops.op import Op, Provider
-from tritium.ops.wide_attention.products import WIDEST_FLASH, attend, decline_products, run_products
-from tritium.ops.wide_attention.reference import fake, reference, samples
+from tritium.ops.wide_attention.products import WIDEST_FLASH, attend, decline_products, results, run_products
+from tritium.ops.wide_attention.reference import reference, samples
 from tritium.ops.wide_attention.trial import TRIAL
 
-__all__ = ["OP", "TRIAL", "WIDEST_FLASH", "attend", "fake", "reference", "samples"]
+__all__ = ["OP", "TRIAL", "WIDEST_FLASH", "attend", "reference", "samples"]
 
 OP = Op(
     name="wide_attention",
-    schema="(Tensor q, Tensor k, Tensor v, float scale) -> Tensor",
     reference=reference,
-    fake=fake,
     samples=samples,
+    results=results,
     providers=(Provider("products", "wide_attention", run_products, decline_products),),
     keeps_strides=True,
     any_layout=True,

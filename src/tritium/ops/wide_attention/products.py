@@ -6,21 +6,22 @@
 
 Kernels that keep no scores stop at heads of 256, and beyond that PyTorch has one for older GPUs alone. Products reach
 what tensor cores can do; what they cost instead is the way of scores and weights through memory.
+
+The op stays an operator that generated code calls: how many products there are depends on sizes, which may be dynamic, and
+they write into parts of their results. It takes milliseconds, its call some microseconds.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
 from tritium.compat.products import multiply_into, wide_product_obstacle
-from tritium.ops import launch, rows
-from tritium.ops.op import present
-from tritium.ops.wide_attention.reference import fake
+from tritium.ops.op import Arguments, present
+from tritium.ops.triton_launch import launch, obstacle
+from tritium.ops.wide_attention.reference import empty_result
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -43,63 +44,22 @@ WHOLE_ROW = 32_768
 PART_OF_ROW = 8_192
 
 
-@functools.cache
-def _kernel() -> Any:
-    import triton.language as tl
-
-    @rows.jit
-    def softmax_rows_kernel(  # type: ignore[no-untyped-def]
-        scores_ptr, out_ptr, scale, keys, padded, TILE: tl.constexpr, WHOLE: tl.constexpr
-    ):
-        """Weights of a row of scores; `scale` has the logarithm of 2 in it. What pads a row gets no weight."""
-        # 64 bits: rows times keys passes 2^31.
-        row = tl.program_id(0).to(tl.int64) * padded
-        scores = scores_ptr + row
-        out = out_ptr + row
-        lanes = tl.arange(0, TILE)
-        # Loads and stores are bounded by the padded length, which is aligned where the number of keys may not be.
-        if WHOLE:
-            score = tl.load(scores + lanes, mask=lanes < padded, other=0.0) * scale
-            score = tl.where(lanes < keys, score, float("-inf"))
-            weight = tl.exp2(score - tl.max(score, 0))
-            weight = weight * (1.0 / tl.sum(weight, 0))
-            tl.store(out + lanes, weight.to(out_ptr.dtype.element_ty), mask=lanes < padded)
-        else:
-            # The first part of a longer row is full, so a maximum is a number from there on.
-            largest = tl.max(tl.load(scores + lanes) * scale, 0)
-            total = tl.zeros([TILE], tl.float32)
-            for start in range(0, keys, TILE):
-                places = start + lanes
-                score = tl.load(scores + places, mask=places < padded, other=0.0) * scale
-                score = tl.where(places < keys, score, float("-inf"))
-                now = tl.maximum(largest, tl.max(score, 0))
-                total = total * tl.exp2(largest - now) + tl.exp2(score - now)
-                largest = now
-            inverse = 1.0 / tl.sum(total, 0)
-            for start in range(0, keys, TILE):
-                places = start + lanes
-                score = tl.load(scores + places, mask=places < padded, other=0.0) * scale
-                score = tl.where(places < keys, score, float("-inf"))
-                weight = tl.exp2(score - largest) * inverse
-                tl.store(out + places, weight.to(out_ptr.dtype.element_ty), mask=places < padded)
-
-    return softmax_rows_kernel
-
-
-def launch_options(padded: int) -> dict[str, int | bool]:
-    """How a row of a padded length is cut: 32 numbers a thread where one program holds it."""
+def launch_options(padded: int) -> tuple[dict[str, int | bool], dict[str, int]]:
+    """How a row of a padded length is cut, and Triton's options: 32 numbers a thread where one program holds it."""
     if padded > WHOLE_ROW:
-        return {"TILE": PART_OF_ROW, "WHOLE": False, "num_warps": 16}
+        return {"TILE": PART_OF_ROW, "WHOLE": False}, {"num_warps": 16}
     tile = 1 << max(5, (padded - 1).bit_length())
-    return {"TILE": tile, "WHOLE": True, "num_warps": min(32, max(4, tile // 1024))}
+    return {"TILE": tile, "WHOLE": True}, {"num_warps": min(32, max(4, tile // 1024))}
 
 
-@launch.remembered
 def softmax_rows(scores: torch.Tensor, out: torch.Tensor, keys: int, scale: float) -> None:
     """`softmax(scores * scale)` over the first `keys` columns; both [N, M, padded] and contiguous."""
+    from tritium.ops.kernels.softmax_rows import softmax_rows_kernel
+
     padded = scores.shape[-1]
     grid = (scores.shape[0] * scores.shape[1],)
-    launch.start(_kernel(), grid, scores, out, scale * math.log2(math.e), keys, padded, **launch_options(padded))
+    cut, options = launch_options(padded)
+    launch(softmax_rows_kernel, grid, scores, out, scale * math.log2(math.e), keys, padded, options=options, **cut)
 
 
 def pieces(matrices: int, queries: int, room: int) -> Iterator[tuple[slice, slice]]:
@@ -173,16 +133,20 @@ def _matrices(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
         yield from zip(*(tensor.unbind(0) for tensor in tensors), strict=True)
 
 
-def run_products(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    out = fake(q, k, v, scale)
-    attend(q, k, v, scale, out)
+def results(given: Arguments) -> torch.Tensor:
+    return empty_result(given.q, given.v)
+
+
+def run_products(given: Arguments) -> torch.Tensor:
+    out = results(given)
+    attend(given.q, given.k, given.v, given.scale, out)
     return out
 
 
-def decline_products(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> str | None:
-    del scale
+def decline_products(given: Arguments) -> str | None:
+    q, k, v = given.q, given.k, given.v
     if {q.dtype, k.dtype, v.dtype} not in [{dtype} for dtype in HALF]:
         return f"it takes float16 and bfloat16, not {q.dtype}"
     if present(q.shape[3]) <= WIDEST_FLASH:
         return f"for heads of up to {WIDEST_FLASH} there are kernels that keep no scores"
-    return launch.cannot_launch(q, k, v) or wide_product_obstacle()
+    return obstacle(q, k, v) or wide_product_obstacle()

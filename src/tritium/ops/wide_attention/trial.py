@@ -8,13 +8,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
-from tritium.ops.op import NARROW, Draw, Shape, Trial, count, octave, present
+from tritium.ops.op import NARROW, Arguments, Draw, Shape, Trial, count, octave, present
 
 SAME = "same"
 
 
-def shape(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Shape:
-    del v, scale
+def shape(given: Arguments) -> Shape:
+    q, k = given.q, given.k
     keys = SAME if present(k.shape[2]) == present(q.shape[2]) else octave(k.shape[2])
     return {
         "tokens": octave(q.shape[2]),

@@ -1,0 +1,119 @@
+"""Operators that AOTAutograd takes apart, the Triton kernels they start, and results without storage."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+# What finds the arguments that a kernel writes to: now, and up to torch 2.12.
+_ANALYSES = ("identify_accessed_tensors", "identify_mutated_tensors")
+
+
+def take_apart(name: str, library: torch.library.Library, function: Callable[..., Any]) -> None:
+    """Replace an operator by what `function` does while AOTAutograd traces; `NotImplemented` from it keeps the operator.
+
+    `torch.library.triton_op` does the same for an operator that has one implementation.
+    """
+    mode_class = importlib.import_module("torch._subclasses.functional_tensor").FunctionalTensorMode
+
+    def rule(mode: Any, overload: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        with mode:
+            result = function(*args, **kwargs)
+        return mode.__torch_dispatch__(overload, types, args, kwargs) if result is NotImplemented else result
+
+    torch.library.register_torch_dispatch(name, mode_class, rule, lib=library)
+
+
+def is_traced(tensor: torch.Tensor) -> bool:
+    """True for the tensors that tracing computes with; False for those with storage."""
+    return type(tensor) not in _PLAIN
+
+
+def statically_known(condition: Any) -> bool:
+    """True where a condition on sizes holds for all of them; no guard is added.
+
+    >>> statically_known(3 == 3)
+    True
+    """
+    if isinstance(condition, bool):
+        return condition
+    shapes: Any = importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    return bool(shapes.statically_known_true(condition))
+
+
+def fake_results(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Call a function on tensors without storage in place of those that have one, and return such tensors."""
+    fakes: Any = importlib.import_module("torch._subclasses.fake_tensor")
+    modes = [leaf.fake_mode for leaf in tree_leaves(dict(arguments)) if isinstance(leaf, fakes.FakeTensor)]
+    if modes:
+        with modes[0]:
+            return function(**arguments)
+    with torch.no_grad(), fakes.FakeTensorMode() as mode:
+        return function(**tree_map_only(torch.Tensor, mode.from_tensor, dict(arguments)))
+
+
+def remember_kernel_accesses() -> None:
+    """Analyse once which arguments a Triton kernel writes to, instead of five times for each launch in a graph.
+
+    Every analysis compiles the kernel to Triton's IR. What it writes to depends on the kernel, its constants, and on
+    which of the others are tensors and of what dtype.
+    """
+    module: Any = importlib.import_module("torch._higher_order_ops.triton_kernel_wrap")
+    for name in _ANALYSES:
+        original = getattr(module, name, None)
+        if original is not None and not hasattr(original, "tritium_original"):
+            setattr(module, name, _remembered(original))
+
+
+def _remembered(original: Callable[..., Any]) -> Callable[..., Any]:
+    known: dict[Any, Any] = {}
+
+    @functools.wraps(original)
+    def identify(kernel: Any, kwargs: Mapping[str, Any], tma_descriptor_metadata: Any) -> Any:
+        key = None if tma_descriptor_metadata else _access_key(kernel, kwargs)
+        if key is None:
+            return original(kernel, kwargs, tma_descriptor_metadata)
+        if key not in known:
+            known[key] = original(kernel, kwargs, tma_descriptor_metadata)
+        return known[key]
+
+    identify.tritium_original = original  # type: ignore[attr-defined]
+    return identify
+
+
+def _access_key(kernel: Any, kwargs: Mapping[str, Any]) -> Any:
+    """What the accesses of a launch depend on; None where that cannot be said."""
+    function = kernel
+    while not hasattr(function, "params") and hasattr(function, "fn"):
+        function = function.fn
+    constants = {parameter.name for parameter in getattr(function, "params", ()) if parameter.is_constexpr}
+    described: list[Any] = []
+    for name, value in kwargs.items():
+        dtype = _dtype(value)
+        if dtype is not None:
+            described.append((name, "tensor", dtype))
+        elif name in constants or value is None:
+            described.append((name, "constant", type(value), value))
+        else:
+            described.append((name, "number", isinstance(value, (float, torch.SymFloat))))
+    key = (id(function), function, tuple(described))
+    with contextlib.suppress(TypeError):
+        hash(key)
+        return key
+    return None
+
+
+def _dtype(value: Any) -> Any:
+    """The dtype of a tensor or of a value in Inductor's IR."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype
+    ask = getattr(value, "get_dtype", None)
+    return ask() if ask is not None else None

@@ -1,0 +1,108 @@
+"""Start Triton kernels: at once on tensors with storage, or as nodes of the graph that is traced.
+
+Kernels are top-level functions under `triton.jit`, in modules that import Triton: providers import them when they run.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from tritium import compat, device, envs
+
+NARROW = (torch.float16, torch.bfloat16, torch.float32)
+
+# Triton kernels of ops that this process has compiled and started, by their hash; none of those in generated code.
+_STARTED: dict[str, Any] = {}
+
+_LIBRARY = torch.library.Library("tritium", "FRAGMENT")
+_LIBRARY.define("in_memory(Tensor x, int[] order) -> Tensor")
+
+
+def _copied(x: torch.Tensor, order: list[int]) -> torch.Tensor:
+    del order
+    return x.clone()
+
+
+_LIBRARY.impl("in_memory", _copied, "CompositeExplicitAutograd")
+torch.library.register_fake("tritium::in_memory", _copied, lib=_LIBRARY)
+_IN_MEMORY = torch.ops.tritium.in_memory.default
+
+# Launch options of Triton that `triton.Config` has as parameters of its own; others it takes for the kernel's arguments,
+# from which Inductor sorts them out again.
+_OF_CONFIG = ("num_warps", "num_stages")
+
+
+def obstacle(*tensors: torch.Tensor | None) -> str | None:
+    """Return why a Triton kernel that computes in float32 cannot take these tensors, or None."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    if not device.has_triton():
+        return "triton is not installed"
+    elsewhere = {tensor.device.type for tensor in given} - {"cuda"}
+    if elsewhere and not envs.triton_interpreted():
+        return f"Triton kernels run on a GPU, this graph runs on {', '.join(sorted(elsewhere))}"
+    wide = {str(tensor.dtype) for tensor in given if tensor.dtype not in NARROW}
+    return f"the kernel computes in float32, an input is {', '.join(sorted(wide))}" if wide else None
+
+
+def dynamic_width(*sizes: int | torch.SymInt) -> str | None:
+    """Return why a kernel that is written for one width cannot take rows of these sizes, or None.
+
+    >>> dynamic_width(3072)
+    """
+    return (
+        None
+        if all(isinstance(size, int) for size in sizes)
+        else "the kernel's rows have one width, this one is dynamic"
+    )
+
+
+def launch(
+    kernel: Any, grid: tuple[int | torch.SymInt, ...], *arguments: Any, options: dict[str, int], **constants: Any
+) -> None:
+    """Start a kernel, whose first argument is a tensor. `options` are Triton's: warps, stages, registers.
+
+    Numbers that are not integers must be constants: Inductor passes others in float64.
+    """
+    first = arguments[0]
+    if compat.is_traced(first):
+        torch.library.wrap_triton(_configured(kernel, tuple(options.items())))[grid](*arguments, **constants)
+        return
+    if first.is_cuda and first.device.index != torch.cuda.current_device():
+        with torch.cuda.device(first.device):
+            compiled = kernel[grid](*arguments, **constants, **options, enable_fp_fusion=True)
+    else:
+        compiled = kernel[grid](*arguments, **constants, **options, enable_fp_fusion=True)
+    # None where it was interpreted.
+    if compiled is not None:
+        _STARTED[compiled.hash] = compiled
+
+
+def in_memory(x: torch.Tensor, *, channels_last: bool) -> torch.Tensor:
+    """Return a contiguous or channels-last tensor that several launches read; traced, as memory that is written once.
+
+    Inductor would otherwise compute an expression anew for every kernel that reads it.
+    """
+    if not compat.is_traced(x):
+        return x
+    compat.lower_to_memory(_IN_MEMORY)
+    last = x.dim() - 1
+    order = [last, 0, *range(last - 1, 0, -1)] if channels_last else list(range(last, -1, -1))
+    return _IN_MEMORY(x, order)  # type: ignore[no-any-return]
+
+
+def started() -> list[Any]:
+    """The Triton kernels that this process has started outside of generated code: torch's artifacts lack them."""
+    return list(_STARTED.values())
+
+
+@functools.cache
+def _configured(kernel: Any, options: tuple[tuple[str, int], ...]) -> Any:
+    """A kernel with launch options: a single configuration, so that nothing is ever timed."""
+    import triton
+
+    own = {name: value for name, value in options if name in _OF_CONFIG}
+    others = {name: value for name, value in options if name not in _OF_CONFIG}
+    return triton.autotune(configs=[triton.Config(others, **own)], key=[])(kernel)
