@@ -170,6 +170,45 @@ def launches(observer: KernelObserver) -> list[str]:
     return [kernel["name"] for kernel in observer.kernels if kernel["kind"] == "generated"]
 
 
+class _Called(Exception):
+    """Generated code was to run."""
+
+
+def generations(
+    function: Callable[..., Any], calls: Sequence[Sequence[torch.Tensor]], dynamic: dict[int, Sequence[int]]
+) -> list[str]:
+    """The code that is generated for a GPU by several calls in a row, one text for each time that it is."""
+    texts: list[str] = []
+    torch._dynamo.reset()
+
+    def keep(lowering: GraphLowering) -> Any:
+        code, *_ = lowering.codegen()
+        texts.append(getattr(code, "value", str(code)))
+
+        def call(_: Any) -> Any:
+            raise _Called
+
+        return types.SimpleNamespace(call=call, __file__=__file__, runner=None)
+
+    def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        with _pretended_gpu():
+            _move(gm)
+            return compile_fx.compile_fx_inner(gm, [_on_gpu(value) for value in example_inputs], **kwargs)
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        return compile_fx.compile_fx(gm, example_inputs, inner_compile=inner)
+
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    quiet = inductor.patch({"fx_graph_cache": False, "compile_threads": 1})
+    kept = mock.patch.object(GraphLowering, "compile_to_module", keep)
+    with quiet, kept, pretended_driver(), torch.inference_mode():
+        for given in calls:
+            marks = [(given[index], dim) for index, dims in dynamic.items() for dim in dims]
+            with compat.marked_dynamic(marks), contextlib.suppress(_Called):
+                compiled(*given)
+    return texts
+
+
 def owned_calls() -> list[str]:
     """The lines of the code generated last that call an operator of the package through PyTorch's dispatcher."""
     lines = (line.strip() for text in WRAPPERS for line in text.splitlines())

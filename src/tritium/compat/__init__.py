@@ -75,6 +75,7 @@ from tritium.compat.kernels import (
 )
 from tritium.compat.observation import (
     CodegenObserver,
+    UserKernel,
     fallback_nodes,
     has_decomposition,
     has_lowering,
@@ -83,6 +84,7 @@ from tritium.compat.observation import (
     library_calls,
     loops_of,
     observed_codegen,
+    user_kernels,
 )
 from tritium.compat.obstacles import obstacles
 from tritium.compat.profiler import (
@@ -157,6 +159,7 @@ __all__ = [
     "KernelRecorder",
     "LibraryShelf",
     "LimitReached",
+    "UserKernel",
     "Version",
     "WouldCompile",
     "allows_tf32",
@@ -268,6 +271,7 @@ __all__ = [
     "triton_kernel",
     "unknown_settings",
     "untraced",
+    "user_kernels",
     "uses_cuda_graphs",
     "vector_isas",
     "version_text",

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -69,6 +70,59 @@ def _observe_code(compiled: Any) -> None:
     compiled.post_compile = post_compile
 
 
+@dataclass(frozen=True)
+class UserKernel:
+    """One launch of a Triton kernel that Inductor did not write, in generated code."""
+
+    # As generated code calls it; several launches of one kernel share a name.
+    name: str
+    # What `triton.jit` was given.
+    function: Any
+    node: fx.Node
+    # The values of its tensor arguments, and of those that it writes to.
+    read: tuple[Any, ...]
+    written: tuple[Any, ...]
+
+
+# The wrapper's attribute that keeps the names of such kernels in the order of their launches.
+_USER_KERNELS = "tritium_user_kernels"
+
+
+def _observe_user_kernels(wrapper: Any) -> None:
+    original = wrapper.define_user_defined_triton_kernel
+
+    def define(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original(self, *args, **kwargs)
+        vars(self).setdefault(_USER_KERNELS, []).append(str(found[0]))
+        return found
+
+    wrapper.define_user_defined_triton_kernel = define
+
+
+def user_kernels(lowering: Any) -> list[UserKernel]:
+    """The launches of Triton kernels that are not Inductor's, in the order of generated code."""
+    kind = importlib.import_module("torch._inductor.ir").UserDefinedTritonKernel
+    scheduled = [inner.node for group in lowering.scheduler.nodes for inner in group.get_nodes()]
+    operations = [operation for operation in scheduled if isinstance(operation, kind)]
+    names = vars(lowering.wrapper_code).get(_USER_KERNELS, ())
+    # Inductor without such a hook: the launches are known, and by which name not.
+    if len(names) != len(operations):
+        names = [operation.get_kernel_and_metadata()[0].__name__ for operation in operations]
+    return [_user_kernel(str(name), operation) for name, operation in zip(names, operations, strict=True)]
+
+
+def _user_kernel(name: str, operation: Any) -> UserKernel:
+    changed = {buffer for output in operation.get_outputs() for buffer in output.get_mutation_names()}
+    node = operation.fx_node
+    read: list[Any] = []
+    written: list[Any] = []
+    for parameter, argument in node.kwargs["kwargs"].items():
+        if isinstance(argument, fx.Node) and isinstance(argument.meta.get("val"), torch.Tensor):
+            held = operation.kwargs[parameter]
+            (written if held.get_name() in changed else read).append(argument.meta["val"])
+    return UserKernel(name, operation.get_kernel_and_metadata()[0].fn, node, tuple(read), tuple(written))
+
+
 def _install_observation() -> None:
     lowering = importlib.import_module("torch._inductor.graph").GraphLowering
     if hasattr(lowering.codegen, "tritium_original"):
@@ -85,6 +139,7 @@ def _install_observation() -> None:
     codegen.tritium_original = original  # type: ignore[attr-defined]
     _observe_define_kernel(importlib.import_module("torch._inductor.codegen.cpp").CppScheduling)
     _observe_define_kernel(importlib.import_module("torch._inductor.codegen.triton").TritonScheduling)
+    _observe_user_kernels(importlib.import_module("torch._inductor.codegen.wrapper").PythonWrapperCodegen)
     _observe_reasons(importlib.import_module("torch._inductor.scheduler").WhyNoFuse)
     _observe_code(importlib.import_module("torch._inductor.output_code").CompiledFxGraph)
     lowering.codegen = codegen

@@ -19,6 +19,7 @@ from tritium import compat, device, whitebox
 from tritium.compiler.count_flops import bytes_of, flops_of
 from tritium.compiler.dissect import Dissection, Kernel
 from tritium.compiler.dump import readable
+from tritium.ops import triton_launch
 from tritium.ops.op import NAMESPACE
 from tritium.tiling.policy import Decisions
 
@@ -112,6 +113,7 @@ class KernelObserver:
                     "tiling": self._tiling(nodes),
                 }
             )
+        self.kernels += [self._launch(found) for found in compat.user_kernels(lowering)]
         self.kernels += [self._call(overload, node) for overload, node in calls]
         self.fallbacks += _fallbacks(lowering)
         self.lowered += _lowered(lowering, [node for _, node in calls])
@@ -142,6 +144,27 @@ class KernelObserver:
             "flops": flops,
             "dtype": _dtype(node),
             "estimated_us": self._estimate(read + written, flops),
+            "measured_us": None,
+            "why_not_fused": [],
+            "tiling": None,
+        }
+
+    def _launch(self, found: compat.UserKernel) -> dict[str, Any]:
+        """A Triton kernel that Inductor did not write and generated code launches: an op's, or one of the model's."""
+        op = triton_launch.op_of(found.function)
+        read, written = bytes_of(found.read), bytes_of(found.written)
+        return {
+            "name": found.name,
+            "kind": "library" if op is None else "owned",
+            "ops": [found.function.__name__ if op is None else f"{NAMESPACE}.{op}"],
+            "source_lines": _source_lines([found.node]),
+            "bytes_read": read,
+            "bytes_written": written,
+            "ideal_bytes": read + written,
+            "region": None,
+            "flops": None,
+            "dtype": None,
+            "estimated_us": self._estimate(read + written, None),
             "measured_us": None,
             "why_not_fused": [],
             "tiling": None,

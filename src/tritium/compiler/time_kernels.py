@@ -1,6 +1,6 @@
 """Measure what each recorded kernel takes: profile some calls and give every event to the kernel it ran.
 
-Generated kernels are found by name. Operators that generated code calls (products, attention, owned ops) carry no name of
+Kernels that generated code launches are found by name. Operators that it calls (products, attention) carry no name of
 their own: the profiler sees them in the order in which the graph calls them. Where the numbers of events and recorded
 calls differ, nothing is attributed: such kernels stay unmeasured.
 """
@@ -128,7 +128,8 @@ def _of_one_kernel(kernels: Sequence[dict[str, Any]], times: dict[int, list[floa
 
 
 def _event_name(kernel: dict[str, Any]) -> str:
-    if kernel.get("kind") == "generated":
+    # Of an operator that is called, the name tells the sizes too.
+    if str(kernel["name"]).isidentifier():
         return str(kernel["name"])
     return str(kernel["ops"][0]).replace(".", "::", 1)
 

@@ -15,6 +15,7 @@ import torch
 
 from tritium import compat
 from tritium.errors import CatalogError, ProviderError
+from tritium.ops import triton_launch
 
 NAMESPACE = "tritium"
 
@@ -237,6 +238,7 @@ def _traced(op: Op, providers: Mapping[str, Provider]) -> Callable[..., Any]:
         if chosen is None or not (chosen.traced or chosen.inlined):
             return NotImplemented
         compat.remember_kernel_accesses()
-        return chosen.run(op.bind(*arguments, **named))
+        with triton_launch.tracing(op.name):
+            return chosen.run(op.bind(*arguments, **named))
 
     return traced

@@ -5,7 +5,10 @@ Kernels are top-level functions under `triton.jit`, in modules that import Trito
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -29,6 +32,10 @@ def _copied(x: torch.Tensor, order: list[int]) -> torch.Tensor:
 _LIBRARY.impl("in_memory", _copied, "CompositeExplicitAutograd")
 torch.library.register_fake("tritium::in_memory", _copied, lib=_LIBRARY)
 _IN_MEMORY = torch.ops.tritium.in_memory.default
+
+# The op that is being traced, and those of the kernels that were.
+_TRACED: ContextVar[str] = ContextVar("tritium_traced_op", default="")
+_OF_OP: dict[Any, str] = {}
 
 # Launch options of Triton that `triton.Config` has as parameters of its own; others it takes for the kernel's arguments,
 # from which Inductor sorts them out again.
@@ -68,6 +75,7 @@ def launch(
     """
     first = arguments[0]
     if compat.is_traced(first):
+        _OF_OP[kernel.fn] = _TRACED.get()
         torch.library.wrap_triton(_configured(kernel, tuple(options.items())))[grid](*arguments, **constants)
         return
     if first.is_cuda and first.device.index != torch.cuda.current_device():
@@ -83,7 +91,7 @@ def launch(
 def in_memory(x: torch.Tensor, *, channels_last: bool) -> torch.Tensor:
     """Return a contiguous or channels-last tensor that several launches read; traced, as memory that is written once.
 
-    Inductor would otherwise compute an expression anew for every kernel that reads it.
+    Inductor would otherwise compute an expression again for every kernel that reads it.
     """
     if not compat.is_traced(x):
         return x
@@ -91,6 +99,21 @@ def in_memory(x: torch.Tensor, *, channels_last: bool) -> torch.Tensor:
     last = x.dim() - 1
     order = [last, 0, *range(last - 1, 0, -1)] if channels_last else list(range(last, -1, -1))
     return _IN_MEMORY(x, order)  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def tracing(op: str) -> Iterator[None]:
+    """Remember that the kernels that are traced inside belong to an op."""
+    token = _TRACED.set(op)
+    try:
+        yield
+    finally:
+        _TRACED.reset(token)
+
+
+def op_of(function: Any) -> str | None:
+    """The op of a traced kernel's function; None for a kernel that is no op's."""
+    return _OF_OP.get(function)
 
 
 def started() -> list[Any]:
