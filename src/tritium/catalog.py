@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import pkgutil
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,22 +51,39 @@ def walk(package: ModuleType, attribute: str, kind: type[T]) -> list[Entry[T]]:
     return found
 
 
+# Entry points that could not be used, by group: each is warned about once.
+_BROKEN: dict[str, dict[str, str]] = {}
+
+
+def broken() -> list[str]:
+    """Why plug-ins that were looked for cannot be used, one line each."""
+    return [reason for reasons in _BROKEN.values() for reason in reasons.values()]
+
+
 def plugins(group: str, kind: type[T]) -> list[Entry[T]]:
-    """The values that installed distributions name in an entry point group."""
+    """The values that installed distributions name in an entry point group; one that cannot be used is warned about."""
     found = []
     for point in sorted(importlib.metadata.entry_points(group=group), key=lambda point: point.name):
         where = f"entry point {point.name!r} of group {group!r} ({point.value})"
         try:
-            value = point.load()
-        except Exception as error:
-            raise CatalogError(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
-        if not isinstance(value, kind):
-            raise CatalogError(f"{where} is a {type(value).__name__}, not a {kind.__name__}")
-        module = importlib.import_module(point.module)
-        if module.__file__ is None:
-            raise CatalogError(f"{where} has no file, so its content cannot be part of a cache key")
-        found.append(Entry(value, Path(module.__file__), where))
+            found.append(_plugin(point, kind, where))
+        except Exception as error:  # noqa: BLE001 - a plug-in may raise anything, and is off then
+            reason = str(error) if isinstance(error, CatalogError) else f"{type(error).__name__}: {error}"
+            line = " ".join(f"{where} is not used: {reason}".split())
+            if line != _BROKEN.setdefault(group, {}).get(point.name):
+                _BROKEN[group][point.name] = line
+                warnings.warn(f"tritium: {line}", RuntimeWarning, stacklevel=2)
     return found
+
+
+def _plugin(point: importlib.metadata.EntryPoint, kind: type[T], where: str) -> Entry[T]:
+    value = point.load()
+    if not isinstance(value, kind):
+        raise CatalogError(f"it is a {type(value).__name__}, not a {kind.__name__}")
+    module = importlib.import_module(point.module)
+    if module.__file__ is None:
+        raise CatalogError("it has no file, so its content cannot be part of a cache key")
+    return Entry(value, Path(module.__file__), where)
 
 
 def unique(entries: Iterable[Entry[T]], what: str) -> dict[str, Entry[T]]:

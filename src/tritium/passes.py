@@ -63,6 +63,8 @@ class PassContext:
     example_inputs: Sequence[Any] = ()
     # What was recognised, for the report.
     sites: list[Site] = field(default_factory=list)
+    # Parts of the running pass that turned themselves off, by name, each with its error.
+    failed: list[tuple[str, Exception]] = field(default_factory=list)
 
 
 Outcome = ConfigRequest | Decline | Applied | Iterable[ConfigRequest] | None

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json as json_format
 import platform
 import re
 import sysconfig
 import tempfile
+import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -21,9 +23,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tritium import compat, config, device, envs, tuned
+from tritium import catalog, compat, config, device, envs, fusions, ops, tuned
 from tritium.compiler.choose import machine
-from tritium.errors import ConfigError
+from tritium.compiler.pipeline import passes_for
+from tritium.config import CompilationConfig
+from tritium.errors import ConfigError, TritiumError
+from tritium.layers.attention import candidates
 
 # What the metadata of torch's CUDA wheels requires; a CPU wheel requires no triton, and still uses one that is there.
 TRITON_OF_TORCH = {(2, 11): (3, 6), (2, 12): (3, 7), (2, 13): (3, 7), (2, 14): (3, 8), (2, 15): (3, 9)}
@@ -73,6 +78,8 @@ class Facts:
     choices: int
     # The device whose table predicts those of a GPU without rows, or None.
     choices_of: str | None = None
+    # Why installed plug-ins are not used.
+    broken_plugins: tuple[str, ...] = ()
 
 
 def gather() -> Facts:
@@ -101,6 +108,7 @@ def gather() -> Facts:
         cache_folder=folder,
         cache_error=error,
         variable_error=_variable_error(),
+        broken_plugins=_broken_plugins(),
         choices=len(tuned.known(here.name)),
         choices_of=tuned.like(here),
     )
@@ -142,6 +150,21 @@ def _variable_error() -> str | None:
     return None
 
 
+def _broken_plugins() -> tuple[str, ...]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        # A wrong variable, or two values of one name, is told elsewhere.
+        for load in (
+            fusions.catalog,
+            ops.catalog,
+            candidates.candidates,
+            lambda: passes_for(CompilationConfig(), (), ()),
+        ):
+            with contextlib.suppress(TritiumError):
+                load()
+    return tuple(catalog.broken())
+
+
 def diagnose(facts: Facts) -> list[Check]:
     return [
         _python(facts),
@@ -156,7 +179,16 @@ def diagnose(facts: Facts) -> list[Check]:
         _cache_folder(facts),
         _variables(facts),
         _diffusers(facts),
+        _plugins(facts),
     ]
+
+
+def _plugins(facts: Facts) -> Check:
+    if not facts.broken_plugins:
+        return Check("plug-ins", "ok", "none that cannot be used")
+    return Check(
+        "plug-ins", "warn", "; ".join(facts.broken_plugins), "update or uninstall the packages that declare them"
+    )
 
 
 def _python(facts: Facts) -> Check:

@@ -17,6 +17,7 @@ from tritium.compiler import rewrite
 from tritium.compiler.choose import LEFT_TO_INDUCTOR, call_of, choose_provider, is_inlined
 from tritium.compiler.exact import NOT_EQUAL, bit_equal
 from tritium.fusions import Fusion, Match
+from tritium.fusions.fusion import FusionFailed, blamed
 from tritium.fusions.match import Recogniser
 from tritium.ops import INDUCTOR, Op
 from tritium.passes import Pass, PassContext
@@ -30,7 +31,14 @@ def make_pass(fusions: Iterable[Fusion]) -> Pass:
     known = tuple(fusions)
 
     def run(graph: fx.Graph, context: PassContext) -> None:
-        fuse(graph, context, known)
+        usable = list(known)
+        while True:
+            try:
+                return fuse(graph, context, usable)
+            except FusionFailed as failure:
+                # All sites are judged before the first rewrite, so the graph is as it was.
+                usable.remove(failure.fusion)
+                context.failed.append((f"fusion {failure.fusion.name!r}", failure.error))
 
     return Pass(NAME, run)
 
@@ -71,11 +79,14 @@ class Judged:
 def fuse(graph: fx.Graph, context: PassContext, fusions: Iterable[Fusion]) -> None:
     recogniser = Recogniser(graph)
     # All sites are judged on the graph as Dynamo made it, before the first rewrite changes it.
-    found = [
-        (fusion, match, _reason_to_decline(fusion, match, recogniser, context))
-        for fusion, match in recogniser.find(list(fusions))
-    ]
-    judged = [_judge(fusion, match, reason, context) for fusion, match, reason in found]
+    found = []
+    for fusion, match in recogniser.find(list(fusions)):
+        with blamed(fusion):
+            found.append((fusion, match, _reason_to_decline(fusion, match, recogniser, context)))
+    judged = []
+    for fusion, match, reason in found:
+        with blamed(fusion):
+            judged.append(_judge(fusion, match, reason, context))
     if context.config.fidelity == "exact":
         _keep_bit_equal(graph, context, [site for site in judged if site.is_rewritten])
     _take_over(judged)

@@ -41,6 +41,7 @@ from tritium.compiler.draw import draw
 from tritium.compiler.dump import GraphLog, file_name
 from tritium.compiler.fold import Folding, fold_parameters, marked_for_folding
 from tritium.compiler.identity import identity
+from tritium.compiler.interface import check_interface
 from tritium.compiler.lower import Attempt, Lowered, Lowering, lower
 from tritium.compiler.observe import settings_digest
 from tritium.config import CompilationConfig
@@ -165,13 +166,17 @@ class Compilation:
             outcome = entry.run(self.gm.graph, self.context)
             self._check_settings(entry, settings)
             self.gm.graph.lint()
+            check_interface(before, self.gm.graph)
             record.changed = fingerprint(self.gm.graph) != fingerprint(before)
             self._take(entry, outcome, record)
+            for part, error in self.context.failed:
+                self._fail(part, error, [("before", before)])
         except Exception as error:
             if is_the_callers(error):
                 raise
             self._turn_off(entry, record, before, error, sites)
         finally:
+            self.context.failed.clear()
             record.seconds = time.perf_counter() - start
         if record.changed:
             self.gm.recompile()

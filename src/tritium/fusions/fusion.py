@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from tritium import compat
+from tritium.errors import TritiumError
 from tritium.fusions.expression import Expr, dtype_of, shape_of, value_of
 from tritium.ops import Op
 
@@ -138,3 +141,23 @@ class Fusion:
         if self.arguments is not None:
             return dict(self.arguments(match))
         return {**match.bindings, "out_dtype": match.out.dtype}
+
+
+class FusionFailed(Exception):
+    """A fusion raised an error, which is the cause of this one."""
+
+    def __init__(self, fusion: Fusion, error: Exception) -> None:
+        super().__init__(f"fusion {fusion.name!r}: {error}")
+        self.fusion = fusion
+        self.error = error
+
+
+@contextlib.contextmanager
+def blamed(fusion: Fusion) -> Iterator[None]:
+    """Raise errors from inside as a `FusionFailed` of this fusion, and what speaks to the user as it is."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, TritiumError) or compat.passes_through(error):
+            raise
+        raise FusionFailed(fusion, error) from error

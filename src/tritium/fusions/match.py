@@ -29,7 +29,7 @@ from tritium.fusions.expression import (
     strip_widening,
     value_of,
 )
-from tritium.fusions.fusion import Fusion, Match
+from tritium.fusions.fusion import Fusion, Match, blamed
 
 # The canonical forms that those two modules add are used through the table they fill.
 FORMS = (layout, whole)
@@ -151,7 +151,8 @@ class Recogniser:
         found = []
         for fusion in sorted(fusions, key=_rank):
             for node in reversed(self.graph.nodes):
-                match = self._match_at(fusion, node)
+                with blamed(fusion):
+                    match = self._match_at(fusion, node)
                 if match is not None:
                     self._claimed[fusion.region] |= match.nodes
                     if not fusion.region:
