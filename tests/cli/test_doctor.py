@@ -61,13 +61,14 @@ def check(name, **facts):
 
 def test_a_healthy_machine_has_nothing_to_fix():
     for facts in (HEALTHY, dataclasses.replace(HEALTHY, **GPU)):
-        assert [(entry.status, entry.fix) for entry in doctor.diagnose(facts)] == [("ok", None)] * 12
+        assert [(entry.status, entry.fix) for entry in doctor.diagnose(facts)] == [("ok", None)] * 13
 
 
 @pytest.mark.parametrize(
     ("name", "facts", "status", "fix"),
     [
         ("python", {"python": "3.10.2"}, "warn", "Python 3.11 to 3.13"),
+        ("plug-ins", {"broken_plugins": ("entry point x",)}, "warn", "update or uninstall"),
         ("torch", {"torch": "2.9.1"}, "fail", "torch>=2.11"),
         ("triton", {"triton": "3.6.0"}, "warn", "triton==3.7.1"),
         ("triton", {"triton": "3.6.0", **GPU}, "fail", "triton==3.7.1"),

@@ -9,7 +9,7 @@ from torch import fx
 import tritium
 from small_models import Block, block_inputs
 from tritium import compat
-from tritium.compiler import lower, pipeline
+from tritium.compiler import lower
 from tritium.errors import CatalogError, RequestConflict, UnrequestedConfig
 from tritium.passes import ConfigRequest, Decline, Pass
 
@@ -202,23 +202,6 @@ class TestFailure:
         folder = Path(report.failures[0]["graphs_at"])
         assert tmp_path in folder.parents
         assert "rms_norm" in (folder / "failed-pass_broken-before.txt").read_text()
-
-    def test_a_failing_fusion_turns_fusing_off(self):
-        def explode(match):
-            raise KeyError("spelling")
-
-        fusion = tritium.Fusion(
-            "explodes",
-            ("mine",),
-            (lambda x, gate, y: x + gate * y,),
-            next(iter(pipeline.fusion_catalogue.catalog().values())).replacement,
-            accept=explode,
-        )
-        model, inputs = Block(), block_inputs()
-        with torch.inference_mode(), pytest.warns(RuntimeWarning, match="pass 'fuse' failed"):
-            compiled = torch.compile(model, backend=tritium.Backend(EAGER, fusions=[fusion]))
-            torch.testing.assert_close(compiled(*inputs), model(*inputs))
-        assert tritium.explain(compiled).sites["rms_norm"].fused == 0
 
     def test_lowering_steps_down_once_then_runs_uncompiled(self, monkeypatch, tmp_path):
         attempts = []

@@ -9,6 +9,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from tritium import compat
+
 
 class ChangedInterface(Exception):
     """A pass changed the inputs or the outputs of a graph."""
@@ -58,10 +60,14 @@ def _compare(place: int, was: fx.Node, now: fx.Node) -> None:
 
 
 def _properties(expected: torch.Tensor, found: torch.Tensor) -> Iterator[tuple[str, Any, Any]]:
-    # Sizes may be symbols: as text they are compared without a guard.
-    yield "shape", str(list(expected.shape)), str(list(found.shape))
+    yield "shape", _sizes(expected), _sizes(found)
     yield "dtype", expected.dtype, found.dtype
     yield "device", expected.device.type, found.device.type
+
+
+def _sizes(tensor: torch.Tensor) -> list[int | None]:
+    """The sizes of this call: two expressions of one size are equal here, and no guard is added."""
+    return [size if isinstance(size, int) else compat.size_hint(size) for size in tensor.shape]
 
 
 def _value(node: fx.Node) -> Any:
