@@ -175,9 +175,15 @@ class _Called(Exception):
 
 
 def generations(
-    function: Callable[..., Any], calls: Sequence[Sequence[torch.Tensor]], dynamic: dict[int, Sequence[int]]
+    function: Callable[..., Any],
+    calls: Sequence[Sequence[torch.Tensor]],
+    dynamic: dict[int, Sequence[int]],
+    given_to: list[list[Any]] | None = None,
 ) -> list[str]:
-    """The code that is generated for a GPU by several calls in a row, one text for each time that it is."""
+    """The code that is generated for a GPU by several calls in a row, one text for each time that it is.
+
+    `given_to` gets what each call passes to the code.
+    """
     texts: list[str] = []
     torch._dynamo.reset()
 
@@ -185,7 +191,9 @@ def generations(
         code, *_ = lowering.codegen()
         texts.append(getattr(code, "value", str(code)))
 
-        def call(_: Any) -> Any:
+        def call(arguments: list[Any]) -> Any:
+            if given_to is not None:
+                given_to.append(list(arguments))
             raise _Called
 
         return types.SimpleNamespace(call=call, __file__=__file__, runner=None)
