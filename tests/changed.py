@@ -24,10 +24,10 @@ def wrong_provider(op: str, run):
     """The provider `triton` of an op, on any device, with another result: `run(reference's result, *arguments)`."""
     catalogued = ops.catalog()[op]
 
-    def compute(*arguments):
-        return run(catalogued.reference(*arguments), *arguments)
+    def compute(given):
+        return run(catalogued.reference(**vars(given)), *vars(given).values())
 
-    return changed(ops.providers(catalogued)["triton"], run=compute, decline=lambda **arguments: None)
+    return changed(ops.providers(catalogued)["triton"], run=compute, decline=lambda given: None)
 
 
 def wrong_fusion(name: str, **arguments):

@@ -101,21 +101,21 @@ def test_dynamic_shapes_with_owned_kernels():
     assert report.sites["rms_norm"].fused == 2 * len(report.records)
 
 
-def test_a_kernel_that_does_not_compile_is_replaced_and_reported(monkeypatch):
-    from tritium.ops import op, rms_norm
+def test_a_kernel_that_does_not_compile_leaves_its_graph_to_inductor(monkeypatch):
+    from tritium.ops import rms_norm
 
-    def broken():
-        raise RuntimeError("this kernel does not compile")
+    def too_large(width):
+        # More threads than a program may have.
+        return original(width)[0], {"num_warps": 64}
 
-    monkeypatch.setattr(rms_norm, "_kernel", broken)
-    # A shape that no other test uses: launches are remembered.
+    original = rms_norm.launch_options
+    monkeypatch.setattr(rms_norm, "launch_options", too_large)
     model, (x, gate) = Block().cuda(), (value.cuda() for value in block_inputs(batch=3, tokens=11))
     config = tritium.CompilationConfig(force_provider="triton")
-    with torch.inference_mode(), pytest.warns(RuntimeWarning, match="provider 'triton' of op 'rms_norm' failed"):
+    with torch.inference_mode(), pytest.warns(RuntimeWarning, match="lowering failed"):
         compiled = torch.compile(model, backend=tritium.Backend(config))
         torch.testing.assert_close(compiled(x, gate), model(x, gate), rtol=1e-3, atol=1e-4)
-    assert tritium.explain(compiled).failures[0]["part"] == "provider 'triton' of op 'rms_norm'"
-    op._FAILED.clear()
+    assert tritium.explain(compiled).failures[0]["part"] == "lowering"
 
 
 def test_folding_on_the_gpu():
@@ -166,12 +166,19 @@ torch.manual_seed(0)
 norm = torch.nn.GroupNorm(32, 64, device="cuda", dtype=torch.bfloat16)
 x = torch.randn(1, 64, 128, 128, device="cuda", dtype=torch.bfloat16)
 
-def function(x):
-    return torch.nn.functional.silu(norm(x)).sum(1)
+def function(x, q):
+    attention = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=None, dropout_p=0.0, is_causal=False)
+    return torch.nn.functional.silu(norm(x)).sum() + attention.sum()
 
-config = tritium.CompilationConfig(force_provider={"group_norm_silu": "triton"})
+q = torch.randn(1, 256, 1, 512, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+config = tritium.CompilationConfig(force_provider={"group_norm_silu": "triton", "wide_attention": "products"})
+if verb == "load":
+    from triton.compiler.compiler import ASTSource
+
+    # Nothing is compiled, whichever cache has it.
+    ASTSource.make_ir = None
 with torch.inference_mode():
-    result = torch.compile(function, backend=tritium.Backend(config))(x)
+    result = torch.compile(function, backend=tritium.Backend(config))(x, q)
 if verb == "save":
     found = artifacts.save(file, here)
 print(json.dumps([found.kernels, found.missing, hashlib.sha256(result.float().cpu().numpy().tobytes()).hexdigest()]))
@@ -188,12 +195,10 @@ def test_the_next_machine_launches_kernels_of_ops_without_any_compiler(tmp_path,
         return json.loads(in_process(program, cache=machine, env=env).splitlines()[-1])
 
     kernels, missing, result = run("save")
-    assert kernels >= 2
+    # The softmax of the attention, which generated code calls; the norm's kernels are part of torch's own artifacts.
+    assert kernels == 1
     assert missing == 0
-    assert run("load", CC="/bin/false") == [kernels, 0, result]
-    # What Triton leaves where it compiles a kernel.
-    assert list((tmp_path / "save").rglob("group_norm*.ttir"))
-    assert not list((tmp_path / "load").rglob("group_norm*.ttir"))
+    assert run("load", CC="/bin/false", TORCHINDUCTOR_COMPILE_THREADS="1") == [kernels, 0, result]
 
 
 class TestPipelines:

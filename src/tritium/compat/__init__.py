@@ -139,7 +139,7 @@ from tritium.compat.traced import (
     statically_known,
     take_apart,
 )
-from tritium.compat.triton_cache import put_triton_file, triton_files, triton_folder
+from tritium.compat.triton_cache import launch_libraries, put_triton_file, triton_files, triton_folder
 from tritium.compat.versions import (
     TORCH,
     Version,
@@ -221,6 +221,7 @@ __all__ = [
     "kernel_dependencies",
     "kernel_extents",
     "kernel_sizes",
+    "launch_libraries",
     "least_size",
     "library_calls",
     "load_cache_artifacts",

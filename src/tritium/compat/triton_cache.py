@@ -32,11 +32,36 @@ def triton_files(kernels: Iterable[Any]) -> list[Path]:
     found: dict[Path, None] = dict.fromkeys(_libraries(_driver().get("load_binary")))
     for kernel in kernels:
         found |= dict.fromkeys(_kernel_files(kernel))
-        launch = getattr(getattr(kernel, "_run", None), "launch", None)
-        # May be wrapped in a function that prepares arguments.
-        inside = [cell.cell_contents for cell in getattr(launch, "__closure__", None) or ()]
-        found |= dict.fromkeys(_libraries(launch, *inside))
+        found |= dict.fromkeys(_of_runner(getattr(kernel, "_run", None)))
     return list(found)
+
+
+def launch_libraries() -> list[Path]:
+    """The libraries through which generated code launches kernels that Inductor did not write: Triton up to 3.6 has them.
+
+    torch's own artifacts hold these kernels, and not what launches them.
+    """
+    cache: Any = sys.modules.get("torch._inductor.codecache")
+    heuristics: Any = sys.modules.get("torch._inductor.runtime.triton_heuristics")
+    if cache is None or heuristics is None:
+        return []
+    kernels = [
+        value
+        for module in getattr(getattr(cache, "PyCodeCache", None), "modules", ())
+        for value in vars(module).values()
+        if isinstance(value, heuristics.CachingAutotuner) and getattr(value, "custom_kernel", False)
+    ]
+    # A launcher is a generated function, which calls what Triton made by this name.
+    runners = [
+        getattr(launcher, "__globals__", {}).get("runner") for kernel in kernels for launcher in kernel.launchers
+    ]
+    return list(dict.fromkeys(library for runner in runners for library in _of_runner(runner)))
+
+
+def _of_runner(runner: Any) -> Iterator[Path]:
+    launch = getattr(runner, "launch", None)
+    # May be wrapped in a function that prepares arguments.
+    yield from _libraries(launch, *(cell.cell_contents for cell in getattr(launch, "__closure__", None) or ()))
 
 
 def _driver() -> Mapping[str, Any]:

@@ -135,9 +135,8 @@ def _kept() -> Iterator[Section | None]:
     store = observe.store()
     files = [("library", digest, file) for digest, file in libraries.SHELF.used.items()]
     files += [("record", key, store.path(key)) for key in observe.used()]
-    files += [
-        ("kernel", f"{file.parent.name}.{file.name}", file) for file in compat.triton_files(triton_launch.started())
-    ]
+    of_triton = dict.fromkeys([*compat.triton_files(triton_launch.started()), *compat.launch_libraries()])
+    files += [("kernel", f"{file.parent.name}.{file.name}", file) for file in of_triton]
     for kind, name, file in files:
         try:
             yield Section(kind, name, file.read_bytes())

@@ -120,7 +120,7 @@ class Op:
     keeps_strides: bool = False
     # Allocate the results, for kernels and as fakes. None: only fakes are needed, and the reference on fake tensors gives them.
     results: Callable[[Arguments], Result] | None = None
-    # True if the providers are as fast on whatever layout Inductor gives their inputs, so that it is not told one.
+    # True if generated code calls the op and it is as fast on any layout: Inductor then keeps the one its inputs have.
     any_layout: bool = False
     # None: owned providers are used where they are pinned, never by themselves.
     trial: Trial | None = None

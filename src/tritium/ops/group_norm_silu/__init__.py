@@ -21,6 +21,5 @@ OP = Op(
     results=results,
     providers=(Provider("triton", "group_norm_silu", run_triton, decline_triton, traced=True),),
     keeps_strides=True,
-    any_layout=True,
     trial=TRIAL,
 )
