@@ -60,7 +60,9 @@ def test_the_pipeline_is_measured_size_by_size(tmp_path, monkeypatch):
     ]
     for row in before:
         assert row.shrunk
-        assert row.psnr is None if row.variant == "eager" else row.psnr > 80
+        # None is equality: clamped pixels of a small image may agree to the bit.
+        assert row.psnr is None or (row.variant != "eager" and row.psnr > 80)
+        assert row.ssim == pytest.approx(1.0)
     assert before[1].shapes == {"pixels": [1, 3, 32, 32]}
     assert "transformer: compiled" in before[1].remark
     assert before[1].remark.startswith("first image: first size of this process")
