@@ -1,12 +1,14 @@
 """Blocks that repeat are compiled once: the same numbers as eager for every way in which blocks can differ or be tied."""
 
 import contextlib
+import json
 
 import pytest
 import torch
 from torch import nn
 
 import tritium
+from blocks import Block, Model, inputs
 from small_models import Stack, block_inputs, flux, flux_inputs
 from tritium import Backend, CompilationConfig, FusionPatterns, compat
 from tritium.compiler.blocks import cut, find, kept
@@ -16,46 +18,9 @@ from zoo import ZOO
 EAGER = CompilationConfig(reuse_blocks=True, engine="eager")
 
 
-class Block(nn.Module):
-    """A residual block of about sixty operations, so that a cut pays."""
-
-    def __init__(self, width=16, eps=1e-6):
-        super().__init__()
-        self.norm = nn.LayerNorm(width, eps=eps, elementwise_affine=False)
-        self.table = nn.Linear(width, 3 * width)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x, temb):
-        shift, scale, gate = self.table(nn.functional.silu(temb))[:, None].chunk(3, dim=-1)
-        y = self.norm(x) * (1 + scale) + shift
-        left, right = self.up(y).chunk(2, dim=-1)
-        for _ in range(12):
-            left, right = right.sin() + 0.1, left.cos()
-        y = torch.cat([left * 2, right.tanh()], dim=-1)
-        return x + gate * self.down(y)
-
-
-class Model(nn.Module):
-    def __init__(self, *blocks):
-        super().__init__()
-        self.enter, self.leave = nn.Linear(16, 16), nn.Linear(16, 16)
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, x, temb):
-        x = self.enter(x)
-        for block in self.blocks:
-            x = block(x, temb)
-        return self.leave(x)
-
-
 def model_of(kind, count=6, **arguments):
     torch.manual_seed(0)
     return Model(*(kind(**arguments) for _ in range(count))).requires_grad_(False)
-
-
-def inputs(batch=2, tokens=5):
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(batch, tokens, 16, generator=generator), torch.randn(batch, 16, generator=generator)
 
 
 def reuse(compiled):
@@ -616,23 +581,41 @@ def assert_as_close(mine, theirs):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
+PROGRAM = """
+import json, torch, tritium
+from blocks import Block, Model, inputs
+from torch._dynamo.utils import counters
+
+torch.manual_seed(0)
+model = Model(*(Block() for _ in range(8))).requires_grad_(False)
+compiled = torch.compile(model, backend=tritium.Backend(tritium.CompilationConfig(reuse_blocks=True)))
+with torch.no_grad():
+    torch.testing.assert_close(compiled(*inputs()), model(*inputs()))
+(record,) = tritium.explain(compiled).records
+(entry,) = (entry for entry in record.passes if entry.name == "reuse_blocks")
+print(json.dumps({
+    "hits": counters["inductor"]["fxgraph_cache_hit"], "misses": counters["inductor"]["fxgraph_cache_miss"],
+    "summary": entry.summary, "failures": len(record.failures), "order": record.order,
+    "kernels": record.kernels, "from": record.kernels_from,
+}))
+"""
+
+
 @pytest.mark.codegen
-def test_generated_code(tmp_path):
-    """The pieces' kernels are in the report once, with the number of pieces that share them; a second process finds them."""
-    model = model_of(Block, 8)
-    compiled = torch.compile(model, backend=Backend(INDUCTOR))
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(*inputs()), model(*inputs()))
-    (record,) = tritium.explain(compiled).records
-    assert counts(reuse(compiled)[0]) == (10, 4)
-    assert not record.failures
-    counted = {(kernel["piece"], kernel["count"]) for kernel in record.kernels}
-    assert counted == {(0, 1), (1, 1), (2, 7), (3, 1)}
-    assert len(record.order) == 10
-    regions = [(kernel["piece"], kernel["region"]) for kernel in record.kernels if kernel["region"] is not None]
-    assert len({region for _, region in regions}) == len(set(regions))
-    launches = [kernel for kernel in record.kernels if kernel["kind"] == "library"]
-    assert sum(kernel["count"] for kernel in launches) == 2 + 8 * 3
+def test_kernels_are_in_the_report_once_and_found_by_the_next_process(in_process, tmp_path):
+    cold, warm = (json.loads(in_process(PROGRAM, cache=tmp_path / "cache", loaded=True)) for _ in range(2))
+    assert (cold["hits"], cold["misses"], cold["from"]) == (0, 4, "codegen")
+    assert (warm["hits"], warm["misses"], warm["from"]) == (4, 0, "store")
+    assert cold["summary"] == warm["summary"] == "10 pieces, 4 compiled"
+    assert cold["failures"] == warm["failures"] == 0
+    assert cold["kernels"] == warm["kernels"]
+    assert cold["order"] == [0, 1, *[2] * 7, 3]
+    kernels = cold["kernels"]
+    assert {(kernel["piece"], kernel["count"]) for kernel in kernels} == {(0, 1), (1, 1), (2, 7), (3, 1)}
+    assert sum(kernel["count"] for kernel in kernels if kernel["kind"] == "library") == 2 + 8 * 3
+    # A region is one piece's: those of others have other numbers.
+    regions = {(kernel["piece"], kernel["region"]) for kernel in kernels if kernel["region"] is not None}
+    assert len({region for _, region in regions}) == len(regions)
 
 
 def test_dead_operations_are_left_out():

@@ -112,7 +112,8 @@ class _Writer:
         if isinstance(value, fx.Node):
             return "node", self.places[value]
         if isinstance(value, (tuple, list)):
-            return "sequence", tuple(map(self._argument, value))
+            # As an index, a list is another thing than a tuple.
+            return type(value).__name__, tuple(map(self._argument, value))
         if isinstance(value, dict):
             return "mapping", tuple((name, self._argument(item)) for name, item in value.items())
         if isinstance(value, slice):
