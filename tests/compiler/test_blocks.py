@@ -469,6 +469,23 @@ class TestCompilations:
         assert len(stub.compiled) == 5
         assert len(tritium.explain(compiled).records) == 1
 
+    def test_numbers_that_stay_inputs_are_not_shared(self, stub):
+        class Scaled(Block):
+            def __init__(self):
+                super().__init__()
+                self.factor = 0.5
+
+            def forward(self, x, temb):
+                return super().forward(x * self.factor, temb)
+
+        model = model_of(Scaled, 8)
+        compiled = torch.compile(model, backend=Backend(INDUCTOR), dynamic=True)
+        with torch.no_grad():
+            assert torch.allclose(compiled(*inputs()), model(*inputs()))
+        assert "numbers as inputs" in reuse(compiled)[0].declined
+        # Before, the first block, and then the whole graph.
+        assert len(stub.compiled) <= 4
+
     def test_a_graph_break_makes_graphs_that_are_cut_each(self, stub):
         class Breaking(Model):
             def forward(self, x, temb):

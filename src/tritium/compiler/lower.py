@@ -64,7 +64,7 @@ class Lowered:
 
 @dataclass
 class Attempt:
-    """A lowering that another may follow, and what the report says if it fails."""
+    """A lowering that another may follow, with the name and graphs that the report gets if it fails."""
 
     part: str
     lowering: Lowering

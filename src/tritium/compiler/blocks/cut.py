@@ -15,7 +15,7 @@ from tritium.compiler.blocks.key import Key, key_of
 from tritium.compiler.blocks.segments import Segment, segments_of
 from tritium.compiler.blocks.tails import is_product, with_tails_moved
 
-# So many pieces must be equal to others for a cut to pay: each costs launches and time on the host.
+# Fewer equal pieces do not pay: each piece costs launches and time on the host.
 LEAST_EQUAL = 4
 
 # The launches and host time of a piece, expressed as nodes to compile.
@@ -53,12 +53,12 @@ class Cut:
 
     @property
     def total(self) -> int:
-        """How many pieces there are."""
+        """The number of pieces."""
         return sum(self.count.values())
 
     @property
     def equal(self) -> int:
-        """How many pieces are equal to another."""
+        """The number of pieces that are equal to another."""
         return sum(count for count in self.count.values() if count > 1)
 
     @property
@@ -92,7 +92,7 @@ def cut(gms: Sequence[fx.GraphModule]) -> Cut | str:
 
 
 def _levels(facts: Sequence[Facts]) -> Iterator[int | None]:
-    """The levels to try: whole graphs if there are several, modules from the outside, and at last periods."""
+    """Yield the levels to try: whole graphs if there are several, modules from the outside, and at last periods."""
     if len(facts) > 1:
         yield 0
     yield from range(1, max((find.deepest_level(own.calls) for own in facts), default=0) + 1)
@@ -130,7 +130,7 @@ def _key(segment: Segment, facts: Facts) -> Key:
 
 
 def _stored(facts: Sequence[Facts], found: Cut) -> int:
-    """How many values are computed by a generated kernel and stored for another piece."""
+    """Return how many values are computed by a generated kernel and stored for another piece."""
     total = 0
     for own, pieces in zip(facts, found.pieces, strict=True):
         for storage in {storage for piece in pieces for storage in own.memory_of(piece.segment.inputs)}:

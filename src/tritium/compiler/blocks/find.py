@@ -23,13 +23,13 @@ from tritium.fusions.expression import value_of
 # The most numbered modules around a node in stock models is four: down_blocks.0.attentions.1.transformer_blocks.0.ff.net.0.
 DEEPEST = 4
 
-# So many nodes of another block between two parts of a block are strays that a rewrite left there.
+# The most nodes of another block between two parts of a block that a rewrite leaves there.
 MOST_STRAYS = 2
 
-# A period must occur so often.
+# The least number of periods in a row.
 LEAST_PERIODS = 4
 
-# So many distances are tried as the period, those that explain most nodes first.
+# The number of distances that are tried as the period, those between most nodes first.
 MOST_DISTANCES = 8
 
 _NUMBERED = re.compile(r"(?:\.|\[')\d+(?:'\])?$")
@@ -88,12 +88,12 @@ def by_period(calls: Sequence[fx.Node]) -> list[Group]:
 
 
 def _numbered(node: fx.Node) -> list[str]:
-    """The numbered modules around a node, outermost first."""
+    """Return the numbered modules around a node, outermost first."""
     return [key for key, name in compat.module_stack(node) if _NUMBERED.search(name)]
 
 
 def _without_strays(labels: list[Label]) -> list[Label]:
-    """Give a few nodes in the middle of a block to that block: a rewritten region can hold nodes of the one before."""
+    """Give a few nodes in the middle of a block to that block: a rewrite can put nodes of the block before there."""
     result = list(labels)
     runs = _runs(labels)
     for before, (start, end), after in zip(runs, runs[1:], runs[2:], strict=False):
@@ -120,14 +120,14 @@ def _grouped(calls: Sequence[fx.Node], labels: Sequence[Label]) -> list[Group]:
 
 
 def _kind(node: fx.Node) -> int:
-    """Equal for nodes that compute the same of inputs of the same shapes."""
+    """Return a number that is equal for the same operations with results of equal shapes."""
     value = value_of(node)
     shape = (str(value.dtype), *map(str, value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
     return hash((node.op, str(node.target), repr(fx.map_arg((node.args, node.kwargs), lambda _: None)), shape))
 
 
 def _longest_period(kinds: Sequence[int]) -> tuple[int, int, int] | None:
-    """The first place, length and number of those periods that cover most of a sequence."""
+    """Return the first place, length and number of those periods that cover most of a sequence, or None."""
     seen: dict[int, int] = {}
     distances: Counter[int] = Counter()
     for place, kind in enumerate(kinds):

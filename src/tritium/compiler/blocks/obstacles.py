@@ -60,7 +60,7 @@ def _passed(segments: Sequence[Segment], facts: Facts) -> str | None:
 
 
 def _shared_and_written(segments: Sequence[Segment], facts: Facts) -> str | None:
-    """Pieces see values that share memory as the model does, except for these two cases."""
+    """Return how a write could be lost between values that share memory, or None."""
     if not facts.written:
         return None
     written = [facts.written_by(segment.nodes) for segment in segments]

@@ -1,4 +1,4 @@
-"""A graph as consecutive segments, each of which can become a graph of its own."""
+"""A graph as consecutive segments, each of which can become a separate graph."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def _segment(group: list[fx.Node], facts: Facts) -> Segment:
 
 
 def is_item(node: fx.Node) -> bool:
-    """Whether a node takes an item of a tuple: it stays with the node that makes the tuple."""
+    """Return whether a node takes an item of a tuple: it stays with the node that makes the tuple."""
     source = node.args[0] if node.op == "call_function" and node.target is operator.getitem else None
     return isinstance(source, fx.Node) and not isinstance(value_of(source), torch.Tensor) and source.op != "placeholder"
 
 
 def graph_of(segment: Segment) -> fx.Graph:
-    """A graph of a segment alone. It always returns a tuple."""
+    """Return a graph of a segment alone. It always returns a tuple."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in segment.inputs:

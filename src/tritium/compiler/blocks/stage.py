@@ -23,6 +23,10 @@ NAME = "reuse_blocks"
 Compile = Callable[[fx.GraphModule, SharedPiece], Compiled]
 
 
+class _FloatsDifferError(Exception):
+    """Equal blocks differ in numbers that are inputs."""
+
+
 @dataclass
 class Reuse:
     """Compiled pieces of one compilation, and where they are written down."""
@@ -34,7 +38,7 @@ class Reuse:
     shares_floats: bool
     record: GraphRecord
     entry: PassRecord
-    done: dict[Hashable, Compiled] = field(default_factory=dict)
+    done: dict[tuple[Hashable, tuple[str, ...]], Compiled] = field(default_factory=dict)
     found: int = 0
 
     def programs(self, gms: Sequence[fx.GraphModule]) -> list[Callable[..., Any]] | None:
@@ -46,10 +50,15 @@ class Reuse:
         sharing = Counter(map(self._name, best.all()))
         shared = {name: SharedPiece(number, count) for number, (name, count) in enumerate(sharing.items())}
         self.record.order = [shared[self._name(piece)].number for piece in best.all()]
-        runs = [
-            [self._compiled(gm, piece, shared[self._name(piece)]).run for piece in inner]
-            for gm, inner in zip(gms, best.pieces, strict=True)
-        ]
+        try:
+            runs = [
+                [self._compiled(gm, piece, shared[self._name(piece)]).run for piece in inner]
+                for gm, inner in zip(gms, best.pieces, strict=True)
+            ]
+        except _FloatsDifferError as reason:
+            self.entry.declined = str(reason)
+            self.record.forget_pieces()
+            return None
         self.entry.changed = True
         self.entry.summary = self._summary(best)
         return [
@@ -57,12 +66,15 @@ class Reuse:
             for gm, inner, calls in zip(gms, best.pieces, runs, strict=True)
         ]
 
-    def _name(self, piece: Piece) -> Hashable:
-        return piece.key.value if self.shares_floats else piece.key.exact
+    def _name(self, piece: Piece) -> tuple[Hashable, tuple[str, ...]]:
+        return (piece.key.value, () if self.shares_floats else piece.key.floats)
 
     def _compiled(self, gm: fx.GraphModule, piece: Piece, shared: SharedPiece) -> Compiled:
         name = self._name(piece)
         if name not in self.done:
+            if any(known[0] == piece.key.value for known in self.done if not self.shares_floats):
+                # Inductor took the numbers of the first as inputs, and did not make Dynamo trace the model again.
+                raise _FloatsDifferError("equal blocks have numbers as inputs, which may not differ in shared code")
             self.done[name] = self._make(with_graph(gm, graph_of(piece.segment)), piece, shared)
         return self.done[name]
 

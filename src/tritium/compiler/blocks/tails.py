@@ -4,7 +4,7 @@ Before:  block 0: ..., y = linear(.), x1 = x + gate * y      block 1: norm(x1), 
 After:   block 0: ..., y = linear(.)                         block 1: x1 = x + gate * y, norm(x1), linear(.), ...
 
 The residual add fuses with the norm behind it, as it does in a graph that is compiled whole: a launch and a pass over the
-stream less for each block. What moves is what no product and no attention of the block depends on.
+stream less for each block. A node moves if no product and no attention of its block depends on it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from tritium.compiler.blocks.segments import is_item
 
 _PRODUCTS = frozenset(
     (
-        *("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "scaled_dot_product_attention"),
+        *("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "_scaled_mm", "_grouped_mm", "_int_mm"),
+        *("scaled_dot_product_attention", "multi_head_attention_forward"),
         *(f"conv{dims}d" for dims in (1, 2, 3)),
         *(f"conv_transpose{dims}d" for dims in (1, 2, 3)),
     )
@@ -29,10 +30,10 @@ _PRODUCTS = frozenset(
 
 
 def is_product(node: fx.Node) -> bool:
-    """Whether a node is computed by a kernel that nothing is fused into: a product, attention, or an operator of its own."""
-    if node.op == "call_module":
+    """Return whether a node is a product, attention or a custom operator: nothing is fused into its kernel."""
+    if node.op == "call_module" or node.target is operator.matmul:
         return True
-    if node.target is operator.matmul:
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
         return True
     if isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         namespace = str(node.target).partition(".")[0]

@@ -30,7 +30,7 @@ def captured(
     config: CompilationConfig,
     record: GraphRecord,
 ) -> Callable[..., Any]:
-    """A graph that replays: `whole` compiles all of it, `of_pieces` those between boundary ops."""
+    """Return a graph that replays: `whole` compiles all of it, `of_pieces` the pieces between boundary ops."""
     entry = PassRecord(NAME)
     entry.declined = _why_not(gm.graph, config, record)
     if entry.declined is not None:
