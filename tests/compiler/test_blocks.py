@@ -571,7 +571,7 @@ class TestCapture:
         assert len(tritium.explain(compiled).folded) == 8
 
 
-QUICK = {"flux", "qwen_image", "wan", "pixart"}
+QUICK = {"flux", "wan"}
 MODELS = [
     name if name in QUICK else pytest.param(name, marks=pytest.mark.thorough) for name in ZOO if "decoder" not in name
 ]
