@@ -6,12 +6,13 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import tritium
 from blocks import Block, Model, inputs
 from small_models import Stack, block_inputs, flux, flux_inputs
 from tritium import Backend, CompilationConfig, FusionPatterns, compat
-from tritium.compiler.blocks import cut, find, kept
+from tritium.compiler.blocks import cut, find, kept, obstacles
 from tritium.compiler.blocks.facts import Facts
 from zoo import ZOO
 
@@ -106,6 +107,21 @@ class TestEqualBlocks:
             (entry,) = reuse(compiled)
             assert counts(entry) == (10, 4)
 
+    def test_of_nested_lists_the_inner_ones_are_taken_if_the_outer_differ(self):
+        class Stage(Model):
+            def __init__(self, last):
+                super().__init__(*(Block() for _ in range(5)))
+                self.last = last
+
+            def forward(self, x, temb):
+                return self.last(super().forward(x, temb))
+
+        stages = nn.ModuleList([Stage(torch.tanh), Stage(torch.sin)]).requires_grad_(False)
+        (entry,) = check(Stages(stages))
+        total, compiled = counts(entry)
+        assert total >= 12
+        assert compiled <= 6
+
     def test_too_few_are_compiled_whole(self):
         (entry,) = check(model_of(Block, 3))
         assert entry.declined is not None
@@ -120,6 +136,17 @@ class Wrapper(nn.Module):
 
     def forward(self, x, temb):
         return self.parts[0](x, temb)
+
+
+class Stages(nn.Module):
+    def __init__(self, stages):
+        super().__init__()
+        self.stages = stages
+
+    def forward(self, x, temb):
+        for stage in self.stages:
+            x = stage(x, temb)
+        return x
 
 
 class TestModulesAreUnknown:
@@ -633,6 +660,21 @@ def test_kernels_are_in_the_report_once_and_found_by_the_next_process(in_process
     # A region is one piece's: those of others have other numbers.
     regions = {(kernel["piece"], kernel["region"]) for kernel in kernels if kernel["region"] is not None}
     assert len({region for _, region in regions}) == len(regions)
+
+
+def test_a_tensor_subclass_is_compiled_whole():
+    reasons = []
+
+    def look(gm, example_inputs):
+        reasons.append(obstacles.of_graph(gm.graph))
+        return gm.forward
+
+    double = TwoTensor(torch.ones(2), torch.ones(2))
+    with torch.no_grad():
+        torch.compile(torch.sin, backend=look)(double)
+        torch.compile(torch.cos, backend=look)(torch.ones(2))
+    assert "TwoTensor" in reasons[0]
+    assert reasons[1] is None
 
 
 def test_dead_operations_are_left_out():
