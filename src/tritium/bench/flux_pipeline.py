@@ -81,7 +81,7 @@ SMALL = Scale(
         "mid_block_add_attention": False,
         "sample_size": 64,
     },
-    sizes=(64, 48),
+    sizes=(64,),
     steps=2,
     text=16,
     note="1 double + 1 single block, width 64, a small AutoencoderKL, 16 prompt tokens, 2 steps, random weights",
