@@ -646,6 +646,19 @@ print(json.dumps({
 
 
 @pytest.mark.codegen
+def test_generated_code():
+    model = model_of(Block, 8)
+    compiled = torch.compile(model, backend=Backend(INDUCTOR))
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*inputs()), model(*inputs()))
+    (record,) = tritium.explain(compiled).records
+    assert counts(reuse(compiled)[0]) == (10, 4)
+    assert not record.failures
+    assert {(kernel["piece"], kernel["count"]) for kernel in record.kernels} == {(0, 1), (1, 1), (2, 7), (3, 1)}
+
+
+@pytest.mark.thorough
+@pytest.mark.codegen
 def test_kernels_are_in_the_report_once_and_found_by_the_next_process(in_process, tmp_path):
     cold, warm = (json.loads(in_process(PROGRAM, cache=tmp_path / "cache", loaded=True)) for _ in range(2))
     assert (cold["hits"], cold["misses"], cold["from"]) == (0, 4, "codegen")
