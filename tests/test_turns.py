@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tritium import turns
-from tritium.compiler.capture import share
 from tritium.layers.attention import choice
 
 
@@ -122,18 +121,3 @@ class TestWhoMeasures:
         with turns.turn("cuda"):
             choice.recall(torch.device("cuda"), "a key", measured)
         assert seen == [True, True]
-
-    def test_the_idle_share_is_measured_in_turn(self, monkeypatch):
-        held = []
-        monkeypatch.setattr(share, "_elapsed_us", lambda run: held.append(turns.held()) or 10.0)
-        monkeypatch.setattr(share, "_busy_us", lambda run: held.append(turns.held()) or 9.0)
-        assert share.measure(lambda: None) == (9.0, 10.0)
-        assert set(held) == {True}
-
-    def test_the_least_disturbed_round_counts(self, monkeypatch):
-        rounds = iter([50.0, 12.0, 30.0, 40.0, 11.0])
-        monkeypatch.setattr(share, "_elapsed_us", lambda run: next(rounds))
-        monkeypatch.setattr(share, "_busy_us", lambda run: 10.0)
-        runs = []
-        assert share.measure(lambda: runs.append(1)) == (10.0, 11.0)
-        assert len(runs) == share.WARM_UPS

@@ -22,6 +22,7 @@ from tritium.compiler import collector
 from tritium.compiler.explain import explain
 from tritium.errors import ArtifactError, ConfigError, PipelineError, ReportError, nearest
 from tritium.pipelines import account, claims, hooks, parts, recipe, trial
+from tritium.pipelines.bare import BareModel
 from tritium.pipelines.captures import Captures
 from tritium.pipelines.installed import Installed
 from tritium.pipelines.plan import Choice, Plan, choice_of
@@ -40,10 +41,11 @@ def optimize(
     artifacts: str | Path | None = None,
     accept_differences: bool = False,
 ) -> Handle:
-    """Make a live diffusers pipeline fast.
+    """Make a live diffusers pipeline, or a bare denoiser or decoder, fast.
 
     Args:
-        pipe: A stock `DiffusionPipeline`, on its device and in its dtype.
+        pipe: A stock `DiffusionPipeline`, on its device and in its dtype; or an `nn.Module` for a loop of your own, which is
+            changed in place and has one part called `model`.
         plan: What to do; without one, the defaults. A path is a recipe that `tritium tune` has written.
         artifacts: A file that `Handle.save` has written: what is in it is not compiled again. One that does not fit is
             refused with a warning, and the pipeline compiles as usual.
@@ -51,18 +53,19 @@ def optimize(
 
     Compilation happens in the first call. Used as a context manager, the handle removes itself at the end.
     """
-    if not isinstance(getattr(pipe, "components", None), Mapping):
-        raise PipelineError(
-            f"optimize takes a DiffusionPipeline, got {type(pipe).__name__}; for a model use tritium.compile"
-        )
+    source = _source_of(pipe, "optimize")
     if isinstance(plan, (str, Path)):
-        plan = recipe.load(Path(plan)).plan_for(pipe, accept_differences=accept_differences)
+        plan = recipe.load(Path(plan)).plan_for(source, accept_differences=accept_differences)
     elif accept_differences:
         raise ConfigError("accept_differences concerns recipes, and no recipe was given")
     plan = plan if plan is not None else Plan()
     if not isinstance(plan, Plan):
         raise ConfigError(f"optimize takes a Plan or the path of a recipe, got {type(plan).__name__}")
-    return Handle(pipe, plan, artifacts)
+    if isinstance(source, BareModel) and plan.shapes is not None:
+        raise ConfigError(
+            "Plan.shapes promises the sizes of images, and a bare model is called with tensors; leave it out"
+        )
+    return Handle(source, plan, artifacts)
 
 
 class Handle:
@@ -71,7 +74,8 @@ class Handle:
     """
 
     def __init__(self, pipe: Any, plan: Plan, compiled_before: str | Path | None = None) -> None:
-        self.pipe = pipe
+        # A bare model stands in a pipeline of its own, which users do not see.
+        self._source = pipe
         self.plan = plan
         found = parts.find(pipe, plan)
         shared = _shared(pipe, plan, found)
@@ -89,7 +93,7 @@ class Handle:
             if part.name not in shared or shared[part.name].choice == claims.PASSIVE:
                 hooks.check(part)
         self.artifacts = _load(compiled_before, pipe)
-        classes = {type(target.module) for part in compiled for target in part.targets}
+        classes = {type(part.entry if part.whole else target.module) for part in compiled for target in part.targets}
         self.progress = Progress(len(classes), shown=plan.progress)
         self._installed: list[Installed] = []
         for part in found:
@@ -103,12 +107,16 @@ class Handle:
             installed.claim(self, part, chosen[part.name])
         self._active = True
 
+    @property
+    def pipe(self) -> Any:
+        """The pipeline or the model that was given to `optimize`."""
+        return _given(self._source)
+
     @classmethod
     def of(cls, pipe: Any) -> Handle | None:
         """Return the handle that is on a pipeline, or None."""
-        if not isinstance(getattr(pipe, "components", None), Mapping):
-            raise PipelineError(f"Handle.of takes a DiffusionPipeline, got {type(pipe).__name__}")
-        components = [value for value in pipe.components.values() if isinstance(value, nn.Module)]
+        source = _source_of(pipe, "Handle.of")
+        components = [value for value in source.components.values() if isinstance(value, nn.Module)]
         found = (Installed.on(module) for component in components for module in component.modules())
         handles = (handle for installed in found if installed is not None for handle in installed.claims.handles)
         return next((handle for handle in handles if handle.pipe is pipe), None)
@@ -231,7 +239,7 @@ class Handle:
                 calls=installed.entry.times.calls,
                 share=ms * installed.entry.times.calls / total if ms is not None and total else None,
                 first_call_seconds=sum(installed.entry.times.compiling),
-                what=account.of(installed, self.pipe, self),
+                what=account.of(installed, self._source, self),
             )
             for installed, ms in rows
         ]
@@ -245,7 +253,20 @@ class Handle:
 
     def save(self, path: str | Path) -> compiled_files.ArtifactSummary:
         """Keep what was compiled as one file, for `optimize(..., artifacts=path)` in another process."""
-        return compiled_files.save(Path(path), recipe.fingerprint_of(self.pipe))
+        return compiled_files.save(Path(path), recipe.fingerprint_of(self._source))
+
+
+def _source_of(pipe: Any, asked: str) -> Any:
+    """A pipeline as it is, and a bare model in a pipeline of its own."""
+    if isinstance(pipe, nn.Module):
+        return BareModel(pipe)
+    if not isinstance(getattr(pipe, "components", None), Mapping):
+        raise PipelineError(f"{asked} takes a DiffusionPipeline or an nn.Module, got {type(pipe).__name__}")
+    return pipe
+
+
+def _given(source: Any) -> Any:
+    return source.module if isinstance(source, BareModel) else source
 
 
 @dataclass(frozen=True)
@@ -266,7 +287,7 @@ def _chosen(part: parts.Part, plan: Plan, shared: Installed | None) -> Choice:
 def _shared(pipe: Any, plan: Plan, found: list[parts.Part]) -> dict[str, Installed]:
     """The parts that other pipelines have claimed; a `PipelineError` where their choices exclude each other."""
     shared = {part.name: installed for part in found if (installed := Installed.on(part.entry)) is not None}
-    if any(handle.pipe is pipe for installed in shared.values() for handle in installed.claims.handles):
+    if any(handle.pipe is _given(pipe) for installed in shared.values() for handle in installed.claims.handles):
         raise PipelineError(
             "this pipeline is optimized already; call remove() on its handle (tritium.Handle.of(pipe)) before "
             "optimizing it again"

@@ -84,10 +84,11 @@ class TestGuess:
         assert [target.path for target in part.targets] == ["layers.0", "layers.1", "layers.2"]
         assert part.what == "3 Sequential"
 
-    def test_a_model_without_one_is_refused_with_what_to_write(self):
+    def test_a_model_without_one_is_one_target(self):
         plain = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
-        with pytest.raises(PipelineError, match=r"Plan\(blocks=\{'transformer': \('Block',\)\}\)"):
-            parts.denoiser("transformer", plain)
+        part = parts.denoiser("transformer", plain)
+        assert part.whole
+        assert [target.module for target in part.targets] == [plain]
 
     def test_named_blocks_are_used(self):
         part = parts.denoiser("transformer", Stack(), ("Sequential",))

@@ -119,7 +119,7 @@ LINEAR = nn.Linear(2, 2)
         (lambda: tritium.pad_to(LINEAR, {"input": (2,)}, mask="m"), ConfigError, "takes dims as"),
         (lambda: tritium.pad_to(LINEAR, {"input": {"a": (2,)}}, mask="m"), ConfigError, "must be an integer"),
         (lambda: tritium.pad_to(LINEAR, {"input": {0: 3.5}}, mask="m"), ShapeError, "whole numbers above 0"),
-        (lambda: tritium.Handle.of(None), PipelineError, "takes a DiffusionPipeline, got NoneType"),
+        (lambda: tritium.Handle.of(None), PipelineError, "takes a DiffusionPipeline or an nn.Module, got NoneType"),
     ],
 )
 def test_one_line_of_ours(call, kind, message):

@@ -20,9 +20,11 @@ def inputs(tokens=64):
     return {"hidden_states": hidden_states, "guidance": None, "return_dict": False}
 
 
-def optimized(pipe, on_violation="compile"):
+def optimized(pipe, on_violation="compile", blocks=()):
+    """A warmed-up handle; with `blocks`, Python runs between compiled blocks."""
     shapes = Shapes(sizes=32, on_violation=on_violation)
-    handle = tritium.optimize(pipe, Plan(config=EAGER, progress=False, shapes=shapes))
+    by_component = {"transformer": blocks} if blocks else {}
+    handle = tritium.optimize(pipe, Plan(config=EAGER, progress=False, shapes=shapes, blocks=by_component))
     handle.warmup()
     return handle
 
@@ -81,7 +83,7 @@ class Meeting:
 class TestThreads:
     @pytest.mark.parametrize("on_violation", ["compile", "eager", "error"])
     def test_calls_that_end_out_of_order_leave_nothing(self, pipe, on_violation):
-        with optimized(pipe, on_violation) as handle:
+        with optimized(pipe, on_violation, blocks="Block") as handle:
             first, second = Meeting(pipe, "one"), Meeting(pipe, "two")
             tokens = {"one": 64, "two": 64} if on_violation == "error" else {"one": 36, "two": 49}
 
@@ -111,7 +113,7 @@ class TestThreads:
     @pytest.mark.parametrize("on_violation", ["compile", "eager", "error"])
     def test_a_promised_call_does_not_refuse_another_thread_s_compilation(self, pipe, on_violation):
         other = tiny_pipeline.Pipeline()
-        with optimized(pipe, on_violation), tritium.optimize(other, Plan(config=EAGER, progress=False)):
+        with optimized(pipe, on_violation, blocks="Block"), tritium.optimize(other, Plan(config=EAGER, progress=False)):
             meeting = Meeting(pipe, "one")
 
             def one():
@@ -199,13 +201,14 @@ class TestCalls:
             pipe.transformer(inputs()["hidden_states"], None, 1.0, return_dict=False)
             assert handle.violations == []
 
-    def test_a_violation_that_compiles_nothing_says_so(self, pipe):
-        with optimized(pipe) as handle, torch.no_grad():
+    @pytest.mark.parametrize(("blocks", "done"), [((), "compiled"), ("Block", "nothing to compile")])
+    def test_a_violation_says_whether_it_compiled(self, pipe, blocks, done):
+        with optimized(pipe, blocks=blocks) as handle, torch.no_grad():
             graphs = compat.graphs_compiled()
             pipe.transformer(**{**inputs(), "return_dict": True})
-            assert compat.graphs_compiled() == graphs
+            assert (compat.graphs_compiled() > graphs) == (done == "compiled")
             (violation,) = handle.violations
-            assert violation.done == "nothing to compile"
+            assert violation.done == done
             assert "return_dict is True, promised was False" in violation.what
 
     def test_arguments_that_the_module_does_not_take(self, pipe):

@@ -51,7 +51,7 @@ def test_a_bar_with_an_estimate_on_a_terminal(terminal):
     assert "0/2 warming up 32 x 48, batch 1, 16 text tokens" in text
     assert re.search(r"1/2 warming up 32 x 32, batch 1, 16 text tokens, about \d+ s left", text)
     assert "warmed up 2 buckets in" in text
-    assert "compiled FluxTransformerBlock.forward in" in text
+    assert "compiled FluxTransformer2DModel.forward in" in text
 
 
 def test_lines_with_an_estimate_elsewhere(capsys):

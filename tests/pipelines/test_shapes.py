@@ -170,13 +170,13 @@ class TestViolations:
             draw(pipe, 32, 32)
 
     def test_a_dtype_a_none_and_a_scalar_are_named(self, pipe):
+        seen, transformer = [], pipe.transformer
+        hook = transformer.register_forward_pre_hook(lambda m, a, k: seen.append(k), with_kwargs=True)
+        draw(pipe)
+        hook.remove()
+        call = seen[0]
         with optimized(pipe, on_violation="error", sizes=[(32, 32)]) as handle:
-            seen = []
-            transformer = pipe.transformer
-            hook = transformer.register_forward_pre_hook(lambda m, a, k: seen.append(k), with_kwargs=True)
             handle.warmup()
-            call = seen[0]
-            hook.remove()
             with torch.no_grad():
                 transformer(**call)
                 for name, value, message in (
@@ -402,7 +402,7 @@ class TestWhatUsersDo:
             pipe.set_adapters("one", 0.5)
             scaled, half = self.compiles(pipe)
             assert not torch.equal(half, picture)
-            assert scaled == 1, "a scale is a number of the model: only the block that has the LoRA compiles again"
+            assert scaled == 1, "a scale is a number of the model: the transformer is one program"
             pipe.set_adapters("one", 0.25)
             assert self.compiles(pipe)[0] == 1
             pipe.set_adapters("one", 0.5)
@@ -410,7 +410,7 @@ class TestWhatUsersDo:
             assert back == 0
             assert torch.equal(same, half)
             causes = {entry["argument"]: entry["suggestion"] for entry in handle.report.recompiles}
-            assert "before handle.warmup()" in causes["attn.to_q.scaling['one']"]
+            assert "before handle.warmup()" in causes["transformer_blocks.0.attn.to_q.scaling['one']"]
             handle.remove()
             assert torch.equal(self.draw(pipe), half)
             pipe.set_adapters("one", 1.0)

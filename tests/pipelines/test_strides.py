@@ -49,7 +49,10 @@ def test_arguments_by_place_and_by_name():
 
 def test_single_stream_blocks_share_one_graph():
     pipe = small_pipelines.flux()
-    with tritium.optimize(pipe, Plan(config=CompilationConfig(engine="eager"), progress=False)) as handle:
+    blocks = {"transformer": ("FluxTransformerBlock", "FluxSingleTransformerBlock")}
+    with tritium.optimize(
+        pipe, Plan(config=CompilationConfig(engine="eager"), blocks=blocks, progress=False)
+    ) as handle:
         small_pipelines.draw(pipe)
         records = handle.report.records
     assert len(pipe.transformer.single_transformer_blocks) > 1

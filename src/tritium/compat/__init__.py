@@ -24,6 +24,7 @@ from tritium.compat.dynamo import (
     graphs_compiled,
     guard_failures,
     has_tangents,
+    hooks_registered,
     inductor_seconds,
     is_compiling,
     is_mapped,
@@ -43,6 +44,7 @@ from tritium.compat.dynamo import (
     steers_dynamo,
     untraced,
     watch_recompile_limit,
+    why_not_traced,
     with_code_of_its_own,
 )
 from tritium.compat.inductor import (
@@ -200,6 +202,7 @@ __all__ = [
     "has_nodes_of_another_stage",
     "has_tangents",
     "hinted_size",
+    "hooks_registered",
     "import_compiler",
     "indexes_with_32_bits",
     "inductor_choices",
@@ -279,5 +282,6 @@ __all__ = [
     "versions",
     "visible_kernels",
     "watch_recompile_limit",
+    "why_not_traced",
     "with_code_of_its_own",
 ]

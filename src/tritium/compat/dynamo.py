@@ -333,6 +333,30 @@ def _mark_names(tensor: torch.Tensor) -> list[str]:
 _MARKS = ("_has_dynamo_dim_marking", "_specialize_on")
 
 
+def why_not_traced(error: Exception) -> str | None:
+    """Return why Dynamo could not trace a call in one graph, as one line; None for any other error.
+
+    Nothing of the call has run then: Dynamo raises while it traces, or where it may not compile once more.
+    """
+    exc = importlib.import_module("torch._dynamo.exc")
+    limit = getattr(exc, "FailOnRecompileLimitHit", None)
+    if limit is not None and isinstance(error, limit):
+        return "it reached Dynamo's recompile limit"
+    if not isinstance(error, (exc.Unsupported, exc.UserError, exc.InternalTorchDynamoError, exc.TorchRuntimeError)):
+        return None
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].removeprefix(_ADVICE) if lines else type(error).__name__
+
+
+# What Dynamo puts before its reason where a number depends on data.
+_ADVICE = "Consider annotating your code using torch._check*(). "
+
+
+def hooks_registered() -> int:
+    """How many module hooks this process has registered: a number that grows with each."""
+    return int(torch.utils.hooks.RemovableHandle.next_id)
+
+
 def passes_through(error: Exception) -> bool:
     """Whether Dynamo steers by this exception, or speaks to the user, through a backend: never a failure of ours."""
     exc = importlib.import_module("torch._dynamo.exc")

@@ -35,10 +35,10 @@ def of(installed: Installed, pipe: Any, handle: Any) -> str:
 
 def _done(installed: Installed) -> tuple[str, list[str]]:
     """What runs the part, and what a reader should know of it."""
-    part, how = installed.part, installed.choice.how
+    part, how, what = installed.part, installed.choice.how, installed.what
     if how == "eager":
         return "left alone", []
-    plain = f"compiled: {part.what}" if how == "tritium" else f"torch.compile: {part.what}"
+    plain = f"compiled: {what}" if how == "tritium" else f"torch.compile: {what}"
     if not installed.entry.times.calls:
         return ("not called yet; to be " if how == "tritium" else "not called yet; ") + plain, []
     codes = {code for target in part.targets for code in _codes(target.module)}

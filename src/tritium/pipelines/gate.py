@@ -30,17 +30,21 @@ CURRENT: ContextVar[Call | None] = ContextVar("tritium_part_call", default=None)
 
 
 class Gate:
-    """A module's compiled call that follows the current call of its part."""
+    """A module's compiled call that follows the current call of its part.
+
+    `compiled` is what torch.compile made of `function`, and `prepare` makes either a call of the module.
+    """
 
     def __init__(
         self,
         module: nn.Module,
+        function: Callable[..., Any],
         compiled: Callable[..., Any],
         prepare: Callable[[Callable[..., Any]], Callable[..., Any]],
     ) -> None:
         self._eager: Callable[..., Any] = module._call_impl
         self.compiled = prepare(compiled)
-        self._cached = prepare(compat.only_cached(self._eager, compiled))
+        self._cached = prepare(compat.only_cached(function, compiled))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # First, because Dynamo reads no context variables.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -13,26 +13,33 @@ from torch import fx, nn
 from tritium import compat
 from tritium.compiler import collector
 from tritium.compiler.backend import Backend
+from tritium.config import CompilationConfig
 from tritium.errors import PipelineError
 from tritium.pipelines import hooks, strides
 from tritium.pipelines.claims import PASSIVE, Claims
 from tritium.pipelines.contract import Contract
 from tritium.pipelines.gate import Gate
-from tritium.pipelines.parts import DENOISERS, Part, is_wrapped
-from tritium.pipelines.plan import Choice, How, Plan
+from tritium.pipelines.own_code import call_with_own_code
+from tritium.pipelines.parts import KEPT, Part, is_wrapped
+from tritium.pipelines.plan import Choice, Plan
 from tritium.pipelines.progress import Progress
 from tritium.pipelines.sizes import AnySize
 from tritium.pipelines.watch import Entry
+from tritium.pipelines.whole import Whole
 
 # What `nn.Module.__call__` asks before it runs the module: a class attribute that is None until an instance has its own.
 _SLOT = "_compiled_call_impl"
 
 
-class _ChannelsLast(Backend):
-    """A backend that is not equal to the one for plain layouts, so that Dynamo keeps what the two compiled apart."""
+class _Apart(Backend):
+    """A backend that differs from one of the same configuration, so that Dynamo keeps what the two compiled apart."""
+
+    def __init__(self, config: CompilationConfig, kind: Hashable) -> None:
+        self._kind = kind
+        super().__init__(config)
 
     def _identity(self) -> tuple[Any, ...]:
-        return (*super()._identity(), "channels_last")
+        return (*super()._identity(), self._kind)
 
 
 def _inductor_channels_last(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -68,14 +75,6 @@ class Installed:
             call = module.__dict__.get(_SLOT)
             if _SLOT in module.__dict__ and module not in self._placed:
                 self._before.setdefault(module, call)
-        # One backend a layout: torch 2.11 does not look at the strides of weights again, and would run what it compiled
-        # for the other layout.
-        self._backends: dict[tuple[How, bool], Any] = {
-            ("tritium", False): Backend(plan.config),
-            ("tritium", True): _ChannelsLast(plan.config),
-            ("inductor", False): "inductor",
-            ("inductor", True): _inductor_channels_last,
-        }
         # Shapes that are promised are compiled one by one: code for one size is the fastest for it.
         self._dynamic = False if plan.dynamic is None and plan.shapes is not None else plan.dynamic
         self.contract = (
@@ -85,7 +84,7 @@ class Installed:
         )
         self._checks_memory = plan.check_memory
         self._progress = progress
-        self._config = plan.config
+        self._wholes: dict[Choice, Whole] = {}
         self._calls: dict[tuple[Choice, nn.Module], Callable[..., Any]] = {}
         self._any_size: list[AnySize] = []
 
@@ -104,7 +103,7 @@ class Installed:
 
     def fits(self, part: Part, plan: Plan) -> bool:
         """Whether a plan compiles the part in the same way as the plan that it is installed with."""
-        names = ("config", "dynamic", "shapes", "check_memory")
+        names = ("config", "captures", "dynamic", "shapes", "check_memory")
         alike = all(getattr(self.plan, name) == getattr(plan, name) for name in names)
         return alike and [one.module for one in part.targets] == [one.module for one in self.part.targets]
 
@@ -123,7 +122,7 @@ class Installed:
     def claim(self, handle: Any, part: Part, choice: Choice) -> None:
         """Run the part for a handle, too, with a choice that `refusal` has let through."""
         theirs = self.claims.active(but=handle)
-        self.claims.add(handle, choice, strongly=part.name in DENOISERS)
+        self.claims.add(handle, choice, strongly=part.name in KEPT)
         if theirs is not None or (choice == PASSIVE and self.choice == PASSIVE):
             return
         if not self.fits(part, handle.plan):
@@ -183,16 +182,59 @@ class Installed:
             hooks.check(self.part)
         self.choice = choice
         self.entry.switch(choice)
+        if self.part.whole and choice.how == "tritium" and among is None:
+            self._use_whole(choice)
+        else:
+            self._use_targets(choice, among)
+        self._put(self.part.entry, self.entry)
+        self._lay_out(channels_last=choice.channels_last)
+
+    def _use_whole(self, choice: Choice) -> None:
+        for target in self.part.targets:
+            if target.module is not self.part.entry:
+                self._put_back(target.module)
+        if choice not in self._wholes:
+
+            def compile_for(hooks: Hashable) -> Callable[..., Any]:
+                backend = self._backend(choice, hooks, reuse_blocks=True)
+                return self._compiled(self.part.entry, choice, backend, fullgraph=True)
+
+            self._wholes[choice] = Whole(self.part.entry, compile_for, lambda: self._by_blocks(choice))
+        self._inner = self._wholes[choice]
+
+    @contextmanager
+    def _by_blocks(self, choice: Choice) -> Iterator[Callable[..., Any]]:
+        """Compile the targets one by one from now on; back to the whole if the call inside raises."""
+        self._use_targets(choice)
+        try:
+            yield self._inner
+        except BaseException:
+            self._use_whole(choice)
+            raise
+
+    def _use_targets(self, choice: Choice, among: Container[nn.Module] | None = None) -> None:
         for target in self.part.targets:
             call = self._call(choice, target.module) if among is None or target.module in among else None
             if target.module is self.part.entry:
-                self._inner = call or self.entry.before or target.module._call_impl
+                self._inner = call or self._plain
             elif call is not None:
                 self._put(target.module, call)
             else:
                 self._put_back(target.module)
-        self._put(self.part.entry, self.entry)
-        self._lay_out(channels_last=choice.channels_last)
+        if all(target.module is not self.part.entry for target in self.part.targets):
+            self._inner = self._plain
+
+    @property
+    def _plain(self) -> Callable[..., Any]:
+        """The call of the entry as it was before."""
+        return self.entry.before or self.part.entry._call_impl
+
+    @property
+    def decides_captures(self) -> bool:
+        """Whether its first calls show if its captures pay."""
+        graphs = self.choice.graphs if self.choice.graphs is not None else self.plan.captures
+        on_gpu = any(parameter.is_cuda for parameter in self.part.entry.parameters())
+        return self.choice.how == "tritium" and graphs == "auto" and on_gpu
 
     def remove(self) -> None:
         self._removed = True
@@ -226,18 +268,24 @@ class Installed:
             return None
         key = (choice, module)
         if key not in self._calls:
-            backend = self._backends[choice.how, choice.channels_last]
-            if choice.graphs is not None and choice.graphs != self._config.graphs:
-                kind = _ChannelsLast if choice.channels_last else Backend
-                backend = kind(self._config.with_(graphs=choice.graphs))
-            compiled = torch.compile(module._call_impl, backend=backend, dynamic=self._dynamic)
-            prepare = functools.partial(self._prepared, choice, module)
-            # Without a contract there is nothing to follow.
-            self._calls[key] = prepare(compiled) if self.contract is None else Gate(module, compiled, prepare)
+            self._calls[key] = self._compiled(module, choice, self._backend(choice))
         return self._calls[key]
+
+    def _compiled(
+        self, module: nn.Module, choice: Choice, backend: Any, *, fullgraph: bool = False
+    ) -> Callable[..., Any]:
+        function = call_with_own_code(module) if module is self.part.entry else module._call_impl
+        compiled: Callable[..., Any] = torch.compile(
+            function, backend=backend, dynamic=self._dynamic, fullgraph=fullgraph
+        )
+        prepare = functools.partial(self._prepared, choice, module)
+        # Without a contract there is nothing to follow.
+        return prepare(compiled) if self.contract is None else Gate(module, function, compiled, prepare)
 
     def _prepared(self, choice: Choice, module: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Let calls of equal sizes look equal to Dynamo: in their strides, and in the sizes that vary."""
+        if module is self.part.entry:
+            compiled = functools.partial(compiled, module)
         if choice.how == "tritium":
             compiled = strides.evened(compiled)
         if not self.part.varying or self._dynamic is False:
@@ -245,6 +293,17 @@ class Installed:
         any_size = AnySize(module, compiled, self.part.varying)
         self._any_size.append(any_size)
         return any_size
+
+    def _backend(self, choice: Choice, hooks: Hashable = None, *, reuse_blocks: bool = False) -> Any:
+        """The backend for one way of running; `hooks` are those inside a module that is compiled as a whole."""
+        if choice.how == "inductor":
+            return _inductor_channels_last if choice.channels_last else "inductor"
+        graphs = choice.graphs if choice.graphs is not None else self.plan.captures
+        config = self.plan.config
+        config = config.with_(graphs=graphs, reuse_blocks=config.reuse_blocks or reuse_blocks)
+        # torch 2.11 does not look at the strides of weights again, and would run what it compiled for the other layout.
+        kind = (choice.channels_last, hooks)
+        return _Apart(config, kind) if any(kind) else Backend(config)
 
     # In inference mode new storage would make inference tensors of the parameters, for good.
     @torch.inference_mode(mode=False)
@@ -264,10 +323,24 @@ class Installed:
                 parameter.data = parameter.data.contiguous(memory_format=layout)
 
     @property
+    def refused(self) -> str | None:
+        """Why the part is compiled block by block and not as one program."""
+        whole = self._wholes.get(self.choice)
+        return whole.refused if whole is not None else None
+
+    @property
+    def what(self) -> str:
+        """What is compiled, in words."""
+        if self.part.whole and self.choice.how == "tritium" and self.refused is None:
+            return f"{type(self.part.entry).__name__} as one program"
+        return self.part.what
+
+    @property
     def notes(self) -> list[str]:
         """What a reader of the summary should know of the calls so far."""
         slivers = sum(call.slivers for call in self._any_size)
-        found = [f"{slivers} calls of one row or column ran eagerly"] if slivers else []
+        found = [f"block by block: its forward is not one program ({self.refused})"] if self.refused else []
+        found += [f"{slivers} calls of one row or column ran eagerly"] if slivers else []
         return found + ([self.part.guard.unknown] if self.part.guard is not None and self.part.guard.unknown else [])
 
     @contextmanager

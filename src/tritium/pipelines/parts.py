@@ -1,13 +1,14 @@
 """Find the parts of a live pipeline, and the modules in each that are worth compiling.
 
-Equal blocks share one compilation, because their parameters are inputs of the compiled code. So the denoiser is not compiled
-as a whole: its repeated blocks are, and what stands beside them.
+A denoiser is one program: its whole forward is traced, and equal blocks in it share compiled code. Its targets, the
+repeated blocks and the modules beside them, are compiled one by one if the forward does not trace in one piece.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 
 from tritium import models
 from tritium.errors import PipelineError, nearest
+from tritium.pipelines.bare import BareModel
 from tritium.pipelines.memory import Guard
 from tritium.pipelines.plan import Choice, Plan
 
@@ -24,6 +26,9 @@ DENOISERS = ("transformer", "transformer_2", "unet")
 
 # Components whose names start so run at every step, too, and hand their results to the denoiser.
 CONTROLNET = "controlnet"
+
+# Parts that keep their handle alive: the others may be shared by pipelines.
+KEPT = (*DENOISERS, BareModel.NAME)
 
 # The share of a model's parameters that repeated blocks must hold to be taken for them.
 _BLOCKS_HOLD = 0.5
@@ -55,11 +60,18 @@ class Part:
     varying: Mapping[str, Sequence[int]] = field(default_factory=dict)
     # Checks a call before it starts.
     guard: Guard | None = None
+    # Tried as one program first; its targets are compiled one by one where that cannot be.
+    whole: bool = False
 
 
 def find(pipe: Any, plan: Plan) -> list[Part]:
     """The parts of a pipeline in the order in which its components are declared; a plan that names no part is an error."""
     components: Mapping[str, Any] = pipe.components
+    if isinstance(pipe, BareModel):
+        parts = [_bare(pipe.module, plan)]
+        _check_names("blocks", plan.blocks, [pipe.NAME])
+        _check_names("components", plan.components, [pipe.NAME])
+        return parts
     modules = {name: value for name, value in components.items() if isinstance(value, nn.Module)}
     for name in plan.blocks:
         if name not in modules:
@@ -70,24 +82,41 @@ def find(pipe: Any, plan: Plan) -> list[Part]:
             f"{type(pipe).__name__} has no denoiser that Tritium knows (it looks for {', '.join(DENOISERS)}; "
             f"the components are {', '.join(modules)})"
         )
-    known = {name for part in parts for name in (part.name, part.name.partition(".")[0])}
-    for name in plan.components:
-        if name not in known:
-            raise PipelineError(f"Plan.components names {name!r}, which is no part; {nearest(name, known)}")
+    _check_names(
+        "components", plan.components, sorted({n for part in parts for n in (part.name, part.name.partition(".")[0])})
+    )
     return parts
+
+
+def _check_names(field: str, names: Iterable[str], known: Sequence[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise PipelineError(f"Plan.{field} names {name!r}, which is no part; {nearest(name, known)}")
+
+
+def _bare(module: nn.Module, plan: Plan) -> Part:
+    """The one part of a bare model: a VAE's decoder, or the whole of anything else."""
+    name = BareModel.NAME
+    decoders = [part for part in _codec(name, module) if part.name.endswith(".decode")] if is_codec(module) else []
+    if decoders:
+        return dataclasses.replace(decoders[0], name=name)
+    return denoiser(name, module, plan.blocks.get(name))
+
+
+def is_codec(module: nn.Module) -> bool:
+    """Whether a module decodes latents through a decoder of its own."""
+    return callable(getattr(module, "decode", None)) and isinstance(getattr(module, "decoder", None), nn.Module)
 
 
 def _parts_of(name: str, module: nn.Module, plan: Plan) -> Iterator[Part]:
     blocks = plan.blocks.get(name)
-    if name in DENOISERS and _cannot_be_taken_apart(module) and blocks is None and _is_left_alone(name, plan):
-        yield Part(name, module, (), "", Choice(how="eager"), "its repeated blocks cannot be found")
-    elif name in DENOISERS:
+    if name in DENOISERS:
         yield denoiser(name, module, blocks)
     elif name.startswith(CONTROLNET):
         nets = getattr(module, "nets", None)
         several = {f"{name}.{place}": net for place, net in enumerate(nets)} if isinstance(nets, nn.ModuleList) else {}
         for path, net in (several or {name: module}).items():
-            yield denoiser(path, net, blocks, as_a_whole=True)
+            yield denoiser(path, net, blocks)
     elif name == "vae":
         yield from _codec(name, module)
     else:
@@ -102,40 +131,21 @@ def _parts_of(name: str, module: nn.Module, plan: Plan) -> Iterator[Part]:
         yield Part(name, module, targets, _in_words(targets), Choice(how="eager"), left)
 
 
-def _cannot_be_taken_apart(module: nn.Module) -> bool:
-    return not is_wrapped(module) and models.family_of(type(module).__name__) is None and not _repeated(module)
-
-
-def _is_left_alone(name: str, plan: Plan) -> bool:
-    choice = plan.choice(name)
-    return choice is not None and choice.how == "eager"
-
-
-def denoiser(name: str, module: nn.Module, blocks: Sequence[str] | None = None, *, as_a_whole: bool = False) -> Part:
-    """Return the part of a denoiser or a ControlNet, by its family or by its repeated blocks.
-
-    Without either it is compiled as a whole, or a `PipelineError` says how to name its blocks.
-    """
+def denoiser(name: str, module: nn.Module, blocks: Sequence[str] | None = None) -> Part:
+    """The part a denoiser is; `blocks` asks for its blocks to be compiled one by one."""
     class_name = type(module).__name__
+    as_whole = Part(name, module, (Target("", module),), f"{class_name} as a whole", Choice(), whole=True)
     if is_wrapped(module):
         # Its blocks are inside of what torch.compile made: it is left alone as a whole, or refused.
-        return Part(name, module, (Target("", module),), f"{class_name} as a whole", Choice())
+        return dataclasses.replace(as_whole, whole=False)
     family = models.family_of(class_name)
-    left: Mapping[str, str] = {}
-    if blocks is None and family is not None:
-        if not family.blocks:
-            return Part(name, module, (Target("", module),), f"{class_name} as a whole", Choice())
-        blocks, left = family.blocks, family.left
+    left = family.left if family is not None and blocks is None else {}
     if blocks is None:
-        blocks = _repeated(module)
-        if not blocks and as_a_whole:
-            return Part(name, module, (Target("", module),), f"{class_name} as a whole", Choice())
-        if not blocks:
-            raise PipelineError(
-                f"the repeated blocks of {name!r} ({class_name}) cannot be found: no list of equal modules holds half of its "
-                f"parameters; name their classes, as in Plan(blocks={{{name!r}: ('Block',)}}), or leave it alone with "
-                f"Plan(components={{{name!r}: 'eager'}})"
-            )
+        known = family.blocks if family is not None else _repeated(module)
+        if not known:
+            return as_whole
+        targets = _targets(module, known, left)
+        return dataclasses.replace(as_whole, targets=targets, what=_in_words(targets))
     _check_blocks(name, module, blocks)
     targets = _targets(module, blocks, left)
     return Part(name, module, targets, _in_words(targets), Choice())

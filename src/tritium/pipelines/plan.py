@@ -54,6 +54,8 @@ class Plan(metaclass=KeywordsOnly):
 
     Args:
         config: How Tritium compiles.
+        graphs: Whether calls are captured and replayed, as in `CompilationConfig`. "auto" captures what waits for the host,
+            each part and shape on its own; the configuration's word counts if it has another one than "off".
         components: A choice by part (`transformer`, `vae.decode`, `text_encoder`, ...); a component's name covers all its
             parts. A string stands for `Choice(how=...)`. Parts that are not named get the default.
         measure: On its first call, time each part eagerly, under torch.compile and under Tritium, and keep the fastest.
@@ -69,6 +71,7 @@ class Plan(metaclass=KeywordsOnly):
     """
 
     config: CompilationConfig = field(default_factory=CompilationConfig)
+    graphs: Graphs = "auto"
     components: Mapping[str, Choice | str] = field(default_factory=dict)
     measure: bool = False
     dynamic: bool | None = None
@@ -82,6 +85,12 @@ class Plan(metaclass=KeywordsOnly):
             raise ConfigError(f"Plan.shapes takes a Shapes, got {type(self.shapes).__name__}")
         if not isinstance(self.config, CompilationConfig):
             raise ConfigError(f"Plan.config takes a CompilationConfig, got {type(self.config).__name__}")
+        if self.graphs not in get_args(Graphs):
+            raise ConfigError(f"Plan.graphs cannot be {self.graphs!r}; {nearest(str(self.graphs), get_args(Graphs))}")
+        if self.graphs not in ("auto", self.config.graphs) and self.config.graphs != "off":
+            raise ConfigError(
+                f"Plan.graphs is {self.graphs!r} and its configuration says {self.config.graphs!r}; give one"
+            )
         for name in ("measure", "check_memory", "progress"):
             check_flag(f"Plan.{name}", getattr(self, name))
         if self.dynamic is not None and not isinstance(self.dynamic, bool):
@@ -96,6 +105,11 @@ class Plan(metaclass=KeywordsOnly):
             )
         object.__setattr__(self, "components", MappingProxyType(choices))
         object.__setattr__(self, "blocks", MappingProxyType(blocks))
+
+    @property
+    def captures(self) -> Graphs:
+        """What is captured in parts whose choice does not say."""
+        return self.config.graphs if self.graphs == "auto" and self.config.graphs != "off" else self.graphs
 
     def choice(self, part: str) -> Choice | None:
         """What was asked for a part, by its own name or its component's; None if nothing was."""

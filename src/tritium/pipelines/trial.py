@@ -29,9 +29,6 @@ def ways(installed: Installed) -> list[Choice]:
         found += [Choice(how="inductor"), Choice(how="tritium")]
         if any(parameter.dim() > 3 for parameter in installed.part.entry.parameters()):
             found += [Choice(how="tritium", channels_last=True)]
-        if any(parameter.is_cuda for parameter in installed.part.entry.parameters()):
-            # Captures what waits for launches; where the device is busy it is the same as without, and ties go to that.
-            found += [Choice(how="tritium", graphs="auto")]
     return found
 
 

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
+from tritium.compiler.capture import idle
 from tritium.errors import PipelineError, ShapeError
 from tritium.pipelines.installed import Installed
 from tritium.pipelines.progress import Progress
 from tritium.pipelines.shapes import Bucket, Shapes
 from tritium.report import LEDGER
 
-# Two steps: what the first one compiles is called a second time, and results of the first are held over it.
+# Two steps: the first one compiles, the second calls what is compiled while the first one's results are held.
 STEPS = 2
 
 PROMPT = "a"
@@ -31,7 +32,7 @@ def warm_up(
     limits = len(LEDGER.limits())
     with _learning(parts), _quiet(pipe), progress.over("warming up", len(buckets)) as next_one:
         for bucket in buckets:
-            arguments = {**arguments_of(pipe, bucket), **call}
+            arguments = {**arguments_of(pipe, bucket, _steps(parts)), **call}
             next_one(str(bucket))
             start = time.perf_counter()
             pipe(**arguments)
@@ -48,7 +49,12 @@ def warm_up(
     return seconds
 
 
-def arguments_of(pipe: Any, bucket: Bucket) -> dict[str, Any]:
+def _steps(parts: Sequence[Installed]) -> int:
+    """As many steps as every part needs until nothing about it changes any more."""
+    return max((idle.CALLS_TO_DECIDE for installed in parts if installed.decides_captures), default=STEPS)
+
+
+def arguments_of(pipe: Any, bucket: Bucket, steps: int = STEPS) -> dict[str, Any]:
     """How a pipeline is asked for a bucket; a `PipelineError` names what it has no argument for."""
     known = inspect.signature(type(pipe).__call__).parameters
     asked: dict[str, Any] = {"height": bucket.height, "width": bucket.width}
@@ -66,7 +72,7 @@ def arguments_of(pipe: Any, bucket: Bucket) -> dict[str, Any]:
                 "for each shape instead of warmup()"
             )
     generator = torch.Generator().manual_seed(0)
-    rest = {"prompt": PROMPT, "num_inference_steps": STEPS, "output_type": "pt", "generator": generator}
+    rest = {"prompt": PROMPT, "num_inference_steps": steps, "output_type": "pt", "generator": generator}
     return {**{name: value for name, value in rest.items() if name in known}, **asked}
 
 

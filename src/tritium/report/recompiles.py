@@ -14,8 +14,9 @@ _MISMATCH = re.compile(
 )
 _EQUALITY = re.compile(r"^(?P<argument>[A-Za-z_][\w.\[\]']*) == (?P<was>.+)$")
 _NAME = re.compile(r"[A-Za-z_]\w*")
-# Something of the module itself, in Dynamo's spelling.
-_INSIDE = re.compile(r"self(?:\._(?:modules|parameters|buffers)\['[^']+'\]|\.\w+(?:\['[^']+'\])?)+")
+# Something of the module itself, in Dynamo's spelling: the outermost step goes through the module's dictionary.
+_STEP = r"(?:\.__dict__\['_(?:modules|parameters|buffers)'\]|\._(?:modules|parameters|buffers))\['([^']+)'\]"
+_INSIDE = re.compile(rf"self(?:{_STEP}|\.\w+(?:\['[^']+'\])?)+")
 
 
 def parse_guard_failure(graph: str, text: str, arguments: Mapping[str, Any]) -> Recompile:
@@ -61,8 +62,10 @@ def _inner_name(path: str) -> str:
 
     >>> _inner_name("self._modules['attn']._modules['to_q'].scaling['one']")
     "attn.to_q.scaling['one']"
+    >>> _inner_name("self.__dict__['_modules']['blocks']._modules['0'].scale")
+    'blocks.0.scale'
     """
-    return re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", path).removeprefix("self.")
+    return re.sub(_STEP, r".\1", path).removeprefix("self.")
 
 
 def _brief(value: Any) -> str:

@@ -1,0 +1,114 @@
+"""Call a denoiser as one compiled program, or block by block if its forward does not trace in one piece.
+
+Dynamo traces the whole forward, so all of its guards hold. It does not guard on forward hooks of modules, so they are
+compared here: each set of hooks has compiled code of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+
+from tritium import compat
+
+# Compiles the forward of a module as one graph; code for different sets of hooks must be kept apart.
+Compile = Callable[[Hashable], Callable[..., Any]]
+
+# Installs compiled calls on the blocks and gives the call of the module around them; taken back if that call raises.
+ByBlocks = Callable[[], AbstractContextManager[Callable[..., Any]]]
+
+# Attributes in which a module keeps hooks that its call runs.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+class Hooks:
+    """The forward hooks inside a module, compared without visiting all of its modules on each call."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._registered = -1
+        # The dictionaries that hold hooks, with the identities of those hooks.
+        self._held: list[tuple[dict[int, Any], tuple[int, ...]]] = []
+        self._present: Hashable = ()
+
+    def present(self) -> Hashable:
+        """Return a key that changes if a hook is added, removed or replaced."""
+        if compat.hooks_registered() != self._registered or any(
+            tuple(map(id, hooks.values())) != known for hooks, known in self._held
+        ):
+            self._read()
+        return self._present
+
+    def _read(self) -> None:
+        self._registered = compat.hooks_registered()
+        # Those of the module itself too: its whole call is traced.
+        found = {
+            (path, name): hooks
+            for path, module in self._module.named_modules()
+            for name in _HOOKS
+            if (hooks := getattr(module, name))
+        }
+        self._held = [(hooks, tuple(map(id, hooks.values()))) for hooks in found.values()]
+        self._present = tuple((place, tuple(map(id, hooks.values()))) for place, hooks in found.items())
+
+
+class Whole:
+    """The compiled call of a whole module.
+
+    The first call that Dynamo cannot trace in one graph runs through `by_blocks`, as do all later ones; `refused` says
+    why. If that call fails there as well, the caller's arguments are at fault, and the next call is tried as a whole again.
+    """
+
+    def __init__(self, module: nn.Module, compile_for: Compile, by_blocks: ByBlocks) -> None:
+        self._module = module
+        self._compile_for = compile_for
+        self._by_blocks = by_blocks
+        self._hooks = Hooks(module)
+        self._compiled: dict[Hashable, Callable[..., Any]] = {}
+        self._lock = threading.Lock()
+        self._blocks: Callable[..., Any] | None = None
+        self.refused: str | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._blocks is not None:
+            return self._blocks(*args, **kwargs)
+        around = replaced_by_hooks(self._module)
+        if around is not None:
+            return self._without(around, args, kwargs)
+        # A forward of the module's own may take other arguments.
+        program = (self._hooks.present(), self._module.__dict__.get("forward"))
+        compiled = self._compiled.get(program)
+        if compiled is None:
+            compiled = self._compiled[program] = self._compile_for(program if any(program) else None)
+        try:
+            return compiled(*args, **kwargs)
+        except Exception as error:
+            reason = compat.why_not_traced(error)
+            if reason is None:
+                raise
+            return self._without(reason, args, kwargs)
+
+    def _without(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call that was refused before any of it had run."""
+        with self._lock:
+            if self._blocks is None:
+                with self._by_blocks() as blocks:
+                    result = blocks(*args, **kwargs)
+                self._blocks, self.refused = blocks, reason
+                return result
+        return self._blocks(*args, **kwargs)
+
+
+def replaced_by_hooks(module: nn.Module) -> str | None:
+    """Return which hook has replaced a module's forward to move weights or arguments around it, or None."""
+    hook = module.__dict__.get("_hf_hook")
+    if hook is not None:
+        return f"an accelerate hook ({type(hook).__name__}) runs around its forward"
+    registry = module.__dict__.get("_diffusers_hook")
+    if registry is not None and registry.hooks:
+        return f"a diffusers hook ({', '.join(sorted(registry.hooks))}) runs around its forward"
+    return None
