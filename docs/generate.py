@@ -7,7 +7,6 @@ python docs/generate.py --check    exits 1 if a page is not what would be writte
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import json
 import re
@@ -294,11 +293,11 @@ SUITES = ("-families", "-pipeline", "-compile-time", "-host")
 KERNELS = "-dynamic-kernels"
 
 
-def measured(*, kernels: bool = True) -> str:
-    """The table of ratios, from committed results alone; with or without single kernels, which have a table in docs/performance.md."""
+def measured() -> str:
+    """The table of ratios of models, from committed results alone."""
     rows = []
     for file in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
-        if file.stem.endswith(SUITES) or (file.stem.endswith(KERNELS) and not kernels):
+        if file.stem.endswith((*SUITES, KERNELS)):
             continue
         found = json.loads(file.read_text(encoding="utf-8"))
         # Functions are compared with something else than torch.compile, which their notes name: ratios of that are not 1.
@@ -384,8 +383,7 @@ def sites() -> str:
 # What `<!-- generated: NAME -->` in a page stands for.
 PARTS: dict[str, Callable[[], str]] = {
     "support": sites,
-    "measured": measured,
-    "measured models": functools.partial(measured, kernels=False),
+    "measured models": measured,
     "dynamic kernels": dynamic_kernels,
     "families": families,
     "families summary": families_summary,

@@ -110,9 +110,6 @@ def test_committed_suites_become_tables_of_their_own_and_no_rows_of_the_readme(g
     assert generate.measured() == generate.NOTHING
 
 
-def test_single_kernels_can_be_left_out_of_the_readme(generate):
-    every, models = generate.measured(), generate.measured(kernels=False)
-    assert "| kernel rope dynamic |" in every
-    assert "dynamic-kernels.json" not in models
-    assert set(models.splitlines()) < set(every.splitlines())
+def test_single_kernels_have_a_table_of_their_own(generate):
+    assert "dynamic-kernels.json" not in generate.measured()
     assert "| rope | 2 x 16384 x 24 x 64 |" in generate.dynamic_kernels()
