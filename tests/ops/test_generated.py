@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._higher_order_ops import triton_kernel_wrap
 from torch._inductor import lowering
 
 import codegen
@@ -188,6 +189,26 @@ def test_what_several_kernels_read_is_computed_once(name):
     observer = codegen.generated(function, *calls[0], dynamic=dynamic)
     # x * 2 before, and + 1 after; results are not filled first.
     assert len(codegen.launches(observer)) == 2
+
+
+def test_equal_launches_are_analysed_once(monkeypatch):
+    """Which arguments a kernel writes to is found by compiling it: five times for each launch, if nothing is remembered."""
+    analysed, original = [], triton_kernel_wrap.generate_ttir
+
+    def noted(kernel, *given):
+        analysed.append(getattr(kernel, "fn", kernel).__name__)
+        return original(kernel, *given)
+
+    monkeypatch.setattr(triton_kernel_wrap, "generate_ttir", noted)
+
+    def several(x, weight):
+        for _ in range(4):
+            x = CALL.rms_norm(x * 2, weight, 1.25e-6, None, provider="triton")
+        return x
+
+    codegen.generated(several, random(2, 7, 96), random(96))
+    assert launched(codegen.WRAPPERS[0]) == ["rms_norm_kernel"] * 4
+    assert len(analysed) == 1
 
 
 def test_a_product_is_added_to_the_one_before_in_place():
