@@ -155,6 +155,22 @@ def test_triton_kernels_in_the_interpreter(dtype):
     assert interpreted("ops.test_contract", "run_providers", f"'cpu', [{dtype}]") >= 80
 
 
+def test_kernels_are_imported_when_a_provider_runs(in_process):
+    """Triton is an optional import: declaring ops, and declining for them, needs none."""
+    program = """
+import sys, torch, tritium
+from tritium import ops
+
+x = torch.randn(2, 8)
+op = ops.catalog()["rms_norm"]
+reason = ops.providers(op)["triton"].decline(op.bind(x, None, 1e-6, None))
+assert reason is not None
+op.overload(x, None, 1e-6, None, provider="reference")
+print("triton" in sys.modules)
+"""
+    assert in_process(program).split()[-1] == "False"
+
+
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
 
 

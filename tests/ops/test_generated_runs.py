@@ -15,13 +15,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import codegen
 from fidelity import assert_no_worse
 from interpreter import interpreted
 from ops.test_contract import exact, parts, tensors_of
 from ops.test_generated import CALL, DYNAMIC, TRACED, call_of
-from tritium import device, envs, ops
+from tritium import compat, device, envs, ops
 
 pytestmark = pytest.mark.skipif(not device.has_triton(), reason="triton is not installed")
 
@@ -237,3 +238,37 @@ def test_its_kernels_compile_for_hopper(name):
         assert "f64" not in code.asm["ttir"]
         if "maxnreg" in options:
             assert f".maxnreg {options['maxnreg']}" in code.asm["ptx"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", KERNELS, ids=lambda op: op.name)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_compiled_on_a_gpu(op, dtype):
+    for sample in op.samples(dtype, "cuda"):
+        if sample.label not in SAMPLES[op.name]:
+            continue
+        call, tensors = call_of(op, "triton", sample.arguments)
+        torch._dynamo.reset()
+        with torch.inference_mode():
+            made = parts(torch.compile(call, fullgraph=True, dynamic=False)(*tensors))
+            plain = parts(op.reference(**sample.arguments))
+        for actual, eager, truth in zip(made, plain, exact(op, sample.arguments), strict=True):
+            assert actual.stride() == eager.contiguous().stride() or op.keeps_strides
+            assert_no_worse(actual, eager, truth, f"{op.name}, {sample.label}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", RUNS)
+def test_all_sizes_compiled_once_on_a_gpu(name):
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(functools.partial(RUNS[name], "triton"), backend=counter, fullgraph=True)
+    for given in called(name):
+        tensors = [tensor.cuda() for tensor in given]
+        marks = [(tensors[index], dim) for index, dims in DYNAMIC[name][2].items() for dim in dims]
+        with torch.inference_mode(), compat.marked_dynamic(marks):
+            made = parts(compiled(*tensors))
+            plain = parts(RUNS[name]("reference", *tensors))
+            truth = parts(RUNS[name]("reference", *(tensor.double() for tensor in tensors)))
+        for actual, eager, wide in zip(made, plain, truth, strict=True):
+            assert_no_worse(actual, eager, wide, name)
+    assert counter.frame_count == 1
