@@ -1,7 +1,7 @@
 """Tritium: fusion for diffusion.
 
-`import tritium` is light: torch is imported, CUDA is not touched, and each name below is loaded when it is first used.
-`optimize` brings torch's compiler with it, which takes a second or more to import.
+`import tritium` is cheap: it imports torch, does not start CUDA, and loads each name below on first use.
+`optimize` imports torch's compiler, which takes a second or more.
 """
 
 from __future__ import annotations

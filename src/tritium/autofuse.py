@@ -1,10 +1,10 @@
-"""The tiling policy alone, for everything that plain `torch.compile` compiles.
+"""The tiling policy alone, for all code that plain `torch.compile` generates.
 
     tritium.autofuse.enable()
     fast = torch.compile(model)          # Inductor, with better kernels where sizes are dynamic
-    tritium.autofuse.disable()           # Inductor as it was
+    tritium.autofuse.disable()           # unmodified Inductor
 
-`backend="tritium"` has the policy by its own configuration, `PassConfig.enable_tiling_policy`. What was compiled before stays as it is.
+`backend="tritium"` applies the policy by `PassConfig.enable_tiling_policy`. Code compiled before does not change.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def enable(
     retry_analysis: bool = True,
     force_tiling: str | Mapping[str, str] | None = None,
 ) -> Decline | None:
-    """Let the policy act on all kernels compiled from now on; each part can be left out.
+    """Apply the policy to all kernels compiled from now on; each part can be disabled.
 
-    On a torch whose tiling code is not known this changes nothing, and returns why.
+    On a torch version with unknown tiling code, change nothing and return the reason.
     """
     pins = CompilationConfig(force_tiling=force_tiling).tiling_pins()
     policy = TilingPolicy(
@@ -50,13 +50,13 @@ def enable(
 
 
 def disable() -> None:
-    """Give Inductor its own functions back. Calling it without `enable` does nothing."""
+    """Restore Inductor's functions. Without `enable` this does nothing."""
     hooks.disable_for_process()
 
 
 @contextlib.contextmanager
 def enabled(**parts: Any) -> Iterator[Decline | None]:
-    """`enable` inside; afterwards, also after an error, all is as it was before: disabled, or the policy and its decisions."""
+    """Run `enable` inside; afterwards, also after an error, restore the earlier policy and decisions, or disable."""
     before = hooks.process_session()
     declined = enable(**parts)
     try:
@@ -70,7 +70,7 @@ def is_enabled() -> bool:
 
 
 def decisions() -> dict[str, Any]:
-    """What was decided since `enable`, with reasons: kernels, proofs, and errors of Inductor's analysis that were survived."""
+    """Return the decisions since `enable` with reasons: kernels, proofs, and survived errors of Inductor's analysis."""
     session = hooks.process_session()
     if session is None:
         return {"kernels": [], "proofs": [], "retries": []}

@@ -1,6 +1,6 @@
-"""Catalogues: walk a folder or an entry point group, and collect the values declared there.
+"""Catalogues: collect the values declared in a folder's modules or in an entry point group.
 
-A module declares one value under a fixed name (`OP`, `FUSION`, `PASS`); nothing registers itself by being imported.
+A module declares one value under a fixed name (`OP`, `FUSION`, `PASS`). Importing a module registers nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T", bound=Named)
 
 @dataclass(frozen=True)
 class Entry(Generic[T]):
-    """A declared value and where it came from."""
+    """A declared value and its origin."""
 
     value: T
     file: Path
@@ -36,7 +36,7 @@ class Entry(Generic[T]):
 
 
 def walk(package: ModuleType, attribute: str, kind: type[T]) -> list[Entry[T]]:
-    """The values that the modules of a package declare under `attribute`, in the order of their file names."""
+    """Return the values that a package's modules declare under `attribute`, sorted by module name."""
     found = []
     for module_info in sorted(pkgutil.iter_modules(package.__path__), key=lambda info: info.name):
         module = importlib.import_module(f"{package.__name__}.{module_info.name}")
@@ -51,23 +51,23 @@ def walk(package: ModuleType, attribute: str, kind: type[T]) -> list[Entry[T]]:
     return found
 
 
-# Entry points that could not be used, by group: each is warned about once.
+# Unusable entry points by group, so that each is warned about once.
 _BROKEN: dict[str, dict[str, str]] = {}
 
 
 def broken() -> list[str]:
-    """Why plug-ins that were looked for cannot be used, one line each."""
+    """Return one line per plug-in that could not be loaded."""
     return [reason for reasons in _BROKEN.values() for reason in reasons.values()]
 
 
 def plugins(group: str, kind: type[T]) -> list[Entry[T]]:
-    """The values that installed distributions name in an entry point group; one that cannot be used is warned about."""
+    """Return the values that installed packages declare in an entry point group; warn about unusable ones."""
     found = []
     for point in sorted(importlib.metadata.entry_points(group=group), key=lambda point: point.name):
         where = f"entry point {point.name!r} of group {group!r} ({point.value})"
         try:
             found.append(_plugin(point, kind, where))
-        except Exception as error:  # noqa: BLE001 - a plug-in may raise anything, and is off then
+        except Exception as error:  # noqa: BLE001 - a plug-in may raise anything; it is disabled then
             reason = str(error) if isinstance(error, CatalogError) else f"{type(error).__name__}: {error}"
             line = " ".join(f"{where} is not used: {reason}".split())
             if line != _BROKEN.setdefault(group, {}).get(point.name):
@@ -87,7 +87,7 @@ def _plugin(point: importlib.metadata.EntryPoint, kind: type[T], where: str) -> 
 
 
 def unique(entries: Iterable[Entry[T]], what: str) -> dict[str, Entry[T]]:
-    """Entries by name; two of one name are an error that names both places."""
+    """Return entries by name; raise a `CatalogError` that names both files if a name is declared twice."""
     by_name: dict[str, Entry[T]] = {}
     for entry in entries:
         other = by_name.get(entry.value.name)

@@ -1,8 +1,8 @@
-"""What the user asks for: one frozen, keyword-only value per backend, part of every cache key.
+"""The user's configuration: one frozen, keyword-only value per backend, and part of every cache key.
 
-Precedence is argument, then environment, then default. `TRITIUM_<FIELD>` sets a field, two underscores go into a
-group: `TRITIUM_FUSION_PATTERNS__ENABLE_ROPE=0`. A wrong value, an unknown field and an unknown `TRITIUM_*` variable
-are all a `ConfigError` that names the nearest valid one.
+An argument overrides the environment, which overrides the default. `TRITIUM_<FIELD>` sets a field; two underscores
+address a group: `TRITIUM_FUSION_PATTERNS__ENABLE_ROPE=0`. A wrong value, an unknown field and an unknown `TRITIUM_*`
+variable each raise a `ConfigError` that names the nearest valid one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn, Self, TypeVar, Union, get_args, get_o
 from tritium import envs
 from tritium.errors import ConfigError, nearest
 
-# What users of the seeds' static class write, and how the same is said here.
+# Settings of the earlier static configuration class, each with its replacement here.
 _FORMER_NAMES = {
     "aclgraph_only": 'CompilationConfig(graphs="only")',
     "aclgraph_with_compile": 'CompilationConfig(graphs="with_compile")',
@@ -51,14 +51,14 @@ class KeywordsOnly(type):
 
 
 class _ConfigType(KeywordsOnly):
-    """Fills in fields from the environment, and refuses assignment on the class."""
+    """Metaclass that reads fields from the environment and rejects assignment on the class."""
 
     def __call__(cls, *args: Any, **given: Any) -> Any:
         check_environment()
         return super().__call__(*args, **{**_from_environment(cls), **given})
 
     def __setattr__(cls, name: str, value: Any) -> None:
-        # `dataclass` itself, typing and abc set dunder attributes on the class while it is built.
+        # `dataclass`, typing and abc set dunder attributes on the class while it is built.
         if name.startswith("__"):
             super().__setattr__(name, value)
             return
@@ -87,15 +87,15 @@ _C = TypeVar("_C", bound=type)
 
 
 def _speak_plainly(cls: _C) -> _C:
-    # dataclass(frozen=True) raises FrozenInstanceError without saying what to write instead; its __init__ goes
-    # through object.__setattr__, so replacing these two afterwards is safe.
+    # dataclass(frozen=True) raises a FrozenInstanceError that names no alternative. Its __init__ uses
+    # object.__setattr__, so these two can be replaced afterwards.
     type.__setattr__(cls, "__setattr__", _refuse_assignment)
     type.__setattr__(cls, "__delattr__", _refuse_deletion)
     return cls
 
 
 class _Group(metaclass=_ConfigType):
-    """What FusionPatterns, PassConfig and CompilationConfig share: checked fields."""
+    """Base of FusionPatterns, PassConfig and CompilationConfig: check each field's type."""
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
@@ -105,7 +105,7 @@ class _Group(metaclass=_ConfigType):
             object.__setattr__(self, field.name, checked)
 
     def with_(self, **changes: Any) -> Self:
-        """A copy with some fields changed.
+        """Return a copy with some fields changed.
 
         >>> CompilationConfig().with_(engine="eager").engine
         'eager'
@@ -116,59 +116,59 @@ class _Group(metaclass=_ConfigType):
 @_speak_plainly
 @dataclass(frozen=True, kw_only=True)
 class FusionPatterns(_Group):
-    """One switch a family. Switching a family off also disables larger regions that cover it."""
+    """One switch per family. Disabling a family also disables larger regions that cover it."""
 
     enable_rms_norm: bool = True
     enable_rope: bool = True
     enable_adalayernorm: bool = True
-    # Recognises GELU and computes it as written: nothing is approximated.
+    # Replaces GELU by an exact implementation, not by an approximation.
     enable_fast_gelu: bool = True
     enable_mul_add: bool = True
     enable_group_norm_silu: bool = True
     enable_wide_attention: bool = True
-    # Regions: each also needs the switches of the families it covers.
+    # Regions: each also needs the switches of the families that it covers.
     enable_qk_norm_rope: bool = True
     enable_residual_norm_modulate: bool = True
     enable_linear_gelu: bool = True
     enable_cat_linear: bool = True
 
     def enables(self, family: str) -> bool:
-        """Whether sites of a family may be rewritten; a plug-in's family has no switch and is enabled by being installed."""
+        """Return True if sites of a family may be rewritten. A plug-in's family has no switch and is always enabled."""
         return bool(getattr(self, SWITCH_OF_FAMILY.get(family, f"enable_{family}"), True))
 
 
-# What a kernel's tiling can be pinned to: so many dims, or what Inductor's coalescing analysis takes.
+# Tilings that a kernel can be pinned to: a number of dims, or the result of Inductor's coalescing analysis.
 TILINGS = ("1d", "coalesced", "2d", "3d")
 
-# A family whose switch does not simply carry its name.
+# Families whose switch has another name than `enable_<family>`.
 SWITCH_OF_FAMILY = {"gelu": "enable_fast_gelu"}
 
 
 @_speak_plainly
 @dataclass(frozen=True, kw_only=True)
 class PassConfig(_Group):
-    """Switches of single passes, and of the parts of the tiling policy. A pass that is switched off is not registered."""
+    """Switches of single passes and of the parts of the tiling policy. A disabled pass is not registered."""
 
-    # Regions of convolutions run channels-last on a GPU, their weights laid out once.
+    # Convert regions of convolutions to channels-last on a GPU, and convert their weights once.
     enable_channels_last: bool = True
-    # The tiling policy acts on generated Triton kernels, with those of its parts that are on.
+    # Apply the tiling policy, with its enabled parts, to generated Triton kernels.
     enable_tiling_policy: bool = True
-    # The tiling of each kernel is compared with others by its cost. On torch before 2.11 this is all there is of the policy.
+    # Compare the tiling of each kernel with others by cost. On torch before 2.11 the policy has no other part.
     enable_nd_tiling_workaround: bool = True
-    # Sizes like (H + 2) * (W + 2) are proven multiples of their factors.
+    # Prove that sizes such as (H + 2) * (W + 2) are multiples of their factors.
     enable_divisibility_proof: bool = True
-    # Indices are computed in 32 bits where that is proven to be the same.
+    # Compute indices in 32 bits where this provably gives the same result.
     enable_narrow_sizes: bool = True
-    # Reductions are persistent, looped or split by bytes and occupancy, and by what was measured on the GPU.
+    # Choose persistent, looped or split reductions by bytes, occupancy and GPU measurements.
     enable_reduction_choice: bool = True
-    # An error in Inductor's tiling analysis costs that analysis, not the graph.
+    # After an error in Inductor's tiling analysis, skip the analysis instead of failing the graph.
     enable_tiling_retry: bool = True
 
 
 @_speak_plainly
 @dataclass(frozen=True, kw_only=True)
 class CompilationConfig(_Group):
-    """Everything a backend can be told.
+    """All settings of a backend.
 
     >>> CompilationConfig(engine="eager", fusion_patterns=FusionPatterns(enable_rope=False))  # doctest: +ELLIPSIS
     CompilationConfig(fusion_patterns=FusionPatterns(...enable_rope=False...engine='eager'...)
@@ -176,20 +176,20 @@ class CompilationConfig(_Group):
 
     fusion_patterns: FusionPatterns = dataclasses.field(default_factory=FusionPatterns)
     enable_freezing: bool = False
-    # Compile each distinct one of a model's repeated blocks once, and use its code for all that equal it.
+    # Compile each distinct block of a model once and reuse its code for all equal blocks.
     reuse_blocks: bool = False
     graphs: Literal["off", "only", "with_compile", "auto"] = "off"
     max_captures: int = 64
     safe_output_mode: bool = True
-    # For finding who reads a result too late under safe_output_mode=False: what the next call makes invalid becomes nan.
+    # Debug safe_output_mode=False: overwrite results that the next call invalidates with NaN, so that stale reads show.
     poison_outputs: bool = False
     graph_log_url: str | None = None
     pass_config: PassConfig = dataclasses.field(default_factory=PassConfig)
     engine: Literal["inductor", "eager"] = "inductor"
     fidelity: Literal["exact", "close", "fast"] = "close"
-    # A tiling for a kernel by its name, "triton_poi_fused_add_0=2d", or a mapping kernel -> tiling. Kept as sorted pairs.
+    # Tilings by kernel name: "triton_poi_fused_add_0=2d", or a mapping kernel -> tiling. Stored as sorted pairs.
     force_tiling: str | Mapping[str, str] | tuple[tuple[str, str], ...] | None = None
-    # A provider for every op, or a mapping op -> provider. Kept as sorted pairs, so that the value can be hashed.
+    # A provider for every op, or a mapping op -> provider. Stored as sorted pairs so that the value is hashable.
     force_provider: str | Mapping[str, str] | tuple[tuple[str, str], ...] | None = None
 
     def __post_init__(self) -> None:
@@ -204,7 +204,7 @@ class CompilationConfig(_Group):
         self._refuse_what_is_not_there()
 
     def _refuse_what_is_not_there(self) -> None:
-        # Raising beats accepting a setting that would change nothing.
+        # Reject settings that would have no effect.
         for name, default in (("max_captures", 64), ("safe_output_mode", True), ("poison_outputs", False)):
             if self.graphs == "off" and getattr(self, name) != default:
                 raise ConfigError(f"{name} concerns captured graphs, and graphs is 'off'")
@@ -222,20 +222,20 @@ class CompilationConfig(_Group):
             raise ConfigError("force_tiling concerns generated kernels, and engine='eager' generates none")
 
     def tiling_pins(self) -> tuple[tuple[str, str], ...]:
-        """Kernels whose tiling is pinned, each with its tiling."""
+        """Return pairs of a kernel name and its pinned tiling."""
         return self.force_tiling if isinstance(self.force_tiling, tuple) else ()
 
     def provider_for(self, op: str) -> str | None:
-        """The provider pinned for an op, or None when the choice is free."""
+        """Return the provider pinned for an op, or None."""
         if self.force_provider is None or isinstance(self.force_provider, str):
             return self.force_provider
         return dict(self.force_provider).get(op)
 
     def identity(self) -> str:
-        """What of this configuration goes into a cache key: everything that can change the compiled code.
+        """Return the part of this configuration that can change compiled code, as text for a cache key.
 
-        A folder can be moved by its owner without the code becoming another, so `graph_log_url` stays out; and recording a
-        graph changes nothing about the code that is recorded.
+        `graph_log_url` is left out because moving a folder does not change code. The settings of captured graphs are
+        left out because capturing does not change the captured code.
         """
         plain = dataclasses.asdict(self)
         for name in ("graph_log_url", "graphs", "max_captures", "safe_output_mode", "poison_outputs"):
@@ -243,8 +243,8 @@ class CompilationConfig(_Group):
         return json.dumps(plain, sort_keys=True)
 
 
-# Reading `CompilationConfig.fusion_patterns.enable_rope` on the class, as users of the seeds' static class do, finds the
-# defaults; assigning there reaches `_refuse_assignment` and is told the new form.
+# Reading `CompilationConfig.fusion_patterns.enable_rope` on the class, as with the earlier static class, returns the
+# default. Assigning there raises `_refuse_assignment`'s error, which shows the new form.
 type.__setattr__(CompilationConfig, "fusion_patterns", object.__new__(FusionPatterns))
 type.__setattr__(CompilationConfig, "pass_config", object.__new__(PassConfig))
 
@@ -256,7 +256,7 @@ _GROUPS: dict[type, str] = {
 
 
 def environment_names() -> dict[str, tuple[type, str]]:
-    """Every variable that means something, and the group and field it sets."""
+    """Return every valid environment variable with the group and field that it sets."""
     names = {}
     for group, prefix in _GROUPS.items():
         for field in fields(group):
@@ -266,13 +266,13 @@ def environment_names() -> dict[str, tuple[type, str]]:
 
 
 def check_environment() -> None:
-    """Raise for a `TRITIUM_*` variable that nobody reads: a typing error there is silent otherwise."""
+    """Raise a `ConfigError` for an unknown `TRITIUM_*` variable: a typo would otherwise have no visible effect."""
     known = [*environment_names(), envs.ATTENTION]
     for name in envs.tritium_variables():
         if name not in known:
             raise ConfigError(f"environment variable {name} means nothing to tritium; {nearest(name, known)}")
     attention = envs.get(envs.ATTENTION)
-    # The names of plug-ins are not known before they are loaded: with one installed, the call that uses it checks.
+    # Names from plug-ins are unknown until they are loaded. If a plug-in is installed, the attention call checks.
     if attention and attention not in ATTENTIONS and not importlib.metadata.entry_points(group="tritium.attention"):
         raise ConfigError(f"{envs.ATTENTION}={attention}: there is no such attention; {nearest(attention, ATTENTIONS)}")
 
@@ -292,7 +292,7 @@ def _as_arguments(config: Any) -> dict[str, Any]:
 
 
 def _parse(variable: str, hint: Any, text: str) -> Any:
-    """The value of one environment variable, by the type of its field."""
+    """Parse an environment variable according to the type of its field."""
     lowered = text.strip().lower()
     if hint is bool:
         if lowered in _TRUE:
@@ -334,7 +334,7 @@ def _check_pin(kernel: str, tiling: str) -> None:
 
 
 def _check(name: str, hint: Any, value: Any) -> Any:
-    """The value if it fits the field's type, else a `ConfigError`; a mapping becomes sorted pairs."""
+    """Return a field's value, with a mapping as sorted pairs; raise a `ConfigError` if its type is wrong."""
     origin = get_origin(hint)
     if origin is Literal:
         options = get_args(hint)
@@ -352,7 +352,7 @@ def _check(name: str, hint: Any, value: Any) -> Any:
             accepted = ", ".join("None" if option is type(None) else option.__name__ for option in options)
             raise ConfigError(f"{name} must be one of {accepted}, got {value!r}")
         return value
-    # bool is a subclass of int: neither stands for the other here.
+    # bool is a subclass of int, but True is not accepted as an integer.
     if type(value) is not hint and not (hint not in (bool, int) and isinstance(value, hint)):
         raise ConfigError(f"{name} must be {hint.__name__}, got {value!r} of type {type(value).__name__}")
     return value

@@ -1,4 +1,4 @@
-"""The only asker about hardware. Nothing here runs on import, and nothing starts CUDA unless it is asked about CUDA."""
+"""All hardware queries. Nothing runs on import, and only queries about CUDA start CUDA."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from pathlib import Path
 
 import torch
 
-# Bytes read plus written per second by a large copy, measured with the bench workload `copy` or read from committed results.
-# A device that is not listed has no estimate: the report then leaves estimated_us empty instead of guessing.
+# Bytes read plus written per second by a large copy, measured with the bench workload `copy` or taken from committed
+# results. For an unlisted device the report leaves estimated_us empty instead of guessing.
 COPY_BANDWIDTH = {
     "NVIDIA H200": 4.3e12,
 }
 
 
-# Families of x86 instructions that compilers use unasked. Other flags change with the kernel and its mitigations.
+# x86 instruction sets that compilers use by default. Other flags change with the kernel and its mitigations.
 _GENERATED = re.compile(r"(pni|s?sse|avx|amx|fma|f16c|bmi|abm|popcnt|movbe|adx|aes|vaes|v?pclmul|gfni|sha_ni|xop|tbm)")
 
 
 @dataclass(frozen=True)
 class Device:
-    """What the report says about the machine."""
+    """A device as described in the report."""
 
     type: str
     name: str
@@ -44,7 +44,7 @@ def cuda_available() -> bool:
 
 
 def default() -> str:
-    """Where a demo or benchmark should run: the GPU when there is one."""
+    """Return the device type for demos and benchmarks: `cuda` if available, else `cpu`."""
     return "cuda" if cuda_available() else "cpu"
 
 
@@ -55,9 +55,9 @@ def cpu_name() -> str:
 
 @functools.cache
 def cpu_instructions() -> tuple[str, ...]:
-    """The instruction sets that a compiler may use in code for this very machine; empty where nobody says.
+    """Return the instruction sets that a compiler may use for this CPU; empty if unknown.
 
-    Virtual machines of one CPU model may differ in them, and code with an instruction that is missing kills the process.
+    They differ between virtual machines of one CPU model, and an unsupported instruction kills the process.
     """
     found = _cpuinfo("flags") or _cpuinfo("Features") or ""
     is_x86 = platform.machine() in {"x86_64", "AMD64"}
@@ -65,7 +65,7 @@ def cpu_instructions() -> tuple[str, ...]:
 
 
 def _cpuinfo(name: str) -> str | None:
-    """A field of the first core."""
+    """Return a field of /proc/cpuinfo for the first core."""
     try:
         with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
             for line in lines:
@@ -77,7 +77,7 @@ def _cpuinfo(name: str) -> str | None:
 
 
 def describe(device_type: str | None = None, index: int | None = None) -> Device:
-    """A device; of several GPUs the one of a number, or the current one."""
+    """Describe a device: the GPU with this index, or the current one."""
     device_type = device_type or default()
     if device_type == "cuda" and cuda_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
@@ -88,39 +88,39 @@ def describe(device_type: str | None = None, index: int | None = None) -> Device
 
 
 def copy_bandwidth(device: Device) -> float | None:
-    """Measured copy bandwidth in bytes a second, or None for a device nobody has measured."""
+    """Return the measured copy bandwidth in bytes per second, or None for an unmeasured device."""
     return COPY_BANDWIDTH.get(device.name)
 
 
 def multiprocessors(device_type: str, index: int | None = None) -> int | None:
-    """How many multiprocessors a GPU has; None for what is no GPU."""
+    """Return the number of multiprocessors of a GPU, or None without a GPU."""
     if device_type != "cuda" or not cuda_available():
         return None
     return int(torch.cuda.get_device_properties(index if index is not None else "cuda").multi_processor_count)
 
 
 def capability(where: torch.device) -> tuple[int, int] | None:
-    """A GPU's compute capability; None for what is no GPU or is not there."""
+    """Return a GPU's compute capability, or None without a GPU."""
     if where.type != "cuda" or not cuda_available():
         return None
     return torch.cuda.get_device_capability(where)
 
 
 def shared_memory(where: torch.device) -> int | None:
-    """The most bytes of shared memory that one program may have on a GPU; None for what is no GPU or is not there."""
+    """Return the largest shared memory of one GPU program in bytes, or None without a GPU."""
     if where.type != "cuda" or not cuda_available():
         return None
     return int(torch.cuda.get_device_properties(where).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 def is_capturing() -> bool:
-    """Whether what this thread launches is being recorded as a CUDA graph: nothing can be waited for or timed."""
+    """Return True if the current stream is being captured: synchronizing and timing would fail."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether the triton package is there; importing it is left to whoever launches a kernel."""
+    """Return True if triton is installed, without importing it."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -130,7 +130,7 @@ def synchronize(device_type: str) -> None:
 
 
 def busy_cpu_seconds() -> float | None:
-    """Seconds that all processes of this machine have spent on its cores since it started; None where nobody says."""
+    """Return the seconds that all processes have spent on the cores since boot, or None if unknown."""
     try:
         first = Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0]
     except OSError:
@@ -140,7 +140,7 @@ def busy_cpu_seconds() -> float | None:
 
 
 def forget_peak_memory() -> bool:
-    """Start measuring the most memory this process has anew; False where the system cannot."""
+    """Reset the peak of this process's resident memory; return False if the system cannot."""
     try:
         # 5: reset the high-water mark of resident memory (proc(5)).
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
@@ -150,7 +150,7 @@ def forget_peak_memory() -> bool:
 
 
 def peak_memory_of_process() -> int | None:
-    """The most bytes of this process that were resident at once since `forget_peak_memory`; None where nobody says."""
+    """Return the peak of resident bytes since `forget_peak_memory`, or None if unknown."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -160,12 +160,12 @@ def peak_memory_of_process() -> int | None:
 
 
 def free_memory(where: torch.device) -> int | None:
-    """Bytes that a tensor on a device could take now; None where nobody says."""
+    """Return the bytes that can be allocated on a device now, or None if unknown."""
     if where.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
             return None
         free, _ = torch.cuda.mem_get_info(where)
-        # What torch keeps of freed tensors serves new ones first.
+        # torch reuses the memory it has cached from freed tensors first.
         return int(free) + torch.cuda.memory_reserved(where) - torch.cuda.memory_allocated(where)
     return _free_memory_of_host() if where.type == "cpu" else None
 
@@ -178,7 +178,7 @@ def _free_memory_of_host() -> int | None:
     kilobytes = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
     if "MemAvailable" not in kilobytes:
         return None
-    # What is swapped out is slow and not refused.
+    # Count free swap: swapped memory is slow, but the allocation succeeds.
     return (kilobytes["MemAvailable"] + kilobytes.get("SwapFree", 0)) * 1024
 
 
@@ -187,7 +187,7 @@ def usable_cores() -> int:
 
 
 def nvidia_driver() -> str | None:
-    """The version of the NVIDIA kernel driver, or None where there is none; torch need not be able to use it."""
+    """Return the version of the NVIDIA kernel driver, or None without one. torch may be unable to use it."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
     except OSError:
@@ -196,21 +196,21 @@ def nvidia_driver() -> str | None:
     return found[1] if found else "unknown"
 
 
-# Large enough that oneDNN computes it; smaller products do not reach the instructions in question.
+# Large enough for oneDNN; smaller products do not use AMX.
 _BF16_PROBE = "import torch; a = torch.ones(256, 256, dtype=torch.bfloat16); assert float((a @ a)[0, 0]) == 256"
 
 
 def bf16_matmul_works(environment: Mapping[str, str]) -> bool:
-    """Whether a bfloat16 product on the CPU survives under an environment.
+    """Return True if a bfloat16 matrix product on the CPU succeeds under an environment.
 
-    Some virtual machines advertise AMX and then refuse its instructions, which kills the process: hence a child.
+    Some virtual machines advertise AMX and then fault on its instructions, so this runs in a child process.
     """
     return _bf16_matmul_works(frozenset(environment.items()))
 
 
 @functools.cache
 def _bf16_matmul_works(environment: frozenset[tuple[str, str]]) -> bool:
-    # The interpreter and the program are our own.
+    # Safe: this interpreter runs a constant program.
     child = subprocess.run(  # noqa: S603
         [sys.executable, "-c", _BF16_PROBE], env=dict(environment), capture_output=True, check=False
     )

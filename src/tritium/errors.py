@@ -1,27 +1,27 @@
-"""Every error Tritium raises on purpose.
+"""Tritium's error classes.
 
 TritiumError
-├── ConfigError (ValueError)         a field, value or environment variable that means nothing
-├── ShapeError (ValueError)          dynamic_dims that name no argument, no tensor or no dimension
-│   └── ShapeViolation               a call outside of the shapes that were promised, where that is an error
-├── CaptureRefused                   a call that cannot be recorded as a static graph, and why
-├── ArgumentError (ValueError)       a layer function was given a value, rank or shape that it cannot honour
-│   └── ArgumentTypeError (TypeError)  or something of another type
-├── RequestConflict                  two passes ask Inductor for different things
-├── UnrequestedConfig                a pass changed Inductor's configuration instead of asking
+├── ConfigError (ValueError)         invalid field, value or environment variable
+├── ShapeError (ValueError)          dynamic_dims names an unknown argument, a non-tensor or a missing dimension
+│   └── ShapeViolation               a call outside of the promised shapes, under on_violation="error"
+├── CaptureRefused                   a call cannot be captured as a static graph, with the reason
+├── ArgumentError (ValueError)       a layer function does not support this value, rank or shape
+│   └── ArgumentTypeError (TypeError)  or this type
+├── RequestConflict                  two passes request different Inductor settings
+├── UnrequestedConfig                a pass changed Inductor's configuration instead of requesting it
 ├── CatalogError                     two files declare the same op, fusion or pass, or a plug-in is broken
-├── CustomOpError (TypeError)        a custom op whose declaration cannot be honoured
-├── ProviderError                    a pinned provider that cannot run this op here
-├── ReportError                      nothing to explain, or a report that cannot be read
-├── PipelineError                    a pipeline that cannot be optimized as it is
-├── MemoryShortage (MemoryError)     a decode that does not fit the device, refused before it starts
-├── RecipeError (ValueError)         a recipe that cannot be read
-│   └── RecipeMismatch               a recipe that was measured on another machine, version or model
-├── FingerprintError (ValueError)    a fingerprint whose ingredients are missing, unknown or of the wrong type
-├── ArtifactError                    compile artifacts that cannot be saved or read
-│   └── ArtifactMismatch             they were made on another device, with other versions or for another model
-├── MissingExtra (ImportError)       a part of the package needs an optional dependency
-└── MissingWeights (FileNotFoundError)  the example pipeline's weights are not where the package keeps them
+├── CustomOpError (TypeError)        a custom op's declaration is invalid
+├── ProviderError                    a pinned provider cannot run this op on this device
+├── ReportError                      nothing to explain, or an unreadable report
+├── PipelineError                    a pipeline cannot be optimized in its present state
+├── MemoryShortage (MemoryError)     a decode does not fit into device memory; raised before it starts
+├── RecipeError (ValueError)         an unreadable recipe
+│   └── RecipeMismatch               a recipe measured on another machine, version or model
+├── FingerprintError (ValueError)    a fingerprint with missing, unknown or wrongly typed ingredients
+├── ArtifactError                    compile artifacts cannot be saved or read
+│   └── ArtifactMismatch             artifacts from another device, other versions or another model
+├── MissingExtra (ImportError)       an optional dependency is not installed
+└── MissingWeights (FileNotFoundError)  the example pipeline's weights are not in the package
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from collections.abc import Iterable
 
 
 class TritiumError(Exception):
-    """Root of everything Tritium raises on purpose."""
+    """Base class of all Tritium errors."""
 
 
 class ConfigError(TritiumError, ValueError):
-    """A configuration that cannot be honoured."""
+    """A configuration is invalid."""
 
 
 class ShapeError(TritiumError, ValueError):
-    """`dynamic_dims` does not describe the arguments of the call."""
+    """`dynamic_dims` does not match the arguments of the call."""
 
 
 class ShapeViolation(ShapeError):
-    """A call outside of `Plan(shapes=...)` under `on_violation="error"`."""
+    """A call is outside of `Plan(shapes=...)` under `on_violation="error"`."""
 
 
 class CaptureRefused(TritiumError):
-    """A call cannot be recorded as a static graph; it runs without one, and the report has the reason."""
+    """A call cannot be captured as a static graph. It runs uncaptured, and the report gives the reason."""
 
 
 class ArgumentError(TritiumError, ValueError):
-    """A layer function was given a value, a rank or a shape that it cannot honour."""
+    """A layer function does not support this value, rank or shape."""
 
 
 class ArgumentTypeError(ArgumentError, TypeError):
-    """A layer function was given something of another type than it takes."""
+    """A layer function does not support this argument type."""
 
 
 class RequestConflict(TritiumError):
@@ -71,31 +71,31 @@ class CatalogError(TritiumError):
 
 
 class CustomOpError(TritiumError, TypeError):
-    """A custom op's declaration and its function do not fit together."""
+    """A custom op's declaration does not match its function."""
 
 
 class ProviderError(TritiumError):
-    """A provider was pinned that cannot run an op on this device."""
+    """A pinned provider cannot run an op on this device."""
 
 
 class ReportError(TritiumError):
-    """There is nothing to explain, or what is there cannot be read."""
+    """There is nothing to explain, or a report cannot be read."""
 
 
 class PipelineError(TritiumError):
-    """A pipeline that is optimized already, is unknown, or has something on it that stands in the way."""
+    """A pipeline is already optimized, has an unknown class, or carries hooks that prevent optimizing."""
 
 
 class MemoryShortage(TritiumError, MemoryError):
-    """A decode needs more memory than the device has free."""
+    """A decode needs more memory than is free on the device."""
 
 
 class RecipeError(TritiumError, ValueError):
-    """A recipe that cannot be read, or means nothing to this version."""
+    """A recipe cannot be read, or is invalid in this version."""
 
 
 class RecipeMismatch(RecipeError):
-    """A recipe whose fingerprint is not this machine's, versions' or model's."""
+    """A recipe's fingerprint differs from that of this machine, these versions or this model."""
 
 
 class FingerprintError(TritiumError, ValueError):
@@ -103,11 +103,11 @@ class FingerprintError(TritiumError, ValueError):
 
 
 class ArtifactError(TritiumError):
-    """A file of compile artifacts cannot be written or read; compiling as usual still works."""
+    """Compile artifacts cannot be written or read. Compiling still works."""
 
 
 class ArtifactMismatch(ArtifactError):
-    """Compile artifacts that do not fit here; `differences` has one line for each ingredient that differs."""
+    """Compile artifacts do not match; `differences` has one line per ingredient that differs."""
 
     def __init__(self, path: object, differences: Iterable[str]) -> None:
         self.differences = list(differences)
@@ -116,7 +116,7 @@ class ArtifactMismatch(ArtifactError):
 
 
 class MissingExtra(TritiumError, ImportError):
-    """An optional dependency is needed and absent."""
+    """An optional dependency is not installed."""
 
     def __init__(self, module: str, extra: str, purpose: str) -> None:
         super().__init__(
@@ -125,11 +125,11 @@ class MissingExtra(TritiumError, ImportError):
 
 
 class MissingWeights(TritiumError, FileNotFoundError):
-    """The example pipeline was asked for, and its weights are absent."""
+    """The example pipeline's weights are missing."""
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """A hint for an unknown name: the nearest valid one, or all of them.
+    """Return a hint for an unknown name: the nearest valid one, or all of them.
 
     >>> nearest("enable_freezng", ["engine", "enable_freezing"])
     "did you mean 'enable_freezing'?"

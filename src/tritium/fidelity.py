@@ -1,7 +1,7 @@
-"""The fidelity `close` as numbers: the error against a float64 run is at most twice eager's own plus 16 eps of the dtype.
+"""The bound of fidelity `close`: error against a float64 run at most 2 x eager's error + 16 eps of the dtype.
 
-Twice, because plain torch.compile needs that allowance already: it sums in another order. The 16 eps are for results that eager
-happens to hit.
+The factor of 2 is what plain torch.compile needs, because it sums in another order. The 16 eps cover results that
+eager happens to compute exactly.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ _WIDE = {
     torch.complex64: torch.complex128,
 }
 
-# Casts that carry their dtype in their name.
+# Cast methods named after their dtype.
 _NAMED_CASTS = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
 
 
 def error(actual: Tensor, exact: Tensor) -> float:
-    """Largest absolute difference from the float64 value, relative to its scale."""
+    """Return the largest absolute difference from the float64 value, divided by its largest magnitude."""
     scale = exact.abs().max().clamp_min(1e-30)
     return float(((actual.to(exact.dtype) - exact).abs().max() / scale).item())
 
 
 def allowed(eager: Tensor, exact: Tensor) -> float:
-    """The error that `close` grants."""
+    """Return the error that `close` allows for this eager result."""
     return allowance(error(eager, exact), eager.dtype)
 
 
 def allowance(eager_error: float, dtype: torch.dtype) -> float:
-    """Return the error that `close` grants where eager's own error is known."""
+    """Return the error that `close` allows for a known eager error."""
     return _TIMES_EAGER * eager_error + _EPS * torch.finfo(dtype).eps
 
 
 def excess(actual: Tensor, eager: Tensor, exact: Tensor) -> float:
-    """The error by what is allowed: above 1, a result is outside of the bound.
+    """Return the error divided by the allowed error; above 1 the result violates the bound.
 
     >>> exact = torch.tensor([1.0, 2.0], dtype=torch.float64)
     >>> excess(exact.float(), exact.float(), exact)
@@ -62,7 +62,7 @@ def excess(actual: Tensor, eager: Tensor, exact: Tensor) -> float:
         return 0.0 if torch.equal(actual, eager) else math.inf
     if eager.numel() == 0:
         return 0.0
-    # Where eager has no number, only the same will do; the rest is measured.
+    # NaN and infinity must be equal in both; compare the finite elements by error.
     numbers = eager.isfinite()
     if not torch.equal(actual.isfinite(), numbers):
         return math.inf
@@ -73,12 +73,12 @@ def excess(actual: Tensor, eager: Tensor, exact: Tensor) -> float:
             return 0.0
         actual, eager, exact = actual[numbers], eager[numbers], exact[numbers]
     found = error(actual, exact) / allowed(eager, exact)
-    # A float64 run without a number where eager has one tells nothing good about either.
+    # The float64 run is NaN where eager is finite: neither result can be trusted.
     return math.inf if math.isnan(found) else found
 
 
 def largest_excess(actual: Any, eager: Any, exact: Any) -> float | None:
-    """`excess` over all tensors that a module returned; None if there are none to compare."""
+    """Return the largest `excess` over all tensors that a module returned, or None if there are none."""
     found = [tensors(result) for result in (actual, eager, exact)]
     if len({len(results) for results in found}) != 1:
         return math.inf
@@ -86,7 +86,7 @@ def largest_excess(actual: Any, eager: Any, exact: Any) -> float | None:
 
 
 def tensors(result: Any) -> list[Tensor]:
-    """The tensors in what a module returned, in order."""
+    """Return the tensors in a module's result, in order."""
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
@@ -96,16 +96,16 @@ def in_float64(
     kwargs: Mapping[str, Any],
     call: Callable[[Any], Callable[..., Any]] = lambda wide: wide,
 ) -> Any:
-    """What a module gives when everything is float64: weights, arguments, and what it casts to on its way.
+    """Run a module in float64: weights, arguments and every cast inside it.
 
-    `call` says what of the module is called: `lambda vae: vae.decode`.
+    `call` selects the method to call: `lambda vae: vae.decode`.
 
-    Models cast to float32 by name. Left alone, such a cast would make the float64 run share eager's error, and a result that is
-    as good would count as wrong.
+    Models cast to float32 by name. With such a cast the float64 run would share eager's error, and an equally exact
+    result would violate the bound.
     """
     wide = copy.deepcopy(module)._apply(_widened)
     for inner in wide.modules():
-        # Tensors that are neither parameters nor buffers.
+        # Tensor attributes that are neither parameters nor buffers.
         for name, value in list(vars(inner).items()):
             if isinstance(value, Tensor):
                 setattr(inner, name, _widened(value))
@@ -119,7 +119,7 @@ def _widened(tensor: Tensor) -> Tensor:
 
 
 class _Widening(TorchFunctionMode):
-    """Whoever asks for a narrower floating point dtype gets the widest."""
+    """Replace casts to narrower floating point dtypes by casts to float64."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -128,7 +128,7 @@ class _Widening(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func in _NAMED_CASTS:
             return args[0].to(torch.float64)
-        # `view` with a dtype reads the same bits as another type: it is no cast.
+        # `view` with a dtype reinterprets bits and is not a cast.
         if func is not torch.Tensor.view:
             args = tuple(_wide_dtype(value) for value in args)
             kwargs = {name: _wide_dtype(value) for name, value in kwargs.items()}

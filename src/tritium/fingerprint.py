@@ -1,9 +1,9 @@
-"""What compiled code and measurements are valid for: the machine, the versions, the model.
+"""The validity of compiled code and measurements: a fingerprint of machine, versions and model.
 
     here = Fingerprint.current({"transformer": pipe.transformer.config}, "cuda")
     here.differences(there)      # ["torch: 2.13.0 there, 2.11.0 here"]
 
-Nothing a user can move is in it: a model in another folder, or the package in another place, has the same fingerprint.
+Paths are not part of it: moving a model or the package to another folder does not change the fingerprint.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import torch
 from tritium import compat, device
 from tritium.errors import FingerprintError, nearest
 
-# Parts of the package that decide what a graph becomes. A change elsewhere leaves compiled code valid.
+# Folders whose code decides how a graph is compiled. A change elsewhere leaves compiled code valid.
 CODE = ("compat", "compiler", "fusions", "ops", "tiling")
 _SUFFIXES = {".py"}
 
-# Entries of a configuration that say where it came from, beside those whose names start with an underscore.
+# Configuration entries that only record the origin, in addition to names that start with an underscore.
 _ORIGIN = {"transformers_version"}
 
 _TEXT = (str,)
@@ -36,30 +36,30 @@ _OPTIONAL_TEXT = (str, type(None))
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The ingredients, each comparable on its own."""
+    """The ingredients, compared one by one."""
 
-    # The name of the GPU, or of the CPU's model.
+    # The name of the GPU or the CPU model.
     device: str
-    # A GPU's compute capability; for a CPU the vector instructions that PyTorch and Inductor use.
+    # A GPU's compute capability, or the CPU vector instructions that PyTorch and Inductor use.
     capability: str | None
-    # What compilers may use in code for this very CPU; empty for a GPU.
+    # Instruction sets that compilers may use on this CPU; empty for a GPU.
     instructions: tuple[str, ...]
-    # Generated C++ is written for a number of threads; None for a GPU.
+    # Generated C++ assumes a fixed number of threads. None for a GPU.
     threads: int | None
     torch: str
     triton: str | None
-    # A digest of this package's code.
+    # Digest of this package's code.
     tritium: str
     diffusers: str | None
     python: str
-    # Digests of the components' configurations by name, in the order of names.
+    # Digests of the components' configurations, sorted by component name.
     models: tuple[tuple[str, str], ...]
 
     @classmethod
     def current(
         cls, models: Mapping[str, Mapping[str, Any]] | None = None, device_type: str | None = None
     ) -> Fingerprint:
-        """The fingerprint of this process, for components with these configurations on one type of device."""
+        """Return the fingerprint of this process for components with these configurations."""
         found = device.describe(device_type)
         is_cpu = found.type == "cpu"
         versions = compat.versions()
@@ -81,7 +81,7 @@ class Fingerprint:
 
     @classmethod
     def from_dict(cls, found: object) -> Fingerprint:
-        """Read what `to_dict` gave; anything else is a `FingerprintError`."""
+        """Read the result of `to_dict`; raise a `FingerprintError` for anything else."""
         if not isinstance(found, Mapping):
             raise FingerprintError(f"a fingerprint is a mapping, got {type(found).__name__}")
         names = [field.name for field in fields(cls)]
@@ -93,7 +93,7 @@ class Fingerprint:
             raise FingerprintError(f"the fingerprint lacks {', '.join(missing)}")
         values = dict(found)
         for name, kinds in _KINDS.items():
-            # True is an int, and no number of threads.
+            # bool is a subclass of int, but not a valid number of threads.
             if not isinstance(values[name], kinds) or isinstance(values[name], bool):
                 raise FingerprintError(f"ingredient {name!r} of a fingerprint cannot be {values[name]!r}")
         models: dict[Any, Any] = values["models"]
@@ -104,7 +104,7 @@ class Fingerprint:
         return cls(**values)
 
     def differences(self, there: Fingerprint) -> list[str]:
-        """What differs between this fingerprint, `here`, and another one; a line for each ingredient."""
+        """Return one line per ingredient that differs between this fingerprint (`here`) and another (`there`)."""
         lines = []
         for field in fields(self):
             mine, theirs = getattr(self, field.name), getattr(there, field.name)
@@ -151,7 +151,7 @@ def _named(value: object) -> str:
 
 @functools.cache
 def package_digest() -> str:
-    """A digest of this package's code, the same wherever the package lies."""
+    """Return a digest of this package's code that does not depend on its location."""
     root = Path(__file__).parent
     digest = hashlib.sha256()
     for file in package_files():
@@ -171,12 +171,12 @@ def package_files() -> list[Path]:
 
 
 def config_digest(config: Mapping[str, Any]) -> str:
-    """A digest of a component's configuration, without what says where it came from."""
+    """Return a digest of a component's configuration without entries that record its origin."""
     return hashlib.sha256(json.dumps(_canonical(config), sort_keys=True).encode()).hexdigest()
 
 
 def _canonical(value: Any) -> Any:
-    """A value as JSON has it: equal configurations give equal text, whatever containers they came in."""
+    """Convert a value to canonical JSON data: equal configurations give equal text, whatever their container types."""
     if isinstance(value, Enum):
         return _canonical(value.value)
     if value is None or isinstance(value, (str, bool, int, float)):
@@ -193,5 +193,5 @@ def _canonical(value: Any) -> Any:
         return sorted((_canonical(inner) for inner in value), key=json.dumps)
     if isinstance(value, (torch.dtype, torch.device)):
         return str(value)
-    # Anything else by its type alone: its text may hold an address, which differs from process to process.
+    # Use only the type of other objects: their repr may contain an address, which differs between processes.
     return f"{type(value).__module__}.{type(value).__qualname__}"

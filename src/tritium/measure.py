@@ -1,7 +1,7 @@
-"""The one way to time things: interleaved, warm, sustained.
+"""Timing: interleaved runs of warmed-up variants over a sustained period.
 
-A processor under load lowers its clock, and a shared machine has moods. So variants are never timed one after the
-other: they take turns until the time is used up, in every order.
+A processor lowers its clock under load, and the load of a shared machine varies. Variants are therefore timed in
+turn, in balanced orders, until the time is up, and never one after the other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from tritium import device, turns
 
-# Fewer samples than this make no quartiles worth printing.
+# With fewer samples, quartiles are meaningless.
 MINIMUM_ROUNDS = 5
 
 # Runs a function several times and returns the milliseconds of each run.
@@ -26,7 +26,7 @@ Stopwatch = Callable[[Callable[[], Any], int], list[float]]
 
 @dataclass(frozen=True)
 class Timing:
-    """The times of many runs of one function, in milliseconds."""
+    """The times of repeated runs of one function, in milliseconds."""
 
     median_ms: float
     lower_quartile_ms: float
@@ -64,18 +64,18 @@ def interleave(
     prepare: Callable[[str], None] | None = None,
     on_round: Callable[[float], None] | None = None,
 ) -> dict[str, Timing]:
-    """Time variants, interleaved.
+    """Time variants by interleaving their runs.
 
     Args:
-        variants: What to time, by name. Every function must do the same work on every call.
+        variants: Functions by name. Each must do the same work on every call.
         device_type: `cuda` is timed with device events, everything else with the host's clock.
-        seconds: Continue for this long, and then until every variant has had every place in the order equally often.
-        rounds: Instead of seconds, exactly this many rounds.
+        seconds: Time for at least this long, until each variant has run equally often at each place in the order.
+        rounds: Time exactly this many rounds, instead of `seconds`.
         warmup: Untimed calls of each variant before the first round.
-        burst: Calls in a row that one turn consists of; each is a sample.
-        stopwatch: Another way to time a turn than the device's own.
-        prepare: Called with the name of the next variant before it is timed, for variants that share state.
-        on_round: Called after each round with the share of the work that is done.
+        burst: Timed calls of a variant per round; each is a sample.
+        stopwatch: Replaces the timer of the device type.
+        prepare: Called with the variant's name before it is timed, for variants that share state.
+        on_round: Called after each round with the completed share of the work.
     """
     if not variants:
         raise ValueError("nothing to time: variants is empty")
@@ -111,7 +111,7 @@ def _interleave(
         for name in order_of_round(names, done):
             if prepare is not None:
                 prepare(name)
-                # Work that `prepare` queued on the device does not count for this variant.
+                # Exclude work that `prepare` queued on the device.
                 device.synchronize(device_type)
             samples[name] += stopwatch(variants[name], burst)
         done += 1
@@ -123,9 +123,8 @@ def _interleave(
 def order_of_round(names: Sequence[str], done: int) -> list[str]:
     """Return the order of one round. Over `cycle(len(names))` rounds each variant follows each other one equally often.
 
-    Rotating alone would not do: a variant that always follows the lightest one always finds a cool device. The orders
-    are those of a Williams design.
-
+    These are the orders of a Williams design. Plain rotation would be unfair: a variant that always follows the
+    cheapest one always runs on a cool device.
     >>> [order_of_round("abcd", done) for done in range(4)]
     [['a', 'b', 'd', 'c'], ['b', 'c', 'a', 'd'], ['c', 'd', 'b', 'a'], ['d', 'a', 'c', 'b']]
     """
@@ -177,13 +176,13 @@ def _device_events(run: Callable[[], Any], calls: int) -> list[float]:
         start.record()
         run()
         end.record()
-    # Synchronize once a turn: after each call it would empty the queue and time the host as well.
+    # Synchronize once per burst: after every call it would empty the queue and add host time.
     torch.cuda.synchronize()
     return [float(start.elapsed_time(end)) for start, end in pairs]
 
 
 def first_call(run: Callable[[], Any], device_type: str) -> float:
-    """Return the seconds of one call until the device is done: the first of a compiled function is mostly compilation."""
+    """Return the seconds of one call until the device is done; for a compiled function this is mostly compilation."""
     device.synchronize(device_type)
     start = time.perf_counter()
     run()
@@ -192,9 +191,9 @@ def first_call(run: Callable[[], Any], device_type: str) -> float:
 
 
 def peak_memory(run: Callable[[], Any], device_type: str) -> int | None:
-    """Return the peak bytes while a function runs, weights included; None if the system does not count them.
+    """Return the peak bytes while a function runs, weights included, or None if the system does not report them.
 
-    On a GPU: bytes that torch has allocated. On a CPU: resident bytes of the whole process, libraries included.
+    On a GPU: bytes allocated by torch. On a CPU: resident bytes of the whole process, libraries included.
     """
     if device_type != "cuda":
         if not device.forget_peak_memory():
@@ -210,20 +209,20 @@ def peak_memory(run: Callable[[], Any], device_type: str) -> int | None:
 
 @dataclass(frozen=True)
 class Roofs:
-    """The limits of a device: bytes a second of a large copy, operations a second of a large matrix product."""
+    """The limits of a device: bytes per second of a large copy, operations per second of a large matrix product."""
 
     bytes_per_s: float
     flops_per_s: float
     dtype: str
 
 
-# A copy larger than every cache, and a product that is bound by arithmetic; about 30 ms on a small machine.
+# A copy larger than every cache, and a compute-bound product that takes about 30 ms on a small machine.
 _COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
 _PRODUCT_SIZE = {"cuda": 8192, "cpu": 1024}
 
 
 def roofs(device_type: str, dtype: torch.dtype, runs: int = 5) -> Roofs:
-    """Measure both roofs. The best run counts, because they are limits."""
+    """Measure both limits, each as the best of several runs."""
     where = device_type if device_type in _COPIED_BYTES else "cpu"
     source = torch.ones(_COPIED_BYTES[where], dtype=torch.uint8, device=where)
     target, size = torch.empty_like(source), _PRODUCT_SIZE[where]
@@ -242,7 +241,7 @@ def roofs(device_type: str, dtype: torch.dtype, runs: int = 5) -> Roofs:
 
 @dataclass(frozen=True)
 class Load:
-    """The load of the cores during a timing, by this process and by others."""
+    """The load of the cores during a timing, from this process and from others."""
 
     own_cores: float
     foreign_cores: float
@@ -252,20 +251,20 @@ class Load:
     def disturbed(self) -> bool:
         """True if other processes disturbed the timing.
 
-        Threads that wait for each other at the end of every parallel loop suffer most: one foreign thread on a
-        machine of two cores was seen to make a model 30 times slower, evenly, so that quartiles do not show it.
+        Threads that wait for each other after every parallel loop suffer most: one foreign thread on two cores made a
+        model 30 times slower. It did so evenly, so the quartiles do not show it.
         """
         return self.foreign_cores > 0.1 and self.own_cores + self.foreign_cores > 0.9 * self.usable_cores
 
 
 class LoadMeter:
-    """Measures load from its creation until it is read."""
+    """Measure load from creation until `read`."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter(), time.process_time(), device.busy_cpu_seconds()
 
     def read(self) -> Load | None:
-        """Return the load so far; None if the system does not report it."""
+        """Return the load so far, or None if the system does not report it."""
         start, own_start, busy_start = self._start
         busy = device.busy_cpu_seconds()
         if busy is None or busy_start is None:

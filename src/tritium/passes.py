@@ -1,4 +1,4 @@
-"""What a pass is: a function of a graph with a name. It rewrites, and may request configuration; it never sets any."""
+"""Passes: named functions of a graph that rewrite it and may request configuration, but never set any."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tritium.report import Site
 
 @dataclass(frozen=True)
 class ConfigRequest:
-    """Settings of Inductor that a pass would like to have around the lowering of its graph, and why.
+    """Inductor settings that a pass requests for lowering its graph, with the reason.
 
     >>> ConfigRequest({"triton.max_tiles": 3}, because="two dynamic dims are padded")
     ConfigRequest({'triton.max_tiles': 3}, because='two dynamic dims are padded')
@@ -44,7 +44,7 @@ class Decline:
 
 @dataclass(frozen=True)
 class Applied:
-    """What a pass did, in a sentence for the report, and how many places it left alone for which reasons."""
+    """The result of a pass for the report: a sentence, and the number of places left unchanged by reason."""
 
     summary: str
     declined: Mapping[str, int] = field(default_factory=dict)
@@ -52,18 +52,18 @@ class Applied:
 
 @dataclass
 class PassContext:
-    """What a pass may know beside the graph."""
+    """Input of a pass in addition to the graph."""
 
     config: CompilationConfig
     device_type: str
     torch_version: compat.Version = compat.TORCH
-    # Why no site may be rewritten in this graph, or None.
+    # The reason why no site in this graph may be rewritten, or None.
     read_only: str | None = None
-    # What the graph is called with right now; a check on real values needs them.
+    # Inputs of the current call, for checks on real values.
     example_inputs: Sequence[Any] = ()
-    # What was recognised, for the report.
+    # Recognised sites, for the report.
     sites: list[Site] = field(default_factory=list)
-    # Parts of the running pass that turned themselves off, by name, each with its error.
+    # Parts of the running pass that disabled themselves: name and error.
     failed: list[tuple[str, Exception]] = field(default_factory=list)
 
 
@@ -72,9 +72,9 @@ Outcome = ConfigRequest | Decline | Applied | Iterable[ConfigRequest] | None
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass. `run` gets the graph as Dynamo made it and a context; it may change the graph in place.
+    """One pass. `run` gets the graph from Dynamo and a context; it may change the graph in place.
 
-    A plug-in declares one as a value and names it in the entry point group `tritium.passes`, or hands it to
+    A plug-in declares one and names it in the entry point group `tritium.passes`, or passes it to
     `tritium.Backend(passes=[...])`.
     """
 
@@ -82,7 +82,7 @@ class Pass:
     run: Callable[[fx.Graph, PassContext], Outcome]
 
     def file(self) -> Path | None:
-        """The file whose text is part of the cache key."""
+        """Return the file whose text is part of the cache key."""
         try:
             path = inspect.getsourcefile(inspect.unwrap(self.run))
         except TypeError:

@@ -1,7 +1,7 @@
-"""One at a time measures on a GPU: other processes of the user, and other threads of this one, wait for their turn.
+"""A lock per GPU: only one process of this user, and one of its threads, times at once.
 
-Compiling leaves a GPU idle, so benches of several workloads run well side by side, as long as their timings do not meet.
-Whoever needs a lock besides takes the turn first and the lock after it.
+Compiling leaves a GPU idle, so benchmarks of several workloads can run in parallel as long as their timings do not
+overlap. Code that needs another lock as well must take this one first.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TypeVar
 
-# Seconds after which one measures all the same: a timing that met another is a worse timing, and a process that was
-# stopped in the middle of its turn is no reason to wait for ever.
+# Seconds to wait before measuring anyway: an overlapping timing is only less exact, and a process stopped while it
+# holds the lock must not block others forever.
 PATIENCE = 300.0
 
 _POLL = 0.02
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def turn(device_type: str) -> Iterator[None]:
-    """Hold the device's turn; who has it already goes on. Nothing is held for a CPU, nor where files cannot be locked."""
+    """Hold the device's lock; reentrant. Nothing is locked for a CPU or where files cannot be locked."""
     if device_type != "cuda" or held():
         yield
         return
@@ -46,12 +46,12 @@ def turn(device_type: str) -> Iterator[None]:
 
 
 def held() -> bool:
-    """Whether this thread has the turn."""
+    """Return True if this thread holds the lock."""
     return getattr(_OWN, "held", False)
 
 
 def lent(work: Callable[[], T]) -> Callable[[], T]:
-    """`work` for another thread that this one waits for: it has the turn if this one has it now."""
+    """Wrap `work` for another thread that this one waits for: it holds the lock if this thread does now."""
     if not held():
         return work
 
@@ -88,7 +88,7 @@ def _wait_for_processes(stack: contextlib.ExitStack, device_type: str, deadline:
                 return
             time.sleep(_POLL)
         except OSError:
-            # A file system without locks.
+            # The file system does not support locks.
             return
         else:
             return
