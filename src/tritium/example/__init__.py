@@ -1,7 +1,7 @@
-"""A small text-to-image pipeline that ships with the package, trained, made of stock diffusers classes.
+"""A small, trained text-to-image pipeline that ships with the package, made of stock diffusers classes.
 
-It draws coloured shapes from prompts such as "two red circles above a blue square on a yellow background" in a second
-or so on a CPU, needs no network, and is what the demonstrations, the tests and first tries run on.
+It generates images of coloured shapes from prompts such as "two red circles above a blue square on a yellow
+background", in about a second on a CPU and without a network. Demonstrations, tests and first trials run on it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from tritium.example.loading import load_pipeline
 __all__ = ["PROMPTS", "VOCABULARY", "WEIGHTS", "load_example", "unknown_words"]
 
 WEIGHTS = Path(__file__).parent / "weights"
-# The plain call draws 128 x 128: the size most of the training was spent on, and quick on a CPU.
+# Default size 128 x 128: most of the training used it, and it is fast on a CPU.
 SIDE = 128
 
 
 def load_example(device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> Any:
-    """The example pipeline as a `diffusers.FluxPipeline`, in float32 unless `dtype` says otherwise.
+    """Load the example pipeline as a `diffusers.FluxPipeline`, by default in float32.
 
-    Prompts are made of the words in `VOCABULARY`; `unknown_words` names those of a prompt that are not. Sizes are
-    multiples of 16 from 96 to 256. Guidance is `true_cfg_scale` above 1 with `negative_prompt=""`.
+    Prompts use the words in `VOCABULARY`; `unknown_words` returns the other words of a prompt. Sizes are multiples of
+    16 from 96 to 256. For guidance, pass `true_cfg_scale` above 1 with `negative_prompt=""`.
     """
     if not (WEIGHTS / "model_index.json").is_file():
         raise MissingWeights(

@@ -1,7 +1,7 @@
-"""What the example pipeline can be asked for: scenes, the captions that describe them, and the words in those captions.
+"""The prompts of the example pipeline: scenes, captions that describe them, and the vocabulary of those captions.
 
-A scene is one group of equal shapes somewhere on the picture, or two groups on opposite sides of it. The models were
-trained on captions from here and on nothing else, so `VOCABULARY` is all they understand.
+A scene is one group of equal shapes at some place in the image, or two groups on opposite sides. The models were
+trained only on these captions, so they understand only the words in `VOCABULARY`.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _WORD = re.compile(r"\w+")
 
 
 class Scene(NamedTuple):
-    """What a picture shows, as small integers: indices into the tables above, so that a tensor row is a scene too.
+    """The content of an image as indices into the tables above, so that a scene can also be a row of a tensor.
 
-    With two groups, `place` is the side of group a; group b is opposite.
+    With two groups, `place` is the side of group a; group b is on the opposite side.
     """
 
     pair: int
@@ -77,7 +77,7 @@ PROMPTS = (
 
 
 def _group(shape: int, colour: int, count: int, size: int, choose: random.Random) -> str:
-    """A group as a noun phrase, such as "two small red circles"."""
+    """Return a noun phrase for a group, such as "two small red circles"."""
     words = f"{COLOUR_NAMES[colour]} {SHAPES[shape]}"
     if size:
         words = f"{choose.choice(_SIZE_WORDS[size])} {words}"
@@ -90,7 +90,7 @@ def _group(shape: int, colour: int, count: int, size: int, choose: random.Random
 
 
 def _subject(scene: Scene, choose: random.Random) -> str:
-    """The groups and where they are, without the background."""
+    """Return a phrase for the groups and their places, without the background."""
     first = _group(*scene[3:7], choose)
     place = PLACES[scene.place]
     if not scene.pair:
@@ -111,7 +111,7 @@ def _subject(scene: Scene, choose: random.Random) -> str:
 
 
 def caption(scene: Scene, choose: random.Random, *, background: bool = True) -> str:
-    """One of the ways to say a scene; without `background` that part is left unsaid.
+    """Return a random caption for a scene, optionally without its background.
 
     >>> scene = Scene(1, 3, 2, 0, 0, 2, 0, 1, 4, 1, 0)
     >>> caption(scene, random.Random(1))
@@ -134,7 +134,7 @@ def caption(scene: Scene, choose: random.Random, *, background: bool = True) -> 
 
 
 def _words() -> tuple[str, ...]:
-    """Every word a caption can hold, in an order that never depends on chance."""
+    """Return every word that a caption can contain, sorted."""
     phrases = [*_OPENINGS, *_ONE, "an", "on with background and", *COLOURS, *SHAPES, *(shape + "s" for shape in SHAPES)]
     for table in (_COUNTS, _SIZE_WORDS, _PLACE_PHRASES, _RELATIONS):
         for ways in table.values():
@@ -147,7 +147,7 @@ _KNOWN = frozenset(VOCABULARY)
 
 
 def words(prompt: str) -> list[str]:
-    """The words of a prompt as the pipeline's tokenizers see them: lower case, punctuation dropped.
+    """Split a prompt into words as the pipeline's tokenizers do: lower case, without punctuation.
 
     >>> words("Two red circles, blue background!")
     ['two', 'red', 'circles', 'blue', 'background']
@@ -156,7 +156,7 @@ def words(prompt: str) -> list[str]:
 
 
 def unknown_words(prompt: str) -> list[str]:
-    """The words of a prompt that the example pipeline was never taught, each once, in their order.
+    """Return the words of a prompt that are not in the vocabulary, each once, in order.
 
     >>> unknown_words("a red dragon above a blue square, a dragon")
     ['dragon']

@@ -1,4 +1,4 @@
-"""Load a pipeline from a folder of this machine, without the bars and remarks that loading one makes otherwise."""
+"""Load a pipeline from a local folder without progress bars and log messages."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tritium.errors import MissingExtra
 
 
 def load_pipeline(folder: Path, dtype: torch.dtype, purpose: str) -> Any:
-    """A diffusers pipeline in one dtype; nothing is downloaded."""
+    """Load a diffusers pipeline in one dtype, without downloading."""
     try:
         importlib.import_module("transformers")
         diffusers: Any = importlib.import_module("diffusers")
     except ImportError as absent:
         raise MissingExtra(absent.name or "diffusers", "diffusers", purpose) from absent
     with _quiet():
-        # The name that diffusers 0.36 knows; newer ones say that it has become `dtype`.
+        # diffusers 0.36 accepts only `torch_dtype`; newer versions warn that it is renamed to `dtype`.
         return diffusers.DiffusionPipeline.from_pretrained(folder, local_files_only=True, torch_dtype=dtype)
 
 

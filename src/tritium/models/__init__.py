@@ -1,4 +1,4 @@
-"""FACTS: one file a model family. `tritium.pipelines` asks; an unknown class is guessed there, not here."""
+"""FACTS: one file per model family. `tritium.pipelines` reads them, and derives them itself for unknown classes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tritium.models.family import Codec, Family
 
 @functools.cache
 def families() -> dict[str, Family]:
-    """Every family by name."""
+    """Return every model family by name."""
     found = catalog.unique(catalog.walk(sys.modules[__name__], "FAMILY", Family), "family")
     return {name: entry.value for name, entry in found.items()}
 
 
 @functools.cache
 def codecs() -> dict[str, Codec]:
-    """Every VAE that needs more to be said about it than that it decodes and encodes."""
+    """Return every VAE with facts beyond its decode and encode methods, by name."""
     found = catalog.unique(catalog.walk(sys.modules[__name__], "CODEC", Codec), "codec")
     return {name: entry.value for name, entry in found.items()}
 

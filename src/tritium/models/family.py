@@ -1,4 +1,4 @@
-"""What a file of this folder declares: the facts of one family of denoisers, and no logic."""
+"""The types of this folder's declarations: facts about denoisers and VAEs, without logic."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A denoiser's classes and where it repeats itself.
+    """A denoiser's classes and its repeated blocks.
 
-    `blocks` are the classes of its repeated blocks: equal blocks share one compilation. A family without blocks is compiled
-    as a whole. `left` are children that stay as they are, each with the reason.
+    `blocks` are the classes of its repeated blocks: equal blocks share one compilation. A family without blocks is
+    compiled as a whole. `left` are children that are not compiled, each with the reason.
     """
 
     name: str
@@ -22,10 +22,10 @@ class Family:
 
 @dataclass(frozen=True, kw_only=True)
 class Codec:
-    """A VAE's classes. Its decoder and encoder are what is compiled.
+    """A VAE's classes. Its decoder and encoder are compiled.
 
-    `decoder` and `encoder` name the dims of their arguments that change from picture to picture, as `dynamic_dims` does.
-    `cache` are the arguments that a call changes in place for the next one.
+    `decoder` and `encoder` name the dims of their arguments that change between images, in the form of `dynamic_dims`.
+    `cache` are the arguments that a call changes in place for the next call.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""FLUX.1 and what shares its architecture: double blocks, then single blocks."""
+"""FLUX.1 and models of the same architecture: double blocks, then single blocks."""
 
 from tritium.models.family import Family
 

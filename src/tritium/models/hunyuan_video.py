@@ -1,4 +1,4 @@
-"""HunyuanVideo: double and single blocks, and a refiner of the prompt's tokens."""
+"""HunyuanVideo: double and single blocks, and a refiner for the prompt's tokens."""
 
 from tritium.models.family import Family
 
@@ -8,7 +8,7 @@ FAMILY = Family(
     blocks=(
         "HunyuanVideoTransformerBlock",
         "HunyuanVideoSingleTransformerBlock",
-        # The image-to-video form, which replaces the first frame's tokens.
+        # The image-to-video variant, which replaces the first frame's tokens.
         "HunyuanVideoTokenReplaceTransformerBlock",
         "HunyuanVideoTokenReplaceSingleTransformerBlock",
     ),

@@ -1,4 +1,4 @@
-"""Qwen-Image: one kind of block over image and text."""
+"""Qwen-Image: blocks of one class over image and text tokens."""
 
 from tritium.models.family import Family
 

@@ -1,8 +1,8 @@
-"""The video VAEs of Wan and Qwen-Image: frames go through them in chunks, and a cache of frames goes with them."""
+"""The video VAEs of Wan and Qwen-Image: they process frames in chunks, together with a cache of frames."""
 
 from tritium.models.family import Codec
 
-# The cache is filled in place: nothing, then a word or a frame, then two frames. Each state is a graph of its own.
+# The cache is filled in place: first None, then a string or one frame, then two frames. Each state is a separate graph.
 _DIMS = {"x": (-2, -1), "feat_cache.*": (-2, -1)}
 
 CODEC = Codec(

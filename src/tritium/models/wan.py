@@ -1,4 +1,4 @@
-"""Wan 2.1 and 2.2: one kind of block over the tokens of a video."""
+"""Wan 2.1 and 2.2: blocks of one class over the tokens of a video."""
 
 from tritium.models.family import Family
 

@@ -1,4 +1,4 @@
-"""The video VAEs of HunyuanVideo and LTX-Video: all frames of a video, or of a tile in time, go through them at once."""
+"""The video VAEs of HunyuanVideo and LTX-Video: they process all frames of a video or temporal tile at once."""
 
 from tritium.models.family import Codec
 

@@ -1,7 +1,7 @@
-"""The report as one HTML file that loads nothing: style, script and drawings are in it.
+"""The report as one HTML file that contains its style, script and diagrams and loads nothing.
 
-Everything here is a function of what `Report.to_dict()` gives (and of the drawings beside it); nothing is measured or
-decided here. All text goes through the template's escaping or through `html.escape`.
+Everything here is a function of the data of `Report.to_dict()` and the diagrams; nothing is measured or decided. All
+text is escaped by the template or by `html.escape`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tritium.page.plot import bandwidth_plot, roofline_plot
 
 _FOLDER = Path(__file__).parent
 
-# A person reads one block; the other graphs' drawings would only make the file large.
+# One block is enough for a reader; more diagrams would only enlarge the file.
 MOST_DRAWINGS = 3
 
 
@@ -35,7 +35,7 @@ _KINDS = (
 
 
 def render(data: Mapping[str, Any], title: str) -> str:
-    """The page for a report's data."""
+    """Render the page for a report's data."""
     try:
         import jinja2
     except ImportError as error:
@@ -79,14 +79,14 @@ def render(data: Mapping[str, Any], title: str) -> str:
 
 
 def _made_here(text: str) -> Any:
-    """Text that is not escaped again: a file of this folder, or a drawing that escaped what it put in."""
+    """Mark text as not to be escaped: a file of this folder, or a diagram with escaped content."""
     import markupsafe
 
     return markupsafe.Markup(text)  # noqa: S704
 
 
 def write(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file that is there whole or not at all."""
+    """Write a file completely or not at all."""
     target = Path(path)
     temporary = _temporary_beside(target)
     try:
@@ -99,7 +99,7 @@ def write(path: str | os.PathLike[str], text: str) -> None:
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Raise now what `write` would raise after minutes of work."""
+    """Raise now the error that `write` would raise after minutes of work."""
     _temporary_beside(Path(path)).unlink()
 
 
@@ -111,7 +111,7 @@ def _temporary_beside(target: Path) -> Path:
     except OSError as error:
         raise _unwritable(target, error) from error
     os.close(handle)
-    # Temporary files are for their owner alone; a report is a file like any other.
+    # mkstemp creates files readable only by the owner; give the report the usual permissions.
     mask = os.umask(0)
     os.umask(mask)
     Path(name).chmod(0o666 & ~mask)
@@ -127,7 +127,7 @@ def _outcomes(counts: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def _bars(data: Mapping[str, Any], kernels: Kernels) -> list[dict[str, Any]]:
-    """The components of a pipeline; without any the graphs that ran in the measured call, or the kinds of kernels."""
+    """Return bars for a pipeline's components, else for the graphs in the measured call, else for kinds of kernels."""
     if data["components"]:
         return [dict(component) for component in data["components"]]
     if not kernels.total_us:
@@ -152,7 +152,7 @@ def _bars(data: Mapping[str, Any], kernels: Kernels) -> list[dict[str, Any]]:
 
 
 def _sites(sites: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Sites that ended alike at the same line, in one row: equal blocks have the same again and again."""
+    """Join sites with the same outcome at the same line into one row, because equal blocks repeat them."""
     counted: Counter[tuple[Any, ...]] = Counter(
         (site["outcome"], site["fusion"], site["source_line"], site["reason"], site["graph"]) for site in sites
     )
@@ -175,6 +175,6 @@ def _passes(passes: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _drawings(drawings: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The first few, those that were changed before those that were not."""
+    """Return the first few diagrams, changed ones first."""
     changed = sorted(drawings, key=lambda drawing: drawing["before"] == drawing["after"])
     return changed[:MOST_DRAWINGS]

@@ -1,4 +1,4 @@
-"""A graph before and after as two lists of nodes, aligned, with the edges as arcs beside them."""
+"""A graph before and after the passes as two aligned lists of nodes, with edges as arcs."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from html import escape
 from typing import Any
 
 _ROW = 22
-# Arcs grow outwards with their length; past this width they share the edge.
+# Longer edges have wider arcs; beyond this width all arcs share the left border.
 _GUTTER = 64
 
 Node = Mapping[str, Any]
-# A line of the comparison: a node on either side, or nothing.
+# A line of the comparison: a node or None on either side.
 Pair = tuple[Node | None, Node | None]
 
 
 def compared(drawing: Mapping[str, Any], sites: Iterable[Mapping[str, Any]]) -> str:
-    """Both sides as HTML. Nodes that went are marked on the left, nodes that came on the right, sites by their fusion."""
+    """Return both sides as HTML; removed and added nodes are marked, and sites show their fusion."""
     marks = {site["node"]: site for site in sites if site["graph"] == drawing["graph"]}
     pairs = aligned(drawing["before"], drawing["after"])
     sides = [("before", "as Dynamo made it", 0), ("after", "as the passes left it", 1)]
@@ -29,7 +29,7 @@ def compared(drawing: Mapping[str, Any], sites: Iterable[Mapping[str, Any]]) -> 
 
 
 def aligned(before: Sequence[Node], after: Sequence[Node]) -> list[Pair]:
-    """Equal nodes on one line.
+    """Align two lists of nodes so that equal nodes share a line.
 
     >>> node = lambda name, target="mul": {"name": name, "target": target, "type": "", "inputs": ()}
     >>> pairs = aligned([node("a"), node("b"), node("c")], [node("a"), node("fused"), node("c")])
@@ -84,7 +84,7 @@ def _arc(start: int, end: int) -> str:
     top, bottom = start * _ROW + _ROW / 2, end * _ROW + _ROW / 2
     reach = min(_GUTTER - 4, 6 + 5 * abs(end - start) ** 0.75)
     x = _GUTTER - 2
-    # A curve's control points lie a third further out than it reaches.
+    # A Bézier curve extends to 3/4 of the distance of its control points.
     out = x - reach * 4 / 3
     return f'<path data-from="{start}" data-to="{end}" d="M{x} {top:.0f}C{out:.1f} {top:.0f} {out:.1f} {bottom:.0f} {x} {bottom:.0f}"/>'
 

@@ -1,4 +1,4 @@
-"""The kernels of a report as rows: what each takes, moves and computes, and how near that is to the device's limit."""
+"""Rows for a report's kernels: time, bytes and operations, and the share of the device's limit that each reaches."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ class Row:
     graph: str
     name: str
     kind: str
-    # In one run of the graph.
+    # Launches in one run of the graph.
     launches: int
-    # Of one launch; None where it was neither measured nor estimated.
+    # Microseconds of one launch; None if neither measured nor estimated.
     us: float | None
-    # Of all launches in one call (in one run of the graph where nothing was measured), and its share of all rows.
+    # Time of all launches in one call (if nothing was measured: in one run of the graph), and its share of all rows.
     total_us: float | None
     share: float | None
     moved: int
-    # What the region it is part of moves, by what that region would have to.
+    # Bytes that the kernel's region moves divided by the bytes it must move.
     excess: float | None
     ideal: int | None
     flops: int | None
-    # The least time the device could take, by the time it takes; None unless both are known.
+    # The device's minimum time divided by the measured time; None if either is unknown.
     of_limit: float | None
-    # Which limit that is: "memory" or "arithmetic".
+    # The limit that applies: "memory" or "arithmetic".
     bound: str | None
     ops: Sequence[str]
     source_lines: Sequence[str]
@@ -52,7 +52,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Kernels:
-    """The rows, longest first, and what they are measured against."""
+    """The rows, longest time first, and the limits they are compared with."""
 
     rows: list[Row]
     measured: bool
@@ -69,7 +69,7 @@ class Kernels:
         return sum(row.launches for row in self.rows)
 
     def us_by(self, name: str) -> dict[str, float]:
-        """The time of all rows by one of their fields."""
+        """Return the total time by the value of one field."""
         found: defaultdict[str, float] = defaultdict(float)
         for row in self.rows:
             found[getattr(row, name)] += row.total_us or 0.0
@@ -97,7 +97,7 @@ class Kernels:
 
 
 def _excess(kernels: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int], float]:
-    """By graph and region: bytes that its kernels move, by those that one kernel would have to."""
+    """Return by graph and region: bytes moved by its kernels divided by the bytes that one kernel would move."""
     moved: Counter[tuple[str, int]] = Counter()
     ideal: dict[tuple[str, int], int] = {}
     for kernel in kernels:
@@ -149,7 +149,7 @@ def _row(
 
 
 def _limit(moved: float, flops: int | None, bandwidth: float | None, peak: float | None) -> tuple[float, str] | None:
-    """The seconds that the slower of the two roofs would take, and which that is; None unless all roofs are known."""
+    """Return the seconds of the slower of the two roofs and its name, or None if a needed roof is unknown."""
     if bandwidth is None or (flops is not None and peak is None):
         return None
     memory = moved / bandwidth

@@ -1,7 +1,7 @@
-"""Two plots as SVG, both logarithmic: contractions on the roofline, all other kernels against the bandwidth.
+"""Two logarithmic plots as SVG: contractions on the roofline, all other kernels against the bandwidth.
 
-A kernel that contracts nothing has no count of operations that would mean something, so it is not put on a roofline by a
-guess: its bytes are known, and so is the rate at which it moved them.
+A kernel without contractions has no meaningful operation count, so it is not placed on a roofline. Its bytes and its
+transfer rate are known.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Axis:
 
     @classmethod
     def around(cls, values: Sequence[float], start: float, end: float) -> Axis:
-        """Whole decades that hold all values, at least two."""
+        """Return an axis of at least two whole decades that contains all values."""
         low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
         if high - low < 2:
             high = low + 2
@@ -47,7 +47,7 @@ class Axis:
 
 
 def roofline_plot(kernels: Kernels) -> str:
-    """Operations a byte against operations a second; empty where a roof or every operation count is missing."""
+    """Plot operations per byte against operations per second; empty if a roof or all operation counts are missing."""
     rows = [row for row in kernels.rows if row.intensity and row.flops_per_s]
     bandwidth, peak = kernels.bandwidth, kernels.flops_per_s
     if not rows or bandwidth is None or peak is None:
@@ -56,7 +56,7 @@ def roofline_plot(kernels: Kernels) -> str:
     intensities = [row.intensity or 0.0 for row in rows]
     x = Axis.around([*intensities, ridge / 3, ridge * 3], _LEFT, WIDTH - _RIGHT)
     y = Axis.around([*(row.flops_per_s or 0.0 for row in rows), peak * 1.5], HEIGHT - _BOTTOM, _TOP)
-    # Below the plot's lowest rate the roof lies outside of it.
+    # Start the roof where it enters the plot from below.
     start = max(x.low, y.low / bandwidth)
     roof = [(x.at(start), y.at(start * bandwidth)), (x.at(ridge), y.at(peak)), (x.at(x.high), y.at(peak))]
     marks = [_mark(row, x.at(row.intensity or 0.0), y.at(row.flops_per_s or 0.0), _of_contraction(row)) for row in rows]
@@ -70,7 +70,7 @@ def roofline_plot(kernels: Kernels) -> str:
 
 
 def bandwidth_plot(kernels: Kernels) -> str:
-    """Bytes a launch against bytes a second, for kernels that contract nothing; empty where there are none measured."""
+    """Plot bytes per launch against bytes per second for kernels without contractions; empty if none was measured."""
     rows = [row for row in kernels.rows if not row.flops and row.bytes_per_s and row.moved] if kernels.measured else []
     bandwidth = kernels.bandwidth
     if not rows or bandwidth is None:
@@ -103,7 +103,7 @@ def _of_memory(row: Row) -> str:
 
 
 def _mark(row: Row, x: float, y: float, said: str) -> str:
-    # The area of a mark is its share of the time.
+    # The area of a mark is proportional to its share of the time.
     radius = 3.5 + 13 * math.sqrt(row.share or 0.0)
     text = f"{row.name}: {said}; {percent(row.share)} of the time, {percent(row.of_limit)} of the limit"
     return (

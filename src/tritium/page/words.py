@@ -1,4 +1,4 @@
-"""Numbers as people read them, and the report in a few sentences."""
+"""Format numbers for readers, and summarise a report in sentences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NONE = "–"
 
 
 def number(value: float | None) -> str:
-    """Three digits, without an exponent where that is short.
+    """Return a number with three digits, without an exponent if that is short.
 
     >>> [number(value) for value in (None, 0, 0.1234, 3.0, 12.34, 1234.5, 1234567)]
     ['–', '0', '0.123', '3', '12.3', '1,234', '1,234,567']
@@ -26,7 +26,7 @@ def number(value: float | None) -> str:
 
 
 def bytes_text(count: float | None) -> str:
-    """A number of bytes with the unit that keeps it short.
+    """Return a number of bytes with a fitting unit.
 
     >>> [bytes_text(count) for count in (None, 12, 1536, 3 << 30)]
     ['–', '12 B', '1.5 KiB', '3.0 GiB']
@@ -42,7 +42,7 @@ def bytes_text(count: float | None) -> str:
 
 
 def rate(value: float, unit: str) -> str:
-    """A rate with a decimal prefix.
+    """Return a rate with a decimal prefix.
 
     >>> rate(4.3e12, "B/s"), rate(98e9, "FLOP/s")
     ('4.3 TB/s', '98 GFLOP/s')
@@ -54,7 +54,7 @@ def rate(value: float, unit: str) -> str:
 
 
 def percent(share: float | None) -> str:
-    """A share.
+    """Return a share as a percentage.
 
     >>> [percent(share) for share in (None, 0.004, 0.056, 0.5)]
     ['–', '0.4 %', '5.6 %', '50 %']
@@ -77,7 +77,7 @@ def operations(value: float | None) -> str:
 
 
 def count(value: int, one: str, many: str | None = None) -> str:
-    """A number and its noun.
+    """Return a number with its noun.
 
     >>> count(1, "graph"), count(2, "graph"), count(0, "match", "matches")
     ('1 graph', '2 graphs', 'no matches')
@@ -87,7 +87,7 @@ def count(value: int, one: str, many: str | None = None) -> str:
 
 
 def summary(data: Mapping[str, Any], kernels: Kernels) -> list[str]:
-    """What happened, in sentences."""
+    """Summarise the report in sentences."""
     graphs = data["graphs"]
     seconds = sum(graph["seconds"] for graph in graphs)
     engines = " and ".join(sorted({graph["engine"] for graph in graphs})) or "none"

@@ -1,7 +1,7 @@
-"""What was done, declined, and why.
+"""Reports: applied and declined optimisations, with reasons.
 
-A `GraphRecord` is written while one graph is compiled and belongs to that compiled code; `LEDGER` keeps them for the
-process; a `Report` is a view over the records of one model.
+A `GraphRecord` is written while a graph is compiled and belongs to its compiled code. `LEDGER` keeps the records of
+the process. A `Report` is a view of the records of one model.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ __all__ = [
 
 
 class Report:
-    """What Tritium did to one model. `str(report)` is a page of text, `to_dict()` the same as data, `to_html` a page."""
+    """The optimizations of one model: as text (`str(report)`), as data (`to_dict()`) or as an HTML page (`to_html`)."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Report:
     ) -> None:
         self.records = list(records)
         self.limits = list(limits)
-        # The parts of a pipeline, where the report is about one.
+        # The parts of a pipeline, if the report is about a pipeline.
         self.components = list(components)
         self.measurement = measurement
         # Calls outside of `Plan(shapes=...)`.
@@ -110,7 +110,7 @@ class Report:
 
     @property
     def attention(self) -> list[dict[str, Any]]:
-        """Who computes which attention of the graphs, and the densities of sparse ones; see `tritium.layers`."""
+        """Attention implementations by graph, and the densities of sparse ones; see `tritium.layers`."""
         return LEDGER.attention_of(self.records)
 
     @property
@@ -123,7 +123,7 @@ class Report:
 
     @property
     def not_fused(self) -> list[dict[str, Any]]:
-        """Pairs of generated kernels of which one reads what the other writes or reads, with Inductor's reason."""
+        """Pairs of generated kernels that share data or pass it on, with Inductor's reason for not fusing them."""
         return [{"graph": record.graph, **pair} for record in self.records for pair in record.not_fused]
 
     @property
@@ -189,11 +189,11 @@ class Report:
         return json.dumps(self.to_dict(), indent=2)
 
     def dump(self, folder: str | os.PathLike[str]) -> list[Path]:
-        """Write a folder for every generated kernel, in which it can be read, run, edited and measured alone.
+        """Write a folder per generated kernel, in which it can be read, run, edited and measured alone.
 
-        They are `<folder>/<function>-<graph>/fused_<operators>_<hash>`, with the files that `tritium.whitebox` lists. On a
-        warm start they come from beside Inductor's cache; a graph whose kernels are not known raises a `ReportError`,
-        after the others were written.
+        The folders are `<folder>/<function>-<graph>/fused_<operators>_<hash>`, with the files listed in
+        `tritium.whitebox`. After a warm start the kernels come from a store next to Inductor's cache. If the kernels of
+        a graph are unknown, a `ReportError` is raised after the others were written.
         """
         written = [path for record in self.records for path in record.write_kernels(Path(folder))]
         lacking = [f"{record.graph} ({reason})" for record in self.records if (reason := record.why_no_kernels())]
@@ -204,7 +204,7 @@ class Report:
         return written
 
     def to_html(self, path: str | os.PathLike[str], *, title: str = "Tritium report") -> None:
-        """Write one page that holds everything it shows: it loads nothing. The file appears whole or not at all."""
+        """Write a self-contained HTML page. The file is written completely or not at all."""
         from tritium import page
 
         sites = [

@@ -1,4 +1,4 @@
-"""The records of this process, and who is told when a graph is compiled."""
+"""The compilation records of this process, and observers of compilations."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from typing import Any
 from tritium import compat
 from tritium.report.records import GraphRecord
 
-# Told the function of a graph when its compilation begins (None) and when it ends (the seconds it took).
+# Called with a graph's function and None when its compilation begins, and with the seconds it took when it ends.
 CompilationObserver = Callable[[str, float | None], None]
 
-# Graphs of this process that keep a drawing, at most about 200 KB each; later ones are counted, not drawn.
+# Graphs with a stored diagram, at most about 200 KB each; later graphs are only counted.
 MOST_DRAWINGS = 16
 
 
 class Ledger:
-    """The records of this process."""
+    """The records of this process, with a lock."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._records: list[GraphRecord] = []
         self._limits: list[compat.LimitReached] = []
         self._observers: list[CompilationObserver] = []
-        # By the graph that was traced: who computes which attention.
+        # Attention choices by traced graph.
         self._attention: dict[str, dict[tuple[str, str], None]] = {}
         self._sparse: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @contextlib.contextmanager
     def observed(self, observer: CompilationObserver) -> Iterator[None]:
-        """Tell an observer what is compiled inside."""
+        """Call an observer for every compilation inside."""
         self._observers.append(observer)
         try:
             yield
@@ -40,14 +40,14 @@ class Ledger:
             self._observers.remove(observer)
 
     def begin(self, record: GraphRecord) -> None:
-        """A graph is about to be compiled."""
+        """Notify observers that a graph is about to be compiled."""
         for observer in self._observers:
             observer(record.function, None)
 
     def add(self, record: GraphRecord) -> None:
-        """A graph was compiled."""
+        """Store the record of a compiled graph and notify observers."""
         with self._lock:
-            # A restarted analysis compiles the same graph again: the later record is the true one.
+            # Dynamo may restart its analysis and compile the same graph again: keep only the latest record.
             self._records = [
                 kept for kept in self._records if not (kept.graph == record.graph and kept.code == record.code)
             ]
@@ -62,16 +62,16 @@ class Ledger:
             self._limits.append(limit)
 
     def attention_chosen(self, graph: str, by: str, what: str) -> None:
-        """While a graph was traced, this was chosen to compute an attention; a graph is traced several times."""
+        """Record an attention choice during tracing; a graph may be traced several times."""
         with self._lock:
             self._attention.setdefault(graph, {})[by, what] = None
 
     def watch_sparse(self, attention: Any) -> None:
-        """Show a sparse attention's `summary()` in reports, for as long as it lives."""
+        """Include a sparse attention's `summary()` in reports while the object is alive."""
         self._sparse.add(attention)
 
     def attention_of(self, records: Sequence[GraphRecord]) -> list[dict[str, Any]]:
-        """Who computes the attentions of some graphs, and how sparse those are that this process computes sparsely."""
+        """Return the attention choices of some graphs, and summaries of all sparse attentions of this process."""
         with self._lock:
             chosen = [(record.graph, *pair) for record in records for pair in self._attention.get(record.graph, ())]
         found: list[dict[str, Any]] = [{"graph": graph, "by": by, "what": what} for graph, by, what in chosen]
@@ -79,13 +79,13 @@ class Ledger:
         return found + [summary for summary in sparse if summary is not None]
 
     def records(self) -> list[GraphRecord]:
-        """Records whose code is still alive, oldest first."""
+        """Return the records whose code is still alive, oldest first."""
         with self._lock:
             self._records = [kept for kept in self._records if kept.code is None or kept.code() is not None]
             return list(self._records)
 
     def limits(self) -> list[compat.LimitReached]:
-        """Every recompile limit that was reached, oldest first."""
+        """Return every recompile limit that was reached, oldest first."""
         with self._lock:
             return list(self._limits)
 

@@ -1,4 +1,4 @@
-"""Why a graph was compiled again: Dynamo's sentences about failed guards, read."""
+"""Recompile reasons, parsed from Dynamo's messages about failed guards."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _MISMATCH = re.compile(
 )
 _EQUALITY = re.compile(r"^(?P<argument>[A-Za-z_][\w.\[\]']*) == (?P<was>.+)$")
 _NAME = re.compile(r"[A-Za-z_]\w*")
-# Something of the module itself, in Dynamo's spelling: the outermost step goes through the module's dictionary.
+# A path inside a module, as Dynamo writes it: the outermost step goes through the module's __dict__.
 _STEP = r"(?:\.__dict__\['_(?:modules|parameters|buffers)'\]|\._(?:modules|parameters|buffers))\['([^']+)'\]"
 _INSIDE = re.compile(rf"self(?:{_STEP}|\.\w+(?:\['[^']+'\])?)+")
 
 
 def parse_guard_failure(graph: str, text: str, arguments: Mapping[str, Any]) -> Recompile:
-    """Dynamo's sentence about a failed guard as argument, was and now.
+    """Parse Dynamo's message about a failed guard into argument, was and now.
 
     >>> parse_guard_failure("0/1", "0/0: tensor 'x' size mismatch at index 1. expected 8, actual 16", {})
     Recompile(graph='0/1', argument='x', was='size 8 at dim 1', now='size 16 at dim 1', reason="tensor 'x' size mismatch at index 1. expected 8, actual 16")
@@ -33,7 +33,7 @@ def parse_guard_failure(graph: str, text: str, arguments: Mapping[str, Any]) -> 
         place = f" at dim {index}" if index is not None else ""
         values = [f"{what} {mismatch[key].strip()}{place}" for key in ("was", "now")]
         if what == "dispatch key set":
-            # The only key that ordinary use changes: a tensor made under inference_mode lacks it.
+            # Ordinary use changes only this key: tensors created under inference_mode lack it.
             values = ["normal tensor" if "ADInplaceOrView" in value else "inference tensor" for value in values]
         return Recompile(graph, _argument_name(mismatch["argument"]), values[0], values[1], reason)
     if reason.startswith("GLOBAL_STATE changed"):
@@ -53,12 +53,12 @@ def parse_guard_failure(graph: str, text: str, arguments: Mapping[str, Any]) -> 
 
 
 def _argument_name(text: str) -> str:
-    """`hidden_states` for `kwargs['hidden_states']`: a decorator around forward hides the name otherwise."""
+    """Return `hidden_states` for `kwargs['hidden_states']`, which Dynamo reports if forward has a decorator."""
     return re.sub(r"^(?:kw)?args\['?([\w.]+)'?\]", r"\1", text)
 
 
 def _inner_name(path: str) -> str:
-    """A place inside of a module as a user writes it.
+    """Return a path inside a module in the user's notation.
 
     >>> _inner_name("self._modules['attn']._modules['to_q'].scaling['one']")
     "attn.to_q.scaling['one']"

@@ -1,4 +1,4 @@
-"""What is written down while one graph is compiled, and about the parts of a pipeline."""
+"""Records written while a graph is compiled, and about the parts of a pipeline."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Site:
     reason: str
     node: str = ""
     source_line: str = ""
-    # Who computes the op that stands here now; empty where nothing was rewritten.
+    # The provider of the op at this site; empty if nothing was rewritten.
     provider: str = ""
 
     def declined(self, reason: str) -> Site:
@@ -39,7 +39,7 @@ class Site:
 
 @dataclass
 class SiteCounts:
-    """How the sites of one family ended."""
+    """The outcomes of one family's sites."""
 
     fused: int = 0
     inductor: int = 0
@@ -61,7 +61,7 @@ class SiteCounts:
 
 @dataclass
 class PassRecord:
-    """One pass over one graph."""
+    """The result of one pass on one graph."""
 
     name: str
     changed: bool = False
@@ -69,7 +69,7 @@ class PassRecord:
     seconds: float = 0.0
     declined: str | None = None
     failed: str | None = None
-    # What it did, where it says so, and how many places it left alone for which reasons.
+    # The pass's summary, if any, and the number of places it left unchanged, by reason.
     summary: str | None = None
     left_alone: dict[str, int] = field(default_factory=dict)
 
@@ -88,7 +88,7 @@ class PassRecord:
 
 @dataclass(frozen=True)
 class Recompile:
-    """Why a frame was compiled once more."""
+    """The reason why a frame was compiled again."""
 
     graph: str
     argument: str | None
@@ -98,7 +98,7 @@ class Recompile:
 
     @property
     def suggestion(self) -> str | None:
-        """What to write so that this does not happen; None where nothing would help."""
+        """The line to write to prevent this recompile, or None."""
         return suggest(self.argument, self.was, self.now, self.reason)
 
     def to_dict(self) -> dict[str, str | None]:
@@ -107,7 +107,7 @@ class Recompile:
 
 @dataclass(frozen=True)
 class Folded:
-    """A value that depends on parameters alone and is computed when they change instead of on every call."""
+    """A value that depends only on parameters and is computed when they change, not on every call."""
 
     value: str
     sources: tuple[str, ...]
@@ -120,7 +120,7 @@ class Folded:
 
 @dataclass(frozen=True)
 class Failure:
-    """A part that turned itself off for one graph."""
+    """A part of Tritium that disabled itself for one graph."""
 
     part: str
     reason: str
@@ -132,13 +132,13 @@ class Failure:
 
 @dataclass(frozen=True)
 class Violation:
-    """Calls of a part outside of the shapes that were promised."""
+    """Calls of a part outside of the promised shapes."""
 
     part: str
     what: str
     done: str
     times: int
-    # The line that makes such calls part of the promise; None where none is known.
+    # The line that adds such calls to the promise, or None.
     suggestion: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -147,16 +147,16 @@ class Violation:
 
 @dataclass
 class Capture:
-    """One bucket of one region: a recording that is replayed, or the reason why there is none."""
+    """One bucket of one region: a captured graph, or the reason why there is none."""
 
     bucket: str
     hits: int = 0
-    # Static inputs and results, and what the recording took of the device's memory besides.
+    # Bytes of static inputs and results, plus the device memory that the capture allocated.
     bytes: int = 0
-    # Which piece of a graph that is cut at boundary ops; None for a whole graph.
+    # The number of the piece if the graph is cut at boundary ops, else None.
     piece: int | None = None
     declined: str | None = None
-    # Whether results are copied, because a caller held one over the next call.
+    # True if results are copied because a caller kept one past the next call.
     copies: bool = False
 
     def to_dict(self) -> dict[str, Any]:
@@ -165,7 +165,7 @@ class Capture:
 
 @dataclass(frozen=True, slots=True)
 class DrawnNode:
-    """A node of a graph as words: nothing of the model stays alive through it."""
+    """A node of a graph as strings, so that it keeps nothing of the model alive."""
 
     name: str
     target: str
@@ -176,13 +176,13 @@ class DrawnNode:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A part of one graph as Dynamo made it and as the passes left it."""
+    """A part of one graph, from Dynamo and after the passes."""
 
-    # The path of the block that is drawn, or None for the graph from its beginning.
+    # The path of the block in the diagram, or None if it shows the graph from the beginning.
     block: str | None
     before: tuple[DrawnNode, ...]
     after: tuple[DrawnNode, ...]
-    # Nodes of that part that are not drawn, because it is too large.
+    # Number of nodes of that part that are omitted because it is too large.
     left_out: int = 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -191,15 +191,15 @@ class Drawing:
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
-    """One part of a pipeline: how long a call of it takes, and what was done to it."""
+    """One part of a pipeline: its time per call and the optimizations applied to it."""
 
     name: str
-    # The median of its calls in which nothing was compiled; None if there were none.
+    # Median of the calls that compiled nothing; None if there were none.
     milliseconds: float | None
     calls: int
-    # Of the time in all components.
+    # Share of the time of all components.
     share: float | None
-    # The seconds of the calls that compiled.
+    # Total seconds of the calls that compiled.
     first_call_seconds: float
     what: str
 
@@ -209,17 +209,17 @@ class Component:
 
 @dataclass(frozen=True)
 class Measurement:
-    """How the kernels' times were measured, and what the machine reaches at best."""
+    """How kernel times were measured, and the limits of the machine."""
 
     # Calls under the profiler; times are means over them.
     calls: int
-    # One call by the clock, without the profiler.
+    # Milliseconds of one call without the profiler.
     call_ms: float
-    # Kernels that the profiler's events could be attributed to, of all that are recorded for graphs that ran.
+    # Kernels with a matching profiler event, and all kernels recorded for graphs that ran.
     timed: int
     of: int
     roofs: measure.Roofs
-    # Whether others kept the machine busy meanwhile; None where nobody tells.
+    # True if other processes kept the machine busy; None if unknown.
     disturbed: bool | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -228,7 +228,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class SharedPiece:
-    """A piece of a graph that is compiled on its own: its number, and how often a call of the graph runs it."""
+    """A separately compiled piece of a graph: its number, and how often a call of the graph runs it."""
 
     number: int
     count: int = 1
@@ -236,7 +236,7 @@ class SharedPiece:
 
 @dataclass
 class GraphRecord:
-    """Everything known about one compiled graph."""
+    """All information about one compiled graph."""
 
     graph: str
     function: str
@@ -250,34 +250,34 @@ class GraphRecord:
     folded: list[Folded] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     captures: list[Capture] = field(default_factory=list)
-    # The regions that hold the recordings, for whoever wants to clear them; they live as long as the compiled code.
+    # Regions with captured graphs, so that these can be cleared; they live as long as the compiled code.
     regions: list[weakref.ref[Any]] = field(default_factory=list)
     fallbacks: list[dict[str, Any]] = field(default_factory=list)
     kernels: list[dict[str, Any]] = field(default_factory=list)
-    # Operators that became generated code, and pairs of kernels that exchange data and are two.
+    # Operators that became generated code, and unfused pairs of kernels that exchange data.
     lowered: list[dict[str, Any]] = field(default_factory=list)
     not_fused: list[dict[str, Any]] = field(default_factory=list)
     kernels_from: Literal["codegen", "store", "none"] = "none"
-    # The kernels' texts, packed by `whitebox`.
+    # The kernels' source code, packed by `whitebox`.
     sources: str = ""
-    # The numbers of the pieces that a call runs, in order; empty for a graph that is compiled whole.
+    # Numbers of the pieces in the order of a call; empty if the graph was compiled whole.
     order: list[int] = field(default_factory=list)
     recompile: Recompile | None = None
     seconds: float = 0.0
     drawing: Drawing | None = None
-    # How often the graph ran in one measured call; None where nothing was measured.
+    # Runs of the graph per measured call; None if nothing was measured.
     runs: float | None = None
     code: weakref.ref[CodeType] | None = None
     owners: tuple[weakref.ref[Any], ...] = ()
     callers: frozenset[int] = frozenset()
 
     def belongs_to(self, thing: object) -> bool:
-        """Whether `thing` was on the stack when this graph was compiled."""
+        """Return True if `thing` was on the stack when this graph was compiled."""
         return any(owner() is thing for owner in self.owners)
 
     @property
     def lowering_failed(self) -> bool:
-        """Whether the graph runs eagerly because nothing could be generated for it."""
+        """True if the graph runs eagerly because code generation failed."""
         return self.engine == "eager" and any(failure.part.startswith("lowering") for failure in self.failures)
 
     @property
@@ -285,7 +285,7 @@ class GraphRecord:
         return f"{self.function}-{self.graph}"
 
     def why_no_kernels(self) -> str | None:
-        """Why there is nothing to dump although Inductor compiled the graph; None where there is, or nothing was asked."""
+        """Return why no kernels of a graph that Inductor compiled can be dumped, or None."""
         if self.kernels_from != "none" or self.engine != "inductor":
             return None
         if self.needs_gradients:
@@ -296,7 +296,7 @@ class GraphRecord:
         )
 
     def write_kernels(self, folder: Path) -> list[Path]:
-        """A folder for each generated kernel, see `whitebox`."""
+        """Write a folder per generated kernel; see `whitebox`."""
         if not self.sources:
             return []
         inner = folder / re.sub(r"[^A-Za-z0-9_.-]+", "_", self.label).strip("_")
@@ -305,9 +305,9 @@ class GraphRecord:
     def observed(
         self, observation: Mapping[str, Any], source: Literal["codegen", "store"], piece: SharedPiece | None = None
     ) -> None:
-        """Take over what was seen of the code generation, now or in an earlier process.
+        """Add an observation of code generation, from this or an earlier process.
 
-        What was seen of a piece joins what is known of the others.
+        The observation of a piece is added to those of the other pieces.
         """
         if piece is None:
             self.forget_pieces()
@@ -322,7 +322,7 @@ class GraphRecord:
         self.kernels_from = "codegen" if "codegen" in (source, self.kernels_from) else source
 
     def forget_pieces(self) -> None:
-        """Drop what was seen of code generation, before the graph is compiled whole."""
+        """Drop all observations of code generation, before the graph is compiled whole."""
         self.kernels, self.fallbacks, self.lowered, self.not_fused = [], [], [], []
         self.sources, self.kernels_from, self.order = "", "none", []
 
@@ -344,7 +344,7 @@ class GraphRecord:
 def _launched(
     kernels: Iterable[Mapping[str, Any]], piece: SharedPiece | None, known: Iterable[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return kernels with their piece, how often a call of the graph launches them, and regions that are new."""
+    """Return kernels with their piece, launches per call of the graph, and renumbered regions."""
     first = 1 + max((kernel["region"] for kernel in known if kernel["region"] is not None), default=-1)
     own = {"piece": piece.number, "count": piece.count} if piece is not None else {"piece": None, "count": 1}
     return [
@@ -354,7 +354,7 @@ def _launched(
 
 
 def _repeated(entry: Mapping[str, Any], times: int) -> dict[str, Any]:
-    """Return an entry of one piece as that of all pieces that share its code."""
+    """Return the entry of one piece, multiplied by the number of pieces that share its code."""
     counted = (
         {"arguments": {key: count * times for key, count in entry["arguments"].items()}} if "arguments" in entry else {}
     )

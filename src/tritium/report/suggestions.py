@@ -1,4 +1,4 @@
-"""What a user can write so that a graph is not compiled again."""
+"""Suggestions to the user for preventing recompiles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _SIZE = re.compile(r"size (\d+) at dim (\d+)")
 
 
 def suggest(argument: str | None, was: str | None, now: str | None, reason: str) -> str | None:
-    """The line that prevents a recompile.
+    """Return the line that prevents a recompile, or None.
 
     >>> suggest("encoder_hidden_states", "size 128 at dim 1", "size 512 at dim 1", "")
     'Plan(shapes=Shapes(..., text_tokens=[128, 512])), or dynamic_dims={"encoder_hidden_states": [1]}'

@@ -1,4 +1,4 @@
-"""A report as a page of text."""
+"""Format a report as text."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tritium import compat
 if TYPE_CHECKING:
     from tritium.report import Report
 
-# Pairs of kernels that the text of a report shows; the data has all.
+# Pairs of kernels in the text of a report; the data has all.
 MOST_PAIRS = 20
 
 
 def of_report(report: Report) -> str:
-    """A page of text: one section about each thing that was done."""
+    """Return the report as text, with one section per kind of record."""
     sections = [
         _machine,
         components,
@@ -75,7 +75,7 @@ def _attention(report: Report) -> str:
 
 
 def _operators(report: Report) -> str:
-    """What became of Inductor's operators: generated code, or a call with a reason."""
+    """Return Inductor's operators: generated code, or fallback calls with reasons."""
     lines = [f"Lowered {entry['count']}x {entry['op']}" for entry in report.lowered]
     for entry in report.fallbacks:
         first, *others = entry["arguments"] or [""]
@@ -168,7 +168,7 @@ def _kernels(report: Report) -> str:
     if not report.kernels:
         missing = [record.graph for record in report.records if record.engine == "inductor"]
         return f"Kernels: none recorded for graph {', '.join(missing)}" if missing else ""
-    # Equal blocks make the same kernel again and again: one row each.
+    # Equal blocks generate the same kernel repeatedly: show it in one row.
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for kernel in report.kernels:
         groups.setdefault((kernel["graph"], kernel["name"]), []).append(kernel)
@@ -223,7 +223,7 @@ def _bytes(count: int | None) -> str:
 
 
 def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Left-aligned columns; the last one is free to be long."""
+    """Return a table with left-aligned columns; only the last may exceed 48 characters."""
     cells = [[str(cell) for cell in row] for row in [header, *rows]]
     widths = [min(48, max(len(row[i]) for row in cells)) for i in range(len(header) - 1)]
     lines = [title]

@@ -1,12 +1,12 @@
-"""A folder for every generated kernel, in which it can be read, run, edited and measured alone.
+"""Write a folder per generated kernel, in which it can be read, run, edited and measured alone.
 
 fused_<operators>_<hash>/
-    fragment.py           the operators it stands for, as a script that makes its inputs and runs them one by one
-    fragment.onnx         the same as a drawing for Netron
+    fragment.py           the operators it replaces, as a script that creates inputs and runs them one by one
+    fragment.onnx         the same operators as a graph for Netron
     loops.txt             Inductor's loop IR
     kernel.py, .cpp       the generated source
-    benchmark.py          runs and times the source beside it; needs torch alone
-    meta.json             arguments, tiling, bytes, ideal bytes, reasons; and what is missing here, with the reason
+    benchmark.py          runs and times that source; needs only torch
+    meta.json             arguments, tiling, bytes, ideal bytes, reasons; and missing files with the reason
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# Operators that a folder's name lists.
+# Maximum number of operators in a folder's name.
 _NAMED = 6
 
 _SOURCE = {"triton": "kernel.py", "cpp": "kernel.cpp"}
 
 
 def pack(kernels: Sequence[Mapping[str, Any]]) -> str:
-    """What `compiler/dissect.py` found, small enough to be kept with every compiled graph."""
+    """Compress the result of `compiler/dissect.py`, so that it can be kept with every compiled graph."""
     return base64.b64encode(zlib.compress(json.dumps(list(kernels)).encode())).decode()
 
 
@@ -37,7 +37,7 @@ def unpack(packed: str) -> list[dict[str, Any]]:
 
 
 def write(folder: Path, kernels: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]]) -> list[Path]:
-    """Write a folder for each kernel; `measured` are the report's entries about the same graph, found by name."""
+    """Write a folder per kernel; `measured` are the report's entries about the same graph, matched by name."""
     about: dict[str, Mapping[str, Any]] = {}
     for entry in measured:
         about.setdefault(str(entry["name"]), entry)
@@ -45,7 +45,7 @@ def write(folder: Path, kernels: Sequence[Mapping[str, Any]], measured: Sequence
 
 
 def folder_name(kernel: Mapping[str, Any]) -> str:
-    """Equal kernels have equal names, in any process: the hash is of the source without its own name.
+    """Return a folder name that is equal for equal kernels in any process: the hash excludes the kernel's name.
 
     >>> folder_name({"name": "cpp_fused_add_0", "operators": ["aten.add", "aten.mul"], "source": "int x;"})
     'fused_add_mul_e13e332b'
@@ -75,18 +75,18 @@ def _write_one(parent: Path, kernel: Mapping[str, Any], about: Mapping[str, Any]
 
 
 def describe(kernel: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, Any]:
-    """What meta.json holds: the report's entry, and what running the kernel alone takes."""
+    """Return the content of meta.json: the report's entry, and the data needed to run the kernel alone."""
     texts = ("source", "loops", "fragment", "drawing")
     return {
         **{name: value for name, value in kernel.items() if name not in texts},
         **{name: value for name, value in about.items() if name not in ("name", "ops", "kind")},
-        # How it is tiled, and what the tiling policy decided and why.
+        # The tiling in the source, and the tiling policy's decision with its reason.
         "tiling": {**tiling(kernel["source"], kernel["language"]), "decision": about.get("tiling")},
     }
 
 
 def tiling(source: str, language: str) -> dict[str, Any]:
-    """How a kernel walks over its data, read off its source."""
+    """Parse a kernel's tiling from its source."""
     if language == "cpp":
         steps = re.findall(r"(\w+)\s*\+=\s*static_cast<int64_t>\((\d+)L?\)\)", source)
         threads = re.findall(r"num_threads\((\d+)\)", source)

@@ -1,10 +1,10 @@
-"""Time the kernel in this folder, and compare it with the operators it stands for.
+"""Time the kernel in this folder, and compare it with the operators it replaces.
 
-    python benchmark.py            prints the time of a launch, GB/s against a copy, and the difference to fragment.py
+    python benchmark.py            prints us per launch, GB/s compared with a copy, and the difference to fragment.py
     python benchmark.py --json     the same as data
 
-The source is read from kernel.py (Triton) or kernel.cpp (C++) beside this file: edit it and run this again to measure the
-edit. Shapes and strides of the arguments are in meta.json. Integers are zero, so that an index never leads out of a tensor.
+The source is read from kernel.py (Triton) or kernel.cpp (C++) in this folder: edit it and run this again to measure the
+edit. Shapes and strides of the arguments are in meta.json. Integers are zero, so that every index is in bounds.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 
-# Seconds that one measurement takes at most, after three launches that warm up.
+# Maximum seconds of one measurement, after three warm-up launches.
 SECONDS = 0.5
 
-# Bytes of the tensor whose copy gives the device's bandwidth; more than any cache holds.
+# Bytes of the tensor that is copied to measure bandwidth; larger than any cache.
 COPIED = {"cpu": 1 << 27, "cuda": 1 << 29}
 
 
 def make(spec: dict[str, Any]) -> Any:
-    """A number, or a tensor of the given dtype, size and stride: random, or zeros if its elements are integers."""
+    """Create a number, or a tensor with the given dtype, size and stride: random, or zeros for integers."""
     if spec["kind"] == "number":
         return spec["value"]
     dtype, size, stride = getattr(torch, spec["dtype"]), spec["size"], spec["stride"]
@@ -45,14 +45,14 @@ def make(spec: dict[str, Any]) -> Any:
 
 
 def load_kernel(folder: Path, language: str) -> Callable[..., None]:
-    """A function of the kernel's arguments, compiled from the source as it is in the folder now."""
+    """Compile the current source in the folder and return a function of the kernel's arguments."""
     if language == "cpp":
         return load_cpp((folder / "kernel.cpp").read_text(encoding="utf-8"))
     return load_triton(folder / "kernel.py")
 
 
 def load_cpp(source: str) -> Callable[..., None]:
-    """Compile through Inductor's own loader: the same compiler, flags and vector instructions as in the model."""
+    """Compile with Inductor's loader, hence with the same compiler, flags and vector instructions as in the model."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
     start = source.rindex('extern "C"')
@@ -63,7 +63,7 @@ def load_cpp(source: str) -> Callable[..., None]:
 
 
 def load_triton(path: Path) -> Callable[..., None]:
-    """The module as Inductor wrote it; its first launch tries the tile sizes that its decorator lists."""
+    """Load the module as Inductor wrote it; its first launch tries the tile sizes in its decorator."""
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     kernels = [value for value in vars(load_module(path)).values() if isinstance(value, CachingAutotuner)]
@@ -81,14 +81,14 @@ def load_module(path: Path) -> Any:
     if spec is None or spec.loader is None:
         raise SystemExit(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
-    # Triton looks for a kernel's module by its name.
+    # Triton looks up a kernel's module by name.
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
 
 
 def seconds(run: Callable[[], Any], device: str) -> float:
-    """The median of a call."""
+    """Return the median time of a call."""
     for _ in range(3):
         run()
     sample = _on_gpu if device == "cuda" else _on_host
@@ -106,7 +106,7 @@ def _on_host(run: Callable[[], Any]) -> float:
 
 
 def _on_gpu(run: Callable[[], Any]) -> float:
-    # Ten launches in a row: one alone would measure the host.
+    # Ten launches in a row: a single one would measure the host.
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(10):
@@ -117,14 +117,14 @@ def _on_gpu(run: Callable[[], Any]) -> float:
 
 
 def copy_bandwidth(device: str) -> float:
-    """Bytes a second, read and written, of a large copy."""
+    """Measure the bytes per second, read and written, of a large copy."""
     source = torch.zeros(COPIED[device], dtype=torch.uint8, device=device)
     target = torch.ones_like(source)
     return 2 * COPIED[device] / seconds(lambda: target.copy_(source), device)
 
 
 def compare(folder: Path, meta: dict[str, Any], kernel: Callable[..., None]) -> float | str:
-    """The largest relative L2 difference between the kernel's results and the operators'; or why there is none."""
+    """Return the largest relative L2 difference between results of kernel and operators, or why there is none."""
     if not (folder / "fragment.py").exists():
         return "there is no fragment.py"
     unknown = [given["parameter"] for given in meta["arguments"] if given.get("input") and given["reads"] is None]
@@ -155,7 +155,7 @@ def _relative_l2(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def measure(folder: Path) -> dict[str, Any]:
-    """Everything this file prints, as data."""
+    """Measure, and return everything that this file prints as data."""
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     if meta.get("not_runnable"):
         raise SystemExit(f"{meta['name']} cannot be run on its own: {meta['not_runnable']}")
