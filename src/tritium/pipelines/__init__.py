@@ -1,1 +1,1 @@
-"""PARTS of a pipeline: which modules are compiled, with what choice, how long they take, and how to put them back."""
+"""PARTS of a pipeline: find modules to compile, install compiled calls, time them, and undo it all."""

@@ -1,4 +1,4 @@
-"""Say in words what was done to a part, from what is known to have happened to it."""
+"""Describe what was done to a part, from its choice and the recorded graphs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tritium.report import LEDGER, GraphRecord
 
 
 def of(installed: Installed, pipe: Any, handle: Any) -> str:
-    """One line for the summary."""
+    """Return a part's line of the summary."""
     part, choice = installed.part, installed.choice
     component = pipe.components.get(part.name.partition(".")[0])
     if not isinstance(component, nn.Module):
@@ -34,7 +34,7 @@ def of(installed: Installed, pipe: Any, handle: Any) -> str:
 
 
 def _done(installed: Installed) -> tuple[str, list[str]]:
-    """What runs the part, and what a reader should know of it."""
+    """Return how the part runs, and notes for the reader."""
     part, how, what = installed.part, installed.choice.how, installed.what
     if how == "eager":
         return "left alone", []
@@ -64,13 +64,13 @@ def _done(installed: Installed) -> tuple[str, list[str]]:
 
 
 def _is_of(record: GraphRecord, installed: Installed, codes: set[CodeType]) -> bool:
-    """Whether a graph was compiled in a call of the part, or for an equal module whose code the part runs."""
+    """Return True if a graph was compiled in a call of the part, or for an equal module with its code."""
     code = record.code() if record.code is not None else None
     return record.belongs_to(installed.part.entry) or code in codes
 
 
 def _codes(module: nn.Module) -> Iterator[CodeType]:
-    """The code of a module's forward, under its decorators."""
+    """Yield the code object of a module's forward, and those under its decorators."""
     function: Any = module.forward
     while function is not None:
         if hasattr(function, "__code__"):

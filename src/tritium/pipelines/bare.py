@@ -1,4 +1,4 @@
-"""A bare model in the place of a pipeline."""
+"""A single model in place of a pipeline."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 class BareModel:
-    """What the front door reads of a pipeline, for one model: its components and its device."""
+    """Give one model the attributes that `optimize` reads of a pipeline: components and device."""
 
     NAME = "model"
 

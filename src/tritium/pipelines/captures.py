@@ -1,4 +1,4 @@
-"""The recordings of a pipeline's parts, to look at and to let go."""
+"""The captures of a pipeline's parts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tritium.report import Capture, GraphRecord
 
 
 class Captures:
-    """`handle.captures`: iterate over the buckets, or `clear()` them to give their memory back."""
+    """`handle.captures`: iterate over the buckets, or `clear()` them to free their memory."""
 
     def __init__(self, records: Callable[[], Sequence[GraphRecord]]) -> None:
         self._records = records
@@ -17,7 +17,7 @@ class Captures:
         return iter([entry for record in self._records() for entry in record.captures])
 
     def __len__(self) -> int:
-        """Recordings, without the buckets that are not captured."""
+        """Return the number of captures; buckets that were declined are not counted."""
         return sum(entry.declined is None for entry in self)
 
     @property
@@ -25,7 +25,7 @@ class Captures:
         return sum(entry.bytes for entry in self)
 
     def clear(self) -> None:
-        """Give the memory of every recording back; a bucket is recorded again when it is called again."""
+        """Free the memory of every capture; the next call of a bucket captures it again."""
         for record in self._records():
             for reference in record.regions:
                 region = reference()

@@ -1,4 +1,4 @@
-"""The pipelines that share a part: each claims it with a choice, and the part is put back when no claim is left."""
+"""Pipelines that share a part: each claims it with a choice, and the last claim to go restores it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from tritium.pipelines.plan import Choice
 
-# A claim that leaves the part to the other claims.
+# The choice of a claim that leaves the part to other claims.
 PASSIVE = Choice(how="eager")
 
 
 class Claims:
-    """Handles by their choice for one part."""
+    """The handles that claim one part, each with its choice."""
 
     def __init__(self) -> None:
         self._held: list[tuple[Callable[[], Any], Choice]] = []
@@ -21,8 +21,8 @@ class Claims:
     def add(self, handle: Any, choice: Choice, *, strongly: bool) -> None:
         """Claim the part, or change the choice of a claim.
 
-        A handle that is held strongly lives as long as the part's module. A part that pipelines share must not keep
-        the other modules of a pipeline that was dropped.
+        A strong claim keeps its handle alive as long as the part's module. A part that several pipelines share is claimed
+        weakly, so that it does not keep the other modules of a dropped pipeline in memory.
         """
         self.drop(handle)
         self._held.append(((lambda: handle) if strongly else weakref.ref(handle), choice))
@@ -35,6 +35,6 @@ class Claims:
         return [handle for held, _ in self._held if (handle := held()) is not None]
 
     def active(self, *, but: Any = None) -> Choice | None:
-        """The choice of the claims that do not leave the part alone, without one handle's; None if there is none."""
+        """Return the choice of the first claim other than `but` that is not passive, or None."""
         live = [(held(), choice) for held, choice in self._held]
         return next((choice for handle, choice in live if handle not in (None, but) and choice != PASSIVE), None)

@@ -1,6 +1,6 @@
-"""Compare a part's calls with those of `warmup()`, and report, compile, run eagerly or refuse what is new.
+"""Compare a part's calls with those of `warmup()`; report, compile, run eagerly or refuse new ones.
 
-Dynamo's guards remain what keeps results right. The contract keeps compilation from being silent.
+Dynamo's guards still ensure correct results. The contract only prevents silent compilation.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tritium.pipelines.shapes import OnViolation
 from tritium.report import parse_guard_failure
 from tritium.report.suggestions import suggest
 
-# A fact for each argument of a call, by its path.
+# The properties of each argument of a call, by its path.
 Signature = Mapping[str, Hashable]
 
-# Versions of one function that a contract may add to those it has: an endless warm-up reaches the limit.
+# Versions of one function that a contract may add to the existing ones: a warm-up without end reaches the limit.
 _SPARE_VERSIONS = 8
 
-# Spellings of promised calls that are kept, to be found again without binding their arguments.
+# Promised calls that are recognised without binding their arguments.
 _MOST_SPELLINGS = 4096
 
 _NOTHING_COMPILED = "nothing to compile"
@@ -36,14 +36,14 @@ _NOTHING_COMPILED = "nothing to compile"
 
 @dataclass(frozen=True)
 class New:
-    """A difference from the promised calls, and the line that would promise it."""
+    """A difference from the promised calls, and the code that would promise it."""
 
     what: str
     suggestion: str | None = None
 
 
 class Contract:
-    """The calls of one part that compile nothing."""
+    """The calls of one part that are promised not to compile."""
 
     def __init__(self, part: str, entry: nn.Module, on_violation: OnViolation, buckets: int) -> None:
         self._part = part
@@ -51,11 +51,11 @@ class Contract:
         self._on_violation = on_violation
         self._versions = _SPARE_VERSIONS + 4 * buckets
         self._known: dict[Hashable, Signature] = {}
-        # Calls that were promised, as they were written: see `_spelling`.
+        # Promised calls in the form in which they were written: see `_spelling`.
         self._spellings: set[Hashable] = set()
-        # None before warm-up, when everything compiles as it comes; True while it lasts, False from then on.
+        # None before warm-up, when every call may compile; True during warm-up; False after it.
         self.learning: bool | None = None
-        # Number of calls, by their difference and the answer to it.
+        # Number of calls, by their difference and the reaction to it.
         self.violations: Counter[tuple[New, str]] = Counter()
         self._lock = threading.Lock()
 
@@ -68,7 +68,7 @@ class Contract:
         try:
             found = self.signature(args, kwargs)
         except TypeError:
-            # Arguments that the module does not take: its own error says so.
+            # The module does not take these arguments: let it raise its error.
             return inner(*args, **kwargs)
         key = tuple(found.items())
         if self.learning or key in self._known:
@@ -101,7 +101,7 @@ class Contract:
             self._spellings.add(spelling)
 
     def refused(self, call: _Call, compiled: Callable[..., Any], reason: str) -> Callable[..., Any] | None:
-        """Return what runs a module that no compiled code fits, None for its eager call; raise where that is an error."""
+        """Return the call for a module without fitting compiled code, None to run it eagerly, or raise."""
         if not self.learning and call.outside is None:
             self._note(_would_compile(reason), {"compile": "compiled"}.get(self._on_violation, "ran eagerly"))
             if self._on_violation == "eager":
@@ -116,7 +116,7 @@ class Contract:
         return run
 
     def _note(self, new: New, done: str) -> None:
-        """Count a violation; raise it where that was chosen."""
+        """Count a violation; raise it if `on_violation` is "error"."""
         refused = self._on_violation == "error"
         with self._lock:
             self.violations[new, "refused" if refused else done] += 1
@@ -125,7 +125,7 @@ class Contract:
             raise ShapeViolation(f"{self._part}: outside of Plan(shapes=...): {new.what}{hint}")
 
     def signature(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Signature:
-        """Every argument by its name, defaults included: layout of tensors, value of scalars, contents of containers."""
+        """Return all arguments by name: layouts of tensors, values of scalars, items of containers."""
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
         found: dict[str, Hashable] = {}
@@ -141,7 +141,7 @@ class Contract:
         return found
 
     def _new(self, found: Signature) -> New:
-        """What is new about a call, against the promised one that is nearest."""
+        """Describe a call's differences from the most similar promised call."""
         if not self._known:
             return New("warmup() did not call it")
         nearest = min(self._known.values(), key=lambda known: len(_differing(found, known)))
@@ -172,13 +172,13 @@ class Contract:
 
 
 class _Call:
-    """One call of a part, while it lasts."""
+    """The state of one call of a part."""
 
     __slots__ = ("compiled", "contract", "eager", "outside")
 
     def __init__(self, contract: Contract, outside: New | None = None, *, eager: bool = False) -> None:
         self.contract = contract
-        # The difference from the promised calls, if it may compile because of it.
+        # The difference from the promised calls, if this call may compile because of it.
         self.outside = outside
         self.eager = eager
         self.compiled = False
@@ -195,9 +195,9 @@ def _mode() -> int:
 
 
 def _spelling(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    """The facts of a call as it is written: cheaper than `signature`, and different for each order and for each default.
+    """Return the properties of a call as written: cheaper than `signature`, which binds the arguments.
 
-    This is done in every call.
+    The key depends on the order of keywords and on which defaults are passed. It is computed in every call.
     """
     return (_mode(), len(args), *kwargs, *map(_fact, args), *map(_fact, kwargs.values()))
 
@@ -206,7 +206,7 @@ def _fact(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype, value.device
     if value is None or isinstance(value, (bool, int, float, str)):
-        # 1, 1.0 and True are equal, and so are 0.0 and -0.0.
+        # 1, 1.0 and True are equal as keys, and so are 0.0 and -0.0.
         return (type(value), repr(value)) if isinstance(value, float) else (type(value), value)
     if isinstance(value, Mapping):
         return ("mapping", *value, *map(_fact, value.values()))
@@ -251,7 +251,7 @@ def _differing(left: Signature, right: Signature) -> list[str]:
 
 
 def _suggestion(path: str, now: Hashable, was: Hashable) -> str | None:
-    """The line that promises one difference, as the report has it for recompiles."""
+    """Return the code that promises one difference, as the report suggests it for recompiles."""
     if path == "mode":
         return suggest(None, None, None, "grad_mode")
     if not (_is_tensor(now) and _is_tensor(was)):
@@ -267,7 +267,7 @@ def _suggestion(path: str, now: Hashable, was: Hashable) -> str | None:
 
 
 def _would_compile(reason: str) -> New:
-    """Describe a promised call that would compile: something else than its arguments changed."""
+    """Describe a promised call that would compile: something other than its arguments changed."""
     text = "as promised, and yet to be compiled again"
     if not reason:
         return New(text)

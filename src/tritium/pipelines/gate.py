@@ -1,7 +1,7 @@
-"""The call of a compiled module under a shape contract: compiled, compiled only if nothing new compiles, or eager.
+"""Choose how a module runs under a shape contract: compiled, from existing code only, or eagerly.
 
-The part's contract decides once a call of the part, in the thread that makes it; the modules inside follow it. Nothing here
-belongs to the process.
+The part's contract decides once for each call of the part, in the calling thread, and the modules inside follow. No state
+is global to the process.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ class Call(Protocol):
     eager: bool
 
     def compile(self, compiled: Callable[..., Any], reason: str) -> Callable[..., Any] | None:
-        """Return what runs a module that no compiled code fits, None for its eager call; or raise."""
+        """Return the call for a module without fitting compiled code, None to run it eagerly, or raise."""
 
 
-# The call of a part that this thread is in.
+# The call of a part that is running in this thread.
 CURRENT: ContextVar[Call | None] = ContextVar("tritium_part_call", default=None)
 
 
 class Gate:
-    """A module's compiled call that follows the current call of its part.
+    """Run a module's compiled call as the current call of its part decides.
 
-    `compiled` is what torch.compile made of `function`, and `prepare` makes either a call of the module.
+    `compiled` is the result of `torch.compile(function)`. `prepare` turns either of the two into a call of the module.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Gate:
         self._cached = prepare(compat.only_cached(function, compiled))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # First, because Dynamo reads no context variables.
+        # Check `is_compiling` first: Dynamo cannot trace context variables.
         if compat.is_compiling() or (call := CURRENT.get()) is None:
             return self.compiled(*args, **kwargs)
         if call.eager:

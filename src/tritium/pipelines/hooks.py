@@ -1,7 +1,7 @@
-"""What others have put on a module that stands in the way of compiling it, by name.
+"""Find hooks and wrappers of other libraries that prevent a module from being compiled.
 
-A hook on a whole component (offloading a model at a time) runs outside of what is compiled. One inside a compiled module would be
-traced: it moves weights, or replaces the call, and the compiled code would do neither.
+A hook on a whole component, such as model offloading, runs outside of compiled code. A hook inside a compiled module would
+be traced: it moves weights or replaces the call, and compiled code would do neither.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from tritium.errors import PipelineError
 from tritium.pipelines.parts import Part, is_wrapped
 from tritium.pipelines.watch import Entry
 
-# Quantized weights of these packages are computed by kernels that Dynamo cannot see into.
+# Dynamo cannot trace the kernels that these packages use for quantized weights.
 _OPAQUE_QUANTIZATION = ("bitsandbytes", "gguf", "optimum.quanto")
 
 
 def check(part: Part) -> None:
-    """Raise a `PipelineError` that names the first hook in the way of a part."""
+    """Raise a `PipelineError` that names the first obstacle in a part."""
     for where, found, advice in _obstacles(part):
         path = ".".join(piece for piece in (part.name, where) if piece)
         raise PipelineError(
@@ -30,7 +30,7 @@ def check(part: Part) -> None:
 
 
 def _obstacles(part: Part) -> Iterator[tuple[str, str, str]]:
-    # All of it: a compiled call around a block would swallow what is compiled of the block.
+    # Check all modules: a compiled call around a block would bypass the compiled calls inside it.
     for path, module in part.entry.named_modules():
         if _is_compiled(module):
             yield path, "a compiled call already (torch.compile)", "optimize a pipeline that is not compiled"
@@ -42,7 +42,7 @@ def _obstacles(part: Part) -> Iterator[tuple[str, str, str]]:
 
 def _is_compiled(module: nn.Module) -> bool:
     call = module._compiled_call_impl
-    # Our own way in is no obstacle to ourselves, but what it stands before may be one.
+    # An `Entry` is Tritium's and allowed, but the call that it replaced may be compiled.
     return is_wrapped(module) or (call.before if isinstance(call, Entry) else call) is not None
 
 
@@ -59,6 +59,6 @@ def _on(module: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _names(hook: Any) -> str:
-    """The class of a hook, or of all in a sequence of them."""
+    """Return the class of a hook, or of each hook in a sequential one."""
     inner = getattr(hook, "hooks", None)
     return ", ".join(type(one).__name__ for one in inner) if inner else type(hook).__name__

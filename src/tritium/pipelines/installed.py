@@ -1,4 +1,4 @@
-"""A part on which something is installed: how to switch it between eager, torch.compile and Tritium, and how to undo it."""
+"""Switch an installed part between eager, torch.compile and Tritium, and undo the installation."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from tritium.pipelines.sizes import AnySize
 from tritium.pipelines.watch import Entry
 from tritium.pipelines.whole import Whole
 
-# What `nn.Module.__call__` asks before it runs the module: a class attribute that is None until an instance has its own.
+# The attribute that `nn.Module.__call__` reads first: None on the class, set on instances.
 _SLOT = "_compiled_call_impl"
 
 
 class _Apart(Backend):
-    """A backend that differs from one of the same configuration, so that Dynamo keeps what the two compiled apart."""
+    """A backend unequal to one of the same configuration: Dynamo then keeps their compiled code apart."""
 
     def __init__(self, config: CompilationConfig, kind: Hashable) -> None:
         self._kind = kind
@@ -43,39 +43,39 @@ class _Apart(Backend):
 
 
 def _inductor_channels_last(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """torch.compile's own backend by another name, for the same reason."""
+    """Compile with Inductor under another name: Dynamo keeps its code apart from the other layout's."""
     return compat.compile_fx(gm, example_inputs)
 
 
 class Installed:
-    """One part on which something is installed, for one pipeline or for several that share it."""
+    """The installation on one part, for one pipeline or several that share it."""
 
     def __init__(self, part: Part, choice: Choice, plan: Plan, progress: Progress) -> None:
         self.choice = choice
-        # Why this choice, in words, and the milliseconds of each way where they were measured.
+        # The reason for this choice, and the milliseconds of each way of running that was measured.
         self.why = ""
         self.measured: dict[str, float] = {}
         self.claims = Claims()
         self.entry = Entry(part.entry)
         self.entry.installed = self
         self._inner = self.entry.inner
-        # The calls that were in the slots before.
+        # The values of the slots before the installation.
         self._before: dict[nn.Module, Any] = {}
-        # The strides that parameters had before their layout was changed.
+        # The strides of parameters before their layout was changed.
         self._strides: dict[nn.Parameter, tuple[int, ...]] = {}
         self._removed = False
-        # What is in the slots now, by module.
+        # The values that this class put into the slots, by module.
         self._placed: dict[nn.Module, Any] = {}
         self._configure(part, plan, progress)
 
     def _configure(self, part: Part, plan: Plan, progress: Progress) -> None:
-        """Compile from now on as a plan says."""
+        """Set how the part is compiled from now on."""
         self.part, self.plan = part, plan
         for module in (part.entry, *(target.module for target in part.targets)):
             call = module.__dict__.get(_SLOT)
             if _SLOT in module.__dict__ and module not in self._placed:
                 self._before.setdefault(module, call)
-        # Shapes that are promised are compiled one by one: code for one size is the fastest for it.
+        # Compile promised shapes one by one: code for a single size is the fastest for it.
         self._dynamic = False if plan.dynamic is None and plan.shapes is not None else plan.dynamic
         self.contract = (
             Contract(part.name, part.entry, plan.shapes.on_violation, len(plan.shapes.buckets))
@@ -90,25 +90,25 @@ class Installed:
 
     @classmethod
     def on(cls, module: nn.Module) -> Installed | None:
-        """Return what is installed on a module and claimed by a live handle, or None."""
+        """Return the installation on a module if a live handle claims it, else None."""
         call = module._compiled_call_impl
         if not isinstance(call, Entry):
             return None
         if not call.installed.claims.handles:
-            # The handles were dropped, together with their pipelines.
+            # The handles were dropped together with their pipelines.
             call.installed.remove()
             return None
         found: Installed = call.installed
         return found
 
     def fits(self, part: Part, plan: Plan) -> bool:
-        """Whether a plan compiles the part in the same way as the plan that it is installed with."""
+        """Return True if a plan compiles the part in the same way as the current plan."""
         names = ("config", "captures", "dynamic", "shapes", "check_memory")
         alike = all(getattr(self.plan, name) == getattr(plan, name) for name in names)
         return alike and [one.module for one in part.targets] == [one.module for one in self.part.targets]
 
     def refusal(self, part: Part, choice: Choice, plan: Plan, handle: Any = None) -> str | None:
-        """Why another handle's claim rules a choice out, or None."""
+        """Return why another handle's claim rules out a choice, or None."""
         theirs = self.claims.active(but=handle)
         if theirs is None or choice == PASSIVE or (choice == theirs and self.fits(part, plan)):
             return None
@@ -120,7 +120,7 @@ class Installed:
         )
 
     def claim(self, handle: Any, part: Part, choice: Choice) -> None:
-        """Run the part for a handle, too, with a choice that `refusal` has let through."""
+        """Add a handle's claim, and run the part with its choice; call only if `refusal` returned None."""
         theirs = self.claims.active(but=handle)
         self.claims.add(handle, choice, strongly=part.name in KEPT)
         if theirs is not None or (choice == PASSIVE and self.choice == PASSIVE):
@@ -131,7 +131,7 @@ class Installed:
         self.use(choice)
 
     def release(self, handle: Any) -> None:
-        """Give up a handle's claim; the last one puts the part back."""
+        """Drop a handle's claim; restore the part if it was the last one."""
         self.claims.drop(handle)
         if not self.claims.handles:
             self.remove()
@@ -140,15 +140,15 @@ class Installed:
 
     def install(self) -> None:
         self.use(self.choice)
-        # Around everything, so that what compiles inside of the call is told as this part's.
+        # `run` goes around everything, so that compilation inside the call is reported for this part.
         self.entry.inner = self.run
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """A call of the part that is not counted."""
+        """Run a call of the part without counting it."""
         if compat.is_compiling():
-            # Part of a graph of the caller's, which is compiled as one.
+            # The caller compiles a larger graph that includes this part.
             return self._inner(*args, **kwargs)
-        # The first call in a way is the one that compiles.
+        # The first call after a switch compiles.
         rest = collector.paused() if self.entry.times.calls <= 1 and self.choice.how != "eager" else nullcontext()
         with rest:
             if self.part.guard is not None and self._checks_memory:
@@ -159,7 +159,7 @@ class Installed:
                 return self.contract.call(self._inner, args, kwargs)
 
     def switch(self, handle: Any, choice: Choice) -> None:
-        """Change a handle's choice; where another handle runs the part, the part stays as it is."""
+        """Change a handle's choice; if another handle runs the part, its choice stays in effect."""
         self._refuse_removed()
         self.claim(handle, self.part, choice)
         if self.claims.active() is None:
@@ -172,13 +172,13 @@ class Installed:
             )
 
     def use(self, choice: Choice, among: Container[nn.Module] | None = None) -> None:
-        """Switch to another way of running; what was compiled before is kept for the next time.
+        """Switch to another way of running; keep earlier compiled code for the next switch.
 
-        Given some modules, only the targets among them are compiled, and the others are left alone.
+        With `among`, compile only the targets among those modules.
         """
         self._refuse_removed()
         if choice.how != "eager" and (self._before or is_wrapped(self.part.entry)):
-            # It was left alone until now, with what somebody else had compiled.
+            # The part was eager until now and may have been compiled by other code.
             hooks.check(self.part)
         self.choice = choice
         self.entry.switch(choice)
@@ -204,7 +204,7 @@ class Installed:
 
     @contextmanager
     def _by_blocks(self, choice: Choice) -> Iterator[Callable[..., Any]]:
-        """Compile the targets one by one from now on; back to the whole if the call inside raises."""
+        """Compile the targets one by one from now on; go back to the whole if the call inside raises."""
         self._use_targets(choice)
         try:
             yield self._inner
@@ -226,12 +226,12 @@ class Installed:
 
     @property
     def _plain(self) -> Callable[..., Any]:
-        """The call of the entry as it was before."""
+        """Return the entry's call as it was before the installation."""
         return self.entry.before or self.part.entry._call_impl
 
     @property
     def decides_captures(self) -> bool:
-        """Whether its first calls show if its captures pay."""
+        """Return True if the part's first calls decide whether captures pay."""
         graphs = self.choice.graphs if self.choice.graphs is not None else self.plan.captures
         on_gpu = any(parameter.is_cuda for parameter in self.part.entry.parameters())
         return self.choice.how == "tritium" and graphs == "auto" and on_gpu
@@ -245,7 +245,7 @@ class Installed:
 
     def _put(self, module: nn.Module, call: Callable[..., Any] | None) -> None:
         if module not in self.replaced:
-            # Past nn.Module.__setattr__, which would look for parameters first; switching happens between timed calls.
+            # Write to `__dict__`: nn.Module.__setattr__ searches the parameters, and trials switch between timed calls.
             module.__dict__[_SLOT] = call
             self._placed[module] = call
 
@@ -260,7 +260,7 @@ class Installed:
 
     @property
     def replaced(self) -> list[nn.Module]:
-        """Modules whose call was replaced since, as by `module.compile()`: what is there stays there."""
+        """Return modules whose call was replaced after the installation, as by `module.compile()`; it stays."""
         return [module for module, call in self._placed.items() if module.__dict__.get(_SLOT) is not call]
 
     def _call(self, choice: Choice, module: nn.Module) -> Callable[..., Any] | None:
@@ -279,11 +279,14 @@ class Installed:
             function, backend=backend, dynamic=self._dynamic, fullgraph=fullgraph
         )
         prepare = functools.partial(self._prepared, choice, module)
-        # Without a contract there is nothing to follow.
+        # Without a contract there are no decisions to follow.
         return prepare(compiled) if self.contract is None else Gate(module, function, compiled, prepare)
 
     def _prepared(self, choice: Choice, module: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """Let calls of equal sizes look equal to Dynamo: in their strides, and in the sizes that vary."""
+        """Wrap a compiled call so that calls of equal sizes look equal to Dynamo.
+
+        Strides are made equal, and the sizes that vary are marked.
+        """
         if module is self.part.entry:
             compiled = functools.partial(compiled, module)
         if choice.how == "tritium":
@@ -295,21 +298,21 @@ class Installed:
         return any_size
 
     def _backend(self, choice: Choice, hooks: Hashable = None, *, reuse_blocks: bool = False) -> Any:
-        """The backend for one way of running; `hooks` are those inside a module that is compiled as a whole."""
+        """Return the backend for one way of running; `hooks` are those of a module compiled as a whole."""
         if choice.how == "inductor":
             return _inductor_channels_last if choice.channels_last else "inductor"
         graphs = choice.graphs if choice.graphs is not None else self.plan.captures
         config = self.plan.config
         config = config.with_(graphs=graphs, reuse_blocks=config.reuse_blocks or reuse_blocks)
-        # torch 2.11 does not look at the strides of weights again, and would run what it compiled for the other layout.
+        # torch 2.11 does not guard on strides of weights and would reuse code that was compiled for the other layout.
         kind = (choice.channels_last, hooks)
         return _Apart(config, kind) if any(kind) else Backend(config)
 
-    # In inference mode new storage would make inference tensors of the parameters, for good.
+    # In inference mode, new storage would turn the parameters into inference tensors permanently.
     @torch.inference_mode(mode=False)
     @torch.no_grad()
     def _lay_out(self, *, channels_last: bool) -> None:
-        """Give the weights of convolutions another layout, or their own back. Values stay: weights may have changed since."""
+        """Convert convolution weights to channels-last, or back to their strides; keep their current values."""
         if not channels_last:
             for parameter, strides in self._strides.items():
                 own = torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device=parameter.device)
@@ -324,20 +327,20 @@ class Installed:
 
     @property
     def refused(self) -> str | None:
-        """Why the part is compiled block by block and not as one program."""
+        """Return why the part is compiled block by block and not as one program, or None."""
         whole = self._wholes.get(self.choice)
         return whole.refused if whole is not None else None
 
     @property
     def what(self) -> str:
-        """What is compiled, in words."""
+        """Describe what is compiled."""
         if self.part.whole and self.choice.how == "tritium" and self.refused is None:
             return f"{type(self.part.entry).__name__} as one program"
         return self.part.what
 
     @property
     def notes(self) -> list[str]:
-        """What a reader of the summary should know of the calls so far."""
+        """Return notes on the calls so far, for the summary."""
         slivers = sum(call.slivers for call in self._any_size)
         found = [f"block by block: its forward is not one program ({self.refused})"] if self.refused else []
         found += [f"{slivers} calls of one row or column ran eagerly"] if slivers else []

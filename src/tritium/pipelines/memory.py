@@ -1,8 +1,8 @@
-"""What a decode needs at once, known before it starts.
+"""Estimate the memory that a decode needs before it starts.
 
-The decoder's own code runs on tensors without contents, and the bytes that are alive are added up wherever a convolution,
-a matrix product or attention runs. Nothing fuses those away, so compiled code holds the same tensors there; what a routine
-takes for itself comes on top and is not known. The figure is a lower bound: what it refuses does not fit.
+The decoder runs on fake tensors, and the bytes alive are summed at every convolution, matrix product and attention. These
+are never fused, so compiled code holds the same tensors at these points. The workspace of the routines is not included: the
+estimate is a lower bound, and a decode is refused only if even that does not fit.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tritium import compat, device
 from tritium.errors import MemoryShortage
 
-# Aten routines that read and write whole tensors, whoever compiles the graph around them.
+# ATen routines that read and write whole tensors with every compiler.
 _ROUTINES = ("convolution", "mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product")
 
-# A cache of frames is empty, then begun, then full: from the third call on all are alike.
+# A frame cache is empty, then partly filled, then full: calls from the third on need the same memory.
 _REGIMES = 3
 
 
 class _Live(TorchDispatchMode):
-    """Counts the bytes of tensors that were made inside and are still there."""
+    """Track the bytes of live tensors that were created inside the mode."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -51,9 +51,9 @@ class _Live(TorchDispatchMode):
 
 
 def needed(decoder: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, calls: int = 1) -> int:
-    """The bytes that a call takes at least, beside its arguments and the weights.
+    """Return a lower bound of the bytes that a call needs, in addition to its arguments and the weights.
 
-    With a cache that a call changes for the next one, that of several calls in a row.
+    With `calls`, the bound holds for that many calls in a row that share a frame cache.
     """
     fakes = torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -61,18 +61,18 @@ def needed(decoder: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
     live, outputs = _Live(), []
-    # In inference mode whole operators would arrive here, and not the routines in them.
+    # In inference mode composite operators arrive here undecomposed, without the routines they call.
     with torch.inference_mode(mode=False), torch.no_grad(), fakes:
-        # Lists are rebuilt on the way: the call changes these, and not the caller's.
+        # `tree_map` rebuilds lists, so the call changes copies and not the caller's lists.
         args, named = pytree.tree_map_only(torch.Tensor, fake, (args, dict(kwargs)))
         started = {name: list(value) for name, value in named.items() if _counts(value)}
         with live:
             for _ in range(min(calls, _REGIMES)):
                 outputs.append(decoder.forward(*args, **named))
-                # Each call counts the layers up from the start, and only the first of several is the first chunk.
+                # Each call counts layers from the start, and only the first call has the first chunk.
                 named |= {name: list(value) for name, value in started.items()}
                 named |= {name: False for name, value in named.items() if value is True}
-    # What is decoded stays until the last frame is; of that, the calls above have kept their own.
+    # Decoded frames are kept until the last one is decoded; the calls above already hold theirs.
     last = outputs[-1]
     piled = max(0, calls - _REGIMES) * (last.untyped_storage().nbytes() if isinstance(last, torch.Tensor) else 0)
     return live.most + piled
@@ -84,7 +84,7 @@ def _counts(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Signature:
-    """What the memory of a call depends on: the shapes, and everything else."""
+    """The inputs that determine the memory of a call: shapes, and all other properties."""
 
     shapes: tuple[tuple[int, ...], ...]
     rest: tuple[Any, ...]
@@ -98,7 +98,7 @@ class _Signature:
         return cls(tuple(tuple(tensor.shape) for tensor in tensors), tuple(rest), calls)
 
     def is_within(self, other: _Signature) -> bool:
-        """Whether a call is no larger than another in any size, and like it otherwise."""
+        """Return True if no size of this call is larger than the other's and everything else is equal."""
         if self.rest != other.rest or self.calls > other.calls:
             return False
         sizes = zip(self.shapes, other.shapes, strict=True)
@@ -106,14 +106,14 @@ class _Signature:
 
 
 class Guard:
-    """Refuses decodes that do not fit the device, before they start."""
+    """Refuse decodes that do not fit the device before they start."""
 
     def __init__(self, vae: nn.Module, decoder: nn.Module, cache: Sequence[str]) -> None:
         self._vae = vae
         self._decoder = decoder
         self._cache = tuple(cache)
         self._known: dict[_Signature, int | None] = {}
-        # Why nothing is known, if the decoder could not be run without contents.
+        # Why there is no estimate, if the decoder cannot run on fake tensors.
         self.unknown = ""
 
     def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -139,12 +139,12 @@ class Guard:
     def _estimate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], calls: int) -> int | None:
         try:
             return needed(self._decoder, args, kwargs, calls=calls)
-        except Exception as error:  # noqa: BLE001 - an estimate must not stand in the way of a decode
+        except Exception as error:  # noqa: BLE001 - a failed estimate must not prevent a decode
             self.unknown = f"memory not estimated: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
             return None
 
     def _calls(self, latent: torch.Tensor, kwargs: Mapping[str, Any]) -> int:
-        """How many frames there are to come, if this is the first of several: they lie behind it in memory."""
+        """Return how many frames a series of calls will decode, from the storage of the first one; else 1."""
         first = any(isinstance(kwargs.get(name), list) and set(kwargs[name]) == {None} for name in self._cache)
         if not first or latent.numel() == 0:
             return 1

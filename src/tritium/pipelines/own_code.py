@@ -1,7 +1,7 @@
-"""A call of one module whose code object no other module shares.
+"""Create a call of one module with a separate code object.
 
-Dynamo keeps what it compiled, and counts recompiles, by code object. The outermost frame of most denoisers is one decorator
-in diffusers, which all of them share: eight sizes of all models in a process would reach the limit together.
+Dynamo keys its cache and counts recompiles by code object. The outermost frame of most denoisers is one decorator in
+diffusers that they all share: eight sizes across all models of a process would reach the recompile limit.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _STARS: dict[Any, str] = {_KINDS.VAR_POSITIONAL: "*", _KINDS.VAR_KEYWORD: "**"}
 
 
 def call_with_own_code(module: nn.Module) -> Callable[..., Any]:
-    """Return a function of a module and of the arguments of its forward.
+    """Return a function that takes a module and the arguments of its forward.
 
-    It has the forward's own parameters: Dynamo then sees the same arguments however a call spells them.
+    It has the forward's parameters, so Dynamo sees the same arguments for positional and keyword calls.
     """
     try:
         parameters = list(inspect.signature(module.forward).parameters.values())
@@ -64,6 +64,6 @@ def _passed(parameter: inspect.Parameter, *, by_place: bool) -> str:
 def _made(declared: str, passed: str, values: dict[str, Any]) -> Callable[..., Any]:
     text = f"def forward({declared}):\n    return self._call_impl({passed})\n"
     names = dict(values)
-    exec(compile(text, "<tritium call>", "exec"), names)  # noqa: S102 - made of the names of parameters alone
+    exec(compile(text, "<tritium call>", "exec"), names)  # noqa: S102 - contains only parameter names
     made: Callable[..., Any] = names["forward"]
     return made

@@ -1,7 +1,7 @@
-"""Find the parts of a live pipeline, and the modules in each that are worth compiling.
+"""Find the parts of a pipeline, and the modules in each that are worth compiling.
 
-A denoiser is one program: its whole forward is traced, and equal blocks in it share compiled code. Its targets, the
-repeated blocks and the modules beside them, are compiled one by one if the forward does not trace in one piece.
+A denoiser is one program: its whole forward is traced, and equal blocks share compiled code. Its targets are the repeated
+blocks and the remaining modules; they are compiled one by one if the forward does not trace as one graph.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from tritium.pipelines.bare import BareModel
 from tritium.pipelines.memory import Guard
 from tritium.pipelines.plan import Choice, Plan
 
-# Names that pipelines of diffusers give to what runs at every step.
+# Component names in diffusers pipelines of the models that run at every step.
 DENOISERS = ("transformer", "transformer_2", "unet")
 
-# Components whose names start so run at every step, too, and hand their results to the denoiser.
+# Components with this prefix also run at every step and pass their results to the denoiser.
 CONTROLNET = "controlnet"
 
-# Parts that keep their handle alive: the others may be shared by pipelines.
+# Parts that keep their handle alive; other parts may be shared by several pipelines.
 KEPT = (*DENOISERS, BareModel.NAME)
 
-# The share of a model's parameters that repeated blocks must hold to be taken for them.
+# Repeated blocks are accepted if they hold at least this share of a model's parameters.
 _BLOCKS_HOLD = 0.5
 
 
 @dataclass(frozen=True)
 class Target:
-    """A module that gets a compiled call of its own."""
+    """A module with a separate compiled call."""
 
     path: str
     module: nn.Module
@@ -44,9 +44,9 @@ class Target:
 
 @dataclass(frozen=True)
 class Part:
-    """What is measured, chosen and reported as one: a denoiser, one direction of a VAE, a text encoder.
+    """A unit that is measured, chosen and reported: a denoiser, one direction of a VAE, a text encoder.
 
-    `entry` is the module through whose call everything of the part happens.
+    All of the part runs inside calls of the module `entry`.
     """
 
     name: str
@@ -54,18 +54,18 @@ class Part:
     targets: tuple[Target, ...]
     what: str
     default: Choice
-    # Why the default is to leave it alone.
+    # Why the default leaves the part eager.
     left: str = ""
-    # Dims of the entry's arguments that change from picture to picture, by name.
+    # Dims of the entry's arguments that vary with the image, by argument name.
     varying: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    # Checks a call before it starts.
+    # Checks each call before it starts.
     guard: Guard | None = None
-    # Tried as one program first; its targets are compiled one by one where that cannot be.
+    # Compile as one program first; fall back to the targets one by one.
     whole: bool = False
 
 
 def find(pipe: Any, plan: Plan) -> list[Part]:
-    """The parts of a pipeline in the order in which its components are declared; a plan that names no part is an error."""
+    """Return a pipeline's parts in the order of its components; raise if the plan names no part."""
     components: Mapping[str, Any] = pipe.components
     if isinstance(pipe, BareModel):
         parts = [_bare(pipe.module, plan)]
@@ -95,7 +95,7 @@ def _check_names(field: str, names: Iterable[str], known: Sequence[str]) -> None
 
 
 def _bare(module: nn.Module, plan: Plan) -> Part:
-    """The one part of a bare model: a VAE's decoder, or the whole of anything else."""
+    """Return the single part of a bare model: a VAE's decoder, or any other model as a whole."""
     name = BareModel.NAME
     decoders = [part for part in _codec(name, module) if part.name.endswith(".decode")] if is_codec(module) else []
     if decoders:
@@ -104,7 +104,7 @@ def _bare(module: nn.Module, plan: Plan) -> Part:
 
 
 def is_codec(module: nn.Module) -> bool:
-    """Whether a module decodes latents through a decoder of its own."""
+    """Return True if a module has a `decode` method and a `decoder` module."""
     return callable(getattr(module, "decode", None)) and isinstance(getattr(module, "decoder", None), nn.Module)
 
 
@@ -132,11 +132,11 @@ def _parts_of(name: str, module: nn.Module, plan: Plan) -> Iterator[Part]:
 
 
 def denoiser(name: str, module: nn.Module, blocks: Sequence[str] | None = None) -> Part:
-    """The part a denoiser is; `blocks` asks for its blocks to be compiled one by one."""
+    """Return the part for a denoiser; with `blocks`, compile blocks of these classes one by one."""
     class_name = type(module).__name__
     as_whole = Part(name, module, (Target("", module),), f"{class_name} as a whole", Choice(), whole=True)
     if is_wrapped(module):
-        # Its blocks are inside of what torch.compile made: it is left alone as a whole, or refused.
+        # torch.compile already wraps the blocks: leave the module as a whole eager, or refuse it.
         return dataclasses.replace(as_whole, whole=False)
     family = models.family_of(class_name)
     left = family.left if family is not None and blocks is None else {}
@@ -152,14 +152,14 @@ def denoiser(name: str, module: nn.Module, blocks: Sequence[str] | None = None) 
 
 
 def _check_blocks(name: str, module: nn.Module, blocks: Sequence[str]) -> None:
-    """Raise a `PipelineError` if a module has no block of any of some classes."""
+    """Raise a `PipelineError` if a module has no block of the given classes."""
     classes = {type(inner).__name__ for inner in module.modules()}
     if not classes.intersection(blocks):
         raise PipelineError(f"{name!r} has no block of class {blocks[0]!r}; {nearest(blocks[0], classes)}")
 
 
 def check_choice(part: Part, choice: Choice) -> None:
-    """Raise a `PipelineError` for a part that is to be compiled and has nothing to compile."""
+    """Raise a `PipelineError` if a part is to be compiled but has no targets."""
     if choice.how != "eager" and not part.targets:
         name = part.name.partition(".")[0]
         raise PipelineError(
@@ -170,7 +170,7 @@ def check_choice(part: Part, choice: Choice) -> None:
 
 def _codec(name: str, module: nn.Module) -> Iterator[Part]:
     if is_wrapped(module):
-        # Pipelines call `decode` and `encode` of what is inside, past the compiled call around it.
+        # Pipelines call `decode` and `encode` of the inner module and bypass the compiled call around it.
         module = module.get_submodule("_orig_mod")
     codec = models.codec_of(type(module).__name__)
     for part, attribute in ((f"{name}.encode", "encoder"), (f"{name}.decode", "decoder")):
@@ -185,7 +185,7 @@ def _codec(name: str, module: nn.Module) -> Iterator[Part]:
 
 
 def _repeated(module: nn.Module) -> tuple[str, ...]:
-    """The classes of which a model is a stack: declared by the model, or lists of equal modules that hold most of it."""
+    """Return the block classes: declared by the model, or those of uniform lists with most parameters."""
     declared = tuple(getattr(module, "_repeated_blocks", None) or ())
     if declared:
         return declared
@@ -198,7 +198,7 @@ def _repeated(module: nn.Module) -> tuple[str, ...]:
                 held[classes.pop().__name__] += sum(parameter.numel() for parameter in inner.parameters())
     largest = held.most_common(1)
     if not largest or largest[0][1] / total < _BLOCKS_HOLD:
-        # Two kinds of blocks may share the parameters between them.
+        # Two kinds of blocks may hold most of the parameters together.
         if sum(held.values()) / total < _BLOCKS_HOLD:
             return ()
         return tuple(held)
@@ -206,7 +206,7 @@ def _repeated(module: nn.Module) -> tuple[str, ...]:
 
 
 def _targets(module: nn.Module, blocks: Sequence[str], left: Mapping[str, str] | None = None) -> tuple[Target, ...]:
-    """The outermost blocks, and the largest modules beside them that are more than one routine."""
+    """Return the outermost blocks, and the largest other modules that are more than one routine."""
     found: list[Target] = []
 
     def walk(path: str, current: nn.Module) -> None:
@@ -218,7 +218,7 @@ def _targets(module: nn.Module, blocks: Sequence[str], left: Mapping[str, str] |
             if not is_single(current):
                 found.append(Target(path, current))
         else:
-            # Lists are never called themselves.
+            # Lists and dicts of modules are never called.
             for name, child in current.named_children():
                 walk(f"{path}.{name}" if path else name, child)
 
@@ -231,12 +231,12 @@ def _contains(module: nn.Module, blocks: Sequence[str]) -> bool:
 
 
 def is_wrapped(module: nn.Module) -> bool:
-    """Whether this is what `torch.compile(module)` makes of a module, around it."""
+    """Return True for the wrapper that `torch.compile(module)` creates."""
     return isinstance(module, torch._dynamo.OptimizedModule)
 
 
 def is_single(module: nn.Module) -> bool:
-    """Whether a module is one of torch's own layers: one call of a routine, and nothing around it to fuse."""
+    """Return True if a module is one of torch's layers: a single routine, with nothing to fuse around it."""
     own = type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None
     return own or isinstance(module, (nn.Linear, nn.modules.conv._ConvNd))
 

@@ -1,4 +1,4 @@
-"""What a user asks of `tritium.optimize`."""
+"""The settings that a user passes to `tritium.optimize`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Graphs = Literal["off", "only", "with_compile", "auto"]
 class Choice(metaclass=KeywordsOnly):
     """What to do with one part of a pipeline.
 
-    `how` is what runs it: Tritium, plain torch.compile (`inductor`), or nothing of either (`eager`: it is left alone).
-    `channels_last` keeps the weights of its convolutions in that layout. `graphs` captures it, as the field of that name in
-    `CompilationConfig` says; None for what the plan's configuration has.
+    `how` selects Tritium, plain torch.compile (`inductor`), or neither (`eager`). `channels_last` converts the part's
+    convolution weights to that memory format. `graphs` has the meaning of the field in `CompilationConfig`; None takes the
+    plan's setting.
     """
 
     how: How = "tritium"
@@ -54,17 +54,17 @@ class Plan(metaclass=KeywordsOnly):
 
     Args:
         config: How Tritium compiles.
-        graphs: Whether calls are captured and replayed, as in `CompilationConfig`. "auto" captures what waits for the host,
-            each part and shape on its own; the configuration's word counts if it has another one than "off".
+        graphs: Whether calls are captured and replayed, as in `CompilationConfig`. "auto" decides for each part and shape,
+            and captures calls that wait for the host; if the configuration's setting is not "off", that one applies.
         components: A choice by part (`transformer`, `vae.decode`, `text_encoder`, ...); a component's name covers all its
-            parts. A string stands for `Choice(how=...)`. Parts that are not named get the default.
+            parts. A string stands for `Choice(how=...)`. Other parts get the default.
         measure: On its first call, time each part eagerly, under torch.compile and under Tritium, and keep the fastest.
-        dynamic: As `torch.compile` has it: None makes a size dynamic when it changes, False compiles each size.
-        blocks: For a denoiser that Tritium does not know: the class names of its repeated blocks, by component.
-        check_memory: Refuse a decode that does not fit the device's free memory before it starts.
+        dynamic: As in `torch.compile`: None makes a size dynamic when it changes, False compiles each size.
+        blocks: The class names of a denoiser's repeated blocks, by component, for models that Tritium does not support.
+        check_memory: Before a decode starts, refuse it if it does not fit the device's free memory.
         progress: Show what is being compiled.
-        shapes: What the pipeline will be asked for; `handle.warmup()` then compiles all of it, each size on its own unless
-            `dynamic` says otherwise, and no call inside compiles afterwards.
+        shapes: The shapes that `handle.warmup()` compiles, each size separately unless `dynamic` is set; later calls with
+            these shapes do not compile.
 
     >>> Plan(components={"vae": "eager"}).choice("vae.decode").how
     'eager'
@@ -108,11 +108,11 @@ class Plan(metaclass=KeywordsOnly):
 
     @property
     def captures(self) -> Graphs:
-        """What is captured in parts whose choice does not say."""
+        """Return the capture setting for parts whose choice has none."""
         return self.config.graphs if self.graphs == "auto" and self.config.graphs != "off" else self.graphs
 
     def choice(self, part: str) -> Choice | None:
-        """What was asked for a part, by its own name or its component's; None if nothing was."""
+        """Return the requested choice for a part, by its name or its component's; None if there is none."""
         found = self.components.get(part) or self.components.get(part.partition(".")[0])
         assert found is None or isinstance(found, Choice)
         return found
@@ -122,7 +122,7 @@ class Plan(metaclass=KeywordsOnly):
 
 
 def _by_component(name: str, value: Any, what: str) -> dict[str, Any]:
-    """Return the mapping as a dict, or raise a `ConfigError` that shows the form it must have."""
+    """Return the mapping as a dict, or raise a `ConfigError` that shows the expected form."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"Plan.{name} maps a component's name to {what}, got {value!r}")
     for key in value:
@@ -132,7 +132,7 @@ def _by_component(name: str, value: Any, what: str) -> dict[str, Any]:
 
 
 def choice_of(name: str, value: Any) -> Choice:
-    """Return a part's choice, written as a Choice or as one of its words; raise a `ConfigError` for anything else."""
+    """Return a part's choice from a Choice or a string; raise a `ConfigError` for anything else."""
     if isinstance(value, str):
         return Choice(how=value)  # type: ignore[arg-type]  # checked by Choice
     if not isinstance(value, Choice):

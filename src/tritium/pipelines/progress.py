@@ -1,4 +1,4 @@
-"""What a first call or a warm-up is doing: a bar on a terminal, log lines everywhere else."""
+"""Show the progress of a first call or a warm-up: a bar on a terminal, log lines otherwise."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from tritium.report import LEDGER
 
 
 class Progress:
-    """Says which graphs of which part are compiled, and for how long. Silent unless something is."""
+    """Report which graphs of which part are compiled, and how long that takes; silent otherwise."""
 
     def __init__(self, expected: int, *, shown: bool = True) -> None:
         self.shown = shown
-        # Graphs that first calls should need: one for each class that is compiled.
+        # Expected graphs of first calls: one for each compiled class.
         self._expected = expected
         self._graphs = 0
         self._on_terminal = shown and _on_terminal()
-        # The bar over several calls, which what they compile is told in.
+        # The bar over several calls, in which compilation is shown.
         self._outer: _LiveLine | None = None
 
     @contextlib.contextmanager
     def during(self, part: str) -> Iterator[None]:
-        """Watch a call of a part."""
+        """Report compilation in a call of a part."""
         if not self.shown:
             yield
             return
@@ -39,7 +39,7 @@ class Progress:
 
         def observe(function: str, seconds: float | None) -> None:
             if threading.get_ident() != thread:
-                # Another part's, in a call of another thread.
+                # Another thread is compiling another part.
                 return
             if seconds is None:
                 self._graphs += 1
@@ -65,7 +65,7 @@ class Progress:
 
     @contextlib.contextmanager
     def over(self, what: str, total: int) -> Iterator[Callable[[str], None]]:
-        """A bar over several calls; the function that it gives is told of each before it begins."""
+        """Show a bar over several calls; yield a function to call with the name of each one before it starts."""
         start, begun = time.perf_counter(), 0
         self._outer = _LiveLine() if self._on_terminal else None
 
@@ -91,7 +91,7 @@ class Progress:
 
 
 def estimate(seconds: float, done: int, total: int) -> str:
-    """How long the rest takes if it goes on as before; nothing where there is no before.
+    """Return the estimated remaining time, or an empty string before the first call is done.
 
     >>> estimate(30.0, 2, 12)
     ', about 150 s left'
@@ -111,7 +111,7 @@ def _on_terminal() -> bool:
 
 
 class _LiveLine:
-    """A bar with the seconds so far; gone when hidden, because a denoising loop draws its own there."""
+    """A bar with the elapsed seconds; hiding removes it, as the denoising loop shows a bar there."""
 
     def __init__(self) -> None:
         self._bar: Any = None
@@ -124,7 +124,7 @@ class _LiveLine:
         self._bar.update(self._bar.task_ids[0], description=text, completed=done, total=expected)
 
     def detail(self, text: str) -> None:
-        """What is done inside of what the bar shows; empty when that is over."""
+        """Add a detail to the bar's text; an empty one removes it."""
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], description=f"{self._text}; {text}" if text else self._text)
 

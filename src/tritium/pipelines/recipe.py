@@ -1,4 +1,4 @@
-"""A recipe: what was measured and chosen for a pipeline, with the fingerprint of where that was, as JSON."""
+"""A recipe: measurements and choices for a pipeline as JSON, with the machine's fingerprint."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The choice for every part, the figures behind it, and what they are valid for."""
+    """The choice for every part, its measurements, and the fingerprint for which they are valid."""
 
     choices: Mapping[str, Choice]
     figures: Mapping[str, Any]
     fingerprint: Fingerprint
-    # Where it was read from, for messages.
+    # The file it was read from, for messages.
     origin: str = "this recipe"
 
     def plan_for(self, pipe: Any, *, accept_differences: bool = False) -> Plan:
-        """The plan that applies this recipe to a pipeline; a `RecipeMismatch` if it was measured for something else."""
+        """Return the plan that applies this recipe to a pipeline; raise a `RecipeMismatch` if it does not fit."""
         differences = fingerprint_of(pipe).differences(self.fingerprint)
         if differences and not accept_differences:
             raise RecipeMismatch(
@@ -51,7 +51,7 @@ class Recipe:
 
 
 def load(path: Path) -> Recipe:
-    """Read a recipe; a `RecipeError` says what is wrong with it."""
+    """Read a recipe from a file, or raise a `RecipeError` that says why it is invalid."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -71,13 +71,13 @@ def load(path: Path) -> Recipe:
 
 
 def fingerprint_of(pipe: Any) -> Fingerprint:
-    """The fingerprint of a pipeline on its device."""
+    """Return the fingerprint of a pipeline on its device."""
     configs = {name: _config(value) for name, value in pipe.components.items() if isinstance(value, nn.Module)}
     return Fingerprint.current(configs, pipe.device.type)
 
 
 def _config(module: nn.Module) -> Mapping[str, Any]:
-    """A component's configuration; diffusers has mappings, transformers has objects that become one."""
+    """Return a component's configuration: diffusers has mappings, transformers objects with `to_dict`."""
     config: Any = getattr(module, "config", {})
     as_dict = getattr(config, "to_dict", None)
     return dict(config if isinstance(config, Mapping) else as_dict() if callable(as_dict) else {})

@@ -37,8 +37,8 @@ class Shapes(metaclass=KeywordsOnly):
             values.
         batch: `num_images_per_prompt`: an integer or several.
         text_tokens: `max_sequence_length`: an integer or several; empty for the pipeline's default.
-        on_violation: The answer to a call with other shapes, or to one that would compile: it compiles, runs eagerly,
-            or is an error. It is in the report in any case.
+        on_violation: The reaction to a call with other shapes, or to one that would compile: compile, run eagerly, or raise
+            an error. The report lists it in any case.
 
     >>> [str(bucket) for bucket in Shapes(sizes=range(64, 129, 64)).buckets]
     ['128 x 128, batch 1', '64 x 128, batch 1', '128 x 64, batch 1', '64 x 64, batch 1']
@@ -64,7 +64,7 @@ class Shapes(metaclass=KeywordsOnly):
 
     @property
     def buckets(self) -> list[Bucket]:
-        """Every combination, largest images first: later ones then fit into the memory of earlier ones."""
+        """Return every combination, largest images first: smaller ones can then reuse the memory."""
         found = []
         sizes: Any = self.sizes
         batches: Any = self.batch
@@ -74,7 +74,7 @@ class Shapes(metaclass=KeywordsOnly):
         return sorted(found, key=lambda bucket: -bucket.height * bucket.width * bucket.batch)
 
 
-# Above this no allocation of an image succeeds, and torch's sizes overflow.
+# No larger image can be allocated, and torch's size arithmetic would overflow.
 _LARGEST = 2**31 - 1
 
 

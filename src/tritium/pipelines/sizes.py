@@ -1,4 +1,4 @@
-"""The compiled call of a VAE's encoder or decoder: pictures, tiles and frames of every size through the same graphs."""
+"""Call a compiled VAE encoder or decoder with images, tiles and frames of all sizes in the same graphs."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tritium.compiler.mark import marking
 
 
 class AnySize:
-    """Calls what was compiled, after saying which sizes vary and making all tensors look alike in memory.
+    """Call a compiled module after marking the sizes that vary and evening out memory formats.
 
-    `dims` are the dims that change from picture to picture, by argument; the first of them is the picture.
+    `dims` are the dims that vary with the image, by argument; the first argument is the image.
     """
 
     def __init__(self, module: nn.Module, compiled: Callable[..., Any], dims: Mapping[str, Sequence[int]]) -> None:
         self._eager: Callable[..., Any] = module._call_impl
         self._signature = inspect.signature(module.forward)
         self._picture = next(iter(dims))
-        # Weakly: a model that branches on a size is compiled again for the other branch, and is right.
+        # Mark weakly: a model that branches on a size is compiled again for the other branch, which is correct.
         self._compiled = marking(compiled, self._signature, dims, weakly=True)
-        # Calls that ran eagerly because the picture was a single row or column.
+        # Calls that ran eagerly because the image was a single row or column.
         self.slivers = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -34,8 +34,8 @@ class AnySize:
         if not isinstance(picture, torch.Tensor) or compat.is_compiling():
             return self._compiled(*args, **kwargs)
         if min(picture.shape[-2:]) < 2:
-            # The last tile may be one latent pixel wide. Dynamo compiles sizes of one apart from all others: three more
-            # times, and three times that with a cache of frames, for the least work of all.
+            # The last tile may be one latent pixel wide. Dynamo specialises sizes of one: three more compilations, and
+            # three times that with a frame cache, for the cheapest calls.
             self.slivers += 1
             return self._eager(*args, **kwargs)
         bound.arguments[self._picture] = packed(picture)
@@ -43,14 +43,14 @@ class AnySize:
 
 
 def packed(picture: torch.Tensor) -> torch.Tensor:
-    """A frame or tile is a slice, whose strides are those of the whole; copied, they follow from its own sizes."""
+    """Return a frame or tile with contiguous strides: a copy if it is a slice of a larger tensor."""
     layouts = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}.get(picture.dim(), ())
     if any(picture.is_contiguous(memory_format=layout) and not picture.is_contiguous() for layout in layouts):
         return picture
     strides = [1]
     for size in reversed(picture.shape[1:]):
         strides.insert(0, strides[0] * max(size, 1))
-    # Asked for exactly: dims of size one may have any stride and still count as contiguous.
+    # Compare strides exactly: dims of size one may have any stride and still count as contiguous.
     if picture.stride() == tuple(strides):
         return picture
     return picture.clone(memory_format=torch.contiguous_format)

@@ -1,8 +1,8 @@
-"""Blocks of one class share their code: strides that say nothing are made equal before Dynamo guards on them.
+"""Even out strides of dims of size one before Dynamo guards on them, so that blocks share code.
 
-A slice of the tokens of a batch of one is as contiguous as a tensor of its own, but the stride of its batch is that of the
-whole it was cut from. Nothing ever steps over it, and Dynamo guards on it: the first of FLUX's single-stream blocks, whose
-input is a tensor of its own, would be compiled apart from the others, whose inputs are slices.
+A slice along the tokens of a batch of one is contiguous, but its batch stride is that of the full tensor. The stride is
+never used, yet Dynamo guards on it: the first of FLUX's single-stream blocks, whose input is a new tensor, would be
+compiled apart from the others, whose inputs are slices.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from tritium import compat
 
 
 def evened(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled call whose tensors of batch one have the strides of tensors of their own.
+    """Wrap a compiled call: tensors with a batch of one get the strides of a new tensor.
 
-    This is in the way of every block of every step, so it does as little as it can.
+    Every block of every step goes through this, so it does as little as possible.
     """
 
     @functools.wraps(call)
     def run(*args: Any, **kwargs: Any) -> Any:
         if compat.is_compiling():
-            # Inside somebody else's graph nothing is guarded here.
+            # An outer graph is being traced: Dynamo guards on nothing here.
             return call(*args, **kwargs)
         if any(map(_is_uneven, args)):
             args = tuple(map(even, args))
@@ -38,17 +38,17 @@ def evened(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def even(value: Any) -> Any:
-    """The value, or the same memory under the strides of a contiguous tensor where only its batch of one differs."""
+    """Return the value, with contiguous strides if only the stride of a batch of one differs."""
     if not _is_uneven(value) or value.numel() == 0 or not value.is_contiguous():
         return value
-    # A view would be one more step for autograd, and lose what hangs on the tensor: dims that were marked, for one.
+    # A view would add an autograd node and lose attributes of the tensor, such as marked dims.
     if value.requires_grad or value.__dict__:
         return value
     return value.as_strided(value.shape, (value.numel(), *value.stride()[1:]))
 
 
 def _is_uneven(value: Any) -> bool:
-    """Whether the stride of a batch of one is another than that of a tensor of its own."""
+    """Return True if a batch of one has another stride than in a new tensor."""
     if type(value) is not torch.Tensor:
         return False
     stride: tuple[int, ...] = value.stride()

@@ -1,4 +1,4 @@
-"""Try the ways in which a part can run on its own first call, and keep the fastest."""
+"""Time the ways to run a part on its first call, and keep the fastest."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tritium.pipelines.plan import Choice
 
 SECONDS = 2.0
 
-# Calls in a row of each way: the first after a switch finds colder caches.
+# Consecutive calls of each way: the first one after a switch has colder caches.
 _BURST = 3
 
-# Compiling must save this share of eager's time, and Tritium may lose this share to torch.compile: within noise.
+# Compiling must save this share of eager's time, and Tritium may be this share slower than torch.compile (noise).
 GAIN = 0.03
 TIE = 0.02
 
 
 def ways(installed: Installed) -> list[Choice]:
-    """Every way a part can run. A technique that becomes available for parts joins here."""
+    """Return every way to run a part. Add new techniques for parts here."""
     found = [Choice(how="eager")]
     if installed.part.targets:
         found += [Choice(how="inductor"), Choice(how="tritium")]
@@ -37,14 +37,14 @@ Call = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
 def decide(installed: Installed, calls: Sequence[Call], seconds: float = SECONDS) -> None:
-    """Time all ways of running some calls, in turns; switch to the fastest and say why."""
+    """Time all ways to run the calls, interleaved; switch to the fastest and record the reason."""
     choices = ways(installed)
     device_type = _device_type(installed, calls)
     by_name = {str(choice): choice for choice in choices}
 
     def run() -> None:
         for call in calls:
-            # Lists are made anew: a cache of frames in one is changed by every call.
+            # `tree_map` copies lists: each call changes the frame cache in them.
             args, kwargs = pytree.tree_map(lambda value: value, call)
             installed.run(*args, **kwargs)
 
@@ -62,7 +62,7 @@ def decide(installed: Installed, calls: Sequence[Call], seconds: float = SECONDS
 
 
 def pick(taken: Mapping[Choice, float]) -> tuple[Choice, str]:
-    """The way to keep, and why. Eager wins against little gain, and Tritium wins ties with torch.compile.
+    """Return the way to keep, and why. Eager wins if the gain is small; Tritium wins ties.
 
     >>> pick({Choice(how="eager"): 10.0, Choice(how="inductor"): 8.0, Choice(how="tritium"): 7.0})
     (Choice(how='tritium', channels_last=False, graphs=None), 'eager 10.00 ms, inductor 8.00 ms, tritium 7.00 ms')
@@ -76,7 +76,7 @@ def pick(taken: Mapping[Choice, float]) -> tuple[Choice, str]:
     fastest = min(compiled.values())
     ours = {c: ms for c, ms in compiled.items() if c.how == "tritium" and ms <= fastest * (1 + TIE)}
     best = min(ours or compiled, key=compiled.__getitem__)
-    # The plain layout without graphs, where more gives nothing.
+    # Prefer the plain layout without graphs if it is about as fast.
     plain = Choice(how=best.how)
     if plain in compiled and compiled[plain] <= compiled[best] * (1 + TIE):
         best = plain

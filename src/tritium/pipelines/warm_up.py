@@ -17,7 +17,7 @@ from tritium.pipelines.progress import Progress
 from tritium.pipelines.shapes import Bucket, Shapes
 from tritium.report import LEDGER
 
-# Two steps: the first one compiles, the second calls what is compiled while the first one's results are held.
+# Two steps: the first one compiles, the second runs compiled code while the results of the first are alive.
 STEPS = 2
 
 PROMPT = "a"
@@ -26,7 +26,7 @@ PROMPT = "a"
 def warm_up(
     pipe: Any, shapes: Shapes, parts: Sequence[Installed], progress: Progress, call: Mapping[str, Any]
 ) -> dict[str, float]:
-    """Seconds by bucket. Reaching Dynamo's recompile limit is an error: the rest would run eagerly."""
+    """Return seconds by bucket; raise a `ShapeError` at Dynamo's recompile limit."""
     buckets = shapes.buckets
     seconds: dict[str, float] = {}
     limits = len(LEDGER.limits())
@@ -50,12 +50,12 @@ def warm_up(
 
 
 def _steps(parts: Sequence[Installed]) -> int:
-    """As many steps as every part needs until nothing about it changes any more."""
+    """Return the number of steps after which every part has decided on its captures."""
     return max((idle.CALLS_TO_DECIDE for installed in parts if installed.decides_captures), default=STEPS)
 
 
 def arguments_of(pipe: Any, bucket: Bucket, steps: int = STEPS) -> dict[str, Any]:
-    """How a pipeline is asked for a bucket; a `PipelineError` names what it has no argument for."""
+    """Return the pipeline's arguments for a bucket; raise a `PipelineError` if it has no such argument."""
     known = inspect.signature(type(pipe).__call__).parameters
     asked: dict[str, Any] = {"height": bucket.height, "width": bucket.width}
     if bucket.text_tokens is not None:
@@ -94,7 +94,7 @@ def _learning(parts: Sequence[Installed]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet(pipe: Any) -> Iterator[None]:
-    """Without the pipeline's own bar of two steps."""
+    """Hide the pipeline's progress bar during warm-up."""
     own = getattr(pipe, "_progress_bar_config", None)
     silence = getattr(pipe, "set_progress_bar_config", None)
     if silence is not None:

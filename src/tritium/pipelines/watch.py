@@ -1,4 +1,4 @@
-"""The way into a part: counts its calls, times them, and passes them on."""
+"""Count and time the calls of a part."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from tritium import compat
 
-# The newest calls are kept: a long-running server must not grow.
+# Keep only the newest calls: a long-running server must not grow.
 _KEPT = 1024
 
 
@@ -22,7 +22,7 @@ class Times:
 
     def __init__(self) -> None:
         self.calls = 0
-        # Seconds of the calls in which something was compiled.
+        # Seconds of the calls that compiled.
         self.compiling: list[float] = []
         self._host: deque[float] = deque(maxlen=_KEPT)
         self._device: deque[tuple[Any, Any]] = deque(maxlen=_KEPT)
@@ -47,7 +47,7 @@ class Times:
         return result
 
     def milliseconds(self) -> float | None:
-        """The median of the calls in which nothing was compiled; waits for a device. None if there were none."""
+        """Return the median time of calls that compiled nothing, or None; synchronizes the device."""
         taken = list(self._host)
         if self._device:
             torch.cuda.synchronize()
@@ -56,19 +56,19 @@ class Times:
 
 
 def _on_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    # The arguments, not the weights: those may be on their way from the host.
+    # Check the arguments, not the weights: offloaded weights may still be on the host.
     return any(isinstance(value, torch.Tensor) and value.is_cuda for value in (*args, *kwargs.values()))
 
 
 class Entry:
-    """A module's call while its part is watched; stands in `_compiled_call_impl`, which `nn.Module.__call__` asks first.
+    """The timed call of a part's module, in `_compiled_call_impl`: `nn.Module.__call__` reads it first.
 
-    `inner` is what runs: the module's own `_call_impl`, or what torch.compile made of it. Each way of running the part is
-    timed on its own, and `times` is that of the present one.
+    `inner` is called: the module's `_call_impl`, or a compiled version of it. Each way of running the part is timed
+    separately, and `times` belongs to the current one.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        # The compiled call that somebody else had put here: it runs on where the module is left alone.
+        # The compiled call that was here before: it runs while the part is eager.
         self.before: Callable[..., Any] | None = module._compiled_call_impl
         self.inner: Callable[..., Any] = self.before or module._call_impl
         self._by_way: dict[Hashable, Times] = {}
@@ -79,7 +79,7 @@ class Entry:
         self.before_first: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
 
     def switch(self, way: Hashable) -> None:
-        """Time the next calls as another way of running."""
+        """Count the next calls for another way of running."""
         self.times = self._by_way.setdefault(way, Times())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

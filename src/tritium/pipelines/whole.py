@@ -1,7 +1,7 @@
-"""Call a denoiser as one compiled program, or block by block if its forward does not trace in one piece.
+"""Call a denoiser as one compiled program, or block by block if its forward is not a single graph.
 
-Dynamo traces the whole forward, so all of its guards hold. It does not guard on forward hooks of modules, so they are
-compared here: each set of hooks has compiled code of its own.
+Dynamo traces the whole forward, so all of its guards apply. It does not guard on forward hooks of modules, so they are
+compared here: each set of hooks gets separate compiled code.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from tritium import compat
 # Compiles the forward of a module as one graph; code for different sets of hooks must be kept apart.
 Compile = Callable[[Hashable], Callable[..., Any]]
 
-# Installs compiled calls on the blocks and gives the call of the module around them; taken back if that call raises.
+# Installs compiled calls on the blocks and yields the call of the module around them; undone if that call raises.
 ByBlocks = Callable[[], AbstractContextManager[Callable[..., Any]]]
 
-# Attributes in which a module keeps hooks that its call runs.
+# Attributes with the hooks that a module's call runs.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -31,7 +31,7 @@ class Hooks:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._registered = -1
-        # The dictionaries that hold hooks, with the identities of those hooks.
+        # The dictionaries with hooks, and the identities of those hooks.
         self._held: list[tuple[dict[int, Any], tuple[int, ...]]] = []
         self._present: Hashable = ()
 
@@ -45,7 +45,7 @@ class Hooks:
 
     def _read(self) -> None:
         self._registered = compat.hooks_registered()
-        # Those of the module itself too: its whole call is traced.
+        # Include hooks of the module itself: its whole call is traced.
         found = {
             (path, name): hooks
             for path, module in self._module.named_modules()
@@ -59,8 +59,8 @@ class Hooks:
 class Whole:
     """The compiled call of a whole module.
 
-    The first call that Dynamo cannot trace in one graph runs through `by_blocks`, as do all later ones; `refused` says
-    why. If that call fails there as well, the caller's arguments are at fault, and the next call is tried as a whole again.
+    If Dynamo cannot trace a call as one graph, that call and all later ones run through `by_blocks`, and `refused` holds
+    the reason. If the call fails there too, its arguments are invalid, and the next call is tried as a whole again.
     """
 
     def __init__(self, module: nn.Module, compile_for: Compile, by_blocks: ByBlocks) -> None:
@@ -79,7 +79,7 @@ class Whole:
         around = replaced_by_hooks(self._module)
         if around is not None:
             return self._without(around, args, kwargs)
-        # A forward of the module's own may take other arguments.
+        # A replaced forward may take other arguments.
         program = (self._hooks.present(), self._module.__dict__.get("forward"))
         compiled = self._compiled.get(program)
         if compiled is None:
@@ -93,7 +93,7 @@ class Whole:
             return self._without(reason, args, kwargs)
 
     def _without(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call that was refused before any of it had run."""
+        """Run a call block by block after it was refused; no part of it has run yet."""
         with self._lock:
             if self._blocks is None:
                 with self._by_blocks() as blocks:
@@ -104,7 +104,7 @@ class Whole:
 
 
 def replaced_by_hooks(module: nn.Module) -> str | None:
-    """Return which hook has replaced a module's forward to move weights or arguments around it, or None."""
+    """Return which hook replaces a module's forward to move weights or arguments around it, or None."""
     hook = module.__dict__.get("_hf_hook")
     if hook is not None:
         return f"an accelerate hook ({type(hook).__name__}) runs around its forward"
