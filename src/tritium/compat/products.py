@@ -29,9 +29,9 @@ def multiply_into(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) ->
 
 
 def lower_to_product_in_place(overload: Any) -> None:
-    """Let Inductor compute an operator (sum, left, right) as `sum.addmm_(left, right)` where nothing else reads the sum.
+    """Let Inductor compute an operator (sum, left, right) as `sum.addmm_(left, right)` if nothing else reads the sum.
 
-    Inductor's own `addmm` has a result of its own, into which cuBLAS copies the sum first.
+    Inductor's own `addmm` writes into new memory, into which cuBLAS copies the sum first.
     """
     lowering: Any = importlib.import_module("torch._inductor.lowering")
     ir: Any = importlib.import_module("torch._inductor.ir")
@@ -42,7 +42,7 @@ def lower_to_product_in_place(overload: Any) -> None:
     @lowering.register_lowering(overload, type_promotion_kind=None)  # type: ignore[untyped-decorator]
     def added(total: Any, left: Any, right: Any) -> Any:
         source = graph.graph.current_node.args[0]
-        # What was written to memory by another operator, for this one alone.
+        # The sum was written to memory by another operator, for this one alone.
         owned = len(source.users) == 1 and source.op == "call_function"
         if not owned or not ir.is_storage_and_layout(total):
             return lowering.lowerings[torch.ops.aten.addmm.default](total, left, right)

@@ -18,7 +18,7 @@ _ANALYSES = ("identify_accessed_tensors", "identify_mutated_tensors")
 
 
 def take_apart(name: str, library: torch.library.Library, function: Callable[..., Any]) -> None:
-    """Replace an operator by what `function` does while AOTAutograd traces; `NotImplemented` from it keeps the operator.
+    """Trace a function in place of an operator while AOTAutograd runs; `NotImplemented` from it keeps the operator.
 
     `torch.library.triton_op` does the same for an operator that has one implementation.
     """

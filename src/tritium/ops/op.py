@@ -231,7 +231,7 @@ def _fake_of(op: Op) -> Callable[..., Result]:
 
 
 def _traced(op: Op, providers: Mapping[str, Provider]) -> Callable[..., Any]:
-    """What stands in a compiled graph for a call of the op; `NotImplemented` where that is the call itself."""
+    """Return a function that traces a call of the op by its provider, or returns `NotImplemented` to keep the call."""
 
     def traced(*arguments: Any, provider: str, **named: Any) -> Any:
         chosen = providers.get(provider)

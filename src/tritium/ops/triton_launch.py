@@ -37,8 +37,7 @@ _IN_MEMORY = torch.ops.tritium.in_memory.default
 _TRACED: ContextVar[str] = ContextVar("tritium_traced_op", default="")
 _OF_OP: dict[Any, str] = {}
 
-# Launch options of Triton that `triton.Config` has as parameters of its own; others it takes for the kernel's arguments,
-# from which Inductor sorts them out again.
+# Launch options that are parameters of `triton.Config`; others go among the kernel's arguments, where Inductor finds them.
 _OF_CONFIG = ("num_warps", "num_stages")
 
 
@@ -112,7 +111,7 @@ def tracing(op: str) -> Iterator[None]:
 
 
 def op_of(function: Any) -> str | None:
-    """The op of a traced kernel's function; None for a kernel that is no op's."""
+    """Return the op of a traced kernel's function, or None for kernels of the model."""
     return _OF_OP.get(function)
 
 
