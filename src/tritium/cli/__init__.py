@@ -1,4 +1,4 @@
-"""The command line. One file a command; `app.py` puts them together."""
+"""The command line: one file for each command, combined in `app.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NEEDED = ("typer", "rich")
 
 
 def main() -> None:
-    """The console script `tritium`."""
+    """Run the console script `tritium`."""
     try:
         for module in _NEEDED:
             _require(module)
@@ -25,7 +25,7 @@ def _require(module: str) -> None:
     try:
         importlib.import_module(module)
     except ModuleNotFoundError as error:
-        # Something else that is missing inside an installed package is a broken installation, and says so itself.
+        # Another missing module means a broken installation: keep its error.
         if error.name != module:
             raise
         raise MissingExtra(module, "cli", "the command line") from error

@@ -1,4 +1,4 @@
-"""All commands under one name, and what an error looks like there."""
+"""Combine all commands, and print errors as one line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tritium.errors import TritiumError
 
 
 class Commands(TyperGroup):
-    """Turns what Tritium raises on purpose into one line and exit code 2; anything else is a bug and keeps its trace."""
+    """Print a `TritiumError` as one line and exit with code 2; other errors keep their traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -26,7 +26,7 @@ class Commands(TyperGroup):
 
 
 def _raised_on_purpose(error: BaseException | None) -> TritiumError | None:
-    # Dynamo wraps what a backend raises and keeps it as the inner exception.
+    # Dynamo wraps a backend's exception and keeps it as `inner_exception`.
     while error is not None and not isinstance(error, TritiumError):
         error = getattr(error, "inner_exception", None) or error.__cause__
     return error

@@ -79,7 +79,7 @@ def command(
 ) -> None:
     """Measure workloads under eager, torch.compile and Tritium, interleaved in one process.
 
-    A suite keeps the rows that FILE has of this device and these versions, and measures the rest.
+    A suite keeps the rows in FILE that were measured on this device with these versions, and measures the rest.
     """
     if set(names) & set(suites.SUITES):
         _refuse_in_suite(
@@ -104,7 +104,7 @@ def command(
     if only or budget is not None:
         raise ConfigError(f"--only and --budget concern suites ({', '.join(suites.SUITES)}), and {names[0]} is none")
     chosen = [_runner(name, sizes=sizes) for name in names]
-    # Read before an hour of measuring: a bad file is an error at once.
+    # Load before measuring for an hour, so that an invalid file fails immediately.
     old = Results.load(compare_with) if compare_with is not None else None
     if json is not None:
         check_writable(json)
@@ -113,7 +113,7 @@ def command(
     def keep(measured: list[Row]) -> None:
         rows.update((row.key, row) for row in measured)
         if json is not None:
-            # After every workload: an interrupted run keeps its rows.
+            # Save after every workload: an interrupted run keeps its rows.
             Results.now(list(rows.values()), settings.device_type).save(json)
 
     settings = run.Settings(
@@ -149,7 +149,7 @@ def command(
 def _measure_all(
     names: Sequence[str], chosen: Sequence[Callable[[run.Settings, run.Notify], run.Outcome]], settings: run.Settings
 ) -> dict[str, str]:
-    """Run all workloads; return why some failed, by name. The only one raises."""
+    """Run all workloads; return the reasons for failures by name. A single workload raises instead."""
     failed: dict[str, str] = {}
     with progress.shown() as notify:
         for name, measure in zip(names, chosen, strict=True):
@@ -158,7 +158,7 @@ def _measure_all(
             except Exception as error:
                 if len(chosen) == 1:
                     raise
-                # The rows of other workloads are not lost with this one.
+                # Keep the rows of the other workloads.
                 failed[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
             run.release()
     return failed
@@ -175,7 +175,7 @@ def _refuse_in_suite(suite: str, **options: Any) -> None:
 
 
 def _runner(name: str, *, sizes: bool) -> Callable[[run.Settings, run.Notify], run.Outcome]:
-    """Return the function that measures a workload; raise for an unknown one before anything is measured."""
+    """Return the function that measures a workload; raise for an unknown one before measuring."""
     if whole.is_pipeline(name):
         return functools.partial(whole.run, name)
     if functions.is_function(name):
@@ -187,7 +187,7 @@ def _runner(name: str, *, sizes: bool) -> Callable[[run.Settings, run.Notify], r
 
 
 def _check_regime(name: str, settings: run.Settings) -> None:
-    """Raise for a workload without regimes, before anything is measured."""
+    """Raise for a workload without regimes before measuring."""
     if whole.is_pipeline(name) or functions.is_function(name):
         raise ConfigError(f"--regime concerns models with static and dynamic sizes, and {name} is none")
     for workload in workloads.find(name):
@@ -224,7 +224,7 @@ def known_device(name: str | None) -> str:
 
 
 def check_writable(path: Path) -> None:
-    """Raise if a file cannot be written, before an hour of measuring."""
+    """Raise if a file cannot be written, before measuring for an hour."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         existed = path.is_symlink() or path.exists()

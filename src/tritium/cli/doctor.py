@@ -1,6 +1,6 @@
-"""`tritium doctor`: what this machine has, and the known traps, each with its fix.
+"""`tritium doctor`: show what is installed, and known problems with a fix for each.
 
-`gather` asks the machine, `diagnose` judges what it found; the second is a pure function of the first.
+`gather` reads the machine's properties; `diagnose` is a pure function of the result.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from tritium.config import CompilationConfig
 from tritium.errors import ConfigError, TritiumError
 from tritium.layers.attention import candidates
 
-# What the metadata of torch's CUDA wheels requires; a CPU wheel requires no triton, and still uses one that is there.
+# The Triton version that torch's CUDA wheels require; CPU wheels require none but use an installed one.
 TRITON_OF_TORCH = {(2, 11): (3, 6), (2, 12): (3, 7), (2, 13): (3, 7), (2, 14): (3, 8), (2, 15): (3, 9)}
 
 OLDEST_TORCH = (2, 11)
 PYTHONS = ((3, 11), (3, 13))
 
-# Stops oneDNN below AMX; it is read once, when torch is loaded.
+# Limits oneDNN to instructions below AMX; read once, when torch is loaded.
 ISA_WITHOUT_AMX = "AVX512_CORE_BF16"
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing looked at."""
+    """The result of one check."""
 
     name: str
     status: Literal["ok", "warn", "fail"]
@@ -52,19 +52,19 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Everything the checks need to know about a machine."""
+    """The properties of a machine that the checks read."""
 
     python: str
     torch: str
     torch_cuda: str | None
     triton: str | None
     triton_required: str | None
-    # Parts of Tritium that decline on this torch, with the reasons.
+    # Parts of Tritium that decline on this torch version, with the reasons.
     declined: tuple[tuple[str, str], ...]
     diffusers: str | None
     gpu: str | None
     driver: str | None
-    # What Inductor would call, whether that is on the PATH, and what else is there.
+    # The compiler that Inductor calls, its path if it is on the PATH, and other compilers.
     compiler: str
     compiler_path: str | None
     other_compilers: tuple[str, ...]
@@ -74,11 +74,11 @@ class Facts:
     cache_folder: str
     cache_error: str | None
     variable_error: str | None
-    # How many verdicts about kernels there are for the GPU, or for the CPU where there is none.
+    # Number of kernel verdicts for the GPU, or for the CPU without a GPU.
     choices: int
-    # The device whose table predicts those of a GPU without rows, or None.
+    # For a GPU without rows, the device whose table predicts its verdicts, or None.
     choices_of: str | None = None
-    # Why installed plug-ins are not used.
+    # Reasons why installed plug-ins are not used.
     broken_plugins: tuple[str, ...] = ()
 
 
@@ -115,7 +115,7 @@ def gather() -> Facts:
 
 
 def _on_path(command: str) -> str | None:
-    # `CXX` may carry options, or a whole path.
+    # `CXX` may contain options or a full path.
     name = Path(command.split(maxsplit=1)[0])
     candidates = [name] if name.is_absolute() else [folder / name for folder in envs.search_path()]
     return next((str(candidate) for candidate in candidates if candidate.is_file()), None)
@@ -153,7 +153,7 @@ def _variable_error() -> str | None:
 def _broken_plugins() -> tuple[str, ...]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        # A wrong variable, or two values of one name, is told elsewhere.
+        # Invalid variables and duplicate names are reported elsewhere.
         for load in (
             fusions.catalog,
             ops.catalog,
@@ -260,7 +260,7 @@ def _choices(facts: Facts) -> Check:
 def _compiler(facts: Facts) -> Check:
     if facts.compiler_path is not None:
         return Check("c++ compiler", "ok", facts.compiler_path)
-    # On a GPU only what stays on the CPU needs it.
+    # On a GPU only code for the CPU needs a C++ compiler.
     status: Literal["warn", "fail"] = "fail" if facts.gpu is None else "warn"
     if facts.other_compilers:
         other = facts.other_compilers[0]
@@ -285,7 +285,7 @@ def _bf16(facts: Facts) -> Check:
     if facts.onednn_isa is not None:
         return Check("bfloat16 on the CPU", "ok", f"{cause}; defused by {envs.ONEDNN_ISA}={facts.onednn_isa}")
     fix = f"export {envs.ONEDNN_ISA}={ISA_WITHOUT_AMX} before Python starts, or use float32 on the CPU"
-    # Nothing here computes in bfloat16 on the CPU unless asked to.
+    # On a GPU, bfloat16 on the CPU is computed only on request.
     return Check("bfloat16 on the CPU", "fail" if facts.gpu is None else "warn", cause, fix)
 
 
@@ -309,7 +309,10 @@ def _diffusers(facts: Facts) -> Check:
 
 
 def command(json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False) -> None:
-    """Look for what keeps compiled models from working here, and say how to fix it. Exits with 1 if anything fails."""
+    """Find problems that keep compiled models from working on this machine, and show how to fix them.
+
+    Exits with 1 if a check fails.
+    """
     checks = diagnose(gather())
     if json:
         print(json_format.dumps({"checks": [asdict(check) for check in checks]}, indent=2))

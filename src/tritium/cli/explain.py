@@ -1,4 +1,4 @@
-"""`tritium explain`: compile a workload with Tritium and say what was done to it, or list what it can recognise."""
+"""`tritium explain`: compile a workload with Tritium and show what was done, or list the fusions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tritium.report import Report
 
 _NAMES = ", ".join(workloads.WORKLOADS)
 
-# Wide enough for all columns where there is no terminal to fit into.
+# Without a terminal: wide enough for all columns.
 _FILE_WIDTH = 150
 
 
@@ -53,7 +53,7 @@ def command(
     ] = None,
     device_type: Annotated[str | None, typer.Option("--device", help="cuda or cpu; the GPU if there is one.")] = None,
 ) -> None:
-    """Compile a workload with Tritium and say what fused, what did not, and why; or list the fusions."""
+    """Compile a workload with Tritium and show what fused, what did not, and why; or list the fusions."""
     if fusions:
         given = {"a workload": name, "--engine": engine, "--device": device_type, "--html": html, "--dump": dump}
         superfluous = [what for what, value in given.items() if value is not None]
@@ -72,9 +72,9 @@ def _explain(
     name: str, engine: str | None, device_type: str | None, *, json: bool, html: Path | None, dump: Path | None
 ) -> None:
     if html is not None:
-        # Now, and not after minutes of compiling.
+        # Check before minutes of compiling.
         page.check_writable(html)
-    # Without the option the environment decides, as it does for a Backend; a wrong name is a ConfigError.
+    # Without the option the environment decides, as for a Backend; an unknown name raises a ConfigError.
     given: dict[str, Any] = {} if engine is None else {"engine": engine}
     config = CompilationConfig(**given)
     if dump is not None and config.engine == "eager":
@@ -98,7 +98,7 @@ def _explain(
 
 
 def _of_pipeline(name: str, settings: run.Settings, config: CompilationConfig, *, kernels: bool) -> tuple[str, Report]:
-    """The report over all components of a pipeline that draws one picture."""
+    """Return a headline and the report over all components of a pipeline that generates one image."""
     tritium: Any = importlib.import_module("tritium")
     job = whole.jobs_for(name)[0]
     with progress.shown() as notify:
@@ -115,7 +115,7 @@ def _of_pipeline(name: str, settings: run.Settings, config: CompilationConfig, *
 
 
 def _of_model(name: str, settings: run.Settings, config: CompilationConfig, *, kernels: bool) -> tuple[str, Report]:
-    """The report of one call of a workload's model."""
+    """Return a headline and the report of one call of a workload's model."""
     workload, *others = workloads.find(name, (drawing.EXAMPLE,))
     if others:
         raise ConfigError(f"{name} is {1 + len(others)} workloads; explain takes one model")

@@ -1,4 +1,4 @@
-"""Progress: a bar on a terminal, log lines everywhere else."""
+"""Show progress: a bar on a terminal, log lines otherwise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tritium.bench.run import Notify
 
 @contextlib.contextmanager
 def shown(console: Console | None = None) -> Iterator[Notify]:
-    """A function to tell what is being done, on stderr, so that stdout stays for results."""
+    """Yield a function that shows the current step on stderr; stdout is reserved for results."""
     console = console or Console(stderr=True)
     if console.is_terminal and not envs.in_terminal_free_ci():
         yield from _bar(console)
@@ -37,7 +37,7 @@ def _log(console: Console) -> Notify:
     said: list[str] = []
 
     def notify(what: str, share: float) -> None:
-        # Timing reports after each round; a log needs the line once.
+        # Timing reports after each round; log each step once.
         if not said or said[-1] != what:
             said.append(what)
             console.print(f"[{share:4.0%}] {what}", markup=False, highlight=False, soft_wrap=True)

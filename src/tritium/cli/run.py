@@ -1,4 +1,4 @@
-"""`tritium run`: draw a picture."""
+"""`tritium run`: generate an image."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def command(
     json: Annotated[bool, typer.Option("--json", help="Print times and differences as JSON.")] = False,
     output: Annotated[Path, typer.Option("-o", "--output", help="The picture to write.")] = Path("out.png"),
 ) -> None:
-    """Draw a picture, accelerated; with --compare, eagerly as well, with the times and the difference under them."""
+    """Generate an image. `--compare` also runs eagerly and shows both times and the difference."""
     if eager and (compare or recipe or artifacts):
         raise ConfigError("--eager draws without Tritium: leave out --compare, --recipe and --artifacts")
     config.check_environment()
@@ -88,7 +88,7 @@ def command(
     _tell(found, json=json, summary=summary)
 
 
-# Pixels: an image of this size has 4 gigapixels, so that a longer side is a typing error.
+# In pixels. A square of this side has 4 gigapixels, so a larger value is a typing error.
 _LONGEST_SIDE = 2**16
 
 
@@ -100,7 +100,7 @@ def _known_size(size: str) -> tuple[int, int]:
 
 
 def known_prompt(prompt: str | None, model: str) -> str:
-    """The prompt to draw; for the example, one whose words it was trained on."""
+    """Return the prompt; for the example model, check that it was trained on all words."""
     if model != drawing.EXAMPLE:
         if not prompt:
             raise ConfigError(f"model {model!r} needs a prompt")
@@ -116,7 +116,7 @@ def known_prompt(prompt: str | None, model: str) -> str:
 
 @contextlib.contextmanager
 def _short_of_memory(size: str | None) -> Iterator[None]:
-    """Turn a failed allocation into one line."""
+    """Report a failed allocation as one line."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -128,7 +128,7 @@ def _short_of_memory(size: str | None) -> Iterator[None]:
 
 
 def panels(compared: Compared, job: Job) -> list[Panel]:
-    """Eager, accelerated, and what is between them."""
+    """Return the eager image, the accelerated one, and their difference."""
     eager, ours, found = compared.eager, compared.ours, _difference(compared)
     return [
         Panel(eager.pixels[0], ("eager", f"{eager.seconds:.2f} s", job.prompt)),

@@ -1,4 +1,4 @@
-"""`tritium bench families`, `pipeline flux`, `compile-time flux` and `host`: suites with rows that survive a restart."""
+"""`tritium bench families`, `pipeline flux`, `compile-time flux`, `host`: suites that can be resumed."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tritium.bench.results import Row
 from tritium.cli import progress, table
 from tritium.errors import ConfigError, nearest
 
-# The models each suite takes; none where it takes no name.
+# The model names that each suite takes; empty for suites without one.
 SUITES: dict[str, tuple[str, ...]] = {"families": (), "pipeline": ("flux",), "compile-time": ("flux",), "host": ()}
 
-# Seconds of turns for one workload, and of a whole run on a GPU.
+# Seconds of interleaved timing for one workload, and for a whole run on a GPU.
 SECONDS = 3.0
 BUDGET = 540.0
 
 
 def check(names: Sequence[str], only: Sequence[str]) -> None:
-    """Raise unless the names are one suite with the model it takes."""
+    """Raise a `ConfigError` unless the names are one suite and its model."""
     suite, *rest = names
     if suite not in SUITES:
         inner = next(name for name in rest if name in SUITES)

@@ -1,4 +1,4 @@
-"""Benchmark rows as a table."""
+"""Print benchmark rows as a table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NAMES = {
     "inductor reduce-overhead": "torch.compile",
 }
 
-# The width without a terminal: all columns fit.
+# Without a terminal: wide enough for all columns.
 _FILE_WIDTH = 160
 
 
@@ -30,7 +30,7 @@ def show(results: Results) -> None:
 
 
 def show_kernels(results: Results, most: int = 15) -> None:
-    """Print the longest kernels of each variant that was profiled."""
+    """Print the longest kernels of each profiled variant."""
     console = Console()
     if not console.is_terminal:
         console.width = _FILE_WIDTH
@@ -49,7 +49,7 @@ def show_kernels(results: Results, most: int = 15) -> None:
 
 
 def gains(results: Results) -> list[str]:
-    """Return a line with the gain of fusion for each compiled variant that was profiled."""
+    """Return a line with the gain of fusion for each profiled compiled variant."""
     unfused = {row.workload: row.operators_us for row in results.rows if row.variant == "eager"}
     lines = []
     for row in results.rows:
@@ -65,7 +65,7 @@ def gains(results: Results) -> list[str]:
 
 
 def of_results(results: Results) -> Table:
-    """Make a table with one line a variant, and columns for the optional fields that rows have."""
+    """Return a table with one line per variant, and columns for the optional fields in the rows."""
     versions = ", ".join(f"{name} {version}" for name, version in results.versions.items() if version)
     title = f"{results.device['name']}; {versions}"
     table = Table(title=title, caption=_caption(results.rows), caption_justify="left", box=box.SIMPLE_HEAD)
@@ -121,7 +121,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def _host_time(microseconds: float | None) -> str:
-    """Show a whole call without decimals, and a single kernel with one."""
+    """Format the time of a whole call without decimals, and of a single kernel with one."""
     if microseconds is None:
         return "-"
     return f"{microseconds:.0f}" if microseconds >= 100 else f"{microseconds:.1f}"
@@ -151,7 +151,7 @@ def _caption(rows: Sequence[Row]) -> str:
     about = dict.fromkeys(f"{row.workload}: {row.note}, {row.dtype}" + _shrunk(row) for row in rows)
     cold = "with empty caches" if all(row.first_call_cold for row in rows) else "caches as they were"
     notes = list(about)
-    # Notes of functions name their yardstick.
+    # The notes of functions name their baseline.
     if not all("ratio against" in row.note for row in rows):
         notes.append("ratio: torch.compile's median by this one's, above 1 is faster")
     notes.append(f"first call: includes compilation, {cold}; relative L2: against eager")

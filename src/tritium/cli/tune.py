@@ -1,6 +1,7 @@
-"""`tritium tune`: measure what pays on this machine, and keep it.
+"""`tritium tune`: measure the fastest choices on this machine, and store them.
 
-For a pipeline: the ways its parts can run, as a recipe. Otherwise: the providers of ops, as a table that compilations use.
+For a pipeline: the ways its parts can run, stored as a recipe. Otherwise: the providers of ops, stored as a table that
+compilations read.
 """
 
 from __future__ import annotations
@@ -66,13 +67,13 @@ def command(
     steps: Annotated[int | None, typer.Option(help="A pipeline: denoising steps.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Measure what pays on this machine, and keep it.
+    """Measure the fastest choices on this machine, and store them.
 
-    A pipeline ('example' or a diffusers folder): tries what Tritium can do to each of its parts on real calls, keeps
-    the fastest whose pictures stay inside the budget, and writes a recipe for `tritium.optimize(pipe, "recipe.json")`.
+    A pipeline ('example' or a diffusers folder): tries the choices for each part on real calls, keeps the fastest whose
+    images stay within the budget, and writes a recipe for `tritium.optimize(pipe, "recipe.json")`.
 
-    Ops: compares their kernels with Inductor's, inside compiled blocks, for the shapes that known models have.
-    Later compilations read the table; they measure nothing themselves.
+    Ops: compares their kernels with Inductor's, inside compiled blocks, for the shapes of known models. Later
+    compilations read the table and measure nothing.
     """
     if names and whole.is_pipeline(names[0]):
         if len(names) > 1 or dtype or to or show:
@@ -85,7 +86,7 @@ def command(
     superfluous = [option for option, value in given.items() if value is not None]
     if superfluous:
         if names and names[0] not in ops.catalog():
-            # Meant as a pipeline, by what else is asked for.
+            # Other options show that a pipeline was meant.
             drawing.check_model(names[0])
         raise ConfigError(f"{', '.join(superfluous)} concern a pipeline ('example' or a folder), and none was named")
     chosen = names or []
@@ -141,7 +142,7 @@ def _shown(machine: str, path: Path | None) -> list[Verdict]:
 
 
 def _jobs(model: str, prompts: list[str] | None, sizes: list[str] | None, steps: int | None) -> list[Job]:
-    """Every prompt in every size."""
+    """Return a job for every prompt in every size."""
     said = [known_prompt(prompt, model) for prompt in prompts] if prompts else None
     if said is None:
         said = [job.prompt for job in whole.jobs_for(model)][:2]
@@ -204,7 +205,7 @@ def _dtypes(text: str) -> list[torch.dtype]:
 
 
 def print_table(machine: str, verdicts: Sequence[Verdict]) -> None:
-    """Print one line a key: the block, the host's share of it, the op alone, and the chosen provider."""
+    """Print one line per key: the block, the host's share of it, the op alone, and the chosen provider."""
     bandwidth = device.copy_bandwidth(device.Device("", machine))
     table = Table(title=machine, box=box.SIMPLE_HEAD)
     for name in ("op", "shape", "dtype", "chosen"):
@@ -220,7 +221,7 @@ def print_table(machine: str, verdicts: Sequence[Verdict]) -> None:
 
 
 def _host(verdict: Verdict) -> str:
-    """Return the microseconds that the host pays more for each owned provider; those from launches are marked."""
+    """Return the extra host microseconds of each owned provider; `~` marks estimates from launch counts."""
     site = verdict.site()
     if not verdict.owned or not (verdict.issue_us or verdict.launches):
         return ""

@@ -1,4 +1,4 @@
-"""`tritium verify`: the same pictures eagerly and accelerated, held against thresholds."""
+"""`tritium verify`: compare eager and accelerated images with thresholds."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from tritium.cli import progress
 from tritium.cli.bench import known_device
 from tritium.errors import ConfigError
 
-# For a pipeline that brings no prompts of its own.
+# For pipelines without default prompts.
 _PROMPT = "a photo of a cat"
 
-# Wide enough for all columns where there is no terminal to fit into.
+# Without a terminal: wide enough for all columns.
 _FILE_WIDTH = 120
 
 
@@ -62,10 +62,10 @@ def command(
     json: Annotated[bool, typer.Option("--json", help="Print everything as JSON on stdout.")] = False,
     device_type: Annotated[str | None, typer.Option("--device", help="cuda or cpu; the GPU if there is one.")] = None,
 ) -> None:
-    """Draw the same pictures eagerly and accelerated, from the same seeds, and compare them.
+    """Generate the same images eagerly and accelerated, from the same seeds, and compare them.
 
-    Every prompt is drawn in every size with every seed. Exits with 1 if the worst picture is past a threshold, with 2 if the
-    request is wrong, with 0 otherwise: made for continuous integration.
+    Every prompt is generated in every size with every seed. Exits with 1 if the worst image is past a threshold, with 2 if
+    the request is invalid, with 0 otherwise: made for continuous integration.
     """
     thresholds = Thresholds(
         min_psnr=min_psnr,
@@ -120,7 +120,7 @@ def _jobs(prompts: Sequence[str], sizes: Sequence[str], steps: int | None, seeds
 
 
 def show(verified: Verified) -> None:
-    """Print a line a picture, the worst of each figure, the verdict, and what was located."""
+    """Print a line per image, the worst of each figure, the verdict, and the located cause."""
     console = Console()
     if not console.is_terminal:
         console.width = _FILE_WIDTH
