@@ -1,7 +1,7 @@
-"""The front door: `handle = tritium.optimize(pipe)`.
+"""The main entry point: `handle = tritium.optimize(pipe)`.
 
-Every part of the pipeline gets what the plan says; the pipeline itself stays the object it was, and `handle.remove()` gives it back
-as it was.
+Each part of the pipeline is run as the plan says. The pipeline object itself is not replaced, and `handle.remove()`
+restores it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tritium.pipelines.progress import Progress
 from tritium.pipelines.warm_up import warm_up
 from tritium.report import Component, Report, Violation, text
 
-# Here and not in the first call: a service imports before it loads its model, while nobody waits for a picture.
+# Import at startup and not in the first call, where a user waits for an image.
 compat.import_compiler()
 
 
@@ -41,17 +41,17 @@ def optimize(
     artifacts: str | Path | None = None,
     accept_differences: bool = False,
 ) -> Handle:
-    """Make a live diffusers pipeline, or a bare denoiser or decoder, fast.
+    """Accelerate a loaded diffusers pipeline, or a single denoiser or decoder; return a handle.
 
     Args:
-        pipe: A stock `DiffusionPipeline`, on its device and in its dtype; or an `nn.Module` for a loop of your own, which is
-            changed in place and has one part called `model`.
-        plan: What to do; without one, the defaults. A path is a recipe that `tritium tune` has written.
-        artifacts: A file that `Handle.save` has written: what is in it is not compiled again. One that does not fit is
-            refused with a warning, and the pipeline compiles as usual.
-        accept_differences: Use a recipe although it was measured on another machine, version or model.
+        pipe: A stock `DiffusionPipeline`, on its device and in its dtype; or an `nn.Module` that you call in your own
+            loop. A module is changed in place and has one part called `model`.
+        plan: The settings; defaults if omitted. A path is read as a recipe written by `tritium tune`.
+        artifacts: A file written by `Handle.save`: the code in it is not compiled again. A file that does not fit is
+            ignored with a warning, and the pipeline compiles as usual.
+        accept_differences: Use a recipe even if it was measured on another machine, version or model.
 
-    Compilation happens in the first call. Used as a context manager, the handle removes itself at the end.
+    Compilation happens in the first call. As a context manager, the handle removes itself at the end.
     """
     source = _source_of(pipe, "optimize")
     if isinstance(plan, (str, Path)):
@@ -69,18 +69,16 @@ def optimize(
 
 
 class Handle:
-    """What `optimize` put on a pipeline: `remove()` takes it off, `report` says what it did, `summary()` prints how long
-    each part takes.
-    """
+    """An optimized pipeline: `remove()` restores it; `report` and `summary()` show what was done to it."""
 
     def __init__(self, pipe: Any, plan: Plan, compiled_before: str | Path | None = None) -> None:
-        # A bare model stands in a pipeline of its own, which users do not see.
+        # For a bare model, a `BareModel` that users do not see.
         self._source = pipe
         self.plan = plan
         found = parts.find(pipe, plan)
         shared = _shared(pipe, plan, found)
         chosen = {part.name: _chosen(part, plan, shared.get(part.name)) for part in found}
-        # A plan's own word counts; measuring is for the rest.
+        # A choice in the plan takes precedence; only the other parts are measured.
         to_measure = {
             part.name
             for part in found
@@ -109,12 +107,12 @@ class Handle:
 
     @property
     def pipe(self) -> Any:
-        """The pipeline or the model that was given to `optimize`."""
+        """Return the pipeline or model that was passed to `optimize`."""
         return _given(self._source)
 
     @classmethod
     def of(cls, pipe: Any) -> Handle | None:
-        """Return the handle that is on a pipeline, or None."""
+        """Return the handle of a pipeline, or None."""
         source = _source_of(pipe, "Handle.of")
         components = [value for value in source.components.values() if isinstance(value, nn.Module)]
         found = (Installed.on(module) for component in components for module in component.modules())
@@ -138,11 +136,11 @@ class Handle:
         self.remove()
 
     def remove(self) -> None:
-        """Give the pipeline back as it was. Removing twice does nothing."""
+        """Restore the pipeline. A second call does nothing."""
         if not self._active:
             return
         self._active = False
-        # Recordings of parts that another pipeline uses stay.
+        # Keep the captures of parts that another pipeline uses.
         Captures(
             lambda: self._report_of([one for one in self._installed if one.claims.handles == [self]]).records
         ).clear()
@@ -150,11 +148,11 @@ class Handle:
             installed.release(self)
 
     def warmup(self, **call: Any) -> dict[str, float]:
-        """Compile and capture every bucket of `Plan(shapes=...)`; returns the seconds each took.
+        """Compile and capture every bucket of `Plan(shapes=...)`; return the seconds for each.
 
-        Afterwards no call inside compiles, and one outside follows `on_violation`. Arguments go to every call of the
-        pipeline: give those that your own calls have and that change what is computed, such as `negative_prompt`. Warm up
-        in the mode in which you call: under `torch.inference_mode()` if you call it there.
+        Afterwards calls with these shapes do not compile, and other calls follow `on_violation`. Keyword arguments are passed
+        to every call of the pipeline: pass those of your calls that change the computation, such as `negative_prompt`. Warm up
+        in the mode of your calls, for example under `torch.inference_mode()`.
         """
         if self.plan.shapes is None:
             raise PipelineError("there is nothing to warm up: say what will be asked for with Plan(shapes=Shapes(...))")
@@ -164,12 +162,12 @@ class Handle:
 
     @property
     def captures(self) -> Captures:
-        """The recordings of all parts; `handle.captures.clear()` gives their memory back."""
+        """Return the captures of all parts; `handle.captures.clear()` frees their memory."""
         return Captures(lambda: self.report.records)
 
     @property
     def violations(self) -> list[Violation]:
-        """Calls outside of `Plan(shapes=...)`, and what was done with them."""
+        """Return the calls outside of `Plan(shapes=...)`, and the reaction to each."""
         return [
             Violation(installed.part.name, new.what, done, times, new.suggestion)
             for installed in self._installed
@@ -183,7 +181,7 @@ class Handle:
 
     @property
     def choices(self) -> dict[str, Choice]:
-        """What runs each part now."""
+        """Return the current choice for each part."""
         return {installed.part.name: installed.choice for installed in self._installed}
 
     def use(self, choices: Mapping[str, Choice | str]) -> None:
@@ -202,7 +200,7 @@ class Handle:
             installed.switch(self, choice)
 
     def part(self, name: str) -> Installed:
-        """One part, to switch it: `handle.part("vae.decode").use(Choice(how="eager"))`."""
+        """Return one part by name, to switch it: `handle.part("vae.decode").use(Choice(how="eager"))`."""
         if not isinstance(name, str):
             raise PipelineError(f"a part is named by a string, got {name!r}")
         found = {installed.part.name: installed for installed in self._installed}
@@ -212,24 +210,27 @@ class Handle:
 
     @property
     def report(self) -> Report:
-        """What was done to all components, declined, and why; `tritium.explain(handle, call=...)` also measures kernels."""
+        """Return what was done to all components, what was declined, and why.
+
+        `tritium.explain(handle, call=...)` also measures kernels.
+        """
         return self._report_of(self._installed)
 
     def _report_of(self, installed: list[Installed]) -> Report:
         try:
             return explain(_Parts([one.part.entry for one in installed], self.components, self.violations))
         except ReportError:
-            # Nothing was compiled yet, or by Tritium.
+            # Nothing was compiled yet, or not with Tritium.
             return Report([], components=self.components, violations=self.violations)
 
     @property
     def entries(self) -> list[nn.Module]:
-        """The modules through which each part is called."""
+        """Return the entry module of each part."""
         return [installed.part.entry for installed in self._installed]
 
     @property
     def components(self) -> list[Component]:
-        """Time, share and what was done, by part."""
+        """Return time, share and a description, by part."""
         rows = [(installed, installed.entry.times.milliseconds()) for installed in self._installed]
         total = sum(ms * installed.entry.times.calls for installed, ms in rows if ms is not None)
         return [
@@ -248,16 +249,16 @@ class Handle:
         return text.components(Report([], components=self.components))
 
     def summary(self) -> None:
-        """Print, by part: the time of a call, its share, and what was done."""
+        """Print the time of a call, its share, and a description for each part."""
         sys.stdout.write(f"{self}\n")
 
     def save(self, path: str | Path) -> compiled_files.ArtifactSummary:
-        """Keep what was compiled as one file, for `optimize(..., artifacts=path)` in another process."""
+        """Write the compiled code to one file, for `optimize(..., artifacts=path)` in another process."""
         return compiled_files.save(Path(path), recipe.fingerprint_of(self._source))
 
 
 def _source_of(pipe: Any, asked: str) -> Any:
-    """A pipeline as it is, and a bare model in a pipeline of its own."""
+    """Return a pipeline unchanged, or a bare model wrapped as a pipeline."""
     if isinstance(pipe, nn.Module):
         return BareModel(pipe)
     if not isinstance(getattr(pipe, "components", None), Mapping):
@@ -271,7 +272,7 @@ def _given(source: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Parts:
-    """Some parts of a handle, to explain."""
+    """Parts of a handle, for `explain`."""
 
     entries: list[nn.Module]
     components: list[Component]
@@ -279,13 +280,13 @@ class _Parts:
 
 
 def _chosen(part: parts.Part, plan: Plan, shared: Installed | None) -> Choice:
-    """The plan's choice; where it has none, that of a pipeline that shares the part, or the default."""
+    """Return the plan's choice, else that of a pipeline that shares the part, else the default."""
     theirs = shared.claims.active() if shared is not None else None
     return plan.choice(part.name) or theirs or part.default
 
 
 def _shared(pipe: Any, plan: Plan, found: list[parts.Part]) -> dict[str, Installed]:
-    """The parts that other pipelines have claimed; a `PipelineError` where their choices exclude each other."""
+    """Return the parts that other pipelines have claimed; raise a `PipelineError` if choices conflict."""
     shared = {part.name: installed for part in found if (installed := Installed.on(part.entry)) is not None}
     if any(handle.pipe is _given(pipe) for installed in shared.values() for handle in installed.claims.handles):
         raise PipelineError(
@@ -301,13 +302,13 @@ def _shared(pipe: Any, plan: Plan, found: list[parts.Part]) -> dict[str, Install
 
 
 def _load(path: str | Path | None, pipe: Any) -> compiled_files.ArtifactSummary | None:
-    """Load artifacts, or warn why they are of no use: the pipeline then compiles as usual."""
+    """Load artifacts, or warn why they cannot be used; the pipeline then compiles as usual."""
     if path is None:
         return None
     if not isinstance(path, (str, Path)):
         raise ConfigError(f"artifacts takes the path of a file, got {path!r}")
     try:
-        # Reading them imports half of torch's compiler.
+        # Loading artifacts imports half of torch's compiler.
         with collector.paused():
             return compiled_files.load(Path(path), recipe.fingerprint_of(pipe))
     except ArtifactError as error:

@@ -1,4 +1,4 @@
-"""Call a compiled VAE encoder or decoder with images, tiles and frames of all sizes in the same graphs."""
+"""Call a compiled VAE encoder or decoder with images, tiles and frames of all sizes."""
 
 from __future__ import annotations
 
