@@ -1,4 +1,4 @@
-"""REWRITES: one file a fusion. `catalog()` walks this folder and the entry point group `tritium.fusions`."""
+"""REWRITES: one file per fusion. `catalog()` walks this folder and the entry points `tritium.fusions`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def _entries() -> dict[str, catalogues.Entry[Fusion]]:
 
 
 def catalog() -> dict[str, Fusion]:
-    """Every fusion by name."""
+    """Return every fusion by name."""
     return {name: entry.value for name, entry in _entries().items()}
 
 
 def files() -> list[Path]:
-    """Files whose content decides what is recognised: part of every cache key."""
+    """Return the files that determine which regions are matched: part of every cache key."""
     own = Path(__file__).parent
     return [*sorted(own.glob("*.py")), *(entry.file for entry in _entries().values())]

@@ -37,7 +37,10 @@ from tritium.ops import ada_norm
 
 
 def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
-    """A product with `1 + scale` whose other factor is a norm; `1 + w` with w a parameter is the norm's own weight."""
+    """Match a product with `1 + scale` whose other factor is a norm.
+
+    If `w` is a parameter, `1 + w` is the norm's weight and no modulation.
+    """
     expr = recogniser.canon.of(node)
     for scaled, shift, nodes in _sums(expr):
         found = _modulated(recogniser, scaled, shift)
@@ -48,7 +51,7 @@ def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
 
 
 def _sums(expr: Expr) -> Iterator[tuple[Any, Any, set[fx.Node]]]:
-    """The ways to read an expression as a product plus a shift, or as a product alone."""
+    """Yield the ways to read an expression as a product plus a shift, or as a product alone."""
     if expr.op == "add" and expr.node is not None:
         for scaled, shift in (expr.args, expr.args[::-1]):
             if isinstance(scaled, Expr) and isinstance(shift, Expr):
@@ -81,7 +84,7 @@ def _held_by(expr: Expr) -> set[fx.Node]:
 
 
 def _products(product: Any) -> Iterator[tuple[Any, Any, set[fx.Node]]]:
-    """`n * (1 + s)` and `n + n * s`, as n and s."""
+    """Yield n and s of `n * (1 + s)` and `n + n * s`."""
     if not isinstance(product, Expr):
         return
     held = _held_by(product)
@@ -92,7 +95,7 @@ def _products(product: Any) -> Iterator[tuple[Any, Any, set[fx.Node]]]:
                 scale, one = inner.args
                 if is_number(one) and one == 1 and isinstance(scale, Expr):
                     nodes = nodes_between(factor, inner) | _held_by(inner)
-                    # Shared by two modulations it stays, and so it is not this site's alone.
+                    # A `1 + s` that two modulations share does not belong to this site alone.
                     yield normed, strip_widening(scale), held | {n for n in nodes if len(n.users) == 1}
     elif product.op == "add":
         for normed, other in (product.args, product.args[::-1]):
@@ -109,7 +112,7 @@ def _is_modulation(normed: Expr, scale: Expr, shift: Expr | None) -> bool:
     out, of_scale = shape_of(normed), _shape(scale)
     if out is None or of_scale is None or not _floating(normed):
         return False
-    # One number a column that is a parameter is a weight, however it is written.
+    # A parameter with one element per column is a weight, in any form.
     source = strip_casts(scale)
     while isinstance(source, Expr) and source.op == "view":
         source = strip_casts(source.args[0])
@@ -136,7 +139,7 @@ def _floating(expr: Expr) -> bool:
 
 
 def _norm_of(recogniser: Recogniser, normed: Expr) -> tuple[dict[str, Any], set[fx.Node], tuple[str, ...]] | None:
-    """The norm behind a value: what goes into it, its nodes, and the family it belongs to."""
+    """Return the bindings of the norm behind a value, its nodes, and its family."""
     site = recogniser.site_at(normed, "rms_norm")
     if site is not None:
         between = nodes_between(normed, strip_casts(normed))
@@ -155,7 +158,7 @@ def _norm_of(recogniser: Recogniser, normed: Expr) -> tuple[dict[str, Any], set[
 
 
 def decline(match: Match) -> str | None:
-    """A norm that is not one number a column cannot be given to the op."""
+    """Decline a norm whose weight is not one-dimensional: the op has no other form."""
     weight = match.bindings["weight"]
     if isinstance(weight, Expr) and len(shape_of(weight) or ()) != 1:
         return "the norm's weight is not one number a column"

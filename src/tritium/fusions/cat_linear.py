@@ -1,4 +1,4 @@
-"""Fuse a concatenation along the last dim into the linear that reads it: FLUX's single blocks, embeddings.
+"""Fuse a concatenation along the last dim into the linear that reads it, as in FLUX's single blocks.
 
 Before:  cat([a, b], -1) -> linear
 After:   tritium::cat_linear([a, b], weight, bias)
@@ -18,7 +18,7 @@ from tritium.ops import cat_linear
 
 
 def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
-    """A linear whose input is a concatenation of columns; one of tokens or frames is another matter."""
+    """Match a linear whose input is concatenated along the last dim; other dims are not supported."""
     expr = recogniser.canon.of(node)
     if expr.op != "linear":
         return None
@@ -33,7 +33,7 @@ def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
 
 
 def decline(match: Match) -> str | None:
-    """Parts of different dtypes are promoted by the concatenation."""
+    """Decline parts of different dtypes: the concatenation promotes them."""
     dtypes = {part.value.dtype for part in match.bindings["parts"]}
     return None if len(dtypes) == 1 else "the parts have different dtypes"
 

@@ -1,4 +1,6 @@
-"""Fuse `F.normalize(x, dim) * sqrt(d) * weight + 0.0`, the RMSNorm over channels of Wan's VAE, and a SiLU after it into one op.
+"""Fuse the RMSNorm over channels of Wan's VAE, and a SiLU after it, into one op.
+
+The norm is written as `F.normalize(x, dim) * sqrt(d) * weight + 0.0`.
 
 Before:  normalize(x, dim=1) -> mul sqrt(d) -> mul weight -> add 0.0 -> silu
 After:   tritium::channel_norm(x, weight, scale, shift, dim, eps, silu)
@@ -15,7 +17,7 @@ from tritium.ops import channel_norm
 
 
 def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
-    """The norm, with the number and the SiLU that follow it where nobody else reads what is before them."""
+    """Match the norm, with the added number and the SiLU after it if no other node reads values in between."""
     expr = recogniser.canon.of(node)
     found = _site(recogniser, expr)
     reader = _reader(recogniser, node)
@@ -25,7 +27,7 @@ def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
 
 
 def _site(recogniser: Recogniser, expr: Expr) -> Match | None:
-    """What ends at an expression: the norm itself, or with a number added, or with a SiLU after either."""
+    """Return the match that ends at an expression: a norm, its sum with a number, or a SiLU of either."""
     before: tuple[str, ...]
     if expr.op == "silu":
         outer, more, before = expr.args[0], {"silu": True}, ("mul", "add")
@@ -45,7 +47,7 @@ def _site(recogniser: Recogniser, expr: Expr) -> Match | None:
 
 
 def _reader(recogniser: Recogniser, node: fx.Node) -> fx.Node | None:
-    """The one node that reads a value, casts and identities in between aside; None if there are several."""
+    """Return the only node that reads a value, through casts and identities; None if there are several."""
     while len(node.users) == 1:
         node = next(iter(node.users))
         if recogniser.canon.of(node).op not in ("cast", "same"):
@@ -54,14 +56,14 @@ def _reader(recogniser: Recogniser, node: fx.Node) -> fx.Node | None:
 
 
 def _norm(expr: Expr) -> Match | None:
-    """A normalized value times a number times one weight a channel, in any order of the two products."""
+    """Match a normalized value times a number times one weight per channel, in any order of the products."""
     if expr.op != "mul" or expr.node is None:
         return None
     for scaled, weight in (expr.args, expr.args[::-1]):
         inner = strip_casts(scaled)
         if not isinstance(weight, Expr) or not isinstance(inner, Expr) or inner.op != "mul" or inner.node is None:
             continue
-        # `dynamic=True` makes a float of the module an input: then the number may stand on either side.
+        # `dynamic=True` turns a float of the module into an input: then the number may be on either side.
         normed, scale = inner.args if is_scalar(inner.args[1]) else inner.args[::-1]
         norm = strip_casts(normed)
         if not is_scalar(scale) or not isinstance(norm, Expr) or norm.op != "normalize" or norm.node is None:
@@ -79,7 +81,7 @@ def _norm(expr: Expr) -> Match | None:
 
 
 def _is_weight(weight: Expr, norm: Expr, dim: int) -> bool:
-    """One number a channel: of size one in every other dim."""
+    """Return True for one weight per channel: size one in every other dim."""
     of_weight, of_x = shape_of(weight), shape_of(norm)
     if of_weight is None or of_x is None:
         return False

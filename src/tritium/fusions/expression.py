@@ -1,19 +1,19 @@
-"""A canonical expression DAG beside an FX graph: one form for the many ways models write the same arithmetic.
+"""Build a canonical expression DAG for an FX graph: one form for all spellings of the same arithmetic.
 
-The graph itself is not rewritten. Every node gets an `Expr`; nodes that only change the spelling disappear from it:
+The graph is not rewritten. Every node gets an `Expr`; nodes that differ only in spelling disappear:
 
     a.mul(b), a * b, torch.mul(a, b)            -> mul(a, b)
     a - b                                       -> add(a, neg(b))
     x.pow(2), x ** 2, x.square(), x * x         -> square(x)
     a / torch.sqrt(b), a * b ** -0.5            -> mul(a, rsqrt(b))
     F.rms_norm(x, (d,), w, eps)                 -> mul(mul(x, rsqrt(add(mean(square(x)), eps))), w)
-    x.to(dtype), x.float(), x.type_as(y)        -> cast(x), which matching looks through
+    x.to(dtype), x.float(), x.type_as(y)        -> cast(x), which matching ignores
     x.contiguous(), x * 1, dropout in eval      -> x
     x[:, None], x.unsqueeze(1), x.expand(...)   -> view(x)
     (1 + s)[:, None]                            -> add(view(s), 1)
     torch.addcmul(a, b, c)                      -> add(a, mul(b, c))
 
-`layout.py` adds the forms that move elements, `whole.py` operators that stay whole (norms, activations, linear).
+`layout.py` adds the forms that move elements, `whole.py` whole operators (norms, activations, linear).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 
 @dataclass(frozen=True, eq=False)
 class Expr:
-    """One value. `node` is the FX node that holds it, None inside a form that a node was expanded into."""
+    """One value. `node` is the FX node that holds it, or None inside an expanded form."""
 
     op: str
     args: tuple[Any, ...] = ()
@@ -41,7 +41,7 @@ class Expr:
 
     @property
     def value(self) -> Any:
-        """The fake tensor (or number) Dynamo knows for this value; None in a traced pattern."""
+        """Return Dynamo's fake tensor (or number) for this value; None in a traced pattern."""
         return value_of(self.node) if self.node is not None else None
 
     def __repr__(self) -> str:
@@ -65,7 +65,7 @@ def shape_of(expr: Any) -> torch.Size | None:
 
 
 def same_size(left: Any, right: Any) -> bool:
-    """Whether two sizes are equal for every value of their symbols: asking `==` would add a guard, and recompiles."""
+    """Return True if two sizes are equal for all symbol values; `==` would add a guard and recompiles."""
     return left is right or statically_known_true(left == right)
 
 
@@ -77,7 +77,7 @@ def same_shape(left: Sequence[Any] | None, right: Sequence[Any] | None) -> bool:
 
 Build = Callable[["Canonicaliser", fx.Node], Expr | None]
 
-# (module or method name) -> how a node of that target becomes an expression. None from a builder means: opaque.
+# Target (a function or a method name) -> builder of its expression. A builder returns None for an opaque node.
 _BUILDERS: dict[Any, Build] = {}
 
 
@@ -91,16 +91,16 @@ def builder(*targets: Any) -> Callable[[Build], Build]:
 
 
 class Canonicaliser:
-    """Builds expressions for the nodes of one graph, on demand and once each."""
+    """Build expressions for the nodes of one graph, on demand and once each."""
 
     def __init__(self) -> None:
         self._exprs: dict[fx.Node, Expr] = {}
 
     def of(self, thing: Any) -> Any:
-        """The expression of a node; numbers, None and dtypes stand for themselves."""
+        """Return the expression of a node; return numbers, None and dtypes unchanged."""
         if not isinstance(thing, fx.Node):
             return thing
-        # Graphs are thousands of nodes deep, so arguments are built first instead of by recursion.
+        # Graphs are thousands of nodes deep: build arguments from a stack instead of by recursion.
         stack = [thing]
         while stack:
             node = stack[-1]
@@ -130,20 +130,20 @@ def is_number(thing: Any) -> bool:
 
 
 def is_scalar(thing: Any) -> bool:
-    """A number, or a value of the graph that is one."""
+    """Return True for a number, or a value of the graph that is a number."""
     numbers = (int, float, torch.SymInt, torch.SymFloat)
     return is_number(thing) or (isinstance(thing, Expr) and isinstance(thing.value, numbers))
 
 
 def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
-    """An argument by position or keyword."""
+    """Return an argument by position or keyword."""
     if len(node.args) > index:
         return node.args[index]
     return node.kwargs.get(name, default)
 
 
 def _is_tensor(thing: Any) -> bool:
-    """Whether an operand is a tensor; in a traced pattern, where nothing is known, every node is."""
+    """Return True if an operand is a tensor; every node of a traced pattern, which has no values, is one."""
     if not isinstance(thing, Expr):
         return False
     return thing.node is None or thing.value is None or isinstance(thing.value, torch.Tensor)
@@ -168,7 +168,7 @@ def neg(operand: Any) -> Any:
 
 
 def _keeps(expr: Any, node: fx.Node) -> bool:
-    """Whether a node that only spells identity really gives its operand's dtype and shape."""
+    """Return True if a node that spells an identity has its operand's dtype and shape."""
     known = isinstance(expr, Expr) and isinstance(expr.value, torch.Tensor)
     result = value_of(node)
     if not known or not isinstance(result, torch.Tensor):
@@ -177,7 +177,7 @@ def _keeps(expr: Any, node: fx.Node) -> bool:
 
 
 def _alias(operand: Expr, node: fx.Node) -> Expr:
-    """`operand` again, but held by `node`: rewriting must know which nodes a match covers."""
+    """Return `operand` as held by `node`: rewriting needs the nodes that a match covers."""
     return Expr("same", (operand,), node)
 
 
@@ -255,7 +255,7 @@ def _sqrt(canon: Canonicaliser, node: fx.Node) -> Expr | None:
 
 @builder(torch.mean, "mean")
 def _mean(canon: Canonicaliser, node: fx.Node) -> Expr | None:
-    """Only a mean over the last dim that keeps it: the one norms are made of."""
+    """Accept only a mean over the last dim that keeps it, as in norms."""
     operand = canon.of(node.args[0])
     dim, keepdim = argument(node, 1, "dim"), argument(node, 2, "keepdim", False)
     dims = [dim] if isinstance(dim, int) else list(dim) if isinstance(dim, (tuple, list)) else []
@@ -268,7 +268,7 @@ def _mean(canon: Canonicaliser, node: fx.Node) -> Expr | None:
 
 
 def _cast(canon: Canonicaliser, node: fx.Node) -> Expr | None:
-    """A change of dtype and nothing else; a move to another device or memory format stays opaque."""
+    """Accept only a change of dtype; a move to another device or memory format stays opaque."""
     operand = canon.of(node.args[0])
     result = value_of(node)
     known = isinstance(operand, Expr) and isinstance(operand.value, torch.Tensor)
@@ -308,12 +308,12 @@ def _addcmul(canon: Canonicaliser, node: fx.Node) -> Expr | None:
 
 
 def broadcast_view(operand: Any, node: fx.Node) -> Expr | None:
-    """A view that only adds dims of size one or repeats them; it moves inside `s + 1`, where modulation looks for s."""
+    """Return a view that only adds dims of size one or repeats them, moved inside `s + 1` for modulations."""
     if not isinstance(operand, Expr):
         return None
     inner = strip_same(operand)
     if inner.op == "add" and is_number(inner.args[1]) and isinstance(inner.args[0], Expr):
-        # No node holds the view of s alone: whoever needs it repeats `node` on s.
+        # No node holds the view of s alone: to use it, apply `node` to s.
         return Expr("add", (Expr("view", (inner.args[0],), attrs=(node,)), inner.args[1]), node)
     return Expr("view", (operand,), node)
 
@@ -336,7 +336,7 @@ def strip_casts(expr: Any) -> Any:
 
 
 def strip_widening(expr: Any) -> Any:
-    """Look through casts that lose nothing: a value rounded to fewer bits is another value."""
+    """Remove casts that lose nothing; a value rounded to fewer bits is a different value."""
     while isinstance(expr, Expr) and expr.op in ("same", "cast"):
         if expr.op == "cast":
             source, target = dtype_of(expr.args[0]), dtype_of(expr)
@@ -347,7 +347,7 @@ def strip_widening(expr: Any) -> Any:
 
 
 def packs(expr: Any) -> bool:
-    """Whether an identity is one in value alone: it moves elements, as `contiguous` does of a transposed tensor."""
+    """Return True if an identity changes strides, as `contiguous` does for a transposed tensor."""
     if not isinstance(expr, Expr) or expr.op != "same" or not isinstance(expr.args[0], Expr):
         return False
     before, after = expr.args[0].value, expr.value
@@ -356,7 +356,7 @@ def packs(expr: Any) -> bool:
 
 
 def strip_in_place(expr: Any) -> Any:
-    """`strip_widening`, but not through what packs a value: an op that reads the value wants it packed."""
+    """Like `strip_widening`, but stop at an identity that changes strides: an op reads the value packed."""
     inner = strip_widening(expr)
     while expr is not inner and not packs(expr):
         expr = expr.args[0]
@@ -364,7 +364,7 @@ def strip_in_place(expr: Any) -> Any:
 
 
 def nodes_between(outer: Any, inner: Any) -> set[fx.Node]:
-    """The nodes of the casts and identities that were stripped from `outer` to get `inner`."""
+    """Return the nodes of the casts and identities that were stripped from `outer` to get `inner`."""
     nodes = set()
     while outer is not inner:
         if outer.node is not None:
@@ -374,7 +374,7 @@ def nodes_between(outer: Any, inner: Any) -> set[fx.Node]:
 
 
 def live_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes whose value reaches the output or that write somewhere; Dynamo's graph still holds dead code."""
+    """Return nodes that reach the output or write to memory; Dynamo's graph still contains dead code."""
     live: set[fx.Node] = set()
     stack = [node for node in graph.nodes if node.op == "output" or mutated_arguments(node)]
     while stack:
@@ -392,7 +392,7 @@ _IN_PLACE_OPERATORS = frozenset(
 
 
 def mutated_arguments(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose memory a node writes to."""
+    """Return the nodes whose memory a node writes to."""
     if node.op not in ("call_function", "call_method"):
         return []
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -410,7 +410,7 @@ def mutated_arguments(node: fx.Node) -> list[fx.Node]:
 
 
 def argument_flag(node: fx.Node, name: str) -> bool:
-    """Whether a flag is set, by keyword or, as `F.leaky_relu(x, 0.2, True)` has it, by position."""
+    """Return True if a flag is set, by keyword or by position as in `F.leaky_relu(x, 0.2, True)`."""
     if node.kwargs.get(name) is True:
         return True
     if not callable(node.target) or not any(arg is True for arg in node.args):
@@ -418,13 +418,13 @@ def argument_flag(node: fx.Node, name: str) -> bool:
     try:
         given = inspect.signature(node.target).bind_partial(*node.args)
     except (TypeError, ValueError):
-        # A builtin without a signature: none of those takes the flag.
+        # A builtin without a signature: none of these has such a flag.
         return False
     return given.arguments.get(name) is True
 
 
 def storages(nodes: Sequence[fx.Node]) -> set[int]:
-    """Identities of the memory behind some nodes' values."""
+    """Return the identities of the storages behind some nodes' values."""
     return set(_storages(nodes))
 
 

@@ -1,4 +1,4 @@
-"""What a fusion is: the ways models spell a region, and the op that replaces it."""
+"""Define a fusion: the ways models spell a region, and the op that replaces it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tritium.ops import Op
 
 @dataclass(frozen=True)
 class Call:
-    """An argument that no node of the graph holds: a method of a tensor, called with these arguments.
+    """An argument that no node of the graph holds: a tensor method with its arguments.
 
     >>> Call("transpose", ("q", 1, 2))
     Call(method='transpose', args=('q', 1, 2))
@@ -34,9 +34,9 @@ class Call:
 class Match:
     """One place where a fusion applies.
 
-    `nodes` belong to this site alone. `inner` are covered too but may be shared, as a norm that feeds two modulations is.
-    `writes` are the in-place writes that make the value, for spellings that fill an empty tensor: `root` is then that
-    tensor, and the value is what it holds after the last write.
+    `nodes` belong to this site alone. `inner` nodes are covered too but may be shared, as a norm that feeds two
+    modulations. `writes` are in-place writes that fill an empty tensor: `root` is that tensor, and the value is its
+    content after the last write.
     """
 
     root: fx.Node
@@ -44,13 +44,13 @@ class Match:
     nodes: set[fx.Node] = field(default_factory=set)
     inner: set[fx.Node] = field(default_factory=set)
     writes: tuple[fx.Node, ...] = ()
-    # Families of smaller sites that lie inside: switching one of them off leaves this one alone too.
+    # Families of smaller sites inside this one: switching one of them off also leaves this one alone.
     covers: tuple[str, ...] = ()
-    # The values that an op of several results gives, in its order; the last of them is the root. Empty: the root.
+    # The results of an op with several, in its order; the last one is the root. Empty: only the root.
     outputs: tuple[fx.Node, ...] = ()
-    # Whether whoever reads the values takes them in any layout: the op may then give them another.
+    # True if the readers accept any memory format: the op may then return another one.
     any_layout: bool = False
-    # The method, and its arguments, that makes the value out of the op's result; empty: the result is the value.
+    # A method with arguments to apply to the op's result; empty: the result is the value.
     shown: tuple[Any, ...] = ()
 
     def shape(self, name: str) -> torch.Size | None:
@@ -61,12 +61,12 @@ class Match:
 
     @property
     def out(self) -> Any:
-        """The fake tensor of the value that is replaced."""
+        """Return the fake tensor of the replaced value."""
         return value_of(self.root)
 
     @property
     def values(self) -> tuple[fx.Node, ...]:
-        """The nodes that the op's results replace."""
+        """Return the nodes that the op's results replace."""
         return self.outputs or (self.root,)
 
     @property
@@ -75,23 +75,23 @@ class Match:
 
     @property
     def source_line(self) -> str:
-        """`normalization.py:553 in forward`: the line of the model this came from."""
+        """Return the line of the model this came from, as `normalization.py:553 in forward`."""
         return source_line(self.root)
 
 
 def source_line(node: fx.Node) -> str:
-    """The line of the model that a node came from, as `normalization.py:553 in forward`; empty where nobody knows."""
+    """Return a node's line in the model, as `normalization.py:553 in forward`; empty if unknown."""
     places = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', node.meta.get("stack_trace") or "")
     if not places:
         return ""
-    # The model's own line, not torch's wrapper around an operator.
+    # Prefer the model's line to torch's wrapper around an operator.
     own = [place for place in places if "/torch/" not in place[0].replace("\\", "/")]
     file, line, function = (own or places)[-1]
     return f"{Path(file).name}:{line} in {function}"
 
 
 def _held(things: Iterable[Any]) -> Iterator[fx.Node]:
-    """The nodes that hold what some arguments are made of."""
+    """Yield the nodes that hold the inputs of some arguments."""
     for thing in things:
         if isinstance(thing, Expr) and thing.node is not None:
             yield thing.node
@@ -113,28 +113,29 @@ def _nothing(match: Match) -> str | None:
 
 @dataclass(frozen=True)
 class Fusion:
-    """A rewrite. Declared as `FUSION` in a file of its own, or named in the entry point group `tritium.fusions`.
+    """A rewrite, declared as `FUSION` in a separate file or listed in the entry points `tritium.fusions`.
 
-    A spelling is a plain function of tensors; it is brought into canonical form, so one spelling serves every operand
-    order, cast and method-or-function variant. A parameter annotated `float` stands for any number.
-    `accept` tells whether a place that looks like the spelling is the thing meant; `decline` gives a reason why a place
-    that is the thing must be left alone. Without a `replacement` a site is only counted. `arguments` maps a match to the op's arguments by name: expressions, numbers.
+    A spelling is a plain function of tensors; it is brought into canonical form, so one spelling covers every operand
+    order, cast and method-or-function variant. A parameter annotated `float` matches any number.
+    `accept` returns False for a place that looks like the spelling but computes something else; `decline` returns a
+    reason to leave a correct match unchanged. Without a `replacement`, sites are only counted. `arguments` maps a match
+    to the op's arguments by name: expressions and numbers.
     """
 
     name: str
     families: tuple[str, ...]
     spellings: tuple[Callable[..., Any], ...] = ()
     replacement: Op | None = None
-    # For what no spelling can say: the match that ends at a node, or None. Asked for every live node, last first.
+    # For matches that no spelling can express: return the match that ends at a node, or None. Called for live nodes.
     find: Callable[[Any, fx.Node], Match | None] | None = None
-    # Fusions of a higher number look first; of one number, the larger spelling does.
+    # Fusions with higher numbers match first; among equal numbers, larger spellings first.
     priority: int = 0
-    # A region is made of sites that other fusions recognise too, and may overlap them; it takes them over when rewritten.
+    # A region consists of sites that other fusions match, and may overlap them; its rewrite replaces them.
     region: bool = False
     accept: Callable[[Match], bool] = _anything
     decline: Callable[[Match], str | None] = _nothing
     arguments: Callable[[Match], Mapping[str, Any]] | None = None
-    # What the name means, for the generated documentation.
+    # A description for the generated documentation.
     doc: str = ""
 
     def arguments_of(self, match: Match) -> dict[str, Any]:
@@ -144,7 +145,7 @@ class Fusion:
 
 
 class FusionFailed(Exception):
-    """A fusion raised an error, which is the cause of this one."""
+    """An error raised by a fusion; `error` is the original exception."""
 
     def __init__(self, fusion: Fusion, error: Exception) -> None:
         super().__init__(f"fusion {fusion.name!r}: {error}")
@@ -154,7 +155,7 @@ class FusionFailed(Exception):
 
 @contextlib.contextmanager
 def blamed(fusion: Fusion) -> Iterator[None]:
-    """Raise errors from inside as a `FusionFailed` of this fusion, and what speaks to the user as it is."""
+    """Raise errors from inside as a `FusionFailed` of this fusion; pass errors meant for users through."""
     try:
         yield
     except Exception as error:

@@ -1,7 +1,7 @@
 """Fuse the gating of GEGLU and SwiGLU, `activation(gate) * value`, into `tritium::gated_activation`.
 
 Before:  silu(a) -> mul b        gelu(a) -> mul b
-After:   tritium::gated_activation(a, b, activation), computed as written: nothing is approximated
+After:   tritium::gated_activation(a, b, activation), with the same formula: no approximation
 
 Forms, in either operand order, with a and b of one shape: halves of one projection, two projections, slices.
 """
@@ -21,7 +21,7 @@ from tritium.ops import gated_activation
 
 
 def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
-    """A product of an activated and a plain value of one shape, both floating point."""
+    """Match a product of an activated and a plain floating-point value of one shape."""
     expr = recogniser.canon.of(node)
     if expr.op != "mul" or not isinstance(value_of(node), torch.Tensor):
         return None
@@ -32,7 +32,7 @@ def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
         gate = inner.args[0]
         if not isinstance(value, Expr) or not isinstance(gate, Expr) or gate.node is None:
             continue
-        # `x * silu(scale)` with a broadcast scale is a modulation of some kind, not a gate.
+        # `x * silu(scale)` with a broadcast scale is a modulation, not a gate.
         if not all(same_shape(shape_of(part), value_of(node).shape) for part in (value, inner)):
             continue
         nodes = {node, inner.node} | nodes_between(activated, inner)
@@ -47,7 +47,7 @@ def _name(activation: Expr) -> str:
 
 
 def decline(match: Match) -> str | None:
-    """An activation in another precision than its input: FP32SiLU and the like are more than the op says."""
+    """Decline an activation in another dtype than its input, such as FP32SiLU: the op has one dtype."""
     gate, value = match.dtype("gate"), match.dtype("value")
     return (
         None

@@ -18,7 +18,7 @@ def residual(x: torch.Tensor, gate: torch.Tensor, y: torch.Tensor) -> torch.Tens
 
 
 def accept(match: Match) -> bool:
-    """x and y have the result's shape, the gate that shape or one broadcast to it; what a RoPE left over is none."""
+    """Accept x and y of the result's shape, and a gate that broadcasts to it; not the rest of a RoPE."""
     if not isinstance(match.out, torch.Tensor) or not match.out.dtype.is_floating_point:
         return False
     out, gate = match.out.shape, match.shape("gate")
@@ -28,7 +28,7 @@ def accept(match: Match) -> bool:
 
 
 def _is_scaled(x: Expr, gate: torch.Size) -> bool:
-    """Whether the addend is itself a product with such a factor: `x * cos + rotated * sin` is a RoPE, even if not ours."""
+    """Return True if x is a product with a factor of the gate's shape: `x * cos + turned * sin` is a RoPE."""
     inner = strip_casts(x)
     return inner.op == "mul" and any(same_shape(shape_of(arg), gate) for arg in inner.args if isinstance(arg, Expr))
 

@@ -1,7 +1,7 @@
-"""Recognise GELU, in its tanh and its erf form. It is computed as written: nothing is approximated.
+"""Match GELU, in its tanh and its erf form. The formula is kept: no approximation.
 
 Before:  gelu(x)
-After:   tritium::gelu(x, approximate) where that is pinned; else as it was, for Inductor to fuse into what it stands between
+After:   tritium::gelu(x, approximate) if a provider is pinned; else unchanged, for Inductor to fuse with its neighbours
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tritium.ops import gelu
 
 
 def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
-    """A whole GELU. One written out by hand is arithmetic: its constants are the model's business."""
+    """Match a GELU operator; one written out as arithmetic is left as it is."""
     expr = recogniser.canon.of(node)
     return Match(node, {"x": expr.args[0], "approximate": expr.attrs[0]}, {node}) if expr.op == "gelu" else None
 

@@ -7,7 +7,7 @@ After:   tritium::group_norm_silu(x, groups, weight, bias, eps)
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import fx
 
 from tritium.fusions.expression import Expr, argument, nodes_between, strip_casts
@@ -20,7 +20,7 @@ CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
 
 
 def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
-    """A SiLU whose operand is a GroupNorm, casts and eval dropout between them aside."""
+    """Match a SiLU whose operand is a GroupNorm, with casts and eval dropout between them."""
     expr = recogniser.canon.of(node)
     if expr.op != "silu":
         return None
@@ -32,14 +32,14 @@ def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
     groups, eps = norm.attrs
     bindings = {"x": x, "groups": groups, "weight": weight, "bias": bias, "eps": eps}
     match = recogniser.closed(Match(node, bindings, nodes))
-    # ATen's GroupNorm on a GPU gives up channels-last, the op keeps it, and a convolution wants it.
-    # Not under fidelity 'exact', which compares strides all the same.
+    # ATen's GroupNorm on a GPU loses channels-last; the op keeps it, and convolutions prefer it.
+    # Fidelity 'exact' still compares strides.
     match.any_layout = _feeds_convolutions(match.root)
     return match
 
 
 def _feeds_convolutions(node: fx.Node) -> bool:
-    """Whether nobody but convolutions, and what asks for a layout on the way to them, sees a value."""
+    """Return True if only convolutions read a value, directly or after a conversion to channels-last."""
     return bool(node.users) and all(
         user.target in CONVOLUTIONS
         or (user.target == "contiguous" and user.kwargs.get("memory_format") in CHANNELS_LAST)

@@ -1,15 +1,15 @@
-"""Canonical forms of what moves elements: pieces, slices, joins, reshapes.
+"""Canonical forms of operations that move elements: pieces, slices, joins, reshapes.
 
     q, k = x.chunk(2, -1); x.split(...); x.unbind(1)   -> piece(x, kind, dim, index)
     x[..., 0::2], x[:, :n]                             -> index(x, (...))
     x[:, None]                                         -> view(x)
     torch.stack([a, b], -1), torch.cat([a, b], 1)      -> stack(a, b), cat(a, b)
-    x.view(...), x.reshape(...), x.flatten(3)          -> reshape(x); the shapes are in the nodes' values
+    x.view(...), x.reshape(...), x.flatten(3)          -> reshape(x); the nodes' values have the shapes
     x.transpose(1, 2), x.permute(...), x.swapaxes(1, 2) -> permute(x, dims)
     torch.view_as_complex(x), torch.view_as_real(x)    -> view_as_complex(x), view_as_real(x)
-    torch.empty_like(x), torch.zeros(...)              -> blank(): memory that writes will fill
+    torch.empty_like(x), torch.zeros(...)              -> blank(): memory that later writes fill
 
-Dims are counted from the front where the rank is known.
+Dims are counted from the front if the rank is known.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _getitem(canon: Canonicaliser, node: fx.Node) -> Expr | None:
 
 
 def _frozen(part: Any) -> Any:
-    """Slices cannot be hashed before Python 3.12; a symbolic bound is a node and compares by identity."""
+    """Return a hashable form: before Python 3.12 slices are not; symbolic bounds compare by identity."""
     return ("slice", part.start, part.stop, part.step) if isinstance(part, slice) else part
 
 
@@ -113,7 +113,7 @@ def _joined(canon: Canonicaliser, node: fx.Node) -> Expr | None:
 
 
 def _put_together_again(joined: Expr) -> Expr | None:
-    """The tensor whose slices, all of them and in order, a concatenation joins: FLUX does so between single blocks."""
+    """Return the tensor whose slices, all in order, a concatenation joins, as between FLUX blocks."""
     (dim,), whole, end = joined.attrs, None, 0
     for part in joined.args:
         inner = strip_same(part)
@@ -131,7 +131,7 @@ def _put_together_again(joined: Expr) -> Expr | None:
 
 
 def _slice_along(expr: Expr, dim: int) -> tuple[Any, Any] | None:
-    """Where a slice of one dim starts and stops; a stop of None is the end."""
+    """Return start and stop of a slice of one dim; a stop of None is the end."""
     if expr.op != "index" or len(expr.attrs) <= dim or Ellipsis in expr.attrs:
         return None
     if any(attr != ("slice", None, None, None) for place, attr in enumerate(expr.attrs) if place != dim):
@@ -140,7 +140,7 @@ def _slice_along(expr: Expr, dim: int) -> tuple[Any, Any] | None:
     if not isinstance(chosen, tuple) or chosen[3] not in (None, 1):
         return None
     start, stop = chosen[1] or 0, chosen[2]
-    # From the end: where that is depends on the size.
+    # A bound counted from the end depends on the size.
     return None if any(isinstance(bound, int) and bound < 0 for bound in (start, stop)) else (start, stop)
 
 
@@ -158,7 +158,7 @@ def _reshape(canon: Canonicaliser, node: fx.Node) -> Expr | None:
         return None
     if before is not None and after is not None:
         if operand.value.dtype != after.dtype:
-            # `x.view(dtype)` reads the same bits as another type.
+            # `x.view(dtype)` reinterprets the bits.
             return None
         if same_shape(before, after.shape):
             return Expr("same", (operand,), node)
@@ -206,6 +206,6 @@ def _complex_view(canon: Canonicaliser, node: fx.Node) -> Expr | None:
 
 @builder(torch.empty_like, torch.zeros_like, torch.empty, torch.zeros, "new_empty", "new_zeros")
 def _blank(canon: Canonicaliser, node: fx.Node) -> Expr | None:
-    """Not made of its arguments: those only give its shape."""
+    """Return `blank()` without operands: the arguments only give its shape."""
     del canon
     return Expr("blank", (), node) if isinstance(value_of(node), torch.Tensor) else None

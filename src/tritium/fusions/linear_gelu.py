@@ -15,7 +15,7 @@ from tritium.ops import linear_gelu
 
 
 def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
-    """A GELU of a linear's whole result; of a half or a slice of it, the GELU is a gate's."""
+    """Match a GELU of a linear's whole result; a GELU of a half or a slice is a gate."""
     expr = recogniser.canon.of(node)
     if expr.op != "gelu":
         return None
@@ -28,7 +28,7 @@ def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
 
 
 def decline(match: Match) -> str | None:
-    """The linear's result is needed as it is by something else."""
+    """Decline if another node reads the linear's result."""
     linear = next(node for node in match.nodes if node is not match.root)
     return "the linear's result is used elsewhere too" if len(linear.users) > 1 else None
 

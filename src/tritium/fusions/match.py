@@ -1,4 +1,4 @@
-"""Find the spellings of fusions on the canonical expressions of a graph."""
+"""Match the spellings of fusions in the canonical expressions of a graph."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tritium.fusions.expression import (
 )
 from tritium.fusions.fusion import Fusion, Match, blamed
 
-# The canonical forms that those two modules add are used through the table they fill.
+# Importing these modules fills the table of canonical forms.
 FORMS = (layout, whole)
 
 COMMUTATIVE = frozenset({"add", "mul"})
@@ -39,7 +39,7 @@ COMMUTATIVE = frozenset({"add", "mul"})
 
 @dataclass(frozen=True)
 class Wild:
-    """A parameter of a spelling: any tensor, or any number."""
+    """A parameter of a spelling: matches any tensor, or any number."""
 
     name: str
     number: bool
@@ -47,7 +47,7 @@ class Wild:
 
 @functools.cache
 def pattern_of(spelling: Callable[..., Any]) -> Any:
-    """A spelling in canonical form, its parameters as wildcards."""
+    """Return a spelling in canonical form, with wildcards for its parameters."""
     graph = fx.symbolic_trace(spelling).graph
     parameters = inspect.signature(spelling, eval_str=True).parameters
     canon = Canonicaliser()
@@ -68,7 +68,7 @@ State = tuple[dict[str, Any], frozenset[fx.Node]]
 
 
 def _match(pattern: Any, target: Any, state: State) -> Iterator[State]:
-    """All ways to read `target` as `pattern`."""
+    """Yield all ways to match `target` with `pattern`."""
     bindings, nodes = state
     if isinstance(pattern, Wild):
         yield from _bind(pattern, target, state)
@@ -122,7 +122,7 @@ def _bind(wild: Wild, target: Any, state: State) -> Iterator[State]:
 
 
 def same_value(left: Any, right: Any) -> bool:
-    """Whether two expressions are one value, casts that lose nothing aside."""
+    """Return True if two expressions are one value, except for casts that lose nothing."""
     left, right = strip_widening(left), strip_widening(right)
     if not isinstance(left, Expr) or not isinstance(right, Expr):
         return not isinstance(left, Expr) and not isinstance(right, Expr) and left == right
@@ -130,7 +130,7 @@ def same_value(left: Any, right: Any) -> bool:
 
 
 class Recogniser:
-    """The sites of one graph."""
+    """Find the sites of one graph."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
@@ -141,13 +141,13 @@ class Recogniser:
             (self.position[node], storages(mutated)) for node in graph.nodes if (mutated := mutated_arguments(node))
         ]
         self.region = _autocast_regions(graph)
-        # Sites do not share nodes with sites, nor regions with regions.
+        # Sites share no nodes with sites, nor regions with regions.
         self._claimed: dict[bool, set[fx.Node]] = {False: set(), True: set()}
-        # The sites found so far, by the node that holds their value: what regions are made of.
+        # The sites found so far, by the node that holds their value: regions consist of these.
         self.sites: dict[fx.Node, tuple[Fusion, Match]] = {}
 
     def find(self, fusions: Sequence[Fusion]) -> list[tuple[Fusion, Match]]:
-        """Sites of all fusions, larger and then stricter spellings first, each node in one site at most."""
+        """Return the sites of all fusions, larger and stricter spellings first; a node is in at most one site."""
         found = []
         for fusion in sorted(fusions, key=_rank):
             for node in reversed(self.graph.nodes):
@@ -161,7 +161,7 @@ class Recogniser:
         return found
 
     def site_at(self, expr: Any, *names: str) -> Match | None:
-        """The site of one of some fusions that computes a value, looked for through casts and identities."""
+        """Return the site of a fusion in `names` that computes a value, through casts and identities."""
         while isinstance(expr, Expr):
             if expr.node is not None and expr.node in self.sites:
                 fusion, match = self.sites[expr.node]
@@ -188,7 +188,7 @@ class Recogniser:
         return None
 
     def spelled(self, spellings: Sequence[Callable[..., Any]], node: fx.Node) -> Iterator[Match]:
-        """The ways to read the value of a node as one of some spellings."""
+        """Yield the matches of a node's value with some spellings."""
         expr = strip_same(self.canon.of(node))
         for spelling in spellings:
             pattern = pattern_of(spelling)
@@ -197,7 +197,7 @@ class Recogniser:
                     yield Match(node, bindings, set(nodes))
 
     def closed(self, match: Match) -> Match:
-        """Extended over casts that only round the result: the op rounds once, at the end."""
+        """Return a match extended over casts that only round the result: the op rounds once, at the end."""
         root, nodes, passed = match.root, match.nodes, {match.root}
         end = root
         while len(end.users) == 1:
@@ -208,19 +208,19 @@ class Recogniser:
             if op == "cast" and torch.promote_types(source.dtype, target.dtype) == source.dtype:
                 root, nodes = user, nodes | passed
             elif op != "same" or packs(self.canon.of(user)):
-                # An identity is taken only with a cast behind it: others look through it, at the value before.
+                # Include an identity only if a cast follows: other fusions look through it, at the value before.
                 break
         return dataclasses.replace(match, root=root, nodes=nodes)
 
     def source(self, expr: Expr, passed: set[fx.Node]) -> Expr:
-        """The value that an expression only repeats, in the same layout; the nodes in between are added to `passed`."""
+        """Return the value that an expression repeats in the same layout; add nodes in between to `passed`."""
         while expr.op == "same" and expr.node is not None and not packs(expr):
             passed.add(expr.node)
             expr = expr.args[0]
         return expr
 
     def hazard(self, match: Match) -> str | None:
-        """Why computing the region at its root would read other values than the model does, or None."""
+        """Return why computing the region at its root would read values other than the model's, or None."""
         nodes = match.nodes | match.inner
         first = min(self.position[node] for node in nodes)
         last = max(self.position[node] for node in (*match.values, *match.writes))
@@ -236,7 +236,7 @@ class Recogniser:
 
 
 def _rank(fusion: Fusion) -> tuple[bool, int, int, int, str]:
-    """Sorts `x + g * x` before `x + g * y`: of two spellings of one size, the one with fewer wildcards says more."""
+    """Return the sort key: of two spellings of one size, the one with fewer wildcards comes first."""
 
     def size(thing: Any) -> int:
         return 1 + sum(map(size, thing.args)) if isinstance(thing, Expr) else 0

@@ -1,4 +1,4 @@
-"""Fuse what happens to the query and the key of an attention between their projections and the attention itself.
+"""Fuse the operations on an attention's query and key between the projections and the attention.
 
 Before:  norm(q) -> heads -> (cat with the text's) -> rope -> transpose, and the same for k, in any of these orders:
          norm, cat, rope (FLUX); norm, rope, cat (Qwen-Image); norm over all heads, rope (Wan); norm, cat (SD3)
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import fx
 
 from tritium.fusions.expression import Expr, argument, dtype_of, same_shape, same_size, shape_of, value_of
@@ -27,7 +27,7 @@ SWAP = (0, 2, 1, 3)
 
 @dataclass
 class Side:
-    """How a query or key is made: its parts in order, and what is done to all of them after they were joined."""
+    """How a query or key is computed: its parts in order, and the nodes and writes on the way."""
 
     parts: list[Part] = field(default_factory=list)
     nodes: set[fx.Node] = field(default_factory=set)
@@ -42,15 +42,15 @@ class Part:
     norm: str = "none"
     weight: Any = None
     eps: Any = 0.0
-    # The match of the RoPE, and whether its operand has heads before tokens.
+    # The match of the RoPE, and whether its operand is [B, H, S, D].
     rope: Match | None = None
     rope_heads_first: bool = False
-    # Whether a concatenation was passed already: what is rotated before one is rotated as a whole.
+    # True after a concatenation: a rotation before it in the walk covers all parts.
     joined: bool = False
 
 
 def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
-    """An attention whose query and key are both normed, and rotated or joined."""
+    """Match an attention whose query and key are both normed, and rotated or joined."""
     if node.target is not F.scaled_dot_product_attention:
         return None
     given = [argument(node, place, name) for place, name in ((0, "query"), (1, "key"))]
@@ -88,7 +88,7 @@ def _is_heads(node: fx.Node) -> bool:
 
 
 def _inputs(*sides: Side) -> dict[str, Any]:
-    """What is read, under names of no meaning: so that writes to it are noticed."""
+    """Return all values that are read, under one arbitrary name, so that writes to them are detected."""
     read = [thing for side in sides for part in side.parts for thing in (part.source, part.weight)]
     for side in sides:
         for part in side.parts:
@@ -98,7 +98,7 @@ def _inputs(*sides: Side) -> dict[str, Any]:
 
 
 def _walk(recogniser: Recogniser, expr: Any, part: Part, heads_first: bool, side: Side) -> None:
-    """From the attention back to the projections; what is passed on the way is noted in `part` and `side`."""
+    """Walk from the attention back to the projections, collecting the operations in `part` and `side`."""
     while isinstance(expr, Expr) and expr.node is not None:
         fusion, match = recogniser.sites.get(expr.node, (None, None))
         passed, inner = {expr.node}, expr.args[0] if expr.args else None
@@ -127,7 +127,7 @@ def _walk(recogniser: Recogniser, expr: Any, part: Part, heads_first: bool, side
 
 
 def _row_normed(recogniser: Recogniser, expr: Expr, part: Part, side: Side) -> bool:
-    """Whether an expression splits what was normed over all heads into heads; if so the part is complete."""
+    """Complete the part and return True if an expression splits a norm over all heads into heads."""
     found = _row_norm(recogniser, expr) if expr.op == "reshape" and _splits_heads(expr) else None
     if found is None:
         return False
@@ -149,7 +149,7 @@ def _through_site(name: str, match: Match, part: Part, heads_first: bool) -> Par
 
 
 def _splits_heads(expr: Expr) -> bool:
-    """[B, S, H * D] -> [B, S, H, D], with H and D known."""
+    """Return True for [B, S, H * D] -> [B, S, H, D] with known H and D."""
     before, after = shape_of(expr.args[0]), shape_of(expr)
     if before is None or after is None or (len(before), len(after)) != (3, 4):
         return False
@@ -157,7 +157,7 @@ def _splits_heads(expr: Expr) -> bool:
 
 
 def _row_norm(recogniser: Recogniser, expr: Expr) -> tuple[Match, set[fx.Node]] | None:
-    """The norm over all heads whose result is split into heads."""
+    """Return the norm over all heads whose result is split into heads, and the nodes in between."""
     between: set[fx.Node] = set()
     inner = expr.args[0]
     while isinstance(inner, Expr) and inner.node is not None:
@@ -172,7 +172,7 @@ def _row_norm(recogniser: Recogniser, expr: Expr) -> tuple[Match, set[fx.Node]] 
 
 
 def decline(match: Match) -> str | None:
-    """Sides that differ in more than their values."""
+    """Decline a query and key that differ in more than their values."""
     query, key = match.bindings["query"], match.bindings["key"]
     parts = [*query, *key]
     if len(query) != len(key):
@@ -217,20 +217,20 @@ def _same_rope(one: Part, other: Part) -> bool:
 
 
 def _table(part: Part, name: str) -> Any:
-    """A table as [B or 1, S, W]; None where it is not of such a kind. Sines that a complex table holds are no table."""
+    """Return the table as [B or 1, S, W], or None if it differs by head; () if there is none."""
     assert part.rope is not None
     table, mode = part.rope.bindings[name], part.rope.bindings["mode"]
     if table is None:
         return ()
     value = table.value
-    # Complex numbers as real pairs have one dim more.
+    # Complex numbers as real pairs have an extra dim.
     extra = 1 if mode == COMPLEX and not value.is_complex() else 0
     rank, heads = value.dim() - extra, 1 if part.rope_heads_first else 2
     missing = 4 - rank
     if missing < 0 or not isinstance(value, torch.Tensor):
         return None
     if heads < missing:
-        # No dim for heads: the table is [S, W] and lies before them.
+        # No dim for heads: the table is [S, W] in front of them.
         return Call("unsqueeze", (table, 0)) if heads == 1 and rank == 2 else None
     if not same_size(value.shape[heads - missing], 1):
         return None
@@ -241,7 +241,7 @@ def _table(part: Part, name: str) -> Any:
 def arguments(match: Match) -> Mapping[str, Any]:
     query, key = match.bindings["query"], match.bindings["key"]
     rotated = [part for part in query if part.rope is not None]
-    # What was rotated after the parts were joined has one table for all tokens.
+    # A rotation after the parts were joined has one table for all tokens.
     together = len(query) > 1 and all(part.rope is query[0].rope for part in query)
     turned = query[:1] if together and rotated else query
     return {

@@ -1,4 +1,4 @@
-"""Fuse a residual, the norm of it and its modulation into one op that gives the residual and what the norm makes of it.
+"""Fuse a residual, its norm and the modulation into one op with two results: residual and modulated.
 
 Before:  x + gate * y -> layer_norm or rms_norm -> mul (1 + scale) -> add shift
          x + y -> layer_norm or rms_norm, with or without a modulation
@@ -29,7 +29,7 @@ from tritium.ops import residual_norm_modulate
 
 
 def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
-    """A norm, modulated or not, whose input is a sum of two values of its shape."""
+    """Match a norm, modulated or not, whose input is a sum of two values of its shape."""
     normed = _norm(recogniser, node)
     if normed is None:
         return None
@@ -51,7 +51,7 @@ def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
 
 
 def _norm(recogniser: Recogniser, node: fx.Node) -> Match | None:
-    """The norm that ends at a node, with the modulation after it where there is one."""
+    """Return the norm that ends at a node, including a modulation after it."""
     found = recogniser.sites.get(node)
     if found is None:
         return _layer_norm(recogniser, node)
@@ -82,7 +82,7 @@ def _is_modulated(recogniser: Recogniser, node: fx.Node) -> bool:
 
 
 def _residual(recogniser: Recogniser, expr: Expr) -> Match | None:
-    """The sum that an expression is: a gated residual, or a plain sum of two tensors of its shape."""
+    """Match a sum: a gated residual, or a plain sum of two tensors of the expression's shape."""
     if expr.node is None:
         return None
     passed: set[fx.Node] = set()
@@ -117,7 +117,7 @@ def decline(match: Match) -> str | None:
     if len({dtype_of(match.bindings[name]) for name in ("x", "y")}) > 1:
         return "the two terms of the residual have different dtypes"
     inside = match.nodes | match.inner
-    # What only repeats a value may have other readers; what the region computes on the way would be computed twice.
+    # Nodes that only repeat a value may have other readers; other values would be computed twice.
     for node in inside - set(match.values) - match.bindings["repeats"]:
         value = value_of(node)
         if same_shape(getattr(value, "shape", None), shape) and any(user not in inside for user in node.users):

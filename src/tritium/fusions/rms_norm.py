@@ -25,7 +25,7 @@ def plain(x: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def accept(match: Match) -> bool:
-    """A factor of any other shape than one number a column is a modulation or a gate, not the norm's weight."""
+    """Accept a factor with one element per column; other shapes are modulations or gates, not weights."""
     if "weight" not in match.bindings:
         return True
     x, weight = match.shape("x"), match.shape("weight")

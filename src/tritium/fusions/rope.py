@@ -1,4 +1,4 @@
-"""Fuse a rotary position embedding, in any of the ways models write one, into `tritium::rope`.
+"""Fuse a rotary position embedding, in any of the forms that models use, into `tritium::rope`.
 
 Before:  mul(x, cos) + mul(flatten(stack(-x_odd, x_even)), sin)        or with cat(-x2, x1)
          view_as_real(mul(view_as_complex(x), freqs))                  complex tables
@@ -45,14 +45,14 @@ NO_TABLE = "the tables have a dim for the pair, and no value of the graph is wit
 
 
 def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
-    """A rotation with all four products right: the same x, the same tables, the right halves, the right signs."""
+    """Match a rotation in which x, tables, halves and signs agree in all four products."""
     expr = recogniser.canon.of(node)
     form = FORMS.get(expr.op)
     return form(recogniser, node, expr) if form is not None else None
 
 
 def _value(recogniser: Recogniser, node: fx.Node, expr: Expr) -> Match | None:
-    """The forms that make a new value."""
+    """Match the forms that return a new value."""
     seen: Seen = {node}
     found = _rotation(expr, seen)
     if found is None or not _floats(found.x):
@@ -86,7 +86,7 @@ def _bindings(found: Rotation) -> dict[str, Any]:
 
 
 def _finished(recogniser: Recogniser, match: Match, x: Expr) -> Match:
-    """Extended over what closes a RoPE: its lanes merged, heads merged, rounding; then split in own and shared nodes."""
+    """Extend a match over merged lanes, merged heads and rounding; separate its own from shared nodes."""
     root, seen, shape = match.root, set(match.nodes), shape_of(x) or ()
     merged, end, passed = False, match.root, set()
     while (user := _only_user(recogniser, end, seen)) is not None:
@@ -100,9 +100,9 @@ def _finished(recogniser: Recogniser, match: Match, x: Expr) -> Match:
         if joins or rounds or packs or heads is not None:
             root, seen, passed, merged = end, seen | passed, set(), merged or heads is not None
         elif op != "same":
-            # An identity is taken only with what follows it: others look through it, at the value before.
+            # Include an identity only with a node after it: other fusions look through it, at the value before.
             break
-    # What only moves or rounds may serve other sites too; the arithmetic is this site's alone.
+    # Nodes that only move or round may serve other sites; arithmetic belongs to this site alone.
     own = {node for node in seen if recogniser.canon.of(node).op in ARITHMETIC} | {match.root, root}
     bindings = {**match.bindings, "merge_heads": merged}
     return Match(root, bindings, own, (seen | match.inner) - own, match.writes)
@@ -115,12 +115,12 @@ def _only_user(recogniser: Recogniser, node: fx.Node, seen: Seen) -> fx.Node | N
     users = [user for user in node.users if user not in seen]
     if len(users) != 1 or users[0] not in recogniser.live or not isinstance(value_of(users[0]), torch.Tensor):
         return None
-    # Casts outside an autocast region round another value than those inside.
+    # A cast outside an autocast region rounds another value than one inside.
     return users[0] if recogniser.region[users[0]] == recogniser.region[node] else None
 
 
 def _merged_heads(recogniser: Recogniser, user: fx.Node, source: torch.Tensor, shape: Any) -> fx.Node | None:
-    """The node of `x.transpose(1, 2).reshape(b, s, -1)` where `user` is its transpose."""
+    """Return the last node of `x.transpose(1, 2).reshape(b, s, -1)` if `user` is its transpose."""
     if len(shape) != 4 or not same_shape(source.shape, shape) or recogniser.canon.of(user).attrs != (0, 2, 1, 3):
         return None
     flat = _only_user(recogniser, user, set())
@@ -131,7 +131,7 @@ def _merged_heads(recogniser: Recogniser, user: fx.Node, source: torch.Tensor, s
 
 
 def _strided_writes(recogniser: Recogniser, node: fx.Node, expr: Expr) -> Match | None:
-    """An empty tensor, filled by two writes, one a lane."""
+    """Match an empty tensor that is filled by two writes, one per lane."""
     del expr
     position = recogniser.position
     users = sorted(node.users, key=lambda user: position[user])
@@ -160,7 +160,7 @@ def _strided_writes(recogniser: Recogniser, node: fx.Node, expr: Expr) -> Match 
 
 
 def _in_place(recogniser: Recogniser, node: fx.Node, expr: Expr) -> Match | None:
-    """`out = x * cos`, then `addcmul_` into the two lanes of out; the tables have a dim of size one for the pair."""
+    """Match `out = x * cos`, then `addcmul_` into both lanes; tables have a dim of size one for the pair."""
     lanes = [user for user in node.users if any(write.target == "addcmul_" for write in user.users)]
     if len(lanes) != 2 or storages(lanes) != storages([node]):
         return None
@@ -186,7 +186,7 @@ def _in_place(recogniser: Recogniser, node: fx.Node, expr: Expr) -> Match | None
 def _accumulated(
     recogniser: Recogniser, view: fx.Node, whole: Lane, dim: int, seen: Seen
 ) -> tuple[int, fx.Node, Expr] | None:
-    """Which lane of the result a view is, the write that adds to it, and the sines of what is added."""
+    """Return which lane of the result a view is, the write that adds to it, and the sines it adds."""
     chosen = selection(recogniser.canon.of(view), seen)
     write = next(iter(view.users))
     if chosen is None or chosen.size != 1 or chosen.dim - value_of(view).dim() != dim:
@@ -219,7 +219,7 @@ def _in_place_match(
 
 
 def _without(table: Any, dim: int, seen: Seen) -> Expr | None:
-    """What a table was before it was given a dim of size one."""
+    """Return a table before a dim of size one was added, or None."""
     inner = peeled(table, seen)
     source = inner.args[0] if isinstance(inner, Expr) and inner.op == "view" else None
     shape, before = shape_of(inner), shape_of(source)
@@ -233,7 +233,7 @@ def _without(table: Any, dim: int, seen: Seen) -> Expr | None:
 
 
 def _judged(recogniser: Recogniser, match: Match) -> Match:
-    """With the reason not to rewrite it if the memory that is written has readers beside the site's value."""
+    """Add a reason to decline if other nodes read the memory that is written."""
     covered = match.nodes | match.inner | set(match.writes)
     written = storages([match.writes[0].args[0]])  # type: ignore[list-item]
     last = recogniser.position[match.writes[-1]]
@@ -258,7 +258,7 @@ FORMS: Mapping[str, Form] = {
 
 
 def decline(match: Match) -> str | None:
-    """Memory rotated in place that something else can see."""
+    """Decline if memory that is rotated in place is visible elsewhere."""
     reason: str | None = match.bindings.get("reason")
     return reason
 

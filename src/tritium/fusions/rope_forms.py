@@ -1,11 +1,11 @@
-"""What a RoPE is spelled with: the two lanes of a tensor, signed products with tables, and the rotations made of them.
+"""Match the elements of a RoPE: the two lanes of a tensor, signed products with tables, and rotations.
 
-A lane holds one number of every rotated pair. In the ways models write them:
+A lane holds one element of every rotated pair. Models write them as:
 
     interleaved    x[..., i::2], x.reshape(..., -1, 2).unbind(-1)[i], x.reshape(..., -1, 2)[..., i]
     half           x.chunk(2, -1)[i], x[..., : d // 2], x.reshape(..., 2, -1).unbind(-2)[i]
 
-Every function adds the nodes that it reads through to `seen`: those are what a site covers.
+Every function adds the nodes that it reads through to `seen`: a site covers these nodes.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from tritium.ops.rope import COMPLEX, HALF, INTERLEAVED, MATRIX
 
 Seen = set[fx.Node]
 
-# Equal when their operands are: two `freqs[..., 0]` of one tensor are one table.
+# These are equal if their operands are: two `freqs[..., 0]` of one tensor are one table.
 MOVES = frozenset({"index", "piece", "view", "reshape", "permute"})
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """x rotated by a table (and sines, where the table has only the cosines)."""
+    """x rotated by a table, and by sines if the table has only the cosines."""
 
     mode: str
     x: Expr
@@ -46,7 +46,7 @@ class Lane(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """The one dim that an indexing restricts, and to what; the size is None where it is half of a symbol."""
+    """The one dim that an index restricts, and its range; the size is None for half of a symbolic size."""
 
     dim: int
     start: int
@@ -63,24 +63,24 @@ class Product(NamedTuple):
 
 
 def passed(outer: Any, inner: Any, seen: Seen) -> Any:
-    """`inner`, with the casts and identities above it seen."""
+    """Return `inner`, and add the casts and identities above it to `seen`."""
     seen |= nodes_between(outer, inner)
     return inner
 
 
 def peeled(expr: Any, seen: Seen) -> Any:
-    """Without casts that lose nothing."""
+    """Return an expression without casts that lose nothing."""
     return passed(expr, strip_widening(expr), seen)
 
 
 def is_tensor(expr: Any) -> bool:
-    """Whether an expression is a tensor of floats (or complex numbers) that a node holds."""
+    """Return True if an expression is a floating-point or complex tensor."""
     dtype = dtype_of(expr)
     return dtype is not None and (dtype.is_floating_point or dtype.is_complex)
 
 
 def equal(left: Any, right: Any) -> bool:
-    """Whether two expressions are one value, or the same view of one value."""
+    """Return True if two expressions are one value, or the same view of one value."""
     left, right = strip_widening(left), strip_widening(right)
     if same_value(left, right):
         return True
@@ -93,13 +93,13 @@ def equal(left: Any, right: Any) -> bool:
     ):
         return False
     if left.op == "piece" and left.attrs[0] == "split":
-        # The sizes of the pieces before are not in the expression.
+        # The expression does not contain the sizes of earlier pieces.
         return False
     return all(equal(one, two) for one, two in zip(left.args, right.args, strict=True))
 
 
 def restriction(parts: Any, shape: Sequence[Any]) -> Selection | None:
-    """What an index, of slices or as `layout` freezes them, restricts; None if that is not one dim."""
+    """Return the single dim that an index (slices, or their form in `layout`) restricts, or None."""
     parts = list(parts) if isinstance(parts, tuple) else [parts]
     if any(part is None for part in parts):
         return None
@@ -115,7 +115,7 @@ def restriction(parts: Any, shape: Sequence[Any]) -> Selection | None:
         if not _is_constant(selected):
             return None
         if isinstance(selected, int) and selected >= 0:
-            # Whatever the size: with `dynamic=True` that of a table of matrices is a symbol.
+            # Valid for every size: with `dynamic=True`, a table of matrices has a symbolic one.
             found.append(Selection(dim, selected, 1, 1))
             continue
         if not isinstance(size, int):
@@ -125,7 +125,7 @@ def restriction(parts: Any, shape: Sequence[Any]) -> Selection | None:
                 slice(1, None, 2),
             ):
                 return None
-            # Every other element of a symbolic number of them: a lane all the same.
+            # Every other element of a symbolic size: still a lane.
             found.append(Selection(dim, selected.start or 0, None, 2))
             continue
         taken = range(size)[selected] if isinstance(selected, slice) else range(selected % size, selected % size + 1)
@@ -139,7 +139,7 @@ def _is_constant(selected: Any) -> bool:
 
 
 def selection(expr: Expr, seen: Seen) -> Selection | None:
-    """What an index or a piece takes of its operand."""
+    """Return the part of its operand that an index or a piece selects."""
     shape, taken = shape_of(expr.args[0]) if expr.args else None, shape_of(expr)
     if shape is None or taken is None or expr.node is None or expr.op not in ("index", "piece"):
         return None
@@ -155,7 +155,7 @@ def selection(expr: Expr, seen: Seen) -> Selection | None:
             elif size == 2 * taken[dim]:
                 found = Selection(dim, index % 2 * taken[dim], taken[dim], 1)
         if found is not None and expr.node.target is operator.getitem:
-            # The `chunk` or `unbind` whose results this is one of.
+            # The `chunk` or `unbind` that returns this value.
             seen.add(expr.node.all_input_nodes[0])
     if found is not None:
         seen.add(expr.node)
@@ -163,21 +163,21 @@ def selection(expr: Expr, seen: Seen) -> Selection | None:
 
 
 def split(expr: Any, *tail: int | None) -> Expr | None:
-    """x where an expression is `x.reshape(*x.shape[:-1], *tail)`; one size of the tail is any (None)."""
+    """Return x if an expression is `x.reshape(*x.shape[:-1], *tail)`; a None in the tail is any size."""
     whole: Expr | None = expr.args[0] if isinstance(expr, Expr) and expr.op in ("reshape", "view") else None
     shape, parts = shape_of(whole), shape_of(expr)
     if shape is None or parts is None or len(parts) != len(shape) - 1 + len(tail):
         return None
     front, back = parts[: -len(tail)], parts[-len(tail) :]
     wanted = [part if size is None else size for size, part in zip(tail, back, strict=True)]
-    # As many elements as the dim that was split: an `expand` has more.
+    # The number of elements equals the size of the split dim; an `expand` has more.
     if not same_shape(back, wanted) or not same_shape(shape, (*front, math.prod(back))):
         return None
     return whole
 
 
 def lane(expr: Any, seen: Seen) -> Lane | None:
-    """The lane that an expression is; the dim that a split made may be kept with size one."""
+    """Return the lane that an expression is; the dim of a split may be kept with size one."""
     inner = peeled(expr, seen)
     chosen = selection(inner, seen) if isinstance(inner, Expr) else None
     if chosen is None:
@@ -190,7 +190,7 @@ def lane(expr: Any, seen: Seen) -> Lane | None:
         if whole is not None:
             seen.add(source.node)
             return Lane(peeled(whole, seen), mode, chosen.start)
-    # A select of one element drops the dim; a slice keeps it.
+    # Selecting one element drops the dim; a slice keeps it.
     if from_end != -1 or len(shape_of(inner) or ()) != len(shape) or not chosen.is_half_of(size):
         return None
     if chosen.step == 2 and chosen.start in (0, 1):
@@ -201,7 +201,7 @@ def lane(expr: Any, seen: Seen) -> Lane | None:
 
 
 def signed(expr: Any, seen: Seen) -> tuple[int, Any]:
-    """An expression without its negations and lossless casts, and their sign."""
+    """Return the sign of an expression, and the expression without negations and lossless casts."""
     sign, inner = 1, peeled(expr, seen)
     while isinstance(inner, Expr) and inner.op == "neg":
         if inner.node is not None:
@@ -211,7 +211,7 @@ def signed(expr: Any, seen: Seen) -> tuple[int, Any]:
 
 
 def product(expr: Any, seen: Seen) -> Product | None:
-    """A signed product of two tensors; it may be rounded, as the op that replaces it does not."""
+    """Match a signed product of two tensors; it may be rounded, which the replacing op does not do."""
     sign, inner = 1, passed(expr, strip_casts(expr), seen)
     while isinstance(inner, Expr) and inner.op in ("neg", "mul"):
         if inner.node is not None:
@@ -226,7 +226,7 @@ def product(expr: Any, seen: Seen) -> Product | None:
 
 
 def products(expr: Any, seen: Seen) -> tuple[Product, Product] | None:
-    """The two terms of a sum of products."""
+    """Return the two terms of a sum of products."""
     inner = passed(expr, strip_casts(expr), seen)
     if not isinstance(inner, Expr) or inner.op != "add":
         return None
@@ -237,7 +237,10 @@ def products(expr: Any, seen: Seen) -> tuple[Product, Product] | None:
 
 
 def turned(expr: Any, seen: Seen) -> tuple[int, Lane] | None:
-    """`stack(-x_odd, x_even)` flattened or `cat(-x2, x1)`, as the lane 0 it is made of; -1 with the opposite signs."""
+    """Match `stack(-x_odd, x_even)` flattened or `cat(-x2, x1)`; return the sign and lane 0 of x.
+
+    The sign is -1 if both signs are the opposite of these.
+    """
     joined, mode = expr, HALF
     if expr.op in ("reshape", "view"):
         joined, mode = peeled(expr.args[0], seen), INTERLEAVED
@@ -263,7 +266,7 @@ def turned(expr: Any, seen: Seen) -> tuple[int, Lane] | None:
 
 
 def rotation(expr: Expr, seen: Seen) -> Rotation | None:
-    """`x * cos + turned(x) * sin`."""
+    """Match `x * cos + turned(x) * sin`."""
     terms = products(expr, seen)
     if terms is None:
         return None
@@ -280,14 +283,14 @@ def rotation(expr: Expr, seen: Seen) -> Rotation | None:
 
 
 def _orders(terms: tuple[Product, Product]) -> Iterator[tuple[tuple[Product, Product], Any, Any]]:
-    """Every order of two products and of the factors of each."""
+    """Yield every order of two products and of the factors of each."""
     for first, second in (terms, terms[::-1]):
         for left, right in itertools.product((1, -1), repeat=2):
             yield (first, second), first.factors[::left], second.factors[::right]
 
 
 def _turns(expr: Any, index: int, seen: Seen) -> Iterator[tuple[Lane, Expr, Expr]]:
-    """The ways to read a sum as result lane `index`: lane 0 of x, and the cosines and sines."""
+    """Yield the ways to read a sum as result lane `index`: lane `index` of x, the cosines and the sines."""
     terms = products(expr, seen)
     shape = shape_of(expr)
     if terms is None:
@@ -308,7 +311,7 @@ def _turns(expr: Any, index: int, seen: Seen) -> Iterator[tuple[Lane, Expr, Expr
 
 
 def lane_rotation(first: Any, second: Any, seen: Seen) -> Rotation | None:
-    """`a * cos - b * sin` and `a * sin + b * cos` of the lanes a and b of one tensor."""
+    """Match `a * cos - b * sin` and `a * sin + b * cos` of the lanes a and b of one tensor."""
     for (one, cos, sin), (two, other_cos, other_sin) in itertools.product(
         list(_turns(first, 0, seen)), list(_turns(second, 1, seen))
     ):
@@ -318,7 +321,7 @@ def lane_rotation(first: Any, second: Any, seen: Seen) -> Rotation | None:
 
 
 def complex_rotation(expr: Any, seen: Seen) -> Rotation | None:
-    """`view_as_complex(x in pairs) * freqs`."""
+    """Match `view_as_complex(x in pairs) * freqs`."""
     if not isinstance(expr, Expr) or expr.op != "mul":
         return None
     for left, right in (expr.args, expr.args[::-1]):
@@ -337,7 +340,10 @@ def complex_rotation(expr: Any, seen: Seen) -> Rotation | None:
 
 
 def matrix_rotation(expr: Expr, seen: Seen) -> Rotation | None:
-    """`f[..., 0] * x_[..., 0] + f[..., 1] * x_[..., 1]` or `(f * x_).sum(-1)`, x_ being x as [..., d / 2, 1, 2]."""
+    """Match `f[..., 0] * x_[..., 0] + f[..., 1] * x_[..., 1]` or `(f * x_).sum(-1)`.
+
+    x_ is x as [..., d / 2, 1, 2].
+    """
     if expr.op == "sum":
         term = product(expr.args[0], seen)
         last = len(shape_of(expr) or ())
@@ -364,7 +370,7 @@ def matrix_rotation(expr: Expr, seen: Seen) -> Rotation | None:
 
 
 def _column(expr: Any, seen: Seen) -> tuple[Any, int] | None:
-    """(y, i) where an expression is `y[..., i]`."""
+    """Return (y, i) if an expression is `y[..., i]`."""
     chosen = selection(expr, seen) if isinstance(expr, Expr) else None
     shape = shape_of(expr.args[0]) if chosen is not None else None
     if chosen is None or shape is None or chosen.dim != len(shape) - 1 or len(shape_of(expr) or ()) == len(shape):

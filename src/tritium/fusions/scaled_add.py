@@ -1,4 +1,4 @@
-"""Fuse `x * s + y` with a number s, whatever its value, into `tritium::scaled_add`.
+"""Fuse `x * s + y` with any number s into `tritium::scaled_add`.
 
 Before:  mul(x, s) -> add(., y)
 After:   tritium::scaled_add(x, s, y)
@@ -18,7 +18,7 @@ def scaled(x: torch.Tensor, scale: float, y: torch.Tensor) -> torch.Tensor:
 
 
 def accept(match: Match) -> bool:
-    """Both tensors have the result's shape and are floating point: arithmetic on positions and indices is none."""
+    """Accept floating-point tensors of the result's shape; arithmetic on indices is excluded."""
     if not isinstance(match.out, torch.Tensor) or not match.out.dtype.is_floating_point:
         return False
     return all(same_shape(match.shape(name), match.out.shape) for name in ("x", "y"))

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import fx
 
 from tritium.fusions.expression import Canonicaliser, Expr, add, argument, builder, dtype_of, mul, shape_of
@@ -23,7 +23,7 @@ from tritium.fusions.expression import Canonicaliser, Expr, add, argument, build
 
 @builder(F.layer_norm, torch.layer_norm)
 def _layer_norm(canon: Canonicaliser, node: fx.Node) -> Expr | None:
-    """Over the last dim only: what diffusion transformers use."""
+    """Accept only the last dim, as in diffusion transformers."""
     operand, shape = canon.of(node.args[0]), argument(node, 1, "normalized_shape")
     if not isinstance(shape, (tuple, list, torch.Size)) or len(shape) != 1:
         return None
@@ -51,7 +51,7 @@ def _rms_norm(canon: Canonicaliser, node: fx.Node) -> Expr | None:
         dtype = dtype_of(operand)
         if dtype is None:
             return None
-        # What ATen uses: the eps of the dtype it computes in.
+        # As in ATen: the eps of the dtype in which it computes.
         eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     inverse = Expr("rsqrt", (add(Expr("mean", (Expr("square", (operand,)),), attrs=(-1,)), eps),))
     if weight is None:
@@ -67,7 +67,7 @@ def _gelu(canon: Canonicaliser, node: fx.Node) -> Expr | None:
 
 def _unary(name: str) -> Any:
     def build(canon: Canonicaliser, node: fx.Node) -> Expr | None:
-        # An activation in place writes to its operand: its result is not a new value.
+        # An in-place activation writes to its operand: its result is not a new value.
         if node.kwargs.get("inplace") or argument(node, 1, "inplace", default=False) is True:
             return None
         return Expr(name, (canon.of(node.args[0]),), node)
@@ -100,7 +100,7 @@ def _attention(canon: Canonicaliser, node: fx.Node) -> Expr | None:
 
 @builder(F.normalize)
 def _normalize(canon: Canonicaliser, node: fx.Node) -> Expr | None:
-    """`x / max(norm(x), eps)` over one dim, counted from the front."""
+    """Return `x / max(norm(x), eps)` over one dim, counted from the front."""
     operand = canon.of(node.args[0])
     p, dim = argument(node, 1, "p", 2.0), argument(node, 2, "dim", 1)
     shape = shape_of(operand)
@@ -112,7 +112,7 @@ def _normalize(canon: Canonicaliser, node: fx.Node) -> Expr | None:
 
 @builder(torch.sum, "sum")
 def _sum(canon: Canonicaliser, node: fx.Node) -> Expr | None:
-    """Only a sum over one dim that drops it."""
+    """Accept only a sum over one dim that drops it."""
     operand, dim = canon.of(node.args[0]), argument(node, 1, "dim")
     shape = shape_of(operand)
     dims = list(dim) if isinstance(dim, (tuple, list)) else [dim]

@@ -1,4 +1,4 @@
-"""Compute attention with heads wider than flash kernels take by matrix products: the middle of an image VAE.
+"""Compute attention with matrix products if heads are too wide for flash kernels, as in an image VAE.
 
 Before:  scaled_dot_product_attention(q, k, v), one head of 512
 After:   tritium::wide_attention(q, k, v, scale)
@@ -18,7 +18,7 @@ from tritium.ops import wide_attention
 
 
 def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
-    """`F.scaled_dot_product_attention` whose heads are wider than 256; whoever is narrower has a kernel of its own."""
+    """Match `F.scaled_dot_product_attention` with heads wider than 256; narrower ones have a flash kernel."""
     expr = recogniser.canon.of(node)
     if expr.op != "attention":
         return None
@@ -36,7 +36,7 @@ def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
 
 
 def decline(match: Match) -> str | None:
-    """The op knows plain attention alone."""
+    """Decline every variant but plain attention."""
     bound = match.bindings
     if bound["mask"] is not None:
         return "the attention has a mask"
