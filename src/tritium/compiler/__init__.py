@@ -1,1 +1,1 @@
-"""FLOW: a graph from Dynamo comes in, a compiled callable goes out. `pipeline.py` is the ordered list of what happens."""
+"""FLOW: compile a graph from Dynamo into a callable. `pipeline.py` is the ordered list of stages."""

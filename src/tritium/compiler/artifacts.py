@@ -1,14 +1,14 @@
-"""Compile artifacts as one file: a second process starts warm, on another machine of the same kind, from any folder.
+"""Save compile artifacts to one file, so that a process on another machine of the same kind starts warm.
 
     artifacts.save("flux.tritium", fingerprint)       # after the first call
     artifacts.load("flux.tritium", fingerprint)       # in the next process, before its first call
 
-A file holds all that this process compiled or found in a warm cache: torch's own artifacts (graphs with their Triton
-kernels, those of ops among them), libraries of CPU kernels, the kernels of the attentions that graphs call, and what
-`explain` needs. **Artifacts are code**: whoever wrote the file can run anything in the
-process that loads it. Load only files from people you trust. The checksum finds damage, not malice.
+A file contains everything that this process compiled or found in a warm cache: torch's artifacts (graphs with their
+Triton kernels, including those of ops), libraries of CPU kernels, attention kernels that graphs call, and the data for
+`explain`. **Artifacts are code**: a file can run anything in the process that loads it. Load only files from people you
+trust. The checksum detects damage, not malice.
 
-Layout, numbers in big-endian order:
+Layout, with big-endian integers:
 
     8 bytes   magic
     u32       version of the layout
@@ -17,8 +17,7 @@ Layout, numbers in big-endian order:
     32 bytes  SHA-256 of the header
     payload   the sections, one after the other
 
-Until the fingerprint and both checksums are found right, JSON is all that is read; torch's section is unpickled by torch
-after that.
+Only JSON is parsed until the fingerprint and both checksums have been verified. Then torch unpickles its section.
 """
 
 from __future__ import annotations
@@ -48,14 +47,14 @@ VERSION = 3
 _START = struct.Struct(">8sII")
 _DIGEST = hashlib.sha256().digest_size
 
-# A name becomes a file name: nothing in it may lead out of a folder.
+# Names become file names and must not lead out of a folder.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-# A file of a Triton kernel: its folder, which Triton names in capitals and digits, and its name there.
+# A file of a Triton kernel: Triton's folder name in capitals and digits, then the file name.
 _KERNEL_NAME = re.compile(r"[A-Z0-9]+\.[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
-# Inductor's C++ kernels are libraries; a Triton kernel of an op that generated code calls is several sections, one a file.
-# What `explain` needs is a record.
+# "library": a C++ kernel of Inductor. "kernel": one file of a Triton kernel of an op that generated code calls.
+# "record": data for `explain`.
 KINDS = ("torch", "library", "kernel", "record")
 
 
@@ -63,7 +62,7 @@ KINDS = ("torch", "library", "kernel", "record")
 class Section:
     """One piece of the payload."""
 
-    # One of `KINDS`.
+    # An entry of `KINDS`.
     kind: str
     name: str
     content: bytes
@@ -71,16 +70,16 @@ class Section:
 
 @dataclass(frozen=True)
 class ArtifactSummary:
-    """What a file holds."""
+    """The content of a file."""
 
     path: Path
     size: int
     graphs: int
     libraries: int
-    # Triton kernels of ops that graphs call; those in generated code are counted with the graphs.
+    # Triton kernels of ops that graphs call; kernels in generated code are counted with the graphs.
     kernels: int
     records: int
-    # Used by this process, and gone from its cache folder before they could be saved: they will be compiled again.
+    # Files used by this process but deleted from its cache before saving; they will be compiled again.
     missing: int = 0
 
     def __str__(self) -> str:
@@ -90,7 +89,7 @@ class ArtifactSummary:
 
 
 def save(path: str | os.PathLike[str], fingerprint: Fingerprint) -> ArtifactSummary:
-    """Write all that this process compiled or found in its caches; the file is whole or not there."""
+    """Save everything that this process compiled or found in its caches; write the file completely or not at all."""
     _check_caching("saved")
     found = compat.cache_artifacts()
     if found is None:
@@ -105,10 +104,10 @@ def save(path: str | os.PathLike[str], fingerprint: Fingerprint) -> ArtifactSumm
 
 
 def load(path: str | os.PathLike[str], fingerprint: Fingerprint) -> ArtifactSummary:
-    """Put what a file holds into this process's caches, if it was made for this fingerprint.
+    """Put a file's content into this process's caches, if the fingerprint matches.
 
-    Raises `ArtifactMismatch` for another fingerprint and `ArtifactError` for a file that cannot be read; nothing has
-    changed then, and compiling as usual works.
+    Raises `ArtifactMismatch` for another fingerprint and `ArtifactError` for an unreadable file. The caches are then
+    unchanged, and compiling still works.
     """
     _check_caching("used")
     source = Path(path)
@@ -131,7 +130,7 @@ def _check_caching(verb: str) -> None:
 
 
 def _kept() -> Iterator[Section | None]:
-    """What Tritium keeps beside Inductor's cache and this process used; None for a file that is gone."""
+    """Yield Tritium's files that this process used, as sections; None for a deleted file."""
     store = observe.store()
     files = [("library", digest, file) for digest, file in libraries.SHELF.used.items()]
     files += [("record", key, store.path(key)) for key in observe.used()]
@@ -157,7 +156,7 @@ def _put(section: Section, source: Path) -> None:
         "library": libraries.SHELF.path(section.name),
         "record": observe.store().path(section.name),
     }[section.kind]
-    # Names are digests of the content's origin: what is there already is the same.
+    # Names are digests of the content's origin: an existing file has the same content.
     if not target.exists():
         _write(target, section.content)
 
@@ -169,7 +168,7 @@ def _summary(path: Path, size: int, graphs: int, sections: list[Section], missin
 
 
 def _write(target: Path, content: bytes) -> None:
-    """Whole or not at all, whoever else writes the same file."""
+    """Write a file completely or not at all, even if other processes write it too."""
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -181,7 +180,7 @@ def _write(target: Path, content: bytes) -> None:
 
 
 def encode(fingerprint: Fingerprint, sections: list[Section], graphs: int) -> bytes:
-    """The bytes of a file."""
+    """Return the bytes of a file."""
     payload = b"".join(section.content for section in sections)
     header = json.dumps(
         {
@@ -196,11 +195,11 @@ def encode(fingerprint: Fingerprint, sections: list[Section], graphs: int) -> by
 
 
 def decode(content: bytes, fingerprint: Fingerprint, source: object) -> tuple[list[Section], int]:
-    """The sections of a file and how many graphs they hold, or an `ArtifactError` that says what is wrong."""
+    """Return a file's sections and number of graphs, or raise an `ArtifactError` with the reason."""
     header, payload = _header(content, source)
     try:
         there = Fingerprint.from_dict(header["fingerprint"])
-        # First: another version of the package may know other sections.
+        # Compare first: another version of the package may have other kinds of sections.
         differences = fingerprint.differences(there)
         if differences:
             raise ArtifactMismatch(source, differences)
@@ -223,7 +222,7 @@ def decode(content: bytes, fingerprint: Fingerprint, source: object) -> tuple[li
 
 
 def _header(content: bytes, source: object) -> tuple[dict[str, Any], memoryview]:
-    """The header, once it is known to be undamaged, and the payload."""
+    """Return the header, after verifying its checksum, and the payload."""
     if content[: len(MAGIC)] != MAGIC[: len(content)] or not content:
         raise ArtifactError(f"{source} is no file of compile artifacts")
     if len(content) < _START.size:

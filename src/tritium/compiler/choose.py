@@ -2,11 +2,11 @@
 
 1. pinned           `force_provider` names one
 2. engine `eager`   the op's reference
-3. tables           the provider that was measured faster at this shape, by the device's time and the host's; or that is
-                    predicted to be, from the measured shapes near it
-4. otherwise        Inductor: the region stays as the model wrote it
+3. tables           the provider with the shortest measured device and host time at this shape, or the shortest time
+                    predicted from measured shapes nearby
+4. otherwise        Inductor: the region is left unchanged
 
-Nothing is measured here: `tritium tune` writes tables.
+Nothing is measured here: `tritium tune` writes the tables.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def choose_provider(op: Op, arguments: Mapping[str, Any], context: PassContext) 
         key,
         able,
         functools.partial(_holds, where.name, config),
-        # A CPU launches nothing: its times have the host's in them.
+        # A CPU has no launches: its times include the host's.
         replayed=config.graphs != "off" or not on_gpu,
         predicts=on_gpu,
     )
@@ -61,13 +61,13 @@ def choose_provider(op: Op, arguments: Mapping[str, Any], context: PassContext) 
 
 @functools.cache
 def machine(device_type: str) -> Machine:
-    """Return the device of a type, as tables name it."""
+    """Return the device of a type in the form that tables use."""
     found = device.describe(device_type)
     return Machine(found.name, found.capability, device.multiprocessors(device_type))
 
 
 def _holds(device_name: str, config: CompilationConfig, elements: int, reads: int) -> bool:
-    """Whether Inductor holds a row of so many elements in registers, by its own rule or by the tiling policy."""
+    """Return True if Inductor, or the tiling policy, holds a row of so many elements in registers."""
     if elements <= INDUCTOR_PERSISTENT:
         return True
     switches = config.pass_config
@@ -77,7 +77,7 @@ def _holds(device_name: str, config: CompilationConfig, elements: int, reads: in
 
 
 def _able(op: Op, arguments: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Return the owned providers that can take some arguments, and the reasons of the others."""
+    """Return the owned providers that accept the arguments, and the reasons of the others."""
     fakes = {name: as_fake(value) for name, value in arguments.items()}
     able, reasons = [], []
     for name, provider in ops.providers(op).items():
@@ -90,7 +90,7 @@ def _able(op: Op, arguments: Mapping[str, Any]) -> tuple[list[str], list[str]]:
 
 
 def key_of(op: Op, arguments: Mapping[str, Any]) -> Key | None:
-    """Return the key of a site's row; None for an op whose providers are never compared."""
+    """Return the table key of a site, or None for an op whose providers are never compared."""
     if op.trial is None:
         return None
     fakes = {name: as_fake(value) for name, value in arguments.items()}
@@ -98,7 +98,7 @@ def key_of(op: Op, arguments: Mapping[str, Any]) -> Key | None:
 
 
 def least_bytes(op: Op, arguments: Mapping[str, Any]) -> int:
-    """Return the fewest bytes that must move: every input read once, every result written once."""
+    """Return the minimum number of bytes moved: every input read once, every result written once."""
     made = op.fake(**arguments)
     flat = [part for value in arguments.values() for part in (value if isinstance(value, list) else [value])]
     tensors = {id(part): part for part in (*flat, *(made if isinstance(made, tuple) else (made,)))}
@@ -106,7 +106,7 @@ def least_bytes(op: Op, arguments: Mapping[str, Any]) -> int:
 
 
 def _dtype(values: Iterable[Any]) -> torch.dtype:
-    """The dtype of the first tensor: what an op computes."""
+    """Return the dtype of the first tensor, in which the op computes."""
     for value in values:
         for part in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(part, torch.Tensor):
@@ -120,7 +120,7 @@ def is_inlined(op: Op, provider: str) -> bool:
 
 
 def call_of(op: Op, provider: str) -> tuple[Callable[..., Any], dict[str, str]]:
-    """Return what a rewritten graph calls, and its options."""
+    """Return the callable and options for a rewritten graph."""
     return op.overload, {"provider": provider}
 
 
@@ -130,7 +130,7 @@ def _pinned(op: Op, pinned: str, arguments: Mapping[str, Any], config: Compilati
         return pinned, why
     owned = ops.providers(op)
     if pinned not in owned:
-        # Checked when the backend was made: some op has it, this one does not.
+        # `check_pins` ensured that some op has this provider; this op has not.
         return INDUCTOR, f"op {op.name!r} has no provider {pinned!r}"
     reason = owned[pinned].decline(op.bind(**{name: as_fake(value) for name, value in arguments.items()}))
     if reason is None:
@@ -142,7 +142,7 @@ def _pinned(op: Op, pinned: str, arguments: Mapping[str, Any], config: Compilati
 
 
 def check_pins(config: CompilationConfig) -> None:
-    """Raise for a pinned provider or op that does not exist: it would otherwise be ignored at every site."""
+    """Raise a `ProviderError` for a pinned provider or op that does not exist, which would otherwise have no effect."""
     known = {name: [INDUCTOR, REFERENCE, *ops.providers(op)] for name, op in ops.catalog().items()}
     if isinstance(config.force_provider, str):
         every = {provider for providers in known.values() for provider in providers}

@@ -1,4 +1,4 @@
-"""Copies of graphs, and what makes two of them equal."""
+"""Copy graphs, and compare them by a fingerprint."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import fx
 
 
 def copied(graph: fx.Graph) -> fx.Graph:
-    """A copy that keeps what Dynamo hangs on nodes outside their meta."""
+    """Copy a graph, including attributes that Dynamo sets on nodes outside of `meta`."""
     copy = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -17,7 +17,7 @@ def copied(graph: fx.Graph) -> fx.Graph:
 
 
 def with_graph(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
-    """Dynamo's module around another graph, with what AOTAutograd looks for on it."""
+    """Return Dynamo's module with another graph and the attributes that AOTAutograd reads."""
     made = fx.GraphModule(gm, graph)
     made.meta = dict(gm.meta)
     for name in ("_param_name_to_source", "_source_to_user_stacks"):
@@ -27,7 +27,7 @@ def with_graph(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
 
 
 def fingerprint(graph: fx.Graph) -> int:
-    """Equal for graphs that compute the same in the same order."""
+    """Return a hash that is equal for graphs with the same operations in the same order."""
     index = {node: position for position, node in enumerate(graph.nodes)}
     return hash(
         tuple(

@@ -1,4 +1,4 @@
-"""How many floating-point operations the contractions of a graph take (products, convolutions, attention), from shapes."""
+"""Count floating-point operations of a graph's contractions (matrix products, convolutions, attention) from shapes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import fx
 from tritium import compat, ops
 from tritium.ops.op import NAMESPACE
 
-# Every kind of attention counts like this one; the ways a device computes it have names of their own.
+# Formula for all attention operators: device-specific variants have separate names.
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
 
 
 def _counter() -> Any:
-    # Importing it imports Triton, which nobody should wait for who only imports Tritium.
+    # `flop_counter` imports Triton, so it is imported only when needed.
     return importlib.import_module("torch.utils.flop_counter")
 
 
 def flops_of(node: fx.Node) -> int | None:
-    """Operations of one node of a traced graph; None for one that contracts nothing, or whose shapes are not known."""
+    """Return the operation count of a node of a traced graph; None without a contraction or with unknown shapes."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return None
@@ -35,9 +35,9 @@ def flops_of(node: fx.Node) -> int | None:
         return None
     try:
         shapes = fx.map_arg(node.args, lambda source: _shape(source.meta["val"]))
-        # Formulas also take shapes where an operator takes tensors.
+        # torch's formulas accept shapes in place of tensors.
         return int(formula(*shapes, out_val=_shape(node.meta["val"])))
-    except Exception:  # noqa: BLE001 - torch's formulas assume things about arguments; a count is no reason to fail
+    except Exception:  # noqa: BLE001 - torch's formulas assume things about arguments; a missing count is harmless
         return None
 
 
@@ -54,7 +54,7 @@ def _size(size: Any) -> int:
 
 
 def _flops_of_owned(node: fx.Node, target: torch._ops.OpOverload) -> int | None:
-    """What the op's reference contracts, run on tensors without storage."""
+    """Count the contractions of the op's reference by running it on meta tensors."""
     op = ops.catalog().get(target._opname)
     if op is None:
         return None
@@ -69,20 +69,20 @@ def _flops_of_owned(node: fx.Node, target: torch._ops.OpOverload) -> int | None:
     try:
         with counter:
             op.reference(*fx.map_arg(node.args, empty))
-    except Exception:  # noqa: BLE001 - a reference need not run without storage: then its bytes place the kernel
+    except Exception:  # noqa: BLE001 - a reference may not run on meta tensors; the report then uses bytes
         return None
     return counter.get_total_flops() or None
 
 
 def bytes_of(values: Any) -> int:
-    """Bytes of the tensors in a node's value, dynamic sizes by their hint; a size that is not known counts as nothing."""
+    """Return the bytes of the tensors in a node's value, with hints for dynamic sizes; unknown sizes count as 0."""
     if isinstance(values, (tuple, list)):
         return sum(bytes_of(value) for value in values)
     if not isinstance(values, torch.Tensor) or values.layout is not torch.strided:
         return 0
     total = values.dtype.itemsize
     for size, stride in zip(values.shape, values.stride(), strict=True):
-        # An expanded dimension is read once.
+        # An expanded dim is read once.
         if isinstance(stride, int) and stride == 0:
             continue
         total *= (size if isinstance(size, int) else compat.size_hint(size)) or 0

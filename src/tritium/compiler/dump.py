@@ -1,7 +1,7 @@
-"""Write graphs for people: as text, and as ONNX files that Netron opens.
+"""Write graphs as text and as ONNX files for Netron.
 
-The ONNX file is a drawing, not a model that can run: its operators are the graph's own. It is written field by field,
-because a protobuf library is no dependency of this package; the field numbers are those of onnx.proto3.
+The ONNX file is a diagram and cannot be run: its operators are those of the graph. It is written field by field,
+because this package does not depend on a protobuf library; the field numbers are those of onnx.proto3.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ONNX_DTYPES = {
 
 
 def readable(graph: fx.Graph) -> str:
-    """One line a node: name, type, operation, arguments."""
+    """Return a graph as text with one line per node: name, type, operation, arguments."""
     return "\n".join(_line(node) for node in graph.nodes) + "\n"
 
 
@@ -49,7 +49,7 @@ def _line(node: fx.Node) -> str:
 
 
 def target_name(node: fx.Node) -> str:
-    """`aten.mul.Tensor`, `torch.nn.functional.rms_norm`, `.float`: what a node calls."""
+    """Return the target of a node: `aten.mul.Tensor`, `torch.nn.functional.rms_norm`, `.float`."""
     target = node.target
     if node.op == "call_method":
         return f".{target}"
@@ -68,7 +68,7 @@ def _argument(value: Any) -> str:
 
 
 def type_name(node: fx.Node) -> str:
-    """`float32[2, 7, 16]`, or the Python type of what is no tensor."""
+    """Return a node's type: `float32[2, 7, 16]`, or the name of a Python type."""
     value = value_of(node)
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"
@@ -76,7 +76,7 @@ def type_name(node: fx.Node) -> str:
 
 
 def write(graph: fx.Graph, folder: Path, name: str) -> None:
-    """`<name>.txt` and `<name>.onnx` in a folder, which is made if it is not there."""
+    """Write `<name>.txt` and `<name>.onnx` into a folder; create it if needed."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.txt").write_text(readable(graph), encoding="utf-8")
     (folder / f"{name}.onnx").write_bytes(onnx_bytes(graph, name))
@@ -86,7 +86,7 @@ def file_name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]+", "_", text).strip("_") or "graph"
 
 
-# --- the wire format: a field is its number and kind, then the value --------------------------------------------------
+# --- protobuf wire format: field number and type, then the value ------------------------------------------------------
 
 
 def _varint(number: int) -> bytes:
@@ -108,7 +108,7 @@ def _blob(field: int, value: bytes | str) -> bytes:
 
 
 def onnx_bytes(graph: fx.Graph, name: str) -> bytes:
-    """A ModelProto with one node for each operation of the graph."""
+    """Return a ModelProto with one node per operation of the graph."""
     nodes = b"".join(_blob(1, _onnx_node(node)) for node in graph.nodes if node.op not in ("placeholder", "output"))
     inputs = b"".join(_blob(11, _onnx_value(node)) for node in graph.find_nodes(op="placeholder"))
     results = [node for out in graph.find_nodes(op="output") for node in out.all_input_nodes]
@@ -139,7 +139,7 @@ def _onnx_node(node: fx.Node) -> bytes:
 
 
 def _onnx_attribute(name: str, value: str) -> bytes:
-    # type 3 is STRING, kept in field 4.
+    # Type 3 is STRING, stored in field 4.
     return _blob(1, name) + _number(20, 3) + _blob(4, value)
 
 
@@ -173,7 +173,7 @@ def _onnx_dim(size: Any) -> bytes:
 
 
 class GraphLog:
-    """Before/after graphs of every pass of one compilation; kept in memory, written when asked for or when one fails."""
+    """Log the graph before and after every pass of one compilation, and the graphs of failures."""
 
     def __init__(self, folder: Path | None, graph_name: str) -> None:
         self.folder = folder / file_name(graph_name) if folder is not None else None
@@ -192,9 +192,9 @@ class GraphLog:
         otherwise: Path,
         kernels: Sequence[Mapping[str, Any]] = (),
     ) -> str | None:
-        """Write the graphs and kernels of a failed stage even when nobody asked for logs.
+        """Write the graphs and kernels of a failed stage, to `otherwise` if logging is off.
 
-        Returns where they are, or None if that failed too.
+        Returns the folder, or None if it cannot be written.
         """
         folder = self.folder or otherwise
         try:

@@ -1,11 +1,11 @@
-"""Which operations compute the same values from any strides: a layout may follow its values through them."""
+"""List operations whose values do not depend on input strides, so that a memory format can propagate through them."""
 
 from __future__ import annotations
 
 import operator
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+import torch.nn.functional as F  # noqa: N812 - the usual name
 
 _NAMES = """
     add sub mul div true_divide truediv neg pow square sqrt rsqrt exp sigmoid tanh abs clamp clamp_min clamp_max minimum
@@ -15,10 +15,10 @@ _NAMES = """
     avg_pool2d avg_pool3d permute transpose swapaxes swapdims movedim moveaxis reshape view flatten unflatten squeeze
     unsqueeze expand repeat repeat_interleave stack chunk split split_with_sizes unbind getitem select narrow flip
     pixel_shuffle pixel_unshuffle
-""".split()  # noqa: SIM905 - a text of names, not one a line
+""".split()  # noqa: SIM905 - shorter than one name per line
 JOINS = frozenset({torch.cat, torch.concat, torch.concatenate})
 
-# What computes the same values from any strides, as functions and as methods' names.
+# Operations whose values do not depend on input strides, as functions and as method names.
 FOLLOWERS = frozenset(
     {
         *_NAMES,
@@ -31,5 +31,5 @@ FOLLOWERS = frozenset(
     }
 )
 DROPOUTS = frozenset({F.dropout, torch.dropout})
-# What reads sizes and no memory.
+# Operations that read sizes but no memory.
 QUERIES = frozenset({"size", "dim", "numel", "ndimension"})

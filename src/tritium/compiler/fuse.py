@@ -1,7 +1,7 @@
-"""Recognise the sites of all fusions, choose a provider for each, and rewrite those that an owned kernel takes over.
+"""Recognise the sites of all fusions, choose a provider for each, and rewrite those with an owned provider.
 
 Before:  the region as the model spells it
-After:   tritium::<op>(..., provider="triton")   where an owned provider was chosen; unchanged where Inductor keeps it
+After:   tritium::<op>(..., provider="triton")   where an owned provider was chosen; unchanged if left to Inductor
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAME = "fuse"
 
 
 def make_pass(fusions: Iterable[Fusion]) -> Pass:
-    """The fuse pass over a set of fusions."""
+    """Return a fuse pass for a set of fusions."""
     known = tuple(fusions)
 
     def run(graph: fx.Graph, context: PassContext) -> None:
@@ -36,7 +36,7 @@ def make_pass(fusions: Iterable[Fusion]) -> Pass:
             try:
                 return fuse(graph, context, usable)
             except FusionFailed as failure:
-                # All sites are judged before the first rewrite, so the graph is as it was.
+                # All sites are judged before the first rewrite, so the graph is unchanged here.
                 usable.remove(failure.fusion)
                 context.failed.append((f"fusion {failure.fusion.name!r}", failure.error))
 
@@ -45,7 +45,7 @@ def make_pass(fusions: Iterable[Fusion]) -> Pass:
 
 @dataclass
 class Judged:
-    """What is to become of one site."""
+    """The decision about one site."""
 
     fusion: Fusion
     match: Match
@@ -54,7 +54,7 @@ class Judged:
     op: Op | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     provider: str = ""
-    # Whether a region around it is rewritten, and so takes it over.
+    # True if a region around this site is rewritten and replaces it.
     inside: bool = False
 
     @property
@@ -65,7 +65,7 @@ class Judged:
         self.outcome, self.reason = "declined", reason
 
     def compute(self, value: Callable[[Any], Any]) -> tuple[torch.Tensor, ...]:
-        """The values that replace the match's, given the values of arguments."""
+        """Return replacements for the match's values, given the values of its arguments."""
         assert self.op is not None
         target, options = call_of(self.op, self.provider)
         made = target(*map(value, self.arguments.values()), **options)
@@ -78,7 +78,7 @@ class Judged:
 
 def fuse(graph: fx.Graph, context: PassContext, fusions: Iterable[Fusion]) -> None:
     recogniser = Recogniser(graph)
-    # All sites are judged on the graph as Dynamo made it, before the first rewrite changes it.
+    # Judge all sites on the graph from Dynamo, before the first rewrite changes it.
     found = []
     for fusion, match in recogniser.find(list(fusions)):
         with blamed(fusion):
@@ -101,14 +101,14 @@ def fuse(graph: fx.Graph, context: PassContext, fusions: Iterable[Fusion]) -> No
         match = site.match
         return max(recogniser.position[node] for node in (*match.values, *match.writes)), site.fusion.region
 
-    # Last first: what a site reads is then never yet replaced.
+    # Rewrite the last site first, so that the inputs of a site have not been replaced yet.
     for site in sorted((site for site in judged if site.is_rewritten), key=place, reverse=True):
         assert site.op is not None
         rewrite.replace(site.match, site.arguments, *call_of(site.op, site.provider))
 
 
 def _take_over(judged: list[Judged]) -> None:
-    """The sites inside regions that are rewritten count as fused, in their own families."""
+    """Count sites inside rewritten regions as fused, in their families."""
     owner: dict[fx.Node, Judged] = {}
     for region in judged:
         if region.fusion.region and region.outcome == "fused":
@@ -143,7 +143,7 @@ def _judge(fusion: Fusion, match: Match, reason: str | None, context: PassContex
     reason = rewrite.obstacle(match) or rewrite.changed_meta(match, op, arguments)
     if reason is not None:
         return Judged(fusion, match, "declined", reason)
-    # What is spelled anew is still Inductor's to compile.
+    # An inlined provider becomes part of the code that Inductor generates, so its outcome is `inductor`.
     outcome: Outcome = "inductor" if is_inlined(op, provider) else "fused"
     return Judged(fusion, match, outcome, why, op, arguments, provider)
 

@@ -1,10 +1,10 @@
-"""Let a norm's kernel add the bias of the convolution in front of it.
+"""Add a convolution's bias in the kernel of the norm that follows it.
 
 Before:  conv2d(x, w, b) -> tritium::group_norm_silu(., provider="triton")
 After:   conv2d(x, w)    -> tritium::group_norm_silu(., offset=b, provider="triton")
 
-On a GPU the bias of a convolution is an operation of its own. Inductor adds it inside of whatever kernel reads the result, and
-cannot inside of ours: it would read and write the whole picture once more for it.
+On a GPU the bias of a convolution is a separate operation. Inductor fuses it into generated kernels that read the
+result, but not into owned kernels: it would read and write the whole image once more for the bias.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ READ_ELSEWHERE = "something else reads the convolution's result too"
 
 
 def gate(device_type: str, engine: str) -> str | None:
-    """Why biases stay where they are, or None.
+    """Return why biases are not moved, or None.
 
     >>> gate("cuda", "inductor")
     >>> gate("cpu", "inductor")

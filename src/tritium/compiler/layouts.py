@@ -1,4 +1,4 @@
-"""How values lie in memory, asked of fake tensors and of symbolic sizes without adding a guard."""
+"""Query strides of fake tensors and symbolic sizes without adding a guard."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def packed(shape: Sequence[Any]) -> list[Any]:
-    """The strides of a contiguous tensor; an empty dim counts as one, as PyTorch has it."""
+    """Return the strides of a contiguous tensor; like PyTorch, count an empty dim as size one."""
     ones = [size if not same_size(size, 0) else 1 for size in shape]
     return [math.prod(ones[place + 1 :]) for place in range(len(ones))]
 
 
 def is_contiguous(value: Any) -> bool:
-    """Whether strides are exactly those that packing gives, for every value of symbolic sizes; no guard is added."""
+    """Return True if strides are exactly packed for all values of symbolic sizes; add no guard."""
     return isinstance(value, torch.Tensor) and same_shape(value.stride(), packed(value.shape))
 
 
 def order_in_memory(value: Any) -> list[int] | None:
-    """The order of dims in which a tensor is packed, from the one farthest apart; None if it is not, or not known to be.
+    """Return the order of dims, largest stride first, if a tensor is provably packed in that order; else None.
 
     >>> order_in_memory(torch.empty(2, 3, 4, 5)), order_in_memory(torch.empty(2, 3, 4, 5).permute(0, 3, 1, 2))
     ([0, 1, 2, 3], [0, 2, 3, 1])
@@ -50,7 +50,7 @@ def order_in_memory(value: Any) -> list[int] | None:
 
 
 def is_channels_last(value: Any) -> bool:
-    """The same for channels-last, where the stride of a dim of size one may be anything."""
+    """Return True if a value is channels-last. The strides of dims of size one do not matter."""
     if not isinstance(value, torch.Tensor) or value.dim() not in FORMATS:
         return False
     shape = [value.shape[0], *value.shape[2:], value.shape[1]]
@@ -62,7 +62,7 @@ def is_channels_last(value: Any) -> bool:
 
 
 def same_layout(left: Any, right: Any) -> bool:
-    """Whether two values, known to be of one shape, have the same strides everywhere."""
+    """Return True if two values of the same shape have the same strides for all symbolic sizes."""
     return all(
         same_shape(one.stride(), other.stride()) for one, other in zip(tensors_of(left), tensors_of(right), strict=True)
     )
@@ -78,8 +78,8 @@ def same_kind(left: Any, right: Any) -> bool:
 
 @contextlib.contextmanager
 def as_dynamo_does(value: Any) -> Iterator[None]:
-    """Compute on fake tensors of a value's kind without asking for more of symbolic sizes than Dynamo did."""
+    """Compute on fake tensors in a value's fake mode, without specialising more symbolic sizes than Dynamo did."""
     mode = next(tensor.fake_mode for tensor in tensors_of(value) if hasattr(tensor, "fake_mode"))
-    # Without its dispatcher some operators' C++ turns a symbolic size into the number it has now.
+    # Without this dispatcher, the C++ code of some operators specialises symbolic sizes.
     with mode, torch.no_grad(), enable_python_dispatcher():
         yield

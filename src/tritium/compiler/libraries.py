@@ -1,8 +1,8 @@
-"""Libraries of Inductor's C++ kernels, found again by what they are made of.
+"""Store libraries of Inductor's C++ kernels next to Inductor's cache, under a digest of their content.
 
-torch's own artifacts hold the source of a CPU kernel and not the library: a process that starts from them calls the C++
-compiler once for every kernel. A shelf beside Inductor's cache holds libraries under a digest of source, settings,
-versions and CPU. A library for other instructions is never found, so it cannot kill the process.
+torch's artifacts contain the source of a CPU kernel but not its library, so a process that starts from them calls the
+C++ compiler for every kernel. The digest covers source, settings, versions and CPU instructions: a library for other
+instructions would kill the process and is never found.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from tritium import compat, device
 
 
 class Shelf:
-    """The libraries under Inductor's cache folder, and those that this process loaded from anywhere."""
+    """The libraries under Inductor's cache folder, and all libraries that this process loaded."""
 
     def __init__(self) -> None:
-        # By digest. Those that Inductor compiled lie in its own folders.
+        # Paths by digest. Libraries that Inductor compiled are in its folders.
         self.used: dict[str, Path] = {}
 
     def folder(self) -> Path:
@@ -42,7 +42,7 @@ SHELF = Shelf()
 
 
 def install() -> None:
-    """From now on Inductor's C++ kernels are looked for on the shelf first."""
+    """Make Inductor look up C++ kernels in the shelf before it compiles them."""
     compat.share_libraries(SHELF)
 
 

@@ -1,7 +1,7 @@
-"""Hand the rewritten graph to the engine that runs it, with the settings that were asked for.
+"""Compile the rewritten graph with its engine, under the requested settings.
 
-A lowering that fails is tried once more on the graph as Dynamo made it, without requests; if that fails too the graph
-runs uncompiled. Each step down is in the report with the error and the graphs that caused it.
+If lowering fails, it is tried again on the graph from Dynamo without requests; if that fails too, the graph runs
+uncompiled. The report lists each failure with its error and graphs.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ from tritium.report import Failure, GraphRecord, PassRecord, SharedPiece
 from tritium.tiling import hooks
 from tritium.tiling.policy import OFF, Decisions, TilingPolicy
 
-# The setting that carries our identity into Inductor's cache key.
+# The Inductor setting whose value adds Tritium's identity to Inductor's cache key.
 SALT = "post_grad_custom_pre_pass"
 
-# The entry of the tiling policy among the passes of a graph.
+# Name of the tiling policy in the list of a graph's passes.
 TILING = "tiling_policy"
 
-# Graphs that an earlier process compiled and this one had to compile once more. One is enough to expect no other in the
-# cache: not every graph can be kept there.
+# Graphs that an earlier process compiled and this one compiled again. After one such graph no cache hit is expected,
+# because some graphs cannot be cached.
 _compiled_again: list[str] = []
 
 
 @dataclass
 class Lowering:
-    """One attempt: a graph, its inputs, Inductor's settings, and the identity that goes into the cache key."""
+    """One attempt: a graph, its inputs, Inductor's settings, and the identity for the cache key."""
 
     gm: fx.GraphModule
     example_inputs: Sequence[Any]
     settings: Mapping[str, Any]
     identity: bytes
     tiling: TilingPolicy = OFF
-    # The piece of a graph that this is; None for a graph that is compiled whole.
+    # The piece of a graph, or None for a whole graph.
     piece: SharedPiece | None = None
-    # What code generation has written so far.
+    # The result of code generation so far.
     dissection: Dissection = field(default_factory=Dissection)
 
     @property
     def unfinished(self) -> list[dict[str, Any]]:
-        """The kernels that code generation had written when the attempt failed."""
+        """The kernels generated before the attempt failed."""
         return self.dissection.unfinished()
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """Compiled code, and what its generation showed now or in an earlier process; None if that is not known."""
+    """Compiled code with the observation of its code generation, from this or an earlier process; None if unknown."""
 
     run: Callable[..., Any]
     observation: Mapping[str, Any] | None = None
@@ -64,7 +64,7 @@ class Lowered:
 
 @dataclass
 class Attempt:
-    """A lowering that another may follow, with the name and graphs that the report gets if it fails."""
+    """A lowering, with the name and graphs to report if it fails. Another attempt may follow."""
 
     part: str
     lowering: Lowering
@@ -82,7 +82,7 @@ class Attempt:
 
 
 def lower(attempt: Lowering, record: GraphRecord) -> Lowered:
-    """Compile with Inductor, and write into the record what its code generation did, now or in an earlier process."""
+    """Compile with Inductor, and record its code generation, from this or an earlier process."""
     settings = dict(attempt.settings)
     own = settings[SALT] if SALT in settings else compat.setting(SALT)
     settings[SALT] = compat.salted_pass(attempt.identity, own)
@@ -112,7 +112,7 @@ def lower(attempt: Lowering, record: GraphRecord) -> Lowered:
 def _observation(
     observer: KernelObserver, key: str, known: dict[str, Any] | None
 ) -> tuple[dict[str, Any] | None, Literal["codegen", "store"]]:
-    """Return what code generation showed, which is kept for other processes, or what an earlier process kept."""
+    """Return the observation of code generation and store it, or return the one stored by an earlier process."""
     if observer.saw_codegen:
         observation = observer.observation()
         store().save(key, observation)
@@ -129,17 +129,17 @@ def _observation(
 
 
 def _expected(known: Mapping[str, Any] | None, device_type: str) -> bool:
-    """Whether Inductor's cache should have a graph for a GPU: an earlier process that used the same cache compiled it."""
+    """Return True if Inductor's cache should contain a GPU graph: an earlier process compiled it with this cache."""
     return known is not None and device_type != "cpu" and compat.caching_obstacle() is None and not _compiled_again
 
 
 def _without_workers() -> contextlib.AbstractContextManager[None]:
-    """Compile here what there is to compile: for every graph on a GPU Inductor else starts its worker processes first."""
+    """Compile in this process: otherwise Inductor starts its worker processes first for every GPU graph."""
     return compat.inductor_patched({"compile_threads": 1})
 
 
 def _write_for_debugging(record: GraphRecord) -> None:
-    """The kernels beside what torch writes for TORCH_COMPILE_DEBUG=1."""
+    """Write the kernels next to torch's TORCH_COMPILE_DEBUG=1 output."""
     folder = compat.debug_folder()
     if folder is None:
         return
@@ -151,7 +151,7 @@ def _write_for_debugging(record: GraphRecord) -> None:
 
 @contextlib.contextmanager
 def _tiled(policy: TilingPolicy, entry: PassRecord, record: GraphRecord) -> Iterator[Decisions | None]:
-    """Let the tiling policy act on Triton kernels, unless it declined."""
+    """Apply the tiling policy to Triton kernels, unless it declined."""
     if entry.declined is not None:
         yield None
         return

@@ -1,4 +1,4 @@
-"""Say of the arguments of a call which of their dims vary, by name: `{"hidden_states": [1], "feat_cache.*": [-2, -1]}`."""
+"""Mark dims of a call's arguments as dynamic, by name: `{"hidden_states": [1], "feat_cache.*": [-2, -1]}`."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def marking(
     *,
     weakly: bool = False,
 ) -> Callable[..., Any]:
-    """A compiled callable that marks the named dims of its arguments for each call.
+    """Wrap a compiled callable so that it marks the named dims of its arguments on each call.
 
-    A dim that the model specialises all the same is an error; if marked weakly, it is compiled again when it changes.
+    If the model specialises a marked dim, that is an error; a weakly marked dim is recompiled when it changes.
     """
     if dynamic_dims is None:
         return compiled
@@ -34,7 +34,7 @@ def marking(
     @functools.wraps(wraps or compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
         if compat.is_compiling():
-            # Inside somebody else's graph there are no tensors to mark.
+            # While another graph is traced, arguments cannot be marked.
             return compiled(*args, **kwargs)
         arguments = _arguments(signature, args, kwargs)
         with compat.marked_dynamic(_marks(arguments, dynamic_dims), weakly=weakly):
@@ -74,7 +74,7 @@ def _marks(arguments: dict[str, Any], dynamic_dims: DynamicDims) -> list[tuple[t
         name, *rest = path.split(".")
         for value in _reached(arguments.get(name), rest, path):
             if value is None:
-                # An optional argument that was not given.
+                # An omitted optional argument.
                 continue
             if not isinstance(value, torch.Tensor):
                 raise ShapeError(f"dynamic_dims[{path!r}] is a {type(value).__name__}, not a tensor")
@@ -88,14 +88,14 @@ def _marks(arguments: dict[str, Any], dynamic_dims: DynamicDims) -> list[tuple[t
 
 
 def _reached(value: Any, parts: list[str], path: str) -> Iterator[Any]:
-    """What a dotted path leads to: one value, or with a star every item that is there."""
+    """Return the values at a dotted path: one value, or every item for a star."""
     for place, part in enumerate(parts):
         if part == "*" and value is not None:
             if not isinstance(value, (Mapping, tuple, list)):
                 raise ShapeError(f"dynamic_dims[{path!r}]: a {type(value).__name__} has no items")
             items = value.values() if isinstance(value, Mapping) else value
             rest = parts[place + 1 :]
-            # At the end, other things than tensors are no mistake: a cache that is filled call by call has them.
+            # Skip non-tensors at the end of a path: a cache that is filled call by call contains them.
             held = items if rest else [item for item in items if isinstance(item, torch.Tensor)]
             for item in held:
                 yield from _reached(item, rest, path)
@@ -105,7 +105,7 @@ def _reached(value: Any, parts: list[str], path: str) -> Iterator[Any]:
 
 
 def _step(value: Any, part: str, path: str) -> Any:
-    """One component of a dotted path: a key, an index or an attribute."""
+    """Follow one component of a dotted path: a key, an index or an attribute."""
     if value is None:
         return None
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""See what only code generation knows (kernels, fallbacks), and keep it beside Inductor's cache for warm starts."""
+"""Observe code generation (kernels, fallbacks), and store observations next to Inductor's cache for warm starts."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from tritium.ops import triton_launch
 from tritium.ops.op import NAMESPACE
 from tritium.tiling.policy import Decisions
 
-# Reasons a kernel lists at most: the rest repeats them.
+# Maximum number of reasons per kernel; further ones are repetitive.
 MOST_REASONS = 3
 
-# The reason of a pair that Inductor's scheduler was never asked about.
+# The reason for a pair that Inductor's scheduler did not consider.
 UNSAID = "Inductor did not consider it"
 
-# For each kernel the buffers it reads and writes, with their bytes.
+# For each kernel, the buffers it reads and those it writes, with their bytes.
 Moved = Sequence[tuple[dict[str, int], dict[str, int]]]
 
-# What a stored observation holds; one with less is not found again.
+# Format version of stored observations; older ones are not found.
 _FORMAT = b"3"
 
 
 class KernelObserver:
-    """Collects the kernels and fallbacks of one lowering."""
+    """Collect the kernels and fallbacks of one lowering."""
 
     def __init__(self, device_type: str) -> None:
         self.kernels: list[dict[str, Any]] = []
@@ -46,9 +46,9 @@ class KernelObserver:
         self.not_fused_pairs: list[dict[str, Any]] = []
         self.dissection = Dissection()
         self.saw_codegen = False
-        # What names the code that serves the graph, written now or before.
+        # Cache keys of the graph's code, generated now or earlier.
         self.codes: list[str] = []
-        # What the tiling policy decided; None where it was off.
+        # Decisions of the tiling policy, or None if it was off.
         self.tilings: Decisions | None = None
         self._bandwidth = device.copy_bandwidth(device.describe(device_type))
         self._defined: list[tuple[str, Sequence[Any]]] = []
@@ -67,7 +67,7 @@ class KernelObserver:
         self.dissection.launch(name, arguments)
 
     def observation(self) -> dict[str, Any]:
-        """What a report needs, as JSON has it."""
+        """Return the data for a report, as JSON data."""
         return {
             "kernels": self.kernels,
             "fallbacks": self.fallbacks,
@@ -77,11 +77,11 @@ class KernelObserver:
         }
 
     def not_fused(self, why: Any) -> None:
-        # There are many: those that matter are put into words at the end.
+        # There are many: only relevant ones are formatted, at the end.
         self._why[frozenset({why.name1, why.name2})] = why
 
     def graph(self, lowering: Any) -> None:
-        """Everything is known only now: which buffers stayed inside kernels, and who reads the rest."""
+        """Describe all kernels, once it is known which buffers stay inside kernels and which kernels read the rest."""
         self.saw_codegen = True
         moved = [compat.kernel_dependencies(nodes) for _, nodes in self._defined]
         ideal, region = _regions(moved, set(lowering.get_output_names()))
@@ -91,7 +91,7 @@ class KernelObserver:
             reads, writes = moved[index]
             total = sum(reads.values()) + sum(writes.values())
             origins = _origins(nodes)
-            # A template or a small product that Inductor wrote out holds the contraction itself; each counts once.
+            # A template or an inlined small product contains the contraction itself; count each only once.
             contracted = {node: flops for node in origins if node not in called and (flops := flops_of(node))}
             called.update(contracted)
             flops = sum(contracted.values()) or None
@@ -128,7 +128,7 @@ class KernelObserver:
         self._defined.clear()
 
     def _call(self, overload: torch._ops.OpOverload, node: fx.Node) -> dict[str, Any]:
-        """An operator that generated code calls: it has one kernel or more of its own."""
+        """Describe an operator that generated code calls and that launches separate kernels."""
         inputs = [source.meta.get("val") for source in node.all_input_nodes]
         read, written, flops = bytes_of(inputs), bytes_of(node.meta.get("val")), flops_of(node)
         shapes = [_shape_text(value) for value in inputs if isinstance(value, torch.Tensor) and value.ndim > 1]
@@ -150,7 +150,7 @@ class KernelObserver:
         }
 
     def _launch(self, found: compat.UserKernel) -> dict[str, Any]:
-        """A Triton kernel that Inductor did not write and generated code launches: an op's, or one of the model's."""
+        """Describe a Triton kernel that generated code launches but Inductor did not write: an op's or the model's."""
         op = triton_launch.op_of(found.function)
         read, written = bytes_of(found.read), bytes_of(found.written)
         return {
@@ -177,13 +177,13 @@ class KernelObserver:
         return decided.to_dict() if decided is not None else None
 
     def _estimate(self, moved: int, flops: int | None) -> float | None:
-        """The time that moving the bytes takes; a contraction is not estimated, its arithmetic takes longer."""
+        """Estimate the microseconds for moving the bytes; None for a contraction, where arithmetic dominates."""
         if self._bandwidth is None or flops is not None:
             return None
         return round(moved / self._bandwidth * 1e6, 2)
 
     def _reasons(self, index: int, moved: Moved) -> list[str]:
-        """What kept a kernel apart from those it exchanges data with."""
+        """Return the reasons why a kernel is not fused with kernels that it exchanges data with."""
         reads, writes = moved[index]
         reasons: dict[str, None] = {}
         for other, (their_reads, their_writes) in enumerate(moved):
@@ -193,7 +193,7 @@ class KernelObserver:
         return list(reasons)[:MOST_REASONS]
 
     def _pairs(self, moved: Moved) -> list[dict[str, Any]]:
-        """Each two kernels of which one reads what the other writes or reads, and what Inductor said about joining them."""
+        """Return pairs of kernels that pass or share data, with Inductor's reasons for not fusing them."""
         found: dict[tuple[str, str, str], dict[str, Any]] = {}
         touching: dict[str, list[int]] = {}
         for second, (reads, writes) in enumerate(moved):
@@ -207,7 +207,7 @@ class KernelObserver:
                 if not passed and not shared:
                     continue
                 reasons = self._between(first, second)
-                # Kernels that only read the same have a reason where Inductor thought of joining them at all.
+                # Pairs that only share inputs are listed only if Inductor considered fusing them.
                 if not reasons and not passed:
                     continue
                 names = self._defined[first][0], self._defined[second][0]
@@ -227,7 +227,7 @@ class KernelObserver:
         return list(found.values())
 
     def _between(self, one: int, other: int) -> list[str]:
-        """Why two kernels are two, in Inductor's words; nothing where it never asked."""
+        """Return Inductor's reasons for not fusing two kernels; empty if it never considered it."""
         words: dict[str, None] = {}
         for mine in _names(self._defined[one][1]):
             for theirs in _names(self._defined[other][1]):
@@ -237,7 +237,7 @@ class KernelObserver:
 
 
 def _fallbacks(lowering: Any) -> list[dict[str, Any]]:
-    """Operators that Inductor calls, each with the first arguments it was given and how many others there were."""
+    """Return operators that Inductor calls, with counts by argument shapes."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for overload, inputs in compat.fallback_nodes(lowering):
         op, reason = _fallback(overload, [dtype for dtype, _ in inputs])
@@ -259,7 +259,7 @@ def _fallbacks(lowering: Any) -> list[dict[str, Any]]:
 
 
 def _lowered(lowering: Any, called: Sequence[fx.Node]) -> list[dict[str, Any]]:
-    """Operators of Inductor's graph that became generated code."""
+    """Return the operators of Inductor's graph that became generated code, with counts."""
     elsewhere = set(called)
     counted = Counter(
         str(node.target)
@@ -277,7 +277,7 @@ def _worded(why: Any) -> str:
         words = str(why.reason % why.args)
     except TypeError:
         words = str(why.reason)
-    # Only kernels that do exchange data are asked about here.
+    # Only called for kernels that do exchange data.
     return f"{words} that both index alike" if words == "no shared data" else words
 
 
@@ -286,7 +286,7 @@ def _names(nodes: Sequence[Any]) -> list[str]:
 
 
 def _regions(moved: Moved, outputs: set[str]) -> tuple[list[int], list[int]]:
-    """For each kernel, the bytes and the number of the connected region of generated kernels it is part of.
+    """Return for each kernel the bytes and the number of its connected region of generated kernels.
 
     The bytes are those of the region's distinct inputs and outputs.
     """
@@ -307,7 +307,7 @@ def _regions(moved: Moved, outputs: set[str]) -> tuple[list[int], list[int]]:
         members = [index for index in range(len(moved)) if find(index) == root]
         written = {name: size for index in members for name, size in moved[index][1].items()}
         read = {name: size for index in members for name, size in moved[index][0].items()}
-        # A buffer that only this region reads would not exist if the region were one kernel.
+        # A buffer that only this region reads would not exist if the region were a single kernel.
         kept = {name for name in written if name in outputs or name not in read}
         inputs = sum(size for name, size in read.items() if name not in written)
         totals[root] = inputs + sum(written[name] for name in kept)
@@ -325,7 +325,7 @@ def _origins(nodes: Sequence[Any]) -> list[fx.Node]:
 
 
 def _operators(origins: Sequence[fx.Node]) -> list[str]:
-    """`aten.mul`, each once, in the graph's order."""
+    """Return operator names such as `aten.mul`, each once, in graph order."""
     targets = (node.target for node in origins if isinstance(node.target, torch._ops.OpOverload))
     return list(dict.fromkeys(str(target.overloadpacket) for target in targets))
 
@@ -365,18 +365,18 @@ def _fallback(overload: torch._ops.OpOverload, dtypes: Sequence[torch.dtype]) ->
     return op, "Inductor has no lowering for it"
 
 
-# What every stored observation has.
+# The keys of every stored observation.
 PARTS = {"kernels", "fallbacks", "lowered", "not_fused", "sources"}
 
-# The one entry of a file that only says under which key the observation is.
+# The only key in a file that refers to another observation.
 _LINK = "of"
 
-# Keys that this process wrote or found: what belongs into its artifacts.
+# Keys that this process wrote or found; they are saved with its artifacts.
 _used: dict[str, None] = {}
 
 
 class Store:
-    """Observations by key, as JSON files in Inductor's cache folder: they move and vanish with it."""
+    """Observations by key, as JSON files in Inductor's cache folder, so that they are moved and deleted with it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -396,11 +396,11 @@ class Store:
         self._write(key, observation)
 
     def link(self, key: str, target: str) -> None:
-        """Let a second key lead to what is stored under another."""
+        """Make a second key refer to an observation."""
         self._write(key, {_LINK: target})
 
     def linked(self, key: str) -> dict[str, Any] | None:
-        """What a second key leads to."""
+        """Return the observation that a second key refers to, or None."""
         target = (self._read(key) or {}).get(_LINK)
         found = self._read(target) if isinstance(target, str) else None
         return found if found is not None and found.keys() >= PARTS else None
@@ -415,7 +415,7 @@ class Store:
     def _write(self, key: str, content: dict[str, Any]) -> None:
         path = self.path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Another process may write the same key: a rename is whole or not there.
+        # Another process may write the same key: replacing the file is atomic.
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
         with os.fdopen(handle, "w", encoding="utf-8") as out:
             json.dump(content, out)
@@ -427,12 +427,12 @@ def store() -> Store:
 
 
 def used() -> list[str]:
-    """The keys of all observations that this process wrote or found."""
+    """Return the keys of all observations that this process wrote or found."""
     return list(_used)
 
 
 def store_key(graph: fx.Graph, identity: bytes) -> str:
-    """What decides the generated code: the rewritten graph with its shapes, our identity, and Inductor's settings."""
+    """Return a digest of everything that decides the code: rewritten graph, shapes, identity, Inductor's settings."""
     digest = hashlib.sha256(_FORMAT + identity)
     digest.update(torch.__version__.encode())
     digest.update(readable(graph).encode())
@@ -442,18 +442,18 @@ def store_key(graph: fx.Graph, identity: bytes) -> str:
 
 
 def settings_digest() -> bytes:
-    """A digest of Inductor's settings as they are for this thread."""
-    # Objects print with their address; those that matter have their content in `identity`.
+    """Return a digest of Inductor's current settings in this thread."""
+    # Exclude objects: their repr contains an address, and the content of relevant ones is in `identity`.
     plain = (str, int, float, bool, type(None))
     settings = {name: value for name, value in compat.inductor_settings().items() if isinstance(value, plain)}
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).digest()
 
 
 def code_key(codes: Sequence[str]) -> str:
-    """A second key, of the code that serves a graph.
+    """Return a second key, of the code that runs a graph.
 
-    Two graphs that differ in names alone are one to Inductor: the second finds the first one's code, and by this what was
-    seen when that was generated.
+    Inductor compiles graphs that differ only in names once. This key finds the observation of the first
+    one.
     """
     return hashlib.sha256(_FORMAT + b"code" + "\0".join(codes).encode()).hexdigest()
 

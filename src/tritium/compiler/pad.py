@@ -1,10 +1,10 @@
-"""`tritium.pad_to`: serve inputs of any length from a few lengths, and prove that the padding is not read.
+"""`tritium.pad_to`: pad inputs of any length to a few lengths, and check that results do not depend on the padding.
 
     model = tritium.pad_to(model, {"encoder_hidden_states": {1: (128, 256, 512)}}, mask="encoder_attention_mask")
 
-The named dims are padded to the next bucket, the mask says what is padding, and results are cut back to what they would
-have been. A model that takes no mask is refused; one that takes it and reads the padding all the same is found out, by
-running the first call of each bucket with other numbers in the padding.
+The named dims are padded to the next bucket, a mask marks the padding, and results are cut back to their original
+sizes. A model without a mask argument is rejected. The first call of each bucket also runs with different numbers in
+the padding, to detect a model that takes a mask but still reads the padding.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from tritium.compat import capture as compat_capture
 from tritium.compiler.capture.outputs import flatten
 from tritium.errors import ConfigError, ShapeError, nearest
 
-# The allowance of fidelity `close` for one reordering of sums: masked attention adds zeros that were not there.
+# The allowance of fidelity `close` for one reordering of sums: masked attention adds zeros.
 _TOLERANCE_EPS = 16
 
-# Sizes of one dim, by argument and dim.
+# Bucket sizes by argument and dim.
 Buckets = Mapping[str, Mapping[int, Sequence[int]]]
 
 
 def pad_to(model: Any, dims: Buckets, *, mask: str | Mapping[str, str] | None = None) -> Any:
-    """Wrap a module or a function so that the named dims only ever have a few sizes.
+    """Wrap a module or function so that the named dims only have a few sizes.
 
     Args:
-        model: What is called; compile it before or after.
-        dims: For each argument the dims that are padded, and to what sizes.
-        mask: The argument that takes a mask `[batch, tokens]`, True for what is real; for several padded arguments, by
-            argument. Without one, the usual names are looked for. A mask that the caller gives is padded.
+        model: The module or function; compile it before or after.
+        dims: The padded dims of each argument, with their sizes.
+        mask: The argument that takes a mask `[batch, tokens]`, True for real tokens; with several padded arguments, a
+            mapping by argument. By default the usual names are tried. A mask passed by the caller is padded.
     """
     # The wrapper that torch.compile puts around a module hides its signature.
     call = getattr(model, "_orig_mod", model).forward if isinstance(model, nn.Module) else model
@@ -54,7 +54,7 @@ def pad_to(model: Any, dims: Buckets, *, mask: str | Mapping[str, str] | None = 
 
 
 class PaddedModule(nn.Module):
-    """A module behind padding; everything but calling it is the module's own."""
+    """A module behind padding; attributes are those of the module."""
 
     def __init__(self, module: nn.Module, padding: Padding) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class PaddedModule(nn.Module):
 
 
 class Padding:
-    """What is padded to what, and which results follow."""
+    """The padded dims and masks, and the dims of results to cut."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Padding:
             if name not in names:
                 raise ShapeError(f"pad_to names {name!r}, which is no argument; {nearest(name, names)}")
         self._masks = _masks(self._dims, names, mask, _title(call))
-        # What was proven, by the sizes that were padded to: the dims of each result that follow a padded dim.
+        # By padded sizes: the dims of each result that grow with a padded dim, after a successful check.
         self._proven: dict[tuple[int, ...], list[dict[int, tuple[str, int]]]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -109,7 +109,7 @@ class Padding:
         return rebuild([_cut(leaf, cuts, given) for leaf, cuts in zip(leaves, self._proven[key], strict=True)])
 
     def _run(self, bound: inspect.BoundArguments, arguments: Mapping[str, Any]) -> Any:
-        # An argument that was not given, such as a mask, has its place in the signature and not among those given.
+        # An omitted argument, such as a mask, has a place in the signature but is not among the bound arguments.
         ordered = {name: arguments[name] for name in bound.signature.parameters if name in arguments}
         filled = inspect.BoundArguments(bound.signature, ordered)
         return self._call(*filled.args, **filled.kwargs)
@@ -134,13 +134,13 @@ class Padding:
         padded: Mapping[str, Any],
         targets: Mapping[tuple[str, int], int],
     ) -> list[dict[int, tuple[str, int]]]:
-        """Run without padding, with zeros in it and with noise in it: all three must agree. Returns where to cut."""
+        """Run without padding, with zero padding and with noise padding; compare results, and return where to cut."""
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         with torch.random.fork_rng(devices=devices), compat_capture.compiled_code_runs_eagerly(), torch.no_grad():
             noisy = {**given, **self._padded(given, targets, noise=True)}
             results = []
             for arguments in (_copied(given), _copied(padded), noisy):
-                # The same random numbers for each.
+                # Use the same random numbers in each run.
                 torch.manual_seed(0)
                 results.append(flatten(self._run(bound, arguments))[0])
         plain, zeros, noise = results
@@ -170,7 +170,7 @@ def _title(call: Any) -> str:
 
 
 def _buckets(dims: Any) -> dict[str, dict[int, tuple[int, ...]]]:
-    """Check what is padded, and sort the sizes of each dim."""
+    """Check the padded dims, and sort the sizes of each."""
     form = "{argument: {dim: sizes}}, such as {'encoder_hidden_states': {1: (128, 256)}}"
     if not isinstance(dims, Mapping) or not all(isinstance(of_name, Mapping) for of_name in dims.values()):
         raise ConfigError(f"pad_to takes dims as {form}; got {dims!r}")
@@ -191,7 +191,7 @@ def _sizes(name: str, sizes: Any) -> tuple[int, ...]:
 
 
 def _masks(dims: Buckets, names: Sequence[str], mask: str | Mapping[str, str] | None, title: str) -> dict[str, str]:
-    """The mask of each padded argument that has one; a `ConfigError` if none has."""
+    """Return the mask of each padded argument that has one; raise a `ConfigError` if none has."""
     if isinstance(mask, str):
         mask = {next(iter(dims)): mask}
     for argument, name in (mask or {}).items():
@@ -236,7 +236,7 @@ def _pad(tensor: torch.Tensor, dim: int, target: int, *, noise: bool) -> torch.T
     if noise and tensor.is_floating_point():
         filling = torch.randn(shape, dtype=torch.float32, device=tensor.device).to(tensor.dtype)
     elif noise and tensor.numel():
-        # Numbers that occur, such as tokens of the vocabulary.
+        # Use values that occur in the input, such as tokens of the vocabulary.
         filling = filling + tensor.amax() if tensor.dtype is not torch.bool else ~filling
     return torch.cat([tensor, filling], dim=dim)
 
@@ -261,7 +261,7 @@ def _copied(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def _where(
     plain: Any, padded: Any, given: Mapping[str, Any], targets: Mapping[tuple[str, int], int]
 ) -> dict[int, tuple[str, int]]:
-    """The dims of a result that grew with a padded dim, each with that dim."""
+    """Return the dims of a result that grew with a padded dim, each with that argument and dim."""
     if not isinstance(plain, torch.Tensor):
         if plain != padded:
             raise ShapeError(f"a result that is no tensor depends on the padding: {plain!r} became {padded!r}")

@@ -1,6 +1,6 @@
-"""Time the providers of ops on this device, inside a compiled block and alone, and write the rows of a table.
+"""Time the providers of ops on this device, in a compiled block and alone, and write the rows of a table.
 
-Only `tritium tune` measures: a compilation reads the tables that are there.
+Only `tritium tune` measures. A compilation only reads existing tables.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from tritium.tiling.reductions import INDUCTOR_PERSISTENT
 from tritium.tuned import Key, Verdict
 from tritium.tuned.prediction import LONG
 
-# The variants of a block take turns for so long.
+# Seconds in which the variants of a block are timed, interleaved.
 SECONDS = 1.5
 
-# Enough to recognise a form.
+# Small sizes that suffice to check whether a provider supports a shape.
 FEW = {"tokens": 64, "pixels": 64}
-# A CPU takes seconds where a GPU takes milliseconds, and its kernels gain nothing from more tokens.
+# A CPU needs seconds where a GPU needs milliseconds, and its kernels gain nothing from more tokens.
 CPU_MOST = {"tokens": 256, "pixels": 1 << 14}
 
 DISTURBED = "disturbed"
 
 CAPTURED_CALLS = 10
-# Few enough launches that the queue of the device is never full, which would make the host wait.
+# Few enough launches that the device's queue never fills, which would make the host wait.
 ISSUED_CALLS = 10
 ISSUE_ROUNDS = 30
 
-# Called with the key that is measured next, its place, and the number of keys.
+# Called with the key to be measured next, its index, and the number of keys.
 Notify = Callable[[Key, int, int], None]
 
 
 def standard_keys(names: Sequence[str], dtypes: Sequence[torch.dtype], device_type: str) -> list[Key]:
-    """Return the keys of the shapes of known models, for ops with an owned provider on the device."""
+    """Return keys for the shapes of known models, for ops with an owned provider on the device."""
     catalog = ops.catalog()
     return [
         Key.of(name, shape, dtype)
@@ -71,12 +71,12 @@ def _standard(op: Op, dtype: torch.dtype, device_type: str) -> list[Mapping[str,
 
 
 def few(shape: Mapping[str, int | str], most: Mapping[str, int] = FEW) -> dict[str, int | str]:
-    """Return a class of the same form with at most so many tokens or pixels."""
+    """Return a shape reduced to at most the given number of tokens or pixels."""
     return {name: min(int(size), most[name]) if name in LONG else size for name, size in shape.items()}
 
 
 def compare(key: Key, device_type: str, seconds: float = SECONDS) -> Verdict:
-    """Measure one key: all providers that can take it, interleaved and sustained."""
+    """Measure one key: all providers that support it, interleaved and sustained."""
     op = ops.catalog()[key.op]
     if op.trial is None:
         raise TritiumError(f"op {key.op!r} has no trial: its providers are used where they are pinned")
@@ -90,7 +90,7 @@ def compare(key: Key, device_type: str, seconds: float = SECONDS) -> Verdict:
         with torch.inference_mode():
             return _compared(op, key, draw, device_type, seconds)
     finally:
-        # Blocks of many shapes are one piece of code: Dynamo would soon refuse to compile it once more.
+        # All shapes share one code object: without a reset, Dynamo would reach its recompile limit.
         torch.compiler.reset()
 
 
@@ -109,7 +109,7 @@ def _compared(op: Op, key: Key, draw: Draw, device_type: str, seconds: float) ->
         provider=INDUCTOR,
         block_ms=block_ms,
         alone_us=alone_us,
-        # A CPU launches nothing: the host's time is in the block's.
+        # A CPU has no launches: host time is part of the block's time.
         issue_us=_issue_us(blocks, device_type) if device_type == "cuda" else {},
         looped=_looped(key, explain(sides[INDUCTOR]).records),
         bytes=least_bytes(op, arguments),
@@ -152,7 +152,7 @@ def _alone(op: Op, arguments: Mapping[str, Any], able: list[str]) -> dict[str, C
 
 
 def _medians(runs: Mapping[str, Callable[[], Any]], device_type: str, seconds: float, unit: float) -> dict[str, float]:
-    """Return the median time of each run, in milliseconds times a unit; on a GPU the device's time alone."""
+    """Return each run's median time in milliseconds times `unit`; on a GPU only device time."""
     calls = CAPTURED_CALLS if device_type == "cuda" else 1
     timed = {name: _captured(run, calls) for name, run in runs.items()} if device_type == "cuda" else runs
     timings = measure.interleave(timed, device_type, seconds=seconds, burst=3 if calls > 1 else 1, warmup=3)
@@ -160,7 +160,7 @@ def _medians(runs: Mapping[str, Callable[[], Any]], device_type: str, seconds: f
 
 
 def _captured(run: Callable[[], Any], calls: int) -> Callable[[], Any]:
-    """Record some calls as one static graph: kernels of a few microseconds would otherwise measure the host."""
+    """Capture several calls as one static graph: otherwise kernels of a few microseconds would measure the host."""
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -174,9 +174,9 @@ def _captured(run: Callable[[], Any], calls: int) -> Callable[[], Any]:
 
 
 def _issue_us(runs: Mapping[str, Callable[[], Any]], device_type: str) -> dict[str, float]:
-    """Return the microseconds in which the host issues a call of each run, without waiting for the device.
+    """Return the microseconds that the host needs to issue a call of each run, without waiting for the device.
 
-    Calls follow each other as they do in a model that waits for its host; the runs take turns.
+    Calls follow each other as in a host-bound model; the runs are interleaved.
     """
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for place in range(ISSUE_ROUNDS):
@@ -191,7 +191,7 @@ def _issue_us(runs: Mapping[str, Callable[[], Any]], device_type: str) -> dict[s
 
 
 def _looped(key: Key, records: Sequence[GraphRecord]) -> dict[str, Any]:
-    """Return the size of a key that a kernel of Inductor walked over, although it might hold it in registers elsewhere."""
+    """Return the size in a key that an Inductor kernel loops over but could hold in registers elsewhere."""
     reductions = ((kernel.get("tiling") or {}).get("reduction") for record in records for kernel in record.kernels)
     looped = [found for found in reductions if found is not None and found["form"] == "looped"]
     for name, size in key.sizes().items():
@@ -206,7 +206,7 @@ def measure_keys(
 ) -> list[Verdict]:
     """Measure keys and write each row at once; a key that cannot be measured gets Inductor and the reason.
 
-    A row of a CPU that other processes used at the same time is returned with a remark, and not written.
+    If other processes used the CPU during a measurement, its row is returned with a remark and not written.
     """
     verdicts = []
     for index, key in enumerate(keys):
@@ -214,14 +214,14 @@ def measure_keys(
         meter = measure.LoadMeter()
         try:
             verdict = compare(key, device_type, seconds)
-        except Exception as error:  # noqa: BLE001 - a kernel compiler may raise anything; the next key may still do
+        except Exception as error:  # noqa: BLE001 - a kernel compiler may raise anything; the next key may still work
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
             verdict = Verdict(
                 key, INDUCTOR, {INDUCTOR: 0.0}, torch=compat.version_text(), remarks={"not measured": reason}
             )
         load = meter.read() if device_type == "cpu" else None
         if load is not None and load.disturbed:
-            # Threads that wait for each other are many times slower then, and not all code by the same factor.
+            # Under load, threads that wait for each other become many times slower, by different factors.
             verdicts.append(
                 replace(verdict, remarks={DISTURBED: f"{load.foreign_cores:.1f} cores were taken by others"})
             )
