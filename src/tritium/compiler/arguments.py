@@ -1,4 +1,4 @@
-"""The arguments of a replacement: expressions, calls on them, numbers; as nodes of the graph, as fakes, or as values."""
+"""Evaluate arguments of a replacement (expressions, calls, numbers) to nodes, fake tensors or values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tritium.fusions.expression import Expr, value_of
 
 
 def evaluate(thing: Any, held: Callable[[fx.Node], Any], viewed: Callable[[Expr], Any]) -> Any:
-    """An argument, given what nodes stand for, and what the views stand for that no node holds."""
+    """Evaluate an argument, given functions for values that a node holds and for views that no node holds."""
     if isinstance(thing, list):
         return [evaluate(part, held, viewed) for part in thing]
     if isinstance(thing, Call):
@@ -25,10 +25,10 @@ def evaluate(thing: Any, held: Callable[[fx.Node], Any], viewed: Callable[[Expr]
 
 
 def as_fake(thing: Any) -> Any:
-    """What is known of an argument: its fake tensor, or its number."""
+    """Return the fake tensor or the number of an argument."""
 
     def viewed(expr: Expr) -> Any:
-        # A view no node holds: what the model's view of `1 + s` shows, with the dtype of s.
+        # The model's view of `1 + s`, evaluated on s: it has the shape of the former and the dtype of s.
         source, shown = as_fake(expr.args[0]), value_of(expr.attrs[0])
         with shown.fake_mode:
             return source.new_empty(shown.shape)
@@ -37,7 +37,7 @@ def as_fake(thing: Any) -> Any:
 
 
 def as_value(thing: Any, environment: dict[fx.Node, Any]) -> Any:
-    """An argument's value while the graph runs."""
+    """Return an argument's value while the graph runs."""
 
     def viewed(expr: Expr) -> Any:
         view = expr.attrs[0]
@@ -51,7 +51,7 @@ def as_value(thing: Any, environment: dict[fx.Node, Any]) -> Any:
 
 
 def as_node(graph: fx.Graph, thing: Any) -> Any:
-    """An argument in the graph: a node, made where no node holds it; a number for a number."""
+    """Return an argument's node, created if necessary, or its number."""
     if isinstance(thing, list):
         return [as_node(graph, part) for part in thing]
     if isinstance(thing, Call):
@@ -63,12 +63,12 @@ def as_node(graph: fx.Graph, thing: Any) -> Any:
     if thing.node is None:
         return _repeated_view(graph, thing)
     known = thing.value
-    # `dynamic=True` makes an eps an input. It is a constant of the model: guard on it, as Inductor would.
+    # `dynamic=True` turns an eps into an input. It is a constant of the model: guard on it, like Inductor.
     return float(known) if isinstance(known, (torch.SymFloat, torch.SymInt)) else thing.node
 
 
 def _repeated_view(graph: fx.Graph, value: Expr) -> fx.Node:
-    """A view that the model takes of `1 + s`, taken of s."""
+    """Insert a view on s that repeats the model's view of `1 + s`."""
     if value.op != "view" or not value.attrs:
         raise TypeError(f"no node holds {value}")
     view = value.attrs[0]

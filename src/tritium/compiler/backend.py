@@ -1,4 +1,4 @@
-"""What torch.compile gets."""
+"""The `torch.compile` backend."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tritium.report import LEDGER, GraphRecord, Recompile, parse_guard_failure
 class Backend:
     """A `torch.compile` backend: `torch.compile(model, backend=tritium.Backend(config))`.
 
-    Backends with equal configuration, passes and fusions are equal, so wrapping a model a second time compiles nothing.
+    Backends with equal configuration, passes and fusions are equal, so wrapping a model twice compiles nothing again.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Backend:
         self.config = config if config is not None else CompilationConfig()
         self.passes = _tuple_of(Pass, "passes", passes)
         self.fusions = _tuple_of(Fusion, "fusions", fusions)
-        # Fails now, where the user reads it, and not inside the first call of the model.
+        # Check now, so that errors appear in the user's code and not in the first call of the model.
         check_pins(self.config)
         self.all_passes()
         compat.keep_sizes_apart(_is_of_pictures)
@@ -53,7 +53,7 @@ class Backend:
     __name__ = "tritium"
 
     def __eq__(self, other: object) -> bool:
-        # Dynamo asks in every call of compiled code, for every version that it keeps.
+        # Dynamo compares backends on every call of compiled code, for every compiled version.
         if self is other:
             return True
         if not isinstance(other, Backend) or self._hash != other._hash:
@@ -77,7 +77,7 @@ class Backend:
         mode: str | None = None,
         options: dict[str, Any] | None = None,
     ) -> Callable[..., Any]:
-        """Compile one graph; Dynamo calls this, with what the user gave torch.compile as `mode` and `options`."""
+        """Compile one graph from Dynamo, with `mode` and `options` of torch.compile."""
         compat.watch_recompile_limit(LEDGER.limit_reached)
         start = time.perf_counter()
         record = _start_record(gm, example_inputs, self.config.engine)
@@ -97,11 +97,11 @@ class Backend:
         return compiled
 
     def all_passes(self) -> list[Pass]:
-        """Every pass this backend runs, in order: the package's own, the plug-ins', then those it was given."""
+        """Return every pass of this backend in order: built-in, plug-ins', then those passed to the constructor."""
         return passes_for(self.config, self.fusions, self.passes)
 
     def reset(self) -> None:
-        """Called by `torch._dynamo.reset()`: the compiled code is gone, and so are its records and kept pieces."""
+        """Clear records and kept pieces: `torch._dynamo.reset()` calls this after dropping the compiled code."""
         LEDGER.clear()
         kept.clear()
 
@@ -142,13 +142,13 @@ def _tuple_of(kind: type[T], name: str, values: Iterable[T]) -> tuple[T, ...]:
 
 
 def _is_of_pictures(backend: Any, arguments: Mapping[str, Any]) -> bool:
-    """Whether a frame that Dynamo starts on for a backend of ours belongs to a module that is mostly convolutions.
+    """Return True if a frame compiled by a Tritium backend belongs to a module that consists mostly of convolutions.
 
-    Its sizes are heights, widths, frames and channels: where two are equal, that is chance.
+    Its sizes are heights, widths, frames and channels, and equal sizes are a coincidence.
     """
     if not isinstance(backend, Backend):
         return False
-    # The module whose method the frame is; torch's own containers are called by a function that holds the method.
+    # The module whose method this frame is; frames of torch's containers have the method as an argument instead.
     owners = (value.__self__ if inspect.ismethod(value) else value for value in arguments.values())
     module = next((owner for owner in owners if isinstance(owner, torch.nn.Module)), None)
     layers = [type(inner) for inner in module.modules()] if module is not None else []
@@ -180,14 +180,14 @@ def _function_name(frame: compat.Frame | None) -> str:
         return "?"
     owner = frame.arguments.get("self")
     if isinstance(owner, torch.nn.Module):
-        # diffusers wraps forward in decorators whose functions are called `wrapper`.
+        # Decorators in diffusers replace forward by a function named `wrapper`.
         is_forward = getattr(type(owner).forward, "__code__", None) is frame.code
         return f"{type(owner).__qualname__}.{'forward' if is_forward else frame.code.co_name}"
     return frame.code.co_qualname
 
 
 def _callers(frame: compat.Frame | None) -> tuple[tuple[weakref.ref[Any], ...], frozenset[int]]:
-    """The modules and functions on the stack: whose call made Dynamo compile this, so whose report it belongs to."""
+    """Return the modules and code objects on the stack: the graph belongs to their reports."""
     modules: dict[int, Any] = {}
     codes: set[CodeType] = set()
     if frame is not None:
@@ -205,27 +205,27 @@ def _callers(frame: compat.Frame | None) -> tuple[tuple[weakref.ref[Any], ...], 
 
 
 def _self_of(frame: Any) -> Any:
-    """The `self` of a method's frame, or None."""
+    """Return `self` from a method's frame, or None."""
     code = frame.f_code
     if not (code.co_flags & inspect.CO_OPTIMIZED and code.co_varnames and code.co_varnames[0] == "self"):
         return None
     found = frame.f_locals.get("self")
     if sys.version_info < (3, 13):
-        # Before 3.13 asking makes a copy of all locals that stays with the frame: a method that deletes its pipeline
-        # afterwards would not free it. The copy is made anew whenever it is asked for.
+        # Before 3.13, reading f_locals stores a copy of all locals in the frame. It would keep a pipeline alive that
+        # the method deletes later. The next read creates a new copy.
         frame.f_locals.clear()
     return found
 
 
 def _recompile(frame: compat.Frame | None) -> Recompile | None:
-    """Why this frame is compiled again, or None the first time."""
+    """Return why this frame is compiled again, or None the first time."""
     if frame is None or "/" not in frame.compile_id:
         return None
     number, _, version = frame.compile_id.partition("/")
     attempt = int(version.split("_")[0])
     if attempt == 0:
         return None
-    # Another backend's version of the same code is no reason: nothing of ours is compiled again.
+    # A version that another backend compiled does not count as a recompile.
     failures = [text for text in compat.guard_failures(frame.code) if "BACKEND_MATCH" not in text]
     previous = f"{number}/{attempt - 1}"
     reason = next((text for text in reversed(failures) if text.startswith(previous)), failures[-1] if failures else "")

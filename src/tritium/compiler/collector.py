@@ -1,7 +1,7 @@
-"""Python's cyclic garbage collector, held back while something is compiled.
+"""Pause Python's cyclic garbage collector during compilation.
 
-Importing and running a compiler makes hundreds of thousands of objects that stay. Each generation of them sends the collector over
-all that the process has loaded, and it finds next to nothing.
+Importing and running a compiler creates hundreds of thousands of lasting objects. Every collection of them also visits
+all earlier objects of the process, and frees almost nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """No automatic collections inside; afterwards the collector is as it was. What has no cycles is freed as always."""
+    """Disable automatic collections inside, then restore the setting. Reference counting still frees objects."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -25,8 +25,8 @@ def paused() -> Iterator[None]:
 
 
 def _let_all_be_old() -> None:
-    """New objects would be walked through the moment the collector is back: most of them stay, and count as old from here."""
-    # Thawing moves everything into the oldest generation, also what somebody else had frozen.
+    """Move new objects to the oldest generation: most of them stay, and the next collection would visit them all."""
+    # unfreeze moves all frozen objects to the oldest generation, so do nothing if other code has frozen some.
     if gc.get_freeze_count() == 0:
         gc.freeze()
         gc.unfreeze()

@@ -1,11 +1,11 @@
-"""`tritium.compile`: torch.compile with this backend, and dynamic dims named by argument.
+"""`tritium.compile`: torch.compile with this backend, and with dynamic dims named by argument.
 
     model = tritium.compile(model, dynamic_dims={"hidden_states": [1], "encoder_hidden_states": [-2]})
 
     @tritium.compile(dynamic_dims={"cfg.inner.t": [0]})
     def step(x, cfg): ...
 
-A dim that is named may change without a recompile; every other size is static, and a change of one compiles again.
+Named dims may change without a recompile. All other sizes are static, and changing one recompiles.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def compile(  # noqa: A001
     dynamic_dims: DynamicDims | None = None,
     **torch_compile_kwargs: Any,
 ) -> Any:
-    """Compile a module, a module class, a method or a function; without one, a decorator that does.
+    """Compile a module, a module class, a method or a function; without one, return a decorator.
 
-    `config` configures the backend. `dynamic_dims` maps argument names to dims that may change: negative dims count from
-    the end, dots reach into objects, dicts and sequences, and a star stands for every tensor of a sequence or dict
-    (`"feat_cache.*"`). Everything else goes to `torch.compile` as it is.
+    `config` configures the backend. `dynamic_dims` maps argument names to dims that may change: negative dims count
+    from the end, dots select members of objects, dicts and sequences, and a star selects every tensor of a sequence or
+    dict (`"feat_cache.*"`). Other arguments are passed to `torch.compile`.
     """
     if model is None:
         return functools.partial(compile, config=config, dynamic_dims=dynamic_dims, **torch_compile_kwargs)
@@ -72,7 +72,7 @@ def compile(  # noqa: A001
 
 
 def _compile_class(cls: type, to_compiled: Callable[[Any], Any], dynamic_dims: DynamicDims | None) -> type:
-    """Compile what instances of a class run when they are called; the class itself is changed, as torch.compile does."""
+    """Compile the forward or call method of a class in place."""
     name = "forward" if issubclass(cls, torch.nn.Module) else "__call__"
     if name not in dir(cls):
         raise ConfigError(f"{cls.__name__} has no {name} to compile")
@@ -86,6 +86,6 @@ def _compile_module(
 ) -> torch.nn.Module:
     optimized: torch.nn.Module = to_compiled(model)
     if dynamic_dims is not None:
-        # The wrapper torch.compile makes calls this attribute; it has no dims of its own to mark.
+        # torch.compile's wrapper calls this attribute.
         optimized.forward = marking(optimized.forward, inspect.signature(model.forward), dynamic_dims)
     return optimized

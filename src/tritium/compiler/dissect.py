@@ -1,7 +1,7 @@
-"""Take generated kernels apart while Inductor still knows them: source, loops, the operators they stand for, arguments.
+"""Describe generated kernels during code generation: source, loops, operators and arguments.
 
-What is found is text, so that nothing of the graph stays alive through it, and it can lie beside the cache entry for a
-process that finds the kernels compiled. `tritium.whitebox` writes it as folders.
+Descriptions are text, so that they keep nothing of the graph alive and can be stored with the cache entry, for
+processes that find the kernels already compiled. `tritium.whitebox` writes them as folders.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Kernel:
-    """A generated kernel: Inductor's nodes in it, the graph's nodes they come from, the buffers it reads."""
+    """A generated kernel: its Inductor nodes, the graph's nodes that they come from, and the buffers that it reads."""
 
     name: str
     nodes: Sequence[Any]
@@ -80,7 +80,7 @@ class Dissection:
         self._launches.setdefault(name, arguments)
 
     def graph(self, graph: fx.Graph, kernels: Iterable[Kernel]) -> None:
-        """Put together what is known of each kernel."""
+        """Collect the descriptions of all kernels."""
         done: set[str] = set()
         for kernel in kernels:
             if kernel.name in self._sources and kernel.name not in done:
@@ -88,7 +88,7 @@ class Dissection:
                 self.found.append(self._one(graph, kernel))
 
     def unfinished(self) -> list[dict[str, Any]]:
-        """What there is when code generation did not reach its end: the sources, and why there is no more."""
+        """Return the sources of an incomplete code generation, with the reason why the rest is missing."""
         if self.found:
             return self.found
         reason = "code generation failed before this kernel was launched"
@@ -119,7 +119,7 @@ class Dissection:
         for what, step in steps.items():
             try:
                 step()
-            except Exception as error:  # noqa: BLE001 - a description for people is no reason for a model not to compile
+            except Exception as error:  # noqa: BLE001 - a failed description must not stop compilation
                 entry["missing"][what] = f"{type(error).__name__}: {error}"
         if not entry["arguments"]:
             entry["not_runnable"] = entry["missing"].get("arguments", "it is launched as part of another kernel")
@@ -138,7 +138,7 @@ class Dissection:
         def held_by(argument: compat.KernelArgument) -> str | None:
             return argument.node if _holds(argument, by_name.get(argument.node or "")) else None
 
-        # A buffer that is overwritten in place is passed under the name of what is written, and read under another.
+        # A buffer that is overwritten in place is passed under the name it is written as, but read under another.
         overwritten = sorted(reads - {argument.buffer for argument in given})
         in_place = sum(parameter.startswith("in_out_ptr") for parameter in names)
         before = held_by(compat.buffer_argument(overwritten[0])) if len(overwritten) == in_place == 1 else None
@@ -161,7 +161,7 @@ class Dissection:
 
 
 def parameter_names(source: str, language: str) -> list[str]:
-    """The parameters of a kernel's function, as the source has them; of Triton those that a launch passes."""
+    """Return the parameter names of a kernel's function; for Triton only those that a launch passes."""
     if language == "cpp":
         start = source.rindex('extern "C"')
         inner = source[source.index("(", start) + 1 : source.index(")", start)]
@@ -169,13 +169,13 @@ def parameter_names(source: str, language: str) -> list[str]:
     functions = re.findall(r"^def \w+\(([^)]*)\):", source, re.MULTILINE)
     if not functions:
         raise ValueError("no function in the source")
-    # What a scan combines with is a function too, and stands before the kernel.
+    # The combine function of a scan comes before the kernel.
     parameters = [parameter.strip() for parameter in functions[-1].split(",")]
     return [parameter for parameter in parameters if parameter and "tl.constexpr" not in parameter]
 
 
 def _holds(argument: compat.KernelArgument, node: fx.Node | None) -> bool:
-    """Whether a buffer holds a node's value as it is, and not a part or another arrangement of it."""
+    """Return True if a buffer holds exactly a node's value, not a part of it or a rearrangement."""
     value = node.meta.get("val") if node is not None else None
     if not isinstance(value, torch.Tensor) or str(value.dtype).removeprefix("torch.") != argument.dtype:
         return False
@@ -188,7 +188,7 @@ def _holds(argument: compat.KernelArgument, node: fx.Node | None) -> bool:
 def _add_fragment(entry: dict[str, Any], graph: fx.Graph, origins: Sequence[fx.Node]) -> None:
     tensors = [argument for argument in entry["arguments"] if argument["kind"] == "tensor"]
     read = {argument["reads"] for argument in tensors if argument["input"]}
-    # Where every input is some node's value, the fragment begins there; otherwise with what its operators need.
+    # If every input is a node's value, the fragment starts there; otherwise at the inputs of its operators.
     cut = read if None not in read else set()
     wanted = {argument["writes"] for argument in tensors if argument["output"]} - {None}
     part = fragment(graph, origins, cut, wanted, also=read - {None})
@@ -203,13 +203,13 @@ def fragment(
     wanted: Collection[str | None],
     also: Collection[str] = (),
 ) -> fx.Graph:
-    """The part of a graph that computes `wanted` from `cut` and from what is not among `origins`.
+    """Return the part of a graph that computes `wanted` from `cut` and from nodes outside of `origins`.
 
-    Without wanted nodes: all of `origins` that something outside of them reads. Nodes of `also` are returned too, if
+    Without wanted nodes it computes all of `origins` that are read from outside. Nodes in `also` are returned too, if
     they are in the part.
     """
     inside = {node for node in origins if node.op == "call_function"}
-    # Taking one result out of several is no operation of its own to Inductor.
+    # Inductor has no node for selecting one of several results.
     inside |= {user for node in inside for user in node.users if user.target is operator.getitem}
     inside = {node for node in inside if node.name not in cut}
     ends = [node for node in inside if node.name in wanted]
@@ -222,7 +222,7 @@ def fragment(
         if node in needed:
             continue
         needed[node] = None
-        # A view of a buffer is no input of its own: the buffer is. Sizes are computed from sizes.
+        # Include views and size computations, so that buffers and sizes are the inputs.
         stack += [
             source
             for source in node.all_input_nodes
@@ -249,7 +249,7 @@ def _is_free(node: fx.Node) -> bool:
 
 
 def script(graph: fx.Graph, name: str) -> str:
-    """A graph of operators as a Python file that makes its inputs and runs it."""
+    """Return a Python file that creates the inputs of a graph of operators and runs it."""
     placeholders = list(graph.find_nodes(op="placeholder"))
     specs = "".join(f"    {node.name!r}: {_spec(node.meta.get('val'))},\n" for node in placeholders)
     body = []

@@ -1,4 +1,4 @@
-"""Keep a graph before and after the passes as words, small enough to keep: one of the repeated blocks, or its beginning."""
+"""Store a graph before and after the passes as strings, reduced to one repeated block or to its beginning."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tritium.compiler.dump import target_name, type_name
 from tritium.fusions.fusion import source_line
 from tritium.report import Drawing, DrawnNode
 
-# Nodes a side; one block of a large transformer has about 150.
+# Maximum nodes on each side; one block of a large transformer has about 150.
 MOST_NODES = 300
 
 
 def draw(before: fx.Graph, after: fx.Graph) -> Drawing:
-    """One block of both graphs; without repeated blocks, the graphs themselves."""
+    """Return one block of both graphs, or without repeated blocks the beginning of both graphs."""
     block = _block(before)
     old, new = (_without_parameters(graph) for graph in (before, after))
     if block is not None:
@@ -38,14 +38,14 @@ def _without_parameters(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _block(graph: fx.Graph) -> tuple[str, ...] | None:
-    """The first of those repeated blocks that have the most nodes each."""
+    """Return the path of the first among the repeated blocks with the most nodes, or None."""
     sizes: Counter[tuple[str, ...]] = Counter()
     for node in graph.nodes:
         path = _path(node)
         place = next((place for place, word in enumerate(path) if word.isdecimal()), None)
         if place is not None:
             sizes[path[: place + 1]] += 1
-    # A list of one is no repetition, but it is a block all the same.
+    # Keep the first block of each list, even of lists with a single block.
     first = {path[:-1]: path for path in reversed(sizes)}
     return max(first.values(), key=sizes.__getitem__, default=None)
 
@@ -55,12 +55,12 @@ def _within(node: fx.Node, block: Sequence[str]) -> bool:
 
 
 def _path(node: fx.Node) -> tuple[str, ...]:
-    # An input is said to come from the module that reads it first, and stands far above it.
+    # Dynamo attributes an input to the module that reads it first, although its node is far above.
     return compat.module_path(node) if node.op.startswith("call_") else ()
 
 
 def _part(nodes: list[fx.Node], inside: set[str], added: frozenset[str] | set[str] = frozenset()) -> list[fx.Node]:
-    """Nodes from the first to the last that is inside, with the new ones next to them."""
+    """Return the nodes from the first to the last in `inside`, with adjacent nodes in `added`."""
     places = [place for place, node in enumerate(nodes) if node.name in inside]
     if not places:
         return nodes

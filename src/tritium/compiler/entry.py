@@ -1,4 +1,4 @@
-"""What `torch.compile(model, backend="tritium")` finds through the entry point: a backend configured by the environment."""
+"""The entry point of `torch.compile(model, backend="tritium")`: a backend configured by the environment."""
 
 from tritium.compiler.backend import Backend
 

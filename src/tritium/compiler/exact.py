@@ -1,7 +1,7 @@
-"""Which sites an op reproduces bit for bit and stride for stride, found by running the graph once on its real inputs.
+"""Find the sites that an op reproduces with equal bits and strides, by running the graph once on its real inputs.
 
-Before:  the graph as Dynamo made it, run eagerly; at each site the op computes from the same inputs
-After:   site by site, equal or not
+Before:  the graph from Dynamo runs eagerly; at each site the op also computes from the same inputs
+After:   one result per site, equal or not
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from tritium.fusions.expression import same_shape, value_of
 
 NOT_EQUAL = "fidelity is 'exact', and the replacement is not equal in bits and strides"
 
-# Computes a site's values from the values of its arguments.
+# Computes a site's values, given a function that returns the values of its arguments.
 Compute = Callable[[Callable[[Any], Any]], tuple[torch.Tensor, ...]]
 
 
 class _Comparison(fx.Interpreter):
-    """Runs a graph and compares, wherever a site's value is complete."""
+    """Run a graph, and compare each site once its values are complete."""
 
     def __init__(self, gm: fx.GraphModule, sites: Mapping[fx.Node, list[tuple[int, Match, Compute]]]) -> None:
-        # A site reads inputs that others have used for the last time long before.
+        # Keep all values: a site may read inputs whose last other use is long past.
         super().__init__(gm, garbage_collect_values=False)
         self.sites = sites
         self.equal: dict[int, bool] = {}
@@ -42,12 +42,12 @@ class _Comparison(fx.Interpreter):
 
 
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    # Whoever reads a value that lies otherwise may add in another order, as convolutions do.
+    # Strides count too: with other strides a reader such as a convolution may sum in another order.
     return left.dtype == right.dtype and left.stride() == right.stride() and torch.equal(left, right)
 
 
 def _same_strides(match: Match, compute: Compute) -> bool:
-    """Whether a replacement lies as the site's values do at every size that the graph is for, not only at this call's."""
+    """Return True if a replacement has the strides of the site's values at every size of the graph, not only now."""
     wanted = [value_of(node) for node in match.values]
     with as_dynamo_does(tuple(wanted)):
         made = compute(as_fake)
@@ -55,7 +55,7 @@ def _same_strides(match: Match, compute: Compute) -> bool:
 
 
 def _copy(value: Any) -> Any:
-    """An input for the run: a tensor's copy with the same strides, and of a symbolic size the one this call has."""
+    """Copy an input for the run: a tensor with equal strides, or the current value of a symbolic size."""
     if isinstance(value, torch.SymInt):
         hint = compat.size_hint(value)
         return value if hint is None else hint
@@ -65,16 +65,16 @@ def _copy(value: Any) -> Any:
     copy = value.clone()
     if value.layout is not torch.strided or copy.stride() == value.stride():
         return copy
-    # `clone` packs what has gaps or repeats itself: take the memory as it lies.
+    # `clone` packs tensors with gaps or overlaps: copy the underlying memory instead.
     last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
     return value.as_strided((max(last + 1, 0),), (1,)).clone().as_strided(value.shape, value.stride())
 
 
 def bit_equal(gm: fx.GraphModule, example_inputs: Sequence[Any], sites: Sequence[tuple[Match, Compute]]) -> list[bool]:
-    """For each site whether its replacement gives the same bits and strides. The caller's tensors are not written to."""
+    """Return for each site whether its replacement has equal bits and strides. The inputs are not written to."""
     by_end: dict[fx.Node, list[tuple[int, Match, Compute]]] = {}
     for index, (match, compute) in enumerate(sites):
-        # Strides of the others were compared when they were judged.
+        # For other sites, `fuse` has already compared the strides.
         if match.any_layout and not _same_strides(match, compute):
             continue
         end = max((*match.values, *match.writes))

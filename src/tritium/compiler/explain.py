@@ -1,4 +1,4 @@
-"""Find the records that belong to a model, a function, or whatever was compiled."""
+"""Find the compilation records of a model, a function or a handle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tritium.report import LEDGER, Component, Failure, GraphRecord, Report, Viol
 
 @runtime_checkable
 class InParts(Protocol):
-    """A thing that has several modules, each reported as a component: what `optimize` returns."""
+    """An object with several modules, each reported as a component: the result of `optimize`."""
 
     @property
     def entries(self) -> list[torch.nn.Module]: ...
@@ -29,10 +29,10 @@ class InParts(Protocol):
 
 
 def explain(thing: Any = None, *, call: Callable[[], Any] | None = None) -> Report:
-    """The report of a compiled model, a module whose class or blocks are compiled, a compiled function, or a handle.
+    """Return the report of a compiled model or function, a module with compiled class or blocks, or a handle.
 
-    Without an argument: everything this process compiled with Tritium. Call it after the model has run once, or give
-    `call`, which runs the model once: it is then called some more times under the profiler, and kernels get
+    Without an argument, report everything that this process compiled with Tritium. Call it after the first run of the
+    model, or pass `call`, which runs the model once: it is then called again under the profiler, and kernels get
     `measured_us`, the time of one launch.
     """
     if call is not None:
@@ -67,7 +67,7 @@ def _records_of(thing: Any, records: list[GraphRecord]) -> list[GraphRecord]:
         return [record for record in records if codes & record.callers]
     model = getattr(thing, "_orig_mod", thing)
     own = [record for record in records if record.belongs_to(model) or record.belongs_to(thing)]
-    # A module that hits code which an equal one made compile was not on the stack then: found by its own code.
+    # A module that reuses code compiled for an equal module was not on the stack: find it by its code.
     covered = {record.code for record in own}
     candidates = [module for module in model.modules() if _is_compiled_itself(module)]
     if not own:
@@ -78,7 +78,7 @@ def _records_of(thing: Any, records: list[GraphRecord]) -> list[GraphRecord]:
 
 
 def _is_compiled_itself(module: torch.nn.Module) -> bool:
-    """Whether calling this module enters compiled code, rather than being part of its parent's graph."""
+    """Return True if calling this module enters compiled code, instead of being part of its parent's graph."""
     of_class = (getattr(type(module), name) for name in ("forward", "_call_impl"))
     return module._compiled_call_impl is not None or any(hasattr(f, "_torchdynamo_orig_callable") for f in of_class)
 
@@ -91,7 +91,7 @@ def _is_code_of(record: GraphRecord, module: torch.nn.Module) -> bool:
 
 
 def _codes(thing: Any) -> Iterator[CodeType]:
-    """The code objects behind a function, method, or what torch.compile made of one."""
+    """Yield the code objects of a function or method, also behind wrappers of torch.compile."""
     seen: set[int] = set()
     stack = [thing]
     while stack:
@@ -104,13 +104,13 @@ def _codes(thing: Any) -> Iterator[CodeType]:
             if callable(inner):
                 stack.append(inner)
         code = getattr(current, "__code__", None)
-        # A wrapper's own code is the same for everything torch.compile ever wrapped.
+        # Skip the wrapper's code, which is the same for every function that torch.compile wraps.
         if isinstance(code, CodeType) and not hasattr(current, "_torchdynamo_orig_callable"):
             yield code
 
 
 def _add_failed_providers(report: Report) -> None:
-    """Kernels that failed while running were turned off for the process; say so where they were used."""
+    """Add a failure where a provider was used that failed at run time and is disabled for the process."""
     for (op, provider), reason in ops.failed_providers().items():
         for record in report.records:
             used = any(site.fusion == op and site.outcome == "fused" for site in record.sites)

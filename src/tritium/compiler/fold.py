@@ -1,11 +1,11 @@
-"""Fold what depends on parameters alone: compute it when they change, not on every call.
+"""Freeze values that depend only on parameters: compute them when parameters change, not on every call.
 
 Before:  f(x, weight):  cat = torch.cat([weight, ...]); return x @ cat.t()
-After:   f(x, weight, cat): return x @ cat.t()          with cat = fold(weight) kept beside the compiled code
+After:   f(x, weight, cat): return x @ cat.t()          with cat = fold(weight) kept with the compiled code
 
-The folded values are inputs of the compiled graph and not constants in it, so a graph that equal blocks share serves
-each with its own. A change of a parameter is seen by its identity, its storage, its version counter, and, because
-PEFT's merge writes through `.data`, by a count of merges. A raw `.data` write of the user's is not seen.
+Frozen values are inputs of the compiled graph and not constants, so that equal blocks can share one graph. A changed
+parameter is detected by its identity, storage and version counter, and by a count of PEFT's merges, which write through
+`.data`. Other writes through `.data` are not detected.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from tritium import compat
 from tritium.fusions.expression import mutated_arguments, storages, value_of
 from tritium.report import Folded
 
-# Marks a node that is folded whatever the configuration says.
+# Marks a node that is frozen regardless of the configuration.
 _MARK = "tritium_fold"
 
 UNTRACKED = "an inference tensor has no version counter: a change could not be seen"
 
 
 def mark_for_folding(node: fx.Node) -> None:
-    """Ask that a value be folded also where `enable_freezing` is off: it holds its parameter's numbers, arranged anew."""
+    """Freeze a value even without `enable_freezing`, because it only rearranges its parameter."""
     node.meta[_MARK] = True
 
 
@@ -41,11 +41,11 @@ def marked_for_folding(graph: fx.Graph) -> list[fx.Node]:
 
 
 class _ImpureError(Exception):
-    """An operator that gives another result the next time."""
+    """An operator gives different results on repeated runs, or writes to memory."""
 
 
 class _PurityCheck(TorchDispatchMode):
-    """Refuses operators that draw random numbers or write to memory."""
+    """Reject operators that use random numbers or write to memory."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags or func._schema.is_mutable:
@@ -54,14 +54,14 @@ class _PurityCheck(TorchDispatchMode):
 
 
 class Merges:
-    """Counts what PEFT writes into weights behind autograd's back."""
+    """Count merges by PEFT, which write into weights without changing their version counters."""
 
     def __init__(self) -> None:
         self.count = 0
         self._watched = False
 
     def now(self) -> int:
-        """The count; also notices a peft that was imported since the last look, whose merges up to now were not seen."""
+        """Return the count; increment it when peft is first found, because earlier merges were not counted."""
         if not self._watched and (module := sys.modules.get("peft.tuners.tuners_utils")) is not None:
             self._watched = True
             self.count += 1
@@ -77,7 +77,7 @@ class Merges:
             inherited(**kwargs)
             self._wrap(cls)
 
-        # setattr: to a type checker, __init_subclass__ of a class is already bound.
+        # setattr, because mypy considers __init_subclass__ of a class to be bound.
         setattr(layer, "__init_subclass__", classmethod(init_subclass))  # noqa: B010
 
     def _wrap(self, cls: type) -> None:
@@ -110,14 +110,14 @@ MERGES = Merges()
 @dataclass
 class _Entry:
     sources: list[weakref.ref[torch.Tensor]]
-    # Keeps the storages' identities from being given to others while we remember them.
+    # Weak references that keep the storages' identities from being reused.
     storages: list[StorageWeakRef]
     stamp: tuple[Any, ...]
     values: tuple[torch.Tensor, ...]
 
 
 class FoldedValues:
-    """Folded values for every set of parameters the compiled graph is called with."""
+    """Frozen values for every set of parameters that the compiled graph is called with."""
 
     def __init__(self, program: fx.GraphModule) -> None:
         self.program = program
@@ -133,7 +133,7 @@ class FoldedValues:
             and all(ref() is source for ref, source in zip(entry.sources, sources, strict=True))
         ):
             return entry.values
-        # Ordinary tensors whatever mode the caller is in: they outlive it, and torch tracks them as it does parameters.
+        # Never create inference tensors: the values outlive the caller's mode, and version counters must track them.
         with torch.inference_mode(False), torch.no_grad():
             values = tuple(self.program(*sources))
 
@@ -151,16 +151,15 @@ class FoldedValues:
 
 @dataclass
 class Folding:
-    """A graph with its parameter-only part taken out, and what computes that part."""
+    """The parameter-only part of a graph, with a function that computes it."""
 
     values: FoldedValues
     source_indices: list[int]
-    # Fake, as Dynamo knew them where they were computed: real tensors that Dynamo has not seen would be given symbolic
-    # sizes that no guard can name.
+    # Dynamo's fake values: real tensors that are new to Dynamo would get symbolic sizes that no guard can name.
     example_values: list[Any]
 
     def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """The compiled graph, handed its folded values on every call."""
+        """Wrap the compiled graph so that it gets its frozen values on every call."""
 
         def call(*args: Any) -> Any:
             folded = self.values.of([args[index] for index in self.source_indices])
@@ -172,9 +171,9 @@ class Folding:
 def fold_parameters(
     graph: fx.Graph, example_inputs: Sequence[Any], only: Collection[fx.Node] | None = None
 ) -> tuple[Folding | None, list[Folded]]:
-    """Take the parameter-only part out of a graph, or only some values of it, in place.
+    """Remove the parameter-only part of a graph, or only the values in `only`, in place.
 
-    Returns it, and what the report lists.
+    Returns that part, and entries for the report.
     """
     placeholders = list(graph.find_nodes(op="placeholder"))
     inputs = dict(zip(placeholders, example_inputs, strict=True))
@@ -188,7 +187,7 @@ def fold_parameters(
         if all(user in foldable for user in node.users) or not isinstance(value_of(node), torch.Tensor):
             continue
         if storages([node]) & storages(placeholders):
-            # A view costs nothing and follows its parameter by itself.
+            # A view is free and always shows its parameter's current data.
             continue
         reason = _reason_to_decline(graph, node, foldable, inputs)
         names = tuple(compat.source_name(source) for source in _sources(node, foldable))
@@ -202,7 +201,7 @@ def fold_parameters(
 
 
 def _foldable(graph: fx.Graph, parameters: Sequence[fx.Node], written: set[int]) -> dict[fx.Node, None]:
-    """Nodes computed from parameters alone, in order; none that writes, is written to, or is random."""
+    """Return nodes that are computed only from parameters, without random numbers or writes in place, in order."""
     pure: dict[fx.Node, None] = {}
     known = set(parameters)
     for node in graph.nodes:
@@ -241,7 +240,7 @@ def _is_pure(node: fx.Node) -> bool:
 
 
 def _sources(node: fx.Node, foldable: dict[fx.Node, None]) -> list[fx.Node]:
-    """The parameters behind a folded value, in order of appearance."""
+    """Return the parameters that a frozen value depends on, in order of appearance."""
     found: dict[fx.Node, None] = {}
     stack = [node]
     while stack:
@@ -283,7 +282,7 @@ def _take_out(
     program.output(tuple(copies[node] for node in frontier))
     values = FoldedValues(fx.GraphModule(torch.nn.Module(), program))
     example_values = [value_of(node) for node in frontier]
-    # Now, where a failure turns folding off, and not inside the first call.
+    # Run now, so that a failure disables freezing instead of failing the first call.
     values.of([inputs[source] for source in sources])
     placeholders = list(graph.find_nodes(op="placeholder"))
     last = placeholders[-1]

@@ -1,4 +1,4 @@
-"""Cache identity is content: the files that took part, the configuration, the versions. Nothing a user can move is in it."""
+"""Cache identity from content: participating files, configuration and versions, but no paths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tritium.passes import Pass
 
 
 def package_files() -> list[Path]:
-    """The package's files that decide what a graph becomes, whichever fusions and passes take part."""
+    """Return the package's files that decide how a graph is compiled, for any set of fusions and passes."""
     own = Path(__file__).parent
     folders = (own, own / "blocks", own.parent / "tiling", own.parent / "compat")
     return [file for folder in folders for file in sorted(folder.glob("*.py"))]
@@ -26,7 +26,7 @@ def package_files() -> list[Path]:
 def identity(
     graph: fx.Graph, config: CompilationConfig, passes: Iterable[Pass], extra_fusions: Iterable[Fusion]
 ) -> bytes:
-    """A key for everything about Tritium that Inductor's own key does not know."""
+    """Return a key of everything in Tritium that can change code and is not in Inductor's key."""
     files = {*package_files(), *ops.files(), *fusions.files()}
     files.update(file for entry in passes if (file := entry.file()) is not None)
     files.update(file for fusion in extra_fusions if (file := _file_of(fusion)) is not None)
@@ -34,7 +34,7 @@ def identity(
     digest = hashlib.sha256()
     digest.update(tritium.__version__.encode())
     digest.update(config.identity().encode())
-    # The text and not the path: the same package in another folder is the same package.
+    # Hash file contents and not paths, so that the package can be moved.
     for text in sorted(_digest_of(file) for file in files):
         digest.update(text)
     return digest.digest()

@@ -1,4 +1,4 @@
-"""Compare a graph's inputs and outputs before and after a pass: a rewrite must keep them."""
+"""Compare a graph's inputs and outputs before and after a pass, which must preserve them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tritium import compat
 
 
 class ChangedInterface(Exception):
-    """A pass changed the inputs or the outputs of a graph."""
+    """A pass changed a graph's inputs or outputs."""
 
 
 def check_interface(before: fx.Graph, after: fx.Graph) -> None:
-    """Raise `ChangedInterface` if inputs, or the number, order, shape or dtype of outputs are not as before."""
+    """Raise `ChangedInterface` if inputs, or number, order, shape or dtype of outputs differ."""
     names = [[node.name for node in graph.nodes if node.op == "placeholder"] for graph in (before, after)]
     if names[0] != names[1]:
         raise ChangedInterface(f"the graph's inputs were {', '.join(names[0])} and are {', '.join(names[1])}")
@@ -66,12 +66,12 @@ def _properties(expected: torch.Tensor, found: torch.Tensor) -> Iterator[tuple[s
 
 
 def _sizes(tensor: torch.Tensor) -> list[int | None]:
-    """The sizes of this call: two expressions of one size are equal here, and no guard is added."""
+    """Return the sizes of this call, so that equal sizes with different expressions match; add no guard."""
     return [size if isinstance(size, int) else compat.size_hint(size) for size in tensor.shape]
 
 
 def _value(node: fx.Node) -> Any:
-    """The fake value of a node; computed for nodes of a pass that has set none."""
+    """Return the fake value of a node; compute it if a pass has not set one."""
     if "example_value" in node.meta or node.op not in ("call_function", "call_method"):
         return node.meta.get("example_value")
     args, kwargs = fx.map_arg((node.args, node.kwargs), _value)

@@ -1,7 +1,7 @@
-"""`tritium::channels_last(x)`: a copy with the channels innermost, which stays a copy.
+"""`tritium::channels_last(x)`: a channels-last copy that Inductor does not inline.
 
-To Inductor `x.contiguous(memory_format=...)` is one more expression, computed anew by everyone who reads it: every kernel
-of a region would read the picture across its layout. This is memory of its own, written once by a kernel that Inductor
+Inductor treats `x.contiguous(memory_format=...)` as an expression and computes it again in every kernel that reads it,
+so that each would read the image across its strides. This op writes a separate buffer once, with a kernel that Inductor
 tiles.
 """
 
@@ -28,5 +28,5 @@ CHANNELS_LAST = torch.ops.tritium.channels_last.default
 
 
 def make_known_to_inductor() -> None:
-    """Before a graph with it is lowered; where a torch cannot be told, the copy is ATen's."""
+    """Register the op's lowering before a graph with it is lowered; if torch does not support it, ATen copies."""
     compat.lower_to_channels_last(CHANNELS_LAST)

@@ -1,7 +1,7 @@
-"""Put an op where a site was.
+"""Replace a site by an op.
 
 Before:  x' = x + gate * y; ...; n = layer_norm(x'); m = n * (1 + scale) + shift; readers of x', in between and after
-After:   x', m = tritium::<op>(...), where the last of them was; readers of x' that came before that come after it now
+After:   x', m = tritium::<op>(...), at the place of the last value; readers of x' in between are moved behind it
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EFFECTS_BETWEEN = "something between the values of the region writes to memory o
 
 
 def obstacle(match: Match) -> str | None:
-    """Why the values of a match cannot be computed at once, in one place; None where they can."""
+    """Return why the values of a match cannot be computed together in one place, or None."""
     if len(match.values) < 2:
         return None
     waiting = _waiting(match)
@@ -30,7 +30,7 @@ def obstacle(match: Match) -> str | None:
         return DEPENDS_ON_ITSELF
     node = min(match.values)
     while waiting and node is not _last(match):
-        # What waits would read other values behind a write.
+        # Nodes moved behind a write would read other values.
         if mutated_arguments(node) and node not in match.writes:
             return EFFECTS_BETWEEN
         node = node.next
@@ -42,7 +42,7 @@ def _last(match: Match) -> fx.Node:
 
 
 def _waiting(match: Match) -> list[fx.Node]:
-    """The nodes before the last value that need an earlier one, and so must wait, in order."""
+    """Return the nodes before the last value that depend on an earlier one and must be moved, in order."""
     last = _last(match)
     late: set[fx.Node] = {value for value in match.values if value is not last}
     waiting = []
@@ -59,7 +59,7 @@ def replace(match: Match, arguments: Mapping[str, Any], target: Callable[..., An
     """Compute the values of a match by calling `target` with arguments and options."""
     graph, root = match.root.graph, match.root
     if root._erased or not any(value.users for value in match.values):
-        # Part of a larger region that has taken it over.
+        # A larger region has already replaced this site.
         erase(match)
         return
     waiting = _waiting(match)
@@ -74,7 +74,7 @@ def replace(match: Match, arguments: Mapping[str, Any], target: Callable[..., An
         made.meta["example_value"] = tuple(value_of(value) for value in match.outputs)
     for value, result in zip(match.values, results, strict=True):
         result.meta = dict(value.meta)
-        # What reads a tensor before it is complete, as the writes to it do, keeps reading the unfinished one.
+        # Nodes that read a tensor before it is complete, such as writes to it, keep reading the incomplete one.
         for user in list(value.users):
             if user > made or user in waiting:
                 user.replace_input_with(value, result)
@@ -88,7 +88,7 @@ def _result(graph: fx.Graph, made: fx.Node, index: int) -> fx.Node:
 
 
 def erase(match: Match) -> None:
-    """Take out of the graph what a replacement has left without a reader."""
+    """Erase nodes that have no users after a replacement."""
     graph = match.root.graph
     for write in reversed(match.writes):
         if not write._erased:
@@ -100,7 +100,7 @@ def erase(match: Match) -> None:
 
 
 def changed_meta(match: Match, op: Op, arguments: Mapping[str, Any]) -> str | None:
-    """How the op's results would differ from the values they replace, or None."""
+    """Return how the op's results would differ from the values they replace, or None."""
     wanted = [value_of(node) for node in match.values]
     mode = getattr(wanted[0], "fake_mode", None)
     if mode is None:

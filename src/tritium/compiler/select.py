@@ -1,4 +1,4 @@
-"""A backend that rewrites a chosen few of the sites it finds: how the one at fault is singled out."""
+"""A backend that rewrites only selected sites, for finding the site that causes an error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOT_SELECTED = "not among the sites that were selected"
 
 @dataclass(frozen=True)
 class Place:
-    """A site in one of the graphs that a call is compiled to. The same call gives the same places each time."""
+    """A site in one of the graphs of a call. Compiling the same call again gives the same places."""
 
     graph: int
     fusion: str
@@ -30,9 +30,10 @@ class Place:
 
 
 class Selecting(Backend):
-    """Rewrites the sites at some places and leaves the others as the model spells them; None selects all.
+    """Rewrite the sites at selected places only; None selects all.
 
-    After a compilation `rewritten` has the sites that were, in the order of the graphs, and `passes_run` what each pass did.
+    After a compilation, `rewritten` has the rewritten sites in the order of the graphs, and `passes_run` the records of
+    all passes.
     """
 
     def __init__(self, config: CompilationConfig, places: Collection[Place] | None = None) -> None:
@@ -43,7 +44,7 @@ class Selecting(Backend):
         super().__init__(config)
 
     def _identity(self) -> tuple[Any, ...]:
-        # Equal to itself alone: what an equal backend compiled would be used, and this one not told what was rewritten.
+        # Never equal to another backend: reused code would leave `rewritten` empty.
         return (id(self),)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **given: Any) -> Callable[..., Any]:

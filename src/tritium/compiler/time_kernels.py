@@ -1,8 +1,8 @@
-"""Measure what each recorded kernel takes: profile some calls and give every event to the kernel it ran.
+"""Measure the time of each recorded kernel: profile some calls and match every event with its kernel.
 
-Kernels that generated code launches are found by name. Operators that it calls (products, attention) carry no name of
-their own: the profiler sees them in the order in which the graph calls them. Where the numbers of events and recorded
-calls differ, nothing is attributed: such kernels stay unmeasured.
+Kernels that generated code launches are matched by name. Operators that it calls (matrix products, attention) are
+matched by the order of calls in the graph. If the numbers of events and recorded calls differ, these kernels stay
+unmeasured.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch
 from tritium import compat, device, measure
 from tritium.report import GraphRecord, Measurement
 
-# Calls under the profiler, after one that warms it up.
+# Calls under the profiler, after one warm-up call.
 CALLS = 3
 
-# (graph, event's name) -> microseconds of every event, in the order they happened.
+# (graph, name of the event) -> microseconds of every event, in order.
 Found = dict[tuple[str, str], list[float]]
 
 
 def time_kernels(records: Sequence[GraphRecord], call: Callable[[], Any]) -> tuple[list[GraphRecord], Measurement]:
-    """The records with `measured_us` in their kernels (copies: the records themselves stay as they are)."""
+    """Return copies of records with `measured_us` in their kernels, and how they were measured."""
     types = {record.device_type for record in records}
     device_type = "cuda" if "cuda" in types else "cpu"
     meter = measure.LoadMeter()
@@ -56,7 +56,7 @@ def _profiled(call: Callable[[], Any], device_type: str) -> Iterable[Any]:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device_type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    # The profiler's first events carry what starting it costs.
+    # The first events include the cost of starting the profiler.
     with torch.profiler.profile(activities=activities):
         call()
         device.synchronize(device_type)
@@ -69,7 +69,7 @@ def _profiled(call: Callable[[], Any], device_type: str) -> Iterable[Any]:
 
 
 def attribute(events: Iterable[Any], device_type: str) -> tuple[Found, Counter[str]]:
-    """The events that lie directly in a compiled graph, and how often each graph ran."""
+    """Return times of the events directly inside compiled graphs, and the number of runs of each graph."""
     found: Found = {}
     runs: Counter[str] = Counter()
     for event in sorted(events, key=lambda event: event.time_range.start):
@@ -84,7 +84,7 @@ def attribute(events: Iterable[Any], device_type: str) -> tuple[Found, Counter[s
 
 def _timed(record: GraphRecord, found: Found, runs: Counter[str]) -> GraphRecord:
     count = runs[record.graph]
-    # The kernels behind the events of one name, in the order of their launches in one run.
+    # Indices of the kernels with each event name, in the order of their launches in one run.
     launched: dict[str, list[int]] = {}
     for index in _launches(record):
         launched.setdefault(_event_name(record.kernels[index]), []).append(index)
@@ -93,7 +93,7 @@ def _timed(record: GraphRecord, found: Found, runs: Counter[str]) -> GraphRecord
         events = found.get((record.graph, name), [])
         if not count or len(events) != count * len(indices) or not any(events):
             continue
-        # The calls of one run follow each other: every `len(indices)`-th event is the same one again.
+        # Runs do not overlap, so every `len(indices)`-th event belongs to the same kernel.
         for place, index in enumerate(indices):
             times.setdefault(index, []).extend(events[place :: len(indices)])
     means = _of_one_kernel(record.kernels, times)
@@ -105,7 +105,7 @@ def _timed(record: GraphRecord, found: Found, runs: Counter[str]) -> GraphRecord
 
 
 def _launches(record: GraphRecord) -> list[int]:
-    """Return the places of a record's kernels in the order in which a run launches them."""
+    """Return the indices of a record's kernels in launch order."""
     if not record.order:
         return list(range(len(record.kernels)))
     of_piece: dict[int, list[int]] = {}
@@ -115,7 +115,7 @@ def _launches(record: GraphRecord) -> list[int]:
 
 
 def _of_one_kernel(kernels: Sequence[dict[str, Any]], times: dict[int, list[float]]) -> dict[int, list[float]]:
-    """Return times by place, those of a generated kernel that one piece launches several times joined."""
+    """Return times by index, joined for a generated kernel that one piece launches several times."""
     joined: dict[tuple[int | None, str], list[float]] = {}
     result = dict(times)
     for index, found in times.items():
@@ -128,14 +128,14 @@ def _of_one_kernel(kernels: Sequence[dict[str, Any]], times: dict[int, list[floa
 
 
 def _event_name(kernel: dict[str, Any]) -> str:
-    # Of an operator that is called, the name tells the sizes too.
+    # Names of called operators also contain sizes.
     if str(kernel["name"]).isidentifier():
         return str(kernel["name"])
     return str(kernel["ops"][0]).replace(".", "::", 1)
 
 
 def _dtype(kernels: Iterable[dict[str, Any]]) -> torch.dtype:
-    """The dtype in which most of the arithmetic happens."""
+    """Return the dtype with the most floating-point operations."""
     flops: Counter[str] = Counter()
     for kernel in kernels:
         if kernel["flops"] and kernel["dtype"]:
