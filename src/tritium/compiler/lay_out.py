@@ -1,14 +1,13 @@
-"""Run convolutions channels-last, and carry that layout from one to the next.
+"""Run convolutions channels-last, and keep that memory format between them.
 
 Before:  conv2d(x, w) -> group_norm -> silu -> conv2d(., v) -> out
 After:   x.contiguous(channels_last) -> conv2d(., w') -> group_norm -> silu -> conv2d(., v') -> clone(contiguous) -> out
-         with w' and v' laid out once, by folding, and not on every call
+         with w' and v' converted once, by freezing, and not on every call
 
-Convolutions that values of one layout connect are a region; a convolution alone is left as it is. Inside a region every
-operation whose result does not depend on strides reads whatever layout its input has, and what layout it gives is asked
-of PyTorch by computing it on fake tensors, never assumed. Where a value leaves (it is returned, or an operation that is
-not known to ignore strides reads it) it gets back the strides that the model gave it. What something writes to in place
-is never laid out anew.
+A region is a set of convolutions connected by values of one format; a single convolution is not converted. Inside a
+region, operations whose values do not depend on strides read inputs of any format. The format of their results is
+computed by PyTorch on fake tensors and never assumed. A value that leaves the region (it is returned, or read by
+another kind of operation) gets back its original strides. A tensor that is written to in place is never converted.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from tritium.fusions.expression import argument, mutated_arguments, same_shape, 
 from tritium.passes import Applied, Decline, Pass, PassContext
 from tritium.tiling.predicates import spatial_convolutions
 
-# One alone would be converted to and from; cuDNN does that itself.
+# A single convolution would be converted in both directions, which cuDNN does itself.
 FEWEST_CONVOLUTIONS = 2
 
 # A 3-D convolution of 96 channels, 3x3x3, on one core: 111 ms and 110 ms in float32, 15.2 ms and 14.9 ms in bfloat16.
@@ -53,7 +52,7 @@ NOT_RESTORABLE = "the model gives its result strides that could not be restored"
 
 
 def gate(device_type: str, fidelity: str) -> str | None:
-    """Why no graph is laid out anew, or None.
+    """Return why no graph is converted, or None.
 
     >>> gate("cuda", "close")
     >>> gate("cuda", "exact")
@@ -93,28 +92,28 @@ PASS = Pass("channels_last", run)
 
 
 class _Rewriter:
-    """One walk over one graph, from its inputs to its outputs."""
+    """Rewrite one graph in one walk from its inputs to its outputs."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self._inserted: list[fx.Node] = []
         self._entries: list[fx.Node] = []
         self._exits: list[fx.Node] = []
-        # The operations that values were given back their strides for.
+        # Names of the operations before which strides were restored, with counts.
         self.stops: Counter[str] = Counter()
-        # Values and arguments as Dynamo made them.
+        # Values and arguments from Dynamo.
         self._value = {node: value_of(node) for node in graph.nodes}
         self._arguments = {node: (node.args, node.kwargs) for node in graph.nodes}
         self._written = {storage for node in graph.nodes for storage in storages(mutated_arguments(node))}
-        # Nodes whose strides are no longer the model's, and nodes that share memory with others than they did.
+        # Nodes whose strides differ from the model's, and nodes that share memory with other values than in the model.
         self._moved: set[fx.Node] = set()
         self._shares: set[fx.Node] = set()
         self._channels_last: dict[fx.Node, fx.Node] = {}
-        # By node, and whether it is a view of what its source was restored to.
+        # Restored nodes; the flag tells whether the node is a view of its restored source.
         self._restored: dict[tuple[fx.Node, bool], fx.Node] = {}
 
     def run(self, convolutions: Sequence[fx.Node]) -> list[str]:
-        """Rewrite the graph; returns a reason for every convolution that stays as it was."""
+        """Rewrite the graph; return a reason for every convolution that was not converted."""
         obstacles = {node: self._obstacle(node) for node in convolutions}
         able = [node for node, reason in obstacles.items() if reason is None]
         regions = self._regions(able)
@@ -145,14 +144,14 @@ class _Rewriter:
 
     @property
     def entered(self) -> int:
-        """How many values are converted where they enter a region."""
+        """The number of conversions of values that enter regions."""
         return len(self._entries)
 
     @property
     def left(self) -> int:
         return len(self._exits)
 
-    # --- what may be laid out anew ---
+    # --- candidates ---
 
     def _obstacle(self, node: fx.Node) -> str | None:
         x, weight = _operands(node)
@@ -183,18 +182,18 @@ class _Rewriter:
         if mutated_arguments(node) or self._is_written(node):
             return False
         if node.target in DROPOUTS and argument(node, 2, "training", node.kwargs.get("train", True)) is not False:
-            # Random numbers are drawn in the order of memory.
+            # Random numbers are assigned in memory order.
             return False
-        # `x.view(dtype)` reads bits.
+        # `x.view(dtype)` reinterprets bits.
         return not (node.target == "view" and any(isinstance(arg, torch.dtype) for arg in node.args))
 
     def _carries(self, node: fx.Node) -> bool:
-        """Whether an operation takes images or videos to such."""
+        """Return True if an operation returns images or videos and does not depend on strides."""
         value = self._value.get(node)
         return isinstance(value, torch.Tensor) and value.dim() in FORMATS and self._can_follow(node)
 
     def _regions(self, convolutions: Sequence[fx.Node]) -> list[list[fx.Node]]:
-        """The convolutions that are connected, whatever the direction, by operations that carry a layout."""
+        """Return groups of convolutions that are connected, in any direction, by operations that keep a format."""
         seeds = set(convolutions)
         inside = dict.fromkeys(convolutions) | dict.fromkeys(node for node in self.graph.nodes if self._carries(node))
         leader: dict[fx.Node, fx.Node] = {node: node for node in inside}
@@ -216,7 +215,7 @@ class _Rewriter:
         return list(regions.values())
 
     def _wanted(self, chosen: set[fx.Node]) -> set[fx.Node]:
-        """Operations whose result reaches a convolution without changing what it is a picture of."""
+        """Return the operations whose results reach a convolution as images or videos."""
         wanted: set[fx.Node] = set()
         stack = [_operands(node)[0] for node in chosen]
         while stack:
@@ -227,7 +226,7 @@ class _Rewriter:
         return wanted
 
     def _enter(self, wanted: set[fx.Node], chosen: set[fx.Node]) -> None:
-        """Convert what operations on the way to a convolution read, once, instead of what each of them gives."""
+        """Convert the inputs of operations on the way to a convolution once, instead of each of their results."""
         first = next(node for node in self.graph.nodes if node.op not in ("placeholder", "get_attr"))
         for node in list(self.graph.nodes):
             if node in wanted or node in chosen or not is_contiguous(self._value[node]) or self._is_written(node):
@@ -248,7 +247,7 @@ class _Rewriter:
                 reader.replace_input_with(node, made)
 
     def _reads_picture(self, node: fx.Node, source: fx.Node) -> bool:
-        """Whether an operation takes a picture or video, by itself, to another of as many channels."""
+        """Return True if an operation turns an image or video into another one with as many channels."""
         value, result = self._value[source], self._value[node]
         if value.dim() not in FORMATS or value.dim() != result.dim() or node.target in JOINS:
             return False
@@ -281,12 +280,12 @@ class _Rewriter:
             return
         mates = self._mates(node)
         if mates and not wanted:
-            # Nothing that follows is better off: one conversion here instead of two.
+            # No convolution reads the result: restore this input once, instead of converting the others and the result.
             self._stop(node)
             return
         swap = {mate: self._as_channels_last(mate, node) for mate in mates}
         if node.target == "view":
-            # The same view where the strides allow one, and a copy instead of an error where they do not.
+            # reshape returns the same view if the strides allow it, and a copy instead of an error otherwise.
             node.target = "reshape"
         made = self._compute(node, swap)
         if made is None:
@@ -295,14 +294,14 @@ class _Rewriter:
         self._take(node, swap, made)
 
     def _pack(self, node: fx.Node) -> None:
-        """The model asks for packed pixels on the way to a convolution, which then wants packed channels."""
+        """Replace a call of `contiguous` on the way to a convolution by one with the channels-last format."""
         node.args, node.kwargs = node.args[:1], {"memory_format": FORMATS[self._value[node].dim()]}
         made = self._compute(node, {})
         assert made is not None
         self._take(node, {}, made)
 
     def _mates(self, node: fx.Node) -> list[fx.Node]:
-        """What an operation combines, element by element, with a channels-last value and that is not itself."""
+        """Return inputs of other formats that an operation combines elementwise with a channels-last one."""
         result = self._value[node]
         if not isinstance(result, torch.Tensor) or result.dim() not in FORMATS:
             return []
@@ -320,7 +319,7 @@ class _Rewriter:
         return mates if not any(map(self._is_written, mates)) else []
 
     def _compute(self, node: fx.Node, swap: dict[fx.Node, fx.Node]) -> Any:
-        """What a node gives for the values its inputs have now; None where that is not what Dynamo saw but for strides."""
+        """Compute a node's result for its new inputs; return None if more than strides differ from Dynamo's result."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: value_of(swap.get(source, source)))
         try:
             with as_dynamo_does(self._value[node]):
@@ -344,8 +343,8 @@ class _Rewriter:
             self._shares.add(node)
 
     def _is_view(self, node: fx.Node) -> bool:
-        """Whether the model's own value lies in the memory of an input."""
-        # What was inserted here is a copy.
+        """Return True if the model's value is a view of an input."""
+        # Nodes inserted by this pass are copies and have no entry.
         sources = self._arguments.get(node, ())
         return bool(self._storages([node]) & self._storages(_nodes_in(sources)))
 
@@ -362,7 +361,7 @@ class _Rewriter:
         return made
 
     def _written_down(self, source: fx.Node, place: fx.Node, origin: fx.Node) -> fx.Node:
-        """A copy of a value with its channels innermost."""
+        """Insert a channels-last copy of a value."""
         with self.graph.inserting_before(place):
             made = self.graph.call_function(CHANNELS_LAST, (source,))
         value = value_of(source)
@@ -381,19 +380,19 @@ class _Rewriter:
         return self._channels_last[node]
 
     def _weight(self, node: fx.Node, place: fx.Node) -> fx.Node:
-        """A clone even where `contiguous` would give the kernel back: of a 1x1 one only the strides say what it is."""
+        """Clone a weight as channels-last. For a 1x1 kernel `contiguous` would return the original, with its strides."""
         if node not in self._channels_last:
             made = self._insert(place, node, "clone", FORMATS[value_of(node).dim()])
             mark_for_folding(made)
-            # The user may have laid it out already.
+            # The user may have converted it already.
             self._channels_last[node] = node if same_layout(value_of(made), value_of(node)) else made
         return self._channels_last[node]
 
     def _pin(self, convolution: fx.Node) -> None:
-        """Write down what a convolution gives to views alone, as frames that become a video, in the layout that it has there.
+        """Copy a convolution's result that is only read through views, such as frames of a video, in its new format.
 
-        Inductor adds the bias behind the convolution, and would lay out the sum as what it is before the views: packed. Every
-        reader would then read across that. Where there is no bias, the views are of the convolution's own memory.
+        Inductor adds the bias after the convolution and would give the sum the strides of a contiguous tensor, so every
+        reader would read across them. Without a bias, the views show the convolution's result directly.
         """
         if argument(convolution, 2, "bias") is None:
             return
@@ -408,7 +407,7 @@ class _Rewriter:
             reader.replace_input_with(last, made)
 
     def _sweep(self) -> None:
-        """Take out conversions for convolutions that were given up."""
+        """Remove conversions for convolutions that were given up."""
         for node in reversed(self._inserted):
             if not node.users:
                 self.graph.erase_node(node)
@@ -416,12 +415,12 @@ class _Rewriter:
         self._exits = [node for node in self._exits if not node._erased]
 
     def _stop(self, node: fx.Node) -> None:
-        """The layout ends here: what is not known to ignore it reads what the model has."""
+        """End the region before a node: restore the strides of its inputs."""
         view = self._is_view(node)
         self._leave(node, self._moved | self._shares if view else self._moved, shared=view)
 
     def _leave(self, node: fx.Node, which: Collection[fx.Node], *, shared: bool = False) -> None:
-        """Let a node read some of its inputs with the strides, and the sharing of memory, that the model gave them."""
+        """Restore the original strides, and the original sharing of memory, of some inputs of a node."""
         sources = [source for source in node.all_input_nodes if source in which]
         for source in sources:
             node.replace_input_with(source, self._restore(source, node, shared))
@@ -443,7 +442,7 @@ class _Rewriter:
         return self._restored[node, view]
 
     def _packed_in(self, order: Sequence[int], node: fx.Node, place: fx.Node) -> fx.Node:
-        """A copy whose dims lie in memory in an order."""
+        """Insert a copy whose dims have the given order in memory."""
         if list(order) == sorted(order):
             return self._insert(place, node, "clone", torch.contiguous_format)
         inserted = self._transposed(node, order, place)
@@ -461,7 +460,7 @@ class _Rewriter:
         return made
 
     def _repeat(self, node: fx.Node, place: fx.Node, shared: bool) -> fx.Node:
-        """The node once more, as Dynamo made it: a transposed view, say, of what now is transposed itself."""
+        """Insert the node again with restored inputs, for example a transposed view of a value with other strides."""
         args, kwargs = fx.map_arg(self._arguments[node], lambda source: self._restore(source, place, shared))
         with self.graph.inserting_before(place):
             made = self.graph.create_node(node.op, node.target, args, kwargs)

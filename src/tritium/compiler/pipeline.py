@@ -1,15 +1,15 @@
-"""What happens to a graph, in what order.
+"""The stages of a compilation, in order.
 
-1. `channels_last`         lay out regions of convolutions; before `fuse`, whose kernels are chosen by layout
-2. `fuse`                  recognise every fusion's sites; rewrite those an owned kernel takes over
-3. `convolution_bias`      let rewritten norms add the biases of convolutions in front of them
+1. `channels_last`         convert regions of convolutions; before `fuse`, whose choice of kernels depends on strides
+2. `fuse`                  recognise every fusion's sites; rewrite those with an owned provider
+3. `convolution_bias`      add biases of convolutions in the rewritten norms that follow them
 4. `nd_tiling_workaround`  and other passes of this package: rewrite, request configuration
-5. plug-ins' passes        in order of their names, then those given to the backend, in the order given
-6. fold                    take out the parameter-only part (enable_freezing), or what a pass asked for of it
+5. plug-ins' passes        sorted by name, then those passed to the backend, in that order
+6. fold                    freeze the parameter-only part (enable_freezing), or the values in it that a pass marked
 7. reuse_blocks            cut at repeated blocks, so that each distinct piece is lowered once
-8. lower                   Inductor compiles, under the merged requests, and its Triton kernels are tiled (`tiling_policy`);
-                           or engine `eager` runs the graph as it is
-9. capture                 record each call as a static device graph and replay it (`graphs`)
+8. lower                   Inductor compiles with the merged requests, and `tiling_policy` tiles its Triton kernels;
+                           or engine `eager` runs the graph without code generation
+9. capture                 capture each call as a static device graph and replay it (`graphs`)
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ UNTOUCHED = "graphs='only' captures the graph as it is"
 
 
 def passes_for(config: CompilationConfig, fusions: Sequence[Fusion], passes: Sequence[Pass]) -> list[Pass]:
-    """Every pass a backend runs, in order."""
+    """Return every pass that a backend runs, in order."""
     own = [lay_out.PASS] if config.pass_config.enable_channels_last else []
     own += [fuse.make_pass([*fusion_catalogue.catalog().values(), *fusions]), hand_on.PASS]
     if config.pass_config.enable_nd_tiling_workaround:
@@ -79,7 +79,7 @@ def _installed_passes() -> tuple[Entry[Pass], ...]:
 
 @dataclass
 class Compilation:
-    """One graph on its way through the pipeline."""
+    """The compilation of one graph."""
 
     gm: fx.GraphModule
     example_inputs: list[Any]
@@ -87,13 +87,13 @@ class Compilation:
     record: GraphRecord
     passes: Sequence[Pass]
     fusions: Sequence[Fusion]
-    # What the user asked of Inductor through torch.compile(mode=, options=).
+    # Inductor settings from torch.compile(mode=, options=).
     user_settings: Mapping[str, Any]
     requests: dict[str, tuple[Any, str]] = field(default_factory=dict)
     folding: Folding | None = None
 
     def __post_init__(self) -> None:
-        # Dynamo still reads its own graph after we return: everything here happens to a copy.
+        # Work on a copy: Dynamo still reads its graph afterwards.
         self.dynamo = self.gm
         self.gm = with_graph(self.dynamo, copied(self.dynamo.graph))
         folder = Path(self.config.graph_log_url) if self.config.graph_log_url else None
@@ -127,7 +127,7 @@ class Compilation:
         return self.gm.forward if self.config.engine == "eager" else self._lower()
 
     def _capture_untouched(self) -> Callable[..., Any]:
-        """No rewriting and no code generation: what Dynamo saw, replayed; the sites are still counted."""
+        """Capture the graph from Dynamo without rewriting or code generation; only count the sites."""
         self.context.read_only = UNTOUCHED
         self._run_pass(next(entry for entry in self.passes if entry.name == fuse.NAME))
         self.record.sites = self.context.sites
@@ -141,7 +141,7 @@ class Compilation:
         )
 
     def _run_untouched(self) -> Callable[..., Any]:
-        """Gradients are Inductor's and autograd's business; the sites are still counted."""
+        """Leave a graph that needs gradients to Inductor and autograd; only count the sites."""
         self.context.read_only = NEEDS_GRADIENTS
         self._run_pass(next(entry for entry in self.passes if entry.name == fuse.NAME))
         self.record.sites = self.context.sites
@@ -257,7 +257,7 @@ class Compilation:
         start = time.perf_counter()
         try:
             self.folding, self.record.folded = fold_parameters(self.gm.graph, self.example_inputs, only)
-        except Exception as error:  # noqa: BLE001 - folding is an optimisation: reported, and the graph stays as it was
+        except Exception as error:  # noqa: BLE001 - freezing is optional: report the error and keep the graph
             self.gm.graph = before
             record.failed = brief(error)
             self._fail("fold", error, [("before", before)])
@@ -271,7 +271,7 @@ class Compilation:
     def _draw(self) -> None:
         try:
             self.record.drawing = draw(self.dynamo.graph, self.gm.graph)
-        except Exception as error:  # noqa: BLE001 - a drawing for people is no reason for a model not to run
+        except Exception as error:  # noqa: BLE001 - a failed diagram must not stop a model from running
             self.record.failures.append(Failure("drawing", brief(error)))
 
     def _lower(self) -> Callable[..., Any]:
@@ -285,7 +285,7 @@ class Compilation:
         return compiled.run
 
     def _first_lowered(self, attempts: Iterable[Attempt]) -> Lowered | None:
-        """Return what the first attempt that succeeds gives; each that fails is reported."""
+        """Return the result of the first attempt that succeeds, or None; report each that fails."""
         for attempt in attempts:
             try:
                 return lower(attempt.lowering, self.record)
@@ -304,7 +304,7 @@ class Compilation:
         originals: Sequence[tuple[str, fx.Graph]] = (),
         piece: SharedPiece | None = None,
     ) -> Iterator[Attempt]:
-        """A rewritten graph as it is; then, if the tiling analysis failed, without that analysis and our policy."""
+        """Yield an attempt with the rewritten graph; after a failed tiling analysis, one without it and our policy."""
         key = self._identity(gm.graph)
         rewritten = copied(gm.graph)
         graphs = [("rewritten", rewritten), *originals]
@@ -317,7 +317,7 @@ class Compilation:
             yield Attempt(part, Lowering(again, example_inputs, settings, key, piece=piece), graphs)
 
     def _attempts_untouched(self) -> Iterator[Attempt]:
-        """The graph as Dynamo made it, without requests; nothing if that is what failed."""
+        """Yield an attempt with the graph from Dynamo and no requests, unless nothing was changed or requested."""
         changed = any(entry.changed or entry.requests or entry.failed for entry in self.record.passes)
         key = self._identity(self.gm.graph)
         if self.folding is not None:
@@ -339,7 +339,7 @@ class Compilation:
     # --- pieces ---
 
     def _engines_of_pieces(self, pieces: Sequence[Piece]) -> list[Callable[..., Any]]:
-        """The pieces of a graph that is cut at boundary ops."""
+        """Return callables for the pieces of a graph that is cut at boundary ops."""
         programs = self._in_blocks([piece.gm for piece in pieces])
         if programs is not None:
             return programs
@@ -360,7 +360,7 @@ class Compilation:
         return compiled.run if compiled is not None else with_graph(piece.gm, rewritten).forward
 
     def _in_blocks(self, gms: Sequence[fx.GraphModule]) -> list[Callable[..., Any]] | None:
-        """Graphs whose equal blocks share code, or None if they are compiled whole."""
+        """Return callables for graphs whose equal blocks share code, or None if they are compiled whole."""
         if not self.config.reuse_blocks:
             return None
         entry = PassRecord(blocks.NAME)
@@ -394,13 +394,13 @@ class Compilation:
         return Compiled(compat.boxed(compiled.run), compiled.observation, compiled.source)
 
     def _surroundings(self, gm: fx.GraphModule) -> Hashable:
-        """What besides a graph decides its code."""
+        """Return everything that decides a graph's code in addition to the graph."""
         settings = tuple(sorted((name, repr(value)) for name, value in self._settings.items()))
         return self._identity(gm.graph), settings, settings_digest(), modes(), compat.global_state()
 
 
 def is_the_callers(error: Exception) -> bool:
-    """Whether an error must reach the caller; every other one turns a part off, is reported, and is warned about."""
+    """Return True if an error must reach the caller; others disable a part and are reported with a warning."""
     ours = isinstance(error, TritiumError) and not isinstance(error, UnrequestedConfig)
     return ours or compat.passes_through(error)
 

@@ -1,13 +1,13 @@
-"""CAPTURE: record a compiled graph as a static device graph, and replay it.
+"""CAPTURE: capture a compiled graph as a static device graph, and replay it.
 
-1. `split`    cut the graph at boundary ops; each piece is a region of its own, and its `spec` what is known of it
-2. `key`      what must be equal for two calls to share a recording
+1. `split`    cuts the graph at boundary ops; each piece is a separate region with a `spec`
+2. `key`      the key that two calls must share to replay the same capture
 3. `inputs`   owned buffers that the caller's tensors are copied into
-4. `graph`    the device's graph: CUDA's own, or an emulation on a CPU that is as strict
-5. `outputs`  how long a result stays valid, and what that costs
-6. `weights`  which weights a recording reads, and where they lay
-7. `region`   puts them together: one piece with its recordings, the least recently used of which make room
-8. `idle`     whether a capture pays, from events around ordinary calls
+4. `graph`    the device graph: CUDA's, or an equally strict emulation on a CPU
+5. `outputs`  the lifetime of results, and its cost
+6. `weights`  the weights that a capture reads, and their addresses
+7. `region`   one piece with its captures, least recently used ones evicted
+8. `idle`     decides from events around ordinary calls whether a capture pays
 """
 
 from tritium.compiler.capture.region import Region

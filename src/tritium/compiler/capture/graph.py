@@ -1,6 +1,6 @@
-"""The device's graph: `torch.cuda.CUDAGraph`, or on a CPU an emulation that is as strict.
+"""Device graphs: `torch.cuda.CUDAGraph`, or an equally strict emulation on a CPU.
 
-A `Lane` is what runs one recording at a time: a device with the memory pool that all its recordings share.
+A `Lane` runs one capture at a time: it is a device with the memory pool that all its captures share.
 """
 
 from __future__ import annotations
@@ -22,62 +22,62 @@ from tritium.compiler.capture.outputs import flatten
 from tritium.device import is_capturing
 from tritium.errors import CaptureRefused
 
-# Lazy initialisation of libraries and the tuning of kernels must be over before a recording begins; CUDA's own
-# documentation and torch's use three runs.
+# Libraries must be initialised and kernels tuned before a capture begins. The documentation of CUDA and torch use three
+# runs.
 WARM_UPS = 3
 
 
 class DeviceGraph(Protocol):
-    """A recording: reads the static inputs and weights it saw, writes the results it returned."""
+    """A captured call: reads its static inputs and weights, writes its results."""
 
     def replay(self) -> None: ...
 
 
 class Mark(Protocol):
-    """A place in a stream, and when the device reached it."""
+    """A point in a stream, and the time when the device reached it."""
 
     def is_done(self) -> bool:
-        """Whether the device has reached it; waits for nothing."""
+        """Return True if the device has reached it, without waiting."""
 
     def until(self, later: Any) -> float:
-        """Milliseconds to a later mark; both are done."""
+        """Return the milliseconds to a later mark; both must be done."""
 
 
 class Lane(Protocol):
-    """A device on which recordings run one after the other."""
+    """A device on which captures run one after the other."""
 
     lock: threading.RLock
     buffers: Buffers
 
     def order(self) -> None:
-        """Let what follows on the caller's stream wait for what an earlier caller's stream still does with shared memory."""
+        """Make the caller's stream wait for an earlier caller's stream, because both use the shared memory."""
 
     def warm_up(self, run: Callable[[], Any]) -> Any:
-        """Call a few times; returns what the last call returned."""
+        """Call a few times and return the last result."""
 
     def record(self, run: Callable[[], Any], generators: Sequence[torch.Generator]) -> tuple[DeviceGraph, Any]:
-        """Record a call; returns the recording and the memory that its replays write results into.
+        """Capture a call; return the graph and the memory that its replays write results into.
 
-        That memory is free at times while other calls are recorded, and they use it: any other replay may overwrite it.
+        Other captures may allocate parts of that memory while it is free, so any other replay may overwrite it.
         """
 
     def retire(self, things: Any) -> None:
-        """Let recordings and their memory go as soon as nothing can be using them any more."""
+        """Free graphs and their memory as soon as the device has finished using them."""
 
     def memory(self) -> int:
-        """Bytes that the device's allocator has taken."""
+        """Return the bytes reserved by the device's allocator."""
 
     def is_idle(self) -> bool:
-        """Whether the caller's stream has nothing left to do; waits for nothing."""
+        """Return True if the caller's stream has no pending work, without waiting."""
 
     def mark(self) -> Mark:
-        """Mark the present end of the caller's stream."""
+        """Mark the current end of the caller's stream."""
 
 
 class EmulatedGraph:
-    """Reruns a call on the arguments it was recorded with, and writes into the results it was recorded with.
+    """Run a call again on the captured arguments, and write into the captured results.
 
-    Its replay spoils the results of the others in its pool: a GPU's intermediate values lie anywhere in there.
+    A replay overwrites the results of other graphs in the pool: on a GPU its intermediate values could be there.
     """
 
     def __init__(self, run: Callable[[], Any], pool: weakref.WeakSet[EmulatedGraph]) -> None:
@@ -85,7 +85,7 @@ class EmulatedGraph:
         self._pool = pool
         self.result = run()
         self._static = flatten(self.result)[0]
-        # Results that are not memory of the arguments; known after a replay.
+        # Results outside of the arguments' memory; known after a replay.
         self._own: list[torch.Tensor] = []
         pool.add(self)
 
@@ -102,7 +102,7 @@ class EmulatedGraph:
                 without_repeats(static).copy_(without_repeats(new))
                 self._own.append(static)
 
-    # Results that were made in inference mode can be written to there alone.
+    # inference_mode: results created in inference mode cannot be written to outside of it.
     @torch.inference_mode()
     def spoil(self) -> None:
         for tensor in self._own:
@@ -111,7 +111,7 @@ class EmulatedGraph:
 
 
 class CpuMark:
-    """A CPU has done everything by the time a call returns."""
+    """A point in time: a CPU has finished all work when a call returns."""
 
     def __init__(self) -> None:
         self._seconds = time.perf_counter()
@@ -124,7 +124,7 @@ class CpuMark:
 
 
 class CpuLane:
-    """The emulation: as right and as wrong as CUDA's graphs where memory is concerned, and never faster."""
+    """Emulate CUDA's graphs on a CPU: the same rules for memory, but no speed-up."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -173,7 +173,7 @@ class CudaMark:
 
 
 class CudaLane:
-    """A GPU. Its recordings share one pool of memory, so no two of them may run at once."""
+    """A GPU. Its captures share one memory pool, so no two of them may run at once."""
 
     def __init__(self, device: torch.device) -> None:
         self.lock = threading.RLock()
@@ -227,7 +227,7 @@ class CudaLane:
         except BaseException:
             self._recover()
             if failure is not None:
-                # Ending a broken recording is an error too, which says less.
+                # Ending a broken capture raises another, less helpful error.
                 raise failure from None
             raise
         finally:
@@ -235,16 +235,16 @@ class CudaLane:
         return result
 
     def _recover(self) -> None:
-        """A pool that a recording broke off in is not used again.
+        """Replace the pool after a failed capture.
 
-        The default generator still believes in that recording and gives nobody numbers: one that succeeds tells it better.
+        The default generator still assumes the failed capture and generates no numbers; a successful capture resets it.
         """
         self._pool = self._anchor = None
         with contextlib.suppress(RuntimeError):
             self._start_pool()
 
     def _start_pool(self) -> None:
-        """A pool lives as long as some graph uses it: this empty one outlives all others, so that none is the last."""
+        """Create a pool. It lives as long as a graph uses it, so an empty graph keeps it alive."""
         self._pool = torch.cuda.graph_pool_handle()
         self._anchor = torch.cuda.CUDAGraph()
         with warnings.catch_warnings():
@@ -255,8 +255,8 @@ class CudaLane:
     @contextlib.contextmanager
     def _into(self, graph: Any) -> Iterator[None]:
         side = self._side_stream()
-        # The outer one is for a recording that breaks off: torch leaves its stream current then. Other threads may go on
-        # using the device meanwhile.
+        # After a failed capture torch leaves its stream current; the outer context restores the caller's. In mode
+        # thread_local, other threads may use the device during the capture.
         with (
             torch.cuda.stream(side),
             torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"),
@@ -264,8 +264,8 @@ class CudaLane:
             yield
 
     def retire(self, things: Any) -> None:
-        # A replay on another stream than the one that owns the memory may still run. Waiting for it is for rare moments
-        # only, and would break a recording: the things then wait for the next time.
+        # A replay may still run on a stream that does not own the memory, so synchronize before freeing. That would
+        # break a capture: during one, keep the things until the next call.
         self._retired.append(things)
         if not self._recording and not is_recording():
             torch.cuda.synchronize(self._device)
@@ -288,7 +288,7 @@ class CudaLane:
 
 @functools.cache
 def lane_of(device: torch.device) -> Lane:
-    """The lane of a device: one for all regions of the process."""
+    """Return the lane of a device, shared by all regions of the process."""
     if device.type == "cpu":
         return CpuLane()
     if device.type == "cuda":
@@ -297,7 +297,7 @@ def lane_of(device: torch.device) -> Lane:
 
 
 def is_recording() -> bool:
-    """Whether somebody else records what this thread does: then there is nothing to replay in between."""
+    """Return True if an enclosing capture records this thread's launches, so that nothing can be replayed."""
     return is_capturing()
 
 
@@ -305,7 +305,7 @@ def is_recording() -> bool:
 def unchanged(
     device: torch.device, generators: Sequence[torch.Generator], written: Sequence[torch.Tensor]
 ) -> Iterator[None]:
-    """Runs inside leave no trace: random numbers and memory that they write to are as before."""
+    """Undo side effects of the runs inside: restore random states and the memory that they write to."""
     states = [generator.get_state() for generator in generators]
     values = [tensor.clone() for tensor in written]
     devices = [device] if device.type == "cuda" else []

@@ -1,13 +1,13 @@
 """Decide per bucket whether a capture pays, from events around ordinary calls.
 
-A capture removes kernel launches, so it pays where the device waits for the host to issue them. Under `graphs="auto"` a
-bucket passes these stages; every call in them is one that the caller made, and nothing waits for the device:
+A capture removes kernel launches, so it pays if the device waits for the host to issue them. Under `graphs="auto"` a
+bucket passes these stages. They only use the caller's calls, and nothing waits for the device:
 
-1. the first call runs as it is: kernels are loaded and libraries are set up
-2. `TIMED_CALLS` calls run between two events. If the device was still busy when most of them began, or went on for long
-   after the host had issued them, the bucket stays uncaptured
-3. otherwise the bucket is captured and `TIMED_CALLS` replays are timed. What a replay saves is the time in which the device
-   was idle; if that is less than `WORTH_IT` of a call, the capture is dropped
+1. the first call runs uncaptured: kernels are loaded and libraries are initialised
+2. `TIMED_CALLS` calls run between two events. If most of them began while the device was busy, or if the host issued
+   them in much less time than the device needed, the bucket stays uncaptured
+3. otherwise the bucket is captured and `TIMED_CALLS` replays are timed. A replay saves the time in which the device was
+   idle; if that is less than `WORTH_IT` of a call, the capture is dropped
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any
 from tritium.compiler.capture.graph import Lane, Mark
 from tritium.report import PassRecord
 
-# The share of a call in which the device must be idle. Below it, replaying gains less than noise: FLUX at 1024 pixels
-# waits for nothing, SANA at 512 most of the time.
+# Minimum share of a call in which the device is idle. Below it, a replay gains less than noise: FLUX at 1024 pixels
+# never waits, SANA at 512 waits most of the time.
 WORTH_IT = 0.05
 
 TIMED_CALLS = 3
 
-# A host that needs less than this share of the device's time to issue a call is ahead of the device throughout.
+# If the host needs less than this share of the device's time to issue a call, the device never waits for it.
 MAY_WAIT = 0.5
 
-# Calls of a bucket until its decision holds: the first, the timed ones, the timed replays (the first of which is the call
-# that captures), and the one that finds all of them done.
+# Calls of a bucket until its decision: the first call, the timed calls, the timed replays (the first of which also
+# captures), and one more call that finds all of them completed.
 CALLS_TO_DECIDE = 2 + 2 * TIMED_CALLS
 
 PREFIX = "graphs='auto': "
@@ -39,7 +39,7 @@ UNDECIDED = f"{PREFIX}not decided yet, ordinary calls are timed first"
 
 
 def idle_share(call_ms: float, replay_ms: float) -> float:
-    """The part of a call in which the device does nothing.
+    """Return the share of a call in which the device is idle.
 
     >>> idle_share(1.0, 0.3)
     0.7
@@ -51,7 +51,7 @@ def idle_share(call_ms: float, replay_ms: float) -> float:
 
 @dataclass(frozen=True)
 class Sample:
-    """One timed call: its span on the device, the host's time to issue it, and whether the device was idle before."""
+    """One timed call: its time on the device, the host's time to issue it, and whether the device was idle before."""
 
     start: Mark
     end: Mark
@@ -68,7 +68,7 @@ class Sample:
 
 
 def sampled(lane: Lane, run: Callable[[], Any]) -> tuple[Sample, Any]:
-    """Run between two marks of the caller's stream."""
+    """Run between two marks on the caller's stream."""
     began_idle = lane.is_idle()
     start = lane.mark()
     begun = time.perf_counter()
@@ -78,14 +78,14 @@ def sampled(lane: Lane, run: Callable[[], Any]) -> tuple[Sample, Any]:
 
 
 class Decision:
-    """Whether one bucket is captured; shared by all sets of weights that are called with it."""
+    """The decision whether one bucket is captured, shared by all sets of weights."""
 
     def __init__(self, report: Callable[[Decision], None]) -> None:
         self._report = report
         self._began = False
         self._calls: list[Sample] = []
         self._replays: list[Sample] = []
-        # Why the bucket is not captured, or the figures behind its capture; neither until the decision holds.
+        # The reason against a capture, or the figures in favour of it; both None until the decision is final.
         self.declined: str | None = None
         self.why: str | None = None
 
@@ -94,7 +94,7 @@ class Decision:
         return self.declined is not None or self.why is not None
 
     def wants_capture(self) -> bool:
-        """True once timed calls show that the device may wait for the host."""
+        """Return True once timed calls show that the device may wait for the host."""
         if self.is_settled:
             return self.why is not None
         if not _are_done(self._calls):
@@ -105,7 +105,7 @@ class Decision:
         return not self.is_settled
 
     def call(self, lane: Lane, run: Callable[[], Any]) -> Any:
-        """Run an ordinary call, timed if it still counts."""
+        """Run an ordinary call, and time it if the decision needs it."""
         if not self._began or self.is_settled or len(self._calls) == TIMED_CALLS:
             self._began = True
             return run()
@@ -114,7 +114,7 @@ class Decision:
         return result
 
     def replay(self, lane: Lane, run: Callable[[], Any]) -> Any:
-        """Run a replay, timed if it still counts."""
+        """Run a replay, and time it if the decision needs it."""
         if not self.is_settled and _are_done(self._replays):
             self._judge_replays()
         if self.is_settled or len(self._replays) == TIMED_CALLS:
@@ -155,7 +155,7 @@ def _are_done(samples: list[Sample]) -> bool:
 
 
 class Decisions:
-    """The decisions of one graph's regions, and what the report says of them."""
+    """The decisions of one graph's regions, and their summary in the report."""
 
     def __init__(self, entry: PassRecord) -> None:
         self._entry = entry
@@ -164,7 +164,7 @@ class Decisions:
         self._settled: list[Decision] = []
 
     def of(self, bucket: Hashable) -> Decision:
-        """The decision for a bucket, begun if this is its first call."""
+        """Return the decision for a bucket; create it on the first call."""
         known = self._by_bucket.get(bucket)
         if known is None:
             known = self._by_bucket[bucket] = Decision(self._tell)
@@ -172,7 +172,7 @@ class Decisions:
 
     def _tell(self, decision: Decision) -> None:
         self._settled.append(decision)
-        # A graph that is cut has a region for each piece, each shape is a bucket, and each has its own answer.
+        # A graph can have many pieces and shapes, each with a separate decision: list distinct results once.
         said = dict.fromkeys(settled.why or settled.declined or "" for settled in self._settled)
         text = "; ".join(line.removeprefix(PREFIX) for line in said)
         captured = any(settled.why is not None for settled in self._settled)

@@ -1,4 +1,4 @@
-"""Owned buffers that stand for the caller's tensors: read by every replay, and the only memory it reads besides weights."""
+"""Owned buffers for the caller's tensors: except for weights, replays read no other memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tritium.errors import CaptureRefused
 
 
 def without_repeats(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with each expanded dim shown once: all its memory, every address one time."""
+    """Return a tensor with expanded dims reduced to size one, so that each address occurs once."""
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and size > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -22,7 +22,7 @@ def without_repeats(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def empty_as(tensor: torch.Tensor) -> torch.Tensor:
-    """New memory with the strides of a tensor; a stride of 0 stays one."""
+    """Allocate memory with the strides of a tensor, including strides of 0."""
     shown = without_repeats(tensor)
     if not compat_capture.has_one_address_per_element(shown):
         shown = _checked(shown)
@@ -31,7 +31,7 @@ def empty_as(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _checked(tensor: torch.Tensor) -> torch.Tensor:
-    # Strides that grow by at least the extent of the dims inside them give every element its own address.
+    # If each stride exceeds the extent of all smaller strides, every element has a separate address.
     reach = 0
     for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
         if stride <= reach:
@@ -41,22 +41,22 @@ def _checked(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Copies:
-    """Copies between pairs of tensors whose layouts are known beforehand, in as few launches as torch allows."""
+    """Copies between pairs of tensors with known strides, in as few launches as torch allows."""
 
     def __init__(self, targets: Sequence[torch.Tensor]) -> None:
-        # One launch copies many tensors of one dtype.
+        # One launch copies many tensors of the same dtype.
         self._groups: dict[torch.dtype, list[int]] = {}
         self.targets = [without_repeats(target) for target in targets]
         for place, target in enumerate(targets):
             self._groups.setdefault(target.dtype, []).append(place)
 
     def run(self, sources: Sequence[torch.Tensor], *, back: bool = False) -> None:
-        """Copy sources into targets, or with `back` the other way; the caller's stream orders it, nobody waits."""
+        """Copy sources into targets, or with `back` targets into sources, on the caller's stream."""
         for places in self._groups.values():
             ours, theirs = [], []
             for place in places:
                 source = sources[place]
-                # The caller hands us our own buffer: it has what it should have.
+                # The caller passed this buffer itself: nothing to copy.
                 if source.data_ptr() != self.targets[place].data_ptr():
                     ours.append(self.targets[place])
                     theirs.append(without_repeats(source))
@@ -65,14 +65,14 @@ class Copies:
 
 
 class Buffers:
-    """The buffers of a device. Recordings run one at a time and are filled each time, so equal layouts share memory."""
+    """The buffers of a device. Captures run one at a time and are filled each time, so equal layouts share memory."""
 
     def __init__(self) -> None:
         self._known: weakref.WeakValueDictionary[Hashable, torch.Tensor] = weakref.WeakValueDictionary()
 
     def take(self, like: torch.Tensor, occurrence: int) -> tuple[torch.Tensor, int]:
-        """A buffer for the n-th input of a layout in one call, and the bytes that are new."""
-        # A tensor made in inference mode cannot be written to outside of it.
+        """Return a buffer for the n-th input of a layout in one call, and the number of new bytes."""
+        # A tensor created in inference mode cannot be written to outside of it.
         mode = torch.is_inference_mode_enabled()
         key = (like.shape, like.stride(), like.dtype, like.device, mode, occurrence)
         known = self._known.get(key)
@@ -84,15 +84,15 @@ class Buffers:
 
 
 class StaticInputs:
-    """The arguments of one recording: buffers for tensors, aliases of weights, and everything else as it is."""
+    """The arguments of one capture: buffers for tensors, aliases of weights, and other values unchanged."""
 
     def __init__(self, args: Sequence[Any], weights: Collection[int], buffers: Buffers) -> None:
         self.args: list[Any] = list(args)
         self.indices = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor) and i not in weights]
         for index in weights:
-            # The memory of a weight and not the object: a recording knows addresses.
+            # Alias the weight's memory: a capture depends on addresses, not on the tensor object.
             self.args[index] = args[index].detach()
-        # What this recording took; buffers that it shares were counted where they were made.
+        # Bytes allocated for this capture; shared buffers were counted when they were created.
         self.bytes = 0
         taken: Counter[Hashable] = Counter()
         for index in self.indices:
@@ -113,14 +113,14 @@ class StaticInputs:
         self._copies.run([args[index] for index in self.indices])
 
     def changed(self, args: Sequence[Any]) -> set[int]:
-        """Inputs that a run has written to, found by comparing; one whose shape changed is refused."""
+        """Return the inputs that a run has written to; raise `CaptureRefused` if an input's shape or memory changed."""
         for index, layout in zip(self.indices, self._layouts, strict=True):
             if _layout(self.args[index]) != layout:
                 raise CaptureRefused("it changes the shape or the memory of an input in place")
         return {index for index in self.indices if not _same(self.args[index], args[index])}
 
     def write_back_to(self, written: Iterable[int]) -> None:
-        """Whose changes a caller must see."""
+        """Set the inputs whose changes are copied back to the caller."""
         self._written = [index for index in self.indices if index in set(written)]
         self._write_back = Copies([self.args[index] for index in self._written])
 
@@ -134,11 +134,11 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Equal in every bit: nan is not equal to itself otherwise."""
+    """Return True if all bits are equal, also those of NaN."""
     return torch.equal(_bits(left), _bits(right))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().reshape(-1).contiguous()
-    # A single element is contiguous whatever its stride is.
+    # A single element is contiguous with any stride.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""What must be equal for two calls to share a recording."""
+"""The key that two calls must share to replay the same capture."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
 def key_of(args: Sequence[Any], inputs: Sequence[int]) -> Hashable:
-    """Layout of every tensor among some arguments, value of everything else, and the modes a graph depends on."""
+    """Return the layout of every tensor argument, the values of others, and the modes that a graph depends on."""
     return (tuple(_part(args[index]) for index in inputs), modes())
 
 
@@ -19,14 +19,14 @@ def _part(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype, value.device
     if type(value) is float:
-        # 0.0 and -0.0 are equal and divide differently; nan is not equal to itself.
+        # 0.0 and -0.0 are equal but divide differently; NaN is not equal to itself.
         return float, value.hex()
-    # 1, 1.0 and True are equal, and a graph tells them apart.
+    # 1, 1.0 and True are equal, but a graph distinguishes them.
     return type(value), value
 
 
 def modes() -> tuple[bool, bool, tuple[torch.dtype | None, ...]]:
-    """Grad mode, inference mode and autocast of this thread."""
+    """Return grad mode, inference mode and autocast dtypes of this thread."""
     autocast = tuple(
         torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in _AUTOCAST_DEVICES
     )
@@ -34,7 +34,7 @@ def modes() -> tuple[bool, bool, tuple[torch.dtype | None, ...]]:
 
 
 def bucket_text(args: Sequence[Any], inputs: Sequence[int], names: Sequence[str]) -> str:
-    """The key in words, for the report.
+    """Describe the key for the report.
 
     >>> bucket_text([torch.ones(2, 3), 4], [0, 1], ["x", "n"])
     'x 2x3 float32, n=4'

@@ -1,12 +1,12 @@
-"""How long a result stays valid.
+"""The lifetime of results.
 
-A recording makes its results in the pool that all recordings share, where any later replay may overwrite them. Three
-ways to hand them out:
+A capture allocates its results in the pool that all captures share, where any later replay may overwrite them. There
+are three ways to return them:
 
-- `lend`    the recording ends by copying them into memory of its own, which is handed out; the next replay asks first
-            whether anybody still holds it
-- `copy`    they are copied after the replay: what a recording does for good once somebody held a result over the next call
-- `expose`  tensors over the pool's memory (`safe_output_mode=False`)
+- `lend`    the capture ends by copying results into separate memory, which is returned; the next replay first checks
+            whether they are still referenced
+- `copy`    results are copied after each replay; used permanently once a result was still referenced on the next call
+- `expose`  tensors over the pool's memory are returned (`safe_output_mode=False`)
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Way = Literal["lend", "copy", "expose"]
 
 
 def flatten(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """Leaves of a result, and what builds an equal result of other leaves.
+    """Return the leaves of a result, and a function that builds an equal result from other leaves.
 
-    Everything that torch's pytrees know (diffusers' outputs register themselves there), and dataclasses.
+    Supports everything registered with torch's pytrees (such as outputs of diffusers), and dataclasses.
     """
     leaves, spec = pytree.tree_flatten(value, is_leaf=_is_plain_dataclass)
     if not any(map(_is_plain_dataclass, leaves)):
@@ -64,10 +64,10 @@ def _flatten_dataclass(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]],
 
 @dataclasses.dataclass
 class _View:
-    """A leaf that shows memory of an argument: the caller gets the same view of what they passed."""
+    """A leaf in an argument's memory: the caller gets the same view of the argument that it passed."""
 
     argument: int
-    # From the argument's own offset; None for the argument itself.
+    # Relative to the argument's offset; None for the argument itself.
     offset: int | None
     size: torch.Size
     stride: tuple[int, ...]
@@ -80,7 +80,7 @@ class _View:
 
 
 class StaticOutputs:
-    """The results of one recording."""
+    """The results of one capture."""
 
     def __init__(self, result: Any, args: Sequence[Any], way: Way, *, poison: bool = False) -> None:
         leaves, self._rebuild = flatten(result)
@@ -106,16 +106,16 @@ class StaticOutputs:
         self._whole = _by_storage(self._owned) if self._shared else []
         self._users: list[int | None] = []
         if self.way == "lend" and None in self._counts():
-            # A torch that does not count who holds memory.
+            # This torch does not count references to memory.
             self.way = "copy"
 
     def own(self) -> None:
-        """Move to memory that no other recording uses."""
+        """Move results to memory that no other capture uses."""
         self._owned = self._copied()
         self._whole = _by_storage(self._owned) if self._shared else []
 
     def keep(self, result: Any) -> None:
-        """Copy the results of another run of the call into this memory."""
+        """Copy the results of another run into this memory."""
         leaves = flatten(result)[0]
         made = [leaves[place] for place in self._places] if len(leaves) == len(self._leaves) else []
         if list(map(_form, made)) != list(map(_form, self._owned)):
@@ -130,18 +130,18 @@ class StaticOutputs:
         return sum({_storage(leaf): leaf.untyped_storage().nbytes() for leaf in self._owned}.values())
 
     def settle(self) -> None:
-        """Take the present holders of the results' memory for our own: nothing was handed out yet."""
+        """Remember the current reference counts of the results' memory, before anything is returned to the caller."""
         self._users = self._counts()
 
     def held(self) -> bool:
-        """Whether the memory is lent, and somebody still holds some of it."""
+        """Return True if lent memory is still referenced by the caller."""
         return self.way == "lend" and self._counts() != self._users
 
     def _counts(self) -> list[int | None]:
         return [compat_capture.storage_users(leaf) for leaf in self._owned]
 
     def before_replay(self) -> None:
-        """In debug mode: what was handed out before is no longer valid, and shows it."""
+        """Debug: overwrite earlier results with NaN (integers with their largest value), so that stale reads show."""
         for tensor in self._exposed:
             tensor.fill_(float("nan") if tensor.is_floating_point() or tensor.is_complex() else _largest(tensor.dtype))
         self._exposed.clear()
@@ -161,7 +161,7 @@ class StaticOutputs:
             made = [empty_as(leaf) for leaf in self._owned]
             Copies(made).run(self._owned)
             return made
-        # Leaves that share memory go on sharing it: the memory is copied as a whole.
+        # Preserve sharing: copy shared memory once, as a whole.
         memory = {_storage(whole): whole.clone().untyped_storage() for whole in self._whole}
         return [_over(leaf, memory[_storage(leaf)]) for leaf in self._owned]
 
@@ -183,7 +183,7 @@ def _view(leaf: torch.Tensor, argument: torch.Tensor, index: int) -> _View:
 
 
 def _by_storage(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Each memory as bytes, once."""
+    """Return each distinct memory once, as bytes."""
     found = {}
     for leaf in leaves:
         storage = leaf.untyped_storage()
@@ -193,7 +193,7 @@ def _by_storage(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _over(leaf: torch.Tensor, storage: Any = None) -> torch.Tensor:
-    """A tensor of its own over some memory: not a view in autograd's sense, which the caller could not write to later."""
+    """Return a new tensor over memory. Autograd does not treat it as a view, so the caller can write to it."""
     made = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
     return made.set_(storage or leaf.untyped_storage(), leaf.storage_offset(), leaf.shape, leaf.stride())
 

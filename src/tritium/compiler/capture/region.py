@@ -1,6 +1,6 @@
-"""One compiled piece with its recordings: a callable that replays instead of launching.
+"""One compiled piece with its captures: a callable that replays instead of launching.
 
-Recordings are kept by set of weights; each set has its own buckets, of which the least recently used one makes room.
+Captures are kept by set of weights. Each set has separate buckets, and evicts the least recently used one.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from tritium.config import CompilationConfig
 from tritium.errors import CaptureRefused
 from tritium.report import Capture, Failure, GraphRecord
 
-# How often weights may move before their region gives up: each move costs new recordings (offloading moves them always).
+# Moves of weights in memory before their region is disabled. Each needs new captures; offloading moves on every call.
 MOST_MOVES = 8
 
-# How often a bucket is recorded again after it had to make room.
+# Number of times an evicted bucket is captured again.
 MOST_RETURNS = 2
 
 RECORDED_ELSEWHERE = "somebody else was recording what this thread does"
@@ -35,7 +35,7 @@ PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 class Region:
-    """`run` with its recordings."""
+    """Replay captures of `run`, or call it."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Region:
         self._written = set(spec.written)
         self._sets = WeightSets(self._forget)
         self._device: torch.device | None = None
-        # Why nothing is captured here any more.
+        # The reason why this region is disabled, or None.
         self.off: str | None = None
         record.regions.append(weakref.ref(self))
 
@@ -81,7 +81,7 @@ class Region:
         return self._run(*args)
 
     def clear(self) -> None:
-        """Give the memory of all recordings back; the next call of each bucket records again."""
+        """Free the memory of all captures; the next call of each bucket captures again."""
         if self._device is None:
             return
         with lane_of(self._device).lock:
@@ -92,7 +92,7 @@ class Region:
 
     @property
     def sets(self) -> list[WeightSet]:
-        """Every set of weights that this was called with."""
+        """Every set of weights that this region was called with."""
         return list(self._sets)
 
     def _find(self, args: Sequence[Any]) -> Entry | None:
@@ -137,7 +137,7 @@ class Region:
             self._drop(entry)
 
     def _aliased(self, args: Sequence[Any]) -> str | None:
-        """Copies of inputs that share memory would not see each other's changes."""
+        """Return a reason if an input that is written to shares memory: copies would not see each other's changes."""
         seen: dict[int, int] = {}
         tensors = [index for index, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
         for index in tensors:
@@ -164,7 +164,7 @@ class Region:
         return entry
 
     def _is_captured(self, entry: Entry, decision: Decision, lane: Lane, args: Sequence[Any]) -> bool:
-        """Capture a bucket if its timed calls speak for it; False if it has no graph."""
+        """Capture a bucket if its timed calls justify it; return False if it has no graph."""
         with lane.lock:
             if entry.graph is None and entry.decision is not None:
                 if decision.wants_capture():
@@ -176,7 +176,7 @@ class Region:
             return entry.graph is not None
 
     def _replayed(self, entry: Entry, lane: Lane, args: Sequence[Any]) -> Any:
-        """Replay a bucket; under graphs="auto" timed, until the replays have shown what they save."""
+        """Replay a bucket; under graphs="auto", time replays until the decision is final."""
         decision = entry.decision
         if decision is None:
             return self._replay(entry, args)
@@ -189,12 +189,12 @@ class Region:
         return result
 
     def _attempt(self, entry: Entry, record: Callable[[], None]) -> None:
-        """Record; a recording is an optimisation, so one that fails is reported, and the call runs without."""
+        """Capture; if that fails, report it and leave the bucket uncaptured."""
         try:
             record()
         except CaptureRefused as refusal:
             self._give_up(entry, str(refusal))
-        except Exception as error:  # noqa: BLE001 - what is wrong with the call itself shows when it runs without
+        except Exception as error:  # noqa: BLE001 - an error of the call itself is raised again when it runs uncaptured
             reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
             self._give_up(entry, reason)
             self._record.failures.append(Failure(f"capture of {entry.row.bucket}", reason))
@@ -205,7 +205,7 @@ class Region:
             )
 
     def _check(self, args: Sequence[Any]) -> None:
-        """Refuse what a recording would get wrong."""
+        """Raise `CaptureRefused` for arguments that a capture would compute wrongly with."""
         device = self._device_of(args)
         for index, arg in enumerate(args):
             name = self._spec.names[index]
@@ -234,7 +234,7 @@ class Region:
                 raise CaptureRefused(alias)
         inputs.write_back_to(self._written)
         entry.inputs = inputs
-        # A piece hands its results on to other pieces, whose replays must not overwrite them.
+        # Pieces read each other's results, so replays must not overwrite them.
         is_safe = self._config.safe_output_mode or self._spec.piece is not None
         self._record_graph(entry, lane, self._outputs(result, inputs, "lend" if is_safe else "expose"))
         assert entry.outputs is not None
@@ -247,7 +247,7 @@ class Region:
         return StaticOutputs(result, inputs.args, way, poison=self._config.poison_outputs)
 
     def _record_graph(self, entry: Entry, lane: Lane, outputs: StaticOutputs) -> None:
-        """Record a bucket, given the outputs of a run that was not recorded."""
+        """Capture a bucket, given the outputs of an uncaptured run."""
         inputs = entry.inputs
         assert inputs is not None
         assert self._device is not None
@@ -270,19 +270,19 @@ class Region:
         assert self._device is not None
         static = inputs.args
         written = [static[index] for index in sorted(self._written) if isinstance(static[index], torch.Tensor)]
-        # Libraries make their handles by thread, and cannot do it while they are recorded: this may be another thread.
+        # Warm up again: libraries create handles per thread, which fails in a capture, and this may be another thread.
         with unchanged(self._device, inputs.generators, written):
             result = lane.warm_up(lambda: self._run(*static))
         self._record_graph(entry, lane, self._outputs(result, inputs, "copy"))
 
     def _is_ready(self, entry: Entry, lane: Lane) -> bool:
-        """Whether a bucket can be replayed now; one whose last result is still held gets new memory for its results."""
-        # Another thread may have made room meanwhile.
+        """Return True if a bucket can be replayed now; capture it again if its last result is still referenced."""
+        # Another thread may have evicted it.
         if entry.outputs is None:
             return False
         lane.order()
         if entry.outputs.held():
-            # The caller keeps the memory of that result; from now on results are copied.
+            # The caller keeps that memory; from now on results are copied.
             entry.outputs = entry.graph = None
             self._attempt(entry, lambda: self._record_again(entry, lane))
         return entry.graph is not None
@@ -312,7 +312,7 @@ class Region:
 
     def _drop(self, entry: Entry) -> None:
         self._retire(entry)
-        # By identity: two blocks may have equal rows.
+        # Compare by identity: two blocks may have equal rows.
         self._record.captures[:] = [row for row in self._record.captures if row is not entry.row]
 
     def _give_up(self, entry: Entry, reason: str) -> None:
@@ -320,7 +320,7 @@ class Region:
         entry.row.declined, entry.row.bytes = reason, 0
 
     def _declined_once(self, weights: WeightSet, args: Sequence[Any], reason: str) -> Entry:
-        """A call that runs uncaptured; the row is one for all calls with this reason."""
+        """Return an uncaptured bucket; all calls with the same reason share it and its row."""
         entry = weights.entries.get(reason)
         if entry is None:
             self._make_room(weights)
@@ -331,7 +331,7 @@ class Region:
         return entry
 
     def _tell_of_other_recording(self) -> None:
-        """Once: calls that somebody else records are theirs to replay."""
+        """Report once that an enclosing capture includes calls of this region."""
         if not any(row.declined == RECORDED_ELSEWHERE for row in self._record.captures):
             row = Capture("calls inside of another recording", piece=self._spec.piece, declined=RECORDED_ELSEWHERE)
             self._record.captures.append(row)

@@ -1,4 +1,4 @@
-"""What is known of a piece when it is compiled."""
+"""Static facts about a piece."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Spec:
-    """What is known of a piece when it is compiled: the names of its inputs, which are weights, and which it writes to."""
+    """Static facts about a piece: the names of its inputs, which are weights, and which ones it writes to."""
 
     names: tuple[str, ...]
     weights: tuple[int, ...] = ()
     written: frozenset[int] = frozenset()
-    # Which piece of its graph; None for all of it.
+    # The number of the piece in its graph; None for the whole graph.
     piece: int | None = None
 
     def first(self, count: int) -> Spec:
-        """Without the last inputs: folded values, where lowering them failed and the graph was lowered as it came."""
+        """Drop the last inputs: frozen values, if lowering with them failed and the original graph was lowered."""
         kept = tuple(index for index in self.weights if index < count)
         return Spec(self.names[:count], kept, frozenset(index for index in self.written if index < count), self.piece)
 

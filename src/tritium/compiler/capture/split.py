@@ -1,4 +1,4 @@
-"""Cut a graph at boundary ops: what stands between them is captured piece by piece, and they run as they are."""
+"""Cut a graph at boundary ops: the parts between them are captured separately, and the ops run uncaptured."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tritium.ops.bridge import boundaries
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a graph; one with a `spec` is captured on its own, the others are boundary ops."""
+    """A part of a graph. A part with a `spec` is captured; the others are boundary ops."""
 
     segment: Segment
     gm: fx.GraphModule
@@ -31,14 +31,14 @@ class Piece:
 
 
 def obstacle(graph: fx.Graph) -> str | None:
-    """Why a graph with boundaries cannot be cut, or None."""
+    """Return why a graph with boundary ops cannot be cut, or None."""
     if boundaries(graph.nodes) and any("_enter_autocast" in str(node.target) for node in graph.nodes):
         return "a boundary op stands in a graph that switches autocast"
     return None
 
 
 def split(gm: fx.GraphModule) -> list[Piece]:
-    """Boundary ops, and what stands before, between and behind them."""
+    """Return the boundary ops of a graph and the parts before, between and after them."""
     cuts = set(boundaries(gm.graph.nodes))
     groups: list[list[fx.Node]] = [[]]
     facts = Facts(gm)
@@ -58,12 +58,12 @@ def split(gm: fx.GraphModule) -> list[Piece]:
 
 
 def written_storages(graph: fx.Graph) -> set[int]:
-    """The memory that some node of a graph writes to."""
+    """Return the storages that a graph writes to."""
     return {storage for node in graph.nodes for storage in storages(mutated_arguments(node))}
 
 
 def spec_of(graph: fx.Graph, written: set[int], *, piece: int | None = None) -> Spec:
-    """Names, weights and written inputs of a graph."""
+    """Return names, weights and written inputs of a graph."""
     placeholders = list(graph.find_nodes(op="placeholder"))
     return Spec(
         names=tuple(map(compat.source_name, placeholders)),
@@ -75,7 +75,7 @@ def spec_of(graph: fx.Graph, written: set[int], *, piece: int | None = None) -> 
 
 def _weights(placeholders: list[fx.Node]) -> Iterator[int]:
     for place, node in enumerate(placeholders):
-        # Folded values have no source and are marked.
+        # Frozen values have no source, but `tensor_dict` marks them.
         folded = node.name.startswith("folded_") and bool(node.meta.get("tensor_dict"))
         if compat.is_parameter_placeholder(node) or folded:
             yield place

@@ -1,4 +1,4 @@
-"""The last stage of the pipeline: put regions around what the engine made of a graph, or of its pieces."""
+"""The last stage of the pipeline: capture the compiled graph, or its pieces, in regions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def captured(
     config: CompilationConfig,
     record: GraphRecord,
 ) -> Callable[..., Any]:
-    """Return a graph that replays: `whole` compiles all of it, `of_pieces` the pieces between boundary ops."""
+    """Return a callable that replays: `whole` compiles the graph, `of_pieces` the pieces between boundary ops."""
     entry = PassRecord(NAME)
     entry.declined = _why_not(gm.graph, config, record)
     if entry.declined is not None:
@@ -46,7 +46,7 @@ def captured(
         run = _in_pieces(gm, of_pieces, config, record, decisions)
     else:
         run = Region(whole(), spec_of(gm.graph, written_storages(gm.graph)), config, record, decisions)
-    # After what compiling recorded, which stands before it.
+    # Append after the entries that compiling added.
     record.passes.append(entry)
     return run
 

@@ -1,6 +1,6 @@
-"""Sets of weights: a recording reads weights where they lay, so it is kept with their addresses and goes with them.
+"""Sets of weights: a capture reads weights by address, so it is stored with the addresses and dropped with the weights.
 
-Equal blocks of a model share compiled code and differ in their weights: one region has a set for each block.
+Equal blocks of a model share compiled code but have different weights: one region has a set for each block.
 """
 
 from __future__ import annotations
@@ -21,45 +21,45 @@ from tritium.report import Capture
 
 @dataclass
 class Entry:
-    """A bucket. Without a graph it is one that runs uncaptured, and its row says why."""
+    """A bucket. If it runs uncaptured it has no graph, and its row has the reason."""
 
     row: Capture
     inputs: StaticInputs | None = None
     graph: DeviceGraph | None = None
     outputs: StaticOutputs | None = None
-    # Under graphs="auto", until it is settled.
+    # Under graphs="auto", until the decision is final.
     decision: Decision | None = None
 
 
 @dataclass(eq=False)
 class WeightSet:
-    """The addresses of one set of weights, and the recordings that read there."""
+    """The addresses of one set of weights, and the captures that read them."""
 
-    # By position among all arguments; None for what is no weight.
+    # Addresses by position among all arguments; None for other arguments.
     pointers: list[int | None]
-    # Which tensors they are, and references that tell when one of them is gone.
+    # Ids of the tensors, and weak references that report when one is deleted.
     identities: list[int]
     watched: list[Any] = field(default_factory=list)
-    # How often these weights were found in another place.
+    # How often these weights have moved in memory.
     moves: int = 0
     entries: OrderedDict[Hashable, Entry] = field(default_factory=OrderedDict)
     evictions: Counter[Hashable] = field(default_factory=Counter)
 
 
 class WeightSets:
-    """Every set of weights that a region was called with; `forget` lets the recordings of one go."""
+    """Every set of weights that a region was called with; `forget` drops the captures of a set."""
 
     def __init__(self, forget: Callable[[WeightSet], None]) -> None:
-        # A method of the region, which these sets must not keep alive.
+        # Weak, because it is a method of the region, which these sets must not keep alive.
         self._forget = weakref.WeakMethod(forget)
-        # By the first weight: blocks that share it are told apart by the others.
+        # Groups by id of the first weight; the other weights distinguish blocks that share it.
         self._groups: dict[int, list[WeightSet]] = {}
 
     def __iter__(self) -> Iterator[WeightSet]:
         return iter([weights for group in list(self._groups.values()) for weights in group])
 
     def find(self, args: list[Any], places: list[int]) -> WeightSet:
-        """The set that is passed, by the identity of the first; by address, so that none is read where it was."""
+        """Return the set of the passed weights, found by id of the first and by all addresses."""
         group = self._groups.setdefault(id(args[places[0]]) if places else 0, [])
         for known in group:
             if compat_capture.lie_at(args, known.pointers, places):
@@ -70,7 +70,7 @@ class WeightSets:
         made = WeightSet(pointers, [id(args[index]) for index in places])
         for known in group:
             if known.identities == made.identities:
-                # The same weights in another place: what was recorded reads where they were.
+                # The same weights have moved: their captures read the old addresses.
                 made.moves = known.moves + 1
                 group.remove(known)
                 self._let_go(known)
@@ -90,7 +90,7 @@ class WeightSets:
             forget(weights)
 
     def _watch(self, weights: WeightSet, group: list[WeightSet], tensors: Sequence[Any]) -> None:
-        """Let recordings go with their weights."""
+        """Drop captures when one of their weights is deleted."""
         sets, watched = weakref.ref(self), weakref.ref(weights)
 
         def gone(_: Any) -> None:
