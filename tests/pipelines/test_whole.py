@@ -372,3 +372,44 @@ class TestGraphs:
             assert len(handle.captures) == rows == len(calls)
             assert handle.violations == []
         assert all(torch.equal(x, before[key]) for key, x in calls.items())
+
+
+class TestAround:
+    def test_inside_a_graph_of_the_callers(self, model, inputs):
+        expected = call(model, inputs)
+        with tritium.optimize(model, PLAN):
+            around = torch.compile(lambda **given: model(**given)[0] * 2, backend="eager", fullgraph=True)
+            with torch.inference_mode():
+                torch.testing.assert_close(around(**inputs), expected * 2)
+
+    def test_guidance_in_two_calls_replays_and_keeps_results_apart(self):
+        pipe = small_pipelines.flux()
+        expected = small_pipelines.guided(pipe)
+        with tritium.optimize(pipe, PLAN.with_(graphs="with_compile")) as handle:
+            for _ in range(2):
+                assert torch.equal(small_pipelines.guided(pipe), expected)
+            assert handle.components[-1].calls == 8
+            assert sum(capture.hits for capture in handle.captures) >= 8
+
+    def test_two_denoisers_are_two_programs(self):
+        pipe = tiny_pipeline.Pipeline(transformer_2=tiny_pipeline.Denoiser().eval())
+        x = torch.randn(1, 9, tiny_pipeline.WIDTH)
+        second = pipe.components["transformer_2"]
+        with torch.no_grad():
+            expected = [pipe.transformer(x)["sample"], second(x)["sample"]]
+            with tritium.optimize(pipe, PLAN.with_(graphs="with_compile")) as handle:
+                for _ in range(3):
+                    torch.testing.assert_close(pipe.transformer(x)["sample"], expected[0])
+                    torch.testing.assert_close(second(x)["sample"], expected[1])
+                assert [component.what for component in handle.components] == ["compiled: Denoiser as one program"] * 2
+                assert [capture.hits for capture in handle.captures] == [3, 3]
+
+    def test_dynamic_sizes_are_traced_once(self, model):
+        with tritium.optimize(model, PLAN.with_(dynamic=True)) as handle:
+            for tokens in (16, 24, 36):
+                given = small_models.flux_inputs(tokens)
+                found = call(model, given)
+                handle.use({"model": "eager"})
+                torch.testing.assert_close(found, call(model, given))
+                handle.use({"model": "tritium"})
+            assert graphs(handle) == 1

@@ -147,7 +147,7 @@ class Installed:
         """Run a call of the part without counting it."""
         if compat.is_compiling():
             # The caller compiles a larger graph that includes this part.
-            return self._inner(*args, **kwargs)
+            return (self._plain if isinstance(self._inner, Whole) else self._inner)(*args, **kwargs)
         # The first call after a switch compiles.
         rest = collector.paused() if self.entry.times.calls <= 1 and self.choice.how != "eager" else nullcontext()
         with rest:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -82,10 +82,13 @@ class Whole:
         # A replaced forward may take other arguments.
         program = (self._hooks.present(), self._module.__dict__.get("forward"))
         compiled = self._compiled.get(program)
+        floats = nullcontext() if compiled is not None else compat.floats_as_constants()
         if compiled is None:
             compiled = self._compiled[program] = self._compile_for(program if any(program) else None)
         try:
-            return compiled(*args, **kwargs)
+            # Under dynamic=True the eps of each norm would be an input, and the model be traced twice.
+            with floats:
+                return compiled(*args, **kwargs)
         except Exception as error:
             reason = compat.why_not_traced(error)
             if reason is None:
