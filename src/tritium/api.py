@@ -150,9 +150,9 @@ class Handle:
     def warmup(self, **call: Any) -> dict[str, float]:
         """Compile and capture every bucket of `Plan(shapes=...)`; return the seconds for each.
 
-        Afterwards calls with these shapes do not compile, and other calls follow `on_violation`. Keyword arguments are passed
-        to every call of the pipeline: pass those of your calls that change the computation, such as `negative_prompt`. Warm up
-        in the mode of your calls, for example under `torch.inference_mode()`.
+        Afterwards calls with these shapes do not compile, and other calls follow `on_violation`. Keyword arguments are
+        passed to every call of the pipeline: pass those of your calls that change the computation, such as
+        `negative_prompt`. Warm up in the mode of your calls, for example under `torch.inference_mode()`.
         """
         if self.plan.shapes is None:
             raise PipelineError("there is nothing to warm up: say what will be asked for with Plan(shapes=Shapes(...))")

@@ -64,8 +64,8 @@ def command(
 ) -> None:
     """Generate the same images eagerly and accelerated, from the same seeds, and compare them.
 
-    Every prompt is generated in every size with every seed. Exits with 1 if the worst image is past a threshold, with 2 if
-    the request is invalid, with 0 otherwise: made for continuous integration.
+    Every prompt is generated in every size with every seed. Exits with 1 if the worst image is past a threshold, with 2
+    if the request is invalid, with 0 otherwise: made for continuous integration.
     """
     thresholds = Thresholds(
         min_psnr=min_psnr,

@@ -17,7 +17,7 @@ from tritium.ops import channel_norm
 
 
 def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
-    """Match the norm, with the added number and the SiLU after it if no other node reads values in between."""
+    """Match the norm, with the added number and the SiLU after it if no other node reads values between."""
     expr = recogniser.canon.of(node)
     found = _site(recogniser, expr)
     reader = _reader(recogniser, node)

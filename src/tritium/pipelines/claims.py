@@ -21,8 +21,8 @@ class Claims:
     def add(self, handle: Any, choice: Choice, *, strongly: bool) -> None:
         """Claim the part, or change the choice of a claim.
 
-        A strong claim keeps its handle alive as long as the part's module. A part that several pipelines share is claimed
-        weakly, so that it does not keep the other modules of a dropped pipeline in memory.
+        A strong claim keeps its handle alive as long as the part's module. A part that several pipelines share is
+        claimed weakly, so that it does not keep the other modules of a dropped pipeline in memory.
         """
         self.drop(handle)
         self._held.append(((lambda: handle) if strongly else weakref.ref(handle), choice))

@@ -1,7 +1,7 @@
 """Choose how a module runs under a shape contract: compiled, from existing code only, or eagerly.
 
-The part's contract decides once for each call of the part, in the calling thread, and the modules inside follow. No state
-is global to the process.
+The part's contract decides once for each call of the part, in the calling thread, and the modules inside follow. No
+state is global to the process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Find hooks and wrappers of other libraries that prevent a module from being compiled.
 
-A hook on a whole component, such as model offloading, runs outside of compiled code. A hook inside a compiled module would
-be traced: it moves weights or replaces the call, and compiled code would do neither.
+A hook on a whole component, such as model offloading, runs outside of compiled code. A hook inside a compiled module
+would be traced: it moves weights or replaces the call, and compiled code would do neither.
 """
 
 from __future__ import annotations

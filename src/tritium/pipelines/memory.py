@@ -1,8 +1,8 @@
 """Estimate the memory that a decode needs before it starts.
 
-The decoder runs on fake tensors, and the bytes alive are summed at every convolution, matrix product and attention. These
-are never fused, so compiled code holds the same tensors at these points. The workspace of the routines is not included: the
-estimate is a lower bound, and a decode is refused only if even that does not fit.
+The decoder runs on fake tensors, and the bytes alive are summed at every convolution, matrix product and attention.
+These are never fused, so compiled code holds the same tensors at these points. The workspace of the routines is not
+included: the estimate is a lower bound, and a decode is refused only if even that does not fit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Find the parts of a pipeline, and the modules in each that are worth compiling.
 
-A denoiser is one program: its whole forward is traced, and equal blocks share compiled code. Its targets are the repeated
-blocks and the remaining modules; they are compiled one by one if the forward does not trace as one graph.
+A denoiser is one program: its whole forward is traced, and equal blocks share compiled code. Its targets are the
+repeated blocks and the remaining modules; they are compiled one by one if the forward does not trace as one graph.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ class Choice(metaclass=KeywordsOnly):
     """What to do with one part of a pipeline.
 
     `how` selects Tritium, plain torch.compile (`inductor`), or neither (`eager`). `channels_last` converts the part's
-    convolution weights to that memory format. `graphs` has the meaning of the field in `CompilationConfig`; None takes the
-    plan's setting.
+    convolution weights to that memory format. `graphs` has the meaning of the field in `CompilationConfig`; None takes
+    the plan's setting.
     """
 
     how: How = "tritium"
@@ -54,17 +54,18 @@ class Plan(metaclass=KeywordsOnly):
 
     Args:
         config: How Tritium compiles.
-        graphs: Whether calls are captured and replayed, as in `CompilationConfig`. "auto" decides for each part and shape,
-            and captures calls that wait for the host; if the configuration's setting is not "off", that one applies.
-        components: A choice by part (`transformer`, `vae.decode`, `text_encoder`, ...); a component's name covers all its
-            parts. A string stands for `Choice(how=...)`. Other parts get the default.
+        graphs: Whether calls are captured and replayed, as in `CompilationConfig`. "auto" decides for each part and
+            shape, and captures calls that wait for the host; if the configuration's setting is not "off", that one
+            applies.
+        components: A choice by part (`transformer`, `vae.decode`, `text_encoder`, ...); a component's name covers all
+            its parts. A string stands for `Choice(how=...)`. Other parts get the default.
         measure: On its first call, time each part eagerly, under torch.compile and under Tritium, and keep the fastest.
         dynamic: As in `torch.compile`: None makes a size dynamic when it changes, False compiles each size.
         blocks: The class names of a denoiser's repeated blocks, by component, for models that Tritium does not support.
         check_memory: Before a decode starts, refuse it if it does not fit the device's free memory.
         progress: Show what is being compiled.
-        shapes: The shapes that `handle.warmup()` compiles, each size separately unless `dynamic` is set; later calls with
-            these shapes do not compile.
+        shapes: The shapes that `handle.warmup()` compiles, each size separately unless `dynamic` is set; later calls
+            with these shapes do not compile.
 
     >>> Plan(components={"vae": "eager"}).choice("vae.decode").how
     'eager'

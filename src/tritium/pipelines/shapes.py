@@ -37,8 +37,8 @@ class Shapes(metaclass=KeywordsOnly):
             values.
         batch: `num_images_per_prompt`: an integer or several.
         text_tokens: `max_sequence_length`: an integer or several; empty for the pipeline's default.
-        on_violation: The reaction to a call with other shapes, or to one that would compile: compile, run eagerly, or raise
-            an error. The report lists it in any case.
+        on_violation: The reaction to a call with other shapes, or to one that would compile: compile, run eagerly, or
+            raise an error. The report lists it in any case.
 
     >>> [str(bucket) for bucket in Shapes(sizes=range(64, 129, 64)).buckets]
     ['128 x 128, batch 1', '64 x 128, batch 1', '128 x 64, batch 1', '64 x 64, batch 1']

@@ -59,8 +59,9 @@ class Hooks:
 class Whole:
     """The compiled call of a whole module.
 
-    If Dynamo cannot trace a call as one graph, that call and all later ones run through `by_blocks`, and `refused` holds
-    the reason. If the call fails there too, its arguments are invalid, and the next call is tried as a whole again.
+    If Dynamo cannot trace a call as one graph, that call and all later ones run through `by_blocks`, and `refused`
+    holds the reason. If the call fails there too, its arguments are invalid, and the next call is tried as a whole
+    again.
     """
 
     def __init__(self, module: nn.Module, compile_for: Compile, by_blocks: ByBlocks) -> None:

@@ -1,1 +1,1 @@
-"""POLICY: what Inductor is asked to choose. Never correctness."""
+"""POLICY: the choices that Inductor leaves open, such as tilings. Never correctness."""

@@ -1,8 +1,7 @@
-"""Choose the tiling of one kernel: compare every way to cut its loops, and keep Inductor's unless another clearly wins.
+"""Choose the tiling of one kernel: compare all ways to cut its loops; change only for a clear gain.
 
-Inductor ranks tilings by the bytes they make coalesced. With symbolic sizes a division by a size costs as much as several
-bytes, and cutting the loops differently removes it; that is all this adds. Reductions and kernels with static sizes
-keep what Inductor chose.
+Inductor ranks tilings by coalesced bytes. With symbolic sizes a division by a size costs as much as several bytes, and
+other cuts avoid it; the cost model adds only this. Reductions and kernels with static sizes keep Inductor's tiling.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ from tritium.tiling.policy import KernelTiling, printed
 
 Tiling = Mapping[str, sympy.Expr]
 
-# From here on Inductor launches a reduction over three dims of grid with a grid of two.
+# From this version on, Inductor launches a reduction over three grid dims with a grid of two.
 REDUCTIONS_IN_3D_MISCOMPILE: compat.Version = (2, 12)
 
 
 @dataclass(frozen=True)
 class Question:
-    """What Inductor asks when it tiles a kernel, and how it would answer."""
+    """Inductor's arguments when it tiles a kernel, and its answer."""
 
-    # Inductor's scheduling class and its reasoning about sizes.
+    # Inductor's scheduling class, and its size allocator with the hints and guards of sizes.
     scheduling: Any
     sizes: Any
     schedule: Sequence[Any]
     numel: sympy.Expr
     reduction_numel: sympy.Expr
-    # Which loop makes which bytes coalesced; None where Inductor could not say.
+    # Coalesced bytes by loop; None if Inductor's analysis failed.
     analysis: Any
     answer: Tiling
     scores: Any
@@ -49,7 +48,7 @@ class Question:
         return list(self.analysis.norm_read_writes.index_vars)
 
     def cut(self, cuts: cost.Cuts) -> tuple[Tiling, Any]:
-        """A tiling in Inductor's form, with its scores."""
+        """Return a tiling in Inductor's form, with its scores."""
         ranges = self.analysis.norm_read_writes.var_ranges
         edges = [0, *cuts, len(self.loops)]
         dims = [self.loops[start:end] for start, end in pairwise(edges)]
@@ -69,7 +68,7 @@ class Answer:
 def choose(
     question: Question, *, pin: str | None, compare: bool, index_bits: int, multiprocessors: int | None
 ) -> Answer:
-    """Inductor's tiling, a better one, or the pinned one."""
+    """Return the pinned tiling, a better one than Inductor's, or Inductor's."""
     kept = question.answer
     if question.is_reduction and "z" in kept and compat.TORCH >= REDUCTIONS_IN_3D_MISCOMPILE:
         flat = question.scheduling.create_tiling([question.numel], [question.reduction_numel])
@@ -131,7 +130,7 @@ def _compare(question: Question, workload: cost.Workload, pin: str | None) -> An
 def _take(question: Question, cuts: cost.Cuts, reason: str, costs: Mapping[str, float]) -> Answer:
     tiling, scores = question.cut(cuts)
     if "z" in tiling:
-        # A later call with larger sizes compiles again instead of asking for a grid that cannot be launched.
+        # A later call with larger sizes recompiles instead of launching a grid that is too large.
         for dim in ("y", "z"):
             question.sizes.check_leq(tiling[dim], sympy.Integer(cost.MOST_BLOCKS))
     return _answer(f"{len(cuts) + 1}d", tiling, scores, reason, costs)
@@ -146,7 +145,7 @@ def _answer(choice: str, tiling: Tiling, scores: Any, reason: str, costs: Mappin
 
 
 def _cuts_of(question: Question, tiling: Tiling) -> cost.Cuts | None:
-    """Where Inductor's own tiling cuts the loops, or None if it cuts through one."""
+    """Return the positions where Inductor's tiling cuts the loops, or None if it splits a loop."""
     dims = [size for name, size in tiling.items() if name in ("x", "y", "z")]
     for cuts in cost.all_cuts(len(question.loops), most_dims=3):
         if len(cuts) != len(dims) - 1:
@@ -165,7 +164,7 @@ def _obstacle(question: Question, cuts: cost.Cuts) -> str | None:
         return "its loops cannot be cut that way"
     if "z" not in tiling:
         return None
-    # In two dims Inductor continues a long y along z; in three nothing does.
+    # In two dims Inductor continues a long y along z; in three dims it cannot.
     for dim in ("y", "z"):
         if not _stays_below(question.sizes, tiling[dim], cost.MOST_BLOCKS):
             return f"{dim} may need more than {cost.MOST_BLOCKS:,} blocks"
@@ -173,7 +172,7 @@ def _obstacle(question: Question, cuts: cost.Cuts) -> str | None:
 
 
 def _stays_below(sizes: Any, size: sympy.Expr, limit: int) -> bool:
-    """Whether a size stays below a limit, by proof, or by its value now and a guard."""
+    """Return True if a size stays below a limit: by proof, or by its current value and a guard."""
     if sizes.statically_known_leq(size, limit):
         return True
     return compat.can_guard(size) and int(sizes.optimization_hint(size)) <= limit
@@ -185,7 +184,7 @@ def _name(cuts: cost.Cuts, workload: cost.Workload) -> str:
 
 
 def workload_of(question: Question, *, index_bits: int, multiprocessors: int | None) -> cost.Workload:
-    """The kernel's loops with what depends on each, by Inductor's analysis."""
+    """Return the kernel's loops with their costs, from Inductor's analysis."""
     analysis = question.analysis
     accesses = analysis.norm_read_writes
     hint = question.sizes.optimization_hint
@@ -212,7 +211,7 @@ def workload_of(question: Question, *, index_bits: int, multiprocessors: int | N
 
 
 def _divisions_by(loop: sympy.Symbol, accesses: Sequence[sympy.Expr]) -> tuple[int, int]:
-    """Divisions and remainders of this loop's index inside the accesses, each counted once: by symbols, by numbers."""
+    """Count divisions and remainders of a loop's index in the accesses, each once: symbolic and constant."""
     floor_div, modular_indexing = compat.division_functions()
     found = {part for access in accesses for part in access.atoms(floor_div, modular_indexing) if part.has(loop)}
     symbolic = sum(sum(bool(size.free_symbols) for size in part.args[1:]) for part in found)
@@ -221,7 +220,7 @@ def _divisions_by(loop: sympy.Symbol, accesses: Sequence[sympy.Expr]) -> tuple[i
 
 
 def _known_factor(size: sympy.Expr) -> int:
-    """The largest number that divides a size whatever its symbols are.
+    """Return the largest integer that divides a size for all values of its symbols.
 
     >>> s = sympy.Symbol("s", integer=True)
     >>> _known_factor(64 * s + 128), _known_factor(s + 2)

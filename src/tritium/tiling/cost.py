@@ -1,8 +1,9 @@
-"""What a tiling of a pointwise kernel costs, by a small model: memory or index arithmetic, whichever takes longer.
+"""Estimate the time of a pointwise kernel by its tiling: memory or index arithmetic, the longer one.
 
-The constants are picoseconds an element on an H200, from kernels of one kind in both forms: a pad of
-[1, 96, 2, 544, 960] by one flat grid takes 0.78 ms with six 32-bit divisions an element, 3.47 ms with six 64-bit ones,
-and 0.23 ms with none. By rows of all channels, five 32-bit ones inside a row, it takes 0.70 ms. Only ratios matter, and a tiling is replaced only where the model sees a clear gain.
+The constants are picoseconds per element on an H200, from kernels of one kind in both forms: a pad of
+[1, 96, 2, 544, 960] with one flat grid takes 0.78 ms with six 32-bit divisions per element, 3.47 ms with six 64-bit
+ones, and 0.23 ms with none. Cut into rows of all channels, with five 32-bit divisions in a row, it takes 0.70 ms. Only
+ratios matter, and a tiling is replaced only if the model predicts a clear gain.
 """
 
 from __future__ import annotations
@@ -12,58 +13,58 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
-# Inductor counts a written byte twice, since a store that is not coalesced costs more; 4.3 TB/s for a copy.
+# Inductor counts written bytes twice, since an uncoalesced store costs more; 4.3 TB/s for a copy.
 PS_PER_BYTE = 0.155
-# A warp that reads 32 addresses far apart moves 32 bytes for each of them: 8 times what a 4-byte element needs.
+# A warp that reads 32 distant addresses moves 32 bytes for each: 8 times the 4 bytes of an element.
 UNCOALESCED = 8.0
-# A division or remainder by a number that is known when the kernel runs, and by one known when it is compiled.
+# A division or remainder by a value that is known at run time, and by a constant.
 PS_PER_DIVISION = {32: 0.7, 64: 2.9}
 PS_PER_CONSTANT_DIVISION = 0.1
-# Neighbouring elements have one quotient where the divisor is a multiple of 16: Triton then divides once for all that
-# one thread holds. Measured on a nearest upsample with 128 channels inside: a quarter.
+# Neighbouring elements have one quotient if the divisor is a multiple of 16: Triton then divides once for all elements
+# of a thread. Measured on a nearest upsample with 128 channels inside: a quarter.
 SHARED = 0.25
 SHARED_FROM = 16
 
-# Elements of a tile, and the most along its innermost dim, as Inductor's heuristics start with.
+# Elements of a tile, and the most along its innermost dim: the start values of Inductor's heuristics.
 TILE = 1024
 TILE_INNER = 64
-# Tiles that one multiprocessor works on at a time.
+# Tiles that one multiprocessor processes at a time.
 TILES_PER_MULTIPROCESSOR = 8
 
-# The part of the shorter of memory and arithmetic that the longer one does not hide. A guess; of tilings that move memory
-# alike, it prefers the one that computes less.
+# The share of the shorter of memory and arithmetic that the longer one does not hide. A guess: of tilings with equal
+# memory traffic, it prefers the one with less arithmetic.
 NOT_HIDDEN = 0.2
 
-# Another tiling must promise this much more than Inductor's before it is taken.
+# Another tiling is chosen only if its predicted time is lower than that of Inductor's by this factor.
 LEAST_GAIN = 1.2
-# Each dim more makes tiles thinner and masks longer.
+# Each additional dim makes tiles thinner and masks longer.
 PER_DIM = 0.03
 
-# CUDA launches at most so many blocks along y and z.
+# CUDA's limit on blocks along y and z.
 MOST_BLOCKS = 65_535
 
 
 @dataclass(frozen=True)
 class Loop:
-    """One loop of the iteration space, outermost first in a sequence of them."""
+    """One loop of the iteration space; sequences of loops start with the outermost."""
 
     size: int
     is_symbolic: bool = False
-    # The largest whole factor of the size that is known.
+    # The largest known integer factor of the size.
     known_factor: int = 1
-    # Bytes whose access is coalesced when this loop runs innermost in a tile's dim.
+    # Bytes whose access is coalesced if this loop is innermost in a tile dim.
     bytes: int = 0
-    # Divisions inside index expressions that depend on this loop: by symbols, and by numbers.
+    # Divisions in index expressions that depend on this loop: by symbols, and by constants.
     divisions: int = 0
     constant_divisions: int = 0
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What a kernel does, whatever its tiling."""
+    """The properties of a kernel that do not depend on its tiling."""
 
     loops: tuple[Loop, ...]
-    # Bytes that no tiling makes coalesced.
+    # Bytes that no tiling coalesces.
     scattered_bytes: int = 0
     index_bits: int = 32
     multiprocessors: int | None = None
@@ -73,12 +74,12 @@ class Workload:
         return math.prod(loop.size for loop in self.loops)
 
 
-# Where the loops are cut into the dims of a tile: () is one flat grid, (2,) puts the first two loops into y.
+# Positions where the loops are cut into tile dims: () is one flat grid, (2,) puts the first two loops into y.
 Cuts = tuple[int, ...]
 
 
 def all_cuts(loops: int, most_dims: int) -> Iterator[Cuts]:
-    """Every way to make up to `most_dims` dims of consecutive loops.
+    """Yield every way to form up to `most_dims` dims of consecutive loops.
 
     >>> list(all_cuts(3, 2))
     [(), (1,), (2,)]
@@ -93,7 +94,7 @@ def groups(workload: Workload, cuts: Cuts) -> list[Sequence[Loop]]:
 
 
 def cost(workload: Workload, cuts: Cuts) -> float:
-    """Picoseconds an element.
+    """Return the estimated picoseconds per element.
 
     >>> inner = Loop(962, is_symbolic=True, bytes=6 * 96 * 546 * 962)
     >>> padded = Workload((Loop(96), Loop(546, is_symbolic=True), inner))
@@ -110,7 +111,7 @@ def cost(workload: Workload, cuts: Cuts) -> float:
 
 
 def tile_of(sizes: Sequence[int]) -> list[int]:
-    """The tile a kernel of this shape is likely to get: powers of two, wide along the innermost dim."""
+    """Return the likely tile for these sizes: powers of two, wide along the innermost dim."""
     left, tile = TILE, []
     for position, size in enumerate(reversed(sizes)):
         is_last = position == len(sizes) - 1
@@ -122,7 +123,7 @@ def tile_of(sizes: Sequence[int]) -> list[int]:
 
 
 def last_wave_waste(sizes: Sequence[int], tile: Sequence[int], multiprocessors: int | None) -> float:
-    """How much longer the kernel takes because its last wave of tiles fills the device only in part.
+    """Return the factor by which the kernel is slower because its last wave of tiles is incomplete.
 
     >>> last_wave_waste([1024 * 1056], [1024], 132)
     1.0
@@ -133,7 +134,7 @@ def last_wave_waste(sizes: Sequence[int], tile: Sequence[int], multiprocessors: 
         return 1.0
     tiles = math.prod(math.ceil(size / block) for size, block in zip(sizes, tile, strict=True))
     waves = tiles / (multiprocessors * TILES_PER_MULTIPROCESSOR)
-    # Less than one wave: every tiling leaves part of the device idle, and the tile's size follows.
+    # Below one wave, every tiling leaves part of the device idle, and Inductor adapts the tile size.
     return math.ceil(waves) / waves if waves > 1 else 1.0
 
 
@@ -141,7 +142,7 @@ def _memory(workload: Workload, dims: Sequence[Sequence[Loop]]) -> float:
     total = sum(loop.bytes for loop in workload.loops)
     coalesced = 0.0
     for dim in dims:
-        # Runs of less than 8 elements use a part of each transaction only.
+        # Runs of less than 8 elements use only a part of each transaction.
         coalesced += dim[-1].bytes * min(math.prod(loop.size for loop in dim), 8) / 8
     scattered = total - coalesced + workload.scattered_bytes
     return PS_PER_BYTE * (coalesced + UNCOALESCED * scattered) / max(workload.elements, 1)
@@ -150,8 +151,8 @@ def _memory(workload: Workload, dims: Sequence[Sequence[Loop]]) -> float:
 def _arithmetic(workload: Workload, dims: Sequence[Sequence[Loop]], tile: Sequence[int]) -> float:
     elements = math.prod(tile)
     prices = [_divisions(dim, PS_PER_DIVISION[workload.index_bits]) for dim in dims]
-    # What depends on one dim alone is computed once a row of the tile. Not so along the innermost dim, unless another one
-    # is coalesced too: neighbours along it belong to one thread, which then holds a single row.
+    # Arithmetic of a single dim is computed once per row of the tile. The innermost dim is an exception, unless
+    # another dim is coalesced too: neighbours along it belong to one thread, which then holds a single row.
     shares = [block / elements for block in tile]
     if not any(dim[-1].bytes for dim in dims[:-1]):
         shares[-1] = 1.0

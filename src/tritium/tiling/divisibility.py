@@ -1,11 +1,11 @@
-"""Prove that one size is a multiple of another: `(H + 2) * (W + 2)` of `W + 2`, whatever H and W are.
+"""Prove that one size is a multiple of another: `(H + 2) * (W + 2)` of `W + 2`, for all H and W.
 
-Before torch 2.14, Inductor multiplies sizes out and then finds no proof for `H*W + 2*H + 2*W + 4` and `W + 2`: a kernel over
-two padded or cropped dynamic dims gets one flat grid. Newer versions prove this themselves and do not use this module.
+Before torch 2.14, Inductor expands sizes and then finds no proof for `H*W + 2*H + 2*W + 4` and `W + 2`: a kernel over
+two padded or cropped dynamic dims gets one flat grid. Newer versions have such a proof and do not use this module.
 
-The proof is division of polynomials: `numerator == quotient * denominator` as polynomials with whole coefficients holds
-for every value of the symbols. A term that is not polynomial (`H // 2`) counts as one more symbol. The sizes of the call at
-hand play no part.
+The proof is polynomial division: `numerator == quotient * denominator` as polynomials with integer coefficients holds
+for all values of the symbols. A term that is not polynomial (`H // 2`) counts as another symbol. The sizes of the
+current call are not used.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import functools
 
 import sympy
 
-# Sizes of tensors have a handful of symbols. Division is quick up to here, and no worse kernel is worth a slow compile.
+# Tensor sizes have a handful of symbols. Division is fast up to these limits; beyond them compiling would be slow.
 MOST_SYMBOLS = 6
 MOST_TERMS = 64
 
 
 @functools.lru_cache(maxsize=4096)
 def quotient(numerator: sympy.Expr, denominator: sympy.Expr) -> sympy.Expr | None:
-    """`numerator / denominator` where that is a polynomial with whole coefficients, else None.
+    """Return `numerator / denominator` if it is a polynomial with integer coefficients, else None.
 
     >>> H, W = sympy.symbols("H W", integer=True, positive=True)
     >>> quotient(sympy.expand(96 * (H + 2) * (W + 2)), W + 2)
@@ -37,7 +37,7 @@ def quotient(numerator: sympy.Expr, denominator: sympy.Expr) -> sympy.Expr | Non
         return _of_numbers(numerator, denominator)
     if not _within_bounds(dividend) or not _within_bounds(divisor):
         return None
-    # A single divisor leaves no remainder exactly where it divides, in any order of the terms.
+    # With a single divisor, the remainder is zero exactly if it divides, in any order of the terms.
     whole, rest = sympy.div(dividend, divisor, domain=sympy.QQ)
     if not rest.is_zero or not all(coefficient.is_integer for coefficient in whole.coeffs()):
         return None
@@ -45,7 +45,7 @@ def quotient(numerator: sympy.Expr, denominator: sympy.Expr) -> sympy.Expr | Non
 
 
 def is_multiple(numerator: sympy.Expr | int, denominator: sympy.Expr | int) -> bool:
-    """Whether `numerator` is a whole multiple of `denominator` for every value of the symbols.
+    """Return True if `numerator` is a multiple of `denominator` for all values of the symbols.
 
     >>> H, W = sympy.symbols("H W", integer=True, positive=True)
     >>> is_multiple(sympy.expand((H - 1) * (W - 1)), H - 1)

@@ -1,16 +1,16 @@
-"""Wrap the functions of Inductor that the policy changes, while it is active, and restore them afterwards.
+"""Wrap the Inductor functions that the policy changes while it is active, and restore them afterwards.
 
     SizeVarAllocator.statically_known_multiple_of    the divisibility proof, before torch 2.14
-    SIMDScheduling.get_tiling_and_scores             the tiling of a kernel is compared with others
-    SIMDScheduling.select_tiling_with_memory         the same ranking as the scheduler calls it, since torch 2.14: retry only
+    SIMDScheduling.get_tiling_and_scores             a kernel's tiling is compared with others
+    SIMDScheduling.select_tiling_with_memory         the same ranking for the scheduler, since torch 2.14: retry only
     TritonKernel.codegen_kernel                      indices of a finished kernel are narrowed
-    InductorChoices.reduction_split_factor           into how many parts a row is cut
+    InductorChoices.reduction_split_factor           the number of parts of a row
     InductorChoices.should_use_cooperative_reduction parts of a row may wait for each other inside one kernel
-    InductorChoices.should_use_persistent_reduction  rows are held in registers where that was measured faster
+    InductorChoices.should_use_persistent_reduction  rows are held in registers if that was measured faster
     the coalescing analysis                          after an error the kernel is tiled without it
     FxGraphHashDetails                               the policy is part of the key of every compiled graph
 
-Without an active policy, in this context or in the process, each wrapper calls the original.
+Without an active policy in this context or process, each wrapper calls the original.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Session:
 
 
 _CONTEXT: ContextVar[Session | None] = ContextVar("tritium_tiling", default=None)
-# Inductor also ranks tilings to decide about fusions; the policy changes only the tiling of generated code.
+# Inductor also ranks tilings to decide on fusions; the policy changes only the tiling of generated code.
 _IN_CODEGEN: ContextVar[bool] = ContextVar("tritium_tiling_codegen", default=False)
-# True inside `get_tiling_and_scores`, which does its own retry around `select_tiling_with_memory`.
+# True inside `get_tiling_and_scores`, which has a retry around `select_tiling_with_memory`.
 _RANKING: ContextVar[bool] = ContextVar("tritium_tiling_ranking", default=False)
 _process: Session | None = None
 _lock = threading.RLock()
@@ -147,7 +147,7 @@ def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 def _remove() -> None:
     while _installed:
         owner, name, found, replacement = _installed.pop()
-        # A later wrapper still calls ours, which without a session calls the original.
+        # A later wrapper still calls this one, which without a session calls the original.
         if vars(owner)[name] is replacement:
             setattr(owner, name, found)
 
@@ -257,7 +257,7 @@ def _select_tiling(original: Any) -> Any:
 def _ranked(
     session: Session, rank: Callable[..., Any], schedule: Any, numel: Any, reduction_numel: Any, analysis: Any
 ) -> tuple[Any, Any]:
-    """Rank tilings, and once more without the analysis if that fails; return the answer and the analysis it used."""
+    """Rank tilings, without the analysis if that fails. Return the answer and the analysis that was used."""
     try:
         return rank(schedule, numel, reduction_numel, analysis), analysis
     except Exception as error:
@@ -294,7 +294,7 @@ def _pin(session: Session, schedule: Sequence[Any]) -> str | None:
         return None
     name = compat.next_kernel_name(schedule)
     for kernel, choice in session.policy.pins:
-        # `triton_poi_fused_add_0`: the part in the middle is known only when the code is.
+        # `triton_poi_fused_add_0`: the middle part is known only with the code.
         if kernel.split("_", 2)[2:] == [name]:
             return choice
     return None
@@ -306,7 +306,7 @@ def _codegen_kernel(original: Any) -> Any:
         session = current()
         if session is None or not session.policy.narrow_sizes or type(self) is not compat.triton_kernel():
             return source
-        # The guards that bound the indices are those of the kernel's own schedule.
+        # The guards that bound the indices come from the kernel's schedule.
         if compat.has_nodes_of_another_stage(self.features):
             return source
         decision = session.decisions.of(_names(self.features.node_schedule))
@@ -337,14 +337,14 @@ def _narrow(kernel: Any, source: str) -> tuple[str, str | None]:
 
 
 def _split_factor(original: Any) -> Any:
-    # Since torch 2.14 the question begins with `self`.
+    # Since torch 2.14 the arguments start with `self`.
     def reduction_split_factor(*question: Any, inner_reduction: bool) -> int:
         parts = int(original(*question, inner_reduction=inner_reduction))
         device, reduction_numel_hint, numel_hint = question[-3:]
         session = current()
         if session is None or not _reduces(session, device) or not inner_reduction:
             return parts
-        # The hints are the sizes of one call. With other sizes a row left whole could be slow, and rows that outnumber the
+        # The hints are the sizes of one call. With other sizes an uncut row could be slow, and more rows than
         # multiprocessors could deadlock in a cooperative kernel.
         if compat.has_dynamic_sizes():
             return parts
@@ -385,7 +385,7 @@ def _use_persistent(original: Any) -> Any:
         session = current()
         if session is None or not _IN_CODEGEN.get() or not _reduces(session) or cooperative_reduction:
             return answer
-        # The user's own settings go first.
+        # The user's settings take precedence.
         if not compat.persistence_is_allowed() or compat.measures_reductions():
             return answer
         if compat.keeps_order_of_additions(features):

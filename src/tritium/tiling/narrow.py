@@ -1,16 +1,16 @@
-"""Compute indices in 32 bits where a kernel's index type is 32 bits and the result is proven to be the same.
+"""Compute indices in 32 bits if a kernel's index type is 32 bits and the result is proven to be equal.
 
-Inductor passes every dynamic size as 64 bits, since a product of sizes may be used as a value. With that, each
+Inductor passes every dynamic size as 64 bits, since a product of sizes may be used as a value. As a result, each
 `xindex // ks0` is a 64-bit division, about four times as expensive as one of 32 bits.
 
-This works on the text of a generated kernel. Sizes are still passed as they were; where a whole index expression provably
-fits, the 32-bit copy of a size is used in it:
+The rewrite changes the text of a generated kernel. Its arguments stay the same; a whole index expression that provably
+fits uses 32-bit copies of the sizes:
 
     ks0_i32 = ks0.to(tl.int32)
     x1 = (xindex // ks0_i32) % ks1_i32          # was: (xindex // ks0) % ks1
 
 A proof needs a bound. The kernel's index type is 32 bits because the number of its elements and the extents of its
-buffers were compared with 2^31 - 1, and guards keep it so; every intermediate result of an expression must be at most
+buffers were compared with 2^31 - 1, and guards ensure that; every intermediate result of an expression must be at most
 one of those for all sizes. Expressions that are not an index (a size used in a mean) or lack a proof keep 64 bits:
 narrowed variables are widened in them.
 """
@@ -38,21 +38,21 @@ _DEFINITION = re.compile(r"^def [\w.]+\(.*\):$")
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of the numbers in a kernel."""
+    """The proven properties of the numbers in a kernel."""
 
     # Size arguments by name, as expressions of the graph's symbols.
     sizes: Mapping[str, sympy.Expr]
-    # How many values an index variable takes: 0 up to this, exclusively.
+    # The number of values of an index variable: 0 up to this, exclusively.
     extents: Mapping[str, sympy.Expr]
-    # Expressions that guards keep at most 2^31 - 1.
+    # Expressions that guards limit to 2^31 - 1.
     limits: Sequence[sympy.Expr]
-    # The smallest value of a symbol; None where nothing is known.
+    # The smallest value of a symbol, or None if unknown.
     least: Callable[[sympy.Symbol], int | None]
 
 
 @dataclass(frozen=True)
 class Narrowed:
-    """A kernel's text, and how many of its expressions with dynamic sizes are computed in 32 bits."""
+    """A kernel's text, and how many of its expressions with dynamic sizes use 32 and 64 bits."""
 
     source: str
     narrow: int
@@ -66,7 +66,7 @@ class Narrowed:
 
 
 def narrowed(source: str, facts: Facts) -> Narrowed:
-    """The kernel with 32-bit index arithmetic where that is proven to be the same."""
+    """Return the kernel with 32-bit index arithmetic wherever the result is proven to be equal."""
     lines = source.split("\n")
     start = next((number for number, line in enumerate(lines) if _DEFINITION.match(line)), None)
     if start is None or not facts.sizes:
@@ -74,7 +74,7 @@ def narrowed(source: str, facts: Facts) -> Narrowed:
     end = start + 1
     while end < len(lines) and (not lines[end].strip() or lines[end].startswith(" ")):
         end += 1
-    # The kernel gets its name later: the place for it is not Python.
+    # The kernel's name is filled in later; its placeholder is not valid Python.
     tree = ast.parse("\n".join(["def kernel():", *lines[start + 1 : end]]))
     work = _Rewrite(facts, tree)
     if not work.narrow:
@@ -89,7 +89,7 @@ def narrowed(source: str, facts: Facts) -> Narrowed:
 
 
 class _Rewrite:
-    """Which names of a kernel become narrow, and which edits that takes."""
+    """Collect the names of a kernel that become narrow, and the edits for them."""
 
     def __init__(self, facts: Facts, tree: ast.Module) -> None:
         self.facts = facts
@@ -109,7 +109,7 @@ class _Rewrite:
         self._edit(tree, expressions, within=False)
 
     def _carriers(self, definitions: Sequence[tuple[str, ast.expr]]) -> set[str]:
-        """Index variables that are 64 bits today: a size of 64 bits takes part in them."""
+        """Return the index variables that are 64 bits now because they depend on a 64-bit size."""
         found: set[str] = set()
         while True:
             more = {
@@ -151,18 +151,18 @@ class _Rewrite:
 
 
 class Bounds:
-    """Intervals of index expressions, as expressions of the sizes."""
+    """Compute intervals of index expressions, as expressions of the sizes."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self._fits: dict[sympy.Expr, bool] = {}
 
     def proves(self, node: ast.expr) -> bool:
-        """Whether an expression is index arithmetic all of whose results fit in 32 bits."""
+        """Return True if an expression is index arithmetic whose results all fit in 32 bits."""
         return self.of(node) is not None
 
     def of(self, node: ast.expr) -> Interval | None:
-        """The least and the largest value, or None where the expression or a part of it is not known to fit."""
+        """Return the least and the largest value, or None if a part of the expression is not known to fit."""
         found = self._of(node)
         if found is None or not (self.fits(found[1]) and self.fits(-found[0])):
             return None
@@ -192,7 +192,7 @@ class Bounds:
                 return one[0] - two[1], one[1] - two[0]
             case ast.Mult():
                 return self._product(one, two)
-            # A divisor of 0 is none in 64 bits either.
+            # A divisor of 0 is invalid in 64 bits too.
             case ast.FloorDiv() if self.at_least(one[0], 0) and self.at_least(two[0], 0):
                 return self._quotient(one, two)
             case ast.Mod() if self.at_least(one[0], 0) and self.at_least(two[0], 0):
@@ -221,17 +221,17 @@ class Bounds:
         return sympy.Integer(0), one[1]
 
     def fits(self, value: sympy.Expr) -> bool:
-        """Whether a value is at most 2^31 - 1 whenever the guards hold."""
+        """Return True if a value is at most 2^31 - 1 whenever the guards hold."""
         if value not in self._fits:
             limits = [sympy.Integer(LARGEST), *self.facts.limits]
             self._fits[value] = any(self.at_least(limit - value, 0) for limit in limits)
         return self._fits[value]
 
     def at_least(self, value: sympy.Expr, bound: int) -> bool:
-        """Whether a value is at least a bound, whatever the symbols are.
+        """Return True if a value is at least a bound for all values of the symbols.
 
-        Each symbol is its least value plus something that is not negative; the proof is that no coefficient is negative
-        when the difference is written that way.
+        Each symbol is its least value plus a non-negative number; the proof is that the difference, written this way,
+        has no negative coefficient.
         """
         value = sympy.sympify(value - bound)
         least = {symbol: self.facts.least(symbol) for symbol in value.free_symbols}
@@ -240,7 +240,7 @@ class Bounds:
         return _is_never_negative(value, frozenset(least.items()))
 
 
-# Equal blocks of a model have equal kernels: most questions were asked before.
+# Equal blocks of a model have equal kernels: most calls repeat earlier ones.
 @functools.lru_cache(maxsize=8192)
 def _is_never_negative(value: sympy.Expr, least: frozenset[tuple[sympy.Symbol, int]]) -> bool:
     shifted = sympy.expand(value.xreplace({symbol: symbol + number for symbol, number in least}))
@@ -252,13 +252,13 @@ def _is_never_negative(value: sympy.Expr, least: frozenset[tuple[sympy.Symbol, i
         return False
     if len(polynomial.gens) > MOST_SYMBOLS or len(polynomial.terms()) > MOST_TERMS:
         return False
-    # The generators are the symbols, which start at 0 now, and quotients of them.
+    # The generators are the symbols, which now start at 0, and quotients of them.
     plain = all(generator.is_Symbol or generator.is_nonnegative for generator in polynomial.gens)
     return plain and all(coefficient >= 0 for coefficient in polynomial.coeffs())
 
 
 def _floor_at_most(value: sympy.Expr, divisor: sympy.Integer) -> sympy.Expr:
-    """At least `value // divisor`, and exactly that where only a number does not divide.
+    """Return an upper bound of `value // divisor`, exact if only a constant is not divisible.
 
     >>> W = sympy.Symbol("W", integer=True, positive=True)
     >>> _floor_at_most(2 * W - 1, sympy.Integer(2)), _floor_at_most(W, sympy.Integer(2))
@@ -279,7 +279,7 @@ def _index_definitions(tree: ast.Module, extents: Mapping[str, sympy.Expr]) -> I
 
 
 def _index_use(node: ast.AST) -> ast.expr | None:
-    """The index of `pointer + (index)` or `(index).to(tl.int32)`: nothing sees how wide it is there."""
+    """Return the index in `pointer + (index)` or `(index).to(tl.int32)`, where its width has no effect."""
     match node:
         case ast.BinOp(left=ast.Name(id=name), op=ast.Add(), right=index) if _POINTER.fullmatch(name):
             return index

@@ -1,9 +1,9 @@
-"""Ask for N-dimensional tilings where Inductor cannot find them itself: convolution-heavy dynamic graphs before torch 2.11.
+"""Request N-dimensional tilings for convolution-heavy dynamic graphs before torch 2.11.
 
-There, Inductor's coalescing analysis gives up on symbolic sizes and transposing kernels fall back to one flat grid.
-torch 2.11 analyses symbolic sizes itself, and the same settings switch that analysis off for the whole graph: measured on
-an H200, an AutoencoderKL decode gets 1.1 times slower (53.0 -> 59.3 ms) and a RoPE 3.2 times. So newer versions decline,
-and there the same switch governs the choice of each kernel's tiling (`tiling/choose.py`).
+In those versions, Inductor's coalescing analysis does not support symbolic sizes, and transposing kernels fall back to
+one flat grid. torch 2.11 supports them, and these settings disable its analysis for the whole graph: measured on an
+H200, an AutoencoderKL decode gets 1.1 times slower (53.0 -> 59.3 ms) and a RoPE 3.2 times. So the pass declines on
+newer versions, where the same switch controls the choice of each kernel's tiling (`tiling/choose.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SETTINGS = {"triton.prefer_nd_tiling": True, "triton.max_tiles": 3, "triton.tile
 
 
 def gate(torch_version: Version, *, dynamic: bool, conv_heavy: bool) -> str | None:
-    """Why the workaround must stay off, or None when all three conditions for it hold.
+    """Return why the workaround must stay off, or None if all three conditions hold.
 
     >>> gate((2, 10), dynamic=True, conv_heavy=True)
     >>> gate((2, 13), dynamic=True, conv_heavy=True)

@@ -26,9 +26,9 @@ class TilingPolicy:
     False
     """
 
-    # Prove that products of sums are multiples of their factors; without effect since torch 2.14, which does so itself.
+    # Prove that products of sums are multiples of their factors; no effect since torch 2.14, which has such a proof.
     prove_divisibility: bool = True
-    # Compute indices in 32 bits where the result is provably equal.
+    # Compute indices in 32 bits if the result is provably equal.
     narrow_sizes: bool = True
     # Compare tilings of each kernel by their cost.
     choose_tiling: bool = True

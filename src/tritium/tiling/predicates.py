@@ -1,13 +1,13 @@
-"""Questions about a whole graph that a policy may ask."""
+"""Properties of a whole graph that policies read."""
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
-# A graph with fewer nodes a convolution than this is a decoder or UNet rather than a transformer with a patch embedding.
+# With fewer nodes per convolution, a graph is a decoder or UNet and not a transformer with a patch embedding.
 NODES_PER_CONVOLUTION = 300
 
 _CONVOLUTIONS = frozenset(
@@ -29,12 +29,12 @@ _SPATIAL = frozenset(
 
 
 def spatial_convolutions(graph: fx.Graph) -> list[fx.Node]:
-    """The 2-D and 3-D convolutions of Dynamo's graph, in order."""
+    """Return the 2-D and 3-D convolutions of Dynamo's graph, in order."""
     return [node for node in graph.nodes if node.op == "call_function" and node.target in _SPATIAL]
 
 
 def is_dynamic(graph: fx.Graph) -> bool:
-    """Whether a placeholder carries free symbols: some size may change without a recompile."""
+    """Return True if a placeholder has free symbols: a size may change without a recompile."""
     for node in graph.find_nodes(op="placeholder"):
         value = node.meta.get("val", node.meta.get("example_value"))
         if isinstance(value, (torch.Tensor, torch.SymInt)) and free_symbols(value):
@@ -43,6 +43,6 @@ def is_dynamic(graph: fx.Graph) -> bool:
 
 
 def is_conv_heavy(graph: fx.Graph) -> bool:
-    """Whether convolutions dominate: fewer than 300 nodes for each."""
+    """Return True if convolutions dominate: fewer than 300 nodes for each."""
     convolutions = sum(node.op == "call_function" and node.target in _CONVOLUTIONS for node in graph.nodes)
     return bool(len(graph.nodes) < NODES_PER_CONVOLUTION * convolutions)

@@ -1,12 +1,12 @@
-"""How a reduction runs on a GPU: its row at once, in a loop, or cut into parts.
+"""Choose how a reduction runs on a GPU: the row at once, in a loop, or cut into parts.
 
     persistent    a block holds the row in registers: every value is read once
-    looped        a block walks over the row, once for every pass
-    split         the row is cut into parts, which a second kernel joins
+    looped        a block loops over the row, once for every pass
+    split         the row is cut into parts, which a second kernel combines
     cooperative   the row is cut into parts, which wait for each other inside one kernel
 
 Inductor decides by the row's length and the number of rows. These rules decide by bytes and occupancy, and differ from
-Inductor's where a device's table says what was measured there, and nowhere else. They never change what is computed.
+Inductor's only if the device's table has a measurement. They never change the result.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from typing import Any, Literal
 
 Form = Literal["persistent", "looped", "split", "cooperative"]
 
-# Inductor's own limits: the longest persistent row, and the longest that it never cuts.
+# Inductor's limits: the longest persistent row, and the longest row that it never cuts.
 INDUCTOR_PERSISTENT = 1024
 INDUCTOR_WHOLE = 8192
-# A row of more values does not fit the registers of a block with 8 warps: 64 values for each of its 256 threads.
+# Longer rows do not fit the registers of a block with 8 warps: 64 values for each of its 256 threads.
 MOST_PERSISTENT = 16_384
 
-# Blocks for each multiprocessor when a row is cut that Inductor leaves whole, and the fewest values worth a block.
+# Blocks per multiprocessor for rows that Inductor does not cut, and the fewest values per block.
 BLOCKS_PER_MULTIPROCESSOR = 4
 LEAST_PART = 2_048
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """A reduction of rows, as far as it is known when it is decided about."""
+    """The known properties of a reduction of rows."""
 
-    # Rows by the sizes of the call that is compiled; None where nothing is known.
+    # Rows in the call that is compiled; None if unknown.
     rows: int | None
-    # Values of a row; None where that may change from call to call.
+    # Values per row; None if it varies between calls.
     elements: int | None
-    # Values that are loaded for each place of a row, and their bytes for the whole row: read once, or in every pass.
+    # Values loaded per position of a row, and bytes per row: if read once, and if read in every pass.
     reads: int = 1
     bytes_per_row: int = 0
     looped_bytes_per_row: int = 0
-    # Whether neighbours in a row are neighbours in memory.
+    # True if neighbours in a row are neighbours in memory.
     is_contiguous: bool = True
     multiprocessors: int | None = None
 
 
 @dataclass(frozen=True)
 class Limit:
-    """Rows of up to so many elements are persistent in kernels that load at most so many values for each place."""
+    """Rows of up to `elements` elements are persistent in kernels with at most `reads` loads per position."""
 
     reads: int
     elements: int
@@ -56,26 +56,26 @@ class Limit:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """What was measured on a device. A field that is not given leaves the matter to the rules.
+    """The measurements on a device. An omitted field leaves the choice to the rules.
 
     >>> Table.from_dict({"persistent_up_to": [{"reads": 3, "elements": 8192}]}).limit(2)
     8192
     """
 
-    # Instead of Inductor's 1,024.
+    # Replaces Inductor's 1,024.
     persistent_up_to: tuple[Limit, ...] = ()
-    # Rows of up to so many elements stay whole, however few there are.
+    # Rows of up to this many elements are not cut, even if there are few.
     whole_up_to: int = INDUCTOR_WHOLE
-    # Longer ones are cut if there are fewer than this; None: twice the multiprocessors, which is Inductor's rule.
+    # Longer rows are cut if there are fewer than this; None: twice the multiprocessors, as in Inductor.
     split_below_rows: int | None = None
-    # Up to so many rows of at least so many elements are cut inside one kernel, instead of in two.
+    # Up to this many rows of at least this many elements are cut inside one kernel, instead of in two.
     cooperative_up_to_rows: int = 0
     cooperative_from: int = 0
-    # The torch that generated what was measured.
+    # The torch version of the measured code.
     torch: str = ""
 
     def limit(self, reads: int) -> int | None:
-        """The longest persistent row of a kernel with so many loads; None where no such kernel was measured."""
+        """Return the longest persistent row of a kernel with `reads` loads; None if it was not measured."""
         fitting = [limit for limit in self.persistent_up_to if limit.reads >= reads]
         return min(fitting, key=lambda limit: limit.reads).elements if fitting else None
 
@@ -103,12 +103,12 @@ DEFAULT = Table()
 
 @dataclass(frozen=True)
 class Choice:
-    """A form, why, and what Inductor alone would have taken."""
+    """A form, the reason, and the form that Inductor would choose."""
 
     form: Form
     inductor: Form
     reason: str
-    # Into how many parts each row is cut; 1 for rows that stay whole. A kernel that cooperates finds it when it is launched.
+    # The number of parts of each row; 1 for uncut rows. A cooperative kernel determines it at launch.
     parts: int = 1
     rows: int | None = None
     elements: int | None = None
@@ -119,14 +119,14 @@ class Choice:
         return self.form != self.inductor
 
     def after(self, before: Choice) -> Choice:
-        """What a kernel does whose rows were cut, or left whole, when the graph was lowered."""
+        """Combine this choice with the one made at lowering, when rows were cut or left whole."""
         reason = f"{before.reason}; {self.reason}"
         form = "split" if before.form == "split" else self.form
         return replace(self, form=form, inductor=before.inductor, parts=before.parts, reason=reason)
 
 
 def walk(reduction: Reduction, inductor: Form, table: Table = DEFAULT) -> Choice:
-    """Whether a whole row is held in registers or walked over.
+    """Choose whether a whole row is held in registers or looped over.
 
     >>> row = Reduction(rows=4096, elements=3072, reads=3, bytes_per_row=18432, looped_bytes_per_row=24576)
     >>> walk(row, "looped").form, walk(row, "looped", Table(persistent_up_to=(Limit(3, 8192),))).form
@@ -153,7 +153,7 @@ def walk(reduction: Reduction, inductor: Form, table: Table = DEFAULT) -> Choice
 
 
 def cut(reduction: Reduction, inductor_parts: int, table: Table = DEFAULT) -> Choice:
-    """Whether rows stay whole, are cut into parts that another kernel joins, or cooperate.
+    """Choose whether rows stay whole, are cut for a second kernel to combine, or cooperate.
 
     >>> row = Reduction(rows=128, elements=12288, multiprocessors=132)
     >>> cut(row, inductor_parts=2).form, cut(row, 2, Table(whole_up_to=16384)).form
@@ -174,7 +174,7 @@ def cut(reduction: Reduction, inductor_parts: int, table: Table = DEFAULT) -> Ch
         if inductor == "looped":
             return taken("looped", f"{values}: not cut")
         return taken("looped", f"{values}: measured faster whole")
-    # Parts that wait for each other must all run at once.
+    # Parts that wait for each other must all run at the same time.
     together = (reduction.multiprocessors or 0) // 2
     if rows <= min(table.cooperative_up_to_rows, together) and elements >= table.cooperative_from:
         return taken("cooperative", f"{values}: measured faster in one kernel")
@@ -192,7 +192,7 @@ def _parts(rows: int, elements: int, multiprocessors: int | None) -> int:
 
 
 def _kib(size: int) -> str:
-    """Bytes for people.
+    """Format bytes as KiB.
 
     >>> _kib(18432)
     '18 KiB'
@@ -210,7 +210,7 @@ class Timing:
     ms: Mapping[str, float]
 
 
-# A form must be this much faster to be taken, and may be that much slower on the way to a longer row.
+# A form must be this much faster to be chosen, and may be this much slower for rows before a longer one.
 GAIN = 0.02
 TIE = 0.01
 
@@ -232,7 +232,7 @@ def table_of(timings: Sequence[Timing], torch: str) -> dict[str, Any]:
     if cut_rows:
         entry["whole_up_to"] = _longest(cut_rows, "looped", "split") or INDUCTOR_WHOLE
     together = [timing for timing in timings if {"split", "cooperative"} <= timing.ms.keys()]
-    # From the longest rows down, as long as cooperating is faster.
+    # Start with the longest rows; stop when cooperating is not faster.
     for timing in sorted(together, key=lambda timing: -timing.elements):
         rival = min(ms for form, ms in timing.ms.items() if form != "cooperative")
         if timing.ms["cooperative"] > (1 - GAIN) * rival:
@@ -242,7 +242,7 @@ def table_of(timings: Sequence[Timing], torch: str) -> dict[str, Any]:
 
 
 def _longest(timings: Sequence[Timing], form: str, other: str) -> int | None:
-    """The longest row for which a form is faster, if it is not slower for any shorter one."""
+    """Return the longest row for which a form is faster, if it is not slower for any shorter one."""
     longest = None
     for timing in sorted(timings, key=lambda timing: timing.elements):
         if not {form, other} <= timing.ms.keys():

@@ -1,4 +1,7 @@
-"""Tables of reductions: one entry a device in a JSON file that is shipped, and in one of this machine, which comes first."""
+"""Tables of reductions: one entry per device, from a shipped JSON file and one of this machine.
+
+The entries of this machine take precedence.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def shipped_file() -> Path:
 
 
 def own_file() -> Path:
-    """What was measured on this machine."""
+    """Return the file with this machine's measurements."""
     return tuned.user_folder() / NAME
 
 
@@ -37,7 +40,7 @@ def _load(path: Path) -> tuple[Entries, str | None]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}, None
-    # Deep nesting exhausts the parser's stack.
+    # Deep nesting overflows the parser's stack.
     except (OSError, ValueError, RecursionError) as error:
         return {}, f"it cannot be read ({type(error).__name__})"
     if not isinstance(found, dict):
@@ -55,7 +58,7 @@ def _load(path: Path) -> tuple[Entries, str | None]:
 
 
 def write(path: Path, device: str, entry: Mapping[str, Any]) -> None:
-    """Put a device's entry into a file, and leave the others."""
+    """Write a device's entry to a file, and keep the others."""
     entries = {**read(path), device: dict(entry)}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -64,7 +67,7 @@ def write(path: Path, device: str, entry: Mapping[str, Any]) -> None:
 
 @functools.cache
 def entries() -> Entries:
-    """Return every device's entry that holds here; a damaged file of this machine's own is told with a warning."""
+    """Return the valid entries of every device; warn if this machine's file is damaged."""
     found, damage = _load(own_file())
     if damage is not None:
         warnings.warn(
@@ -75,18 +78,18 @@ def entries() -> Entries:
     own = {
         device: entry
         for device, entry in found.items()
-        # Another torch generates other code: what was measured of it is no longer known.
+        # Another torch version generates other code, to which the measurements do not apply.
         if entry.get("torch") == compat.version_text()
     }
     return {**read(shipped_file()), **own}
 
 
 def forget() -> None:
-    """Read the files anew: one has changed."""
+    """Clear the cache after a file has changed."""
     entries.cache_clear()
 
 
 def table_for(device: str) -> Table:
-    """What is known about a device; the rules alone where nothing is."""
+    """Return the table of a device, or one without measurements."""
     entry = entries().get(device)
     return Table.from_dict(entry) if entry is not None else DEFAULT
