@@ -56,7 +56,7 @@ def disable() -> None:
 
 @contextlib.contextmanager
 def enabled(**parts: Any) -> Iterator[Decline | None]:
-    """Run `enable` inside; afterwards, also after an error, restore the earlier policy and decisions, or disable."""
+    """Run `enable` inside; afterwards, also after an error, restore the earlier policy and decisions."""
     before = hooks.process_session()
     declined = enable(**parts)
     try:
@@ -70,7 +70,7 @@ def is_enabled() -> bool:
 
 
 def decisions() -> dict[str, Any]:
-    """Return the decisions since `enable` with reasons: kernels, proofs, and survived errors of Inductor's analysis."""
+    """Return the decisions since `enable`: kernels, proofs, and survived errors of Inductor's analysis."""
     session = hooks.process_session()
     if session is None:
         return {"kernels": [], "proofs": [], "retries": []}

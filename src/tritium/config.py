@@ -36,7 +36,7 @@ _FALSE = frozenset({"0", "false", "no", "off"})
 
 
 class KeywordsOnly(type):
-    """Metaclass of dataclasses whose constructor raises a `ConfigError` for positional or unknown arguments."""
+    """Metaclass of dataclasses that raise a `ConfigError` for positional or unknown arguments."""
 
     def __call__(cls, *args: Any, **given: Any) -> Any:
         if args:
@@ -133,7 +133,7 @@ class FusionPatterns(_Group):
     enable_cat_linear: bool = True
 
     def enables(self, family: str) -> bool:
-        """Return True if sites of a family may be rewritten. A plug-in's family has no switch and is always enabled."""
+        """Return True if sites of a family may be rewritten; always True for a plug-in's family."""
         return bool(getattr(self, SWITCH_OF_FAMILY.get(family, f"enable_{family}"), True))
 
 
@@ -266,7 +266,7 @@ def environment_names() -> dict[str, tuple[type, str]]:
 
 
 def check_environment() -> None:
-    """Raise a `ConfigError` for an unknown `TRITIUM_*` variable: a typo would otherwise have no visible effect."""
+    """Raise a `ConfigError` for an unknown `TRITIUM_*` variable, so that typing errors are visible."""
     known = [*environment_names(), envs.ATTENTION]
     for name in envs.tritium_variables():
         if name not in known:

@@ -35,7 +35,7 @@ def set_unless_set(name: str, value: str) -> str:
 
 
 def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment with changes, for a child process that can import the same modules.
+    """Return this process's environment with changes, for a child that can import the same modules.
 
     `sys.path` is passed on, so that a checkout on it need not be installed.
     """

@@ -1,4 +1,4 @@
-"""The bound of fidelity `close`: error against a float64 run at most 2 x eager's error + 16 eps of the dtype.
+"""The bound of fidelity `close`: error against a float64 run at most 2 x eager's error + 16 eps.
 
 The factor of 2 is what plain torch.compile needs, because it sums in another order. The 16 eps cover results that
 eager happens to compute exactly.

@@ -176,7 +176,7 @@ def config_digest(config: Mapping[str, Any]) -> str:
 
 
 def _canonical(value: Any) -> Any:
-    """Convert a value to canonical JSON data: equal configurations give equal text, whatever their container types."""
+    """Convert a value to JSON data that is equal for equal configurations in any container types."""
     if isinstance(value, Enum):
         return _canonical(value.value)
     if value is None or isinstance(value, (str, bool, int, float)):

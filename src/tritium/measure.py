@@ -121,10 +121,12 @@ def _interleave(
 
 
 def order_of_round(names: Sequence[str], done: int) -> list[str]:
-    """Return the order of one round. Over `cycle(len(names))` rounds each variant follows each other one equally often.
+    """Return the order of one round.
 
-    These are the orders of a Williams design. Plain rotation would be unfair: a variant that always follows the
-    cheapest one always runs on a cool device.
+    These are the orders of a Williams design: over `cycle(len(names))` rounds, each variant follows each other one
+    equally often. Plain rotation would be unfair: a variant that always follows the cheapest one always runs on a cool
+    device.
+
     >>> [order_of_round("abcd", done) for done in range(4)]
     [['a', 'b', 'd', 'c'], ['b', 'c', 'a', 'd'], ['c', 'd', 'b', 'a'], ['d', 'a', 'c', 'b']]
     """
@@ -182,7 +184,7 @@ def _device_events(run: Callable[[], Any], calls: int) -> list[float]:
 
 
 def first_call(run: Callable[[], Any], device_type: str) -> float:
-    """Return the seconds of one call until the device is done; for a compiled function this is mostly compilation."""
+    """Return the seconds of one call, device time included; a first call is mostly compilation."""
     device.synchronize(device_type)
     start = time.perf_counter()
     run()
@@ -191,7 +193,7 @@ def first_call(run: Callable[[], Any], device_type: str) -> float:
 
 
 def peak_memory(run: Callable[[], Any], device_type: str) -> int | None:
-    """Return the peak bytes while a function runs, weights included, or None if the system does not report them.
+    """Return the peak bytes while a function runs, weights included, or None if unknown.
 
     On a GPU: bytes allocated by torch. On a CPU: resident bytes of the whole process, libraries included.
     """
@@ -209,7 +211,7 @@ def peak_memory(run: Callable[[], Any], device_type: str) -> int | None:
 
 @dataclass(frozen=True)
 class Roofs:
-    """The limits of a device: bytes per second of a large copy, operations per second of a large matrix product."""
+    """A device's limits: bytes per second of a large copy, operations per second of a large product."""
 
     bytes_per_s: float
     flops_per_s: float

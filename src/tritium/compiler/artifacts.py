@@ -1,4 +1,4 @@
-"""Save compile artifacts to one file, so that a process on another machine of the same kind starts warm.
+"""Save compile artifacts to one file, so that processes on machines of the same kind start warm.
 
     artifacts.save("flux.tritium", fingerprint)       # after the first call
     artifacts.load("flux.tritium", fingerprint)       # in the next process, before its first call
@@ -89,7 +89,7 @@ class ArtifactSummary:
 
 
 def save(path: str | os.PathLike[str], fingerprint: Fingerprint) -> ArtifactSummary:
-    """Save everything that this process compiled or found in its caches; write the file completely or not at all."""
+    """Save everything that this process compiled or found in its caches, completely or not at all."""
     _check_caching("saved")
     found = compat.cache_artifacts()
     if found is None:

@@ -97,7 +97,7 @@ class Backend:
         return compiled
 
     def all_passes(self) -> list[Pass]:
-        """Return every pass of this backend in order: built-in, plug-ins', then those passed to the constructor."""
+        """Return every pass of this backend in order: built-in, plug-ins', constructor's."""
         return passes_for(self.config, self.fusions, self.passes)
 
     def reset(self) -> None:
@@ -142,7 +142,7 @@ def _tuple_of(kind: type[T], name: str, values: Iterable[T]) -> tuple[T, ...]:
 
 
 def _is_of_pictures(backend: Any, arguments: Mapping[str, Any]) -> bool:
-    """Return True if a frame compiled by a Tritium backend belongs to a module that consists mostly of convolutions.
+    """Return True if a frame compiled by Tritium belongs to a module of mostly convolutions.
 
     Its sizes are heights, widths, frames and channels, and equal sizes are a coincidence.
     """

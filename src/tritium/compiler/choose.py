@@ -142,7 +142,7 @@ def _pinned(op: Op, pinned: str, arguments: Mapping[str, Any], config: Compilati
 
 
 def check_pins(config: CompilationConfig) -> None:
-    """Raise a `ProviderError` for a pinned provider or op that does not exist, which would otherwise have no effect."""
+    """Raise a `ProviderError` for a pin of an unknown op or provider: it would otherwise have no effect."""
     known = {name: [INDUCTOR, REFERENCE, *ops.providers(op)] for name, op in ops.catalog().items()}
     if isinstance(config.force_provider, str):
         every = {provider for providers in known.values() for provider in providers}

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Disable automatic collections inside, then restore the setting. Reference counting still frees objects."""
+    """Disable collections inside, then restore the setting. Reference counts still free objects."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -25,7 +25,7 @@ def paused() -> Iterator[None]:
 
 
 def _let_all_be_old() -> None:
-    """Move new objects to the oldest generation: most of them stay, and the next collection would visit them all."""
+    """Move new objects to the oldest generation: most stay, and the next collection would visit all."""
     # unfreeze moves all frozen objects to the oldest generation, so do nothing if other code has frozen some.
     if gc.get_freeze_count() == 0:
         gc.freeze()

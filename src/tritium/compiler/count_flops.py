@@ -1,4 +1,4 @@
-"""Count floating-point operations of a graph's contractions (matrix products, convolutions, attention) from shapes."""
+"""Count floating-point operations of contractions (products, convolutions, attention) from shapes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _counter() -> Any:
 
 
 def flops_of(node: fx.Node) -> int | None:
-    """Return the operation count of a node of a traced graph; None without a contraction or with unknown shapes."""
+    """Return the operation count of a traced node; None without a contraction or with unknown shapes."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return None
@@ -75,7 +75,7 @@ def _flops_of_owned(node: fx.Node, target: torch._ops.OpOverload) -> int | None:
 
 
 def bytes_of(values: Any) -> int:
-    """Return the bytes of the tensors in a node's value, with hints for dynamic sizes; unknown sizes count as 0."""
+    """Return the bytes of tensors of a node's value, with hints for dynamic sizes; unknown ones count as 0."""
     if isinstance(values, (tuple, list)):
         return sum(bytes_of(value) for value in values)
     if not isinstance(values, torch.Tensor) or values.layout is not torch.strided:

@@ -57,7 +57,7 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Kernel:
-    """A generated kernel: its Inductor nodes, the graph's nodes that they come from, and the buffers that it reads."""
+    """A generated kernel: its Inductor nodes, their original graph nodes, and the buffers that it reads."""
 
     name: str
     nodes: Sequence[Any]

@@ -1,4 +1,4 @@
-"""Store a graph before and after the passes as strings, reduced to one repeated block or to its beginning."""
+"""Store one repeated block, or the beginning, of a graph as strings, before and after the passes."""
 
 from __future__ import annotations
 

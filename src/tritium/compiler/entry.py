@@ -1,4 +1,4 @@
-"""The entry point of `torch.compile(model, backend="tritium")`: a backend configured by the environment."""
+"""The entry point of `torch.compile(model, backend="tritium")`, configured by the environment."""
 
 from tritium.compiler.backend import Backend
 

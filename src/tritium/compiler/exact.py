@@ -1,4 +1,4 @@
-"""Find the sites that an op reproduces with equal bits and strides, by running the graph once on its real inputs.
+"""Find sites that an op reproduces with equal bits and strides, by running the graph on its inputs.
 
 Before:  the graph from Dynamo runs eagerly; at each site the op also computes from the same inputs
 After:   one result per site, equal or not
@@ -47,7 +47,7 @@ def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _same_strides(match: Match, compute: Compute) -> bool:
-    """Return True if a replacement has the strides of the site's values at every size of the graph, not only now."""
+    """Return True if a replacement has the strides of the site's values at every size of the graph."""
     wanted = [value_of(node) for node in match.values]
     with as_dynamo_does(tuple(wanted)):
         made = compute(as_fake)
@@ -71,7 +71,7 @@ def _copy(value: Any) -> Any:
 
 
 def bit_equal(gm: fx.GraphModule, example_inputs: Sequence[Any], sites: Sequence[tuple[Match, Compute]]) -> list[bool]:
-    """Return for each site whether its replacement has equal bits and strides. The inputs are not written to."""
+    """Return for each site if its replacement has equal bits and strides; do not write to the inputs."""
     by_end: dict[fx.Node, list[tuple[int, Match, Compute]]] = {}
     for index, (match, compute) in enumerate(sites):
         # For other sites, `fuse` has already compared the strides.

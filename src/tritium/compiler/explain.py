@@ -29,7 +29,7 @@ class InParts(Protocol):
 
 
 def explain(thing: Any = None, *, call: Callable[[], Any] | None = None) -> Report:
-    """Return the report of a compiled model or function, a module with compiled class or blocks, or a handle.
+    """Return the report of a compiled model or function, a module with compiled blocks, or a handle.
 
     Without an argument, report everything that this process compiled with Tritium. Call it after the first run of the
     model, or pass `call`, which runs the model once: it is then called again under the profiler, and kernels get
@@ -78,7 +78,7 @@ def _records_of(thing: Any, records: list[GraphRecord]) -> list[GraphRecord]:
 
 
 def _is_compiled_itself(module: torch.nn.Module) -> bool:
-    """Return True if calling this module enters compiled code, instead of being part of its parent's graph."""
+    """Return True if calling this module enters compiled code; False inside its parent's graph."""
     of_class = (getattr(type(module), name) for name in ("forward", "_call_impl"))
     return module._compiled_call_impl is not None or any(hasattr(f, "_torchdynamo_orig_callable") for f in of_class)
 

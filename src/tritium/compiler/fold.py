@@ -1,4 +1,4 @@
-"""Freeze values that depend only on parameters: compute them when parameters change, not on every call.
+"""Freeze values that depend only on parameters: compute them when these change, not on every call.
 
 Before:  f(x, weight):  cat = torch.cat([weight, ...]); return x @ cat.t()
 After:   f(x, weight, cat): return x @ cat.t()          with cat = fold(weight) kept with the compiled code
@@ -201,7 +201,7 @@ def fold_parameters(
 
 
 def _foldable(graph: fx.Graph, parameters: Sequence[fx.Node], written: set[int]) -> dict[fx.Node, None]:
-    """Return nodes that are computed only from parameters, without random numbers or writes in place, in order."""
+    """Return nodes computed only from parameters, without random numbers or writes in place, in order."""
     pure: dict[fx.Node, None] = {}
     known = set(parameters)
     for node in graph.nodes:

@@ -1,4 +1,4 @@
-"""List operations whose values do not depend on input strides, so that a memory format can propagate through them."""
+"""List operations whose values do not depend on input strides, and which can keep a memory format."""
 
 from __future__ import annotations
 

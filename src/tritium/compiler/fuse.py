@@ -1,4 +1,4 @@
-"""Recognise the sites of all fusions, choose a provider for each, and rewrite those with an owned provider.
+"""Recognise sites of all fusions, choose a provider for each, and rewrite those with an owned one.
 
 Before:  the region as the model spells it
 After:   tritium::<op>(..., provider="triton")   where an owned provider was chosen; unchanged if left to Inductor

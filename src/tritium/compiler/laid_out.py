@@ -28,5 +28,5 @@ CHANNELS_LAST = torch.ops.tritium.channels_last.default
 
 
 def make_known_to_inductor() -> None:
-    """Register the op's lowering before a graph with it is lowered; if torch does not support it, ATen copies."""
+    """Register the op's lowering before a graph with it is lowered; ATen copies if torch lacks support."""
     compat.lower_to_channels_last(CHANNELS_LAST)

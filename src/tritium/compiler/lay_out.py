@@ -193,7 +193,7 @@ class _Rewriter:
         return isinstance(value, torch.Tensor) and value.dim() in FORMATS and self._can_follow(node)
 
     def _regions(self, convolutions: Sequence[fx.Node]) -> list[list[fx.Node]]:
-        """Return groups of convolutions that are connected, in any direction, by operations that keep a format."""
+        """Return groups of convolutions connected, in any direction, by operations that keep a format."""
         seeds = set(convolutions)
         inside = dict.fromkeys(convolutions) | dict.fromkeys(node for node in self.graph.nodes if self._carries(node))
         leader: dict[fx.Node, fx.Node] = {node: node for node in inside}
@@ -319,7 +319,7 @@ class _Rewriter:
         return mates if not any(map(self._is_written, mates)) else []
 
     def _compute(self, node: fx.Node, swap: dict[fx.Node, fx.Node]) -> Any:
-        """Compute a node's result for its new inputs; return None if more than strides differ from Dynamo's result."""
+        """Compute a node's result for its new inputs; return None if more than strides differ from before."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: value_of(swap.get(source, source)))
         try:
             with as_dynamo_does(self._value[node]):
@@ -380,7 +380,7 @@ class _Rewriter:
         return self._channels_last[node]
 
     def _weight(self, node: fx.Node, place: fx.Node) -> fx.Node:
-        """Clone a weight as channels-last. For a 1x1 kernel `contiguous` would return the original, with its strides."""
+        """Clone a weight as channels-last; `contiguous` would return a 1x1 kernel with its old strides."""
         if node not in self._channels_last:
             made = self._insert(place, node, "clone", FORMATS[value_of(node).dim()])
             mark_for_folding(made)
@@ -389,7 +389,7 @@ class _Rewriter:
         return self._channels_last[node]
 
     def _pin(self, convolution: fx.Node) -> None:
-        """Copy a convolution's result that is only read through views, such as frames of a video, in its new format.
+        """Copy a convolution's result in its new format if it is only read through views (video frames).
 
         Inductor adds the bias after the convolution and would give the sum the strides of a contiguous tensor, so every
         reader would read across them. Without a bias, the views show the convolution's result directly.
@@ -460,7 +460,7 @@ class _Rewriter:
         return made
 
     def _repeat(self, node: fx.Node, place: fx.Node, shared: bool) -> fx.Node:
-        """Insert the node again with restored inputs, for example a transposed view of a value with other strides."""
+        """Insert the node again with restored inputs, such as a transposed view of a value."""
         args, kwargs = fx.map_arg(self._arguments[node], lambda source: self._restore(source, place, shared))
         with self.graph.inserting_before(place):
             made = self.graph.create_node(node.op, node.target, args, kwargs)

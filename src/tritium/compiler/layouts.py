@@ -33,7 +33,7 @@ def is_contiguous(value: Any) -> bool:
 
 
 def order_in_memory(value: Any) -> list[int] | None:
-    """Return the order of dims, largest stride first, if a tensor is provably packed in that order; else None.
+    """Return the order of dims, largest stride first, if a tensor is provably packed; else None.
 
     >>> order_in_memory(torch.empty(2, 3, 4, 5)), order_in_memory(torch.empty(2, 3, 4, 5).permute(0, 3, 1, 2))
     ([0, 1, 2, 3], [0, 2, 3, 1])
@@ -78,7 +78,7 @@ def same_kind(left: Any, right: Any) -> bool:
 
 @contextlib.contextmanager
 def as_dynamo_does(value: Any) -> Iterator[None]:
-    """Compute on fake tensors in a value's fake mode, without specialising more symbolic sizes than Dynamo did."""
+    """Compute in a value's fake mode, without specialising more symbolic sizes than Dynamo did."""
     mode = next(tensor.fake_mode for tensor in tensors_of(value) if hasattr(tensor, "fake_mode"))
     # Without this dispatcher, the C++ code of some operators specialises symbolic sizes.
     with mode, torch.no_grad(), enable_python_dispatcher():

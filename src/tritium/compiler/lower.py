@@ -55,7 +55,7 @@ class Lowering:
 
 @dataclass(frozen=True)
 class Lowered:
-    """Compiled code with the observation of its code generation, from this or an earlier process; None if unknown."""
+    """Compiled code, and the observation of its generation in this or an earlier process, or None."""
 
     run: Callable[..., Any]
     observation: Mapping[str, Any] | None = None
@@ -112,7 +112,7 @@ def lower(attempt: Lowering, record: GraphRecord) -> Lowered:
 def _observation(
     observer: KernelObserver, key: str, known: dict[str, Any] | None
 ) -> tuple[dict[str, Any] | None, Literal["codegen", "store"]]:
-    """Return the observation of code generation and store it, or return the one stored by an earlier process."""
+    """Return and store the observation of code generation, or return the one of an earlier process."""
     if observer.saw_codegen:
         observation = observer.observation()
         store().save(key, observation)
@@ -129,7 +129,7 @@ def _observation(
 
 
 def _expected(known: Mapping[str, Any] | None, device_type: str) -> bool:
-    """Return True if Inductor's cache should contain a GPU graph: an earlier process compiled it with this cache."""
+    """Return True if Inductor's cache should contain a GPU graph, compiled by an earlier process."""
     return known is not None and device_type != "cpu" and compat.caching_obstacle() is None and not _compiled_again
 
 

@@ -1,4 +1,4 @@
-"""Mark dims of a call's arguments as dynamic, by name: `{"hidden_states": [1], "feat_cache.*": [-2, -1]}`."""
+"""Mark dims of arguments as dynamic, by name: `{"hidden_states": [1], "feat_cache.*": [-2, -1]}`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Observe code generation (kernels, fallbacks), and store observations next to Inductor's cache for warm starts."""
+"""Observe code generation (kernels, fallbacks), and store observations for warm starts."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class KernelObserver:
         self._why[frozenset({why.name1, why.name2})] = why
 
     def graph(self, lowering: Any) -> None:
-        """Describe all kernels, once it is known which buffers stay inside kernels and which kernels read the rest."""
+        """Describe all kernels, once the buffers that stay inside kernels and the readers of others are known."""
         self.saw_codegen = True
         moved = [compat.kernel_dependencies(nodes) for _, nodes in self._defined]
         ideal, region = _regions(moved, set(lowering.get_output_names()))
@@ -150,7 +150,7 @@ class KernelObserver:
         }
 
     def _launch(self, found: compat.UserKernel) -> dict[str, Any]:
-        """Describe a Triton kernel that generated code launches but Inductor did not write: an op's or the model's."""
+        """Describe a launched Triton kernel that Inductor did not write: an op's or the model's."""
         op = triton_launch.op_of(found.function)
         read, written = bytes_of(found.read), bytes_of(found.written)
         return {
@@ -376,7 +376,7 @@ _used: dict[str, None] = {}
 
 
 class Store:
-    """Observations by key, as JSON files in Inductor's cache folder, so that they are moved and deleted with it."""
+    """Observations by key, as JSON files in Inductor's cache folder: they are moved and deleted with it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -432,7 +432,7 @@ def used() -> list[str]:
 
 
 def store_key(graph: fx.Graph, identity: bytes) -> str:
-    """Return a digest of everything that decides the code: rewritten graph, shapes, identity, Inductor's settings."""
+    """Return a digest of all inputs of code generation: rewritten graph, shapes, identity, Inductor's settings."""
     digest = hashlib.sha256(_FORMAT + identity)
     digest.update(torch.__version__.encode())
     digest.update(readable(graph).encode())
@@ -452,8 +452,7 @@ def settings_digest() -> bytes:
 def code_key(codes: Sequence[str]) -> str:
     """Return a second key, of the code that runs a graph.
 
-    Inductor compiles graphs that differ only in names once. This key finds the observation of the first
-    one.
+    Inductor compiles graphs that differ only in names once. This key finds the observation of the first one.
     """
     return hashlib.sha256(_FORMAT + b"code" + "\0".join(codes).encode()).hexdigest()
 

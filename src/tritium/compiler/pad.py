@@ -1,4 +1,4 @@
-"""`tritium.pad_to`: pad inputs of any length to a few lengths, and check that results do not depend on the padding.
+"""`tritium.pad_to`: pad inputs to a few lengths, and check that results do not depend on the padding.
 
     model = tritium.pad_to(model, {"encoder_hidden_states": {1: (128, 256, 512)}}, mask="encoder_attention_mask")
 
@@ -134,7 +134,7 @@ class Padding:
         padded: Mapping[str, Any],
         targets: Mapping[tuple[str, int], int],
     ) -> list[dict[int, tuple[str, int]]]:
-        """Run without padding, with zero padding and with noise padding; compare results, and return where to cut."""
+        """Run without padding, with zeros and with noise in it; compare results, and return where to cut."""
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         with torch.random.fork_rng(devices=devices), compat_capture.compiled_code_runs_eagerly(), torch.no_grad():
             noisy = {**given, **self._padded(given, targets, noise=True)}

@@ -304,7 +304,7 @@ class Compilation:
         originals: Sequence[tuple[str, fx.Graph]] = (),
         piece: SharedPiece | None = None,
     ) -> Iterator[Attempt]:
-        """Yield an attempt with the rewritten graph; after a failed tiling analysis, one without it and our policy."""
+        """Yield the rewritten graph; after failed tiling analysis, one without it and our policy."""
         key = self._identity(gm.graph)
         rewritten = copied(gm.graph)
         graphs = [("rewritten", rewritten), *originals]
@@ -317,7 +317,7 @@ class Compilation:
             yield Attempt(part, Lowering(again, example_inputs, settings, key, piece=piece), graphs)
 
     def _attempts_untouched(self) -> Iterator[Attempt]:
-        """Yield an attempt with the graph from Dynamo and no requests, unless nothing was changed or requested."""
+        """Yield an attempt with the original graph and no requests, unless nothing was changed or requested."""
         changed = any(entry.changed or entry.requests or entry.failed for entry in self.record.passes)
         key = self._identity(self.gm.graph)
         if self.folding is not None:
@@ -400,7 +400,7 @@ class Compilation:
 
 
 def is_the_callers(error: Exception) -> bool:
-    """Return True if an error must reach the caller; others disable a part and are reported with a warning."""
+    """Return True if an error must reach the caller; others disable a part and are reported."""
     ours = isinstance(error, TritiumError) and not isinstance(error, UnrequestedConfig)
     return ours or compat.passes_through(error)
 

@@ -1,4 +1,4 @@
-"""Time the providers of ops on this device, in a compiled block and alone, and write the rows of a table.
+"""Time the providers of ops on this device, in a compiled block and alone, and write table rows.
 
 Only `tritium tune` measures. A compilation only reads existing tables.
 """
@@ -160,7 +160,7 @@ def _medians(runs: Mapping[str, Callable[[], Any]], device_type: str, seconds: f
 
 
 def _captured(run: Callable[[], Any], calls: int) -> Callable[[], Any]:
-    """Capture several calls as one static graph: otherwise kernels of a few microseconds would measure the host."""
+    """Capture several calls as one static graph: kernels of a few microseconds would measure the host."""
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -174,7 +174,7 @@ def _captured(run: Callable[[], Any], calls: int) -> Callable[[], Any]:
 
 
 def _issue_us(runs: Mapping[str, Callable[[], Any]], device_type: str) -> dict[str, float]:
-    """Return the microseconds that the host needs to issue a call of each run, without waiting for the device.
+    """Return the microseconds that the host needs to issue a call of each run, without synchronizing.
 
     Calls follow each other as in a host-bound model; the runs are interleaved.
     """

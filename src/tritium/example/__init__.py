@@ -1,4 +1,4 @@
-"""A small, trained text-to-image pipeline that ships with the package, made of stock diffusers classes.
+"""A small, trained text-to-image pipeline of stock diffusers classes that ships with the package.
 
 It generates images of coloured shapes from prompts such as "two red circles above a blue square on a yellow
 background", in about a second on a CPU and without a network. Demonstrations, tests and first trials run on it.

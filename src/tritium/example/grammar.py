@@ -1,4 +1,4 @@
-"""The prompts of the example pipeline: scenes, captions that describe them, and the vocabulary of those captions.
+"""The prompts of the example pipeline: scenes, captions that describe them, and their vocabulary.
 
 A scene is one group of equal shapes at some place in the image, or two groups on opposite sides. The models were
 trained only on these captions, so they understand only the words in `VOCABULARY`.
@@ -49,7 +49,7 @@ _WORD = re.compile(r"\w+")
 
 
 class Scene(NamedTuple):
-    """The content of an image as indices into the tables above, so that a scene can also be a row of a tensor.
+    """The content of an image as indices into the tables above, so that a tensor row can be a scene.
 
     With two groups, `place` is the side of group a; group b is on the opposite side.
     """

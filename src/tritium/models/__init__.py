@@ -1,4 +1,4 @@
-"""FACTS: one file per model family. `tritium.pipelines` reads them, and derives them itself for unknown classes."""
+"""FACTS: one file per model family, read by `tritium.pipelines`, which guesses for unknown classes."""
 
 from __future__ import annotations
 

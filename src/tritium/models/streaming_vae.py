@@ -1,4 +1,4 @@
-"""The video VAEs of Wan and Qwen-Image: they process frames in chunks, together with a cache of frames."""
+"""The video VAEs of Wan and Qwen-Image, which process frames in chunks with a cache of frames."""
 
 from tritium.models.family import Codec
 

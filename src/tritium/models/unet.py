@@ -1,4 +1,4 @@
-"""Stable Diffusion 1, 2 and XL, and their ControlNets: U-Nets, whose blocks share classes but differ in width."""
+"""Stable Diffusion 1, 2 and XL, and their ControlNets: U-Nets, whose block classes vary in width."""
 
 from tritium.models.family import Family
 

@@ -1,4 +1,4 @@
-"""The video VAEs of HunyuanVideo and LTX-Video: they process all frames of a video or temporal tile at once."""
+"""The video VAEs of HunyuanVideo and LTX-Video, which process all frames of a video or tile at once."""
 
 from tritium.models.family import Codec
 

@@ -127,7 +127,7 @@ def _outcomes(counts: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def _bars(data: Mapping[str, Any], kernels: Kernels) -> list[dict[str, Any]]:
-    """Return bars for a pipeline's components, else for the graphs in the measured call, else for kinds of kernels."""
+    """Return bars for a pipeline's components, else for measured graphs, else for kinds of kernels."""
     if data["components"]:
         return [dict(component) for component in data["components"]]
     if not kernels.total_us:

@@ -1,4 +1,4 @@
-"""Rows for a report's kernels: time, bytes and operations, and the share of the device's limit that each reaches."""
+"""Rows for a report's kernels: time, bytes, operations, and the share of the device's limit."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Kernels:
 
 
 def _excess(kernels: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int], float]:
-    """Return by graph and region: bytes moved by its kernels divided by the bytes that one kernel would move."""
+    """Return by graph and region the bytes moved, divided by the bytes that one kernel would move."""
     moved: Counter[tuple[str, int]] = Counter()
     ideal: dict[tuple[str, int], int] = {}
     for kernel in kernels:

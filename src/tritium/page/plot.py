@@ -47,7 +47,7 @@ class Axis:
 
 
 def roofline_plot(kernels: Kernels) -> str:
-    """Plot operations per byte against operations per second; empty if a roof or all operation counts are missing."""
+    """Plot operations per byte against operations per second; empty if a roof or all counts are missing."""
     rows = [row for row in kernels.rows if row.intensity and row.flops_per_s]
     bandwidth, peak = kernels.bandwidth, kernels.flops_per_s
     if not rows or bandwidth is None or peak is None:
@@ -70,7 +70,7 @@ def roofline_plot(kernels: Kernels) -> str:
 
 
 def bandwidth_plot(kernels: Kernels) -> str:
-    """Plot bytes per launch against bytes per second for kernels without contractions; empty if none was measured."""
+    """Plot bytes per launch against bytes per second for measured kernels without contractions, if any."""
     rows = [row for row in kernels.rows if not row.flops and row.bytes_per_s and row.moved] if kernels.measured else []
     bandwidth = kernels.bandwidth
     if not rows or bandwidth is None:

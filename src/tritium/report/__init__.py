@@ -64,7 +64,7 @@ __all__ = [
 
 
 class Report:
-    """The optimizations of one model: as text (`str(report)`), as data (`to_dict()`) or as an HTML page (`to_html`)."""
+    """The optimizations of one model: as text (`str(report)`), data (`to_dict()`) or HTML (`to_html`)."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Report:
 
     @property
     def not_fused(self) -> list[dict[str, Any]]:
-        """Pairs of generated kernels that share data or pass it on, with Inductor's reason for not fusing them."""
+        """Pairs of generated kernels that share or pass data, with Inductor's reason for not fusing them."""
         return [{"graph": record.graph, **pair} for record in self.records for pair in record.not_fused]
 
     @property

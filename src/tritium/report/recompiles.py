@@ -53,7 +53,7 @@ def parse_guard_failure(graph: str, text: str, arguments: Mapping[str, Any]) -> 
 
 
 def _argument_name(text: str) -> str:
-    """Return `hidden_states` for `kwargs['hidden_states']`, which Dynamo reports if forward has a decorator."""
+    """Return `hidden_states` for `kwargs['hidden_states']`, the name that Dynamo sees behind a decorator."""
     return re.sub(r"^(?:kw)?args\['?([\w.]+)'?\]", r"\1", text)
 
 

@@ -37,7 +37,7 @@ def unpack(packed: str) -> list[dict[str, Any]]:
 
 
 def write(folder: Path, kernels: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]]) -> list[Path]:
-    """Write a folder per kernel; `measured` are the report's entries about the same graph, matched by name."""
+    """Write a folder per kernel; `measured` are the report's entries for this graph, matched by name."""
     about: dict[str, Mapping[str, Any]] = {}
     for entry in measured:
         about.setdefault(str(entry["name"]), entry)
@@ -45,7 +45,7 @@ def write(folder: Path, kernels: Sequence[Mapping[str, Any]], measured: Sequence
 
 
 def folder_name(kernel: Mapping[str, Any]) -> str:
-    """Return a folder name that is equal for equal kernels in any process: the hash excludes the kernel's name.
+    """Return a folder name, equal for equal kernels in any process: the hash excludes the kernel's name.
 
     >>> folder_name({"name": "cpp_fused_add_0", "operators": ["aten.add", "aten.mul"], "source": "int x;"})
     'fused_add_mul_e13e332b'

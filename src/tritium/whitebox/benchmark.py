@@ -52,7 +52,7 @@ def load_kernel(folder: Path, language: str) -> Callable[..., None]:
 
 
 def load_cpp(source: str) -> Callable[..., None]:
-    """Compile with Inductor's loader, hence with the same compiler, flags and vector instructions as in the model."""
+    """Compile with Inductor's loader: same compiler, flags and vector instructions as in the model."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
     start = source.rindex('extern "C"')
@@ -124,7 +124,7 @@ def copy_bandwidth(device: str) -> float:
 
 
 def compare(folder: Path, meta: dict[str, Any], kernel: Callable[..., None]) -> float | str:
-    """Return the largest relative L2 difference between results of kernel and operators, or why there is none."""
+    """Return the largest relative L2 difference between results of kernel and operators, or a reason."""
     if not (folder / "fragment.py").exists():
         return "there is no fragment.py"
     unknown = [given["parameter"] for given in meta["arguments"] if given.get("input") and given["reads"] is None]

@@ -51,7 +51,7 @@ def idle_share(call_ms: float, replay_ms: float) -> float:
 
 @dataclass(frozen=True)
 class Sample:
-    """One timed call: its time on the device, the host's time to issue it, and whether the device was idle before."""
+    """One timed call: its device time, the host's time to issue it, and if the device was idle before."""
 
     start: Mark
     end: Mark

@@ -65,7 +65,7 @@ class Copies:
 
 
 class Buffers:
-    """The buffers of a device. Captures run one at a time and are filled each time, so equal layouts share memory."""
+    """The buffers of a device; equal layouts share memory, because replays run one at a time."""
 
     def __init__(self) -> None:
         self._known: weakref.WeakValueDictionary[Hashable, torch.Tensor] = weakref.WeakValueDictionary()
@@ -113,7 +113,7 @@ class StaticInputs:
         self._copies.run([args[index] for index in self.indices])
 
     def changed(self, args: Sequence[Any]) -> set[int]:
-        """Return the inputs that a run has written to; raise `CaptureRefused` if an input's shape or memory changed."""
+        """Return the inputs that a run has written to; raise `CaptureRefused` for a changed shape or memory."""
         for index, layout in zip(self.indices, self._layouts, strict=True):
             if _layout(self.args[index]) != layout:
                 raise CaptureRefused("it changes the shape or the memory of an input in place")

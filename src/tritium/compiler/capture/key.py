@@ -11,7 +11,7 @@ _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
 def key_of(args: Sequence[Any], inputs: Sequence[int]) -> Hashable:
-    """Return the layout of every tensor argument, the values of others, and the modes that a graph depends on."""
+    """Return the layouts of tensor arguments, the values of others, and the modes that a graph depends on."""
     return (tuple(_part(args[index]) for index in inputs), modes())
 
 

@@ -130,7 +130,7 @@ class StaticOutputs:
         return sum({_storage(leaf): leaf.untyped_storage().nbytes() for leaf in self._owned}.values())
 
     def settle(self) -> None:
-        """Remember the current reference counts of the results' memory, before anything is returned to the caller."""
+        """Remember the reference counts of the results' memory before anything is returned to the caller."""
         self._users = self._counts()
 
     def held(self) -> bool:
@@ -141,7 +141,7 @@ class StaticOutputs:
         return [compat_capture.storage_users(leaf) for leaf in self._owned]
 
     def before_replay(self) -> None:
-        """Debug: overwrite earlier results with NaN (integers with their largest value), so that stale reads show."""
+        """Debug: overwrite earlier results with NaN, or the largest integer, so that stale reads show."""
         for tensor in self._exposed:
             tensor.fill_(float("nan") if tensor.is_floating_point() or tensor.is_complex() else _largest(tensor.dtype))
         self._exposed.clear()
@@ -193,7 +193,7 @@ def _by_storage(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _over(leaf: torch.Tensor, storage: Any = None) -> torch.Tensor:
-    """Return a new tensor over memory. Autograd does not treat it as a view, so the caller can write to it."""
+    """Return a tensor over memory that is not a view to autograd, so that the caller can write to it."""
     made = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
     return made.set_(storage or leaf.untyped_storage(), leaf.storage_offset(), leaf.shape, leaf.stride())
 

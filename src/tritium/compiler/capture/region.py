@@ -137,7 +137,7 @@ class Region:
             self._drop(entry)
 
     def _aliased(self, args: Sequence[Any]) -> str | None:
-        """Return a reason if an input that is written to shares memory: copies would not see each other's changes."""
+        """Return a reason if a written input shares memory: copies would not see each other's changes."""
         seen: dict[int, int] = {}
         tensors = [index for index, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
         for index in tensors:
@@ -276,7 +276,7 @@ class Region:
         self._record_graph(entry, lane, self._outputs(result, inputs, "copy"))
 
     def _is_ready(self, entry: Entry, lane: Lane) -> bool:
-        """Return True if a bucket can be replayed now; capture it again if its last result is still referenced."""
+        """Return True if a bucket can be replayed; capture it again if its last result is still referenced."""
         # Another thread may have evicted it.
         if entry.outputs is None:
             return False

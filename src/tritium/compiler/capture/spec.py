@@ -16,7 +16,7 @@ class Spec:
     piece: int | None = None
 
     def first(self, count: int) -> Spec:
-        """Drop the last inputs: frozen values, if lowering with them failed and the original graph was lowered."""
+        """Drop the last inputs: frozen values, if lowering failed and the original graph was lowered."""
         kept = tuple(index for index in self.weights if index < count)
         return Spec(self.names[:count], kept, frozenset(index for index in self.written if index < count), self.piece)
 

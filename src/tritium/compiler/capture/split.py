@@ -1,4 +1,4 @@
-"""Cut a graph at boundary ops: the parts between them are captured separately, and the ops run uncaptured."""
+"""Cut a graph at boundary ops, which run uncaptured; the parts between them are captured separately."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def captured(
     config: CompilationConfig,
     record: GraphRecord,
 ) -> Callable[..., Any]:
-    """Return a callable that replays: `whole` compiles the graph, `of_pieces` the pieces between boundary ops."""
+    """Return a callable that replays; `whole` compiles the graph, `of_pieces` its pieces if it is cut."""
     entry = PassRecord(NAME)
     entry.declined = _why_not(gm.graph, config, record)
     if entry.declined is not None:

@@ -1,5 +1,6 @@
-"""Sets of weights: a capture reads weights by address, so it is stored with the addresses and dropped with the weights.
+"""Store captures by set of weights.
 
+A capture reads weights by address, so it is stored with the addresses and dropped with the weights.
 Equal blocks of a model share compiled code but have different weights: one region has a set for each block.
 """
 
