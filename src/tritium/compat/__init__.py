@@ -1,7 +1,7 @@
-"""Every difference between torch versions, and every private door into torch that Tritium uses.
+"""All differences between torch versions, and all private torch APIs that Tritium uses.
 
-Supported: 2.11 to 2.15. A newer version is used too: a hook that it lacks gives None or an empty value here, the part of
-Tritium that needs it declines with a reason, and `obstacles` lists these parts for `tritium doctor`.
+Supported: 2.11 to 2.15. On a newer version a missing hook returns None or an empty value here, the part of Tritium that
+needs it declines with a reason, and `obstacles` lists these parts for `tritium doctor`.
 """
 
 from tritium.compat.artifacts import (

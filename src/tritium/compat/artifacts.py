@@ -1,4 +1,4 @@
-"""Compile artifacts: torch's own, and the libraries of C++ kernels, which it does not keep."""
+"""Compile artifacts: those of torch, and the libraries of C++ kernels, which torch does not include."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tritium.compat.inductor import inductor_config, setting, setting_names
 
 
 def caching_obstacle() -> str | None:
-    """Why Inductor would keep or find nothing in its cache, or None."""
+    """Return why Inductor's cache is not used, or None."""
     config = inductor_config()
     if config.force_disable_caches:
         return "torch's compile caches are off (force_disable_caches)"
@@ -26,11 +26,11 @@ def caching_obstacle() -> str | None:
 
 
 def cache_artifacts() -> tuple[bytes, int] | None:
-    """What torch compiled or found in its caches in this process, as bytes, and how many graphs that is.
+    """Return the contents of torch's caches for this process as bytes, and their number of graphs.
 
-    `torch.compiler.save_cache_artifacts` writes one group of entries a call, and reading keeps the last group alone: a
-    second save in one process would lose what the first one had. So all entries are written as one group, and torch's
-    own count of what is new stays as it was.
+    `torch.compiler.save_cache_artifacts` writes one group of entries per call, and loading keeps only the last group: a
+    second save in one process would lose the entries of the first. So all entries are written as one group, and torch's
+    list of new entries is left unchanged.
     """
     manager = importlib.import_module("torch.compiler._cache").CacheArtifactManager
     seen = list(manager._seen_artifacts)
@@ -42,12 +42,15 @@ def cache_artifacts() -> tuple[bytes, int] | None:
 
 
 def load_cache_artifacts(content: bytes) -> bool:
-    """Put such bytes into torch's caches; False if this torch cannot read them. They are unpickled: only from friends."""
+    """Load such bytes into torch's caches; return False if this torch cannot read them.
+
+    The bytes are unpickled: load them only from trusted sources.
+    """
     return torch.compiler.load_cache_artifacts(content) is not None
 
 
 class LibraryShelf(Protocol):
-    """Where libraries of C++ kernels are found before Inductor compiles them."""
+    """A store of compiled C++ kernels that Inductor searches before it compiles."""
 
     def find(self, request: str) -> Path | None: ...
 
@@ -55,10 +58,10 @@ class LibraryShelf(Protocol):
 
 
 def share_libraries(shelf: LibraryShelf) -> None:
-    """Look for Inductor's C++ kernels on a shelf first, and tell it which libraries were loaded.
+    """Search a shelf for Inductor's C++ kernels before compiling, and report loaded libraries to it.
 
-    Inductor names a library by the compiler's whole command line, which takes a probe of the compiler for each vector
-    instruction set and has torch's folder in it. A shelf knows it by its source and Inductor's settings.
+    Inductor's key for a library is the compiler's full command line, which contains torch's folder and needs a run of
+    the compiler for each vector instruction set. A shelf's key is the source and Inductor's settings.
     """
     bindings = importlib.import_module("torch._inductor.codecache").CppPythonBindingsCodeCache
     if hasattr(bindings.load_async, "tritium_original"):
@@ -67,12 +70,12 @@ def share_libraries(shelf: LibraryShelf) -> None:
 
     def load_async(cls: Any, main_code: str, *args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(original).bind(cls, main_code, *args, **kwargs).arguments
-        # Subclasses build wrappers with libraries of their own; extra flags may name files.
+        # Subclasses build wrappers with other libraries; extra flags may name files.
         if cls is not bindings or given.get("extra_flags"):
             return original(cls, main_code, *args, **kwargs)
         request = _library_request(given)
         found = shelf.find(request)
-        # Started now and not at the first call: the compiler works in the background until then.
+        # Start now and not at the first call: the compiler runs in the background until then.
         started = original(cls, main_code, *args, **kwargs) if found is None else None
 
         @functools.cache
@@ -90,9 +93,9 @@ def share_libraries(shelf: LibraryShelf) -> None:
 
 
 def _library_request(given: Mapping[str, Any]) -> str:
-    """Everything about a library but the machine it is for: the source, and the settings that decide how it is compiled."""
+    """Return a key with all inputs of a library except the machine: its source and its compile settings."""
     arguments = {name: value for name, value in given.items() if name not in {"cls", "submit_fn"}}
-    # Which compiler is asked does not change what the source means.
+    # The choice of compiler does not change the meaning of the source.
     settings = {
         name: setting(name)
         for name in setting_names()

@@ -1,4 +1,4 @@
-"""Differences between torch versions, and between installed packages, that concern attention."""
+"""Differences in attention between torch versions and installed packages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tritium import compat
 
-# Kernels behind F.scaled_dot_product_attention, by the names that candidates have.
+# Kernels behind F.scaled_dot_product_attention, by candidate name.
 _KERNELS = {
     "cudnn": "CUDNN_ATTENTION",
     "flash": "FLASH_ATTENTION",
@@ -25,11 +25,11 @@ _KERNELS = {
     "math": "MATH",
 }
 
-# Packages with attention kernels of their own: the module that is imported, and the distribution it comes from.
+# Packages with attention kernels: the imported module, and its distribution.
 PACKAGES = {"flash_attn_interface": "flash_attn_3", "sageattention": "sageattention"}
 
 
-# What vmap needs of the dispatcher.
+# The dispatch keys that vmap needs.
 _FUNCTORCH = (
     "FuncTorchDynamicLayerBackMode",
     "FuncTorchDynamicLayerFrontMode",
@@ -39,18 +39,18 @@ _FUNCTORCH = (
 )
 
 
-# What a kernel of PyTorch calls its kinds of causality.
+# The kinds of causality of PyTorch's kernel.
 _NOT_CAUSAL, _TO_THE_LAST_KEY = 0, 2
 
 
-# PyTorch's switches between its kernels are the process's. Two threads that turned them at once would each give back what the
-# other had left, for good.
+# PyTorch's kernel switches are global to the process. Without the lock, two threads that change them at the same time
+# would each restore the other's setting, permanently.
 SWITCHES = threading.RLock()
 
 
 @contextmanager
 def only_kernel(name: str) -> Iterator[None]:
-    """`F.scaled_dot_product_attention` by one kernel, or an error."""
+    """Restrict `F.scaled_dot_product_attention` to one kernel, which raises an error if it cannot run."""
     with SWITCHES, sdpa_kernel([getattr(SDPBackend, _KERNELS[name])]):
         yield
 
@@ -62,7 +62,7 @@ def installed(module: str) -> bool:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """What a measured choice depends on beside the device."""
+    """Return the versions on which a measured choice depends, in addition to the device."""
     found = {"torch": compat.version_text(), "triton": compat.versions()["triton"] or "none"}
     for module, distribution in PACKAGES.items():
         if installed(module):
@@ -80,9 +80,9 @@ def _compiled_flex() -> Callable[..., Any]:
 
 
 def flex_attention(*arguments: Any, **options: Any) -> torch.Tensor:
-    """FlexAttention as Inductor compiles it; uncompiled it would hold all scores in memory.
+    """Call FlexAttention compiled by Inductor; the uncompiled function would hold all scores in memory.
 
-    So it must be compiled for every shape, however many those are: past Dynamo's limit it would run uncompiled.
+    It must be compiled for every shape, so Dynamo's limits are raised: beyond them it would run uncompiled.
     """
     with compat.many_recompiles(), _functorch_dispatched():
         out: torch.Tensor = _compiled_flex()(*arguments, **options)
@@ -91,10 +91,10 @@ def flex_attention(*arguments: Any, **options: Any) -> torch.Tensor:
 
 @contextmanager
 def _functorch_dispatched() -> Iterator[None]:
-    """Let vmap work, which Dynamo calls while it traces FlexAttention.
+    """Enable vmap, which Dynamo calls while it traces FlexAttention.
 
-    In the first call of a compiled graph AOTAutograd looks at every operator. What such an operator calls in turn is
-    dispatched past functorch, as everything is under somebody who looks at operators.
+    In the first call of a compiled graph AOTAutograd's dispatch mode intercepts every operator. Calls inside such an
+    operator are dispatched without functorch, as under any dispatch mode.
     """
     keys = [getattr(torch._C.DispatchKey, name) for name in _FUNCTORCH if hasattr(torch._C.DispatchKey, name)]
     with torch._C._PreserveDispatchKeyGuard():
@@ -130,13 +130,13 @@ def varlen_attention(
     scale: float,
     causal: bool,
 ) -> torch.Tensor | None:
-    """torch's attention over segments; None where this version cannot be asked for it in these words."""
+    """Call torch's attention over segments; return None if this version does not support the arguments."""
     function = _varlen()
     if function is None:
         return None
     known = inspect.signature(function).parameters
     options: dict[str, Any] = {}
-    # A version without a word for something that is needed is not asked.
+    # Return None if this version has no parameter for a required option.
     if "scale" in known:
         options["scale"] = scale
     elif abs(scale - q.shape[-1] ** -0.5) > 1e-9:
@@ -151,7 +151,7 @@ def varlen_attention(
         if "enable_gqa" in known:
             options["enable_gqa"] = True
         elif torch.is_grad_enabled() and any(stream.requires_grad for stream in (q, k, v)):
-            # Without a word for it they are taken unasked; of gradients nobody knows.
+            # Without the parameter, grouped heads are accepted, but gradients may be wrong.
             return None
     out = function(q, k, v, cu_q, cu_k, *longest, **options)
     return out if isinstance(out, torch.Tensor) else out[0]
@@ -167,9 +167,10 @@ def nested_attention(
     scale: float,
     causal: bool,
 ) -> torch.Tensor | None:
-    """The kernel behind PyTorch's attention of nested tensors, which also takes float32; None in a version without it.
+    """Call the kernel behind PyTorch's attention of nested tensors, which also supports float32.
 
-    It gives no gradients, and rows that see no key come out as whatever was in memory. Causality is aligned to the last key.
+    Returns None if this version lacks it. It has no gradients, and rows that see no key contain uninitialised memory.
+    Causality is aligned to the last key.
     """
     operator = getattr(torch.ops.aten, "_efficient_attention_forward", None)
     if operator is None:
@@ -177,14 +178,14 @@ def nested_attention(
     group = q.shape[1] // k.shape[1]
     if group > 1:
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    # Heads that are one in memory make it take rows of several heads together.
+    # With a head stride of 0 the kernel reads rows of several heads as one.
     streams = (stream if stream.stride(1) else stream.contiguous() for stream in (q, k, v))
     aligned = _TO_THE_LAST_KEY if causal else _NOT_CAUSAL
     try:
         given = (stream.unsqueeze(0) for stream in streams)
         out = operator(*given, None, cu_q, cu_k, *longest, 0.0, aligned, False, scale=scale)
     except RuntimeError as error:
-        # Of a GPU that is newer than this version, or a build that left it out.
+        # The GPU is newer than this version, or the build has no kernel for it.
         if any(words in str(error) for words in ("no kernel found", "not enabled for build")):
             return None
         raise

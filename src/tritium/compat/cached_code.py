@@ -1,6 +1,6 @@
-"""Run what Dynamo has compiled of a function, refuse to compile more, and raise its limits: in one thread at a time.
+"""Run Dynamo's compiled code of a function, refuse to compile more, and raise limits, for one thread.
 
-torch has a stance for each of these, and a stance belongs to the process: it would fail or stop compilations of other threads.
+torch's stances do each of these for the whole process: they would fail or stop compilations of other threads.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class WouldCompile(Exception):
-    """A call that no compiled version fits; `reason` is the first guard that failed, empty if nothing was compiled."""
+    """No compiled version fits a call; `reason` is the first failed guard, empty if nothing was compiled."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -22,9 +22,9 @@ class WouldCompile(Exception):
 
 
 def only_cached(function: Callable[..., Any], compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a callable that runs the compiled versions of a function and raises `WouldCompile` where none fits.
+    """Return a callable that runs a function's compiled versions and raises `WouldCompile` if none fits.
 
-    `compiled` is what torch.compile made of the function. Compiled functions that the function calls compile as usual.
+    `compiled` is the result of torch.compile for the function. Compiled functions that it calls compile as usual.
     """
     eval_frame: Any = importlib.import_module("torch._dynamo.eval_frame")
     convert_frame: Any = importlib.import_module("torch._dynamo.convert_frame")
@@ -44,7 +44,7 @@ def only_cached(function: Callable[..., Any], compiled: Callable[..., Any]) -> C
 
 
 def _callback_of(compiled: Any) -> Any:
-    """The callback that Dynamo runs for a function made by torch.compile."""
+    """Return the callback that Dynamo runs for a function made by torch.compile."""
     cells = dict(zip(compiled.__code__.co_freevars, compiled.__closure__ or (), strict=True))
     if "callback" not in cells:
         raise RuntimeError("this version of torch keeps the callback of a compiled function elsewhere")
@@ -52,12 +52,12 @@ def _callback_of(compiled: Any) -> Any:
 
 
 def _failed_guard(frame: Any, backend: Any) -> str:
-    """The first guard of the compiled versions of a frame that failed, without the version's number."""
+    """Return the first failed guard of a frame's compiled versions, without the version's number."""
     entries = importlib.import_module("torch._C._dynamo.eval_frame")._debug_get_cache_entry_list(frame.f_code)
     if not entries:
         return ""
     explain = importlib.import_module("torch._dynamo.guards").get_and_maybe_log_recompilation_reasons
-    # Before it took a list it took the first of linked entries.
+    # Earlier versions take the first of linked entries instead of a list.
     takes_list = next(iter(inspect.signature(explain).parameters)) == "cache_entries"
     reasons = explain(entries if takes_list else entries[0], frame, backend, skip_logging=True)
     first = str(reasons[0]).strip().splitlines()[0] if reasons else ""
@@ -65,13 +65,13 @@ def _failed_guard(frame: Any, backend: Any) -> str:
     return guard if separator and number.replace("/", "").replace("_", "").isdigit() else first
 
 
-# Before torch 2.13 its configuration belongs to the process: overlapping changes would leave it changed.
+# Before torch 2.13 this configuration is global to the process: overlapping changes would not be restored.
 _LIMITS = threading.RLock()
 
 
 @contextlib.contextmanager
 def recompile_limit(least: int) -> Iterator[None]:
-    """Let Dynamo keep at least so many versions of one function, for the calls inside; threads that enter take turns."""
+    """Let Dynamo keep at least `least` versions of one function inside; only one thread enters at a time."""
     config: Any = importlib.import_module("torch._dynamo.config")
     with _LIMITS:
         limit = max(int(config.recompile_limit), least)

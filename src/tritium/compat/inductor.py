@@ -1,4 +1,4 @@
-"""Inductor as a whole: its configuration, its caches, one compilation."""
+"""Inductor's configuration, its caches, and compilation of one graph."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ def inductor_config() -> Any:
 
 
 def inductor_settings() -> dict[str, Any]:
-    """All of Inductor's settings as they are for this thread."""
+    """Return all of Inductor's settings for this thread."""
     return cast("dict[str, Any]", inductor_config().get_config_copy())
 
 
 @contextlib.contextmanager
 def inductor_patched(changes: Mapping[str, Any]) -> Iterator[None]:
-    """Change settings for what runs inside, in this thread, and restore them on any exit.
+    """Change settings for code that runs inside, in this thread, and restore them on any exit.
 
     torch 2.13 keeps overrides in context variables, 2.11 in globals; `config.patch` entered and left in the compiling
-    thread is right for both, because Dynamo compiles one frame at a time.
+    thread is correct for both, because Dynamo compiles one frame at a time.
     """
     with inductor_config().patch(dict(changes)):
         yield
 
 
 def setting_names() -> list[str]:
-    """The names of all settings; copying their values takes a millisecond."""
+    """Return the names of all settings; copying their values would take a millisecond."""
     return list(inductor_config()._config)
 
 
 def setting(name: str) -> Any:
-    """One setting as it is for this thread."""
+    """Return the value of one setting for this thread."""
     return getattr(inductor_config(), name)
 
 
 def uses_cuda_graphs() -> bool:
-    """Whether what is compiled now is recorded as CUDA graphs by Inductor."""
+    """Return True if Inductor's CUDA graphs are enabled for the current compilation."""
     return bool(inductor_config().triton.cudagraphs)
 
 
@@ -54,7 +54,7 @@ def unknown_settings(names: Sequence[str]) -> list[str]:
 
 
 def mode_settings(mode: str | None) -> dict[str, Any]:
-    """What `torch.compile(mode=...)` means for Inductor."""
+    """Return Inductor's settings for `torch.compile(mode=...)`."""
     if mode in (None, "default"):
         return {}
     inductor = importlib.import_module("torch._inductor")
@@ -62,28 +62,29 @@ def mode_settings(mode: str | None) -> dict[str, Any]:
 
 
 def allows_tf32() -> bool:
-    """Whether float32 convolutions may run on tensor cores."""
+    """Return True if float32 convolutions may run on tensor cores."""
     cudnn: Any = torch.backends.cudnn
     return bool(cudnn.conv.fp32_precision == "tf32")
 
 
-# The thread that hashes, once it was started.
+# The hashing thread, after its start.
 _hashing: list[threading.Thread] = []
 
 
 def start_hashing() -> None:
-    """Begin to hash torch's and Triton's own code, which is part of every cache key, until `compile_fx` needs it.
+    """Start hashing the files of torch and Triton, which are part of every cache key, in a thread.
 
-    That is half a gigabyte, most of it in one library: read and hashed without Python's lock, beside whatever else runs.
+    These are half a gigabyte, most of it in one library; reading and hashing release Python's lock. `compile_fx` waits
+    for the thread.
     """
     if _hashing:
         return
-    # Here and not in the thread: two threads that import modules which import each other can meet half of one.
+    # Import here and not in the thread: with circular imports, two threads could see a half-initialised module.
     codecache = importlib.import_module("torch._inductor.codecache")
     triton = importlib.import_module("torch._inductor.runtime.triton_compat")
 
     def hash_code() -> None:
-        # Both remember their result. Whoever asks for it next meets the same error, in a place that can tell of it.
+        # Both functions cache their result. After an error, the next caller gets the same error and can report it.
         with contextlib.suppress(Exception):
             codecache.torch_key()
             if triton.HAS_TRITON:
@@ -94,7 +95,7 @@ def start_hashing() -> None:
 
 
 def import_compiler() -> None:
-    """Import what torch imports when it compiles for the first time: a thousand modules, in one to three seconds."""
+    """Import the modules for torch's first compilation: a thousand of them, in one to three seconds."""
     for name in ("torch._dynamo.repro.after_dynamo", "torch._inductor.compile_fx"):
         importlib.import_module(name)
 
@@ -107,11 +108,11 @@ def compile_fx(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..
 
 
 def boxed(compiled: Callable[..., Any]) -> Callable[[list[Any]], Any]:
-    """Return what `compile_fx` made as a function of a list, which it empties: its inputs can be freed while it runs.
+    """Return a result of `compile_fx` as a function of a list that it empties, to free inputs early.
 
-    Inductor's code has that form inside of two wrappers; where this torch has others, they are called as they are.
+    Inductor's code has this form inside two wrappers; if this torch has other wrappers, they are called unchanged.
     """
-    # torch._dynamo.disable: the call of the whole graph is disabled already.
+    # torch._dynamo.disable: the call of the whole graph is already disabled.
     inner = getattr(compiled, "_torchdynamo_orig_callable", compiled)
     code, closure = getattr(inner, "__code__", None), getattr(inner, "__closure__", None)
     cells = dict(zip(code.co_freevars, closure or (), strict=True)) if code is not None else {}
@@ -125,7 +126,7 @@ def boxed(compiled: Callable[..., Any]) -> Callable[[list[Any]], Any]:
 
 
 def global_state() -> tuple[Any, ...]:
-    """Return the switches of PyTorch that decide what the same graph compiles to."""
+    """Return the switches of PyTorch that affect the code of a graph."""
     backends = torch.backends
     return (
         *(torch.get_default_dtype(), torch.get_num_threads(), torch.get_float32_matmul_precision()),
@@ -139,27 +140,27 @@ def global_state() -> tuple[Any, ...]:
 
 
 def cache_dir() -> Path:
-    """Inductor's cache folder; what Tritium stores lies beside it and moves with it."""
+    """Return Inductor's cache folder; Tritium's files are stored next to it and move with it."""
     return Path(importlib.import_module("torch._inductor.runtime.cache_dir_utils").cache_dir())
 
 
 @contextlib.contextmanager
 def empty_cache() -> Iterator[None]:
-    """Compile with an empty cache folder, which is gone afterwards."""
+    """Compile with an empty cache folder that is removed afterwards."""
     with importlib.import_module("torch._inductor.utils").fresh_cache():
         yield
 
 
 def vector_isas() -> list[str]:
-    """The CPU's vector instruction sets that Inductor knows of; asking which the compiler can use would start it."""
+    """Return the vector instruction sets that Inductor supports; checking the compiler would start it."""
     return list(importlib.import_module("torch._inductor.cpu_vec_isa").x86_isa_checker())
 
 
 def salted_pass(identity: bytes, inner: Any) -> Any:
-    """A post-grad pass that changes nothing but Inductor's cache key, around the user's own pass if there is one.
+    """Return a post-grad pass that only changes Inductor's cache key, around the user's pass if any.
 
-    Inductor's key knows a custom op by its name alone: without this, editing an op's kernel or its fake would hit the
-    code compiled for the old one.
+    Inductor's key contains only the name of a custom op: without this pass, code compiled for an older kernel or fake
+    of the op would be reused.
     """
     base = importlib.import_module("torch._inductor.custom_graph_pass").CustomGraphPass
 
@@ -174,7 +175,7 @@ def salted_pass(identity: bytes, inner: Any) -> Any:
             for step in inner if isinstance(inner, (list, tuple)) else [inner]:
                 if step is None:
                     continue
-                # A plain function has no identity, and Inductor then does not cache: the user's choice stays theirs.
+                # A plain function has no identity, so Inductor does not cache: keep this behaviour for the user's pass.
                 theirs = step.uuid() if isinstance(step, base) else None
                 if theirs is None:
                     return None
@@ -185,16 +186,16 @@ def salted_pass(identity: bytes, inner: Any) -> Any:
 
 
 def debug_folder() -> Path | None:
-    """Where `TORCH_COMPILE_DEBUG=1` makes torch write, or None when it was not asked for."""
+    """Return the folder that torch writes to with `TORCH_COMPILE_DEBUG=1`, or None if it is off."""
     if not inductor_config().trace.enabled:
         return None
     return Path(importlib.import_module("torch._dynamo.utils").get_debug_dir())
 
 
 def lower_to_memory(overload: Any) -> None:
-    """Let Inductor compute an operator (x, order of the dims' strides) as x in memory: written once, whoever reads it.
+    """Let Inductor compute an operator (x, order of strides) as x in memory, written once for all readers.
 
-    Without it every Triton kernel that reads an expression gets a buffer of its own.
+    Without it, every Triton kernel that reads an expression gets a separate buffer.
     """
     lowering: Any = importlib.import_module("torch._inductor.lowering")
     ir: Any = importlib.import_module("torch._inductor.ir")
@@ -208,7 +209,7 @@ def lower_to_memory(overload: Any) -> None:
 
 
 def lower_to_channels_last(overload: Any) -> None:
-    """Let Inductor compute an operator of one picture or video as a copy of it in memory of its own, channels innermost."""
+    """Let Inductor compute an operator of one image or video as a channels-last copy of it."""
     lowering: Any = importlib.import_module("torch._inductor.lowering")
     ir: Any = importlib.import_module("torch._inductor.ir")
     if overload in lowering.lowerings or not hasattr(ir, "NHWC_STRIDE_ORDER") or not hasattr(ir, "NHWDC_STRIDE_ORDER"):

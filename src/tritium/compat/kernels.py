@@ -1,4 +1,4 @@
-"""The source and the launches of generated kernels, as the wrapper code is written."""
+"""Record the source and the launches of generated kernels while the wrapper code is generated."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch
 
 @dataclass(frozen=True)
 class KernelArgument:
-    """One argument of a generated kernel's launch, as a value that can be made again (dynamic sizes by their hint)."""
+    """One argument of a kernel launch, as a value that can be recreated (dynamic sizes by hint)."""
 
-    # "tensor", "number", or "workspace": memory that is zero before the first launch.
+    # "tensor", "number", or "workspace": memory that must be zero before the first launch.
     kind: str
     buffer: str = ""
     dtype: str = ""
@@ -25,12 +25,12 @@ class KernelArgument:
     stride: tuple[int, ...] = ()
     device: str = ""
     value: int | float = 0
-    # The node of Inductor's graph whose value the buffer holds; None where no operator returns it.
+    # The node of Inductor's graph whose value is in the buffer; None if no operator returns it.
     node: str | None = None
 
 
 class KernelRecorder(Protocol):
-    """What `recorded_kernels` tells while Inductor generates code."""
+    """The callbacks of `recorded_kernels` during code generation."""
 
     def source(self, name: str, language: str, text: str) -> None: ...
 
@@ -40,21 +40,21 @@ class KernelRecorder(Protocol):
 _RECORDER: ContextVar[KernelRecorder | None] = ContextVar("tritium_kernel_recorder", default=None)
 
 
-# The wrapper's attribute that keeps the scratch memory its kernels are given, by name.
+# The wrapper's attribute with the scratch memory of its kernels, by name.
 _WORKSPACES = "tritium_workspaces"
 
 
-# Stands for a size that depends on data, where Inductor has no hint; its own guess is the same.
+# Replaces a size that depends on data, for which Inductor has no hint; equal to Inductor's guess.
 _UNKNOWN_SIZE = 8192
 
 
-# What generated code calls to compile a kernel's source -> the source's language.
+# The method of generated code that compiles a kernel's source -> the language of the source.
 _LANGUAGES = {"triton": "triton", "cpp_pybinding": "cpp"}
 
 
 @contextlib.contextmanager
 def recorded_kernels(recorder: KernelRecorder) -> Iterator[None]:
-    """Let a recorder see the source and the launches of the kernels that Inductor writes into Python wrappers inside."""
+    """Report the source and launches of the kernels in Inductor's Python wrappers to a recorder."""
     _install_recording()
     token = _RECORDER.set(recorder)
     try:
@@ -93,7 +93,7 @@ def _install_recording() -> None:
 
 
 def _kernel_source(body: str) -> tuple[str, str] | None:
-    """Language and source out of the Python expression that compiles a kernel; None for one of another form."""
+    """Return language and source from the expression that compiles a kernel, or None for other forms."""
     try:
         call = ast.parse(body.strip(), mode="eval").body
     except SyntaxError:
@@ -108,7 +108,7 @@ def _kernel_source(body: str) -> tuple[str, str] | None:
 
 
 def _kernel_argument(argument: Any, workspaces: Mapping[str, Any]) -> KernelArgument:
-    """What a wrapper passes to a kernel; to be asked while Inductor still has the graph."""
+    """Return a wrapper's kernel argument; call it while Inductor still has the graph."""
     graph = importlib.import_module("torch._inductor.virtualized").V.graph
     if not isinstance(argument, str):
         return KernelArgument("number", value=_hint(graph, getattr(argument, "inner_expr", argument)))
@@ -136,7 +136,7 @@ def _kernel_argument(argument: Any, workspaces: Mapping[str, Any]) -> KernelArgu
 
 
 def buffer_argument(name: str) -> KernelArgument:
-    """A buffer of the graph that Inductor is working on, as a kernel would be given it."""
+    """Return a buffer of Inductor's current graph as a kernel argument."""
     return _kernel_argument(name, {})
 
 
@@ -154,12 +154,12 @@ def _hint(graph: Any, expression: Any) -> int | float:
 
 
 def _number(graph: Any, text: str) -> int | float:
-    """The value of a size that a wrapper spells as Python (`s0`, `2*s0`), by the hints of the sizes in it."""
+    """Return the value of a size in a wrapper's Python (`s0`, `2*s0`), from the hints of its symbols."""
     environment = graph.sizevars.shape_env
     hints = environment.backed_var_to_val if hasattr(environment, "backed_var_to_val") else environment.var_to_val
     names = {str(symbol): float(value) if value.is_Float else int(value) for symbol, value in hints.items()}
     try:
-        # The text is a size in code that Inductor wrote and that the process runs in any case.
+        # The text is a size in code from Inductor that the process runs in any case.
         return cast("int", eval(text, {"__builtins__": {}}, names))  # noqa: S307
     except NameError as error:
         raise ValueError(f"the size {text} is not known before the model runs") from error

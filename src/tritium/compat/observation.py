@@ -1,4 +1,4 @@
-"""Code generation, looked at while it happens: kernels, operators that are called, pairs that stay two."""
+"""Observe code generation: kernels, called operators, and pairs of nodes that were not fused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tritium.compat.kernels import _hint
 
 
 class CodegenObserver(Protocol):
-    """What `observed_codegen` tells while Inductor generates code."""
+    """The callbacks of `observed_codegen` during code generation."""
 
     def kernel(self, name: str, nodes: Sequence[Any]) -> None: ...
 
@@ -45,7 +45,7 @@ def _observe_define_kernel(scheduling: Any) -> None:
 
 
 def _observe_reasons(why_no_fuse: Any) -> None:
-    # Not through the log these go to: at its level Inductor also prints every candidate pair, which takes seconds.
+    # Do not use the log of these reasons: at its level Inductor also prints all candidate pairs, which takes seconds.
     original = why_no_fuse.__call__
 
     def call(self: Any, reason: str, *args: Any) -> None:
@@ -58,7 +58,7 @@ def _observe_reasons(why_no_fuse: Any) -> None:
 
 
 def _observe_code(compiled: Any) -> None:
-    """Tell what code serves a graph, written now or found in the cache. It is named by what it says."""
+    """Report the key of the code for a graph, new or from the cache; the key is a digest of its content."""
     original = compiled.post_compile
 
     def post_compile(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -72,19 +72,19 @@ def _observe_code(compiled: Any) -> None:
 
 @dataclass(frozen=True)
 class UserKernel:
-    """One launch of a Triton kernel that Inductor did not write, in generated code."""
+    """One launch of a user's Triton kernel in generated code."""
 
-    # As generated code calls it; several launches of one kernel share a name.
+    # The name in generated code; several launches of one kernel share it.
     name: str
-    # What `triton.jit` was given.
+    # The argument of `triton.jit`.
     function: Any
     node: fx.Node
-    # The values of its tensor arguments, and of those that it writes to.
+    # The values of the tensor arguments that are only read, and of those that are written to.
     read: tuple[Any, ...]
     written: tuple[Any, ...]
 
 
-# The wrapper's attribute that keeps the names of such kernels in the order of their launches.
+# The wrapper's attribute with the names of these kernels in launch order.
 _USER_KERNELS = "tritium_user_kernels"
 
 
@@ -100,12 +100,12 @@ def _observe_user_kernels(wrapper: Any) -> None:
 
 
 def user_kernels(lowering: Any) -> list[UserKernel]:
-    """The launches of Triton kernels that are not Inductor's, in the order of generated code."""
+    """Return the launches of users' Triton kernels, in the order of generated code."""
     kind = importlib.import_module("torch._inductor.ir").UserDefinedTritonKernel
     scheduled = [inner.node for group in lowering.scheduler.nodes for inner in group.get_nodes()]
     operations = [operation for operation in scheduled if isinstance(operation, kind)]
     names = vars(lowering.wrapper_code).get(_USER_KERNELS, ())
-    # Inductor without such a hook: the launches are known, and by which name not.
+    # Without this hook in Inductor, the launches are known but not their names.
     if len(names) != len(operations):
         names = [operation.get_kernel_and_metadata()[0].__name__ for operation in operations]
     return [_user_kernel(str(name), operation) for name, operation in zip(names, operations, strict=True)]
@@ -147,7 +147,7 @@ def _install_observation() -> None:
 
 @contextlib.contextmanager
 def observed_codegen(observer: CodegenObserver) -> Iterator[None]:
-    """Let an observer see the kernels Inductor defines inside; it only looks, so no cache key needs to know of it."""
+    """Report Inductor's kernels to an observer; it changes nothing, so cache keys do not include it."""
     _install_observation()
     token = _OBSERVER.set(observer)
     try:
@@ -157,7 +157,7 @@ def observed_codegen(observer: CodegenObserver) -> Iterator[None]:
 
 
 def kernel_dependencies(nodes: Sequence[Any]) -> tuple[dict[str, int], dict[str, int]]:
-    """Buffers that a kernel reads from and writes to memory, each with its bytes (dynamic sizes by their hint)."""
+    """Return a kernel's read and written buffers in memory, with bytes (dynamic sizes by hint)."""
     virtualized = importlib.import_module("torch._inductor.virtualized")
     graph = virtualized.V.graph
     written = {dep.name for node in nodes for dep in node.read_writes.writes}
@@ -166,7 +166,7 @@ def kernel_dependencies(nodes: Sequence[Any]) -> tuple[dict[str, int], dict[str,
     for node in nodes:
         for dep in node.read_writes.reads:
             if dep.name not in written:
-                # One of several places to read from, or one looked up: counted for every result, and at most all of it.
+                # A lookup, or a read from one of several inputs, is counted for every result: limit it to the whole buffer.
                 whole = _buffer_bytes(graph, dep.name)
                 found = int(graph.get_dep_size_hint(dep))
                 reads[dep.name] = max(reads.get(dep.name, 0), found if whole is None else min(found, whole))
@@ -177,7 +177,7 @@ def kernel_dependencies(nodes: Sequence[Any]) -> tuple[dict[str, int], dict[str,
 
 
 def library_calls(lowering: Any) -> list[tuple[torch._ops.OpOverload, fx.Node]]:
-    """Operators that generated code calls (library products, attention, owned ops), in the order it calls them."""
+    """Return the operators that generated code calls (products, attention, owned ops), in call order."""
     ir = importlib.import_module("torch._inductor.ir")
     found = []
     for group in lowering.scheduler.nodes:
@@ -186,7 +186,7 @@ def library_calls(lowering: Any) -> list[tuple[torch._ops.OpOverload, fx.Node]]:
             overload = getattr(operation, "op_overload", None)
             if not isinstance(operation, ir.ExternKernel) or not isinstance(overload, torch._ops.OpOverload):
                 continue
-            # What feeds an operator counts among its origins too.
+            # The origins also include the nodes of an operator's inputs.
             origins = [operation.get_origin_node(), *operation.origins]
             own = (node for node in origins if node is not None and _calls(node, overload))
             if (node := next(own, None)) is not None:
@@ -199,7 +199,7 @@ def _calls(node: fx.Node, overload: torch._ops.OpOverload) -> bool:
 
 
 def loops_of(nodes: Sequence[Any]) -> str:
-    """Inductor's loop IR of what a kernel computes, one body after the other."""
+    """Return Inductor's loop IR of a kernel, one body after the other."""
     texts = []
     for inner in dict.fromkeys(inner for node in nodes for inner in node.get_nodes()):
         body = getattr(inner, "_body", None)
@@ -209,18 +209,18 @@ def loops_of(nodes: Sequence[Any]) -> str:
 
 
 def has_lowering(overload: torch._ops.OpOverload) -> bool:
-    """Whether Inductor can generate code for an operator; registering a fallback for one does not count."""
+    """Return True if Inductor can generate code for an operator; a registered fallback does not count."""
     module = importlib.import_module("torch._inductor.lowering")
     return overload in module.lowerings and overload not in module.fallbacks
 
 
 def has_decomposition(overload: torch._ops.OpOverload) -> bool:
-    """Whether Inductor takes an operator apart before it lowers it."""
+    """Return True if Inductor decomposes an operator before lowering."""
     return overload in importlib.import_module("torch._inductor.decomposition").select_decomp_table()
 
 
 def fallback_nodes(lowering: Any) -> list[tuple[torch._ops.OpOverload, list[tuple[torch.dtype, tuple[int, ...]]]]]:
-    """Operators that Inductor calls instead of generating code for them, with the dtypes and sizes that go in."""
+    """Return operators that Inductor calls instead of generating code, with dtypes and sizes of inputs."""
     ir = importlib.import_module("torch._inductor.ir")
     found = []
     for operation in lowering.operations:
@@ -239,7 +239,7 @@ def fallback_nodes(lowering: Any) -> list[tuple[torch._ops.OpOverload, list[tupl
 
 
 def is_view(target: Any) -> bool:
-    """Whether an operator returns its input's memory under another shape, or may do so."""
+    """Return True if an operator returns its input's memory with another shape, or may do so."""
     if not isinstance(target, torch._ops.OpOverload):
         return False
     aliases = [result.alias_info for result in target._schema.returns]
@@ -254,5 +254,5 @@ def _buffer_bytes(graph: Any, name: str) -> int | None:
         return None
     try:
         return int(_hint(graph, held.get_numel())) * int(held.get_dtype().itemsize)
-    except Exception:  # noqa: BLE001 - not every buffer has a size, and a count is no reason to fail
+    except Exception:  # noqa: BLE001 - not every buffer has a size, and a missing count is not an error
         return None

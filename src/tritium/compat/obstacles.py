@@ -1,4 +1,4 @@
-"""The parts of Tritium that decline on this version of torch, for `tritium doctor`."""
+"""List the parts of Tritium that decline on this version of torch, for `tritium doctor`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tritium.compat.shapes import sizes_apart_obstacle
 from tritium.compat.tiling import tiling_obstacle
 from tritium.compat.versions import TORCH, Version, version_text
 
-# A part of Tritium, and a function or value of torch without which it declines.
+# A part of Tritium, and the function or value of torch that it requires.
 _NEEDED = (
     ("CPU convolutions without guards on their size", "torch._C", "_select_conv_backend"),
     ("CPU convolutions without guards on their size", "torch._C", "_conv_determine_backend_memory_format"),

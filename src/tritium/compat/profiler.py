@@ -11,7 +11,7 @@ _REGION = "Torch-Compiled Region: "
 
 
 def region_of(event: Any) -> str | None:
-    """The graph that a profiler's event lies directly in; None outside of any, and for what an operator calls inside."""
+    """Return the graph that directly contains a profiler's event; None outside, and inside of operators."""
     parent = event.cpu_parent
     while parent is not None:
         if parent.name.startswith(_REGION):
@@ -23,16 +23,16 @@ def region_of(event: Any) -> str | None:
 
 
 def entered_region(event: Any) -> str | None:
-    """The graph that starts to run with this event."""
+    """Return the graph that starts to run with this event, or None."""
     return str(event.name.removeprefix(_REGION)) if event.name.startswith(_REGION) else None
 
 
 @contextlib.contextmanager
 def visible_kernels(names: Collection[str]) -> Iterator[None]:
-    """Let the profiler see generated C++ kernels by their names, as it sees Triton's.
+    """Show generated C++ kernels by name in the profiler, as Triton kernels are.
 
-    Inductor has a setting for this which makes it generate other code; here the functions that the code calls are
-    wrapped for as long as somebody looks.
+    Inductor has a setting for this, but it changes the generated code. Here the called functions are wrapped only while
+    the context is active.
     """
     cache = importlib.import_module("torch._inductor.codecache").PyCodeCache
     replaced: list[tuple[dict[str, Any], str, Any]] = []
@@ -59,5 +59,5 @@ def _named(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_work(event: str) -> bool:
-    """Whether a profiler's event on a CPU is an operator, or a compiled graph as a whole: not bookkeeping of Dynamo's."""
+    """Return True if a CPU event is an operator or a whole compiled graph, and not Dynamo's bookkeeping."""
     return "::" in event or "CompiledFxGraph" in event

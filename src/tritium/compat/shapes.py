@@ -1,16 +1,18 @@
-"""How Dynamo names sizes and guards them, and what of that differs between versions of torch.
+"""Change how Dynamo names sizes and guards them, with the differences between versions of torch.
 
-By default sizes that are equal in the first call are one symbol ("duck shaping"). For tokens that is a good guess; for pictures it is
-chance: a square, or a height that equals a number of channels, and the next size compiles everything again.
+By default, equal sizes in the first call become one symbol ("duck shaping"). This is a good guess for tokens, but equal
+sizes of images are a coincidence, as in a square or if a height equals a number of channels: the next size recompiles
+everything.
 
-On a CPU, torch picks the routine of a float32 convolution by the number of its elements (20,480), and tracing asks which it would be:
-to know the layout of the result. The answer becomes a guard on the picture's size, also where both routines give the same layout.
+On a CPU, torch selects the routine of a float32 convolution by the number of elements (20,480), and tracing calls this
+selection to get the layout of the result. The selection becomes a guard on the image size, even if both routines return
+the same layout.
 
-Tracing asks for the sizes of a GroupNorm by computing all of its definition on symbols, which takes tens of milliseconds each, in every
-process. On a GPU the answer is known: the input's sizes, in the input's layout.
+Tracing gets the sizes of a GroupNorm by evaluating its whole definition on symbols, which takes tens of milliseconds
+each, in every process. On a GPU the result is known: the input's sizes, in the input's layout.
 
-Before torch 2.13 Dynamo cannot trace `tensor == "a word"`, with which Wan's decoder asks whether a frame was kept: it skips the
-decoder and compiles what the decoder calls, piece by piece and for each size.
+Before torch 2.13 Dynamo cannot trace `tensor == "a word"`, with which Wan's decoder checks whether a frame was kept: it
+skips the decoder and compiles the functions that it calls, one by one and for each size.
 """
 
 from __future__ import annotations
@@ -25,17 +27,17 @@ import torch
 
 from tritium.compat.versions import TORCH, version_text
 
-# The arguments of Dynamo's `OutputGraph` by which a frame is told from another.
+# The arguments of Dynamo's `OutputGraph` that identify a frame.
 _NEEDED = {"compiler_fn", "local_scope"}
 
-# On what this module has put in torch's place, and on the symbols of graphs that it applies to.
+# The attribute of functions that replace torch's, and of the symbols of graphs to which they apply.
 _MARK = "_tritium_sizes_apart"
 
 
 def keep_sizes_apart(when: Callable[[Any, Mapping[str, Any]], bool]) -> bool:
-    """Give every size of a frame's arguments a symbol of its own, for frames where `when(backend, arguments)` holds.
+    """Give every size of a frame's arguments a separate symbol if `when(backend, arguments)` is True.
 
-    Installed once in a process; other frames, and other backends', are as before. False on a torch where that cannot be done.
+    Installed once per process; frames of other backends are unchanged. Returns False if this torch does not support it.
     """
     output_graph = importlib.import_module("torch._dynamo.output_graph").OutputGraph
     settings: Any = importlib.import_module("torch.fx.experimental._config")
@@ -52,7 +54,7 @@ def keep_sizes_apart(when: Callable[[Any, Mapping[str, Any]], bool]) -> bool:
         if not when(backend_of(given["compiler_fn"]), given["local_scope"]):
             original(self, *args, **kwargs)
             return
-        # The symbols of a graph keep the setting that they were started with.
+        # A graph's symbols keep the setting from their creation.
         with settings.patch(use_duck_shape=False):
             original(self, *args, **kwargs)
         setattr(self.shape_env, _MARK, True)
@@ -78,26 +80,26 @@ def sizes_apart_obstacle() -> str | None:
 
 
 def backend_of(compiler: Any) -> Any:
-    """What the user gave torch.compile as `backend`, under everything that Dynamo wraps around it."""
+    """Return the `backend` argument of torch.compile, without Dynamo's wrappers."""
     while (inner := getattr(compiler, "_torchdynamo_orig_backend", None)) is not None:
         compiler = inner
     return getattr(compiler, "compiler_fn", compiler)
 
 
 def _drop_guards_that_decide_nothing() -> None:
-    """Ask for the routine of a convolution without a guard, in marked graphs, where every answer gives the same layout."""
+    """Select convolution routines without a guard in marked graphs if all candidates have the same layout."""
     bindings: Any = torch._C
     names = ("_select_conv_backend", "_conv_determine_backend_memory_format", "_ConvBackend")
     if not all(hasattr(bindings, name) for name in names):
         return
     original = bindings._select_conv_backend
     routines = bindings._ConvBackend
-    # The routines between which the number of elements decides, by the weight's dims.
+    # The routines that differ only by the number of elements, by the weight's dims.
     candidates = {4: (routines.Mkldnn, routines.Slow2d), 5: (routines.Mkldnn, routines.Slow3d)}
 
     @functools.wraps(original)
     def select(*args: Any, **kwargs: Any) -> Any:
-        # Some versions pass all by name.
+        # Some versions pass all arguments by name.
         tensor, weight = (args + tuple(kwargs[name] for name in ("input", "weight") if name in kwargs))[:2]
         symbols: Any = getattr(getattr(tensor, "fake_mode", None), "shape_env", None)
         if not hasattr(symbols, _MARK) or tensor.device.type != "cpu":
@@ -115,7 +117,7 @@ def _drop_guards_that_decide_nothing() -> None:
 
 
 def _know_the_sizes_of_group_norm() -> None:
-    """In marked graphs, what a GroupNorm on a GPU gives is made without computing it; elsewhere it is computed as ever."""
+    """Create the results of a GroupNorm on a GPU without its definition, in marked graphs only."""
     table = getattr(importlib.import_module("torch._subclasses.fake_impls"), "FAST_OP_IMPLEMENTATIONS", None)
     op: Any = torch.ops.aten.native_group_norm.default
     by_definition = importlib.import_module("torch._decomp").decomposition_table.get(op)
@@ -138,7 +140,7 @@ def _is_dense(x: torch.Tensor) -> bool:
 
 
 def _compare_tensors_with_words() -> None:
-    """In marked graphs, a tensor is not equal to a word: what Python finds out after the tensor has declined to compare."""
+    """Trace `tensor == "a word"` as False in marked graphs, as Python does after the tensor declines."""
     variables: Any = importlib.import_module("torch._dynamo.variables")
     original = variables.TensorVariable.call_method
 

@@ -1,4 +1,4 @@
-"""The functions of Inductor that decide how a Triton kernel is tiled, and what the tiling policy asks of them."""
+"""The functions of Inductor that decide a Triton kernel's tiling, and the data that the policy reads."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tritium.compat.versions import TORCH, Version, version_text
 # Versions on which the hooks below were compared with Inductor's source.
 TILING_KNOWN = ((2, 11), (2, 12), (2, 13), (2, 14), (2, 15))
 
-# From here on Inductor itself proves that a product of sums is a multiple of its factors.
+# From this version on, Inductor proves that a product of sums is a multiple of its factors.
 PROVES_PRODUCTS: Version = (2, 14)
-# From here on `reduction_split_factor` is an instance method; it was static.
+# From this version on, `reduction_split_factor` is an instance method; it was static before.
 SPLIT_IS_A_METHOD: Version = (2, 14)
 
 
@@ -28,7 +28,7 @@ _KINDS = {classmethod: "class method", staticmethod: "static method"}
 
 @dataclass(frozen=True)
 class _Hook:
-    """A function of Inductor that the tiling policy wraps or calls, and the signature it relies on."""
+    """A function of Inductor that the tiling policy wraps or calls, with the expected signature."""
 
     name: str
     owner: Any
@@ -104,7 +104,7 @@ def _tiling_hooks() -> list[_Hook]:
     return hooks
 
 
-# Settings under which Inductor tiles kernels without looking at what their accesses coalesce.
+# Settings that make Inductor tile kernels without its coalescing analysis.
 NO_TILING_ANALYSIS = {"triton.coalesce_tiling_analysis": False}
 
 
@@ -114,7 +114,7 @@ _TILING_FUNCTIONS = frozenset(
 
 
 def came_from_tiling(error: BaseException) -> bool:
-    """Whether an error, or one that it was raised for, comes from Inductor's tiling analysis."""
+    """Return True if an error, or a cause of it, comes from Inductor's tiling analysis."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -128,7 +128,7 @@ def came_from_tiling(error: BaseException) -> bool:
 
 
 def divisibility_hook() -> tuple[Any, str] | None:
-    """Return the function that proves multiples; None where Inductor needs no help with products of sums."""
+    """Return the function that proves multiples; None if Inductor can prove products of sums."""
     if TORCH >= PROVES_PRODUCTS:
         return None
     return importlib.import_module("torch._inductor.sizevars").SizeVarAllocator, "statically_known_multiple_of"
@@ -149,7 +149,7 @@ def triton_kernel() -> Any:
 
 
 def inductor_choices() -> Any:
-    """The class whose methods are Inductor's heuristics."""
+    """Return the class whose methods are Inductor's heuristics."""
     return importlib.import_module("torch._inductor.choices").InductorChoices
 
 
@@ -166,7 +166,7 @@ def split_hook() -> tuple[Any, str]:
 
 
 def cooperative_sizes(*question: Any) -> tuple[Any, Any]:
-    """Rows and elements that Inductor asks about: of a kernel, or, on newer versions, of a device and two sizes."""
+    """Return rows and elements from Inductor's arguments: a kernel, or in newer versions two sizes."""
     if len(question) == 1:
         return question[0].numel, question[0].reduction_numel
     _, rows, elements = question
@@ -174,7 +174,7 @@ def cooperative_sizes(*question: Any) -> tuple[Any, Any]:
 
 
 def hinted_size(size: Any) -> int | None:
-    """A size in the call that is compiled; None where nothing is known."""
+    """Return a size's value in the call that is compiled; None if unknown."""
     symbols = importlib.import_module("torch.fx.experimental.symbolic_shapes")
     if symbols.free_unbacked_symbols(size):
         return None
@@ -182,12 +182,12 @@ def hinted_size(size: Any) -> int | None:
 
 
 def has_dynamic_sizes() -> bool:
-    """Whether any size of the graph that is lowered may change from call to call."""
+    """Return True if a size of the lowered graph may vary between calls."""
     return bool(lowering_graph().sizevars.shape_env.var_to_range)
 
 
 def reduction_reads(features: Any) -> tuple[int, int, int]:
-    """What a reduction kernel loads for each place of a row: how many values, their bytes, and their bytes in all passes."""
+    """Return a reduction kernel's loads per position of a row: values, bytes, and bytes in all passes."""
     stats = features.memory_stats()
     once, looped = stats.persistent.reads, stats.looped.reads
     return once.count_per_thread, once.bytes_per_thread, looped.bytes_per_thread
@@ -200,7 +200,7 @@ def keeps_order_of_additions(features: Any) -> bool:
 
 
 def has_nodes_of_another_stage(features: Any) -> bool:
-    """True if a kernel contains nodes that its own schedule does not list: nested reductions, since torch 2.15."""
+    """Return True if a kernel has nodes outside its schedule: nested reductions, since torch 2.15."""
     indexing = getattr(features, "indexing_node_schedule", None)
     return indexing is not None and indexing is not features.node_schedule
 
@@ -210,7 +210,7 @@ def reduces_contiguous_rows(features: Any) -> bool:
 
 
 def measures_reductions() -> bool:
-    """Whether Inductor itself generates several forms of a reduction and times them."""
+    """Return True if Inductor generates several forms of a reduction and times them."""
     return bool(inductor_config().triton.multi_kernel)
 
 
@@ -219,18 +219,18 @@ def persistence_is_allowed() -> bool:
 
 
 def target_multiprocessors(device: Any) -> int | None:
-    """How many multiprocessors Inductor generates code for."""
+    """Return the number of multiprocessors for which Inductor generates code."""
     properties = importlib.import_module("torch._inductor.runtime.hints").DeviceProperties
     return properties.create(device).multi_processor_count  # type: ignore[no-any-return]
 
 
 def graph_key() -> Any:
-    """The class whose attributes are hashed into the key of a compiled graph."""
+    """Return the class whose attributes are hashed into the key of a compiled graph."""
     return importlib.import_module("torch._inductor.codecache").FxGraphHashDetails
 
 
 def coalescing_analysis() -> tuple[Any, str]:
-    """Where code generation looks the coalescing analysis up."""
+    """Return the module and name from which code generation reads the coalescing analysis."""
     utilities = importlib.import_module("torch._inductor.tiling_utils")
     if hasattr(utilities, "_analyze_memory_coalescing"):
         return utilities, "_analyze_memory_coalescing"
@@ -238,41 +238,41 @@ def coalescing_analysis() -> tuple[Any, str]:
 
 
 def lowering_graph() -> Any:
-    """The graph that Inductor lowers right now."""
+    """Return the graph that Inductor is lowering."""
     return importlib.import_module("torch._inductor.virtualized").V.graph
 
 
 def compiles_ahead_of_time() -> bool:
-    """Whether the code will run without Dynamo's guards."""
+    """Return True if the code will run without Dynamo's guards."""
     return importlib.import_module("torch._inductor.virtualized").V.aot_compilation is True
 
 
 def can_guard(size: Any) -> bool:
-    """Whether a guard on a size is checked before the code runs."""
+    """Return True if a guard on a size is checked before the code runs."""
     shapes = importlib.import_module("torch.fx.experimental.symbolic_shapes")
     return not compiles_ahead_of_time() and not shapes.free_unbacked_symbols(size)
 
 
 def division_functions() -> tuple[Any, Any]:
-    """`FloorDiv` and `ModularIndexing`, as they stand in index expressions."""
+    """Return `FloorDiv` and `ModularIndexing`, as used in index expressions."""
     functions = importlib.import_module("torch.utils._sympy.functions")
     return functions.FloorDiv, functions.ModularIndexing
 
 
 def next_kernel_name(schedule: Sequence[Any]) -> str:
-    """The name, without the part that tells reductions from the rest, that a new kernel of these nodes would get."""
+    """Return the name of a new kernel of these nodes, without the part that marks reductions."""
     utilities = importlib.import_module("torch._inductor.utils")
     fused = utilities.get_fused_kernel_name(schedule, inductor_config().triton.descriptive_names)
     wrapper = lowering_graph().wrapper_code
-    # A graph inside a graph numbers its kernels with those of the outer one.
+    # A nested graph continues the outer graph's kernel numbers.
     while hasattr(wrapper, "parent_wrapper"):
         wrapper = wrapper.parent_wrapper
-    # Looking at the counter must not advance it.
+    # Copy the counter, so that reading does not advance it.
     return f"{fused}_{next(copy.copy(wrapper._names_iter))}"
 
 
 def kernel_sizes(kernel: Any) -> dict[str, Any]:
-    """The whole-numbered size arguments of a Triton kernel by name, as expressions of the graph's symbols."""
+    """Return the integer size arguments of a Triton kernel by name, as expressions of the graph's symbols."""
     common = importlib.import_module("torch._inductor.codegen.common")
     _, _, signature, _ = kernel.args.python_argdefs()
     sizes = {
@@ -280,26 +280,26 @@ def kernel_sizes(kernel: Any) -> dict[str, Any]:
         for argument in signature
         if isinstance(argument, common.SizeArg) and argument.name.startswith("ks")
     }
-    # A scalar that came as a tensor may be a fraction.
+    # A scalar that was passed as a tensor may be a fraction.
     return {name: size for name, size in sizes.items() if getattr(size, "is_integer", False)}
 
 
 def original_size(size: Any) -> Any:
-    """A size without the names that Inductor gives to products it computes on the host."""
+    """Return a size without Inductor's names for products that it computes on the host."""
     precomputed = lowering_graph().sizevars.inv_precomputed_replacements
     utilities = importlib.import_module("torch._inductor.utils")
     return utilities.sympy_subs(size, precomputed) if hasattr(size, "free_symbols") else size
 
 
 def kernel_extents(kernel: Any) -> dict[str, Any]:
-    """How many values each index variable of a Triton kernel takes."""
+    """Return the number of values of each index variable of a Triton kernel."""
     roots = {tree.name: tree.numel for tree in kernel.range_trees}
     parts = {str(symbol): entry.length for symbol, entry in kernel.range_tree_nodes.items()}
     return {name: original_size(extent) for name, extent in {**roots, **parts}.items()}
 
 
 def guarded_sizes(features: Any) -> list[Any]:
-    """What Inductor compared with 2^31 - 1, and guards, before it indexes a kernel with 32 bits."""
+    """Return the sizes that Inductor compares with 2^31 - 1, and guards, before it uses 32-bit indices."""
     graph = lowering_graph()
     names = {
         name for node in features.scheduler_nodes() for name in [*node.get_buffer_names(), *node.used_buffer_names()]
@@ -310,7 +310,7 @@ def guarded_sizes(features: Any) -> list[Any]:
 
 
 def least_size(symbol: Any) -> int | None:
-    """The smallest value of a size's symbol, or None where nothing is known."""
+    """Return the smallest value of a size's symbol, or None if unknown."""
     known = lowering_graph().sizevars.shape_env.var_to_range.get(symbol)
     lower: Any = getattr(known, "lower", None)
     return int(lower) if getattr(lower, "is_Integer", False) else None

@@ -1,4 +1,4 @@
-"""Operators that AOTAutograd takes apart, the Triton kernels they start, and results without storage."""
+"""Decompose operators in AOTAutograd, analyse their Triton kernels, and compute fake results."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-# What finds the arguments that a kernel writes to: now, and up to torch 2.12.
+# The functions that find the arguments a kernel writes to: current, and up to torch 2.12.
 _ANALYSES = ("identify_accessed_tensors", "identify_mutated_tensors")
 
 
 def take_apart(name: str, library: torch.library.Library, function: Callable[..., Any]) -> None:
-    """Trace a function in place of an operator while AOTAutograd runs; `NotImplemented` from it keeps the operator.
+    """Trace a function in place of an operator in AOTAutograd; `NotImplemented` keeps the operator.
 
-    `torch.library.triton_op` does the same for an operator that has one implementation.
+    `torch.library.triton_op` does the same for an operator with a single implementation.
     """
     mode_class = importlib.import_module("torch._subclasses.functional_tensor").FunctionalTensorMode
 
@@ -33,12 +33,12 @@ def take_apart(name: str, library: torch.library.Library, function: Callable[...
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
-    """True for the tensors that tracing computes with; False for those with storage."""
+    """Return True for tensors of a trace, and False for tensors with storage."""
     return type(tensor) not in _PLAIN
 
 
 def statically_known(condition: Any) -> bool:
-    """True where a condition on sizes holds for all of them; no guard is added.
+    """Return True if a condition on sizes holds for all of them; no guard is added.
 
     >>> statically_known(3 == 3)
     True
@@ -50,7 +50,7 @@ def statically_known(condition: Any) -> bool:
 
 
 def fake_results(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Call a function on tensors without storage in place of those that have one, and return such tensors."""
+    """Call a function on fake tensors instead of real ones, and return its fake results."""
     fakes: Any = importlib.import_module("torch._subclasses.fake_tensor")
     modes = [leaf.fake_mode for leaf in tree_leaves(dict(arguments)) if isinstance(leaf, fakes.FakeTensor)]
     if modes:
@@ -61,10 +61,10 @@ def fake_results(function: Callable[..., Any], arguments: Mapping[str, Any]) -> 
 
 
 def remember_kernel_accesses() -> None:
-    """Analyse once which arguments a Triton kernel writes to, instead of five times for each launch in a graph.
+    """Analyse which arguments a Triton kernel writes to once, not five times for each launch in a graph.
 
-    Every analysis compiles the kernel to Triton's IR. What it writes to depends on the kernel, its constants, and on
-    which of the others are tensors and of what dtype.
+    Every analysis compiles the kernel to Triton's IR. The result depends on the kernel, its constants, and on which
+    other arguments are tensors and of which dtype.
     """
     module: Any = importlib.import_module("torch._higher_order_ops.triton_kernel_wrap")
     for name in _ANALYSES:
@@ -90,7 +90,7 @@ def _remembered(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _access_key(kernel: Any, kwargs: Mapping[str, Any]) -> Any:
-    """What the accesses of a launch depend on; None where that cannot be said."""
+    """Return the key that determines the accesses of a launch; None if it cannot be hashed."""
     function = kernel
     while not hasattr(function, "params") and hasattr(function, "fn"):
         function = function.fn
@@ -112,7 +112,7 @@ def _access_key(kernel: Any, kwargs: Mapping[str, Any]) -> Any:
 
 
 def _dtype(value: Any) -> Any:
-    """The dtype of a tensor or of a value in Inductor's IR."""
+    """Return the dtype of a tensor or of a value in Inductor's IR, or None."""
     if isinstance(value, torch.Tensor):
         return value.dtype
     ask = getattr(value, "get_dtype", None)

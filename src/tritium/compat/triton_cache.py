@@ -1,8 +1,8 @@
-"""Triton's cache: what it keeps of a kernel that was launched, and where it will look for one.
+"""Read and fill Triton's cache of compiled kernels.
 
-A kernel's files lie in a folder that is named by a hash of its source, its options and the kind of device; a list among them names the
-others by their whole path. Beside these lie libraries that a C compiler makes: the driver's, and up to Triton 3.6 one for each list
-of a kernel's arguments.
+A kernel's files are in a folder named by a hash of its source, its options and the kind of device; a list among them
+has the full paths of the others. The cache also has libraries from a C compiler: the driver's, and up to Triton 3.6 one
+for each signature of kernel arguments.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from tritium import envs
 
 _LIST = "__grp__"
 
-# What a launch reads; the rest of a kernel's folder is the way there.
+# The files that a launch reads; the others are intermediate results.
 _READ = (".json", ".cubin")
 
 
 def triton_files(kernels: Iterable[Any]) -> list[Path]:
-    """The files in Triton's cache that launches of compiled kernels have read, each kernel's list after what it names.
+    """Return the cached files that launches of kernels have read, each list after the files it names.
 
-    With the driver's library, which Inductor's kernels may have asked for as well.
+    The driver's library is included, since Inductor's kernels may have used it too.
     """
     found: dict[Path, None] = dict.fromkeys(_libraries(_driver().get("load_binary")))
     for kernel in kernels:
@@ -37,9 +37,9 @@ def triton_files(kernels: Iterable[Any]) -> list[Path]:
 
 
 def launch_libraries() -> list[Path]:
-    """The libraries through which generated code launches kernels that Inductor did not write: Triton up to 3.6 has them.
+    """Return the libraries through which generated code launches users' kernels, up to Triton 3.6.
 
-    torch's own artifacts hold these kernels, and not what launches them.
+    torch's artifacts contain these kernels, but not their launchers.
     """
     cache: Any = sys.modules.get("torch._inductor.codecache")
     heuristics: Any = sys.modules.get("torch._inductor.runtime.triton_heuristics")
@@ -51,7 +51,7 @@ def launch_libraries() -> list[Path]:
         for value in vars(module).values()
         if isinstance(value, heuristics.CachingAutotuner) and getattr(value, "custom_kernel", False)
     ]
-    # A launcher is a generated function, which calls what Triton made by this name.
+    # A launcher is a generated function that calls Triton's launcher by this name.
     runners = [
         getattr(launcher, "__globals__", {}).get("runner") for kernel in kernels for launcher in kernel.launchers
     ]
@@ -60,12 +60,12 @@ def launch_libraries() -> list[Path]:
 
 def _of_runner(runner: Any) -> Iterator[Path]:
     launch = getattr(runner, "launch", None)
-    # May be wrapped in a function that prepares arguments.
+    # The launcher may be wrapped in a function that prepares arguments.
     yield from _libraries(launch, *(cell.cell_contents for cell in getattr(launch, "__closure__", None) or ()))
 
 
 def _driver() -> Mapping[str, Any]:
-    """The functions of the driver's library, if this process has loaded it."""
+    """Return the functions of the driver's library if this process has loaded it."""
     module: Any = sys.modules.get("triton.backends.nvidia.driver")
     return vars(getattr(getattr(module, "CudaUtils", None), "instance", object)) if module is not None else {}
 
@@ -77,7 +77,7 @@ def _kernel_files(kernel: Any) -> Iterator[Path]:
 
 
 def _libraries(*functions: Any) -> Iterator[Path]:
-    """The libraries that functions are from, of those that a C compiler made."""
+    """Yield the compiled C libraries that functions come from."""
     for function in functions:
         file = getattr(getattr(function, "__self__", None), "__file__", None)
         if file is not None:
@@ -85,19 +85,19 @@ def _libraries(*functions: Any) -> Iterator[Path]:
 
 
 def triton_folder() -> Path:
-    """Where Triton looks for kernels from now on. Inductor moves that folder when it makes its first kernel, and finds it moved then."""
+    """Set and return the folder of Triton's cache, as Inductor does with its first kernel."""
     folders = importlib.import_module("torch._inductor.runtime.cache_dir_utils")
     index = torch.cuda.current_device() if torch.cuda.is_available() else 0
     return Path(envs.set_unless_set(envs.TRITON_CACHE, folders.triton_cache_dir(index)))
 
 
 def put_triton_file(folder: str, name: str, content: bytes, write: Callable[[Path, bytes], None]) -> None:
-    """Put a file of a kernel's folder into Triton's cache; what is there already is the same."""
+    """Write a file of a kernel's folder to Triton's cache; keep an existing file, which is equal."""
     target = triton_folder() / folder / name
     if target.exists():
         return
     if name.startswith(_LIST):
-        # From Triton 3.8 on, one listed file that is missing makes the whole kernel a cache miss.
+        # From Triton 3.8 on, a single missing file of the list makes the whole kernel a cache miss.
         names = [child for child in json.loads(content)["child_paths"] if Path(child).suffix in _READ]
         content = json.dumps({"child_paths": {child: str(target.with_name(child)) for child in names}}).encode()
     write(target, content)

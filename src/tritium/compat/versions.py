@@ -1,4 +1,4 @@
-"""Which torch this is, and what else is installed."""
+"""The versions of torch and of other installed packages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Version = tuple[int, int]
 
 
 def parse_version(text: str) -> Version:
-    """Major and minor as numbers, so that 2.13 is newer than 2.2.
+    """Return major and minor as integers, so that 2.13 is newer than 2.2.
 
     >>> parse_version("2.13.0+cpu")
     (2, 13)
@@ -26,12 +26,12 @@ TORCH = parse_version(torch.__version__)
 
 
 def version_text() -> str:
-    """Major and minor: what a measurement stays valid for."""
+    """Return major and minor: a measurement is valid for one minor version."""
     return ".".join(map(str, TORCH))
 
 
 def versions() -> dict[str, str | None]:
-    """Versions that decide what compiled code looks like; triton's without importing it."""
+    """Return the versions that affect compiled code; triton's without importing it."""
     found: dict[str, str | None] = {"torch": torch.__version__}
     metadata = importlib.import_module("importlib.metadata")
     for package in ("triton", "diffusers"):
