@@ -1,9 +1,9 @@
-"""How long a new process takes to its first result: from nothing, from torch's artifacts, from Tritium's file.
+"""Measure the time to a new process's first result: cold, from torch's artifacts, from Tritium's file.
 
     python benchmarks/cold_start.py --repeats 3 --json benchmarks/results/cold-start/cpu-2-cores.json
 
-Every start is a process with a cache folder and a temporary folder of its own, as on a new machine. Only `warm cache`
-finds the folders of an earlier start. Seconds are medians; the model and its inputs are those of `tritium bench`.
+Every start is a process with a new cache folder and temporary folder, as on a new machine. Only `warm cache` reuses
+the folders of an earlier start. Seconds are medians; the model and its inputs are those of `tritium bench`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FILES = {"torch's artifacts": "torch.bin", "Tritium's file": "file.tritium"}
 
 
 def child(workload: str, start: str, folder: Path, *, save: bool) -> None:
-    """One start, in a process of its own: print what it took as JSON."""
+    """Run one start in this process and print its measurements as JSON."""
     began = time.perf_counter()
     import torch
 
@@ -78,12 +78,12 @@ def child(workload: str, start: str, folder: Path, *, save: bool) -> None:
 
 
 def _cpu_seconds() -> float:
-    """What this process and its ended children have computed: other users of the machine hardly change it."""
+    """Return the CPU time of this process and its ended children: hardly affected by other users' load."""
     return sum(os.times()[:4])
 
 
 def _count_compiler_calls() -> list[float]:
-    """Seconds of every call of the C++ compiler from now on; those of the background overlap."""
+    """Record the seconds of every later call of the C++ compiler; background calls overlap."""
     from torch._inductor import cpp_builder
 
     original, taken = cpp_builder.CppBuilder.build, []
@@ -98,9 +98,9 @@ def _count_compiler_calls() -> list[float]:
 
 
 def measure(workload: str, start: str, files: Path, machine: Path, *, save: bool = False) -> dict[str, Any]:
-    """One start on a machine, which is a folder."""
+    """Run one start with a folder that stands for a machine."""
     (machine / "tmp").mkdir(parents=True, exist_ok=True)
-    # Headers that Inductor compiles in advance lie in the temporary folder, outside its cache.
+    # Inductor stores precompiled headers in the temporary folder, outside its cache.
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(machine / "cache"), "TMPDIR": str(machine / "tmp")}
     command = [sys.executable, __file__, "--workload", workload, "--start", start, "--folder", str(files)]
     done = subprocess.run(

@@ -1,10 +1,10 @@
-"""Everything that needs a GPU, in calls of at most ten minutes that continue where the last one stopped.
+"""Run all measurements that need a GPU, in resumable calls of at most ten minutes.
 
     python benchmarks/gpu_session.py --out results --diffusers /path/with/diffusers
 
-Each step runs in its own process, and a family that crashes it is skipped afterwards. The steps: exactness of the families
-whose full size has no float64 run, all families with their errors against float64, host times, the pipeline, compile times.
-Exit code 0: all is measured. 3: call again. 1: a side failed or exceeds the fidelity "close".
+Each step runs in a separate process; a family that crashes it is skipped in later calls. The steps: exactness of the
+families whose full size has no float64 run, all families with their errors against float64, host times, the pipeline,
+compile times. Exit code 0: everything is measured. 3: call again. 1: a side failed or exceeds the fidelity "close".
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 DONE, FAILED, LEFT_OVER, CRASHED = 0, 1, 3, 4
 
-# Seconds before the end of a call that are kept for starting a process and writing files.
+# Seconds reserved at the end of a call for starting a process and writing files.
 _MARGIN = 15.0
 
 
@@ -35,7 +35,7 @@ def _settings(**changes: Any) -> Any:
 
 
 def _notify(out: Path) -> Callable[[str, float], None]:
-    """Print what is being done, and keep the workload's name for the parent of a process that crashes."""
+    """Print the current step, and write the workload's name for the parent in case the process crashes."""
     said: list[str] = []
 
     def notify(what: str, share: float) -> None:
@@ -57,7 +57,7 @@ def _add_name(path: Path, name: str) -> None:
 
 
 def exactness(out: Path, seconds: float, only: Sequence[str]) -> int:
-    """Compare families at full width and few tokens with float64, where the full size does not fit."""
+    """Compare families with full width and few tokens with float64, if the full size does not fit."""
     from tritium.bench.families import FAMILIES, measuring
     from tritium.bench.keep import Store
 
@@ -68,7 +68,7 @@ def exactness(out: Path, seconds: float, only: Sequence[str]) -> int:
 
 
 def families(out: Path, seconds: float, only: Sequence[str]) -> int:
-    """Measure the families that have no rows yet, with errors against float64."""
+    """Measure the families without rows, with errors against float64."""
     from tritium.bench.families import FAMILIES
     from tritium.bench.keep import Store
 
@@ -92,7 +92,7 @@ def _measure(chosen: Sequence[Any], settings: Any, store: Any, out: Path, second
 
 
 def pipeline(out: Path, seconds: float, only: Sequence[str]) -> int:
-    """Measure the FLUX pipeline at the sizes that have no rows yet."""
+    """Measure the FLUX pipeline at the sizes without rows."""
     from tritium.bench import flux_pipeline
     from tritium.bench.keep import Clock, Store
 
@@ -103,7 +103,7 @@ def pipeline(out: Path, seconds: float, only: Sequence[str]) -> int:
 
 
 def compile_time(out: Path, seconds: float, only: Sequence[str]) -> int:
-    """Measure first calls of few and of many blocks."""
+    """Measure first calls with few and with many blocks."""
     from tritium.bench import compile_time as suite
     from tritium.bench.keep import Clock, Store
 
@@ -131,12 +131,12 @@ STEPS: dict[str, Callable[[Path, float, Sequence[str]], int]] = {
     "pipeline": pipeline,
     "compile-time": compile_time,
 }
-# The fewest seconds with which a step is worth starting.
+# A step is started only if at least this many seconds are left.
 LEAST = {"exactness": 40, "families": 40, "host": 40, "pipeline": 130, "compile-time": 130}
 
 
 def session(out: Path, limit: float, steps: Sequence[str], path: Sequence[str], only: Sequence[str]) -> int:
-    """Run each step in a process; a family that ends its process is skipped from then on."""
+    """Run each step in a process; skip a family after it has crashed its process."""
     start, codes = time.monotonic(), {}
     for step in steps:
         codes[step] = LEFT_OVER
@@ -168,7 +168,7 @@ def _child(step: str, out: Path, seconds: float, path: Sequence[str], only: Sequ
         code = LEFT_OVER
     workload = now.read_text(encoding="utf-8") if now.exists() else step
     if code == LEFT_OVER and workload not in _names(out / "slow.json"):
-        # Other workloads may have used this call's time: it gets one more.
+        # Other workloads may have used this call's time: allow one more attempt.
         _add_name(out / "slow.json", workload)
         return LEFT_OVER
     print(
@@ -179,7 +179,7 @@ def _child(step: str, out: Path, seconds: float, path: Sequence[str], only: Sequ
 
 
 def forget(out: Path, names: Sequence[str]) -> None:
-    """Remove the rows of families, also those with few tokens, so that the next call measures them again."""
+    """Remove the rows of families, also those with few tokens, to measure them again in the next call."""
     sys.path.insert(0, str(ROOT / "src"))
     from dataclasses import replace
 
@@ -223,7 +223,7 @@ def print_summary(out: Path) -> bool:
     print(
         "\n".join([*failed, f"{len(checked)} sides compared with float64, {len(outside)} outside the fidelity 'close'"])
     )
-    # Rows of torch.compile may exceed the bound without making the run a failure.
+    # Rows of torch.compile may exceed the bound without failing the run.
     ours = [row for row in checked if row.variant == "eager" or row.variant.startswith("tritium")]
     return bool(failed or summary.outside_contract(ours))
 
@@ -243,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.child:
         try:
             return STEPS[given.child](given.out, given.limit, only)
-        except Exception:  # noqa: BLE001 - the parent goes on with the other families
+        except Exception:  # noqa: BLE001 - the parent continues with the other families
             traceback.print_exc()
             return CRASHED
     if given.again:

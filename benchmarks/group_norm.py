@@ -1,9 +1,10 @@
-"""GroupNorm with SiLU kernel by kernel, beside a copy: how near each comes to what memory can do.
+"""Measure each kernel of GroupNorm with SiLU against a copy, to show the share of memory bandwidth.
 
     python benchmarks/group_norm.py --json results/group-norm/h200.json
 
-A copy reads a tensor and writes one. Statistics read one, so the fastest they can be is half a copy; normalising reads and writes, a
-copy. Times are the profiler's, of kernels alone. `--sweep` also tries other ways to cut the statistics.
+A copy reads and writes a tensor. Statistics only read one, so their lower bound is half a copy; normalising reads and
+writes, so its lower bound is a copy. Times are the profiler's, for kernels only. `--sweep` also tries other ways to cut
+the statistics.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from tritium.ops.group_norm_silu import OP
 from tritium.ops.group_norm_silu import triton as group_norm
 from tritium.ops.group_norm_silu.tiles import Options
 
-# Out of reach of an L2 cache of 60 MiB, as at the end of a decoder: 1024 and 512 pixels.
+# Larger than an L2 cache of 60 MiB, as at the end of a decoder: 1024 and 512 pixels.
 SHAPES = ((1, 128, 1024, 1024), (1, 256, 1024, 1024), (1, 256, 512, 512), (1, 512, 512, 512))
 GROUPS, EPS = 32, 1e-6
 
-# Programs, numbers at a time and warps of the statistics.
+# Programs, values per step, and warps of the statistics.
 SWEEP = tuple(itertools.product((528, 1056, 2112), (2048, 4096, 8192), (4, 8, 16)))
 
 
 def kernel_us(call: Callable[[], Any]) -> dict[str, float]:
-    """Microseconds by kernel, in order of length."""
+    """Return microseconds by kernel, longest first."""
     return {row["name"]: row["us"] for row in profile(call, "cuda") or ()}
 
 
@@ -51,9 +52,9 @@ def measured(shape: tuple[int, ...], *, channels_last: bool) -> dict[str, Any]:
         "copy_us": round(copy, 1),
         "kernels_us": own,
         "inductor_us": kernel_us(lambda: compiled(x)),
-        # Of copy bandwidth: one tensor read in this time, against two in the copy's.
+        # Relative to copy bandwidth: this time reads one tensor, the copy's time moves two.
         "statistics_share": round(copy / 2 / statistics, 3),
-        # Two reads and a write.
+        # Two reads and one write.
         "whole_share": round(1.5 * copy / sum(own.values()), 3),
     }
 
@@ -66,7 +67,7 @@ def arguments(shape: tuple[int, ...], *, channels_last: bool) -> tuple[torch.Ten
 
 
 def swept(shape: tuple[int, ...], *, channels_last: bool) -> Iterator[tuple[float, tuple[int, int, int]]]:
-    """Microseconds of the statistics for each way to cut them."""
+    """Yield the microseconds of the statistics for each way to cut them."""
     x, weight, bias = arguments(shape, channels_last=channels_last)
     by_run, by_pixels = group_norm.launch_options_run, group_norm.launch_options_pixel_statistics
     for programs, tile, warps in SWEEP:

@@ -1,9 +1,9 @@
-"""Both sides of a workload in processes of their own: they compile at the same time, and are timed in turns.
+"""Measure both sides of a workload in two processes: compile in parallel, then time in turn.
 
     python benchmarks/processes.py wan-decode --regime dynamic --json results/h200-wan-decode-dynamic.json
 
-`tritium bench` has both sides in one process and compiles one after the other, which takes ten minutes for the decoder of a video
-with dynamic sizes. Here nobody measures before both are ready, and then one process at a time uses the device.
+`tritium bench` runs both sides in one process and compiles one after the other, which takes ten minutes for a video
+decoder with dynamic sizes. Here timing starts when both are ready, and then one process at a time uses the device.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from tritium.bench.workload import label
 
 SIDES = (YARDSTICK, OURS)
 ROUNDS = 8
-# Calls of a side in a row; one more before them is not counted.
+# Consecutive calls of a side, after one uncounted call.
 BURST = 3
-# The second compiles again where the first did not know which sizes change.
+# The second call compiles again if the first could not detect which sizes vary.
 FIRST_CALLS = 3
 
 
 def child(name: str, regime: str, side: str, folder: Path) -> None:
-    """One side: compile, say so, and measure whenever it is this one's turn."""
+    """Compile one side, signal that it is ready, and measure whenever it has the turn."""
     (workload,) = workloads.find(name)
     settings = run.Settings(device_type=device.default(), cold=False, regime=regime)
     built = run.build(workload, settings)
@@ -118,7 +118,7 @@ def compare(name: str, regime: str) -> Results:
 
 
 def _start(name: str, regime: str, side: str, folder: Path) -> subprocess.Popen[Any]:
-    # Caches of its own, and empty.
+    # Use a separate, empty cache.
     environment = envs.child_environment({"TORCHINDUCTOR_CACHE_DIR": str(folder / f"cache-{side}")})
     command = [sys.executable, __file__, name, "--regime", regime, "--side", side, "--folder", str(folder)]
     return subprocess.Popen(command, env=environment)

@@ -1,16 +1,16 @@
-"""Time the forms of a reduction on this GPU, and write the table that the tiling policy decides by.
+"""Time the forms of a reduction on this GPU, and write the table that the tiling policy reads.
 
     python benchmarks/reductions.py --json results.json --table src/tritium/tuned/reductions.json
 
-Each function is compiled once for each form, with empty caches, by forcing the form through the policy itself. The calls of
-a form are captured in a CUDA graph, over inputs that do not fit the L2 cache together, and the forms take turns.
+Each function is compiled once for each form, with empty caches, by forcing the form through the policy. The calls of a
+form are captured in a CUDA graph, with inputs that together exceed the L2 cache, and the forms are timed interleaved.
 
     rows      RMS norm with a weight, and LayerNorm with modulation: 4,096 rows, persistent against looped
-    few rows  LayerNorm with modulation of 128 rows, looped against split: what Inductor cuts above 8,192 elements
+    few rows  LayerNorm with modulation of 128 rows, looped against split: Inductor cuts rows above 8,192 elements
     gated     x + gate * y before the LayerNorm, as between the blocks of a transformer
     groups    GroupNorm with SiLU of one image, 32 groups of 4 to 64 MiB: split, looped, cooperative
 
-`--quick` has fewer sizes. After `--seconds` nothing more is compiled, and what is missing is said.
+`--quick` has fewer sizes. After `--seconds` no further function is compiled, and missing ones are printed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FEW_ROWS = 128
 # Values of a group of 4, 16 and 64 MiB in bfloat16.
 GROUPS = (1 << 21, 1 << 23, 1 << 25)
 
-# Forcing a form is a table that leaves no other.
+# A form is forced by a table that excludes all others.
 EVERYTHING = 1 << 40
 FORCED = {
     "persistent": Table(persistent_up_to=(Limit(64, MOST_PERSISTENT),), whole_up_to=EVERYTHING),
@@ -49,7 +49,7 @@ FORCED = {
     "cooperative": Table(whole_up_to=INDUCTOR_WHOLE, cooperative_up_to_rows=64),
 }
 
-# What inputs must exceed together, so that each call reads from memory: twice the L2 cache of an H200.
+# The inputs must exceed this size together, so that each call reads from memory: twice the L2 cache of an H200.
 OUT_OF_CACHE = 120 << 20
 MOST_INPUTS = 8
 
@@ -58,7 +58,7 @@ MOST_INPUTS = 8
 class Case:
     name: str
     function: Callable[..., torch.Tensor]
-    # The tensor that is reduced, and the rest.
+    # The reduced tensor, and the others.
     shape: tuple[int, ...]
     others: tuple[tuple[int, ...], ...]
     rows: int
@@ -85,7 +85,7 @@ def group_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tor
 
 
 def cases(*, quick: bool) -> Iterator[Case]:
-    """What is timed, the most important first."""
+    """Yield the cases, the most important first."""
     walked, cut = ("persistent", "looped"), ("looped", "split")
     for elements in ELEMENTS[::2] if quick else ELEMENTS:
         shape, row = (ROWS, elements), (elements,)
@@ -104,7 +104,7 @@ def cases(*, quick: bool) -> Iterator[Case]:
 
 
 def compiled(case: Case, form: str, inputs: Sequence[torch.Tensor]) -> tuple[Callable[..., Any], Decisions]:
-    """The function with its reductions in one form, called once."""
+    """Return the function with its reductions in one form, after one call."""
     torch._dynamo.reset()
     policy = dataclasses.replace(OFF, choose_reduction=True, reduction_table=FORCED[form])
     with hooks.active(policy) as decisions, compat.inductor_patched({"fx_graph_cache": False}):
@@ -114,7 +114,7 @@ def compiled(case: Case, form: str, inputs: Sequence[torch.Tensor]) -> tuple[Cal
 
 
 def taken(decisions: Decisions, case: Case, form: str) -> reductions.Choice | None:
-    """The choice for the rows of a case if it is the form that was asked for."""
+    """Return the choice for the rows of a case if it has the requested form, else None."""
     choices = [kernel.reduction for kernel in decisions.kernels() if kernel.reduction is not None]
     if form == "split":
         cut = [choice for choice in choices if choice.rows is not None and choice.rows > case.rows]
@@ -124,7 +124,7 @@ def taken(decisions: Decisions, case: Case, form: str) -> reductions.Choice | No
 
 
 def captured(function: Callable[..., Any], inputs: Iterable[Sequence[torch.Tensor]]) -> torch.cuda.CUDAGraph:
-    """One call for each of the inputs, as one launch: a compiled call takes the host longer than the device."""
+    """Capture one call per input as a single launch: a call takes the host longer than the device."""
     inputs = list(inputs)
     for each in inputs:
         function(*each)
@@ -155,7 +155,7 @@ def timed(case: Case, seconds: float) -> dict[str, Any]:
                 continue
             torch.testing.assert_close(function(*inputs[0]).float(), expected, rtol=0.05, atol=0.05)
             graphs[form] = captured(function, inputs)
-        except Exception as error:  # noqa: BLE001 - a form that fails is a result
+        except Exception as error:  # noqa: BLE001 - a failing form is a result
             remarks[form] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
             continue
         kernels[form] = len(decisions.kernels())
@@ -163,7 +163,7 @@ def timed(case: Case, seconds: float) -> dict[str, Any]:
     replays = {form: graph.replay for form, graph in graphs.items()}
     found = measure.interleave(replays, "cuda", seconds=seconds) if replays else {}
     ms = {form: round(timing.median_ms / copies, 5) for form, timing in found.items()}
-    # What is read once and written once.
+    # Every tensor is read once, and the result written once.
     moved = 2 * first.nbytes + sum(other.nbytes for other in others)
     return {
         "case": case.name,
@@ -203,7 +203,7 @@ def main() -> None:
         raise SystemExit(obstacle)
     start, rows, missing = time.perf_counter(), [], []
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
-        # Kernels of an earlier run would hide how long a form takes to compile.
+        # Kernels of an earlier run would hide the compile time of a form.
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         for case in cases(quick=arguments.quick):
             if time.perf_counter() - start > arguments.seconds:

@@ -1,11 +1,12 @@
-"""Which way of cutting blocks makes the sparse attention kernel fastest on this GPU, beside cuDNN's dense attention.
+"""Find the fastest way to cut blocks in the sparse attention kernel on this GPU; compare with cuDNN.
 
     PYTHONPATH=src python3 benchmarks/sparse_attention.py --json benchmarks/results/sparse-attention/h200.json
 
 The shape is Wan's self-attention at 81 frames of 480 x 832, with random lists of blocks. All candidates are compiled
-first, in threads. Each is checked on a few rows against float32, then they are timed in turns with cuDNN, because a card
-under load lowers its clock. A ratio is cuDNN's time by the candidate's; TFLOP/s count the blocks that are seen. What
-cannot be compiled or launched is reported and left out. The winner belongs into `launch_options` of the kernel's module.
+first, in threads. Each is checked on a few rows against float32, then they are timed interleaved with cuDNN, because a
+GPU under load lowers its clock. Ratio = cuDNN's time divided by the candidate's; TFLOP/s count the listed blocks.
+Candidates that cannot be compiled or launched are reported and skipped. Copy the winner to `launch_options` of the
+kernel's module.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tritium.ops.block_sparse_attention import triton as kernel
 
 TOKENS, HEADS, BLOCK = 32_760, 40, 128
 DENSITIES = (0.5, 0.25)
-# A row of float32 math has no error worth mentioning; bfloat16 rounds the weights, the values and the result.
+# The float32 reference has a negligible error; bfloat16 rounds the weights, the values and the result.
 LIMIT = 1e-2
 
 Options = dict[str, Any]
@@ -62,13 +63,13 @@ def label(chosen: Options) -> str:
 
 
 def lists(tokens: int, heads: int, density: float, device: str) -> dict[str, torch.Tensor]:
-    """Random lists: the same number of whole blocks for each block of queries, and the short last one where it is drawn."""
+    """Create random lists of equal length for each block of queries; they may include the short last."""
     edges = torch.arange(0, tokens + BLOCK, BLOCK, device=device, dtype=torch.int32).clamp(max=tokens)
     blocks = edges.shape[0] - 1
     drawn = torch.rand(1, heads, blocks, blocks, device=device).argsort(-1)
     seen = max(1, round(density * blocks))
     short = blocks - 1 if tokens % BLOCK else -1
-    # Whole blocks come first in a list.
+    # Whole blocks must come first in a list.
     kept = drawn[..., :seen]
     order = (kept == short).to(torch.uint8).argsort(dim=-1, stable=True)
     indices = torch.cat([kept.gather(-1, order), drawn[..., seen:]], -1).to(torch.int32)
@@ -78,7 +79,7 @@ def lists(tokens: int, heads: int, density: float, device: str) -> dict[str, tor
 
 
 def operations(given: dict[str, Any]) -> float:
-    """Of the two products, over the blocks that are seen."""
+    """Return the operations of the two products over the listed blocks."""
     edges = given["k_edges"].double()
     lengths = edges[1:] - edges[:-1]
     counts, indices = given["counts"][..., 1], given["indices"].long()
@@ -88,7 +89,7 @@ def operations(given: dict[str, Any]) -> float:
 
 
 def error_on_rows(out: torch.Tensor, given: dict[str, Any]) -> float:
-    """Relative L2 of some rows of some heads against float32: the first, the last, and two between them."""
+    """Return the relative L2 error of some rows and heads against float32: first, last, and two between."""
     q, k, v, edges = given["q"], given["k"], given["v"], given["k_edges"].tolist()
     found, exact = [], []
     for head in {0, q.shape[2] // 2, q.shape[2] - 1}:
@@ -123,7 +124,7 @@ def reason(error: Exception) -> str:
 
 
 def compile_all(widths: list[int], dropped: dict[tuple[int, str], str]) -> None:
-    """Every candidate once on a few blocks, in threads; strides and numbers are such that the same code serves later."""
+    """Compile every candidate on a few blocks, in threads; strides and values allow reuse of the code."""
     small, tokens = {}, 16 * BLOCK - 8
     for width in widths:
         q, k, v = (torch.randn(1, tokens, HEADS, width, device="cuda", dtype=torch.bfloat16) for _ in range(3))
@@ -133,12 +134,12 @@ def compile_all(widths: list[int], dropped: dict[tuple[int, str], str]) -> None:
     def first(width: int, chosen: Options) -> str | None:
         try:
             found = error_on_rows(sparse(small[width], chosen), small[width])
-        except Exception as error:  # noqa: BLE001 - whatever a compiler raises: the table says it
+        except Exception as error:  # noqa: BLE001 - any compiler error goes into the table
             return reason(error)
         return None if found < LIMIT else f"differs from float32 by {found:.1e}"
 
     jobs = [(width, chosen) for width in widths for chosen in CANDIDATES[width]]
-    # What all compilations share is found out by the first, alone.
+    # The first one runs alone and fills the caches that all compilations share.
     reasons = [first(*jobs[0])]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         reasons += pool.map(first, *zip(*jobs[1:], strict=True))
@@ -146,7 +147,7 @@ def compile_all(widths: list[int], dropped: dict[tuple[int, str], str]) -> None:
 
 
 def timed(runs: dict[str, Callable[[], torch.Tensor]], seconds: float) -> dict[str, float]:
-    """Median milliseconds of a call, everybody in turns, in an order that changes."""
+    """Return the median milliseconds of each function, timed interleaved in rotating order."""
     for run in runs.values():
         run()
     torch.cuda.synchronize()
@@ -179,7 +180,7 @@ def measure(width: int, density: float, seconds: float, dropped: dict[tuple[int,
             continue
         try:
             errors[name] = error_on_rows(sparse(given, chosen), given)
-        except Exception as error:  # noqa: BLE001 - whatever a launch raises: the table says it
+        except Exception as error:  # noqa: BLE001 - any launch error goes into the table
             dropped[width, name] = reason(error)
             continue
         if not errors[name] < LIMIT:

@@ -1,16 +1,17 @@
-"""What static graphs promise, checked on the example pipeline: nothing compiles after a warm-up, and every bit is right.
+"""Check static graphs on the example pipeline: no compilation after a warm-up, and bit-equal results.
 
     python benchmarks/static_graphs.py shapes --json results.json
     python benchmarks/static_graphs.py guidance --json results.json
 
-    shapes    the transformer with few blocks, in 12 sizes and 2 batch sizes in any order, 500 calls: no recompile, results
-              as of the same compiled model without graphs, inputs as they were, memory flat
-    guidance  a picture by the stock pipeline in 28 steps, each of which calls the transformer with and without the prompt
-              and holds the first result over the second call: latents and pixels as without graphs
+    shapes    the transformer with few blocks, in 12 sizes and 2 batch sizes in random order, 500 calls: no recompile,
+              results equal to the same compiled model without graphs, inputs unchanged, memory constant
+    guidance  an image by the stock pipeline in 28 steps, each of which calls the transformer with and without the
+              prompt and keeps the first result during the second call: latents and pixels equal to those without
+              graphs
 
-On a CPU graphs are emulated and no code is generated (`--engine inductor` does), which checks the same and times nothing.
-`shapes` compiles for any size and records each; `--apart` also compiles each on its own. A promise that is broken is an
-exit code of 1.
+On a CPU, graphs are emulated and no code is generated (unless with `--engine inductor`), which runs the same checks
+but no timing. `shapes` compiles for any size and captures each; `--apart` also compiles each separately. The exit
+code is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from tritium import Backend, CompilationConfig, Plan, Shapes, compat, device, tu
 from tritium.bench import drawing
 from tritium.bench.drawing import Job
 
-# Each with another number of tokens: a picture on its side is the same shape to a transformer of tokens.
+# Each size has another number of tokens: a rotated image has the same shape for a transformer of tokens.
 SIZES = [
     *((96, width) for width in (96, 128, 160, 192)),
     *((128, width) for width in (128, 160, 192)),
@@ -42,7 +43,7 @@ SIZES = [
 BATCH = (1, 2)
 CALLS = 500
 TEXT_TOKENS = 16
-# Tensors of each shape that calls choose from: a replay that reads those of the last call gives another result.
+# Inputs of each shape that calls choose from: a replay that reads the inputs of the last call gives another result.
 DRAWS = 3
 
 STEPS = 28
@@ -54,10 +55,10 @@ Inputs = dict[str, torch.Tensor]
 def shapes(
     where: str, engine: str, *, calls: int = CALLS, sizes: list[tuple[int, int]] = SIZES, apart: bool = False
 ) -> dict[str, Any]:
-    """Many shapes in any order; what was found, and whether it is as promised."""
+    """Call the model with many shapes in random order; return the measurements and the checks."""
     dtype = torch.bfloat16 if where == "cuda" else torch.float32
     model = tritium.load_example(where, dtype).transformer.requires_grad_(False)
-    # One of each kind: blocks are traced one by one, and more of them are no other shapes.
+    # Keep one block of each kind: blocks are traced one by one, so more of them add no shapes.
     del model.transformer_blocks[1:], model.single_transformer_blocks[1:]
     given = {
         (size, batch): [drawn(model, size, batch, seed) for seed in range(DRAWS)] for size in sizes for batch in BATCH
@@ -98,7 +99,7 @@ def shapes(
             for one, was in zip(some, kept[key], strict=True)
             for name in one
         ),
-        # None where torch does not count: on a CPU.
+        # None on a CPU, where torch does not count memory.
         "allocated_bytes_before": memory,
         "allocated_bytes_after": memory_after,
         "captures": sum(row["declined"] is None for row in rows),
@@ -106,7 +107,7 @@ def shapes(
         "capture_bytes": sum(row["bytes"] for row in rows),
         "replays": sum(row["hits"] for row in rows),
         "warm_up_s": round(warm_up_s, 2),
-        # With the comparison of results, which waits for the device.
+        # Including the comparison of results, which waits for the device.
         "calls_s": round(calls_s, 2),
     }
     promises = {
@@ -120,7 +121,7 @@ def shapes(
 
 
 def drawn(model: Any, size: tuple[int, int], batch: int, seed: int) -> Inputs:
-    """The arguments of a call, as the pipeline gives them for a picture of this size."""
+    """Return the arguments of a transformer call as the pipeline passes them for an image of this size."""
     generator = torch.Generator().manual_seed(seed)
     height, width = (side // drawing.MULTIPLE for side in size)
     config, where, dtype = model.config, model.device, model.dtype
@@ -154,7 +155,7 @@ def allocated(where: str) -> int | None:
 
 
 def guidance(where: str, engine: str, *, steps: int = STEPS, side: int = 128) -> dict[str, Any]:
-    """One picture with guidance in two calls a step, with graphs and without."""
+    """Generate one image with guidance in two calls per step, with and without graphs."""
     dtype = torch.bfloat16 if where == "cuda" else torch.float32
     pipe = drawing.load(drawing.EXAMPLE, where, dtype)
     pipe.set_progress_bar_config(disable=True)
@@ -184,7 +185,7 @@ def guidance(where: str, engine: str, *, steps: int = STEPS, side: int = 128) ->
         "no recompile": all(found[graphs]["recompiles"] == 0 for graphs in pictures),
         "latents bit-equal to uncaptured": torch.equal(uncaptured.latents, captured.latents),
         "pixels bit-equal to uncaptured": torch.equal(uncaptured.pixels, captured.pixels),
-        # Two calls a step, of each block at least.
+        # Two calls per step, of at least one block.
         "replayed": found["with_compile"]["replays"] >= 2 * steps,
     }
     return {**found, "promises": promises}

@@ -1,10 +1,10 @@
-"""How many scores `wide_attention` should hold at once on this GPU, beside PyTorch's own attention, and what its parts take.
+"""Find the best size of `wide_attention`'s score buffer on this GPU, and time the steps of the op.
 
     PYTHONPATH=src python3 benchmarks/wide_attention.py --json wide-attention.json
 
-One head of 512 in bfloat16: the middle of an AutoencoderKL at 512, 1024 and 2048 pixels. Each way is checked on the last
-rows against float64 and then timed in turns with the others, because a card under load lowers its clock. The winner
-belongs into `SCORES_BYTES` of the op's `products.py`.
+One head of 512 in bfloat16: the middle of an AutoencoderKL at 512, 1024 and 2048 pixels. Each variant is checked on the
+last rows against float64 and then timed interleaved with the others, because a GPU under load lowers its clock. Copy
+the winner to `SCORES_BYTES` of the op's `products.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+import torch.nn.functional as F  # noqa: N812 - the usual name
 
 from tritium import measure
 from tritium.compat.products import multiply_into
@@ -35,7 +35,7 @@ def held(mebibytes: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> t
 
 
 def parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Callable[[], Any]]:
-    """The three steps on one piece of the queries, as they follow each other."""
+    """Return the three steps on one piece of the queries, in order."""
     keys = k.shape[2]
     rows = min(q.shape[2], (256 << 20) // (4 * keys))
     scores = torch.empty(1, rows, keys, dtype=torch.float32, device=q.device)
@@ -52,7 +52,7 @@ def compare(tokens: int, seconds: float) -> list[dict[str, Any]]:
     torch.manual_seed(tokens)
     q, k, v = (torch.randn(1, 1, tokens, WIDTH, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     runs: dict[str, Callable[[], Any]] = {"sdpa": lambda: F.scaled_dot_product_attention(q, k, v)}
-    # As much room as all scores take is enough.
+    # Buffers larger than all scores make no difference.
     rooms = [size for size in MEBIBYTES if size << 20 <= 4 * tokens**2] or [MEBIBYTES[0]]
     for size in rooms:
         runs[f"products, {size} MiB"] = lambda size=size: held(size, q, k, v)
