@@ -1,4 +1,4 @@
-"""Attention that chooses by measuring: what was compared, who won, and the same inside a compiled function.
+"""Choose attention kernels by measuring: candidates, the winner, and a call in a compiled function.
 
 python examples/attention.py
 """
@@ -18,7 +18,7 @@ def main() -> list[str]:
     with torch.inference_mode():
         plain = tritium.attention_forward(query, key, value)
         causal = tritium.attention_forward(query, key, value, is_causal=True)
-        # The graph holds what was chosen: running it asks nobody.
+        # The compiled graph contains the chosen kernel, without a further choice at run time.
         compiled = torch.compile(tritium.attention_forward, backend="aot_eager", fullgraph=True)
         assert torch.allclose(compiled(query, key, value), plain, atol=1e-2)
     assert not torch.equal(plain, causal)

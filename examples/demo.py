@@ -1,8 +1,8 @@
-"""The example pipeline on four prompts, eagerly and accelerated: pictures side by side, and what was done.
+"""Run the example pipeline on four prompts, eagerly and accelerated; write image pairs and a report.
 
     python examples/demo.py [--steps 8] [--out demo]
 
-It needs no download: the pipeline ships with the package. Most of its minute or two is compilation.
+No download is needed: the pipeline ships with the package. Most of the minute or two is compilation.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Sparse attention on the example pipeline: half of the blocks skipped, and how far the picture moves.
+"""Run sparse attention on the example pipeline: skip half of the blocks, measure the change.
 
     python examples/sparse_attention.py [folder]
 
-The pipeline's transformer sees text and then a latent of 16 x 16 tokens. The first steps stay dense, because they decide
-what the picture is of; later ones skip blocks of 16 keys, and a mask serves for two steps.
+The pipeline's transformer sees text and then a latent of 16 x 16 tokens. The first steps stay dense, because they
+decide the composition of the image; later ones skip blocks of 16 keys, and a mask is used for two steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tritium
 from tritium.bench import quality
 
 PROMPT = "two red circles above a blue square on a yellow background"
-# The prompt is padded to TEXT tokens, all of which everybody sees: 512, the pipeline's default, would leave little to skip.
+# The prompt is padded to TEXT tokens, to which all queries attend; the default of 512 would leave little to skip.
 SIDE, TEXT, STEPS = 256, 32, 8
 
 

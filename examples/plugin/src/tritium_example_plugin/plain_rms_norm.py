@@ -1,11 +1,12 @@
-"""Another provider of the op `rms_norm`: ATen's own operator, for whoever wants to compare. Pin it with
-`tritium.CompilationConfig(force_provider={"rms_norm": "plain"})`.
+"""Add a provider of the op `rms_norm` for comparisons: ATen's operator.
+
+Pin it with `tritium.CompilationConfig(force_provider={"rms_norm": "plain"})`.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+import torch.nn.functional as F  # noqa: N812 - the usual name
 
 from tritium import Provider
 from tritium.ops import Arguments

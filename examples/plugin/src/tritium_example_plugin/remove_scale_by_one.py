@@ -1,4 +1,4 @@
-"""Remove multiplications by the number one, and ask for the tanh that vectorises.
+"""Remove multiplications by one, and request the tanh that vectorises.
 
 Before:  mul(x, 1.0) -> ...
 After:   x -> ...
@@ -18,7 +18,7 @@ def run(graph: fx.Graph, context: PassContext) -> ConfigRequest | None:
     for node in list(graph.find_nodes(op="call_function", target=operator.mul)):
         x, factor = node.args
         value, result = (source.meta.get("example_value") for source in (x, node) if isinstance(source, fx.Node))
-        # An integer tensor times 1.0 is a float tensor: only what changes nothing may go.
+        # An integer tensor times 1.0 is a float tensor: remove only multiplications that keep the dtype.
         if factor == 1 and isinstance(value, torch.Tensor) and value.dtype == result.dtype:
             node.replace_all_uses_with(x)
             graph.erase_node(node)

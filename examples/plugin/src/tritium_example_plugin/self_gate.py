@@ -1,7 +1,7 @@
-"""Recognise `x + gate * x`, a residual that is gated by itself, and let the op `gated_residual` compute it.
+"""Fuse `x + gate * x`, a residual that gates itself, into the op `gated_residual`.
 
 Before:  mul(gate, x) -> add(x, .)
-After:   tritium::gated_residual(x, gate, x), counted in a family of its own, `self_gate`
+After:   tritium::gated_residual(x, gate, x), counted in a separate family, `self_gate`
 """
 
 from __future__ import annotations
