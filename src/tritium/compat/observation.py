@@ -166,7 +166,7 @@ def kernel_dependencies(nodes: Sequence[Any]) -> tuple[dict[str, int], dict[str,
     for node in nodes:
         for dep in node.read_writes.reads:
             if dep.name not in written:
-                # A lookup, or a read from one of several inputs, is counted for every result: limit it to the whole buffer.
+                # A lookup, or a read from one of several inputs, counts for every result: limit it to the buffer.
                 whole = _buffer_bytes(graph, dep.name)
                 found = int(graph.get_dep_size_hint(dep))
                 reads[dep.name] = max(reads.get(dep.name, 0), found if whole is None else min(found, whole))
