@@ -1,7 +1,7 @@
-"""Pictures of scenes: whole batches from signed distances, on any device.
+"""Render images of scenes in whole batches from signed distances, on any device.
 
-A batch of scenes is an integer tensor with one row a scene, its columns the fields of `Scene`. Sizes and margins are
-in units of the shorter side of the picture. Nothing overlaps, because every object has a cell of its own.
+A batch of scenes is an integer tensor with one row per scene; its columns are the fields of `Scene`. Sizes and margins
+are in units of the image's shorter side. Objects never overlap, because each has a separate cell.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 
 from tritium.example.grammar import COLOURS, MOST, PLACES, SHAPES, Scene
 
-# Half extents of small and large objects; LIMIT divides them for the checker. The largest that fits three in a row of
-# 96 pixels is 0.146.
+# Half extents of small and large objects; LIMIT divides them for the checker. The largest extent that fits three times
+# into a row of 96 pixels is 0.146.
 SMALL, LARGE, LIMIT = (0.09, 0.105), (0.14, 0.2), 0.122
 MARGIN = 0.02
 STAR_WAIST = 0.45
 RING_HOLE = 0.5
-# One combination in HELD_OUT is kept from training, whatever its sizes and background.
+# One combination in HELD_OUT is excluded from training, for all sizes and backgrounds.
 HELD_OUT = 16
 
 FIELDS = {name: column for column, name in enumerate(Scene._fields)}
@@ -27,29 +27,29 @@ FIELDS = {name: column for column, name in enumerate(Scene._fields)}
 
 @functools.cache
 def palette(device: torch.device | str = "cpu") -> torch.Tensor:
-    """The colours as values in [0, 1], [colours, 3]."""
+    """Return the colours as values in [0, 1], [colours, 3]."""
     return torch.tensor(list(COLOURS.values()), device=device) / 255.0
 
 
 def held_out(scenes: torch.Tensor) -> torch.Tensor:
-    """Which scenes have a combination of shapes, colours, counts and places that training never sees."""
+    """Return True for scenes whose combination of shapes, colours, counts and places is held out."""
     key = torch.zeros_like(scenes[:, 0])
     for name in ("pair", "place", "shape_a", "colour_a", "count_a", "shape_b", "colour_b", "count_b"):
         key = key * 11 + scenes[:, FIELDS[name]]
-    # A multiplicative hash; the low bits of a product are weak, so the high ones decide.
+    # A multiplicative hash: use the high bits, as the low bits of a product are weak.
     return ((key * 2654435761) % 2**32 // 2**16) % HELD_OUT == 0
 
 
 def _sample(count: int, generator: torch.Generator) -> torch.Tensor:
-    """Scenes of all combinations; half of them have two groups."""
+    """Return random scenes of all combinations; half of them have two groups."""
 
     def upto(high: int) -> torch.Tensor:
         return torch.randint(high, (count,), generator=generator)
 
     pair = upto(2)
-    # One group is anywhere in a third of the scenes, two groups always have a side.
+    # A third of the scenes with one group have any place; two groups always have a side.
     place = torch.where(pair == 1, 1 + upto(4), (upto(9) - 3).clamp_min(0) % len(PLACES))
-    # Three different colours: each is drawn among those the earlier ones left.
+    # Three different colours: each is chosen among those that are left.
     background = upto(len(COLOURS))
     colour_a = (background + 1 + upto(len(COLOURS) - 1)) % len(COLOURS)
     low, high = torch.minimum(background, colour_a), torch.maximum(background, colour_a)
@@ -62,7 +62,7 @@ def _sample(count: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def sample_scenes(count: int, generator: torch.Generator, *, unseen: bool = False) -> torch.Tensor:
-    """`count` scenes to train on, or with `unseen` as many of the combinations that are held out. [count, fields]"""
+    """Return `count` scenes for training, or held-out ones with `unseen`, as [count, fields]."""
     kept: list[torch.Tensor] = []
     while sum(map(len, kept)) < count:
         scenes = _sample(2 * count + 64, generator)
@@ -71,15 +71,15 @@ def sample_scenes(count: int, generator: torch.Generator, *, unseen: bool = Fals
 
 
 def _distance(shape: torch.Tensor, x: torch.Tensor, y: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
-    """Signed distance to each picture's own shape, whose box reaches at most r from its middle. y points down."""
+    """Return the signed distance to each image's shape with half extent r, centred at 0. y points down."""
     length = torch.hypot(x, y)
     circle = length - r
     square = torch.maximum(x.abs(), y.abs()) - 0.9 * r
-    # Equal sides of 2 r: one half plane below, two slanted ones that meet at the tip.
+    # Equal sides of 2 r: one half plane below, and two slanted ones that meet at the tip.
     height = math.sqrt(3) * r
     slant = (math.sqrt(3) * x.abs() - (y + height / 2)) / 2
     triangle = torch.maximum(y - height / 2, slant)
-    # All points of a star fold onto one half point: from its tip to its waist is one straight edge.
+    # Fold all points of a star onto half of one arm: a straight edge from the tip to the waist.
     tip, fold = 1.05 * r, math.pi / 5
     angle = (torch.atan2(x, -y).abs() % (2 * fold) - fold).abs()
     angle = fold - angle
@@ -94,7 +94,7 @@ def _distance(shape: torch.Tensor, x: torch.Tensor, y: torch.Tensor, r: torch.Te
 
 
 def templates(size: int = 24) -> torch.Tensor:
-    """Each shape as a mask that fills its own box, as the checker sees them. [shapes, size, size]"""
+    """Return each shape as a mask that fills its box, for the checker, as [shapes, size, size]."""
     fine = 8 * size
     at = (torch.arange(fine) + 0.5) / fine * 2.4 - 1.2
     y, x = at[:, None].expand(fine, fine), at[None, :].expand(fine, fine)
@@ -114,7 +114,7 @@ def _uniform(like: torch.Tensor, low: float, high: float, generator: torch.Gener
 def _place(
     scenes: torch.Tensor, group: str, height: int, width: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Middles and half extents of a group's objects in pixels: x, y [B, MOST] and r [B, 1]."""
+    """Return centres and half extents of a group's objects in pixels: x, y [B, MOST] and r [B, 1]."""
     unit = min(height, width)
     count = scenes[:, FIELDS["count_" + group], None].clamp_min(1)
     size = scenes[:, FIELDS["size_" + group], None]
@@ -148,7 +148,7 @@ def _place(
 
 
 def draw(scenes: torch.Tensor, height: int, width: int, generator: torch.Generator) -> torch.Tensor:
-    """Pictures of the scenes in [0, 1], [B, 3, height, width], on the device of the scenes (and of the generator)."""
+    """Return images of the scenes in [0, 1], [B, 3, height, width], on the device of scenes and generator."""
     colours = palette(scenes.device)
     picture = colours[scenes[:, FIELDS["background"]]][:, :, None, None].expand(-1, -1, height, width)
     grid_y = (torch.arange(height, device=scenes.device) + 0.5)[None, :, None]

@@ -1,6 +1,6 @@
-"""The parts of the example pipeline, untrained: two word tokenizers, two text encoders, a VAE, a denoiser, a scheduler.
+"""The untrained parts of the example pipeline: tokenizers, text encoders, VAE, denoiser, scheduler.
 
-All are stock classes of transformers and diffusers, so that what is saved loads as an ordinary `FluxPipeline`.
+All are stock classes of transformers and diffusers, so that saved parts load as an ordinary `FluxPipeline`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast,
 
 from tritium.example.grammar import VOCABULARY, words
 
-# Longest caption the encoders see; the grammar stays under it.
+# The longest caption of the encoders; captions of the grammar are shorter.
 TEXT = 32
 WIDTH = 128
 LATENT = 8
-# The end of a CLIP prompt must not have id 2: transformers then pools at the highest id instead of at the end.
+# The end token of CLIP must not have id 2: transformers would then pool at the highest id instead of at the end.
 CLIP_SPECIALS = ["<pad>", "<unk>", "<bos>", "<eos>"]
 T5_SPECIALS = ["<pad>", "</s>", "<unk>"]
 
@@ -41,7 +41,7 @@ def _word_tokenizer(specials: list[str], single: str, longest: int, **names: str
 
 
 def tokenizers() -> tuple[PreTrainedTokenizerFast, PreTrainedTokenizerFast]:
-    """The tokenizers of CLIP and of T5."""
+    """Return the tokenizers of CLIP and of T5."""
     clip = _word_tokenizer(
         CLIP_SPECIALS, "<bos> $A <eos>", TEXT, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
     )
@@ -50,14 +50,14 @@ def tokenizers() -> tuple[PreTrainedTokenizerFast, PreTrainedTokenizerFast]:
 
 
 class CaptionIds:
-    """Captions to ids by table: what the two tokenizers give, without their cost a call."""
+    """Convert captions to ids by table: the same result as the tokenizers, without their cost per call."""
 
     def __init__(self) -> None:
         self.clip = {word: index for index, word in enumerate([*CLIP_SPECIALS, *VOCABULARY])}
         self.t5 = {word: index for index, word in enumerate([*T5_SPECIALS, *VOCABULARY])}
 
     def __call__(self, captions: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
-        """CLIP's and T5's ids, both [captions, TEXT] and padded with 0."""
+        """Return CLIP's and T5's ids, both [captions, TEXT] and padded with 0."""
         clip, t5 = [], []
         for caption in captions:
             split = words(caption)
@@ -81,7 +81,7 @@ def build_vae() -> AutoencoderKL:
         latent_channels=LATENT,
         norm_num_groups=8,
         scaling_factor=1.0,
-        # FluxPipeline fails at decode when this is unset.
+        # If this is unset, FluxPipeline fails at decode.
         shift_factor=0.0,
         force_upcast=False,
         use_quant_conv=False,
@@ -91,7 +91,7 @@ def build_vae() -> AutoencoderKL:
 
 
 def build_text_encoders() -> tuple[CLIPTextModel, T5EncoderModel]:
-    """CLIP gives one vector a prompt; T5 gives the tokens, and is all that knows their order."""
+    """Return the encoders: CLIP gives a vector per prompt; T5 gives one per token and encodes word order."""
     clip = CLIPTextModel(
         CLIPTextConfig(
             vocab_size=len(CLIP_SPECIALS) + len(VOCABULARY),
@@ -147,7 +147,7 @@ def build_denoiser() -> FluxTransformer2DModel:
 
 
 def assemble(vae: Any, clip: Any, t5: Any, denoiser: Any, *, shift: float = 1.0) -> FluxPipeline:
-    """The parts as one pipeline, in evaluation mode."""
+    """Return the parts as one pipeline, in evaluation mode."""
     tokenizer, tokenizer_2 = tokenizers()
     for model in (vae, clip, t5, denoiser):
         model.eval()
@@ -163,12 +163,12 @@ def assemble(vae: Any, clip: Any, t5: Any, denoiser: Any, *, shift: float = 1.0)
 
 
 def save(pipeline: FluxPipeline, folder: Path) -> None:
-    """Write the pipeline in place of what is in `folder`; whenever this is interrupted, a whole one is left."""
+    """Replace the pipeline in `folder`; an interruption at any point leaves a complete one."""
     transformers.logging.disable_progress_bar()
     new, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
     shutil.rmtree(new, ignore_errors=True)
     pipeline.save_pretrained(new, safe_serialization=True)
-    # transformers 4 knows the tokenizers' class by this name only, transformers 5 by both.
+    # transformers 4 has the tokenizers' class only under this name, transformers 5 under both.
     for path in [new / "model_index.json", *new.glob("tokenizer*/tokenizer_config.json")]:
         path.write_text(path.read_text().replace("TokenizersBackend", "PreTrainedTokenizerFast"))
     for path in new.glob("*/*.safetensors"):

@@ -1,9 +1,9 @@
-"""Does a picture show what its prompt says? Reads pictures back and scores the example pipeline with it.
+"""Check whether images match their prompts, and score the example pipeline.
 
     python training/score.py PIPELINE --prompts 128 --sheet sheet.png
 
-The checker knows the palette and the shapes, and nothing of how a picture was made. `ceiling` scores the VAE's own
-reconstructions, `floor` scores drawn pictures against the scenes of other prompts.
+The checker has the palette and the shapes, and no information on how an image was made. `ceiling` scores the VAE's
+reconstructions, `floor` scores generated images against the scenes of other prompts.
 """
 
 from __future__ import annotations
@@ -27,54 +27,54 @@ ATTRIBUTES = ("background", "colour", "halves", "shape", "count", "size")
 
 
 def prompts_of(scenes: torch.Tensor, seed: int = 0) -> list[str]:
-    """One caption a scene, always with its background."""
+    """Return one caption per scene, always with its background."""
     choose = random.Random(seed)
     return [caption(Scene(*row), choose) for row in scenes.tolist()]
 
 
 def unseen(count: int, seed: int = 1234) -> tuple[torch.Tensor, list[str]]:
-    """Scenes of held-out combinations and their prompts: the same ones for the same seed."""
+    """Return scenes of held-out combinations and their prompts, the same ones for the same seed."""
     scenes = sample_scenes(count, torch.Generator().manual_seed(seed), unseen=True)
     return scenes, prompts_of(scenes, seed)
 
 
 def _label(pictures: torch.Tensor) -> torch.Tensor:
-    """The nearest colour of each pixel, [N, H, W]."""
+    """Return the nearest colour of each pixel, [N, H, W]."""
     colours = palette(pictures.device)
     distance = torch.stack([(pictures - colour[:, None, None]).square().sum(1) for colour in colours])
     return distance.argmin(0)
 
 
 def _components(mask: torch.Tensor) -> torch.Tensor:
-    """Connected parts of masks [N, H, W]: each pixel gets the highest index in its part plus one, 0 outside."""
-    # A border between two colours passes through a third; opening removes what is at most two pixels wide.
+    """Label connected parts of masks [N, H, W]: the highest index in the part plus one, 0 outside."""
+    # A border between two colours passes through a third; opening removes areas of at most two pixels in width.
     whole = mask[:, None]
     eroded = -max_pool2d(-whole.float(), 3, 1, 1)
     opened = (max_pool2d(eroded, 3, 1, 1) > 0) & whole
     # float32 counts exactly up to 2**24 pixels
     index = torch.arange(1, mask[0].numel() + 1, device=mask.device, dtype=torch.float32).view_as(whole[0])
     label = index * opened
-    # A true object is at most half a side wide; a part that winds on for longer may fall apart.
+    # An object is at most half a side wide; longer winding parts may fall apart.
     for _ in range(sum(mask.shape[1:]) // 16):
         before = label
         for _ in range(16):
             label = max_pool2d(label, 3, 1, 1) * opened
         if torch.equal(before, label):
             break
-    # The tips of a star are thin too: what is left may grow back a little.
+    # The tips of a star are thin too: let the remaining parts grow back a little.
     for _ in range(3):
         label = torch.where(whole & (label == 0), max_pool2d(label, 3, 1, 1), label)
     return label[:, 0].long()
 
 
 class Parts:
-    """The sizeable connected parts of a batch of masks: where they are and what shape they have."""
+    """The connected parts of a batch of masks above a minimum size, with position and shape."""
 
     def __init__(self, mask: torch.Tensor) -> None:
         count, height, width = mask.shape
         unit = min(height, width)
         labels = _components(mask)
-        # The smallest true object, a small star, covers about 1.4 * (0.09 * unit)**2.
+        # The smallest object, a small star, covers about 1.4 * (0.09 * unit)**2.
         smallest = 0.5 * (SMALL[0] * unit) ** 2
         area = torch.zeros(count, height * width + 1, device=mask.device)
         area.scatter_add_(1, labels.flatten(1), torch.ones_like(labels.flatten(1), dtype=area.dtype))
@@ -91,7 +91,7 @@ class Parts:
 
     @staticmethod
     def _shapes(own: torch.Tensor, *box: torch.Tensor) -> torch.Tensor:
-        """The template that overlaps each part best when both fill the same box."""
+        """Return the template with the largest overlap with each part if both fill the same box."""
         if not len(own):
             return torch.zeros(0, dtype=torch.long, device=own.device)
         height, width = own.shape[1:]
@@ -106,13 +106,13 @@ class Parts:
         return (both / either).argmax(1)
 
     def every(self, holds: torch.Tensor) -> torch.Tensor:
-        """For each picture: it has parts, and this holds for all of them."""
+        """Return for each image whether it has parts and `holds` is True for all of them."""
         broken = torch.bincount(self.picture[~holds], minlength=len(self.count))
         return (self.count > 0) & (broken == 0)
 
 
 def _in_place(parts: Parts, place: torch.Tensor) -> torch.Tensor:
-    """For each picture: all parts are where the place index says."""
+    """Return for each image whether all parts are at the place given by its index."""
     at = place[parts.picture]
     mean_x, mean_y = (
         torch.bincount(parts.picture, weights=value, minlength=len(place)) / parts.count.clamp_min(1)
@@ -126,9 +126,9 @@ def _in_place(parts: Parts, place: torch.Tensor) -> torch.Tensor:
 
 
 def check(pictures: torch.Tensor, scenes: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Which of the attributes each picture [N, 3, H, W] in [0, 1] has right, and `all` of them together.
+    """Return which attributes each image [N, 3, H, W] in [0, 1] has right, and `all` of them together.
 
-    `colour`: the stated colours are there and no others; `halves`: the stated colours are where the prompt says.
+    `colour`: the stated colours and no others are present; `halves`: they are where the prompt says.
     """
     pictures, scenes = pictures.float(), scenes.to(pictures.device)
     seen = _label(pictures)
@@ -166,7 +166,7 @@ def means(result: dict[str, torch.Tensor]) -> dict[str, float]:
 def pictures(
     pipeline: Any, prompts: Sequence[str], height: int, width: int, steps: int, *, length: int = 512, cfg: float = 1.0
 ) -> torch.Tensor:
-    """What the pipeline draws for the prompts, [N, 3, height, width] in [0, 1]."""
+    """Generate images for the prompts, [N, 3, height, width] in [0, 1]."""
     guidance = {"negative_prompt": [""] * len(prompts), "true_cfg_scale": cfg} if cfg > 1 else {}
     pipeline.set_progress_bar_config(disable=True)
     return pipeline(
@@ -183,7 +183,7 @@ def pictures(
 
 @torch.inference_mode()
 def ceiling(vae: Any, count: int, height: int = 128, width: int = 128) -> dict[str, float]:
-    """Scores of true pictures after the VAE's round trip: no denoiser can be read better than this."""
+    """Score rendered images after the VAE's round trip: an upper bound for every denoiser."""
     scenes, _ = unseen(count)
     truth = draw(scenes, height, width, torch.Generator().manual_seed(7)).to(vae.device)
     again = vae.decode(vae.encode(truth * 2 - 1).latent_dist.mean).sample
@@ -203,7 +203,10 @@ SETTINGS = {
 
 
 def score(pipeline: Any, count: int, settings: Sequence[str] = tuple(SETTINGS)) -> dict[str, dict[str, float]]:
-    """Share of held-out prompts drawn right, by attribute, for each setting; with floor and ceiling."""
+    """Return the share of correct images for held-out prompts by attribute, for each setting.
+
+    `floor` and `ceiling` are included.
+    """
     scenes, prompts = unseen(count)
     scores = {}
     for name in settings:
@@ -217,7 +220,7 @@ def score(pipeline: Any, count: int, settings: Sequence[str] = tuple(SETTINGS)) 
 
 
 def sheet(images: torch.Tensor, columns: int, path: Path, gap: int = 4) -> None:
-    """Write pictures [N, 3, H, W] as one PNG grid."""
+    """Write images [N, 3, H, W] as one PNG grid."""
     from PIL import Image
 
     framed = torch.nn.functional.pad(images.float().cpu(), (gap, 0, gap, 0), value=1.0)

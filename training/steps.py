@@ -1,8 +1,8 @@
-"""One step of training the denoiser with the text encoders, and whether it can be compiled on this machine.
+"""One training step of the denoiser with the text encoders, and a check whether it can be compiled.
 
     python training/steps.py --device cuda --tokens 49152
 
-tries a few compiled steps and prints how long one takes.
+runs a few compiled steps and prints the time of one.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from torch import nn
 
 import parts
 
-# Most steps are on this size and this length of text; it is what is compiled.
+# Most steps have this image size and text length; only these are compiled.
 MAIN_SIZE, MAIN_LENGTH = (128, 128), 32
 
-# Where the middle of the noise levels lies, as a logit: 0 is as much noise as picture.
+# The centre of the noise levels, as a logit: at 0, noise and image have equal shares.
 EARLY = 0.4
 
-# How slowly the averaged weights, which are the ones that are kept, follow the trained ones.
+# The decay of the averaged weights, which are the saved ones.
 EMA = 0.999
 
-# Seconds that compiling may take before it is given up.
+# Seconds after which compiling is given up.
 PATIENCE = 200
 
 
 def adam(parameters: list[nn.Parameter], device: torch.device) -> torch.optim.AdamW:
-    """AdamW whose learning rate, on a GPU, is a value on the device: a captured step reads it anew."""
+    """Return AdamW; on a GPU its learning rate is a device tensor, read by captured steps on each replay."""
     if device.type != "cuda":
         return torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=0.01)
     rate = torch.zeros((), device=device)
@@ -52,13 +52,13 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def positions(height: int, width: int, device: torch.device) -> torch.Tensor:
-    """Row and column of each token, [tokens, 3]; the first column is FluxPipeline's and always zero."""
+    """Return row and column of each token, [tokens, 3]; the first column is zero, as in FluxPipeline."""
     rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     return torch.stack([torch.zeros_like(rows), rows, columns], -1).view(-1, 3).float().to(device)
 
 
 class Denoising(nn.Module):
-    """The three models that are trained together, and one step of their loss."""
+    """The three models that are trained together, and the loss of one step."""
 
     def __init__(self, clip: Any, t5: Any, denoiser: Any) -> None:
         super().__init__()
@@ -68,8 +68,8 @@ class Denoising(nn.Module):
         self, latents: torch.Tensor, clip_ids: torch.Tensor, t5_ids: torch.Tensor, at: torch.Tensor, denoise: Any = None
     ) -> torch.Tensor:
         noise = torch.randn_like(latents)
-        # Half of the times where the picture takes form, half anywhere, so that the first of few steps is good too.
-        # What stands where is decided early, while there is still more noise than picture.
+        # Half of the times are where the image takes form, half anywhere, so that the first of few steps is good too.
+        # The composition is decided early, while there is still more noise than image.
         middle = torch.sigmoid(torch.randn(len(latents), device=latents.device) + EARLY)
         evenly = torch.rand_like(middle)
         time_ = torch.where(torch.rand_like(middle) < 0.5, middle, evenly)
@@ -89,7 +89,7 @@ class Denoising(nn.Module):
 
 
 class Halves:
-    """Weights in float32 that the optimizer moves, and on a GPU the bfloat16 copy of them that computes."""
+    """Weights in float32 for the optimizer, and on a GPU a bfloat16 copy for the computation."""
 
     def __init__(self, model: Denoising, device: torch.device) -> None:
         self.masters = list(model.parameters())
@@ -118,11 +118,11 @@ class Halves:
 
 
 class Steps:
-    """Whole steps: batch, loss, gradients, weights, averaged weights.
+    """Run whole steps: batch, loss, gradients, weights, averaged weights.
 
-    A step of so small a model is a few thousand small kernels, which take longer to launch than to run. So on a GPU the
-    step of each shape is captured at its second use and replayed from then on. A capture that fails is said, and
-    steps go on without.
+    A step of such a small model is a few thousand small kernels, which take longer to launch than to run. So on a GPU,
+    the step of each shape is captured at its second use and replayed afterwards. If a capture fails, a message is
+    printed and steps continue without captures.
     """
 
     def __init__(self, model: Denoising, averaged: nn.Module, device: torch.device) -> None:
@@ -134,7 +134,7 @@ class Steps:
         self._pool: Any = None
 
     def __call__(self, key: Hashable, batch: Callable[[], Any], rate: float, denoise: Any = None) -> None:
-        """One step on what `batch` gives; `key` is its shape. `loss` is a running mean of the losses."""
+        """Run one step on the result of `batch` with shape `key`; `loss` is a running mean of the losses."""
         set_rate(self.optimizer, rate)
         graph = self._graphs.get(key)
         if graph is None and key in self._graphs and self._captures:
@@ -166,15 +166,16 @@ class Steps:
 
 
 def plain_attention() -> None:
-    """Attention as two products and a softmax, which the compiler can fuse; at about a hundred tokens nothing is lost."""
+    """Use attention as two products and a softmax, which can be fused; for about 100 tokens it is as fast."""
     torch.backends.cuda.enable_flash_sdp(enabled=False)
     torch.backends.cuda.enable_mem_efficient_sdp(enabled=False)
     torch.backends.cuda.enable_cudnn_sdp(enabled=False)
 
 
 class CompileCheck:
-    """Tries compiled steps in a process of its own, beside this one: a kernel that reads out of bounds takes its process
-    along. torch 2.11 made one of flash attention's backward pass for heads of 32.
+    """Run compiled steps in a child process: a kernel that reads out of bounds crashes only the child.
+
+    torch 2.11 generated such a kernel from flash attention's backward pass for heads of 32.
     """
 
     def __init__(self, device: str, tokens: int) -> None:
@@ -194,7 +195,7 @@ class CompileCheck:
 
 
 def side_stream(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """A stream that can be captured; everything of a training run happens on it."""
+    """Return a stream that can be captured; the whole training run uses it."""
     if device.type != "cuda":
         return contextlib.nullcontext()
     torch.cuda.synchronize()
@@ -207,7 +208,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def check(device: torch.device, tokens_a_step: int) -> None:
-    """A few steps of the main size on noise, compiled, and how long one takes."""
+    """Run a few compiled steps of the main size on noise, and print the time of one."""
     plain_attention()
     model = Denoising(*parts.build_text_encoders(), parts.build_denoiser()).to(device).train()
     steps = Steps(model, copy.deepcopy(model).requires_grad_(requires_grad=False), device)

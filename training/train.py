@@ -1,9 +1,9 @@
-"""Train the example pipeline from nothing: the VAE, then latents of many pictures, then denoiser and text encoders.
+"""Train the example pipeline from scratch: VAE, latents of many images, denoiser with text encoders.
 
     python training/train.py --out run --vae-seconds 150 --denoiser-seconds 360
 
-Every stage is driven by the clock: the learning rate falls to zero when its seconds are over, however fast the machine
-is. A checkpoint and a loadable pipeline are written about once a minute; `--resume` goes on from there.
+Every stage has a time budget: the learning rate falls to zero at its end, on fast and slow machines. A checkpoint and a
+loadable pipeline are written about once a minute; `--resume` continues from there.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tritium.example.grammar import Scene, caption
 
 STARTED = time.monotonic()
 
-# height, width: share of the cached pictures and of the denoiser's steps. 128 x 128 is what the plain call draws.
+# height, width: share of the cached images and of the denoiser's steps. 128 x 128 is the size of the default call.
 BUCKETS = {
     (128, 128): 0.70,
     (96, 160): 0.05,
@@ -54,13 +54,13 @@ BUCKETS = {
     (192, 192): 0.05,
     (256, 256): 0.05,
 }
-# The share of steps on a 256 x 256 picture costs the VAE four times as much, so it sees fewer of them.
+# A 256 x 256 image costs the VAE four times as much, so it gets fewer of them.
 VAE_BUCKETS = {(128, 128): 0.7, (96, 160): 0.07, (160, 96): 0.07, (192, 192): 0.08, (256, 256): 0.08}
-# FluxPipeline pads T5's tokens to max_sequence_length without a mask, and the default is 512: the denoiser must have
-# seen every amount of padding that it will meet.
+# FluxPipeline pads T5's tokens to max_sequence_length without a mask, and the default is 512: training must include
+# every amount of padding that occurs later.
 LENGTHS = {32: 0.40, 64: 0.14, 128: 0.12, 256: 0.10, 512: 0.24}
-# Most steps are on one size and one length, which is compiled. The others teach what another size and more padding
-# look like, which takes little once pictures are right.
+# Most steps have one size and one length, which is compiled. The others teach other sizes and more padding, for which
+# few steps are enough once images are correct.
 MAIN_SHARE = 0.80
 CAPTIONS = 4
 NULL_SHARE = 0.1
@@ -70,7 +70,7 @@ KL = 2e-4
 
 @dataclass
 class Clock:
-    """How far a stage is, by elapsed time; `spent` is what earlier runs used of it."""
+    """The progress of a stage by elapsed time; `spent` is the time that earlier runs used."""
 
     name: str
     budget: float
@@ -90,7 +90,7 @@ class Clock:
         return min(1.0, self.elapsed / self.budget)
 
     def rate(self, peak: float, warmup: int = 200) -> float:
-        """The learning rate now: warmed up by steps, cosine to zero by time."""
+        """Return the current learning rate: warmed up by steps, cosine to zero by time."""
         return peak * min(1.0, (self.step + 1) / warmup) * 0.5 * (1 + math.cos(math.pi * self.fraction))
 
     def due_log(self, every: float = 5.0) -> bool:
@@ -134,13 +134,13 @@ def descend(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], lo
 
 
 def write(state: dict[str, Any], path: Path) -> None:
-    """Replace a checkpoint in one move, so that a kill leaves the old one."""
+    """Replace a checkpoint with a single rename, so that an interruption leaves the old one."""
     torch.save(state, path.with_suffix(".new"))
     path.with_suffix(".new").replace(path)
 
 
 def vae_loss(vae: Any, truth: torch.Tensor) -> torch.Tensor:
-    """Pixels, edges, and a pull of the latents towards a unit normal that is just strong enough to smooth them."""
+    """Return the loss: pixels, edges, and a weak pull of the latents towards a unit normal."""
     posterior = vae.encode(truth).latent_dist
     mean, logvar = posterior.mean.float(), posterior.logvar.float()
     latent = mean + torch.exp(0.5 * logvar) * torch.randn_like(mean)
@@ -152,7 +152,7 @@ def vae_loss(vae: Any, truth: torch.Tensor) -> torch.Tensor:
 
 
 def train_vae(vae: Any, options: argparse.Namespace, device: torch.device, *, decoder_only: bool = False) -> None:
-    """Train in place. The decoder alone can be trained on beside a denoiser: latents stay what they were."""
+    """Train in place. With `decoder_only` the latents stay equal, so a trained denoiser still fits."""
     name = "decoder" if decoder_only else "vae"
     path = options.out / f"{name}.pt"
     clock = Clock(name, options.decoder_seconds if decoder_only else options.vae_seconds)
@@ -201,7 +201,7 @@ def train_vae(vae: Any, options: argparse.Namespace, device: torch.device, *, de
 
 @dataclass
 class Bucket:
-    """Cached pictures of one size: packed latents [N, tokens, 4 * channels] and the ids of their captions."""
+    """Cached images of one size: packed latents [N, tokens, 4 * channels] and the ids of their captions."""
 
     size: tuple[int, int]
     latents: torch.Tensor
@@ -211,7 +211,7 @@ class Bucket:
 
 
 def pack(latents: torch.Tensor) -> torch.Tensor:
-    """[B, C, H, W] to one token a 2 x 2 square, [B, H * W / 4, 4 * C], in FluxPipeline's order."""
+    """Pack [B, C, H, W] into one token per 2 x 2 square, [B, H * W / 4, 4 * C], in FluxPipeline's order."""
     batch, channels, height, width = latents.shape
     squares = latents.view(batch, channels, height // 2, 2, width // 2, 2)
     return squares.permute(0, 2, 4, 1, 3, 5).reshape(batch, height * width // 4, 4 * channels)
@@ -219,7 +219,7 @@ def pack(latents: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def normalise(vae: Any, device: torch.device, count: int) -> None:
-    """Measure the latents and write scale and shift into the VAE's configuration, where the pipeline reads them."""
+    """Measure the latents, and write scale and shift into the VAE's configuration for the pipeline."""
     scenes = sample_scenes(count, torch.Generator().manual_seed(2)).to(device)
     drawn = draw(scenes, 128, 128, torch.Generator(device).manual_seed(2)) * 2 - 1
     latents = torch.cat([vae.encode(chunk).latent_dist.mean for chunk in drawn.split(64)])
@@ -230,7 +230,7 @@ def normalise(vae: Any, device: torch.device, count: int) -> None:
 
 
 def chunks(shares: dict[tuple[int, int], float], total: int, size: int) -> Iterator[tuple[tuple[int, int], int]]:
-    """Which sizes to cache in which order, so that stopping early keeps the shares."""
+    """Yield sizes with counts to cache, in an order that keeps the shares if it is stopped early."""
     rounds = max(1, total // size)
     for _ in range(rounds):
         for sides, share in shares.items():
@@ -239,7 +239,7 @@ def chunks(shares: dict[tuple[int, int], float], total: int, size: int) -> Itera
 
 @torch.no_grad()
 def cache_latents(vae: Any, options: argparse.Namespace, device: torch.device) -> list[Bucket]:
-    """Draw, encode and describe pictures until there are enough or the time for it is over."""
+    """Render, encode and caption images until there are enough or the time is over."""
     clock = Clock("latents", options.latent_seconds)
     choose, ids = random.Random(options.seed), parts.CaptionIds()
     scenes_from = torch.Generator().manual_seed(options.seed + 10)
@@ -273,7 +273,7 @@ def cache_latents(vae: Any, options: argparse.Namespace, device: torch.device) -
 
 
 def sample_batch(bucket: Bucket, length: int, count: int, null: tuple[torch.Tensor, torch.Tensor]) -> Any:
-    """Random latents of a bucket with one of their captions each, some with the empty one; T5's padded to `length`."""
+    """Return random latents of a bucket, each with a caption or the empty one; pad T5's ids to `length`."""
     device = bucket.latents.device
     rows = torch.randint(len(bucket.latents), (count,), device=device)
     which = torch.randint(CAPTIONS, (count,), device=device)
@@ -285,7 +285,7 @@ def sample_batch(bucket: Bucket, length: int, count: int, null: tuple[torch.Tens
 
 
 def pick_shape(buckets: list[Bucket], choose: random.Random, *, is_main: bool) -> tuple[Bucket, int]:
-    """A size and a length of text for one step."""
+    """Return an image size and a text length for one step."""
     if is_main:
         return buckets[list(BUCKETS).index(MAIN_SIZE)], MAIN_LENGTH
     return buckets[pick(dict(enumerate(BUCKETS.values())), choose)], pick(LENGTHS, choose)
@@ -299,7 +299,7 @@ def train_denoiser(
     device: torch.device,
     check: CompileCheck | None = None,
 ) -> FluxPipeline:
-    """Train denoiser and text encoders together; gives the pipeline of their averaged weights."""
+    """Train denoiser and text encoders together; return the pipeline with their averaged weights."""
     path = options.out / "denoiser.pt"
     budget = options.denoiser_seconds
     if options.deadline_seconds:
@@ -351,7 +351,7 @@ def train_denoiser(
 
 
 def progress(pipeline: FluxPipeline, count: int) -> None:
-    """A quick look at what the averaged weights draw."""
+    """Generate a few images with the averaged weights and print their scores."""
     scenes, prompts = score.unseen(count)
     drawn = score.pictures(pipeline, prompts, 128, 128, 8)
     print("held-out prompts:", json.dumps(score.means(score.check(drawn, scenes))), flush=True)
@@ -407,7 +407,7 @@ def main() -> None:
     if options.decoder_seconds:
         train_vae(vae, options, device, decoder_only=True)
     vae.to(device).eval().requires_grad_(requires_grad=False)
-    # A denoiser that was trained before is tied to the scale it was trained with.
+    # A trained denoiser depends on the latent scale that it was trained with.
     if options.vae_seconds or not options.start:
         normalise(vae, device, 1024 if device.type == "cuda" else 64)
     buckets = cache_latents(vae, options, device)
@@ -417,7 +417,7 @@ def main() -> None:
 
 
 def finish(pipeline: FluxPipeline, options: argparse.Namespace) -> None:
-    """Scores and a contact sheet of what was saved."""
+    """Write the scores and a contact sheet of the saved pipeline."""
     if not options.prompts:
         return
     started = time.monotonic()
