@@ -98,7 +98,7 @@ def _count_compiler_calls() -> list[float]:
 
 
 def measure(workload: str, start: str, files: Path, machine: Path, *, save: bool = False) -> dict[str, Any]:
-    """Run one start with a folder that stands for a machine."""
+    """Run one start in a folder that simulates a machine."""
     (machine / "tmp").mkdir(parents=True, exist_ok=True)
     # Inductor stores precompiled headers in the temporary folder, outside its cache.
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(machine / "cache"), "TMPDIR": str(machine / "tmp")}
@@ -120,7 +120,7 @@ def compare(workload: str, repeats: int) -> dict[str, Any]:
         files.mkdir()
         for round_ in range(repeats):
             for start in STARTS:
-                # No apostrophes or spaces: Inductor hands paths to a shell.
+                # No apostrophes or spaces: Inductor passes paths to a shell.
                 machine = root / f"machine-{0 if start == 'warm cache' else STARTS.index(start)}-{round_}"
                 taken[start].append(measure(workload, start, files, machine, save=start == "cold" and round_ == 0))
                 print(start, f"{taken[start][-1]['first_result_s']:.1f} s", file=sys.stderr, flush=True)

@@ -91,7 +91,7 @@ def build_vae() -> AutoencoderKL:
 
 
 def build_text_encoders() -> tuple[CLIPTextModel, T5EncoderModel]:
-    """Return the encoders: CLIP gives a vector per prompt; T5 gives one per token and encodes word order."""
+    """Return the encoders: CLIP returns a vector per prompt; T5 one per token, with word order."""
     clip = CLIPTextModel(
         CLIPTextConfig(
             vocab_size=len(CLIP_SPECIALS) + len(VOCABULARY),

@@ -112,7 +112,7 @@ class Parts:
 
 
 def _in_place(parts: Parts, place: torch.Tensor) -> torch.Tensor:
-    """Return for each image whether all parts are at the place given by its index."""
+    """Return for each image whether all parts are at the place with its index."""
     at = place[parts.picture]
     mean_x, mean_y = (
         torch.bincount(parts.picture, weights=value, minlength=len(place)) / parts.count.clamp_min(1)
@@ -128,7 +128,7 @@ def _in_place(parts: Parts, place: torch.Tensor) -> torch.Tensor:
 def check(pictures: torch.Tensor, scenes: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return which attributes each image [N, 3, H, W] in [0, 1] has right, and `all` of them together.
 
-    `colour`: the stated colours and no others are present; `halves`: they are where the prompt says.
+    `colour`: the stated colours and no others are present; `halves`: they are at the place in the prompt.
     """
     pictures, scenes = pictures.float(), scenes.to(pictures.device)
     seen = _label(pictures)

@@ -1,6 +1,6 @@
 """The main entry point: `handle = tritium.optimize(pipe)`.
 
-Each part of the pipeline is run as the plan says. The pipeline object itself is not replaced, and `handle.remove()`
+Each part of the pipeline runs as set in the plan. The pipeline object is changed in place, and `handle.remove()`
 restores it.
 """
 
@@ -44,8 +44,8 @@ def optimize(
     """Accelerate a loaded diffusers pipeline, or a single denoiser or decoder; return a handle.
 
     Args:
-        pipe: A stock `DiffusionPipeline`, on its device and in its dtype; or an `nn.Module` that you call in your own
-            loop. A module is changed in place and has one part called `model`.
+        pipe: A stock `DiffusionPipeline`, on its device and in its dtype; or an `nn.Module` that you call directly. A
+            module is changed in place and has one part called `model`.
         plan: The settings; defaults if omitted. A path is read as a recipe written by `tritium tune`.
         artifacts: A file written by `Handle.save`: the code in it is not compiled again. A file that does not fit is
             ignored with a warning, and the pipeline compiles as usual.

@@ -100,7 +100,7 @@ def is_compiling() -> bool:
         return True
     if _guards.CompileContext.current_compile_id() is not None or _guards.TracingContext.try_get() is not None:
         return True
-    # An export without Dynamo runs the code directly, under recording modes.
+    # An export without Dynamo runs the code directly, under dispatch modes that trace it.
     return torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() != 0
 
 
@@ -255,7 +255,7 @@ def _source_text(node: fx.Node) -> str | None:
 
 
 def module_path(node: fx.Node) -> tuple[str, ...]:
-    """Return the path of a node's module, such as `("blocks", "0", "norm1")`; () for the model itself."""
+    """Return the path of a node's module, such as `("blocks", "0", "norm1")`; () for the model."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ()

@@ -313,7 +313,7 @@ def broadcast_view(operand: Any, node: fx.Node) -> Expr | None:
         return None
     inner = strip_same(operand)
     if inner.op == "add" and is_number(inner.args[1]) and isinstance(inner.args[0], Expr):
-        # No node holds the view of s alone: to use it, apply `node` to s.
+        # No node holds the view of s: to use it, apply `node` to s.
         return Expr("add", (Expr("view", (inner.args[0],), attrs=(node,)), inner.args[1]), node)
     return Expr("view", (operand,), node)
 

@@ -86,7 +86,7 @@ def _bindings(found: Rotation) -> dict[str, Any]:
 
 
 def _finished(recogniser: Recogniser, match: Match, x: Expr) -> Match:
-    """Extend a match over merged lanes, merged heads and rounding; separate its own from shared nodes."""
+    """Extend a match over merged lanes, merged heads and rounding; separate unshared from shared nodes."""
     root, seen, shape = match.root, set(match.nodes), shape_of(x) or ()
     merged, end, passed = False, match.root, set()
     while (user := _only_user(recogniser, end, seen)) is not None:

@@ -10,7 +10,7 @@ from torch import nn
 
 
 class BareModel:
-    """Give one model the attributes that `optimize` reads of a pipeline: components and device."""
+    """Wrap a model with the attributes of a pipeline that `optimize` reads: components and device."""
 
     NAME = "model"
 

@@ -28,7 +28,7 @@ Signature = Mapping[str, Hashable]
 # Versions of one function that a contract may add to the existing ones: a warm-up without end reaches the limit.
 _SPARE_VERSIONS = 8
 
-# Promised calls that are recognised without binding their arguments.
+# The most promised calls that are kept for lookup without binding their arguments.
 _MOST_SPELLINGS = 4096
 
 _NOTHING_COMPILED = "nothing to compile"

@@ -140,7 +140,7 @@ class Installed:
 
     def install(self) -> None:
         self.use(self.choice)
-        # `run` goes around everything, so that compilation inside the call is reported for this part.
+        # `run` wraps everything, so that compilation inside the call is reported for this part.
         self.entry.inner = self.run
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -231,7 +231,7 @@ class Installed:
 
     @property
     def decides_captures(self) -> bool:
-        """Return True if the part's first calls decide whether captures pay."""
+        """Return True if the part's first calls decide about captures."""
         graphs = self.choice.graphs if self.choice.graphs is not None else self.plan.captures
         on_gpu = any(parameter.is_cuda for parameter in self.part.entry.parameters())
         return self.choice.how == "tritium" and graphs == "auto" and on_gpu

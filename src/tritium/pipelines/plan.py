@@ -20,7 +20,7 @@ Graphs = Literal["off", "only", "with_compile", "auto"]
 
 @dataclass(frozen=True, kw_only=True)
 class Choice(metaclass=KeywordsOnly):
-    """What to do with one part of a pipeline.
+    """The setting for one part of a pipeline.
 
     `how` selects Tritium, plain torch.compile (`inductor`), or neither (`eager`). `channels_last` converts the part's
     convolution weights to that memory format. `graphs` has the meaning of the field in `CompilationConfig`; None takes
@@ -50,7 +50,7 @@ class Choice(metaclass=KeywordsOnly):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(metaclass=KeywordsOnly):
-    """What to do with a pipeline; `tritium.optimize(pipe)` takes `Plan()`.
+    """The settings for a pipeline; `tritium.optimize(pipe)` uses `Plan()`.
 
     Args:
         config: How Tritium compiles.
@@ -63,7 +63,7 @@ class Plan(metaclass=KeywordsOnly):
         dynamic: As in `torch.compile`: None makes a size dynamic when it changes, False compiles each size.
         blocks: The class names of a denoiser's repeated blocks, by component, for models that Tritium does not support.
         check_memory: Before a decode starts, refuse it if it does not fit the device's free memory.
-        progress: Show what is being compiled.
+        progress: Show progress while compiling.
         shapes: The shapes that `handle.warmup()` compiles, each size separately unless `dynamic` is set; later calls
             with these shapes do not compile.
 

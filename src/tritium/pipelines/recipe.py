@@ -51,7 +51,7 @@ class Recipe:
 
 
 def load(path: Path) -> Recipe:
-    """Read a recipe from a file, or raise a `RecipeError` that says why it is invalid."""
+    """Read a recipe from a file, or raise a `RecipeError` with the reason."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -26,7 +26,7 @@ REDUCTIONS_IN_3D_MISCOMPILE: compat.Version = (2, 12)
 
 @dataclass(frozen=True)
 class Question:
-    """Inductor's arguments when it tiles a kernel, and its answer."""
+    """Inductor's arguments when it tiles a kernel, and its result."""
 
     # Inductor's scheduling class, and its size allocator with the hints and guards of sizes.
     scheduling: Any

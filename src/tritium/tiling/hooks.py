@@ -257,7 +257,7 @@ def _select_tiling(original: Any) -> Any:
 def _ranked(
     session: Session, rank: Callable[..., Any], schedule: Any, numel: Any, reduction_numel: Any, analysis: Any
 ) -> tuple[Any, Any]:
-    """Rank tilings, without the analysis if that fails. Return the answer and the analysis that was used."""
+    """Rank tilings, without the analysis if that fails. Return the result and the analysis that was used."""
     try:
         return rank(schedule, numel, reduction_numel, analysis), analysis
     except Exception as error:
