@@ -1,4 +1,4 @@
-"""Matrix products that Inductor and some versions of torch lack: added in place, and wider than their operands."""
+"""Matrix products that Inductor or torch lacks: added in place, and wider than their operands."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tritium.compat.versions import version_text
 
 
 def wide_product_obstacle() -> str | None:
-    """Why half-precision matrices cannot be multiplied into float32 in this version, or None."""
+    """Return why half-precision matrices cannot be multiplied into float32 in this version, or None."""
     if "dtype_out" in torch.ops.aten.bmm.overloads():
         return None
     return f"torch {version_text()} has no batched product of half precision with a float32 result"
 
 
 def multiply_into(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
-    """`left @ right` of [N, M, K] and [N, K, P] into `out`, of their dtype or float32; summed in float32."""
+    """Write `left @ right` of [N, M, K] and [N, K, P] to `out`, in their dtype or float32; sum in float32."""
     if not left.is_cuda:
         # Only CUDA has a product with a wider result. This serves Triton's interpreter.
         out.copy_(torch.bmm(left.float(), right.float()))
@@ -29,9 +29,10 @@ def multiply_into(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) ->
 
 
 def lower_to_product_in_place(overload: Any) -> None:
-    """Let Inductor compute an operator (sum, left, right) as `sum.addmm_(left, right)` if nothing else reads the sum.
+    """Let Inductor compute an operator (sum, left, right) as `sum.addmm_(left, right)`.
 
-    Inductor's own `addmm` writes into new memory, into which cuBLAS copies the sum first.
+    This applies only if no other operator reads the sum. Inductor's `addmm` writes to new memory, into which cuBLAS
+    copies the sum first.
     """
     lowering: Any = importlib.import_module("torch._inductor.lowering")
     ir: Any = importlib.import_module("torch._inductor.ir")
@@ -42,7 +43,7 @@ def lower_to_product_in_place(overload: Any) -> None:
     @lowering.register_lowering(overload, type_promotion_kind=None)  # type: ignore[untyped-decorator]
     def added(total: Any, left: Any, right: Any) -> Any:
         source = graph.graph.current_node.args[0]
-        # The sum was written to memory by another operator, for this one alone.
+        # Another operator wrote the sum to memory, and only this one reads it.
         owned = len(source.users) == 1 and source.op == "call_function"
         if not owned or not ir.is_storage_and_layout(total):
             return lowering.lowerings[torch.ops.aten.addmm.default](total, left, right)

@@ -194,7 +194,7 @@ def reduction_reads(features: Any) -> tuple[int, int, int]:
 
 
 def keeps_order_of_additions(features: Any) -> bool:
-    """True if the user fixed the order of additions of a reduction kernel (`numerics="strict"`)."""
+    """Return True if the user fixed the order of additions of a reduction kernel (`numerics="strict"`)."""
     block = getattr(features, "strict_reduction_rblock", None)
     return block is not None and block() is not None
 
