@@ -49,7 +49,7 @@ def size(values):
 
 
 FUSES = rows("Classes that fuse")
-APART = rows("What stays apart, and what the report says")
+APART = rows("What does not fuse, and the reason in the report")
 
 
 def test_the_page_shows_every_class_of_operator():
