@@ -63,7 +63,8 @@ def _passed(parameter: inspect.Parameter, *, by_place: bool) -> str:
 
 def _made(declared: str, passed: str, values: dict[str, Any]) -> Callable[..., Any]:
     text = f"def forward({declared}):\n    return self._call_impl({passed})\n"
-    names = dict(values)
+    # Before torch 2.13 Dynamo wraps a function of no module in one that takes any arguments.
+    names = {"__name__": __name__, **values}
     exec(compile(text, "<tritium call>", "exec"), names)  # noqa: S102 - contains only parameter names
     made: Callable[..., Any] = names["forward"]
     return made
