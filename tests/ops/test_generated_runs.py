@@ -6,6 +6,7 @@ in Triton's interpreter; and each kernel is compiled for Hopper as Inductor woul
 
 import contextlib
 import functools
+import inspect
 import json
 import math
 import re
@@ -117,8 +118,9 @@ class Launched:
     def run(self, *given, stream):
         del stream
         *arguments, x, y, z = given
-        kernel, declared = self.known.kernel, self.known.inductor_meta["declared_constexpr_names"]
-        names = [name for name in kernel.arg_names if name not in declared]
+        kernel = self.known.kernel
+        declared = inspect.signature(kernel.fn).parameters
+        names = [name for name in kernel.arg_names if "constexpr" not in str(declared[name].annotation)]
         values = dict(zip(names, arguments, strict=True)) | self.known.triton_meta["constants"]
         kernel[x, y, z](**values)
 

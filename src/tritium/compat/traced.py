@@ -54,10 +54,16 @@ def fake_results(function: Callable[..., Any], arguments: Mapping[str, Any]) -> 
     fakes: Any = importlib.import_module("torch._subclasses.fake_tensor")
     modes = [leaf.fake_mode for leaf in tree_leaves(dict(arguments)) if isinstance(leaf, fakes.FakeTensor)]
     if modes:
-        with modes[0]:
+        with _python_decompositions(), modes[0]:
             return function(**arguments)
     with torch.no_grad(), fakes.FakeTensorMode() as mode:
         return function(**tree_map_only(torch.Tensor, mode.from_tensor, dict(arguments)))
+
+
+def _python_decompositions() -> contextlib.AbstractContextManager[Any]:
+    """Compute composite operators as traces do: before torch 2.13 `linear` in C++ takes no symbolic sizes."""
+    dispatch: Any = importlib.import_module("torch._dispatch.python")
+    return dispatch.enable_python_dispatcher()  # type: ignore[no-any-return]
 
 
 def remember_kernel_accesses() -> None:
