@@ -1,6 +1,6 @@
 """Layer functions for people who write or port models by hand.
 
-They are importable from `tritium` itself; `PUBLIC` says which file each comes from.
+All are importable from `tritium`; `PUBLIC` maps each name to its file.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from tritium.layers import checks
 
 
 class FastGELU(nn.Module):
-    """`x * sigmoid(1.702 x)`: an approximation of GELU that is up to 0.021 off. Lossy, and only taken when named."""
+    """Compute `x * sigmoid(1.702 x)`, an approximation of GELU with errors up to 0.021. Lossy: used only by name."""
 
     lossy = True
 
@@ -38,9 +38,9 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 
 
 def get_activation_layer(name: str) -> nn.Module:
-    """A new module for an activation's name, in whatever case it is written.
+    """Return a new module for an activation's name, upper or lower case.
 
-    `gelu-fast` is lossy: it is not GELU but an approximation, and every other name is computed as it is defined.
+    `gelu-fast` is a lossy approximation of GELU; all others are computed as they are defined.
     """
     lowered = name.lower() if isinstance(name, str) else name
     checks.text("activation", lowered, tuple(ACTIVATIONS))

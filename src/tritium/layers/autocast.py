@@ -1,6 +1,6 @@
-"""What autocast means to a function that computes attention: what it means to PyTorch's own.
+"""Apply autocast to functions that compute attention, as to PyTorch's scaled_dot_product_attention.
 
-Its tensors come in autocast's dtype, whoever computes; and inside, where products are in float32 on purpose, nothing is cast.
+Their tensors are cast to autocast's dtype. Inside them autocast is off: some products are in float32 on purpose.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DEVICES = ("cpu", "cuda")
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """What tensors are cast to on a device now, if they are."""
+    """Return the dtype that autocast uses on a device now, or None if it is off."""
     if device_type in DEVICES and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None

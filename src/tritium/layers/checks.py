@@ -1,4 +1,4 @@
-"""What layer functions ask of their arguments. Every error says what was given and what is accepted."""
+"""Check the arguments of layer functions. Every error names the given value and the accepted ones."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def tensor(name: str, value: Any, *, optional: bool = False) -> None:
 
 
 def numbers_of(**tensors: torch.Tensor | None) -> None:
-    """Whether tensors hold numbers that layers compute with.
+    """Raise unless all tensors have a dtype that layers compute with.
 
-    Whole ones would be cut off, complex ones lose their imaginary part, and 8-bit ones are formats.
+    Integers would be truncated, complex numbers lose their imaginary part, and 8-bit floats need scales.
     """
     for name, value in tensors.items():
         if value is not None and value.dtype not in FLOATING:
@@ -48,7 +48,10 @@ def size(name: str, value: Any, *, optional: bool = False) -> None:
 
 
 def no_gradients_in_a_graph(name: str, *tensors: torch.Tensor) -> None:
-    """A graph has this function as one operator, through which no gradients flow: they would be lost without a word."""
+    """Raise if gradients are needed in a compiled graph.
+
+    The graph calls this function as one operator without a backward: gradients would be lost silently.
+    """
     if torch.compiler.is_compiling() and needs_gradients(*tensors):
         raise ArgumentError(
             f"{name} computes no gradients inside of a compiled graph: call it outside of one, or under torch.no_grad()"
@@ -56,14 +59,14 @@ def no_gradients_in_a_graph(name: str, *tensors: torch.Tensor) -> None:
 
 
 def needs_gradients(*tensors: torch.Tensor) -> bool:
-    """Whether somebody may ask what is computed for derivatives."""
+    """Return whether derivatives of the results may be taken."""
     if not torch.compiler.is_compiling() and compat.is_transformed():
         return True
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def needs_tangents() -> bool:
-    """Whether derivatives are taken forward, which PyTorch's kernels of attention do not give. In no graph."""
+    """Return whether forward-mode derivatives are taken, which PyTorch's attention kernels lack; False in a graph."""
     return not torch.compiler.is_compiling() and compat.has_tangents()
 
 
@@ -75,10 +78,10 @@ def boolean(name: str, value: Any) -> None:
 def number(name: str, value: Any, *, optional: bool = False) -> None:
     if optional and value is None:
         return
-    # Whole numbers have no largest one.
+    # Python integers are unbounded.
     if isinstance(value, int) and abs(value) > sys.float_info.max:
         raise ArgumentError(f"{name} must be a number that a float can hold, at most {sys.float_info.max}")
-    # True is a number to Python, and no number to anybody else.
+    # bool is a subclass of int.
     if isinstance(value, bool) or not isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt)):
         accepted = "a number or None" if optional else "a number"
         raise ArgumentTypeError(f"{name} must be {accepted}, got {value!r}")
@@ -98,7 +101,7 @@ def rank(name: str, value: torch.Tensor, *accepted: int) -> None:
 
 
 def broadcastable(name: str, value: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """Whether a tensor can be broadcast to a shape without making that larger."""
+    """Raise unless a tensor can be broadcast to exactly this shape."""
     own = tuple(value.shape)
     fits = len(own) <= len(shape) and all(
         size in (1, wanted) for size, wanted in zip(reversed(own), reversed(shape), strict=False)
@@ -108,7 +111,7 @@ def broadcastable(name: str, value: torch.Tensor, shape: tuple[int, ...]) -> Non
 
 
 def together(**tensors: torch.Tensor | None) -> None:
-    """Whether tensors lie on one device."""
+    """Raise unless all tensors are on one device."""
     devices = {name: value.device for name, value in tensors.items() if value is not None}
     where = iter(devices.values())
     first = next(where, None)

@@ -1,13 +1,13 @@
-"""How a layer function computes an op of the core.
+"""Compute an op for a layer function.
 
-while a graph is traced    the op's reference, operator by operator: the compiler around it fuses that
+while a graph is traced    the op's reference, operator by operator: the surrounding compiler fuses it
 under vmap, grad or jvp    the same: its operators have rules for these
-eagerly, fused             an owned kernel that takes these arguments; on a GPU without one, what Inductor makes of
-                           the reference, compiled at the first call
+eagerly, fused             an owned kernel that takes these arguments; on a GPU without one, the reference compiled
+                           by Inductor at the first call
 eagerly, not fused         the reference
 
-On a GPU most layers are done before the host has looked at their arguments. So arguments are checked, and who computes is
-chosen, once for each form that they have.
+On a GPU most layers take less time than checking their arguments on the host. So arguments are checked, and the
+implementation is chosen, once per form of the arguments (dtypes, shapes, strides, flags).
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from tritium import compat, device, ops
 from tritium.layers.generated import Generated
 from tritium.ops import Op
 
-# What computes for arguments of some form; whoever has more forms than that has other worries than the host's time.
+# The implementation for each form of arguments. The limit bounds memory; programs rarely have this many forms.
 _CHOSEN: dict[Hashable, Callable[..., Any]] = {}
 REMEMBERED = 1024
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-# What is the same wherever it is equal and of the same type.
+# Types whose values are interchangeable if they are equal.
 WORDS = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A function over an op: what it asks of its arguments, and what of them the op takes."""
+    """The op of a layer function, the check of the function's arguments, and their conversion to the op's."""
 
     op: Op
-    # Raises where something else was given; knows of types, dtypes, devices, shapes and strides, and of no numbers in tensors.
+    # Raises for wrong arguments. Depends on types, dtypes, devices, shapes and strides, not on the values in tensors.
     check: Callable[..., None]
-    # The op's arguments.
+    # Returns the op's arguments.
     arguments: Callable[..., tuple[Any, ...]]
 
 
 def compute(layer: Layer, fused: bool, *given: Any) -> Any:
-    """What a layer makes of what was given to it; `fused` is the first thing that is checked."""
+    """Check the arguments of a layer and return its result; `check` receives `fused` first."""
     if torch.compiler.is_compiling() or compat.is_transformed():
         layer.check(fused, *given)
         return layer.op.reference(*layer.arguments(*given))
@@ -64,7 +64,7 @@ def compute(layer: Layer, fused: bool, *given: Any) -> Any:
 
 
 def _form(layer: Layer, fused: Any, given: Sequence[Any]) -> Hashable | None:
-    """All that checks and choices depend on; None where that cannot be told: these take the long way every time."""
+    """Return everything that checks and choices depend on, or None if it cannot be determined: such calls are not cached."""
     if type(fused) is not bool or compat.replaces_functions():
         return None
     form: list[Any] = [layer.op.name, fused, compat.is_watched()]
@@ -75,12 +75,12 @@ def _extend(form: list[Any], given: Sequence[Any], grad: bool) -> bool:
     for value in given:
         kind = type(value)
         if kind in PLAIN:
-            # Traced ones are of other types, and may have sizes that no two calls share.
+            # Traced tensors have other types, and their sizes may differ in every call.
             if not _is_as_it_lies(value) or (grad and value.requires_grad):
                 return False
             form += (value.dtype, value.shape, value.stride(), value.device)
         elif kind in WORDS:
-            # True is 1, and 1 is 1.0, but not to a check.
+            # True == 1 == 1.0, but checks distinguish them.
             form += (kind, value)
         elif kind in (list, tuple, torch.Size):
             form += (kind, len(value))
@@ -99,7 +99,7 @@ def _choose(op: Op, arguments: tuple[Any, ...]) -> Callable[..., Any]:
         return op.reference
     provider = None if grad else _owned(op, arguments)
     if provider is not None:
-        # The operator is for whoever looks at operators; to go past the dispatcher takes the host half the time.
+        # Dispatch modes and tensor subclasses need the operator. Bypassing the dispatcher takes half the host time.
         return ops.runner(op, provider) if plain and eager else functools.partial(op.overload, provider=provider)
     if eager and _on_gpu(tensors) and device.has_triton():
         return _generated(op.name, tuple((tensor.dtype, tensor.dim()) for tensor in tensors))
@@ -107,10 +107,10 @@ def _choose(op: Op, arguments: tuple[Any, ...]) -> Callable[..., Any]:
 
 
 def _is_as_it_lies(tensor: torch.Tensor) -> bool:
-    """Whether memory holds the numbers of a tensor.
+    """Return whether the memory of a tensor holds its values as they are.
 
-    PyTorch's operators negate, conjugate or make up what it does not hold, such as autograd's zeros. The dispatcher does so
-    for ours too, but not in lists of tensors that may be None.
+    Otherwise PyTorch's operators negate or conjugate them, or create them, such as autograd's zero tensors. The dispatcher
+    does so for custom operators too, but not in lists of optional tensors.
     """
     dense = tensor.layout is torch.strided and not tensor.is_nested
     return dense and not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
@@ -127,7 +127,7 @@ def _tensors(given: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _owned(op: Op, arguments: tuple[Any, ...]) -> str | None:
-    """The first kernel of ours that takes these arguments."""
+    """Return the name of the first owned provider that takes these arguments, or None."""
     for provider in ops.providers(op).values():
         if not provider.inlined and provider.decline(op.bind(*arguments)) is None:
             return provider.name
@@ -136,9 +136,9 @@ def _owned(op: Op, arguments: tuple[Any, ...]) -> str | None:
 
 @functools.cache
 def _generated(name: str, kinds: tuple[tuple[torch.dtype, int], ...]) -> Generated:
-    """What Inductor makes of an op for tensors of some dtypes and ranks.
+    """Return an op's reference compiled by Inductor for tensors of some dtypes and ranks.
 
-    Each has code of its own, so that no dtype uses up the compilations that another one is allowed.
+    Each has a separate code object, so that no dtype counts towards the recompile limit of another one.
     """
     del kinds
     reference: Any = ops.catalog()[name].reference

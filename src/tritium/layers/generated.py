@@ -1,8 +1,8 @@
-"""What Inductor makes of a function, called past Dynamo where that is known to be right.
+"""Call a function compiled by Inductor, and bypass Dynamo if that is known to be correct.
 
-At every call Dynamo asks whether what it compiled still holds, which takes the host longer than a small kernel runs. Whoever
-knows that a call has the form of one before, to every size, stride, dtype and word, can call what that one called, if all
-that its graph took were these tensors: Dynamo also makes constants of some, and knows them by identity.
+Dynamo checks its guards at every call, which takes the host longer than a small kernel runs. A call with the same sizes,
+strides, dtypes and flags as an earlier one can call the same compiled graph directly, if the graph's inputs are exactly the
+tensors of the call: Dynamo also turns some tensors into constants and identifies those by identity.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class _Run:
 
 
 class _Listener(threading.local):
-    """Who listens, in this thread, to which compiled graphs are called."""
+    """The list in which this thread records calls of compiled graphs, or None if it does not record."""
 
     runs: list[_Run] | None = None
 
 
 class Generated:
-    """A function of tensors and words, compiled for the sizes it meets first, and at the second ones for any."""
+    """A function of tensors and flags, compiled for its first sizes, and for dynamic sizes when they change."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._listener = _Listener()
@@ -56,46 +56,46 @@ class Generated:
         return self._by_dynamo(*arguments)
 
     def first(self, arguments: tuple[Any, ...]) -> tuple[Any, Callable[..., Any]]:
-        """The result, and what to call for further arguments of the very same form, none of which needs gradients."""
+        """Return the result, and a function for later arguments of the same form, none of which needs gradients."""
         runs: list[_Run] = []
         self._listener.runs = runs
         try:
             result = self._by_dynamo(*arguments)
         finally:
             self._listener.runs = None
-        # CUDA graphs have to be told where a call begins, which Dynamo does.
+        # Inductor's CUDA graphs need a mark at the start of each call, which Dynamo's wrapper sets.
         again = _again(runs[0], arguments, result) if len(runs) == 1 and not compat.uses_cuda_graphs() else None
         return result, again or self
 
 
 def _again(run: _Run, arguments: tuple[Any, ...], result: Any) -> Callable[..., Any] | None:
-    """The same run for other arguments; None where it cannot be told which of them it takes, and what of it is the result."""
+    """Return a function that repeats a run for other arguments, or None if inputs or result cannot be identified."""
     tensors = [index for index, value in enumerate(arguments) if isinstance(value, torch.Tensor)]
     places = {id(arguments[index]): index for index in tensors}
-    # One that is given twice is one input of the graph; the next call may give two.
+    # A tensor passed twice is one input of the graph; the next call may pass two different ones.
     if len(places) < len(tensors):
         return None
-    # What the graph takes, as places in the arguments with these numbers behind them.
+    # The graph's inputs, as indices into the arguments followed by `numbers`.
     taken: list[int] = []
     numbers: tuple[int, ...] = ()
     for value in run.inputs:
         if isinstance(value, torch.Tensor) and id(value) in places:
             taken.append(places[id(value)])
         elif type(value) is int:
-            # A size or a stride, which the form fixes. Or where a tensor begins in its storage, which no kernel is told: it is
-            # given the tensor's own address.
+            # A size or a stride, which the form fixes; or a storage offset, which no kernel reads: kernels get the tensor's
+            # address.
             taken.append(len(arguments) + len(numbers))
             numbers += (value,)
         else:
             return None
-    # A tensor that is no input has become part of the code: one that was marked as static, or frozen.
+    # A tensor that is not an input was compiled in as a constant: it was marked as static, or frozen.
     if not set(tensors) <= set(taken):
         return None
     which = next((index for index, value in enumerate(run.outputs) if value is result), None)
     if which is None or not taken:
         return None
     compiled = run.compiled
-    # Of a single place, itemgetter would give the value itself, and not a tuple of it.
+    # With a single index itemgetter returns the value and not a tuple.
     pick = operator.itemgetter(*taken) if len(taken) > 1 else operator.itemgetter(slice(taken[0], taken[0] + 1))
 
     def again(*given: Any) -> Any:

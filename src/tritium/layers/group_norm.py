@@ -21,15 +21,15 @@ def group_norm_silu(
     eps: float = 1e-5,
     fused: bool = True,
 ) -> torch.Tensor:
-    """`silu(group_norm(x))` in float32, rounded once; the result lies in memory as x does.
+    """Return `silu(group_norm(x))`, computed in float32, rounded once, in the memory format of x.
 
     Args:
         x: [B, C, ...], channels last or contiguous.
         groups: How many groups the channels are divided into.
         weight: [C] or None.
         bias: [C] or None.
-        eps: What keeps the norm from dividing by zero.
-        fused: Whether a kernel of its own may compute it.
+        eps: A small number that avoids division by zero in the norm.
+        fused: Whether a fused kernel may compute it; False runs PyTorch operators.
     """
     return compute(_LAYER, fused, x, groups, weight, bias, eps)  # type: ignore[no-any-return]
 

@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+import torch.nn.functional as F  # noqa: N812 - the conventional name
 from torch import nn
 
 from tritium.errors import ArgumentError, ArgumentTypeError
@@ -14,18 +14,18 @@ from tritium.layers import checks
 from tritium.layers.compute import Layer, compute
 from tritium.ops import ada_norm
 
-# High precision, fast, and half precision only. PyTorch's kernel has the first one's precision at the speed of the others.
+# High precision, fast, and half precision only. PyTorch's kernel is as precise as the first and as fast as the others.
 IMPL_MODES = (0, 1, 2)
 
 
 def fast_layernorm(norm: nn.LayerNorm, x: torch.Tensor, impl_mode: int = 0, fused: bool = True) -> torch.Tensor:
-    """What `norm(x)` is, in the dtype of x also where the norm's weights have another one.
+    """Return `norm(x)` in the dtype of x, even if the norm's weights have another dtype.
 
     Args:
         norm: The layer whose shape, weight, bias and eps are used.
-        x: Rows of the shape that the layer norms.
-        impl_mode: 0, 1 or 2. All three give the exact result; 2 is refused unless x and the weights are float16.
-        fused: Accepted for either value: PyTorch has one kernel for it.
+        x: A tensor whose last dims are the layer's `normalized_shape`.
+        impl_mode: 0, 1 or 2. All three give the exact result; 2 raises unless x and the weights are float16.
+        fused: No effect: PyTorch has one kernel for both values.
     """
     _layer("norm", norm)
     checks.tensor("x", x)
@@ -40,10 +40,10 @@ def fast_layernorm(norm: nn.LayerNorm, x: torch.Tensor, impl_mode: int = 0, fuse
         _check_layernorm(norm, x, impl_mode)
     if alike:
         try:
-            # Autocast computes it in float32, and gives that.
+            # Under autocast the result is float32.
             return F.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps).to(x.dtype)
         except (RuntimeError, TypeError, OverflowError):
-            # PyTorch looks at everything as well, and this is no slower. What is wrong is told in the words of all layers.
+            # PyTorch has checked the arguments already, so the check runs only after an error, for a clearer message.
             _check_layernorm(norm, x, impl_mode)
             raise
     wide = functools.reduce(torch.promote_types, (part.dtype for part in (x, weight, bias) if part is not None))
@@ -65,7 +65,7 @@ def _check_layernorm(norm: nn.LayerNorm, x: torch.Tensor, impl_mode: int) -> Non
 def _check_weights(
     shape: tuple[int, ...], x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> None:
-    """What a layer is made of may have been assigned by anybody."""
+    """Check eps, weight and bias of a layer: user code may have replaced these attributes."""
     checks.number("the layer's eps", eps)
     for name, value in (("weight", weight), ("bias", bias)):
         checks.tensor(name, value, optional=True)
@@ -77,14 +77,14 @@ def _check_weights(
 def layernorm_scale_shift(
     layernorm: nn.LayerNorm, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, fused: bool = True
 ) -> torch.Tensor:
-    """`layernorm(x) * (1 + scale) + shift`, in float32, rounded once to the dtype of x.
+    """Return `layernorm(x) * (1 + scale) + shift`, computed in float32, rounded once to the dtype of x.
 
     Args:
         layernorm: A layer over the last dim, with or without weights.
         x: [B, S, H].
-        scale: [B, H], [B, 1, H] or one for each token, [B, S, H].
-        shift: Of any of these shapes, not necessarily the same one.
-        fused: Whether a kernel of its own may compute it.
+        scale: [B, H], [B, 1, H] or one row per token, [B, S, H].
+        shift: Any of these shapes, independent of the shape of scale.
+        fused: Whether a fused kernel may compute it; False runs PyTorch operators.
     """
     _layer("layernorm", layernorm)
     shape, weight, bias, eps = layernorm.normalized_shape, layernorm.weight, layernorm.bias, layernorm.eps

@@ -15,7 +15,7 @@ from tritium.ops.qk_norm_rope import NORMS, ROPES
 
 Parts = torch.Tensor | Sequence[torch.Tensor]
 OptionalParts = torch.Tensor | Sequence[torch.Tensor | None] | None
-# The latter as a list.
+# `OptionalParts` as a list.
 Several = list[torch.Tensor | None] | None
 
 
@@ -33,28 +33,28 @@ def qk_norm_rope(
     head_first: bool = False,
     fused: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A query and a key: their parts normed, turned and joined along tokens.
+    """Normalize and rotate the parts of a query and of a key, and concatenate each along tokens.
 
     Args:
-        q: [B, S, N, D], or parts of it in the order in which they are joined, such as text and image.
+        q: [B, S, N, D], or a list of parts such as text and image, in the order of the result.
         k: The same for the key; it may have fewer heads.
-        q_weight: The norm's weight for each part, [D], or [N * D] for norm `row`; None for none.
+        q_weight: The norm's weight of each part, [D], or [N * D] for norm `row`; None for no weight.
         k_weight: The same for the key.
-        cos: Cosines [B or 1, S, D or D / 2] for each part, or one table for all; None for a part that is not turned.
-            With rope `complex` they hold cosine and sine as complex numbers [B or 1, S, D / 2].
+        cos: Cosines [B or 1, S, D or D / 2] of each part, or one table for all; None for a part that is not rotated.
+            With rope `complex` the tables hold cosine and sine as complex numbers [B or 1, S, D / 2].
         sin: Sines, or None with rope `complex`.
-        norm: What is divided by its root mean square: a `head`, a `row` of all heads, or `none`.
+        norm: The extent of the RMS norm: each `head`, each `row` of all heads, or `none`.
         rope: `interleaved`, `half`, `complex` or `none`.
-        eps: What keeps the norm from dividing by zero.
+        eps: A small number that avoids division by zero in the norm.
         head_first: Whether the results are [B, N, S, D] instead of [B, S, N, D].
-        fused: Whether a kernel of its own may compute it.
+        fused: Whether a fused kernel may compute it; False runs PyTorch operators.
     """
     sides = map(_listed, (q, k, q_weight, k_weight, cos, sin))
     return compute(_LAYER, fused, *sides, norm, rope, eps, head_first)  # type: ignore[no-any-return]
 
 
 def _listed(given: Any) -> Any:
-    """Parts as a list: a tensor is one part, and None is none of whatever there is."""
+    """Return parts as a list: a tensor is one part, and None stays None."""
     if isinstance(given, torch.Tensor):
         return [given]
     return list(given) if isinstance(given, Iterable) else given
@@ -149,7 +149,7 @@ def _check_each(name: str, parts: Any, count: int, *, shared: bool = False) -> N
 
 
 def _check_heads(q: Sequence[torch.Tensor], k: Sequence[torch.Tensor]) -> None:
-    """Whether parts can be joined along tokens."""
+    """Raise unless the parts can be concatenated along tokens."""
     if any(part.shape[-1] != q[0].shape[-1] for part in (*q, *k)):
         raise ArgumentError(f"all heads must have one width, got {_shapes(q)} and {_shapes(k)}")
     for name, parts in (("q", q), ("k", k)):
@@ -170,7 +170,7 @@ def _check_weights(name: str, weights: Sequence[torch.Tensor | None], part: torc
 
 
 def _check_tables(name: str, tables: Sequence[torch.Tensor | None], parts: Sequence[torch.Tensor], rope: str) -> None:
-    """Whether tables have a row for each token: a kernel would read past the end of a shorter one."""
+    """Raise unless tables have a row for each token: a kernel would read past the end of a shorter one."""
     batch, width = parts[0].shape[0], parts[0].shape[-1]
     tokens = [part.shape[1] for part in parts] if len(tables) == len(parts) else [sum(part.shape[1] for part in parts)]
     for table, rows in zip(tables, tokens, strict=True):
@@ -180,7 +180,7 @@ def _check_tables(name: str, tables: Sequence[torch.Tensor | None], parts: Seque
             raise ArgumentError(f"heads must have an even width to have pairs, got {width}")
         endings: tuple[tuple[int, ...], ...] = ((width,), (width // 2,))
         if rope == "complex":
-            # As pairs of numbers they are the same memory.
+            # Complex numbers and pairs of real numbers have the same memory.
             endings = ((width // 2,),) if table.is_complex() else ((width // 2, 2),)
         if rope != "complex" or not table.is_complex():
             checks.numbers_of(**{name: table})

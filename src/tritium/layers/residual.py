@@ -11,7 +11,7 @@ from tritium.layers import checks
 from tritium.layers.compute import Layer, compute
 from tritium.ops import residual_norm_modulate as op
 
-# What is multiplied with or added to every row, or None.
+# A factor or summand that is broadcast over rows, or None.
 Row = torch.Tensor | None
 
 
@@ -28,19 +28,19 @@ def residual_norm_modulate(
     eps: float = 1e-6,
     fused: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`r = x + gate * y` and `norm(r) * (1 + scale) + shift`: both, in one pass over memory.
+    """Return `r = x + gate * y` and `norm(r) * (1 + scale) + shift`, computed in one pass over memory.
 
     Args:
-        x: The stream, [..., H].
-        y: What a layer adds to it, of the same shape.
-        gate: Broadcastable to x, as are scale and shift; [B, H] for x of [B, S, H] is one row a sample.
+        x: The residual stream, [..., H].
+        y: The result of a layer, of the same shape.
+        gate: Broadcastable to x, as are scale and shift; [B, H] for x of [B, S, H] is one row per sample.
         scale: None for no scale.
         shift: None for no shift.
         norm: `layer` or `rms`.
-        weight: The norm's own weight, [H], or None.
-        bias: The norm's own bias, [H], or None.
-        eps: What keeps the norm from dividing by zero.
-        fused: Whether a kernel of its own may compute it.
+        weight: The norm's weight, [H], or None.
+        bias: The norm's bias, [H], or None.
+        eps: A small number that avoids division by zero in the norm.
+        fused: Whether a fused kernel may compute it; False runs PyTorch operators.
     """
     return compute(_LAYER, fused, x, y, gate, weight, bias, scale, shift, eps, norm)  # type: ignore[no-any-return]
 
@@ -83,7 +83,7 @@ def _arguments(
 
 
 def _rows(value: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """[B, H] is one row for each sample."""
+    """Insert a token dim into [B, H], which has one row per sample."""
     return value.unsqueeze(1) if value.dim() == 2 and x.dim() == 3 else value
 
 

@@ -11,7 +11,7 @@ from tritium.layers import checks
 from tritium.layers.compute import Layer, compute
 from tritium.ops import rope
 
-# What is called how, and what the op calls it.
+# The names of pairings here, and the op's.
 MODES = {"rotated_half": rope.HALF, "rotated_interleaved": rope.INTERLEAVED}
 
 
@@ -23,15 +23,15 @@ def rotary_position_embedding(
     head_first: bool = False,
     fused: bool = True,
 ) -> torch.Tensor:
-    """Turn every pair of numbers of a head by its angle, in float32, rounded once to the dtype of `x`.
+    """Rotate every pair of elements of a head by its angle, in float32, and round once to the dtype of `x`.
 
     Args:
-        x: [B, S, N, D], or [B, N, S, D] with `head_first`; 4-D tables also turn [S, B, N, D].
-        cos: Cosines, [S, D], or 4-D and broadcastable to `x`. One number an element (D) or one a pair (D / 2).
+        x: [B, S, N, D], or [B, N, S, D] with `head_first`; with 4-D tables also [S, B, N, D].
+        cos: Cosines, [S, D], or 4-D and broadcastable to `x`. One value per element (D) or per pair (D / 2).
         sin: Sines of the same shape.
-        rotated_mode: `rotated_half` pairs numbers i and i + D / 2, `rotated_interleaved` pairs 2 i and 2 i + 1.
+        rotated_mode: `rotated_half` pairs elements i and i + D / 2, `rotated_interleaved` pairs 2 i and 2 i + 1.
         head_first: Whether heads come before tokens.
-        fused: Whether a kernel of its own may compute it.
+        fused: Whether a fused kernel may compute it; False runs PyTorch operators.
     """
     return compute(_LAYER, fused, x, cos, sin, rotated_mode, head_first)  # type: ignore[no-any-return]
 

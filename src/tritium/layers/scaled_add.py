@@ -1,4 +1,4 @@
-"""A product with a number and a sum."""
+"""Multiply by a number and add."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 def muls_add(x: torch.Tensor, y: torch.Tensor, scale: float) -> torch.Tensor:
-    """`x * scale + y`, in float32, rounded once; x and y are broadcast against each other and stay as they are."""
+    """Return `x * scale + y` as a new tensor, computed in float32, rounded once; x and y broadcast."""
     checks.tensor("x", x)
     checks.tensor("y", y)
     checks.number("scale", scale)
@@ -29,7 +29,7 @@ def muls_add(x: torch.Tensor, y: torch.Tensor, scale: float) -> torch.Tensor:
                 f"x {tuple(x.shape)} and y {tuple(y.shape)} cannot be broadcast to one shape"
             ) from error
     scale = float(scale)
-    # PyTorch has a kernel for it. On a CPU it rounds the scale of half precision before it computes.
+    # On a CPU PyTorch's kernel first rounds the scale to half precision for tensors of half precision.
     exact = x.is_cuda or x.dtype not in (torch.float16, torch.bfloat16)
     if exact and x.dtype == y.dtype and not torch.compiler.is_compiling() and not LARGEST < abs(scale) < math.inf:
         return torch.add(y, x, alpha=scale)

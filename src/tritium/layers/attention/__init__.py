@@ -1,1 +1,1 @@
-"""Attention that chooses by measuring."""
+"""Attention with an implementation that is chosen by measuring."""

@@ -1,7 +1,7 @@
-"""Everything that can compute an attention, as values: what runs, and why it cannot run.
+"""The candidates for attention: each has a function that computes it, and one that declines requests with a reason.
 
-All of them take heads-first tensors, a mask of rank 4 or None, a scale and causality aligned to the first key, and honour
-every one of these: one that cannot declines. Packages add their own under the entry point group `tritium.attention`.
+All take heads-first tensors, a mask of rank 4 or None, a scale and causality aligned to the first key. A candidate
+declines if it cannot apply one of these. Packages add candidates under the entry point group `tritium.attention`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+import torch.nn.functional as F  # noqa: N812 - the conventional name
 
 from tritium import catalog, device
 from tritium.compat import attention as compat_attention
@@ -27,7 +27,7 @@ from tritium.ops import wide_attention
 
 HALF = (torch.float16, torch.bfloat16)
 
-# Scores of 4608 tokens and 24 heads are 1.9 GiB, those of video 160 GiB: trying that would take the model's own memory.
+# Scores of 4608 tokens and 24 heads are 1.9 GiB, those of video 160 GiB, which would exhaust the model's memory.
 MOST_SCORES = 2 << 30
 
 # (q, k, v, mask, scale, causal) -> [B, N, Sq, D]
@@ -40,30 +40,30 @@ class Candidate:
 
     name: str
     run: Run
-    # Why it cannot do what is asked, or None.
+    # Returns why it cannot compute a request, or None.
     decline: Callable[[Request], str | None]
-    # The layouts in memory that it reads without a copy of its own.
+    # The memory layouts that it reads without a copy.
     layouts: tuple[str, ...] = ("BNSD", "BSND", "BSH")
     # Whether a compiler sees one opaque operator instead of what `run` calls.
     opaque: bool = False
-    # Whether `run` starts a compiler, which cannot be done while another function is being compiled.
+    # Whether `run` starts a compiler, which is impossible while another function is being compiled.
     compiles: bool = False
-    # The devices on which it is worth measuring; elsewhere it is used when it is named.
+    # The devices on which it is measured; elsewhere it is used only by name.
     measured_on: tuple[str, ...] = ("cpu", "cuda")
-    # The most bytes of scores, of all heads in float32, with which it is worth measuring: it holds them all at once.
+    # The most bytes of scores (all heads, float32) for which it is measured: beyond, it takes too much memory or time.
     most_scores: float = math.inf
-    # Where that limit holds.
+    # The devices on which that limit applies.
     limited_on: tuple[str, ...] = ("cuda", "cpu")
 
 
 def _by_pytorch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool
 ) -> torch.Tensor:
-    # The numbers of heads may be symbolic, and whether they differ has been asked before.
+    # Head counts may be symbolic; an earlier check has already added the guard.
     grouped = bool(q.shape[1] != k.shape[1])
     if not q.is_cuda:
         return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=grouped)
-    # A thread that wants one kernel turns the others off meanwhile.
+    # `only_kernel` disables the other kernels globally, possibly in another thread: wait for it.
     with compat_attention.SWITCHES:
         return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=grouped)
 
@@ -90,7 +90,7 @@ def _decline_pytorch(request: Request) -> str | None:
 
 
 def _decline_form(request: Request) -> str | None:
-    """What every kernel on a GPU asks for."""
+    """Return why no kernel on a GPU takes a request, or None."""
     if elsewhere := _decline_on_gpu_alone(request):
         return elsewhere
     if not request.packed:
@@ -103,7 +103,7 @@ def _decline_on_gpu_alone(request: Request) -> str | None:
 
 
 def _decline_half(request: Request, widest: int) -> str | None:
-    """What kernels for half precision on a GPU ask for."""
+    """Return why kernels for half precision on a GPU cannot take a request, or None."""
     if reason := _decline_form(request):
         return reason
     if request.dtype not in HALF:
@@ -175,7 +175,7 @@ def _flash3(
     assert mask is None
     function = importlib.import_module("flash_attn_interface").flash_attn_func
     out = function(*(t.transpose(1, 2) for t in (q, k, v)), softmax_scale=scale, causal=causal)
-    # Some versions return the logarithms of the sums as well.
+    # Some versions also return the log-sum-exp.
     first: torch.Tensor = out[0] if isinstance(out, tuple) else out
     return first.transpose(1, 2)
 
@@ -189,20 +189,20 @@ def _sage(
     return out
 
 
-# Tiles for masks that are added in float32, the fastest that fits being taken: queries, keys, stages, warps. The tiles that
-# FlexAttention takes by itself leave no room for such a mask where heads are 64 wide.
+# Tiles for additive masks in float32, fastest first: queries, keys, stages, warps. FlexAttention's default tiles leave no
+# shared memory for such a mask if heads are 64 wide.
 TILES = ((128, 64, 3, 8), (64, 64, 3, 4), (64, 32, 3, 4), (64, 32, 2, 4), (32, 32, 2, 4), (32, 16, 2, 4))
-# Where heads are narrower than this, large tiles are slower.
+# For heads narrower than this the first tile is slower.
 LARGE_FROM = 128
 
 
 def tile_for_a_wide_mask(width: int, value_width: int, element: int, room: int) -> tuple[int, int, int, int]:
-    """The tile for heads of some widths and bytes an element, in so much shared memory; the last one where none fits.
+    """Return the first tile that fits `room` bytes of shared memory, for head widths and bytes per element, or the last.
 
     >>> tile_for_a_wide_mask(128, 128, 2, 232448), tile_for_a_wide_mask(64, 64, 2, 232448)
     ((128, 64, 3, 8), (64, 64, 3, 4))
     """
-    # Rows lie there as if they were as long as the next power of two.
+    # Shared memory pads rows to the next power of two.
     own, other = (1 << (size - 1).bit_length() for size in (width, value_width))
 
     def fits(queries: int, keys: int, stages: int, warps: int) -> bool:
@@ -226,7 +226,7 @@ def _tile_options(q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -
         "BLOCK_N": keys,
         "num_stages": stages,
         "num_warps": warps,
-        # Few queries would be computed by another kernel, which has tiles of its own.
+        # For few queries FlexAttention would use another kernel, with different tiles.
         "FORCE_USE_FLEX_ATTENTION": True,
     }
 
@@ -285,7 +285,7 @@ def _causal_blocks(queries: int, keys: int, device: str) -> Any:
         del b, h
         return q >= k
 
-    # In a thread of its own: inside of an operator of a graph no function can be mapped over a mask.
+    # In a separate thread: vmap, which create_block_mask uses, does not work inside an operator.
     with ThreadPoolExecutor(1) as pool:
         make = functools.partial(compat_attention.create_block_mask, seen, None, None, queries, keys, device=device)
         return pool.submit(make).result()
@@ -297,9 +297,9 @@ OWN = (
     Candidate("flash", _by_kernel("flash"), _decline_flash),
     Candidate("efficient", _by_kernel("efficient"), _decline_efficient),
     Candidate("math", _by_kernel("math"), _never, most_scores=MOST_SCORES),
-    # A GPU computes those of video in eight seconds, where its kernels take 40 ms.
+    # On a GPU it takes eight seconds for video, where kernels take 40 ms.
     Candidate("chunked", mathematics.chunked, _decline_chunked, most_scores=MOST_SCORES, limited_on=("cuda",)),
-    # Two products on tensor cores and their scores: what is left where heads are too wide for other kernels.
+    # Two matrix products on tensor cores with stored scores: for heads that are too wide for other kernels.
     Candidate(
         "products",
         _products,
@@ -322,12 +322,12 @@ OWN = (
 
 @functools.cache
 def candidates() -> dict[str, Candidate]:
-    """Every candidate by name, those of installed packages last."""
+    """Return every candidate by name, those of installed packages last."""
     own = [catalog.Entry(candidate, Path(__file__), __name__) for candidate in OWN]
     entries = catalog.unique([*own, *catalog.plugins("tritium.attention", Candidate)], "attention candidate")
     return {name: entry.value for name, entry in entries.items()}
 
 
 def able(request: Request) -> list[str]:
-    """The candidates that can do what is asked."""
+    """Return the names of the candidates that take a request."""
     return [name for name, candidate in candidates().items() if candidate.decline(request) is None]

@@ -1,10 +1,10 @@
-"""Which candidate computes an attention.
+"""Choose the candidate that computes an attention.
 
-    runtime   what was measured here for such a request; the first such request is measured, also while compiling
-    static    what a shipped table says, otherwise a rule
-    manual    the candidate that is named
+    runtime   the fastest in a measurement on this machine; the first request of a kind is measured, even while compiling
+    static    the winner in a shipped table, otherwise by a rule
+    manual    the named candidate
 
-`TRITIUM_ATTENTION` names a candidate, or `runtime` or `static`, and wins over all of them.
+`TRITIUM_ATTENTION` is the name of a candidate, or `runtime` or `static`, and overrides all of them.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from tritium.layers.attention.table import Row
 
 RUNTIME, STATIC, MANUAL = MODES = ("runtime", "static", "manual")
 
-# PyTorch's own choice is kept unless another one beats it by this share.
+# PyTorch's choice is kept unless another candidate is faster by more than this share.
 MARGIN = 0.02
 
-# A candidate that is this much slower than the fastest in its first calls is not timed further.
+# A candidate that is slower than the fastest by this factor in its first calls is not timed further.
 HOPELESS = 2.0
 
-# What the key of a measurement ends with that was made while something was being compiled.
+# The suffix of the key of a measurement that was made during compilation.
 COMPILING = "compiling=1"
 
-# Requests whose choice is kept in memory.
+# The most requests whose choice is kept in memory.
 REMEMBERED = 512
 
-# Queries whose result is compared with float64.
+# The number of queries whose result is compared with float64.
 CHECKED = 128
 
-# Calls, with every size and stride of theirs, whose choice is kept.
+# The most calls, identified by all sizes and strides, whose choice is kept.
 CALLS = 4096
 
 _CALLS: dict[Hashable, Candidate] = {}
@@ -55,7 +55,7 @@ _LOCK = threading.RLock()
 
 
 def choose(request: Request, mode: str, op_type: str | None, layout: str | None, where: torch.device) -> Candidate:
-    """The candidate for a request; an error where the one that is named cannot do it."""
+    """Return the candidate for a request; raise if a named candidate cannot compute it."""
     override = envs.get(envs.ATTENTION)
     if override:
         if override in (RUNTIME, STATIC):
@@ -71,7 +71,10 @@ def choose(request: Request, mode: str, op_type: str | None, layout: str | None,
 
 
 def _fastest(row: Row, request: Request) -> str | None:
-    """The winner of a row, or the next that can do what is asked: a compiled graph may ask for more than an eager call."""
+    """Return the fastest candidate of a row that takes a request, or None.
+
+    The winner may decline: a compiled graph can need more than the eager call that was measured, such as symbolic sizes.
+    """
     for name in [row.winner, *sorted(row.ms, key=lambda name: row.ms[name])]:
         if name in candidates() and candidates()[name].decline(request) is None:
             return name
@@ -102,9 +105,9 @@ def _static(request: Request, where: torch.device) -> str:
 
 
 def rule(request: Request, capability: tuple[int, int] | None) -> str:
-    """What to take where nothing was measured: cuDNN on Hopper and later, where it is the fastest; else PyTorch's choice.
+    """Return the candidate for an unmeasured request: cuDNN on Hopper and later, where it is the fastest, else sdpa.
 
-    Behind that come those that take what it does not.
+    If sdpa declines, flex, chunked and math follow.
     """
     order = ["sdpa", "flex", "chunked", "math"]
     fastest = capability is not None and capability >= (9, 0) and request.mask is None and request.width <= 128
@@ -114,26 +117,27 @@ def rule(request: Request, capability: tuple[int, int] | None) -> str:
 
 
 def _runtime(request: Request, where: torch.device) -> Row | None:
-    """The row of a request, measured now if there is none; None where nothing can be measured."""
+    """Return the row of a request, measured now if there is none; None if it cannot be measured."""
     if request.is_empty:
         return None
-    # Asked here: the thread that measures is not the one that traces.
+    # Check in this thread: the thread that measures is not compiling.
     if not (compat.is_compiling() or request.symbolic):
         return recall(where, request.key(), lambda: compare(request, where))
-    # Not everybody can take part there: what wins is kept apart, and what was measured without one goes before it.
+    # Candidates that need a compiler cannot be measured during compilation: keep these rows under another key, and prefer
+    # rows of complete measurements.
     key = f"{request.key()} {COMPILING}"
     known = recall(where, request.key(), None)
     return known or recall(where, key, lambda: compare(request, where, tracing=True, key=key))
 
 
 def recall(where: torch.device, key: str, measured: Callable[[], Row | None] | None) -> Row | None:
-    """What is known about a key, in memory or in the user's file; otherwise measured now if it can be, and kept in both."""
+    """Return the row of a key from memory or the user's file, else measure it if possible and store it in both."""
     name = _device_name(where)
     with _LOCK:
         row = _known(name, key)
     if row is not None or measured is None or not _can_measure(where):
         return row
-    # Who had the turn before may have been another process, or thread, that measured the same.
+    # While this thread waited, another process or thread may have measured the same key.
     with turns.turn(where.type), _LOCK:
         row = _known(name, key)
         if row is None:
@@ -170,17 +174,17 @@ def _remember(name: str, row: Row) -> None:
 
 
 def chosen_before(call: Hashable) -> Candidate | None:
-    """What was chosen for the very same call. Describing a request costs the host more than launching a kernel."""
+    """Return the choice for an identical earlier call, or None: building a request takes longer than a kernel launch."""
     return _CALLS.get((call, envs.get(envs.ATTENTION)))
 
 
 def choose_again(call: Hashable, chosen: Callable[[], Candidate]) -> Candidate:
-    """What was chosen for the very same call, now or before."""
+    """Return the choice for an identical earlier call, else make it with `chosen` and keep it."""
     candidate = chosen_before(call)
     if candidate is None:
         candidate = chosen()
         if device.is_capturing():
-            # Chosen without measuring: the next call may be measured.
+            # Chosen without a measurement, so not kept: the next call may be measured.
             return candidate
         if len(_CALLS) >= CALLS:
             _CALLS.clear()
@@ -190,10 +194,10 @@ def choose_again(call: Hashable, chosen: Callable[[], Candidate]) -> Candidate:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def identity() -> str:
-    """A digest of what choices depend on beside the call itself. It is part of a traced graph, and so of its cache key.
+    """Return a digest of everything but the call that choices depend on; it enters the cache key of a traced graph.
 
-    Compiled code is found again by the graph that Dynamo traced, which does not hold what was chosen: without this, code
-    for another choice would be found.
+    Compiled code is cached by the graph that Dynamo traced, which does not contain the choice: without the digest the
+    cache could return code for another choice.
     """
     digest = hashlib.sha256()
     texts = [envs.get(envs.ATTENTION) or "", *candidates(), *map(str, compat_attention.versions().items())]
@@ -203,34 +207,34 @@ def identity() -> str:
 
 
 def choices() -> list[Row]:
-    """What this process has chosen by measuring, the most recent last."""
+    """Return the measured rows that this process used, the most recent last."""
     return list(_MEMORY.values())
 
 
 def forget() -> None:
-    """Drop what is kept in memory; the files stay."""
+    """Clear the choices in memory; the files stay."""
     _MEMORY.clear()
     _CALLS.clear()
 
 
 def _can_measure(where: torch.device) -> bool:
     if where.type == "cuda":
-        # A graph that is being captured cannot be timed, and a tensor may pretend to be on a device that is not there.
+        # Nothing can be timed during a capture. Fake tensors may be on a device that this machine lacks.
         return device.cuda_available() and not device.is_capturing()
     return where.type == "cpu"
 
 
 def _elsewhere(work: Callable[[], Row | None]) -> Row | None:
-    """Run in a thread of its own, where nothing that traces, records or disables gradients is switched on."""
+    """Run a function in a new thread, where no tracing, recording or gradient mode is active."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(turns.lent(work)).result()
 
 
 def compare(request: Request, where: torch.device, *, tracing: bool = False, key: str | None = None) -> Row | None:
-    """Time the candidates that can do what is asked and are close enough to float64; None if none is."""
+    """Time the candidates that take a request and are close enough to float64; return None if there are none."""
     dropped: dict[str, str] = {}
     runs: dict[str, Callable[[], torch.Tensor]] = {}
-    # No default device: that would be a mode, which Python asks about every operator, and candidates of many would look slow.
+    # Set no default device: it is a mode that runs Python for every operator, and penalizes candidates of many operators.
     with torch.inference_mode():
         if where.type == "cuda":
             torch.cuda.set_device(where)
@@ -271,11 +275,11 @@ def _not_measured(candidate: Candidate, request: Request, *, tracing: bool) -> s
 def _yardstick(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool
 ) -> tuple[torch.Tensor, float, slice]:
-    """The last queries in float64, the error that is allowed there, and which queries these are."""
+    """Return the result of the last queries in float64, the allowed error, and the slice of these queries."""
     first = max(0, q.shape[2] - CHECKED)
     rows = slice(first, None)
     some = mask[:, :, rows] if mask is not None and mask.shape[2] > 1 else mask
-    # A head at a time: all of them in float64 would not fit for video.
+    # One head at a time: for video, all heads in float64 would not fit in memory.
     parts: list[tuple[torch.Tensor, torch.Tensor]] = []
     group = q.shape[1] // k.shape[1]
     for head in range(q.shape[1]):
@@ -294,16 +298,16 @@ def _not_close(run: Callable[[], torch.Tensor], exact: torch.Tensor, allowed: fl
         out = run()
         found = fidelity.error(out[:, :, rows], exact)
     except torch.AcceleratorError:
-        # Nothing that runs afterwards on a broken device could be trusted.
+        # No result on a broken device can be trusted.
         raise
-    except Exception as error:  # noqa: BLE001 - whatever a kernel refuses: it is dropped, and the table says why
+    except Exception as error:  # noqa: BLE001 - kernels raise many types: the candidate is dropped with the reason in the table
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
-    # Written so that an error that is no number is too large.
+    # Compared this way so that NaN counts as too large.
     return None if found <= allowed else f"error {found:.2e} against float64, allowed {allowed:.2e}"
 
 
 def timed(runs: dict[str, Callable[[], torch.Tensor]], device_type: str) -> dict[str, float]:
-    """Median milliseconds of each, in turns; those without hope are timed briefly."""
+    """Return the median milliseconds of interleaved runs; much slower ones (`HOPELESS`) are timed only briefly."""
     first = measure.interleave(runs, device_type, rounds=2, warmup=1)
     limit = HOPELESS * min(timing.median_ms for timing in first.values())
     close = {name: run for name, run in runs.items() if first[name].median_ms <= limit}
@@ -319,13 +323,16 @@ def _device_name(where: torch.device) -> str:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _unknown(op_type: str) -> str | None:
-    """What is wrong with a candidate's name. Dynamo takes the answer as it is: packages cannot be searched in a graph."""
+    """Return the error for an unknown candidate's name, or None.
+
+    Dynamo treats the result as a constant: it cannot trace the search for installed packages.
+    """
     known = candidates()
     return None if op_type in known else f"there is no attention {op_type!r}; {nearest(str(op_type), known)}"
 
 
 def check_choice(mode: str, op_type: str | None, layout: str | None) -> None:
-    """Raise for words that mean nothing, whatever is asked."""
+    """Raise for modes, candidates and layouts that are invalid for every request."""
     if mode not in MODES:
         raise ArgumentError(f"there is no opt_mode {mode!r}; {nearest(str(mode), MODES)}")
     if mode != MANUAL and (op_type is not None or layout is not None):

@@ -1,4 +1,4 @@
-"""`attention_forward`: what is asked is checked, and honoured by whoever is fastest at it."""
+"""`attention_forward`: check the arguments and compute with the fastest candidate."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ def attention_forward(
     op_type: str | None = None,
     layout: str | None = None,
 ) -> torch.Tensor:
-    """Attention by whatever is fastest for these shapes on this device. Masks, scales and causality are always honoured.
+    """Compute attention by the fastest candidate for these shapes on this device, with every mask, scale and causality.
 
     Args:
         query: [B, Sq, N, D], or [B, N, Sq, D] with `head_first`; the result has the same layout.
         key: [B, Sk, N, D] or heads first; fewer heads with `enable_gqa`.
         value: As key; its heads may have another width.
-        attn_mask: Boolean, where True keeps a score, or added to the scores; of rank 2 to 4, broadcast to
-            [B, N, Sq, Sk] as F.scaled_dot_product_attention does it.
-        scale: What scores are multiplied with; D ** -0.5 if None.
-        fused: False computes it as it is defined, in float32, whatever that takes.
+        attn_mask: Boolean, where True keeps a score, or floating point and added to the scores; of rank 2 to 4, broadcast
+            to [B, N, Sq, Sk] as in F.scaled_dot_product_attention.
+        scale: Factor of the scores; D ** -0.5 if None.
+        fused: False computes the definition in float32, with all scores in memory.
         head_first: Whether heads come before tokens.
-        is_causal: Whether query i sees keys up to i only; a mask is honoured besides.
+        is_causal: Whether query i sees only keys 0 to i; can be combined with a mask.
         enable_gqa: Whether groups of heads of the query may share a head of the key.
-        opt_mode: `runtime` measures once and remembers, `static` takes a shipped table or a rule, `manual` takes `op_type`.
-        op_type: With `manual`, who computes: `sdpa`, `cudnn`, `flash`, `efficient`, `math`, `chunked`, `products`,
-            `flex`, `flash3`, `sage`, or a name that an installed package adds. One that cannot do what is asked is an error.
-        layout: With `manual`, how the tensors lie in memory: `BNSD`, `BSND` or `BSH`; as they are if None.
+        opt_mode: `runtime` measures once and remembers, `static` uses a shipped table or a rule, `manual` uses `op_type`.
+        op_type: With `manual`, the candidate: `sdpa`, `cudnn`, `flash`, `efficient`, `math`, `chunked`, `products`,
+            `flex`, `flash3`, `sage`, or a name that an installed package adds. Raises if it cannot compute this request.
+        layout: With `manual`, the memory layout that tensors are converted to: `BNSD`, `BSND` or `BSH`; None for no change.
     """
     words = (fused, head_first, is_causal, enable_gqa, opt_mode)
     call = _as_call((query, key, value), (attn_mask, layout), scale, words, op_type)
@@ -89,10 +89,10 @@ def _as_call(
     words: tuple[bool | str, ...],
     op_type: str | None,
 ) -> Hashable | None:
-    """All that is checked and chosen by, where one look-up can stand for both; None where it cannot.
+    """Return a key with which one look-up replaces both checks and choice, or None if they must run.
 
-    For a small attention the host has no more time than that. What is traced, differentiated, masked or laid out anew takes
-    the long way, and so does what is of a type that is not expected here.
+    For small attentions the host time of checks and choice exceeds the kernel's. Calls that are traced, differentiated,
+    masked or converted to another layout return None, as do arguments of unexpected types.
     """
     if torch.compiler.is_dynamo_compiling() or compat.is_transformed():
         return None
@@ -151,7 +151,7 @@ def _mask_of_rank_4(mask: torch.Tensor | None, query: torch.Tensor, key: torch.T
     checks.broadcastable("attn_mask", mask, (query.shape[0], query.shape[1], query.shape[2], key.shape[2]))
     while mask.dim() < 4:
         mask = mask.unsqueeze(0)
-    # Kernels ask for a number of every key, side by side.
+    # Kernels need a value for every key, contiguous along keys.
     mask = mask.expand(*mask.shape[:3], key.shape[2])
     if mask.stride(-1) != 1:
         mask = mask.contiguous()
@@ -159,17 +159,17 @@ def _mask_of_rank_4(mask: torch.Tensor | None, query: torch.Tensor, key: torch.T
 
 
 def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A mask in the dtype of the scores it is added to, or in that of the query, if it is."""
+    """Return an additive mask in the dtype of the scores, or unchanged if it has the query's dtype."""
     wide = torch.promote_types(dtype, torch.float32)
     if mask.dtype == torch.float64 != wide:
-        # What is finite stays so: minus infinity hides a key, and the least number does not.
+        # Keep finite values finite: minus infinity hides a key, the lowest finite number does not.
         limits = torch.finfo(wide)
         mask = torch.where(mask.isinf(), mask, mask.clamp(limits.min, limits.max))
     return mask if mask.dtype == dtype else mask.to(wide)
 
 
 def _also_causal(mask: torch.Tensor, queries: int, keys: int) -> torch.Tensor:
-    """A mask that also hides keys behind the query."""
+    """Return a mask that also hides keys behind the query."""
     rows = torch.arange(queries, device=mask.device).unsqueeze(1)
     seen = torch.arange(keys, device=mask.device) <= rows
     return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -math.inf)

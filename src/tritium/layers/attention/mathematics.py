@@ -1,4 +1,4 @@
-"""Attention as it is defined: the reference of everything in this folder, and its own candidate for a CPU."""
+"""Attention as it is defined: the reference for all candidates, and a candidate for the CPU."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import torch
 
 from tritium.errors import ArgumentError
 
-# Scores of this many bytes are held at once by `chunked`.
+# The bytes of scores that `chunked` holds at once.
 CHUNK_BYTES = 64 << 20
 
 
 def with_positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
-    """The same attention with a scale above 0. Kernels take the largest score before they scale, and hide keys with -inf."""
+    """Return a query and a scale above 0 for the same attention.
+
+    Kernels take the largest score before they scale it, and mask keys with -inf: both need a positive scale.
+    """
     if scale > 0:
         return q, scale
     if scale < 0:
@@ -34,10 +37,10 @@ def attention_math(
     first_row: int = 0,
     wide: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """`softmax(q k^T * scale, masked) v` over heads-first tensors, in float32 (float64 for float64), rounded once.
+    """Return `softmax(q k^T * scale, masked) v` of heads-first tensors, in float32 (float64 for float64), rounded once.
 
-    Causality is aligned to the first key, as that of F.scaled_dot_product_attention. A row without a key gives zeros.
-    `first_row` is the number of the first query, where q has some rows of more.
+    Causality is aligned to the first key, as in F.scaled_dot_product_attention. A row without a visible key gives zeros.
+    `first_row` is the index of the first query if q is a slice of all queries.
     """
     wide = wide or torch.promote_types(q.dtype, torch.float32)
     if q.shape[1] != k.shape[1]:
@@ -50,7 +53,7 @@ def attention_math(
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.to(wide)
     if mask is None:
         return (torch.softmax(scores, dim=-1) @ v.to(wide)).to(q.dtype)
-    # Before the softmax as well, which would make no numbers of such a row, and gradients of these.
+    # Fill such rows before the softmax too: it would return NaN for them, and their gradients would be NaN.
     unseen = (scores == -math.inf).all(-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill(unseen, 0.0), dim=-1).masked_fill(unseen, 0.0)
     return (weights @ v.to(wide)).to(q.dtype)
@@ -59,7 +62,7 @@ def attention_math(
 def chunked(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool
 ) -> torch.Tensor:
-    """`attention_math` over some queries at a time, so that the scores of all of them are never in memory."""
+    """Compute `attention_math` for a few queries at a time, so that memory never holds all scores."""
     batch, heads, queries, _ = q.shape
     rows = max(1, CHUNK_BYTES // max(1, 4 * batch * heads * k.shape[2]))
     done = []

@@ -1,7 +1,7 @@
-"""Attention as an operator that chooses when it is traced.
+"""Attention as an operator that chooses an implementation when it is traced.
 
-`tritium::attention` is made of other operators: eagerly it chooses and computes; while a graph is traced it chooses for
-the sizes of that call, and the graph holds what was chosen. So a compiled model asks nobody when it runs.
+`tritium::attention` decomposes into other operators. Eagerly it chooses and computes; in a traced graph it chooses for
+the sizes of that call, and the graph contains the chosen operator. A compiled model makes no choice at run time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _attention(
     def chosen() -> Candidate:
         return choose(Request.of(q, k, v, mask, causal), mode, op_type, layout, q.device)
 
-    # A tensor that is traced has another type, and sizes that no two calls share.
+    # A traced tensor has another type, and its sizes may differ in every call.
     if type(q) is torch.Tensor:
         grad = checks.needs_gradients(*(t for t in (q, k, v, mask) if t is not None))
         sides = tuple((t.shape, t.stride(), t.dtype) if t is not None else None for t in (q, k, v, mask))
@@ -55,7 +55,7 @@ def _attention(
 
 
 def note_choice(by: str, what: str) -> None:
-    """Tell the report of the graph that is being traced."""
+    """Record a choice in the report of the graph that is being traced."""
     frame = compat.compiling_frame()
     if frame is not None:
         LEDGER.attention_chosen(frame.compile_id, by, what)
@@ -77,7 +77,7 @@ def run(
 
 
 def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
-    """A heads-first tensor that lies in memory as a layout says."""
+    """Return a heads-first tensor with the strides of a layout, copied if necessary."""
     return tensor.contiguous() if layout == "BNSD" else tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -112,5 +112,5 @@ _LIBRARY.impl("attention", _attention, "CompositeImplicitAutograd")
 _LIBRARY.impl("attention_by", _attention_by, "CompositeExplicitAutograd")
 torch.library.register_fake("tritium::attention_by", _fake_attention_by, lib=_LIBRARY)
 
-# What `attention_forward` calls.
+# The operator that `attention_forward` calls.
 ATTENTION = torch.ops.tritium.attention.default

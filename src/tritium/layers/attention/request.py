@@ -1,4 +1,4 @@
-"""What an attention is asked to do, without its numbers: what capabilities and measurements are about."""
+"""The properties of an attention call, without tensor values: candidates accept and measurements are stored by these."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from tritium.layers import checks
 from tritium.ops.op import present
 
-# How tensors lie in memory. Merged heads, BSH, are the same bytes as BSND.
+# Memory layouts. BSH, with merged heads, has the same bytes as BSND.
 LAYOUTS = ("BNSD", "BSND", "BSH")
 
 
 @dataclass(frozen=True)
 class Request:
-    """Sizes as they are in this call; a symbolic one has the size of the call that is being compiled."""
+    """One attention call; symbolic sizes are replaced by their values in the call that is being compiled."""
 
     device: str
     dtype: torch.dtype
@@ -33,12 +33,12 @@ class Request:
     mask: tuple[int, int, int, int] | None
     # Whether the mask is added to the scores; otherwise True keeps a score.
     additive: bool
-    # Whether it is in float32 where the query is in half precision: rounded, it would be another mask.
+    # Whether the mask's dtype differs from the query's (float32 with half precision): rounding would change the mask.
     wide_mask: bool
     causal: bool
     # The layout in memory: BNSD or BSND.
     memory: str
-    # Whether the numbers of a head lie side by side.
+    # Whether the elements of a head are contiguous.
     packed: bool
     grad: bool
     # Whether a size is symbolic: no loop can run over it.
@@ -46,7 +46,7 @@ class Request:
 
     @classmethod
     def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> Request:
-        """The request of heads-first tensors, real or fake; `mask` has rank 4 and broadcasts."""
+        """Return the request for heads-first tensors, real or fake; `mask` has rank 4 and broadcasts."""
         batch, heads, queries, width = map(present, q.shape)
         tensors = [tensor for tensor in (q, k, v, mask) if tensor is not None]
         return cls(
@@ -83,11 +83,11 @@ class Request:
 
     @property
     def score_bytes(self) -> int:
-        """What all scores take in float32."""
+        """The bytes of all scores in float32."""
         return 4 * self.batch * self.heads * self.queries * self.keys
 
     def words(self) -> str:
-        """The request in an error's words."""
+        """Return a description for error messages and reports."""
         parts = [f"{self.dtype} on {self.device}", f"{self.queries} queries, {self.keys} keys"]
         parts.append(f"{self.heads} heads of {self.width}")
         if self.grouped:
@@ -99,7 +99,7 @@ class Request:
         return ", ".join(parts)
 
     def key(self) -> str:
-        """What a measurement is kept under: sizes of tokens in classes, everything else as it is."""
+        """Return the key of a measurement: token counts rounded to classes, everything else exact."""
         return " ".join(f"{name}={value}" for name, value in self._classes().items())
 
     def _classes(self) -> Mapping[str, Any]:
@@ -125,7 +125,7 @@ class Request:
 
 
 def size_class(tokens: int) -> int:
-    """The nearest of 1, 1.4, 2, 2.8, 4 ...: what is fastest for a size is fastest for its class.
+    """Round to the nearest of 1, 1.4, 2, 2.8, 4 ...: sizes of a class share one measurement.
 
     >>> [size_class(tokens) for tokens in (1, 77, 512, 4096, 4608, 32760)]
     [1, 91, 512, 4096, 4096, 32768]
@@ -136,7 +136,7 @@ def size_class(tokens: int) -> int:
 def draw(
     request: Request, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Tensors that a request could be about, heads first."""
+    """Return random heads-first tensors and a mask that match a request."""
     generator = torch.Generator(device).manual_seed(3)
 
     def random(heads: int, tokens: int, width: int) -> torch.Tensor:
@@ -154,7 +154,7 @@ def draw(
     if request.mask is None:
         return q, k, v, None
     kept = torch.rand(request.mask, generator=generator, device=device) < 0.75
-    # No row without a key: what that gives is a matter of taste.
+    # Leave every row a key: candidates differ in the result of a row without one.
     kept[..., 0] = True
     if not request.additive:
         return q, k, v, kept

@@ -1,10 +1,10 @@
-"""Attention of stock diffusers models by `attention_forward`.
+"""Compute the attention of stock diffusers models by `attention_forward`.
 
     handle = tritium.set_attention(pipe.transformer)      # and handle.remove()
     pipe.transformer.set_attention_backend("tritium")     # after tritium.register_attention_backend()
 
-Models of today ask diffusers' dispatcher, where a name is registered; older ones call PyTorch's function, which their
-attention processors then find replaced while they run.
+Recent models call diffusers' dispatcher, where a name is registered. Older ones call PyTorch's function, which is
+intercepted while their attention processors run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+import torch.nn.functional as F  # noqa: N812 - the conventional name
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -33,15 +33,15 @@ Attend = Callable[..., torch.Tensor]
 
 @dataclass
 class AttentionHandle:
-    """What `set_attention` changed, and the way back."""
+    """The changes of `set_attention`; `remove()` undoes them."""
 
-    # How many attention layers are served, and the paths of those that are not: modules as processors have their own ways.
+    # The number of replaced layers, and the paths of others: processors that are modules have special computations.
     layers: int
     skipped: list[str] = field(default_factory=list)
     _undo: list[Callable[[], None]] = field(default_factory=list)
 
     def remove(self) -> None:
-        """Give every layer back what it had."""
+        """Restore the original attention of every layer."""
         while self._undo:
             self._undo.pop()()
 
@@ -55,10 +55,10 @@ class AttentionHandle:
 def set_attention(
     module: nn.Module, *, opt_mode: str = RUNTIME, op_type: str | None = None, layout: str | None = None
 ) -> AttentionHandle:
-    """Let every attention layer of a stock diffusers model compute by `attention_forward`.
+    """Make every attention layer of a stock diffusers model compute by `attention_forward`.
 
     Args:
-        module: A transformer, a UNet, or any module that has attention layers of diffusers.
+        module: A transformer, a UNet, or any module that contains diffusers attention layers.
         opt_mode: As in `attention_forward`.
         op_type: As in `attention_forward`.
         layout: As in `attention_forward`.
@@ -71,12 +71,12 @@ def set_attention(
 
 
 def serve(module: nn.Module, name: str, attend: Attend) -> AttentionHandle:
-    """Let the attention layers of a module compute by a function that diffusers knows under a name."""
+    """Make the attention layers of a module compute by `attend`, registered with diffusers under `name`."""
     if not isinstance(module, nn.Module):
         raise ArgumentTypeError(f"attention is set for a module such as pipe.transformer, got {type(module).__name__}")
     member = _register(name, attend)
     handle = AttentionHandle(0)
-    # Layers may share one.
+    # Layers may share a processor.
     served: set[int] = set()
     for path, layer in module.named_modules():
         processor = getattr(layer, "processor", None)
@@ -99,15 +99,15 @@ _ABSENT = object()
 
 @dataclass(eq=False)
 class _Place:
-    """A processor: what it had before anybody served it, and who has done so since, the last of whom does."""
+    """A processor, its original state, and the functions that were set on it; the last one is active."""
 
     processor: weakref.ref[Any]
-    # Whether diffusers' dispatcher asks it for a name. Otherwise its calls are intercepted, by another class meanwhile.
+    # Whether diffusers' dispatcher reads a backend name from it. Otherwise its class is replaced to intercept its calls.
     asked: bool
-    # The name, or the class.
+    # The backend name, or the class.
     original: Any
     served: list[tuple[Any, Attend]] = field(default_factory=list)
-    # What it has while it is served; something else was put there by somebody else, and is his.
+    # The name or class that Tritium set. If the processor has another one, other code set that, and it stays.
     applied: Any = None
 
     @classmethod
@@ -119,7 +119,7 @@ class _Place:
         return place
 
     def serve(self, member: Any, attend: Attend) -> Callable[[], None]:
-        """What takes it back, in whatever order others are taken back."""
+        """Make `attend` active and return a function that undoes this; undos may run in any order."""
         own = (member, attend)
         self.served.append(own)
         self._put(own)
@@ -132,7 +132,7 @@ class _Place:
             if _held(processor, asked=self.asked) is self.applied:
                 self._put(self.served[-1] if self.served else None)
             elif self.asked and not self.served:
-                # The name is somebody else's by now; the class is not.
+                # Other code has set the name since; the class is still Tritium's.
                 processor.__class__ = _own_class(processor)
 
         return undo
@@ -143,7 +143,7 @@ class _Place:
             _PLACES.pop(processor, None)
             self.applied = self.original
         else:
-            # Made of the class that it had: one inside of another would have the outer one's attention.
+            # Derive from the original class: with nested classes the attention of the outer one would apply.
             self.applied = server[0] if self.asked else _intercepting(self.original, server[1])
         if not self.asked:
             processor.__class__ = self.applied
@@ -154,7 +154,7 @@ class _Place:
 
 
 def _own_class(processor: Any) -> type:
-    """The class of a processor that is asked for a name, served or not."""
+    """Return the original class of a processor whose backend is set by name."""
     return getattr(type(processor), "_tritium_serves", type(processor))
 
 
@@ -173,9 +173,9 @@ _PLACES: weakref.WeakKeyDictionary[Any, _Place] = weakref.WeakKeyDictionary()
 
 
 def register_attention_backend(name: str = NAME, attend: Attend = attention_forward) -> Any:
-    """Make a name known to `model.set_attention_backend(name)`; returns diffusers' word for it.
+    """Register a name for `model.set_attention_backend(name)` and return diffusers' enum member for it.
 
-    An `ArgumentError` where this version of diffusers has no such names, or has one of its own that is called so.
+    Raises `ArgumentError` if this version of diffusers has no attention backends, or already has one of this name.
     """
     if not isinstance(name, str) or not name:
         raise ArgumentTypeError(f"an attention backend has a name, got {name!r}")
@@ -184,7 +184,7 @@ def register_attention_backend(name: str = NAME, attend: Attend = attention_forw
     return _register(name, attend)
 
 
-# Names that were not there before.
+# Names that Tritium added to diffusers' enumeration.
 _REGISTERED: set[str] = set()
 
 
@@ -195,7 +195,7 @@ def _register(name: str, attend: Attend) -> Any:
         raise ArgumentError(f"diffusers has an attention backend {name!r} of its own; choose another name")
     if member is None:
         _REGISTERED.add(name)
-        # An enumeration has no way to grow: a member is made as the enumeration's own class makes them.
+        # Enumerations cannot be extended, so create a member as the enum metaclass does.
         member = str.__new__(names, name)
         member._name_, member._value_ = name.upper().replace(":", "_"), name
         names._member_map_[member._name_] = member
@@ -206,7 +206,7 @@ def _register(name: str, attend: Attend) -> Any:
 
 
 def forget_attention_backend(name: str) -> None:
-    """Take a name back that was registered for one use; one that is not there is none to take back."""
+    """Unregister a name; do nothing if it is not registered."""
     names, registry = _dispatcher()
     _REGISTERED.discard(name)
     member = names._value2member_map_.pop(name, None)
@@ -234,7 +234,7 @@ def _dispatcher() -> tuple[Any, Any]:
 
 
 def _backend(attend: Attend) -> Callable[..., torch.Tensor]:
-    """A function with the arguments that diffusers' dispatcher gives; what it cannot honour is an error."""
+    """Return a function with the signature of diffusers' dispatcher; it raises for arguments that it cannot apply."""
 
     def tritium_attention(
         query: torch.Tensor,
@@ -253,7 +253,7 @@ def _backend(attend: Attend) -> Callable[..., torch.Tensor]:
                 "attention by tritium has no dropout, returns no logarithms of sums and knows no context parallelism: "
                 f"got dropout_p={dropout_p}, return_lse={return_lse}, parallel={_parallel_config is not None}"
             )
-        # Diffusers means one mask a sample, where PyTorch means one a query.
+        # A 2-D mask has one row per sample in diffusers, and one per query in PyTorch.
         by_sample = attn_mask is not None and attn_mask.dim() == 2
         if by_sample and attn_mask is not None and tuple(attn_mask.shape) == (query.shape[0], key.shape[1]):
             attn_mask = attn_mask[:, None, None]
@@ -263,7 +263,7 @@ def _backend(attend: Attend) -> Callable[..., torch.Tensor]:
 
 
 class _Replaced(TorchFunctionMode):
-    """F.scaled_dot_product_attention by another function."""
+    """Replace F.scaled_dot_product_attention by another function."""
 
     def __init__(self, attend: Attend) -> None:
         super().__init__()
@@ -297,10 +297,10 @@ def _as_pytorch(
 
 
 def _intercepting(cls: type, attend: Attend) -> type:
-    """A processor's class whose calls find PyTorch's function replaced."""
+    """Return a subclass of a processor's class whose calls run with PyTorch's attention replaced."""
     plain: Callable[..., Any] = cls.__call__
 
-    # Wrapped: diffusers looks at the signature to see which arguments a processor takes.
+    # Keep the signature: diffusers inspects it to see which arguments a processor takes.
     @functools.wraps(plain)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         with _Replaced(attend):
@@ -311,12 +311,12 @@ def _intercepting(cls: type, attend: Attend) -> type:
 
 @functools.cache
 def _copied_as_it_was(cls: type) -> type:
-    """A processor's class, for as long as one that is asked for a name is served: all that differs is how it is copied."""
+    """Return a subclass for processors whose backend is set by name; only copying and pickling differ."""
     return _another_class(cls, {"_tritium_serves": cls})
 
 
 def _another_class(cls: type, body: Mapping[str, Any]) -> type:
-    """A class for a processor that is served; a copy of it, and a pickle, has what the processor had before."""
+    """Return a subclass of a processor's class whose copies and pickles have the processor's original state."""
 
     def reduced(self: Any, protocol: Any) -> tuple[Any, ...]:
         del protocol
@@ -329,7 +329,7 @@ def _another_class(cls: type, body: Mapping[str, Any]) -> type:
 
 
 def _processor_of(cls: type, state: Mapping[str, Any]) -> Any:
-    """A copy of a processor that was served: no handle would give it back what it had, so it has it."""
+    """Return a copy of a processor in its original state, since no handle would restore the copy."""
     made: Any = object.__new__(cls)
     vars(made).update(state)
     return made

@@ -1,6 +1,6 @@
-"""What was measured about attention: a JSON file a device, shipped with the package or in the user's cache folder.
+"""Measured times of attention: one JSON file per device, shipped with the package or in the user's cache folder.
 
-A row holds for the versions it was measured with; rows of others are left in the file and not used.
+A row is valid for the versions it was measured with; rows of other versions stay in the file unused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tritium.compat import attention as compat_attention
 
 @dataclass(frozen=True)
 class Row:
-    """Who won for one key, what each took, and who was not let in."""
+    """One tuning result: winner, median ms per candidate, and why others were skipped."""
 
     key: str
     winner: str
@@ -31,7 +31,7 @@ class Row:
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Row:
-        """A row of a file; one that holds something else is a TypeError."""
+        """Return a row read from a file; raise TypeError if its fields have wrong types."""
         row = cls(**found)
         texts = [row.key, row.winner]
         for words in (row.ms, row.dropped, row.versions):
@@ -50,14 +50,14 @@ def file_name(device: str) -> str:
 
 
 def read(path: Path) -> dict[str, Row]:
-    """The rows of a file by key; none where there is no such file or it cannot be read."""
+    """Return the rows of a file by key; an empty dict if the file is missing or unreadable."""
     try:
         rows = list(json.loads(path.read_text(encoding="utf-8"))["rows"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
     found = {}
     for entry in rows:
-        # One that was edited by hand costs itself alone.
+        # Skip only the rows that are malformed, such as ones edited by hand.
         with contextlib.suppress(TypeError):
             row = Row.from_dict(entry)
             found[row.key] = row
@@ -73,28 +73,28 @@ def write(device: str, rows: Iterable[Row]) -> None:
 
 
 def measured(device: str, key: str) -> Row | None:
-    """What this machine's user has measured with these versions."""
+    """Return the user's row for a key if it was measured with the installed versions, or None."""
     row = read(tuned.user_folder() / file_name(device)).get(key)
     return row if row is not None and dict(row.versions) == compat_attention.versions() else None
 
 
 def contents() -> list[bytes]:
-    """The user's tables of all devices, as they are now, whatever is in them."""
+    """Return the current bytes of the user's tables of all devices, without parsing them."""
     found: list[bytes] = []
     try:
         paths = sorted(tuned.user_folder().glob("attention-*.json"))
     except OSError:
-        # A name that is too long, say: a folder that cannot be read holds nothing.
+        # Treat an unreadable folder as empty; its name may be too long, for example.
         return found
     for path in paths:
-        # Another process may have replaced it just now.
+        # Another process may be replacing the file.
         with contextlib.suppress(OSError):
             found.append(path.read_bytes())
     return found
 
 
 def shipped(device: str, key: str) -> Row | None:
-    """What the package says about a device, whatever the versions: better than a rule."""
+    """Return the package's row for a device and key, whatever the versions: better than a rule."""
     return _shipped(device).get(key)
 
 

@@ -1,4 +1,4 @@
-"""Attention over segments of one stream of tokens, in the words of flash-attn."""
+"""Attention over segments of one stream of tokens, with the signature of flash-attn's varlen function."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tritium.layers.autocast import as_autocast_has_it
 
 WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
-# Segments are one of the sizes of a launch, which a GPU takes up to here.
+# Segments are one dim of the launch grid; CUDA limits it to this.
 MOST_NESTED = 65_535
 
 _LIBRARY = torch.library.Library("tritium", "FRAGMENT")
@@ -46,24 +46,24 @@ def attention_forward_varlen(
     return_attn_probs: Any = None,
     block_table: Any = None,
 ) -> torch.Tensor:
-    """Attention of each segment of queries to its segment of keys; nothing else. [T, N, D] as q.
+    """Compute attention of each segment of queries to its segment of keys; returns [T, N, D].
 
     Args:
-        q: [T, N, D]: all queries of all segments, one after the other.
+        q: [T, N, D]: the queries of all segments, concatenated.
         k: [T', N', D]; N' divides N.
         v: As k.
-        cu_seqlens_q: Where segments begin and where the last one ends: [0, 3, 3, 8] are segments of 3, 0 and 5.
-        cu_seqlens_k: The same for the keys, of as many segments.
-        max_seqlen_q: The longest segment, or more; on a GPU giving both saves a wait for the device in half precision.
+        cu_seqlens_q: The start of each segment and the end of the last: [0, 3, 3, 8] are segments of 3, 0 and 5.
+        cu_seqlens_k: The same for the keys, with as many segments.
+        max_seqlen_q: The longest segment or more; passing both avoids a GPU synchronization in half precision.
         max_seqlen_k: The same for the keys.
-        dropout_p: 0: there is no dropout.
+        dropout_p: Only 0: no dropout.
         softmax_scale: D ** -0.5 if None.
         causal: Whether the last query of a segment sees all of its keys, the one before it all but one, and so on.
-            A query that sees none gives zeros.
-        window_size: Only (-1, -1), which is no window.
-        softcap: Only 0, which is none.
+            The result of a query that sees no key is zero.
+        window_size: Only (-1, -1): no window.
+        softcap: Only 0: no cap.
         alibi_slopes: Not supported.
-        deterministic: False or True: a forward pass always is.
+        deterministic: No effect: a forward pass is always deterministic.
         return_attn_probs: Not supported.
         block_table: Not supported.
     """
@@ -101,7 +101,7 @@ def attention_forward_varlen(
     q, scale = with_positive_scale(q, scale)
     arguments = (q, k, v, cu_q, cu_k, max_seqlen_q, max_seqlen_k, scale, causal)
     if checks.needs_gradients(q, k, v):
-        # Not as an operator: autograd would see what it calls as well, and warn that it might not.
+        # Bypass the operator: it has no autograd formula, and autograd would warn about that.
         return _varlen(*arguments)  # type: ignore[no-any-return]
     return torch.ops.tritium.varlen_attention.default(*arguments)  # type: ignore[no-any-return]
 
@@ -124,7 +124,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 def _boundaries(
     name: str, given: torch.Tensor | Sequence[int], stream: torch.Tensor, longest: int | None
 ) -> torch.Tensor:
-    """Boundaries as a tensor beside the stream. Those that can be read without waiting for a device are checked here."""
+    """Return boundaries as a tensor on the stream's device; check those that can be read without synchronizing."""
     if isinstance(given, torch.Tensor):
         checks.tensor(name, given)
         if given.dim() != 1 or given.shape[0] < 2 or given.dtype not in WHOLE:
@@ -145,7 +145,7 @@ def _boundaries(
 
 
 def _check_boundaries(name: str, places: list[int], tokens: int, longest: int | None = None) -> None:
-    # In pairs: numbers that are symbolic in a graph cannot be sorted.
+    # Compare pairs: symbolic integers cannot be sorted.
     falls = any(later < earlier for earlier, later in itertools.pairwise(places))
     if len(places) < 2 or places[0] != 0 or places[-1] != tokens or falls:
         raise ArgumentError(
@@ -156,7 +156,7 @@ def _check_boundaries(name: str, places: list[int], tokens: int, longest: int | 
         raise ArgumentError(f"a segment of {name} is longer than max_seqlen_{name[-1]}={longest}: {places[:8]}")
 
 
-# It reads the lengths of segments, which no graph can hold.
+# Untraced: it reads the lengths of segments, which a graph cannot do.
 @compat.untraced
 def _varlen(
     q: torch.Tensor,
@@ -169,21 +169,21 @@ def _varlen(
     scale: float,
     causal: bool,
 ) -> torch.Tensor:
-    # The operators of kernels have no rules for transforms.
+    # The kernels' operators have no rules for vmap, grad and jvp.
     if compat.is_transformed() or not _lies_for_kernels(q, k, v):
         return by_segment(q, k, v, cu_q, cu_k, scale, causal, max_q, max_k)
     places = cu_q.to(torch.int32).contiguous(), cu_k.to(torch.int32).contiguous()
     if _flash_takes(q, v):
         longest = max_q, max_k
         if max_q is None or max_k is None:
-            # Reading them waits for the device anyway: now they can be checked as well.
+            # Reading the lengths synchronizes anyway, so check the boundaries too.
             longest = max(_lengths("cu_seqlens_q", cu_q, q)), max(_lengths("cu_seqlens_k", cu_k, k))
         out = compat_attention.varlen_attention(q, k, v, *places, longest, scale, causal)  # type: ignore[arg-type]
         if out is not None:
             return out.contiguous()
     if _nested_takes(q, k, v):
         queries, keys = _lengths("cu_seqlens_q", cu_q, q, max_q), _lengths("cu_seqlens_k", cu_k, k, max_k)
-        # It leaves rows that see no key as they were.
+        # The kernel does not write rows that see no key.
         if len(queries) <= MOST_NESTED and _all_see_a_key(queries, keys, causal):
             out = compat_attention.nested_attention(q, k, v, *places, (max(queries), max(keys)), scale, causal)
             if out is not None:
@@ -192,7 +192,7 @@ def _varlen(
 
 
 def _lies_for_kernels(*streams: torch.Tensor) -> bool:
-    """Whether streams lie on a GPU as kernels read them: heads side by side, each at a multiple of 16 bytes."""
+    """Return whether kernels can read streams: on an Ampere GPU or later, with dense heads aligned to 16 bytes."""
     capability = device.capability(streams[0].device)
     if capability is None or capability < (8, 0):
         return False
@@ -205,23 +205,23 @@ def _lies_for_kernels(*streams: torch.Tensor) -> bool:
 
 
 def _flash_takes(q: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether torch's attention over segments, which is FlashAttention's, has a kernel for such heads."""
+    """Return whether torch's varlen attention, which is FlashAttention, has a kernel for such heads."""
     return q.dtype in (torch.float16, torch.bfloat16) and q.shape[2] == v.shape[2] <= 256
 
 
 def _nested_takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether the kernel of nested tensors takes them: float32, and heads that FlashAttention has no kernel for."""
+    """Return whether the kernel of nested tensors applies: also for float32 and heads without a FlashAttention kernel."""
     return q.dtype in (torch.float16, torch.bfloat16, torch.float32) and not checks.needs_gradients(q, k, v)
 
 
 def _all_see_a_key(queries: list[int], keys: list[int], causal: bool) -> bool:
-    """Whether every query of segments of these lengths sees a key."""
+    """Return whether every query of segments of these lengths sees a key."""
     pairs = zip(queries, keys, strict=True)
     return all(own == 0 or (own <= other if causal else other > 0) for own, other in pairs)
 
 
 def _lengths(name: str, places: torch.Tensor, stream: torch.Tensor, longest: int | None = None) -> list[int]:
-    """The length of every segment; reading them waits for the device."""
+    """Return the length of every segment; this synchronizes with the device."""
     listed = places.tolist()
     _check_boundaries(name, listed, stream.shape[0], longest)
     return [end - start for start, end in itertools.pairwise(listed)]
@@ -238,7 +238,7 @@ def by_segment(
     max_q: int | None = None,
     max_k: int | None = None,
 ) -> torch.Tensor:
-    """One segment after the other, as PyTorch computes attention."""
+    """Compute one segment after the other with PyTorch's attention."""
     ends_q, ends_k = cu_q.tolist(), cu_k.tolist()
     _check_boundaries("cu_seqlens_q", ends_q, q.shape[0], max_q)
     _check_boundaries("cu_seqlens_k", ends_k, k.shape[0], max_k)

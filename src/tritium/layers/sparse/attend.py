@@ -1,4 +1,4 @@
-"""Attention under a mask over blocks, by whoever computes it fastest: the Triton kernel, FlexAttention, or the reference."""
+"""Attention with a mask over blocks, by the fastest of the Triton kernel, FlexAttention and the reference."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def attend(
     causal: bool = False,
     by: str | None = None,
 ) -> torch.Tensor:
-    """Attention of permuted streams [B, S, N, D] by lists of blocks; `by` names who computes, None the fastest."""
+    """Compute attention of permuted streams [B, S, N, D] over lists of blocks; `by=None` uses the fastest way."""
     check_way(by)
     checks.no_gradients_in_a_graph("sparse attention", q, k, v)
     if compat.is_mapped(*lists):
-        # The reference reads lists one by one, and the operator has no gradients.
+        # Under vmap neither way has gradients: the reference reads the lists' values, and the operator has no backward.
         if torch.is_grad_enabled():
             raise ArgumentError("sparse attention is mapped over under torch.no_grad() alone; its batch needs no vmap")
     elif checks.needs_gradients(q, k, v):
@@ -60,7 +60,7 @@ def attend(
     return torch.ops.tritium.sparse_attention.default(*given, by, known)  # type: ignore[no-any-return]
 
 
-# It loops over lists of blocks, which no graph can hold.
+# Untraced: it loops over lists of blocks by their values, which a graph cannot do.
 _with_gradients = compat.untraced(op.OP.reference)
 
 
@@ -70,9 +70,9 @@ def check_way(by: str | None) -> None:
 
 
 def _attend(*given: Any) -> torch.Tensor:
-    """Chosen when it is traced, as attention is."""
+    """Choose the way to compute when the operator is traced or called, and call it."""
     *arguments, by, _identity = given
-    # Registers the op with PyTorch, if nobody has done so.
+    # The call of `ops.providers` also registers the op with PyTorch.
     triton = ops.providers(op.OP)[TRITON]
     reason = triton.decline(op.OP.bind(*arguments))
     if by is None:
@@ -94,27 +94,27 @@ def _without_kernel(q: torch.Tensor) -> str:
 
 
 def _fastest(arguments: list[Any]) -> str:
-    """The Triton kernel, or FlexAttention where that was measured faster."""
+    """Return the Triton kernel, or FlexAttention if it was measured as faster."""
     q, k, v, *_, block, _, causal = arguments
     if not q.is_cuda:
         return TRITON
     request = Request.of(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, causal)
     key = f"sparse block={block} {request.key()}"
-    # While something is compiled FlexAttention cannot be: what is known counts, and otherwise the kernel.
+    # FlexAttention cannot be compiled during another compilation: use a known row, else the kernel.
     measured = None if compat.is_compiling() else functools.partial(_compared, key, arguments)
     row = choice.recall(q.device, key, measured)
     return row.winner if row is not None else TRITON
 
 
 def _compared(key: str, arguments: list[Any]) -> Row:
-    """Both on the arguments of this call: how many blocks are seen is what decides."""
+    """Time both ways on the arguments of this call: the result depends on the number of blocks in the lists."""
     triton = ops.providers(op.OP)[TRITON]
     ways: dict[str, Callable[..., Any]] = {TRITON: lambda *given: triton.run(op.OP.bind(*given)), FLEX: by_flex}
     runs = {name: functools.partial(run, *arguments) for name, run in ways.items()}
     dropped: dict[str, str] = {}
     with torch.inference_mode():
         torch.cuda.set_device(arguments[0].device)
-        # This thread has a stream of its own: what was given must be there.
+        # This thread uses another stream: wait until the arguments are computed.
         torch.cuda.synchronize()
         plain = runs[TRITON]()
         try:
@@ -122,7 +122,7 @@ def _compared(key: str, arguments: list[Any]) -> Row:
             limit = 32 * torch.finfo(plain.dtype).eps
             if not found <= limit:
                 dropped[FLEX] = f"it differs from the kernel by {found:.2e}, allowed {limit:.2e}"
-        except Exception as error:  # noqa: BLE001 - whatever a compiler raises: it is dropped, and the table says why
+        except Exception as error:  # noqa: BLE001 - compilers raise many types: dropped with the reason in the table
             dropped[FLEX] = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
         ms = choice.timed({name: run for name, run in runs.items() if name not in dropped}, "cuda")
     return Row(key, min(ms, key=lambda name: ms[name]), ms, dropped, compat_attention.versions())
@@ -140,7 +140,7 @@ def by_flex(
     scale: float,
     causal: bool,
 ) -> torch.Tensor:
-    """By FlexAttention, whose blocks all have one size: shorter ones are filled up, and what fills them is masked."""
+    """Compute by FlexAttention, whose blocks all have one size: shorter blocks are padded, and the padding masked."""
     (q_slots, q_inside), (k_slots, k_inside) = (_slots(edges, block) for edges in (q_edges, k_edges))
     wide = [t.index_select(1, slots).transpose(1, 2) for t, slots in ((q, q_slots), (k, k_slots), (v, k_slots))]
 
@@ -149,7 +149,7 @@ def by_flex(
         return k_inside[column] & (k_slots[column] <= q_slots[row]) if causal else k_inside[column]
 
     whole, listed = counts[..., 0], counts[..., 1]
-    # Those that must be masked come after the whole ones: moved to the front of a list of their own.
+    # `indices` lists whole blocks before partly masked ones: rotate the latter to the front of a second list.
     places = (torch.arange(indices.shape[-1], device=q.device) + whole.unsqueeze(-1)) % max(1, indices.shape[-1])
     masked = indices.gather(-1, places)
     mask = compat_attention.block_mask_class().from_kv_blocks(
@@ -166,7 +166,7 @@ def by_flex(
 
 
 def _tiles(q: torch.Tensor, block: int) -> dict[str, int] | None:
-    """FlexAttention's own tiles on a GPU are up to 128 long, and refused where they are no part of a block."""
+    """Return tile sizes for FlexAttention on a GPU, whose default tiles of up to 128 must divide the block."""
     if not q.is_cuda or block % 128 == 0:
         return None
     side = math.gcd(block, 64 if q.dtype.itemsize == 2 else 32)
@@ -174,7 +174,7 @@ def _tiles(q: torch.Tensor, block: int) -> dict[str, int] | None:
 
 
 def _slots(edges: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each place of blocks that are filled up, its token and whether it is one."""
+    """Return the token index for each slot of the padded blocks, and whether the slot is a real token."""
     places = edges[:-1].unsqueeze(1) + torch.arange(block, device=edges.device)
     inside = places < edges[1:].unsqueeze(1)
     return torch.where(inside, places, edges[:-1].unsqueeze(1)).flatten().long(), inside.flatten()
@@ -183,7 +183,7 @@ def _slots(edges: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]
 def lists_of(
     mask: torch.Tensor, q_edges: torch.Tensor, k_edges: torch.Tensor, block: int, batch: int, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The lists of a mask [B or 1, N or 1, R, C] for a batch."""
+    """Return the block lists of a mask [B or 1, N or 1, R, C] for a batch."""
     return block_lists(mask.expand(batch, *mask.shape[1:]), q_edges, k_edges, block, causal)
 
 

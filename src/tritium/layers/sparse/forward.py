@@ -20,7 +20,7 @@ RF_V2, RF_V3, ADA_BSA, RADIAL = TYPES = ("rf_v2", "rf_v3", "ada_bsa", "radial")
 
 @dataclass(frozen=True)
 class Method:
-    """How a mask is made, apart from the streams it is made for."""
+    """The method and parameters of a sparse mask, independent of the streams."""
 
     sparse_type: str
     sparsity: float = 0.0
@@ -45,18 +45,18 @@ class Method:
 
     @property
     def tile(self) -> int:
-        """The tiles that frames are reordered by; radial windows and estimates are over the order as it is."""
+        """The side of the tiles by which frames are reordered; 1 for `radial` and `ada_bsa`, which keep the order."""
         return TILE if self.sparse_type in (RF_V2, RF_V3) else 1
 
     @property
     def is_dense(self) -> bool:
-        """Whether everything is kept, whatever the streams are."""
+        """Whether every block is kept for any stream."""
         return self.sparsity == 0 and (self.sparse_type != ADA_BSA or self.cdf_threshold >= 1)
 
     def mask(
         self, q: torch.Tensor, k: torch.Tensor, q_layout: SparseLayout, k_layout: SparseLayout, scale: float
     ) -> torch.Tensor:
-        """The mask [B or 1, N, R, C] over blocks of permuted streams [B, S, N, D]."""
+        """Return the mask [B or 1, N, R, C] over blocks of permuted streams [B, S, N, D]."""
         if self.sparse_type == RADIAL:
             return masks.radial(q_layout, k_layout, self.sparsity, q.device).expand(1, q.shape[2], -1, -1)
         if self.sparse_type != ADA_BSA:
@@ -98,29 +98,29 @@ def sparse_attention(
     return_density: bool = False,
     by: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the blocks of keys that matter; with sparsity 0 it is dense attention.
+    """Compute attention over the most important blocks of keys; with sparsity 0 it is dense attention.
 
     Args:
         q: [B, N, S, D], or [B, S, N, D] with input_layout `BSND`: text first, then the latent row by row.
-        k: As q; fewer heads divide q's, and other tokens are of `latent_shape_k`.
+        k: As q; it may have fewer heads, a divisor of q's, and other tokens, given by `latent_shape_k`.
         v: As k.
-        attn_mask: Only without a sparse_type: no method here honours one besides its own.
+        attn_mask: Only without a sparse_type: no sparse method applies a second mask.
         scale: D ** -0.5 if None.
         is_causal: Only for `ada_bsa` and without a sparse_type.
-        head_num: The number of q's heads, or 1, which asks for nothing.
-        input_layout: `BNSD` or `BSND`; the result has the same.
-        sparse_type: None for dense attention; `rf_v2` and `rf_v3` keep blocks by the likeness of their means,
+        head_num: The number of q's heads, or 1 to skip the check.
+        input_layout: `BNSD` or `BSND`, also of the result.
+        sparse_type: None for dense attention; `rf_v2` and `rf_v3` keep blocks by the similarity of their means,
             `ada_bsa` by an estimate of the attention, `radial` by distance in space and time.
-        txt_len: The tokens of text in front of the latent, which everybody sees; `ada_bsa` treats them as all others.
+        txt_len: The tokens of text in front of the latent, which all queries see; `ada_bsa` treats them like others.
         block_size: The tokens of a block.
-        latent_shape_q: (frames, height, width) of q's latent in tokens; `ada_bsa` needs none.
+        latent_shape_q: (frames, height, width) of q's latent in tokens; optional for `ada_bsa`.
         latent_shape_k: The same for k; q's if None.
-        keep_sink: With `ada_bsa`, whether the first block is always seen.
-        keep_recent: With `ada_bsa`, whether the last block is always seen.
-        cdf_threshold: With `ada_bsa`, the share of the estimated attention that the kept blocks must hold.
-        sparsity: The share of blocks that is skipped, from 0 to 1, before those that are always seen are added.
-        return_density: Whether to return, besides, the share of dense attention's work that was done.
-        by: Who computes: `triton`, `flex` or `reference`; None for the fastest.
+        keep_sink: With `ada_bsa`, whether the first block is always kept.
+        keep_recent: With `ada_bsa`, whether the last block is always kept.
+        cdf_threshold: With `ada_bsa`, the share of the estimated attention that kept blocks must contain.
+        sparsity: The share of blocks to skip, from 0 to 1, before the blocks that are always kept are added.
+        return_density: Whether to also return the computed share of dense attention's work.
+        by: The implementation: `triton`, `flex` or `reference`; None for the fastest.
     """
     checks.text("input_layout", input_layout, ("BNSD", "BSND"))
     checks.boolean("return_density", return_density)
@@ -136,7 +136,7 @@ def sparse_attention(
     if sparse_type is None:
         if sparsity != 0:
             raise ArgumentError(f"sparsity={sparsity} needs a sparse_type: {', '.join(TYPES)}")
-        # What dense attention does not need is not wrong either.
+        # Validate the arguments that dense attention does not use.
         Method(RF_V2, sparsity, keep_sink, keep_recent, cdf_threshold)
         for shape in (latent_shape_q, latent_shape_k):
             SparseLayout((1, 1, 1) if shape is None else shape, txt_len, block_size)
@@ -190,7 +190,7 @@ def layouts(
     latent_shape_q: tuple[int, int, int] | None,
     latent_shape_k: tuple[int, int, int] | None,
 ) -> tuple[SparseLayout, SparseLayout]:
-    """The layouts of streams [B, S, N, D]; shapes that do not fit them are errors."""
+    """Return the layouts of q and k, [B, S, N, D]; raise if the latent shapes do not match their tokens."""
     estimated = method.sparse_type == ADA_BSA
     if estimated and block_size % masks.STRIDE:
         raise ArgumentError(f"'ada_bsa' takes blocks of a multiple of {masks.STRIDE} tokens, got {block_size}")
@@ -202,7 +202,7 @@ def layouts(
     for name, own, tensor in (("q", latent_shape_q, q), ("k", latent_shape_k, k)):
         if tensor.shape[1] == 0:
             raise ArgumentError(f"{name} has no tokens, of which a block could be made: {tuple(tensor.shape)}")
-        # An estimate needs no shapes: those that are given are checked, each for its own stream.
+        # `ada_bsa` needs no shapes: check each given one against its stream, without a default from q.
         shape = latent_shape_q if own is None and not estimated else own
         layout = SparseLayout((1, 1, 1) if shape is None else shape, txt_len, block_size, tile=method.tile)
         if shape is not None and layout.tokens != tensor.shape[1]:
@@ -229,7 +229,7 @@ def _dense(
 
 
 def check_streams(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads_first: bool) -> None:
-    """Raise for tensors that no attention is computed of."""
+    """Raise unless q, k and v have shapes, dtypes and devices for which attention is defined."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         checks.tensor(name, tensor)
         checks.rank(name, tensor, 4)

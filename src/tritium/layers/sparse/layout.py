@@ -1,8 +1,8 @@
-"""Which tokens of a stream make a block of a sparse mask.
+"""Divide the tokens of a stream into the blocks of a sparse mask.
 
-A stream is text and the frames of a latent, row by row. Neighbours in a picture are far apart in it, so frames are
-reordered by tiles, and text goes to the end: [video, text]. Blocks are cut within video and within text, never across,
-so that the tokens a mask judges are the tokens a kernel skips, whatever their numbers are.
+A stream is text and the frames of a latent, row by row. Neighbouring pixels can be far apart in it, so frames are
+reordered by tiles, and text is moved to the end: [video, text]. No block contains both video and text, so that the
+blocks of a mask are the blocks that a kernel skips, whatever the numbers of tokens are.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from tritium import device
 from tritium.errors import ArgumentError, ArgumentTypeError
 from tritium.layers import checks
 
-# The side of the tiles that a frame is cut into: 64 tokens that are near each other.
+# The side of the tiles of a frame: 64 neighbouring tokens each.
 TILE = 8
 
-# The most tokens of a block, to which streams are filled up.
+# The most tokens of a block: streams are padded to whole blocks.
 LARGEST = 65_536
 
 
@@ -28,8 +28,8 @@ LARGEST = 65_536
 class SparseLayout:
     """The order of tokens for a latent of `latent_shape` (frames, height, width) after `txt_len` tokens of text.
 
-    `permute` is applied to the stream once a forward, to everything that has a row for each token, tables of rotary
-    embeddings included; `unpermute` is its inverse. All layers between them that treat tokens alike need no change.
+    Apply `permute` once per forward to every tensor with a row per token, including rotary tables; `unpermute` is the
+    inverse. Layers in between that treat all tokens equally need no change.
     """
 
     latent_shape: tuple[int, int, int]
@@ -37,7 +37,7 @@ class SparseLayout:
     block_size: int = 128
     # Tiles of one token leave the frames as they are.
     tile: int = TILE
-    # Whether the stream has its text in front of the latent, as FLUX's, or behind it, as HunyuanVideo's.
+    # Whether text precedes the latent, as in FLUX, or follows it, as in HunyuanVideo.
     text_first: bool = True
 
     def __post_init__(self) -> None:
@@ -54,7 +54,7 @@ class SparseLayout:
 
     @classmethod
     def plain(cls, tokens: int, block_size: int = 128) -> SparseLayout:
-        """A stream in its own order, cut every `block_size` tokens."""
+        """Return a layout that keeps the order and cuts every `block_size` tokens."""
         return cls((1, 1, tokens), 0, block_size, tile=1)
 
     @property
@@ -79,30 +79,30 @@ class SparseLayout:
         return self.video_blocks + self.text_blocks
 
     def edges(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Where blocks begin in the permuted stream, and where the last one ends, in int32."""
+        """Return the starts of the blocks in the permuted stream and the end of the last, in int32."""
         if _is_traced():
             return _edges(self, device)
         return _kept_edges(self, str(device))
 
     def index(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """For each place of the permuted stream, the place in the stream."""
+        """Return the index in the stream for each index of the permuted stream."""
         if _is_traced():
             return _index(self, device)
         return _kept_index(self, str(device))[0]
 
     def inverse(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """For each place of the stream, the place in the permuted stream."""
+        """Return the index in the permuted stream for each index of the stream."""
         if _is_traced():
             return torch.argsort(_index(self, device))
         return _kept_index(self, str(device))[1]
 
     def permute(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """Anything with a row for each token along `dim`, in the order of blocks."""
+        """Reorder a tensor, which has one row per token along `dim`, into the order of blocks."""
         self._check(x, dim)
         return x.index_select(dim, self.index(x.device))
 
     def unpermute(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """The inverse of `permute`."""
+        """Undo `permute`."""
         self._check(x, dim)
         return x.index_select(dim, self.inverse(x.device))
 
@@ -126,7 +126,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _edges(layout: SparseLayout, device: torch.device | str) -> torch.Tensor:
-    # Without a minimum, which Inductor cannot reason about where there is one block of text.
+    # Avoid `min`: Inductor cannot simplify it if there is one block of text.
     video = torch.arange(layout.video_blocks, device=device) * layout.block_size
     text = torch.arange(layout.text_blocks, device=device) * layout.block_size + layout.video
     end = torch.full((1,), layout.tokens, device=device)
@@ -138,35 +138,35 @@ def _index(layout: SparseLayout, device: torch.device | str) -> torch.Tensor:
     first, after = (layout.txt_len, 0) if layout.text_first else (0, layout.video)
     grid = torch.arange(layout.video, device=device).view(frames, height, width) + first
     divisible = height % layout.tile == 0 and width % layout.tile == 0
-    # Where tiles do not fit, the first frame of several stays as it is: everybody sees all of it anyway.
+    # If tiles do not fit, leave the first of several frames as it is: every block sees all of it anyway.
     raw = 0 if divisible or frames == 1 else 1
     video = torch.cat([grid[:raw].flatten(), _tiled(grid[raw:], layout.tile).flatten()])
     return torch.cat([video, torch.arange(layout.txt_len, device=device) + after])
 
 
 def _tiled(grid: torch.Tensor, tile: int) -> torch.Tensor:
-    """Frames [F, H, W] as rows [F, H W]: whole tiles, the strip below them, the strip to their right."""
+    """Return frames [F, H, W] as rows [F, H W]: whole tiles, the strip below them, the strip to their right."""
     frames, height, width = grid.shape
     main_height, main_width = height - height % tile, width - width % tile
     strips = [part.flatten(1) for part in (grid[:, main_height:], grid[:, :main_height, main_width:])]
     if main_height == 0 or main_width == 0:
-        # Not a single tile: reshaping nothing into symbolic sizes is an error.
+        # No whole tile: reshaping an empty tensor to symbolic sizes is an error.
         return torch.cat(strips, dim=1)
     main = grid[:, :main_height, :main_width].reshape(frames, main_height // tile, tile, main_width // tile, tile)
     return torch.cat([main.transpose(2, 3).flatten(1), *strips], dim=1)
 
 
 def _is_traced() -> bool:
-    """Whether tensors that are made now are somebody's: kept, they would turn up in calls that know nothing of him."""
+    """Return whether tracing, dispatch modes or a capture are active: tensors created now must not be cached."""
     return (
         torch.compiler.is_compiling()
         or bool(torch._C._len_torch_dispatch_stack())
-        # A graph's memory holds something when the graph is replayed.
+        # Memory allocated during a capture has valid contents only after a replay.
         or device.is_capturing()
     )
 
 
-# Kept tensors are plain ones, whatever mode the first call is in: those of inference mode cannot be used outside of it.
+# Create cached tensors outside of inference mode: autograd cannot use inference tensors.
 @functools.lru_cache(maxsize=64)
 @torch.inference_mode(mode=False)
 def _kept_edges(layout: SparseLayout, device: str) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Which blocks of keys each block of queries sees. Every function gives a boolean mask [B, N, R, C].
+"""Select the blocks of keys that each block of queries sees, as a boolean mask [B, N, R, C].
 
-rainfusion   the blocks whose mean key is most like the mean query, the first frame and the text
-estimated    the blocks that hold most of an attention that is estimated along antidiagonals
-radial       blocks near in space, the nearer the farther they are in time; the first frame and the text
+rainfusion   the blocks whose mean key is most similar to the mean query, the first frame and the text
+estimated    the blocks with most of the attention, which is estimated along antidiagonals
+radial       blocks near in space, in a window that narrows with the distance in time; the first frame and the text
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import torch
 
 from tritium.layers.sparse.layout import SparseLayout
 
-# Queries and keys that are judged together by `estimated`.
+# The number of queries, and of keys, that `estimated` scores together.
 STRIDE = 8
 
-# What a frame of distance adds to the window that a pair needs: less than any distance in space.
+# Added to the window that a pair of blocks needs, per frame of distance: less than any distance in space.
 _TIE = 1e-9
 
 
 def pooled(x: torch.Tensor, layout: SparseLayout) -> torch.Tensor:
-    """The mean of each block of a permuted stream [B, S, N, D], in float32: [B, N, blocks, D]."""
+    """Return the mean of each block of a permuted stream [B, S, N, D], in float32: [B, N, blocks, D]."""
     wide = x.transpose(1, 2).to(torch.promote_types(x.dtype, torch.float32))
     parts = []
     for segment in wide.split([layout.video, layout.txt_len], dim=2):
@@ -36,31 +36,34 @@ def pooled(x: torch.Tensor, layout: SparseLayout) -> torch.Tensor:
 
 
 def keep_count(columns: int, sparsity: float) -> int:
-    """How many of some blocks are kept, at least one.
+    """Return how many of `columns` blocks are kept, at least one.
 
     >>> [keep_count(10, sparsity) for sparsity in (0.0, 0.5, 0.75, 0.9, 1.0)]
     [10, 5, 3, 1, 1]
     """
-    # Less than a rounding error above a whole number is that number: 10 * (1 - 0.9) is 0.9999...
+    # Ignore rounding errors above an integer: 10 * (1 - 0.7) is 3.0000000000000004.
     return max(1, math.ceil(columns * (1 - sparsity) - 1e-9))
 
 
 def rainfusion(
     q: torch.Tensor, k: torch.Tensor, q_layout: SparseLayout, k_layout: SparseLayout, scale: float, sparsity: float
 ) -> torch.Tensor:
-    """A share of 1 - sparsity of the blocks by the likeness of their means; text and the first of several frames always."""
+    """Keep a share of 1 - sparsity of the blocks, by the similarity of their means.
+
+    Text and the first of several frames are always kept.
+    """
     queries, keys = pooled(q, q_layout), pooled(k, k_layout)
     keys = keys.repeat_interleave(q.shape[2] // k.shape[2], dim=1)
-    # Its softmax has the same order, but for what is so much less alike that it would be 0.
+    # A softmax would keep the order, except among values that underflow to 0.
     likeness = queries @ keys.transpose(-2, -1) * scale
     kept = likeness.topk(keep_count(k_layout.blocks, sparsity), dim=-1).indices
-    # By number, not by value: equal values would keep more.
+    # Select by index: a threshold would keep more blocks if values are equal.
     mask = torch.zeros_like(likeness, dtype=torch.bool).scatter_(-1, kept, value=True)
     return mask | _always_seen(q_layout, k_layout, q.device)
 
 
 def _always_seen(q_layout: SparseLayout, k_layout: SparseLayout, device: torch.device) -> torch.Tensor:
-    """The rows and columns of text and of the first frame, [R, C]. One frame alone has no first."""
+    """Return a mask [R, C] of the rows and columns of text and of the first frame, if there are several frames."""
     rows, columns = (_anchors(layout, device) for layout in (q_layout, k_layout))
     return rows.unsqueeze(1) | columns.unsqueeze(0)
 
@@ -73,19 +76,19 @@ def _anchors(layout: SparseLayout, device: torch.device) -> torch.Tensor:
 
 
 def radial(q_layout: SparseLayout, k_layout: SparseLayout, sparsity: float, device: torch.device) -> torch.Tensor:
-    """Windows in space that are halved each time the distance in frames doubles, [1, 1, R, C].
+    """Return windows in space whose width halves each time the distance in frames doubles, as [1, 1, R, C].
 
-    They are as narrow as a share of 1 - sparsity of the blocks allows; text and the first frame are always seen. It depends
-    on no number of the stream, so one mask serves all layers and steps.
+    Their width is chosen to keep a share of 1 - sparsity of the blocks; text and the first frame are always kept. The mask
+    does not depend on the stream's values, so all layers and steps can share it.
     """
     fixed = _always_seen(q_layout, k_layout, device)
     frame_q, place_q = _centres(q_layout, device)
     frame_k, place_k = _centres(k_layout, device)
     apart = (frame_q.unsqueeze(1) - frame_k.unsqueeze(0)).abs()
     halvings = torch.floor(torch.log2(apart.clamp(min=1).float()))
-    # How wide the window at distance 0 must be for a pair to be seen.
+    # The width that the window at distance 0 needs to include a pair.
     needed = (place_q.unsqueeze(1) - place_k.unsqueeze(0)).abs().double() * torch.exp2(halvings)
-    # Of blocks that need the same the nearer in time: one place of all frames would otherwise be seen whole or not at all.
+    # Break ties by the distance in time: otherwise one place would be kept in all frames or in none.
     needed = needed + _TIE * apart
     nearest = torch.zeros_like(fixed).scatter_(1, needed.argmin(1, keepdim=True), value=True)
     needed = needed.masked_fill(fixed, -1.0)
@@ -95,7 +98,7 @@ def radial(q_layout: SparseLayout, k_layout: SparseLayout, sparsity: float, devi
 
 
 def _centres(layout: SparseLayout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The frame of each block's middle token, and its place in there from 0 to 1. Text is nowhere."""
+    """Return the frame of each block's middle token, and its position in the frame from 0 to 1; meaningless for text."""
     _, height, width = layout.latent_shape
     edges = layout.edges(device).long()
     middle = (edges[:-1] + edges[1:] - 1).clamp(min=0) // 2
@@ -116,10 +119,10 @@ def estimated(
     keep_recent: bool,
     causal: bool,
 ) -> torch.Tensor:
-    """The fewest blocks that hold a share `threshold` of the estimated attention, and at most 1 - sparsity of them.
+    """Keep the fewest blocks with a share `threshold` of the estimated attention, at most a share of 1 - sparsity.
 
-    `STRIDE` queries, in reverse, are compared with as many keys at once, which meets every diagonal of the scores. The
-    first block and the last one are always seen, if they are asked for. Streams are in their own order, without text.
+    `STRIDE` queries in reverse order are multiplied with as many keys at once, which samples every diagonal of the scores.
+    `keep_sink` and `keep_recent` always keep the first and the last block. Streams are not permuted and have no text.
     """
     share = _shares(q, k, q_layout, k_layout, scale, causal)
     rows, columns = share.shape[-2:]
@@ -129,16 +132,16 @@ def estimated(
         last = torch.arange(rows, device=q.device).unsqueeze(1).clamp(max=columns - 1)
     open_to = number <= last
     recent = (number == last) & keep_recent
-    # What is no number shows, as it does in dense attention.
+    # Keep blocks whose estimate is NaN, so that NaN reaches the result as in dense attention.
     broken = share.isnan()
-    # What is seen anyway does not compete.
+    # Blocks that are kept anyway do not compete.
     share = share.masked_fill(recent | ~open_to, 0.0)
     order = torch.sort(share.masked_fill(~open_to, -1.0), dim=-1, descending=True, stable=True)
     held = torch.cumsum(order.values.clamp(min=0.0), -1)
     count = (held < threshold * share.sum(-1, keepdim=True)).sum(-1, keepdim=True) + 1
     if threshold >= 1:
         count = torch.full_like(count, columns)
-    # In float64: in float32 whole numbers of blocks come out one less.
+    # In float64: in float32 rounding can lose one block if the product is an integer.
     allowed = torch.floor((last + 1).double() * (1 - sparsity) + 1e-6).long().clamp(min=1)
     rank = torch.argsort(order.indices, dim=-1)
     mask = (rank < torch.minimum(count, allowed)) | recent | broken
@@ -152,7 +155,7 @@ def estimated(
 def _shares(
     q: torch.Tensor, k: torch.Tensor, q_layout: SparseLayout, k_layout: SparseLayout, scale: float, causal: bool
 ) -> torch.Tensor:
-    """The estimated attention of each block of queries to each block of keys, [B, N, R, C]."""
+    """Return the estimated attention of each block of queries to each block of keys, [B, N, R, C]."""
     queries, keys = _grouped(q, reverse=True), _grouped(k, reverse=False)
     keys = keys.repeat_interleave(q.shape[2] // k.shape[2], dim=1)
     scores = queries @ keys.transpose(-2, -1) * (scale / STRIDE)
@@ -170,7 +173,7 @@ def _shares(
 
 
 def _grouped(x: torch.Tensor, *, reverse: bool) -> torch.Tensor:
-    """A stream [B, S, N, D] as rows of `STRIDE` tokens, [B, N, S / STRIDE, STRIDE D]; a short last group has zeros."""
+    """Return a stream [B, S, N, D] as [B, N, S / STRIDE, STRIDE D]; the last group is padded with zeros."""
     wide = x.transpose(1, 2).to(torch.promote_types(x.dtype, torch.float32))
     filled: torch.Tensor = torch.nn.functional.pad(wide, (0, 0, 0, -wide.shape[2] % STRIDE))
     groups = filled.reshape(*filled.shape[:2], -1, STRIDE, filled.shape[3])
@@ -178,7 +181,7 @@ def _grouped(x: torch.Tensor, *, reverse: bool) -> torch.Tensor:
 
 
 def density(mask: torch.Tensor, q_layout: SparseLayout, k_layout: SparseLayout, causal: bool = False) -> torch.Tensor:
-    """The share of what dense attention computes that a mask keeps: pairs of tokens in blocks that are seen."""
+    """Return the share of dense attention's pairs of tokens that a mask keeps."""
     q_edges, k_edges = (layout.edges(mask.device).double() for layout in (q_layout, k_layout))
     pairs = (q_edges[1:] - q_edges[:-1]).unsqueeze(1) * (k_edges[1:] - k_edges[:-1])
     if causal:

@@ -1,4 +1,4 @@
-"""Sparse attention over the layers and steps of a model: where it stays dense, and how long a mask serves."""
+"""Sparse attention over the layers and steps of a model: dense steps and layers, and the reuse of masks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tritium.report import LEDGER
 
 @dataclass
 class _Kept:
-    """The mask of one layer, as lists, and the step and the queries it was made for."""
+    """The mask of one layer, as lists, and the step and shape of the queries for which it was computed."""
 
     lists: tuple[torch.Tensor, torch.Tensor]
     density: torch.Tensor
@@ -32,17 +32,17 @@ class _Kept:
 
 
 class SparseAttention:
-    """Attention [B, S, N, D] of numbered layers and steps.
+    """Compute sparse attention [B, S, N, D] by layer and step number.
 
     Args:
         layout: The order of the stream's tokens.
         sparse_type: As in `sparse_attention`.
         sparsity: As in `sparse_attention`.
-        dense_steps: The first steps, in which everything is dense: they decide what a picture is of.
+        dense_steps: The number of first steps that are dense: they determine the composition of an image.
         dense_layers: Layers that are always dense.
-        reuse_steps: For how many steps a mask serves before it is made anew.
-        permuted: Whether the streams come in the order of `layout.permute` already. Then nothing is reordered here.
-        by: Who computes: `triton`, `flex` or `reference`; None for the fastest.
+        reuse_steps: The number of steps for which a mask is used before it is computed again.
+        permuted: Whether the streams are already in the order of `layout.permute`; then they are not reordered.
+        by: The implementation: `triton`, `flex` or `reference`; None for the fastest.
         cdf_threshold: As in `sparse_attention`.
     """
 
@@ -68,7 +68,7 @@ class SparseAttention:
         check_way(by)
         self.method = Method(sparse_type, sparsity, cdf_threshold=cdf_threshold)
         if sparse_type == ADA_BSA:
-            # An estimate is made over the order as it is, and knows no text.
+            # The estimate uses the stream's order and does not distinguish text.
             layout = SparseLayout.plain(layout.tokens, layout.block_size)
         elif layout.tile != self.method.tile:
             layout = replace(layout, tile=self.method.tile)
@@ -79,7 +79,7 @@ class SparseAttention:
         self.permuted = permuted
         self.by = by
         self._kept: dict[tuple[int, int], _Kept] = {}
-        # What all calls did, in units of one dense attention, and how many calls there were.
+        # The work of all calls, in units of one dense attention, and the number of calls.
         self._done: torch.Tensor | float = 0.0
         self._calls = 0
         LEDGER.watch_sparse(self)
@@ -96,13 +96,13 @@ class SparseAttention:
         scale: float | None = None,
         stream: int = 0,
     ) -> torch.Tensor:
-        """`stream` tells runs of one step apart whose masks differ, such as those of a guidance."""
+        """Compute one attention. `stream` numbers the model calls of a step, such as those of guidance: masks differ."""
         self._check(q, k, v, step, layer, scale)
         if step < self.dense_steps or layer in self.dense_layers or self.method.is_dense:
             self._count(1.0)
             return attention_forward(q, k, v, None, scale, enable_gqa=True)
         q, factor = with_positive_scale(q, (q.shape[-1] or 1) ** -0.5 if scale is None else float(scale))
-        # Without tiles and text the order is the stream's own.
+        # Without tiles and without leading text, the permutation is the identity.
         moved = self.layout.tile > 1 or (self.layout.txt_len > 0 and self.layout.text_first)
         reordered = moved and not self.permuted
         if reordered:
@@ -118,7 +118,7 @@ class SparseAttention:
     ) -> None:
         check_streams(q, k, v, heads_first=False)
         for name, tensor in (("q", q), ("k", k)):
-            # Blocks are read where the layout has them, whether or not there is a token.
+            # Kernels read the layout's blocks without bounds checks against the tensor.
             if tensor.shape[1] != self.layout.tokens:
                 raise ArgumentError(
                     f"{name} has {tensor.shape[1]} tokens, and the layout {self.layout.tokens}: {tuple(tensor.shape)}"
@@ -139,18 +139,18 @@ class SparseAttention:
         return kept
 
     def _count(self, share: torch.Tensor | float) -> None:
-        # On the device: reading it would wait for it.
+        # Sum on the device: reading the value would synchronize.
         self._done = self._done + share
         self._calls += 1
 
     def density(self) -> float:
-        """The share of dense attention's work that was done since the beginning or the last reset, over all calls."""
+        """Return the computed share of dense attention's work over all calls since the last reset."""
         if not self._calls:
             raise ArgumentError("nothing was computed yet: there is no density")
         return float(self._done) / self._calls
 
     def summary(self) -> dict[str, Any] | None:
-        """What a report says of it; None before it computed anything."""
+        """Return the entry for a report, or None before the first call."""
         if not self._calls:
             return None
         share = self.density()
@@ -158,11 +158,11 @@ class SparseAttention:
         return {"graph": "-", "by": self.by or "the fastest", "what": what, "density": share}
 
     def forget_masks(self) -> None:
-        """Another picture begins: its masks are its own."""
+        """Drop the masks, as at the start of another image."""
         self._kept.clear()
 
     def reset(self) -> None:
-        """Forget masks and densities."""
+        """Drop masks and reset the density."""
         self.forget_masks()
         self._done, self._calls = 0.0, 0
 

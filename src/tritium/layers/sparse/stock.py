@@ -1,10 +1,10 @@
-"""Sparse attention in stock diffusers models, whose layers and steps are counted as they run.
+"""Sparse attention in stock diffusers models; layers and steps are counted while the model runs.
 
 handle = tritium.set_sparse_attention(
     pipe.transformer, tritium.SparseLayout((1, 64, 64), txt_len=512), sparsity=0.5, dense_steps=4, reuse_steps=4
 )
 pipe(prompt)
-handle.density()      # the share of dense attention's work that was done
+handle.density()      # the computed share of dense attention's work
 handle.remove()
 """
 
@@ -30,7 +30,7 @@ from tritium.layers.sparse.schedule import SparseAttention, check_count
 
 @dataclass
 class SparseHandle:
-    """What `set_sparse_attention` changed, and the way back."""
+    """The changes of `set_sparse_attention`; `remove()` undoes them."""
 
     attention: SparseAttention
     layers: int
@@ -40,16 +40,16 @@ class SparseHandle:
     _counter: _Counter
 
     def density(self) -> float:
-        """The share of dense attention's work that was done since the last reset."""
+        """Return the share of dense attention's work that was computed since the last reset."""
         return self.attention.density()
 
     def reset(self) -> None:
-        """Begin anew: the next forward is step 0 of a picture, and the density that of what follows."""
+        """Restart the counts: the next forward is step 0 of an image, and the density starts from there."""
         self._counter.restart()
         self.attention.reset()
 
     def remove(self) -> None:
-        """Give every layer back what it had."""
+        """Restore the original attention of every layer."""
         for hook in self._hooks:
             hook.remove()
         self._served.remove()
@@ -64,19 +64,19 @@ class SparseHandle:
 
 @dataclass
 class _Pictures:
-    """Tells by the times of forwards where another picture begins.
+    """Detect the start of another image from the timesteps of forwards.
 
-    Time runs one way through a picture: down in most models, up in some. Where it turns back, another one has begun, unless
-    it turns by less than half a step or a twentieth of the way, as some schedulers do in between.
+    Within an image, timesteps decrease in most models and increase in some. A reversal starts another image, unless it is
+    smaller than half a step or a twentieth of the range: some schedulers go back that far between steps.
     """
 
     first: float | None = None
     last: float | None = None
-    # The last move of time, with its sign.
+    # The last change of the timestep, with its sign.
     move: float = 0.0
 
     def begins(self, now: float | None, *, whole_step: bool) -> bool:
-        """Whether a forward at a time is another picture's first; `whole_step` says that the last step is complete."""
+        """Return whether a forward at a timestep starts another image; `whole_step`: the last step is complete."""
         if now is None:
             return False
         begins = self.last is not None and self._turns(now, whole_step=whole_step)
@@ -90,7 +90,7 @@ class _Pictures:
         assert self.last is not None
         assert self.first is not None
         if now == self.first:
-            # Hardly a scheduler gives the first time of all to two steps.
+            # Almost no scheduler uses the first timestep in two steps.
             return whole_step
         back = self.last - now if self.move > 0 else now - self.last
         return self.move != 0 and back > max(abs(self.move) / 2, abs(self.last - self.first) / 20)
@@ -98,19 +98,19 @@ class _Pictures:
 
 @dataclass
 class _Counter:
-    """Which forward of a picture, and which of its attentions, is under way."""
+    """The index of the current forward within an image, and of the current attention within the forward."""
 
     calls_per_step: int
-    # What the layout has, for a warning.
+    # The tokens of the layout, for a warning.
     tokens: int
-    # Told when another picture begins.
+    # Called when another image begins.
     begun: Callable[[], None]
-    # Where a forward has its time; None where nobody needs it.
+    # The position of the timestep among a forward's arguments; None if the timestep is not needed.
     timestep: _Timestep | None = None
     pictures: _Pictures = field(default_factory=_Pictures)
     forwards: int = 0
     layer: int = 0
-    # How many attentions of this forward were sparse, and what the others are like.
+    # The number of sparse attentions in this forward, and descriptions of the dense ones.
     sparse: int = 0
     dense: set[str] = field(default_factory=set)
     _warned: bool = False
@@ -123,7 +123,7 @@ class _Counter:
         self.sparse = 0
         self.dense.clear()
 
-    # It reads the time, which no graph can hold.
+    # Untraced: it reads the timestep's value, which a graph cannot do.
     @compat.untraced
     def _look(self, timestep: _Timestep, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if self.pictures.begins(timestep.of(args, kwargs), whole_step=self.forwards % self.calls_per_step == 0):
@@ -131,7 +131,7 @@ class _Counter:
             self.begun()
 
     def end(self, *_: Any) -> None:
-        # Caches of diffusers leave attentions out of some forwards.
+        # `dense` is empty in forwards in which a cache of diffusers skipped all attentions.
         if self.sparse or self._warned or not self.dense:
             return
         self._warned = True
@@ -147,7 +147,7 @@ class _Counter:
 
     @property
     def step(self) -> int:
-        # A block that is called by itself is in step 0.
+        # A block called outside of its model is in step 0.
         return max(0, self.forwards - 1) // self.calls_per_step
 
     @property
@@ -155,20 +155,20 @@ class _Counter:
         return (self.forwards - 1) % self.calls_per_step
 
 
-# What models call the time of a step.
+# The names of the timestep in models' signatures.
 TIMES = ("timestep", "timesteps", "t")
 
 
 @dataclass(frozen=True)
 class _Timestep:
-    """Where the time is among the arguments of a forward."""
+    """The position of the timestep among the arguments of a forward."""
 
     name: str
     place: int
 
     @classmethod
     def in_forward(cls, module: nn.Module) -> _Timestep | None:
-        # What torch.compile gives has a forward of any arguments, and so may what somebody wrapped.
+        # Compiled modules have a forward of `*args`, and wrapped ones may too: look at the original module and its class.
         inner = getattr(module, "_orig_mod", module)
         for function, skipped in ((inner.forward, 0), (type(inner).forward, 1)):
             names = list(inspect.signature(function).parameters)[skipped:]
@@ -178,13 +178,13 @@ class _Timestep:
         return None
 
     def of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float | None:
-        """The time as one number; None where it cannot be read."""
+        """Return the timestep as one number, or None if it cannot be read."""
         given = args[self.place] if self.place < len(args) else kwargs.get(self.name)
         if not isinstance(given, torch.Tensor):
             return float(given) if isinstance(given, (int, float)) else None
         if given.numel() == 0 or given.is_meta or (given.is_cuda and device.is_capturing()):
             return None
-        # Of several, as of the tokens of a picture that is partly known, the first to begin with.
+        # Tokens may have separate timesteps, as for an image that is partly known: use the largest.
         return float(given.max())
 
 
@@ -201,22 +201,22 @@ def set_sparse_attention(
     by: str | None = None,
     cdf_threshold: float = 1.0,
 ) -> SparseHandle:
-    """Let the attention layers of a stock diffusers model that are over the tokens of a layout be sparse.
+    """Make the attention layers of a stock diffusers model sparse if they are over the tokens of a layout.
 
-    Steps and layers are counted as the model runs, so it runs eagerly. Another picture begins where the time that the model
-    is given turns back or begins anew; where it does neither, as after an inversion, say so by `handle.reset()`. Attentions
-    of other tokens, such as those to a prompt, stay dense; so does one with a mask, which no method honours.
+    Steps and layers are counted while the model runs, so it runs eagerly. Another image begins when the timestep goes back
+    or restarts; if it does neither, as after an inversion, call `handle.reset()`. Attentions of other tokens, such as
+    those to a prompt, stay dense, as do attentions with a mask, which no sparse method applies.
 
     Args:
         module: A transformer whose stream is text and then the latent, such as FLUX's, or the latent alone, such as Wan's.
-        layout: The order of its tokens.
+        layout: The order of the stream's tokens.
         sparse_type: As in `sparse_attention`.
         sparsity: As in `sparse_attention`.
-        dense_steps: The first steps of a picture, in which everything is dense.
-        dense_layers: Attentions that are always dense, by their number in the order in which they run.
-        reuse_steps: For how many steps a mask serves.
-        calls_per_step: How often a step runs the model: 2 where guidance runs it twice.
-        by: Who computes: `triton`, `flex` or `reference`; None for the fastest.
+        dense_steps: The number of steps at the start of an image that are dense.
+        dense_layers: Attentions that are always dense, by their index in the order in which they run.
+        reuse_steps: The number of steps for which a mask is used.
+        calls_per_step: The model calls per step: 2 if guidance runs the model twice.
+        by: The implementation: `triton`, `flex` or `reference`; None for the fastest.
         cdf_threshold: As in `sparse_attention`.
     """
     attention = SparseAttention(
@@ -258,7 +258,7 @@ def set_sparse_attention(
         forget_attention_backend(name)
         raise
     if dense_steps > 0 or reuse_steps > 1:
-        # Only where a step's number matters: on a GPU, to read the time is to wait for it.
+        # Read the timestep only if step numbers matter: on a GPU this synchronizes.
         counter.timestep = _Timestep.in_forward(module)
         if counter.timestep is None:
             warnings.warn(
