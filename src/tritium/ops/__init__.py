@@ -1,6 +1,6 @@
-"""MEANING: one file an op, or a folder where that grew long.
+"""MEANING: one file per op, or one folder for a long op.
 
-`catalog()` walks this folder and registers what it finds with PyTorch, once.
+`catalog()` walks this folder and registers every op with PyTorch, once.
 """
 
 from __future__ import annotations
@@ -71,22 +71,22 @@ def _providers_of(op: Op) -> dict[str, Provider]:
 
 
 def catalog() -> dict[str, Op]:
-    """Every op by name, registered with PyTorch's dispatcher as `tritium::<name>`."""
+    """Return every op by name, registered with PyTorch's dispatcher as `tritium::<name>`."""
     _registration()
     return {name: entry.value for name, entry in _entries().items()}
 
 
 def providers(op: Op) -> dict[str, Provider]:
-    """The owned providers of an op; `inductor` and `reference` exist beside them for every op."""
+    """Return the owned providers of an op by name; `inductor` and `reference` exist for every op in addition."""
     _registration()
     return _providers_of(op)
 
 
 def runner(op: Op, provider: str) -> Callable[..., Result]:
-    """Return the function that the operator of an op calls for a provider: the same without the dispatcher."""
+    """Return the function that an op's operator calls for a provider, to bypass the dispatcher."""
     return functools.partial(launch_provider, op, providers(op), provider=provider)
 
 
 def files() -> list[Path]:
-    """Files whose content decides what an op computes: part of every cache key."""
+    """Return the source files of all ops and plug-in providers: every cache key includes their content."""
     return [*sorted(Path(__file__).parent.rglob("*.py")), *(entry.file for entry in _plugged_in())]

@@ -1,7 +1,7 @@
 """`norm(x) * (1 + scale) + shift`, the adaptive norm of diffusion transformers, computed in float32 and rounded once.
 
-`norm` is "layer", "rms" or "none"; weight and bias are the norm's own; shift may be missing. Scale and shift are
-broadcast against x: [B, H], already viewed as [B, 1, H], or one value a token, [B, S, H].
+`norm` is "layer", "rms" or "none"; weight and bias belong to the norm; shift is optional. Scale and shift are
+broadcast against x: [B, H], already viewed as [B, 1, H], or one row per token, [B, S, H].
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+import torch.nn.functional as F  # noqa: N812 - the conventional name
 
 from tritium.ops.op import Op, Sample
 

@@ -7,8 +7,8 @@
     @attention.register_kernel("cpu")
     def _(q, k, v, scale): ...
 
-`outputs` says what comes out: for each result the parameter whose shape and dtype it has, or a function of the same
-parameters that returns empty tensors. Results are contiguous, and are checked against that promise on every call.
+`outputs` describes the results: for each result the name of a parameter with the same shape and dtype, or a function of
+the same parameters that returns empty tensors. Results are contiguous; every call checks their shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CustomOp:
         return self.definition(*args, **kwargs)
 
     def register_kernel(self, device_type: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Another implementation for one device type (`"cpu"`, `"cuda"`)."""
+        """Add an implementation for one device type (`"cpu"`, `"cuda"`)."""
 
         def register(function: Callable[..., Any]) -> Callable[..., Any]:
             self.implementations.append(function)
@@ -52,7 +52,7 @@ class CustomOp:
         return register
 
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., Any]) -> None:
-        """Gradients, in the form `torch.library.register_autograd` takes them."""
+        """Add a backward, with the arguments of `torch.library.register_autograd`."""
         self.definition.register_autograd(backward, setup_context=setup_context)
 
     @property
@@ -60,7 +60,7 @@ class CustomOp:
         return self.definition._opoverload
 
     def files(self) -> list[Path]:
-        """Files that hold this op's kernels and its fake: Inductor's cache key knows only its name."""
+        """The source files of this op's kernels and fake, for cache keys: Inductor's contains only the op's name."""
         functions = [self.function, self.make_outputs, *self.implementations]
         found = (inspect.getsourcefile(function) for function in functions if inspect.isfunction(function))
         return sorted({Path(file) for file in found if file and Path(file) != Path(__file__)})
@@ -70,10 +70,10 @@ _OPS: dict[str, CustomOp] = {}
 
 
 def custom_op(name: str, *, outputs: OutputMeta, boundary: bool = False) -> Callable[[Callable[..., Any]], CustomOp]:
-    """Make a function an operator that `torch.compile` keeps whole.
+    """Register a function as an operator that `torch.compile` does not trace into.
 
     The function is the implementation for every device; `register_kernel` adds others. It must not change its
-    arguments. `boundary=True` marks places where a graph may be split into pieces.
+    arguments. With `boundary=True` a graph may be split at calls of this op.
     """
     if name.count("::") != 1 or not all(part.isidentifier() for part in name.split("::")):
         raise CustomOpError(f"custom op name {name!r} must be 'namespace::name', both Python identifiers")
@@ -113,7 +113,7 @@ def _output_maker(name: str, function: Callable[..., Any], outputs: OutputMeta) 
 
 
 def _checked(name: str, function: Callable[..., Any], make_outputs: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with its results held to what the fake promised: a broken promise is a wrong answer otherwise."""
+    """Wrap a function and check its results against the fake: a mismatch would give wrong results silently."""
     promises: dict[Any, list[tuple[torch.Size, torch.dtype]]] = {}
 
     def promise_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[torch.Size, torch.dtype]]:
@@ -142,7 +142,7 @@ def _checked(name: str, function: Callable[..., Any], make_outputs: Callable[...
         contiguous = [result.contiguous() for result in given]
         return tuple(contiguous) if many else contiguous[0]
 
-    # torch.library reads parameter names and types from here; as objects, since it would look strings up in this module.
+    # torch.library reads this signature. Annotations must be types: it would resolve strings in this module.
     hints = get_type_hints(function)
     signature = inspect.signature(function)
     parameters = [
@@ -169,7 +169,7 @@ def _to_meta(value: Any) -> Any:
 
 
 def in_graph(graph: fx.Graph) -> list[CustomOp]:
-    """The bridged ops that a graph calls, each once, in order of first use."""
+    """Return the bridged ops that a graph calls, each once, in order of first use."""
     found: dict[str, CustomOp] = {}
     for node in graph.nodes:
         op = _of_target(node.target)
@@ -179,7 +179,7 @@ def in_graph(graph: fx.Graph) -> list[CustomOp]:
 
 
 def boundaries(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """The nodes at which a graph may be split."""
+    """Return the nodes at which a graph may be split."""
     return [node for node in nodes if (op := _of_target(node.target)) is not None and op.boundary]
 
 

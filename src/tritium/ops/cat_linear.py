@@ -1,4 +1,4 @@
-"""`linear(cat(parts, dim=-1), weight, bias)`: a projection of values that lie side by side, computed as written."""
+"""`linear(cat(parts, dim=-1), weight, bias)`: a projection of concatenated tensors, computed as written."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+import torch.nn.functional as F  # noqa: N812 - the conventional name
 
 from tritium import compat
 from tritium.compat.products import lower_to_product_in_place
@@ -31,7 +31,7 @@ def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
         return {"parts": parts, "weight": weight, "bias": random(out) if bias else None, "out_dtype": None}
 
     yield Sample("awkward", arguments([random(2, 7, 63), random(2, 7, 100)], 1))
-    # Wide on the way out: how a GEMM rounds long sums is not this op's to define.
+    # Wide in the output: the op does not define how a GEMM rounds long sums.
     yield Sample("wide", arguments([random(1, 7, 60), random(1, 7, 4)], 3072, bias=False))
     yield Sample("wider", arguments([random(1, 7, 60), random(1, 7, 4)], 5120))
     yield Sample("three parts", arguments([random(2, 1), random(2, 60), random(2, 7)], 100))
@@ -47,7 +47,7 @@ _ADD_PRODUCT = torch.ops.tritium.add_product.default
 
 
 def run_aten(given: Arguments) -> torch.Tensor:
-    """One product a part, each added onto the one before: the concatenation is never written."""
+    """Compute one product per part and accumulate them, without storing the concatenation."""
     weight = given.weight
     first, *others = (part.reshape(-1, part.shape[-1]) for part in given.parts)
     start = first.shape[-1]
@@ -85,9 +85,9 @@ def alone(shape: Any, draw: Draw) -> dict[str, Any]:
 
 
 def block(shape: Any, draw: Draw) -> tuple[Callable[..., Any], tuple[torch.Tensor, ...]]:
-    """The end of a FLUX single block: what attention made beside what a product made, which is here a narrow one.
+    """Return the end of a FLUX single block: attention's result concatenated with a product's, here a narrow one.
 
-    The activation is part of that product, as `linear_gelu` computes it: the concatenation has nothing to compute.
+    The product includes the activation, as `linear_gelu` computes it, so the concatenation only copies.
     """
     given = alone(shape, draw)
     first, *others = given["parts"]
@@ -107,7 +107,7 @@ TRIAL = Trial(
     shape,
     alone,
     block,
-    # FLUX's single blocks; the same at 512 and 2048 pixels.
+    # FLUX's single blocks at 512, 1024 and 2048 pixels.
     standard=tuple({"tokens": tokens, "k": "4096+16384", "n": 4096} for tokens in (1024, 4096, 16384)),
 )
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+import torch.nn.functional as F  # noqa: N812 - the conventional name
 
 from tritium.ops import rows
 from tritium.ops.op import Op, Sample
 
-# What F.gelu calls its two forms.
+# The names of F.gelu's two forms.
 FORMS = ("none", "tanh")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+import torch.nn.functional as F  # noqa: N812 - the conventional name
 
 from tritium.ops.op import NARROW, Arguments, Draw, Op, Provider, Sample, Shape, Trial, count, octave
 
@@ -30,7 +30,7 @@ def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
 
     for approximate in ("tanh", "none"):
         yield Sample(f"{approximate}, awkward", arguments(random(2, 7, 63), 100, approximate))
-    # Wide on the way out: how a GEMM rounds long sums is not this op's to define.
+    # Wide in the output: the op does not define how a GEMM rounds long sums.
     yield Sample("wide", arguments(random(1, 7), 3072, "tanh"))
     yield Sample("wider", arguments(random(1, 60), 5120, "tanh", bias=False))
     yield Sample("transposed", arguments(random(2, 60, 7).transpose(1, 2), 1, "none"))
@@ -38,7 +38,7 @@ def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
 
 
 def run_aten(given: Arguments) -> torch.Tensor:
-    """cuBLAS computes the activation in the product's epilogue, on the float32 sums."""
+    """Call cuBLAS, which computes the activation in the product's epilogue, on the float32 sums."""
     x, weight = given.x, given.weight
     rows = torch._addmm_activation(given.bias, x.reshape(-1, x.shape[-1]), weight.t(), use_gelu=True)
     return rows.view(*x.shape[:-1], weight.shape[0])
@@ -74,7 +74,7 @@ def alone(shape: Any, draw: Draw) -> dict[str, Any]:
 
 
 def block(shape: Any, draw: Draw) -> tuple[Callable[..., Any], tuple[torch.Tensor, ...]]:
-    """A feed-forward whose second projection is narrow."""
+    """Return a feed-forward whose second projection is narrow."""
     given = alone(shape, draw)
     inputs = (given["x"], given["weight"], given["bias"], draw(NARROW, shape["n"]) / shape["n"] ** 0.5)
 

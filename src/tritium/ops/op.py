@@ -1,4 +1,4 @@
-"""What an op is: one meaning, written as plain PyTorch, and the providers that can compute it."""
+"""Define ops: an op has one meaning, written in plain PyTorch, and the providers that can compute it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from tritium.ops import triton_launch
 
 NAMESPACE = "tritium"
 
-# Left to Inductor: the region stays in the graph as it was written.
+# The region stays in the graph unchanged, and Inductor generates its code.
 INDUCTOR = "inductor"
-# The op's own definition runs; what engine `eager` uses.
+# The op's definition runs, as with engine `eager`.
 REFERENCE = "reference"
 
 
-# What an op gives: one tensor, or several.
+# The result of an op: one tensor, or several.
 Result = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 class Arguments(SimpleNamespace):
-    """The arguments of one call of an op: an attribute for each parameter of its reference, defaults included."""
+    """The arguments of one call of an op: one attribute per parameter of its reference, defaults included."""
 
 
 @dataclass(frozen=True)
@@ -57,47 +57,47 @@ class Sample:
     arguments: Mapping[str, Any]
 
 
-# What the cost of an op depends on: sizes, rounded to classes, and forms by name.
+# The properties on which the cost of an op depends: sizes, rounded to classes, and named variants.
 Shape = Mapping[str, int | str]
 
-# Draws a tensor of normal numbers, of the dtype and on the device that are being measured.
+# Returns a tensor of normally distributed values, with the dtype and device that are being measured.
 Draw = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """How the providers of an op are compared.
+    """The calls with which the providers of an op are compared.
 
-    The op alone says what a kernel takes. The block says what it gives: it is what the op stands between in a model,
-    spelled as models spell it, with its neighbours cut narrow so that they do not hide the difference.
+    The op alone measures the kernel's time. The block measures its effect in a model: it contains the op between the
+    operations that surround it in models, in their spelling, but narrow so that they do not hide the difference.
     """
 
-    # The class of some (possibly fake) arguments.
+    # Returns the shape class of (possibly fake) arguments.
     shape: Callable[[Arguments], Shape]
-    # Arguments of a class.
+    # Returns arguments of a shape class.
     alone: Callable[[Any, Draw], Mapping[str, Any]]
-    # A function with one site of the op, and its inputs.
+    # Returns a function with one site of the op, and its inputs.
     block: Callable[[Any, Draw], tuple[Callable[..., Any], tuple[torch.Tensor, ...]]]
-    # The classes that known models have: what a shipped table covers.
+    # The shape classes of known models, which shipped tables cover.
     standard: tuple[Shape, ...]
 
 
-# The width of a block's outer projections: what they take is small beside the op between them.
+# The width of a block's outer projections: they take little time compared to the op between them.
 NARROW = 64
 
 
 def present(size: Any) -> int:
-    """A size; of a symbolic one, the size it has in the call that is being compiled."""
+    """Return a size as an int; for a symbolic size, its value in the call that is being compiled."""
     return int(size) if isinstance(size, int) else compat.size_hint(size) or 1
 
 
 def count(sizes: Iterable[Any]) -> int:
-    """How many rows there are over some leading dims."""
+    """Return the product of some leading sizes: the number of rows."""
     return math.prod(map(present, sizes))
 
 
 def octave(size: Any) -> int:
-    """The power of two nearest to a size.
+    """Return the power of two nearest to a size.
 
     >>> octave(4608), octave(333), octave(0)
     (4096, 256, 1)
@@ -109,8 +109,8 @@ def octave(size: Any) -> int:
 class Op:
     """One op, declared by its reference.
 
-    `reference(**arguments)` is definition, default and test oracle: given float64 it computes in float64. Its annotations
-    are the operator's schema. Results are contiguous, unless `keeps_strides`: they then have the reference's strides.
+    `reference(**arguments)` is definition, default and test oracle: it computes float64 inputs in float64. Its annotations
+    are the operator's schema. Results are contiguous; with `keeps_strides` they have the reference's strides.
     """
 
     name: str
@@ -118,11 +118,11 @@ class Op:
     samples: Callable[[torch.dtype, str], Iterator[Sample]]
     providers: tuple[Provider, ...] = ()
     keeps_strides: bool = False
-    # Allocate the results, for kernels and as fakes. None: only fakes are needed, and the reference on fake tensors gives them.
+    # Allocates the results, for kernels and as fakes. None: no kernel needs it, and the reference returns the fakes.
     results: Callable[[Arguments], Result] | None = None
-    # True if generated code calls the op and it is as fast on any layout: Inductor then keeps the one its inputs have.
+    # True if generated code calls the op and every layout is equally fast: Inductor then keeps the inputs' layouts.
     any_layout: bool = False
-    # None: owned providers are used where they are pinned, never by themselves.
+    # None: owned providers are used only if they are pinned.
     trial: Trial | None = None
 
     @property
@@ -131,7 +131,7 @@ class Op:
 
     @property
     def overload(self) -> Any:
-        """The registered operator: what a rewritten graph calls."""
+        """The registered operator that a rewritten graph calls."""
         return getattr(torch.ops.tritium, self.name).default
 
     @functools.cached_property
@@ -148,7 +148,7 @@ class Op:
             raise CatalogError(f"op {self.name!r}: its reference gives no schema: {error}") from error
 
     def bind(self, *args: Any, **kwargs: Any) -> Arguments:
-        """The arguments of a call, by parameter name."""
+        """Return the arguments of a call by parameter name, with defaults."""
         values = {**self.parameters, **dict(zip(self.parameters, args, strict=False)), **kwargs}
         missing = [name for name, value in values.items() if value is inspect.Parameter.empty]
         if missing or len(values) > len(self.parameters) or len(args) > len(self.parameters):
@@ -165,19 +165,19 @@ class Op:
         return self.compute(**given) if self.results is None else self.results(Arguments(**given))
 
     def compute(self, *args: Any, **kwargs: Any) -> Result:
-        """Compute the op by its reference, with the strides that every provider gives."""
+        """Compute the op by its reference and return results with the strides that every provider returns."""
         result = self.reference(*args, **kwargs)
         if self.keeps_strides:
             return result
         return tuple(part.contiguous() for part in result) if isinstance(result, tuple) else result.contiguous()
 
 
-# Providers that failed while running, with the reason; the op's reference computes in their place.
+# Providers that failed while running, with the reason; the op's reference replaces them.
 _FAILED: dict[tuple[str, str], str] = {}
 
 
 def failed_providers() -> dict[tuple[str, str], str]:
-    """(op, provider) -> why it was turned off while running."""
+    """Return the reason for each (op, provider) that failed while running and was turned off."""
     return dict(_FAILED)
 
 
@@ -191,9 +191,9 @@ def launch_provider(op: Op, providers: Mapping[str, Provider], *arguments: Any, 
     try:
         return chosen.run(op.bind(*arguments, **named))
     except (torch.OutOfMemoryError, torch.AcceleratorError):
-        # Nothing that runs afterwards on a broken or full device could be trusted or would help.
+        # Running the reference cannot help: a broken device returns wrong results, a full one fails again.
         raise
-    except Exception as error:  # noqa: BLE001 - whatever a kernel compiler raises: local, reported, and warned about
+    except Exception as error:  # noqa: BLE001 - compilers raise many types; the failure is reported and warned about
         _FAILED[key] = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
         warnings.warn(
             f"tritium: provider {provider!r} of op {op.name!r} failed and is turned off ({_FAILED[key]}); "
@@ -205,15 +205,15 @@ def launch_provider(op: Op, providers: Mapping[str, Provider], *arguments: Any, 
 
 
 class Registration:
-    """The ops of one catalogue, registered with PyTorch's dispatcher for as long as this lives."""
+    """The ops of one catalogue, registered with PyTorch's dispatcher for the lifetime of this object."""
 
     def __init__(self, ops: Mapping[str, Op], providers: Mapping[str, Mapping[str, Provider]]) -> None:
         # FRAGMENT: a second registration (tests make one) may add to the namespace.
         self._library = torch.library.Library(NAMESPACE, "FRAGMENT")
         for op in ops.values():
             inputs, _, outputs = op.schema.partition(" -> ")
-            # Inductor lays out what it computes as it likes. Most ops read rows, or the channels of a pixel: another layout
-            # would cost them a copy, which Inductor can fuse into what it computes before.
+            # Inductor may choose any layout for its results. Most ops read rows, or the channels of a pixel, and would copy
+            # other layouts; with the tag Inductor writes the right layout, often in the kernel before.
             tags = (torch.Tag.flexible_layout if op.any_layout else torch.Tag.needs_fixed_stride_order,)
             self._library.define(f"{op.name}{inputs[:-1]}, *, str provider) -> {outputs}", tags=tags)
             launch = functools.partial(launch_provider, op, providers[op.name])

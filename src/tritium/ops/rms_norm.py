@@ -11,11 +11,11 @@ from tritium import compat
 from tritium.ops.op import Arguments, Op, Provider, Sample
 from tritium.ops.triton_launch import launch, obstacle
 
-# A row this wide still fits the registers of one program of 16 warps; wider rows take a second pass over memory.
+# The widest row that fits in the registers of one program of 16 warps; wider rows take a second pass over memory.
 WHOLE_ROW = 16_384
 
-# Numbers of narrow rows that one program takes together, 16 for each thread of 4 warps: with a program for each head of 128
-# an H200 took 70 us for 28 MB.
+# Elements of narrow rows per program, 16 for each thread of 4 warps. With one program per head of 128 an H200 took 70 us
+# for 28 MB.
 TOGETHER = 2_048
 
 
@@ -49,7 +49,7 @@ def _arguments(x: torch.Tensor, weight: torch.Tensor | None) -> dict[str, Any]:
 
 
 def launch_options(width: int) -> tuple[dict[str, Any], dict[str, int]]:
-    """How rows of a width are cut, and Triton's options.
+    """Return the tiling of rows of a width, and Triton's options.
 
     >>> launch_options(128)
     ({'WHOLE': True, 'ROWS': 16, 'BLOCK': 128}, {'num_warps': 4})

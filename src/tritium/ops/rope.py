@@ -1,14 +1,14 @@
 """Rotary position embedding over the last dim, computed in float32 (float64 if x or a table is) and rounded once.
 
-Every pair (a, b) of numbers becomes (a * cos - b * sin, a * sin + b * cos). `mode` tells which numbers are a pair and
-how the rotation is given:
+Every pair (a, b) of elements becomes (a * cos - b * sin, a * sin + b * cos). `mode` defines the pairs and the form of
+the rotation:
 
     interleaved    x[..., 2i] and x[..., 2i + 1]; `table` holds cosines, `sin` sines
     half           x[..., i] and x[..., i + d / 2]; `table` holds cosines, `sin` sines
     complex        interleaved; `table` holds cos + i sin [..., d / 2], complex or as real pairs [..., d / 2, 2]
-    matrix         interleaved; `table` holds matrices [..., d / 2, 2, 2] that the pairs are multiplied with
+    matrix         interleaved; `table` holds matrices [..., d / 2, 2, 2] that multiply the pairs
 
-Cosines and sines come one a pair (their last dim is d / 2) or one an element (d); all tables are broadcast against x.
+Cosines and sines have one value per pair (their last dim is d / 2) or per element (d); all tables are broadcast against x.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+import torch.nn.functional as F  # noqa: N812 - the conventional name
 
 from tritium.ops.op import NARROW, Arguments, Draw, Op, Provider, Sample, Shape, Trial, count, octave
 
@@ -58,7 +58,7 @@ def _joined(lanes: list[torch.Tensor], mode: str) -> torch.Tensor:
 
 
 def _each_element(table: torch.Tensor, x: torch.Tensor, mode: str) -> torch.Tensor:
-    """A table with one number a pair, with that number for both elements of the pair."""
+    """Expand a table with one value per pair to one value per element."""
     if table.shape[-1] in (1, x.shape[-1]):
         return table
     return _joined([table, table], mode)
@@ -107,7 +107,7 @@ def shape(given: Arguments) -> Shape:
     return {"tokens": min(octave(count(x.shape[:-1])), MOST_ROWS), "width": octave(x.shape[-1]), "mode": given.mode}
 
 
-# A row is a head of a token. More of them are more of the same.
+# A row is a head of a token. More rows would not change the comparison.
 MOST_ROWS = 131_072
 
 
@@ -127,7 +127,7 @@ def alone(shape: Any, draw: Draw) -> dict[str, Any]:
 
 
 def block(shape: Any, draw: Draw) -> tuple[Callable[..., Any], tuple[torch.Tensor, ...]]:
-    """A projection, its complex rotation, and what reads that."""
+    """Return a projection, its complex rotation, and a projection of the result."""
     given = alone(shape, draw)
     _, tokens, heads, width = given["x"].shape
     inner, outer = (draw(size, other) / other**0.5 for size, other in ((heads * width, NARROW), (NARROW, width)))
@@ -151,7 +151,7 @@ OP = Op(
     name="rope",
     reference=reference,
     samples=samples,
-    # The reference is real arithmetic: put into the graph, Inductor fuses it with what stands around it.
+    # The reference is real arithmetic: inlined into the graph, Inductor fuses it with its neighbours.
     providers=(Provider("aten", "rope", run_aten, decline_aten, inlined=True),),
     trial=TRIAL,
 )

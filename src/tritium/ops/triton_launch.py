@@ -17,7 +17,7 @@ from tritium import compat, device, envs
 
 NARROW = (torch.float16, torch.bfloat16, torch.float32)
 
-# Triton kernels of ops that this process has compiled and started, by their hash; none of those in generated code.
+# Triton kernels that this process has started outside of generated code, by hash.
 _STARTED: dict[str, Any] = {}
 
 _LIBRARY = torch.library.Library("tritium", "FRAGMENT")
@@ -33,11 +33,11 @@ _LIBRARY.impl("in_memory", _copied, "CompositeExplicitAutograd")
 torch.library.register_fake("tritium::in_memory", _copied, lib=_LIBRARY)
 _IN_MEMORY = torch.ops.tritium.in_memory.default
 
-# The op that is being traced, and those of the kernels that were.
+# The op that is being traced, and the op of each kernel that was traced.
 _TRACED: ContextVar[str] = ContextVar("tritium_traced_op", default="")
 _OF_OP: dict[Any, str] = {}
 
-# Launch options that are parameters of `triton.Config`; others go among the kernel's arguments, where Inductor finds them.
+# Launch options that are parameters of `triton.Config`. Others are passed as kernel arguments, which Inductor reads.
 _OF_CONFIG = ("num_warps", "num_stages")
 
 
@@ -54,7 +54,7 @@ def obstacle(*tensors: torch.Tensor | None) -> str | None:
 
 
 def dynamic_width(*sizes: int | torch.SymInt) -> str | None:
-    """Return why a kernel that is written for one width cannot take rows of these sizes, or None.
+    """Return why a kernel with a fixed width cannot take rows of these sizes, or None.
 
     >>> dynamic_width(3072)
     """
@@ -70,7 +70,7 @@ def launch(
 ) -> None:
     """Start a kernel, whose first argument is a tensor. `options` are Triton's: warps, stages, registers.
 
-    Numbers that are not integers must be constants: Inductor passes others in float64.
+    Floating-point numbers must be constants: Inductor would pass them as float64 arguments.
     """
     first = arguments[0]
     if compat.is_traced(first):
@@ -82,15 +82,15 @@ def launch(
             compiled = kernel[grid](*arguments, **constants, **options, enable_fp_fusion=True)
     else:
         compiled = kernel[grid](*arguments, **constants, **options, enable_fp_fusion=True)
-    # None where it was interpreted.
+    # None in Triton's interpreter.
     if compiled is not None:
         _STARTED[compiled.hash] = compiled
 
 
 def in_memory(x: torch.Tensor, *, channels_last: bool) -> torch.Tensor:
-    """Return a contiguous or channels-last tensor that several launches read; traced, as memory that is written once.
+    """Return a contiguous or channels-last tensor that several launches read; in a graph, force it to be stored once.
 
-    Inductor would otherwise compute an expression again for every kernel that reads it.
+    Inductor would otherwise recompute a pointwise expression for every kernel that reads it.
     """
     if not compat.is_traced(x):
         return x
@@ -102,7 +102,7 @@ def in_memory(x: torch.Tensor, *, channels_last: bool) -> torch.Tensor:
 
 @contextlib.contextmanager
 def tracing(op: str) -> Iterator[None]:
-    """Remember that the kernels that are traced inside belong to an op."""
+    """Attribute the kernels that are traced in this context to an op."""
     token = _TRACED.set(op)
     try:
         yield
@@ -116,13 +116,13 @@ def op_of(function: Any) -> str | None:
 
 
 def started() -> list[Any]:
-    """The Triton kernels that this process has started outside of generated code: torch's artifacts lack them."""
+    """Return the Triton kernels started outside of generated code: torch's artifacts do not include them."""
     return list(_STARTED.values())
 
 
 @functools.cache
 def _configured(kernel: Any, options: tuple[tuple[str, int], ...]) -> Any:
-    """A kernel with launch options: a single configuration, so that nothing is ever timed."""
+    """Return a kernel with launch options, as an autotuner with one configuration, which never times anything."""
     import triton
 
     own = {name: value for name, value in options if name in _OF_CONFIG}

@@ -1,10 +1,10 @@
-"""Attention of each block of queries to some blocks of keys, computed in float32 with one rounding a product.
+"""Attention of each block of queries to some blocks of keys, in float32 with one rounding per product.
 
-q is [B, S, N, D], k and v are [B, S', N', D] with N' dividing N, of any strides. Blocks are runs of tokens, `block` of them
-or fewer: block i of the queries is tokens q_edges[i] to q_edges[i + 1], and the same for the keys. For each sample, head
-and block of queries, `indices` lists the blocks of keys that are seen: counts[..., 0] that are whole and seen by all of
-the queries, and after them others, counts[..., 1] in all. With `causal` a query sees keys up to its own number only.
-A query that sees no key gives zeros.
+q is [B, S, N, D], k and v are [B, S', N', D] with N' dividing N, of any strides. A block is at most `block` consecutive
+tokens: block i of the queries is tokens q_edges[i] to q_edges[i + 1], and the same for the keys. For each sample, head
+and block of queries, `indices` lists the blocks of keys that are seen: first counts[..., 0] whole blocks, whose keys are
+all seen by all of the queries, then the others; counts[..., 1] is the total. With `causal`, query i sees only keys 0 to i.
+The result of a query that sees no key is zero.
 """
 
 from __future__ import annotations

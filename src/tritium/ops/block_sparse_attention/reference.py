@@ -1,4 +1,4 @@
-"""The meaning of `block_sparse_attention`, and arguments to try it on."""
+"""The reference and samples of `block_sparse_attention`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def reference(
     scale: float,
     causal: bool,
 ) -> torch.Tensor:
-    """Block by block; those that are not listed are not read."""
+    """Compute one block of queries at a time; blocks of keys that are not listed are not read."""
     del block
     wide = torch.promote_types(q.dtype, torch.float32)
     out = q.new_zeros((*q.shape[:3], v.shape[3]))
@@ -46,7 +46,7 @@ def reference(
                     scores.masked_fill_(tokens > numbers.new_tensor(range(first, last)).unsqueeze(1), -math.inf)
                 weights = torch.softmax(scores, -1)
                 if causal:
-                    # Not in place: gradients need what the softmax gave.
+                    # Not in place: the backward needs the softmax's result.
                     weights = weights.masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0)
                 out[sample, first:last, head] = (weights @ values).to(q.dtype)
     return out

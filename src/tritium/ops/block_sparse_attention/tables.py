@@ -1,4 +1,7 @@
-"""What the copy engine of a Hopper GPU is told of keys and values, so that one thread orders a tile and none holds addresses."""
+"""Tensor descriptors of keys and values for the copy engine (TMA) of a Hopper GPU.
+
+With a descriptor one thread requests a whole tile, and no thread holds addresses in registers.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,10 @@ Places = tuple[int, int, int]
 
 
 def places_of(tensor: torch.Tensor) -> Places | None:
-    """[B, S, N, D] as the rows and columns of a table: (rows a sample, rows a head, columns a head).
+    """Return [B, S, N, D] as places in a 2-D table: (rows per sample, rows per head, columns per head), or None.
 
-    A row is a token. The heads of a token are columns side by side, or begin some rows apart where heads come first in
-    memory. None where the engine cannot: it reads whole units of 16 bytes, of rows
-    equally far apart, and not nothing.
+    A row is a token. The heads of a token are adjacent columns, or, if heads come first in memory, start some rows apart.
+    None if the engine cannot read the tensor: it needs a non-empty table with a constant row stride, and units of 16 bytes.
     """
     heads, width = tensor.shape[2:]
     by_batch, by_head = (0 if tensor.shape[dim] == 1 else tensor.stride(dim) for dim in (0, 2))
@@ -30,7 +32,7 @@ def places_of(tensor: torch.Tensor) -> Places | None:
 
 
 def _row_stride(tensor: torch.Tensor) -> int:
-    # The stride of a single token means nothing.
+    # The stride of a dim of size 1 is arbitrary.
     return tensor.shape[3] if tensor.shape[1] == 1 else tensor.stride(1)
 
 
@@ -39,7 +41,7 @@ def _rows(tensor: torch.Tensor, places: Places) -> int:
 
 
 def table(tensor: torch.Tensor, places: Places | None, tile: int) -> Any:
-    """What the copy engine is told: tiles are `tile` tokens of one head. None stays None."""
+    """Return a descriptor for tiles of `tile` tokens of one head; None if `places` is None."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     if places is None:
@@ -51,5 +53,5 @@ def table(tensor: torch.Tensor, places: Places | None, tile: int) -> Any:
 
 @functools.cache
 def has_copy_engine(device: torch.device) -> bool:
-    """Hopper and the larger Blackwell: those that also have the shared memory for what `launch_options` asks."""
+    """Return whether a device is Hopper or large Blackwell, with shared memory for the tiles of `launch_options`."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)

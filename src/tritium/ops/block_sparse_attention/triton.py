@@ -1,7 +1,7 @@
-"""`block_sparse_attention` on a GPU: one program a block of queries, with a softmax that is corrected as it goes.
+"""`block_sparse_attention` on a GPU: one program per block of queries, with an online softmax.
 
-The op stays an operator that generated code calls: the descriptors for the copy engine are made from addresses on the
-host, and a traced Triton kernel takes none.
+Generated code calls the op as an operator: the host creates the copy engine's descriptors from addresses, and Triton
+kernels inside a graph cannot take such descriptors.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from tritium.ops.triton_launch import launch, obstacle
 
 WIDTHS = (64, 128)
 BLOCKS = (16, 32, 64, 128)
-# What CUDA allows in the second dim of a grid.
+# CUDA's limit for the second dim of a grid.
 MOST_HEADS = 65_535
 
-# What of the options of a sweep is Triton's.
+# The options of a sweep that are Triton's.
 TRITON_OPTIONS = ("num_warps", "num_stages")
 
 
 def launch_options(dtype: torch.dtype, block: int, width: int, readable: bool) -> dict[str, Any]:
-    """How a block is cut and by how many warps it is computed: what `benchmarks/sparse_attention.py` varies.
+    """Return the tile sizes and warps for a block, which `benchmarks/sparse_attention.py` varies.
 
-    TILE is how many keys are taken at a time, PART how many where some of them are masked. TABLES reads keys and values
-    by the copy engine, which is possible where they are `readable` so. On an H200, 32,760 tokens of 40 heads of 128 in
-    blocks of 128, half of them seen: 21.6 ms (509 TFLOP/s) by the copy engine with 128 keys at a time, 27.7 ms with 64,
-    and 24.5 ms with 64 by addresses, where 128 spill. In float32 products are not shortened to tf32, and 16 keys at a
-    time spill least. Adding the values of a tile in the next step, under that step's exponentials, gave wrong sums there.
+    TILE is the number of keys per step, PART the number in blocks that are partly masked. TABLES reads keys and values by
+    the copy engine, if they are `readable` by it. On an H200 with 32,760 tokens, 40 heads of 128 and blocks of 128, half
+    of them seen: 21.6 ms (509 TFLOP/s) by the copy engine with 128 keys per step, 27.7 ms with 64, and 24.5 ms with 64 by
+    addresses, where 128 keys spill registers. Float32 products do not use tf32, and 16 keys per step spill least. Adding
+    a tile's values in the next step, to overlap with its exponentials, gave wrong sums on an H200.
     """
     if dtype == torch.float32:
         tile, warps = min(block, 16), 8 if block >= 64 else 4
@@ -49,7 +49,7 @@ def _options(tile: int, part: int, tables: bool, warps: int, stages: int) -> dic
 
 
 def run_triton(given: Arguments, chosen: Mapping[str, Any] | None = None) -> torch.Tensor:
-    """`chosen` are the options of a sweep; without them `launch_options` decides."""
+    """Launch the kernel with the options of a sweep, or with those of `launch_options` if `chosen` is None."""
     import triton
 
     from tritium.ops.kernels.block_sparse_attention import block_sparse_attention_kernel
@@ -79,7 +79,7 @@ def run_triton(given: Arguments, chosen: Mapping[str, Any] | None = None) -> tor
         given.k_edges,
         out,
         *(tables.table(tensor, found, chosen["TILE"]) for tensor, found in zip((k, v), places, strict=True)),
-        # Exponentials of base 2 are what a GPU computes.
+        # GPUs compute exponentials in base 2.
         float(given.scale) / math.log(2),
         heads,
         heads // k.shape[2],
@@ -90,7 +90,7 @@ def run_triton(given: Arguments, chosen: Mapping[str, Any] | None = None) -> tor
         CAUSAL=given.causal,
         BLOCK=given.block,
         WIDTH=q.shape[3],
-        # Triton's interpreter multiplies the bits of bfloat16 as if they were whole numbers.
+        # Triton's interpreter multiplies the bits of bfloat16 as integers.
         WIDEN=q.dtype == torch.bfloat16 and interpreted,
         options={name: chosen[name] for name in TRITON_OPTIONS if name in chosen},
         **cut,
@@ -99,7 +99,7 @@ def run_triton(given: Arguments, chosen: Mapping[str, Any] | None = None) -> tor
 
 
 def results(given: Arguments) -> torch.Tensor:
-    """Memory for the result."""
+    """Allocate the result."""
     q: torch.Tensor = given.q
     return q.new_empty((*q.shape[:3], given.v.shape[3]))
 

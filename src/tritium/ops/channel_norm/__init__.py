@@ -1,9 +1,7 @@
-"""`normalize(x + offset, dim) * scale * weight + shift`, with or without a SiLU after it: the RMSNorm over channels of video VAEs,
-computed in float32 and rounded once.
+"""`normalize(x + offset, dim) * scale * weight + shift`, with or without a SiLU: the RMSNorm of video VAEs.
 
-The offset is one number a channel: the bias of the convolution before, which this op adds on its way.
-
-The result lies in memory as `x` does: channels last if `x` is channels last, else contiguous.
+It is computed over channels, in float32, and rounded once. The offset is one value per channel: the bias of the
+preceding convolution, which this op adds. The result is channels-last if `x` is channels-last, else contiguous.
 """
 
 from __future__ import annotations

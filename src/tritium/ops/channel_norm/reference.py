@@ -1,4 +1,4 @@
-"""The meaning of `channel_norm`, and arguments to try it on."""
+"""The reference and samples of `channel_norm`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+import torch.nn.functional as F  # noqa: N812 - the conventional name
 
 from tritium.ops.memory_format import laid_as, with_offset
 from tritium.ops.op import Sample
@@ -60,6 +60,6 @@ def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
     yield Sample("an offset", arguments(random(2, 63, 5, 7), silu=True, offset=True))
     yield Sample("an offset, channels last", arguments(last(random(2, 63, 5, 7)), silu=True, offset=True))
     yield Sample("an offset, three tiles, channels last", arguments(last(random(1, 96, 3, 5, 7)), offset=True))
-    # Pixels that are zero everywhere stay so.
+    # Pixels that are zero in all channels stay zero.
     yield Sample("zeros, channels last", arguments(last(random(1, 96, 4, 4)) * 0, silu=True))
     yield Sample("no frames", arguments(random(1, 96, 0, 5, 7)))

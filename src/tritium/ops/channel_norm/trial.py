@@ -1,4 +1,4 @@
-"""How the providers of `channel_norm` are compared."""
+"""The trial that compares the providers of `channel_norm`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+import torch.nn.functional as F  # noqa: N812 - the conventional name
 
 from tritium.ops.op import Arguments, Draw, Shape, Trial, count, octave, present
 
 EPS = 1e-12
 
-# What the decoder of a video computes at a time, and the frames before them that a causal convolution sees.
+# The frames that a video decoder computes at a time, and the earlier frames that a causal convolution sees.
 FRAMES = 4
 KEPT = 2
 
@@ -43,7 +43,7 @@ def _video(shape: Any, channels: int, frames: int, draw: Draw) -> torch.Tensor:
 
 
 def block(shape: Any, draw: Draw) -> tuple[Callable[..., Any], tuple[torch.Tensor, ...]]:
-    """What stands between two causal convolutions: here of one pixel, from and to a few channels."""
+    """Return the op between two causal convolutions, here with kernels of one pixel, from and to a few channels."""
     channels, few = shape["channels"], 8
     inner, outer = (
         (draw(*size, 1, 1, 1) / size[1] ** 0.5).to(memory_format=torch.channels_last_3d)
@@ -70,7 +70,7 @@ TRIAL = Trial(
     shape,
     alone,
     block,
-    # Four frames of 544 x 960 in the decoders of Wan 2.1 and of Qwen-Image, from the end to the beginning, and of Wan 2.2.
+    # Four frames of 544 x 960 in the decoders of Wan 2.1 and Qwen-Image, from the last layer to the first, and of Wan 2.2.
     standard=tuple(
         {"pixels": pixels, "channels": channels}
         for pixels, channels in ((1 << 21, 96), (1 << 21, 192), (1 << 19, 192), (1 << 17, 384), (1 << 19, 256))

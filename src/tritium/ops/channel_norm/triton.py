@@ -1,4 +1,4 @@
-"""`channel_norm` on a GPU, where the channels of a pixel lie together: a program normalises some pixels, and reads each once."""
+"""`channel_norm` on a GPU for channels-last tensors: a program normalizes some pixels and reads each once."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from tritium.ops.memory_format import FORMATS, empty_as, is_channels_last
 from tritium.ops.op import Arguments
 from tritium.ops.triton_launch import dynamic_width, launch, obstacle
 
-# Numbers that a program of 4 warps has in registers: 32 for each thread.
+# Values that a program of 4 warps holds in registers: 32 per thread.
 HELD = 4_096
 
 
 def launch_options(channels: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Pixels of a program, and tiles of a pixel. Three tiles of 32 have no idle lane for 96 channels, one of 128 has a quarter."""
+    """Return the pixels per program and the tiles per pixel, and Triton's options.
+
+    For 96 channels three tiles of 32 have no idle lanes; in one tile of 128 a quarter of the lanes would be idle.
+    """
     tile = channels & -channels
     pieces = channels // tile
     if tile < 32 or pieces > 4:

@@ -1,8 +1,7 @@
-"""`silu(group_norm(x + offset))`, what stands in front of every convolution of a UNet or VAE, computed in float32 and rounded once.
+"""`silu(group_norm(x + offset))`, which precedes every convolution of a UNet or VAE.
 
-The offset is one number a channel: the bias of the convolution before, which this op adds on its way.
-
-The result lies in memory as `x` does: channels last if `x` is channels last, else contiguous.
+It is computed in float32 and rounded once. The offset is one value per channel: the bias of the preceding
+convolution, which this op adds. The result is channels-last if `x` is channels-last, else contiguous.
 """
 
 from __future__ import annotations

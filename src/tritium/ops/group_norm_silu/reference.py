@@ -1,4 +1,4 @@
-"""The meaning of `group_norm_silu`, and arguments to try it on."""
+"""The reference and samples of `group_norm_silu`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+import torch.nn.functional as F  # noqa: N812 - the conventional name
 
 from tritium.ops.memory_format import laid_as, with_offset
 from tritium.ops.op import Sample
@@ -55,7 +55,7 @@ def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
     yield Sample("channels last", arguments(last(random(2, 64, 8, 8)), 32))
     yield Sample("a group a channel", arguments(random(2, 7, 6, 6), 7))
     yield Sample("one group", arguments(last(random(2, 7, 6, 6)), 1))
-    # Farther away a norm in float32 is not exact, the reference's either.
+    # Farther from zero no norm in float32 is exact, including the reference.
     yield Sample("far from zero", arguments(random(1, 32, 9, 16) + 30, 8))
     yield Sample("every second column", arguments(random(2, 60, 4, 14)[..., ::2], 6))
     yield Sample("some channels of more, channels last", arguments(last(random(2, 64, 5, 5))[:, :60], 6))

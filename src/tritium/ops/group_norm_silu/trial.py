@@ -1,4 +1,4 @@
-"""How the providers of `group_norm_silu` are compared."""
+"""The trial that compares the providers of `group_norm_silu`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+import torch.nn.functional as F  # noqa: N812 - the conventional name
 
 from tritium.ops.memory_format import is_channels_last
 from tritium.ops.op import Arguments, Draw, Shape, Trial, count, octave, present
@@ -37,7 +37,7 @@ def _image(shape: Any, channels: int, draw: Draw) -> torch.Tensor:
 
 
 def block(shape: Any, draw: Draw) -> tuple[Callable[..., Any], tuple[torch.Tensor, ...]]:
-    """What stands between two convolutions: here of one pixel, from and to a few channels."""
+    """Return the op between two convolutions, here with kernels of one pixel, from and to a few channels."""
     given, few = alone(shape, draw), 8
     channels, groups = shape["channels"], shape["groups"]
     inner, outer = draw(channels, few, 1, 1) / few**0.5, draw(few, channels, 1, 1) / channels**0.5
@@ -62,7 +62,7 @@ TRIAL = Trial(
     shape,
     alone,
     block,
-    # The decoder of FLUX's VAE at 1024 pixels, from its end to its beginning, and a UNet of SDXL.
+    # The decoder of FLUX's VAE at 1024 pixels, from the last layer to the first, and SDXL's UNet.
     standard=tuple(
         {"pixels": pixels, "channels": channels, "groups": 32, "layout": layout}
         for layout in ("contiguous", "channels_last")

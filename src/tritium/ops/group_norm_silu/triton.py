@@ -19,33 +19,33 @@ from tritium.ops.memory_format import empty_as, is_channels_last
 from tritium.ops.op import Arguments, present
 from tritium.ops.triton_launch import dynamic_width, in_memory, launch, obstacle
 
-# A group this large still fits the registers of one program: one launch instead of two or three.
+# The largest group that fits in the registers of one program, which needs one launch instead of two or three.
 WHOLE_GROUP = 8_192
 
-# Programs that share the statistics: two rounds of four for each of an H200's 132 multiprocessors. More would leave
+# Programs for the statistics: two rounds of four on each of an H200's 132 multiprocessors. More programs would produce
 # more partial results to combine.
 STATISTICS_PROGRAMS = 1_056
 
 
 def statistics_parts(tiles: int, programs: int) -> int:
-    """How many programs share a row's tiles when `programs` others do the same for other rows and columns."""
+    """Return how many programs share a row's tiles, given `programs` pairs of a row and a block of columns."""
     return max(1, min(tiles, STATISTICS_PROGRAMS // programs))
 
 
 def shared_tiles(tiles: int, rows: int) -> tuple[int, int]:
-    """How many programs share each row's tiles, and how many tiles each takes at most.
+    """Return how many programs share each row's tiles, and the most tiles per program.
 
-    Dynamic sizes count with those of the call that is compiled: any number of programs is right for all.
+    Dynamic sizes are replaced by those of the call that is compiled: the result is correct for any number of programs.
     """
     parts = statistics_parts(present(tiles), present(rows))
     parts = -(-present(tiles) // -(-present(tiles) // parts))
     return parts, -(-tiles // parts)
 
 
-# Tiles that one program normalises when channels lie together: statistics and weights of its channels are read once.
+# Tiles that one program normalizes in channels-last tensors, so that it reads statistics and weights once for all.
 PIXELS_STEPS = 4
 
-# Partial results that a program combines at a time: one that also normalises, and one that does nothing else.
+# Partial results that a program combines at a time, in the kernel that also normalizes and in the one that only combines.
 PARTIALS = 64
 COMBINED = 1024
 
@@ -70,7 +70,7 @@ def run_triton(given: Arguments) -> torch.Tensor:
     of_channels = tuple(None if part is None else part.contiguous() for part in parts)
     how = {name: part is not None for name, part in zip(("HAS_WEIGHT", "HAS_BIAS", "HAS_OFFSET"), parts, strict=True)}
     eps = float(given.eps)
-    # Groups of a dynamic size may grow beyond what one program holds.
+    # Groups of dynamic size may become too large for one program.
     if isinstance(run, int) and run <= WHOLE_GROUP:
         cut, options = launch_options_whole(run)
         sizes = (channels, pixels, groups)
@@ -96,7 +96,7 @@ def _run_planes(
 
     images, channels = x.shape[:2]
     pixels = x.numel() // (images * channels)
-    # A group lies as one run. With an offset each of its channels has statistics of its own, which lie together too.
+    # A group is contiguous in memory. With an offset each channel has separate statistics, stored next to each other.
     members = channels // groups if how["HAS_OFFSET"] else 1
     rows, run = images * groups * members, channels // groups * pixels // members
     cut, options = launch_options_run()
@@ -105,7 +105,7 @@ def _run_planes(
     parts, steps = shared_tiles(tiles, rows)
     plane = rows * parts
     partials = _scratch(x, 3 * plane)
-    # A part is tiles that lie together.
+    # A part is a run of consecutive tiles.
     sizes = (run, width, parts, steps, steps, 1, 1, plane, channels)
     own = {"HAS_OFFSET": how["HAS_OFFSET"], "PLANES": True, "UNIT": width}
     launch(
@@ -160,13 +160,13 @@ def _run_pixels(
     tiles = -(-length // (channels * cut["ROWS"]))
     parts = statistics_parts(present(tiles), present(images) * blocks)
     steps = -(-tiles // parts)
-    # Channels of one group that a program can add up by halving: the largest power of two in their number.
+    # Channels of one group that a program reduces by halving: the largest power of two that divides their number.
     group_channels = channels // groups
     unit = min(group_channels & -group_channels, cut["COLUMNS"])
     units = channels // unit
     plane = images * parts * units
     partials = _scratch(x, 3 * plane)
-    # Parts take turns: all programs read from one place of the image, which moves from its start to its end.
+    # Interleave the parts: all programs read neighbouring tiles, which advance from the start of the image to its end.
     sizes = (length, channels, parts, steps, 1, parts, units, plane, channels)
     grid = (images * parts * blocks,)
     own = {"HAS_OFFSET": how["HAS_OFFSET"], "PLANES": False, "UNIT": unit}
@@ -185,7 +185,7 @@ def _run_pixels(
 
 
 def _scratch(x: torch.Tensor, numbers: int) -> torch.Tensor:
-    """Float32 memory that one launch hands to the next; flat, so that dynamic sizes ask nothing of its strides."""
+    """Allocate float32 memory for another launch; flat, so that dynamic sizes add no guards on strides."""
     return torch.empty((numbers,), dtype=torch.float32, device=x.device)
 
 

@@ -1,1 +1,1 @@
-"""Triton kernels, one file an op. Importing a module of this folder imports Triton: providers do so when they run."""
+"""Triton kernels, one file per op. Importing a module of this folder imports Triton: providers do so when they run."""

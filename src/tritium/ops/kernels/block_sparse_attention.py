@@ -6,14 +6,14 @@ import triton.language as tl
 
 @triton.jit
 def weigh(score, seen, scale, largest, total, ALL: tl.constexpr):
-    """Take keys [WIDTH, TILE] into a softmax that is under way: their weights, and by what earlier ones shrink."""
+    """Add the scores of a tile to an online softmax; return their weights and the factor for earlier sums."""
     if not ALL:
         score = tl.where(seen, score, float("-inf"))
-    # The scale is above 0: the largest product has the largest score, and the rest is one multiply-add an element.
+    # The scale is above 0, so the largest product has the largest score, and each element takes one multiply-add.
     now = tl.maximum(largest, tl.max(score, 1) * scale)
     safe = now
     if not ALL:
-        # A query that has seen nothing so far: infinity less infinity is no number.
+        # For a query that has seen no key yet, inf - inf would be NaN.
         safe = tl.where(now == float("-inf"), 0.0, now)
     weight = tl.exp2(score * scale - safe[:, None])
     shrink = tl.exp2(largest - safe)
@@ -81,7 +81,7 @@ def block_sparse_attention_kernel(
     listed = tl.load(counts_ptr + 2 * list_number + 1)
     indices = indices_ptr + list_number * k_blocks
 
-    # 64 bits for where a block lies: tokens times heads times width passes 2^31 for video. 32 within it.
+    # 64 bits for the start of a block: tokens times heads times width exceeds 2^31 for video. 32 bits within a block.
     place = tl.arange(0, BLOCK)[:, None]
     column = tl.arange(0, WIDTH)
     first_query = tl.load(q_edges_ptr + row)
@@ -101,7 +101,7 @@ def block_sparse_attention_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     out = tl.zeros([BLOCK, WIDTH], tl.float32)
     tiles: tl.constexpr = BLOCK // TILE
-    # Where the next tile begins is read one step ahead and its block's number two: no load here waits for another.
+    # Prefetch the start of the next tile by one step and its block's index by two: no load here waits for another.
     steps = whole * tiles
     following = tl.load(k_edges_ptr + tl.load(indices, mask=steps > 0, other=0))
     index = tl.load(indices + 1 // tiles, mask=steps > 1, other=0)
@@ -122,7 +122,7 @@ def block_sparse_attention_kernel(
         largest, total, shrink, weight = weigh(score, None, scale, largest, total, True)
         out = add_values(weight, v, shrink, out, PRECISION, WIDEN)
 
-    # What is masked takes more registers than what is not: fewer keys at a time.
+    # Masked tiles take more registers than whole ones, so they have fewer keys.
     part_tiles: tl.constexpr = BLOCK // PART
     for step in tl.range(whole * part_tiles, listed * part_tiles, num_stages=1):
         edge = k_edges_ptr + tl.load(indices + step // part_tiles)

@@ -1,4 +1,4 @@
-"""The kernel of `channel_norm`, for tensors whose channels lie together in memory."""
+"""The kernel of `channel_norm`, for channels-last tensors."""
 
 import triton
 import triton.language as tl
@@ -21,7 +21,7 @@ def channel_norm_kernel(
     TILE: tl.constexpr,
     PIECES: tl.constexpr,
 ):
-    # 64 bits: a batch of video passes 2^31 numbers.
+    # 64 bits: a batch of video exceeds 2^31 elements.
     pixel = tl.program_id(0).to(tl.int64) * PIXELS + tl.arange(0, PIXELS)[:, None]
     lanes = tl.arange(0, TILE)[None, :]
     squares = tl.zeros([PIXELS, TILE], dtype=tl.float32)

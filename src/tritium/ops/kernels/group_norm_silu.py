@@ -4,13 +4,13 @@ import triton
 import triton.language as tl
 
 
-# Means and sums of squared distances from them, never sums of squares: far from zero these lose every digit.
+# Combine means and sums of squared deviations: sums of squares would lose all digits for values far from zero.
 @triton.jit
 def merged(count, mean, squares, axis: tl.constexpr):
     total = tl.sum(count, axis=axis)
     known = tl.maximum(total, 1.0)
     center = tl.sum(count * mean, axis=axis) / known
-    # The first quotient carries the rounding of a sum that is large where the mean is; the second takes it back.
+    # If the mean is large, the first quotient has the rounding error of a large sum; the second corrects it.
     center += tl.sum(count * (mean - tl.expand_dims(center, axis)), axis=axis) / known
     apart = mean - tl.expand_dims(center, axis)
     return total, center, tl.sum(squares + count * apart * apart, axis=axis)
@@ -18,7 +18,7 @@ def merged(count, mean, squares, axis: tl.constexpr):
 
 @triton.jit
 def moments(partials_ptr, plane, first, parts, EPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Mean and reciprocal deviation of a group whose partial results lie together."""
+    """Return the mean and the reciprocal standard deviation of a group from its partial results."""
     lanes = tl.arange(0, BLOCK)
     count = tl.zeros([BLOCK], dtype=tl.float32)
     mean = tl.zeros([BLOCK], dtype=tl.float32)
@@ -66,7 +66,7 @@ def group_norm_silu_whole_kernel(
     lanes = tl.arange(0, BLOCK)
     inside = lanes < run
     first_channel = row % groups * group_channels
-    # 64 bits: a batch of video passes 2^31 numbers.
+    # 64 bits: a batch of video exceeds 2^31 elements.
     if CHANNELS_LAST:
         channel = lanes % group_channels
         places = lanes // group_channels * channels + channel
@@ -107,11 +107,13 @@ def group_norm_silu_statistics_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Count, mean and squared distances for every `UNIT` neighbouring columns of a matrix of `length` numbers.
+    """Store count, mean and squared deviations of every `UNIT` adjacent columns of a matrix of `length` elements.
 
-    With an offset a column is one channel's, or with PLANES the matrix is: it moves means, and no distance from them.
+    With an offset each column is one channel, or the whole matrix with PLANES. An offset moves the means and leaves the
+    deviations unchanged.
 
-    A part is up to `steps` tiles: its first lies `apart_by` after that of the part before it, its next `further` on.
+    A part is up to `steps` tiles: its first is `apart_by` tiles after that of the previous part, and `further` is the
+    distance between its tiles.
     """
     blocks = tl.cdiv(width, COLUMNS)
     block = tl.program_id(0) % blocks
@@ -135,7 +137,7 @@ def group_norm_silu_statistics_kernel(
         squares += apart * (x - mean)
         x_part += onwards
     count = tl.zeros([ROWS, COLUMNS], dtype=tl.float32) + full
-    # What is left after the last full tile is one part's.
+    # Only one part reads the remainder after the last full tile.
     if (full < steps) & (first + full.to(tl.int64) * further == tiles):
         inside = (places < length - tiles * stride) & known
         x = tl.load(x_part + places, mask=inside, other=0.0).to(tl.float32)
@@ -148,7 +150,7 @@ def group_norm_silu_statistics_kernel(
             mean += tl.load(offset_ptr + matrix % channels).to(tl.float32)
         else:
             mean += tl.load(offset_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
-    # Neighbours first: a thread has loaded them together, and the rest of the way there are fewer numbers to exchange.
+    # Combine adjacent columns first: one thread holds them, and fewer values remain to exchange between threads.
     count = tl.reshape(count, [ROWS, COLUMNS // UNIT, UNIT])
     mean = tl.reshape(mean, [ROWS, COLUMNS // UNIT, UNIT])
     squares = tl.reshape(squares, [ROWS, COLUMNS // UNIT, UNIT])
@@ -239,7 +241,7 @@ def group_norm_silu_pixels_kernel(
     block = tl.program_id(0) % blocks
     # Inductor passes dynamic sizes in 64 bits, which cost a division; these fit 32.
     parts = tl.cast(parts, tl.int32)
-    # From the end, which the statistics have read last: a cache may still have it.
+    # Start from the end, which the statistics kernel read last: it may still be in the cache.
     part = parts - 1 - tl.program_id(0) // blocks % parts
     image = (tl.program_id(0) // blocks // parts).to(tl.int64)
     columns = block * COLUMNS + tl.arange(0, COLUMNS)

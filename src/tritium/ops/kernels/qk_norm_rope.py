@@ -14,7 +14,7 @@ def chosen(is_key, is_second, q_first, q_second, k_first, k_second, PARTS: tl.co
 
 @triton.jit
 def read(rows, inside, WIDTH: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr):
-    """Rows as they lie in memory: two halves, or the whole twice."""
+    """Load rows as two halves, or return the whole rows twice."""
     if HALVES:
         columns = tl.arange(0, BLOCK // 2)[None, :]
         mask = inside & (columns < WIDTH // 2)
@@ -29,12 +29,12 @@ def read(rows, inside, WIDTH: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.cons
 
 @triton.jit
 def paired(rows, HEADS: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr):
-    """The first and the second numbers of the pairs of what was read, [HEADS, BLOCK / 2] each."""
+    """Return the first and the second elements of the pairs in loaded rows, [HEADS, BLOCK / 2] each."""
     front, back = rows
     a = front.to(tl.float32)
     b = back.to(tl.float32)
     if not HALVES:
-        # A thread holds both numbers of its pairs: nothing moves.
+        # A thread holds both elements of its pairs, so the split moves no data between threads.
         a, b = tl.split(tl.reshape(a, [HEADS, BLOCK // 2, 2]))
     return a, b
 
@@ -108,11 +108,11 @@ def qk_norm_rope_kernel(
 ):
     # Inductor passes dynamic sizes in 64 bits, which cost a division; these fit 32.
     tokens = tl.cast(tokens, tl.int32)
-    # q and k of a token are neighbours: the second to ask for the token's tables finds them in the L2 cache.
+    # q and k of a token are adjacent programs: the second reads the token's tables from the L2 cache.
     program = tl.program_id(0)
     is_key = program % 2 == 1
     row = program // 2
-    # 64 bits: tokens times heads times width passes 2^31 for video.
+    # 64 bits: tokens times heads times width exceeds 2^31 for video.
     sample = (row // tokens).to(tl.int64)
     place = (row % tokens).to(tl.int64)
     is_second = place >= first_tokens
@@ -132,11 +132,11 @@ def qk_norm_rope_kernel(
         head = index * HEADS + lane
         loaded += (read(x_row + head * x_head * X_UNIT, head < heads, WIDTH, BLOCK, HALVES),)
     if TOGETHER:
-        # To save registers ptxas puts later loads behind arithmetic with earlier ones; none passes a barrier.
+        # To save registers ptxas would move later loads behind arithmetic on earlier ones; the barrier prevents that.
         tl.debug_barrier()
 
-    # Weights and tables are read as [HEADS, .], as x is: they come in the layout of x, without a trip through
-    # shared memory, and stay in registers for all heads of the token.
+    # Read weights and tables as [HEADS, .], like x: they then have the layout of x, need no conversion through shared
+    # memory, and stay in registers for all heads of the token.
     same = lane * 0
     everywhere = same == 0
     if TABLE != "none":
@@ -170,7 +170,7 @@ def qk_norm_rope_kernel(
         if NORM != "row":
             a_weight, b_weight = paired(read(weight + same, everywhere, WIDTH, BLOCK, HALVES), HEADS, BLOCK, HALVES)
             if TABLE != "none":
-                # All heads have the same weight: it becomes part of the rotation.
+                # All heads have the same weight: multiply it into the rotation.
                 a_cos, a_sin = a_cos * a_weight, a_sin * b_weight
                 b_cos, b_sin = b_cos * b_weight, b_sin * a_weight
 
@@ -197,7 +197,7 @@ def qk_norm_rope_kernel(
             a, b = a * scale, b * scale
         done += ((a.to(q_out.dtype.element_ty), b.to(q_out.dtype.element_ty)),)
 
-    # Last: no load can pass a store.
+    # Store last: the compiler moves no load above a store.
     if HEADS_FIRST:
         out_row = tl.where(is_key, k_out, q_out) + (sample * heads * tokens + place) * WIDTH
         out_head = tokens * WIDTH

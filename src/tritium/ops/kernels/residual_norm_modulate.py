@@ -8,8 +8,8 @@ from tritium.ops.kernels.rows import load_piece, row_start, store_row
 
 @triton.jit
 def residual_piece(x_row, y_row, gate_row, gate_column, residual_row, columns, WIDTH: tl.constexpr):
-    """A tile of the residual, rounded and widened again."""
-    # x and y are not read again here: the modulation, which every row reads, is worth more in the cache.
+    """Return a tile of the residual in float32, rounded to the residual's dtype."""
+    # Evict x and y first: this kernel reads them once, but every row reads the modulation.
     x = load_piece(x_row, columns, 1, WIDTH, "evict_first")
     y = load_piece(y_row, columns, 1, WIDTH, "evict_first")
     if gate_row is not None:
@@ -75,7 +75,7 @@ def residual_norm_modulate_kernel(
 ):
     # Inductor passes dynamic sizes in 64 bits, which cost a division; these fit 32.
     tokens, count = tl.cast(tokens, tl.int32), tl.cast(count, tl.int32)
-    # The last program repeats the last row rather than mask rows: it stores the same values again.
+    # Instead of masking rows, the last program repeats the last row and stores the same values again.
     row = tl.minimum(tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None], count - 1)
     x_row = row_start(x_ptr, row, tokens, x_batch, x_token)
     y_row = row_start(y_ptr, row, tokens, y_batch, y_token)
@@ -95,7 +95,7 @@ def residual_norm_modulate_kernel(
             value = residual_piece(x_row, y_row, gate_row, gate_column, residual_row, columns, WIDTH)
             residual += (value,)
             total += value
-        # After the last load: no load can be moved above a store.
+        # Store after the last load: the compiler moves no load above a store.
         store_row(residual_row, residual, WIDTH, TILE, PIECES)
         mean = tl.sum(total, axis=1, keep_dims=True) / WIDTH
         centred = ()
@@ -122,7 +122,7 @@ def residual_norm_modulate_kernel(
             out += (value,)
         store_row(out_row, out, WIDTH, TILE, PIECES)
     else:
-        # Each pass computes the residual again: what another thread stored could not be read without a barrier.
+        # Each pass recomputes the residual: reading values stored by other threads would need a barrier.
         if LAYER:
             for start in range(0, WIDTH, TILE):
                 total += residual_piece(x_row, y_row, gate_row, gate_column, residual_row, start + first, WIDTH)

@@ -18,7 +18,7 @@ def rms_norm_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # 64 bits: rows times width passes 2^31 for video.
+    # 64 bits: rows times width exceeds 2^31 for video.
     first = tl.program_id(0).to(tl.int64) * ROWS
     columns = tl.arange(0, BLOCK)
     if WHOLE:

@@ -6,13 +6,13 @@ import triton.language as tl
 
 @triton.jit
 def softmax_rows_kernel(scores_ptr, out_ptr, scale, keys, padded, TILE: tl.constexpr, WHOLE: tl.constexpr):
-    """Weights of a row of scores; `scale` has the logarithm of 2 in it. What pads a row gets no weight."""
-    # 64 bits: rows times keys passes 2^31.
+    """Compute the softmax of one row of scores per program; `scale` includes 1 / log(2), and padding gets weight 0."""
+    # 64 bits: rows times keys exceeds 2^31.
     row = tl.program_id(0).to(tl.int64) * padded
     scores = scores_ptr + row
     out = out_ptr + row
     lanes = tl.arange(0, TILE)
-    # Loads and stores are bounded by the padded length, which is aligned where the number of keys may not be.
+    # Mask loads and stores by the padded length, which is aligned; the number of keys may not be.
     if WHOLE:
         score = tl.load(scores + lanes, mask=lanes < padded, other=0.0) * scale
         score = tl.where(lanes < keys, score, float("-inf"))
@@ -20,7 +20,7 @@ def softmax_rows_kernel(scores_ptr, out_ptr, scale, keys, padded, TILE: tl.const
         weight = weight * (1.0 / tl.sum(weight, 0))
         tl.store(out + lanes, weight.to(out_ptr.dtype.element_ty), mask=lanes < padded)
     else:
-        # The first part of a longer row is full, so a maximum is a number from there on.
+        # The first part of a longer row is full, so the maximum is finite from the start.
         largest = tl.max(tl.load(scores + lanes) * scale, 0)
         total = tl.zeros([TILE], tl.float32)
         for start in range(0, keys, TILE):

@@ -1,12 +1,12 @@
-"""The query and the key of an attention: their parts normed, rotated and joined along tokens, rounded once.
+"""Normalize and rotate the parts of a query and a key, and concatenate each along tokens, rounded once.
 
-q and k hold parts [B, S_i, H, D] of any strides, in the order in which they are joined: text and image, or one. Each
-part has a norm weight of its own, or None, and a table of its own, or None: then it is not rotated. One table for
-several parts holds all of their tokens. `norm` tells what is divided by its root mean square:
+q and k are lists of parts [B, S_i, H, D] of any strides, in the order of the result: text and image, or one part. Each
+part has a norm weight or None, and a table, or None if it is not rotated. A single table for several parts covers all
+of their tokens. `norm` is the extent of the RMS norm:
 
-    head    D numbers of one head; weights are [D]
-    row     all H * D numbers of a token; weights are [H * D]
-    none    nothing; weights are [D]
+    head    the D elements of one head; weights are [D]
+    row     all H * D elements of a token; weights are [H * D]
+    none    no norm; weights are [D]
 
 `rope` is a mode of the op `rope` or "none". Cosines and sines are [B or 1, S_i, D / 2 or D]; complex tables are
 [B or 1, S_i, D / 2], or as real pairs [B or 1, S_i, D / 2, 2], and have no sines. The results are [B, S, H, D], or

@@ -1,4 +1,4 @@
-"""The meaning of `qk_norm_rope`, and arguments to try it on."""
+"""The reference and samples of `qk_norm_rope`."""
 
 from __future__ import annotations
 

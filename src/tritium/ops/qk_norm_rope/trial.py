@@ -1,4 +1,4 @@
-"""How the providers of `qk_norm_rope` are compared."""
+"""The trial that compares the providers of `qk_norm_rope`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+import torch.nn.functional as F  # noqa: N812 - the conventional name
 
 from tritium.ops import rope as rotation
 from tritium.ops.op import NARROW, Arguments, Draw, Shape, Trial, count, octave, present
@@ -27,7 +27,7 @@ def shape(given: Arguments) -> Shape:
     }
 
 
-# More tokens are more of the same, and the attention of the block grows with their square.
+# More tokens would not change the comparison, but the block's attention grows with their square.
 MOST_TOKENS = 8192
 
 
@@ -58,13 +58,13 @@ def alone(shape: Any, draw: Draw) -> dict[str, Any]:
 
 
 def _split(shape: Any) -> list[int]:
-    """The tokens of the parts: an eighth is text where there are two."""
+    """Return the tokens of each part; with two parts an eighth is text."""
     tokens: int = shape["tokens"]
     return [tokens] if shape["parts"] == 1 else [tokens // 8, tokens - tokens // 8]
 
 
 def block(shape: Any, draw: Draw) -> tuple[Callable[..., Any], tuple[torch.Tensor, ...]]:
-    """An attention between narrow projections: FLUX's, Qwen-Image's, Wan's or SD3's order of things."""
+    """Return an attention between narrow projections, in the order of operations of FLUX, Qwen-Image, Wan or SD3."""
     given = alone(shape, draw)
     heads, width, rope, by_row = shape["heads"], shape["width"], shape["rope"], shape["norm"] == ROW
     parts = len(given["q"])
@@ -124,7 +124,7 @@ TRIAL = Trial(
             (8192, 40, 128, 1, ROW, rotation.INTERLEAVED, "tokens"),
             (8192, 12, 128, 1, ROW, rotation.INTERLEAVED, "tokens"),
             (4096, 38, 64, 2, HEAD, NONE, "heads"),
-            # A FLUX of three heads: what the demo and CPU benchmarks run.
+            # A FLUX with three heads, which the demo and CPU benchmarks run.
             (256, 3, 128, 2, HEAD, rotation.INTERLEAVED, "tokens"),
             (256, 3, 128, 1, HEAD, rotation.INTERLEAVED, "tokens"),
         )

@@ -16,23 +16,23 @@ from tritium.ops.triton_launch import dynamic_width, launch, obstacle
 
 T = TypeVar("T")
 
-# A table has a number for each element, for each pair, or cosine and sine of each pair side by side.
+# A table has one value per element, one per pair, or the cosine and sine of each pair as adjacent values.
 ELEMENT, PAIR, COMPLEX = "element", "pair", rotation.COMPLEX
 
-# A head this wide is 32 numbers a thread of the one warp that takes it.
+# The widest head: 32 elements for each thread of one warp.
 WIDEST_HEAD = 1024
-# Numbers of a token, all of which one program holds in registers.
+# The most elements of a token: one program holds them all in registers.
 WIDEST_TOKEN = 32_768
 
 WARPS = (1, 2, 4, 8, 16)
 
 
 def launch_options(heads: int, width: int, itemsize: int, *, halves: bool) -> tuple[dict[str, int], dict[str, int]]:
-    """Heads that a program takes in a round and its rounds; its warps.
+    """Return the heads per round and the number of rounds of a program, and Triton's options.
 
-    In a round a thread loads 16 bytes: with more it would hold two heads, and the token's table twice. As many warps as
-    leave a thread four loads, all under way together and all rotated by the table it read once, with at most an eighth
-    of the threads idle. More warps where a thread would have to hold more than sixteen loads.
+    In a round a thread loads 16 bytes: with more it would hold two heads, and the token's table twice. The number of warps
+    leaves each thread four loads, issued together and rotated by one copy of the table, with at most an eighth of the
+    threads idle. More warps are used if a thread would otherwise hold more than sixteen loads.
     """
     lanes = _power_of_2(width) // 2 if halves else _power_of_2(width)
     heads_a_warp = max(1, 32 * 16 // itemsize // lanes)
@@ -59,7 +59,7 @@ def results(given: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _joined(parts: list[torch.Tensor], heads_first: bool) -> torch.Tensor:
-    """Memory for parts that are joined along tokens."""
+    """Allocate the concatenation of parts along tokens."""
     first = parts[0]
     batch, _, heads, width = first.shape
     tokens = sum(part.shape[1] for part in parts)
@@ -120,12 +120,12 @@ def run_triton(given: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _two(given: Sequence[T | None]) -> tuple[T | None, T | None]:
-    """The first, and the second if there is one. The kernel does not read the other: a tensor passed twice may be made twice."""
+    """Return the first value, and the second or None: Inductor may compute a tensor twice if it is passed twice."""
     return given[0], given[1] if len(given) == 2 else None
 
 
 def _ends(given: Sequence[T | None]) -> tuple[T | None, T | None]:
-    """The same for rotations: of two of which one is missing the other stands in its place, whose address is needed."""
+    """Return two tables for the kernel: if one of two is missing, the other replaces it, since both need an address."""
     first, last = _two(given)
     return (last if first is None else first), (first if last is None and len(given) == 2 else last)
 
@@ -135,7 +135,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _steps(x: torch.Tensor | None, dims: int) -> list[int]:
-    """Strides of the first dims; 0 for one of size 1, whose stride means nothing and may be odd, and without a tensor."""
+    """Return the strides of the first dims; 0 without a tensor, and for dims of size 1, whose stride is arbitrary."""
     if x is None:
         return [0] * dims
     sizes = zip(x.shape[:dims], x.stride()[:dims], strict=True)
@@ -143,9 +143,9 @@ def _steps(x: torch.Tensor | None, dims: int) -> list[int]:
 
 
 def _in_units(strides: list[list[int]]) -> tuple[int, list[int]]:
-    """Strides in units of the largest power of 2, up to 16, that divides all: the kernel then knows what they divide by.
+    """Return the largest power of 2, up to 16, that divides all strides, and the strides in this unit.
 
-    Of dynamic strides it must divide every value they can have.
+    The unit is a constant in the kernel, so the compiler can prove alignment. It must divide all values of dynamic strides.
     """
     flat = [stride for steps in strides for stride in steps]
     unit = math.gcd(16, *(stride for stride in flat if isinstance(stride, int)))
@@ -155,7 +155,7 @@ def _in_units(strides: list[list[int]]) -> tuple[int, list[int]]:
 
 
 def _rotation(table: torch.Tensor | None, sine: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """Cosines and sines with the same strides; complex numbers as real pairs, side by side, alone."""
+    """Return cosines and sines with equal strides; a complex table is returned alone, as adjacent real pairs."""
     if table is None:
         return None
     cosines = _rows(real(table).flatten(2))

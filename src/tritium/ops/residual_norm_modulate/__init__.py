@@ -1,8 +1,8 @@
-"""A gated residual, the norm of it and its modulation: `r = x + gate * y`, `norm(r) * (1 + scale) + shift`; both results.
+"""A gated residual with norm and modulation: `r = x + gate * y` and `norm(r) * (1 + scale) + shift`.
 
-Computed in float32 (float64 for float64), each result rounded once; the norm sees the rounded residual, as the next
-layer will. `norm` is "layer" or "rms", weight and bias are its own. x and y have one shape [..., H]; gate, scale and
-shift are broadcast against it and have no say in the results' dtypes.
+Computed in float32 (float64 for float64), each result rounded once; the norm reads the rounded residual, as the next
+layer will. `norm` is "layer" or "rms", with weight and bias. x and y have one shape [..., H]; gate, scale and shift are
+broadcast against it and do not affect the results' dtypes.
 """
 
 from __future__ import annotations

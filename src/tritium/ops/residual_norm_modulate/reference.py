@@ -1,4 +1,4 @@
-"""The meaning of `residual_norm_modulate`, and arguments to try it on."""
+"""The reference and samples of `residual_norm_modulate`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+import torch.nn.functional as F  # noqa: N812 - the conventional name
 
 from tritium.ops import rows
 from tritium.ops.op import Sample
@@ -61,7 +61,7 @@ def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
         return wide(*shape).to(dtype)
 
     def arguments(x: torch.Tensor, modulation: tuple[int, ...], norm: str, **others: Any) -> dict[str, Any]:
-        """Without weight and bias, unless `others` has them."""
+        """Return arguments without weight and bias, unless `others` contains them."""
         own: dict[str, Any] = {"x": x, "y": random(*x.shape), "gate": random(*modulation), "weight": None, "bias": None}
         own |= {"scale": random(*modulation), "shift": random(*modulation), "eps": 1e-6, "norm": norm}
         return {**own, "residual_dtype": None, "out_dtype": None, **others}

@@ -1,4 +1,4 @@
-"""How the providers of `residual_norm_modulate` are compared."""
+"""The trial that compares the providers of `residual_norm_modulate`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+import torch.nn.functional as F  # noqa: N812 - the conventional name
 
 from tritium.ops.op import NARROW, Arguments, Draw, Shape, Trial, count, octave, present
 
@@ -35,7 +35,7 @@ def alone(shape: Any, draw: Draw) -> dict[str, Any]:
 
 
 def block(shape: Any, draw: Draw) -> tuple[Callable[..., Any], tuple[torch.Tensor, ...]]:
-    """What stands between two projections of a transformer block: here they are narrow."""
+    """Return the op between two projections of a transformer block, which are narrow here."""
     given = alone(shape, draw)
     width = shape["width"]
     inner, outer = draw(width, NARROW) / NARROW**0.5, draw(NARROW, width) / width**0.5
@@ -75,7 +75,7 @@ TRIAL = Trial(
             (4096, 3072, "layer"),
             (16384, 3072, "layer"),
             (32768, 5120, "layer"),
-            # A FLUX of three heads: what the demo and CPU benchmarks run.
+            # A FLUX with three heads, which the demo and CPU benchmarks run.
             (256, 384, "layer"),
             # LTX, Z-Image.
             (4096, 2048, "rms"),

@@ -1,7 +1,7 @@
-"""`softmax(q k^T * scale) v` for heads wider than flash kernels take: the one head of 512 in an image VAE's middle.
+"""`softmax(q k^T * scale) v` for heads too wide for flash kernels: the head of 512 in an image VAE.
 
-Tensors are heads-first, [B, N, S, D], without mask, causality or gradient. The result lies in memory as that of PyTorch's
-memory-efficient kernel does: the heads of a token together.
+Tensors are heads-first, [B, N, S, D], without mask, causality or gradient. The result has the strides of PyTorch's
+memory-efficient kernel: the heads of a token are adjacent.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""`wide_attention` as two matrix products around a softmax, some queries at a time.
+"""Compute `wide_attention` by two matrix products around a softmax, some queries at a time.
 
     scores  = q k^T               float32, never rounded to half precision
     weights = softmax(scores)     half precision, as flash kernels have them
     out     = weights v
 
-Kernels that keep no scores stop at heads of 256, and beyond that PyTorch has one for older GPUs alone. Products reach
-what tensor cores can do; what they cost instead is the way of scores and weights through memory.
+Kernels that do not store scores take heads up to 256; for wider ones PyTorch has only a kernel made for older GPUs.
+Products run at the full rate of tensor cores, but scores and weights pass through memory.
 
-The op stays an operator that generated code calls: how many products there are depends on sizes, which may be dynamic, and
-they write into parts of their results. It takes milliseconds, its call some microseconds.
+Generated code calls the op as an operator: the number of products depends on sizes, which may be dynamic, and they write
+into slices of the result. The op takes milliseconds, the call a few microseconds.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from tritium.ops.wide_attention.reference import empty_result
 
 HALF = (torch.float16, torch.bfloat16)
 
-# The widest heads of the kernels that keep no scores: PyTorch's flash and cuDNN.
+# The widest heads of the kernels that do not store scores: PyTorch's flash and cuDNN.
 WIDEST_FLASH = 256
 
-# Scores of this many bytes are held at once: 4,096 queries of 16,384 keys, enough for products that fill a GPU.
+# The bytes of scores held at once: 4,096 queries of 16,384 keys, enough for products that fill a GPU.
 SCORES_BYTES = 256 << 20
 
-# Queries that are taken at once are a multiple of this where that is possible: the rows of a product's tile.
+# The queries of a piece are a multiple of this if possible: the rows of a product's tile.
 TILE_ROWS = 128
 
-# Rows begin at a multiple of this many numbers: 16-byte accesses, in the softmax and in the products.
+# Rows start at a multiple of this many elements, for 16-byte accesses in the softmax and the products.
 ALIGNED = 16
 
-# A row of scores this long fits the registers of one program of 32 warps; longer ones are read twice.
+# The longest row of scores that fits in the registers of one program of 32 warps; longer ones are read twice.
 WHOLE_ROW = 32_768
 
-# Numbers that one program reads at a time from longer rows.
+# Elements that one program reads at a time from longer rows.
 PART_OF_ROW = 8_192
 
 
 def launch_options(padded: int) -> tuple[dict[str, int | bool], dict[str, int]]:
-    """How a row of a padded length is cut, and Triton's options: 32 numbers a thread where one program holds it."""
+    """Return the tiling of a row of a padded length, and Triton's options: 32 elements per thread for whole rows."""
     if padded > WHOLE_ROW:
         return {"TILE": PART_OF_ROW, "WHOLE": False}, {"num_warps": 16}
     tile = 1 << max(5, (padded - 1).bit_length())
@@ -53,7 +53,7 @@ def launch_options(padded: int) -> tuple[dict[str, int | bool], dict[str, int]]:
 
 
 def softmax_rows(scores: torch.Tensor, out: torch.Tensor, keys: int, scale: float) -> None:
-    """`softmax(scores * scale)` over the first `keys` columns; both [N, M, padded] and contiguous."""
+    """Write `softmax(scores * scale)` over the first `keys` columns to `out`; both are contiguous [N, M, padded]."""
     from tritium.ops.kernels.softmax_rows import softmax_rows_kernel
 
     padded = scores.shape[-1]
@@ -63,7 +63,7 @@ def softmax_rows(scores: torch.Tensor, out: torch.Tensor, keys: int, scale: floa
 
 
 def pieces(matrices: int, queries: int, room: int) -> Iterator[tuple[slice, slice]]:
-    """Which matrices and which of their rows are taken at once, where there is room for so many rows of scores.
+    """Yield slices of matrices and of their rows with at most `room` rows of scores each.
 
     >>> [(one.start, one.stop, some.start, some.stop) for one, some in pieces(3, 10, 20)]
     [(0, 2, 0, 10), (2, 3, 0, 10)]
@@ -75,7 +75,7 @@ def pieces(matrices: int, queries: int, room: int) -> Iterator[tuple[slice, slic
         for first in range(0, matrices, at_once):
             yield slice(first, min(first + at_once, matrices)), slice(0, queries)
         return
-    # As few pieces as there is room for, of about one size, in whole tiles.
+    # As few pieces as possible, of similar size, in whole tiles.
     size = -(-queries // -(-queries // max(1, room)))
     whole = -(-size // TILE_ROWS) * TILE_ROWS
     size = whole if whole <= room else max(size, room // TILE_ROWS * TILE_ROWS)
@@ -85,7 +85,7 @@ def pieces(matrices: int, queries: int, room: int) -> Iterator[tuple[slice, slic
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, out: torch.Tensor) -> None:
-    """The attention of heads-first q, k and v into `out`, whose numbers of a head must lie together."""
+    """Write the attention of heads-first q, k and v to `out`, in which the elements of a head must be contiguous."""
     queries, keys = q.shape[2], k.shape[2]
     if out.numel() == 0:
         return
@@ -94,16 +94,16 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, out:
         return
     padded = -(-keys // ALIGNED) * ALIGNED
     room = max(1, SCORES_BYTES // (4 * padded))
-    # At most so many matrices are one batch of strided products.
+    # The most matrices in one batched product.
     matrices = q.shape[0] if q.shape[1] == 1 else q.shape[1]
     taken = list(pieces(matrices, queries, room))
     shapes = [(one.stop - one.start, some.stop - some.start, padded) for one, some in taken]
-    # The first is as large as any.
+    # The first piece is the largest.
     scores = torch.empty(shapes[0], dtype=torch.float32, device=q.device)
     weights = torch.empty(shapes[0], dtype=q.dtype, device=q.device)
     for own_q, own_k, own_v, own_out in _matrices(*(_rows_of(tensor) for tensor in (q, k, v)), out):
         if len(taken) == 1 and padded == keys:
-            # Nothing to cut: small products take the device less time than a dozen views take the host.
+            # One piece: make no views, since a dozen views can take the host longer than small products take the device.
             multiply_into(own_q, own_k.transpose(1, 2), scores)
             softmax_rows(scores, weights, keys, float(scale))
             multiply_into(weights, own_v, own_out)
@@ -120,13 +120,13 @@ def _first_of(buffer: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor
 
 
 def _rows_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself where its rows lie apart and each is in one piece: a product would copy it in every step else."""
+    """Return the tensor, copied unless its rows are contiguous and disjoint: else each product would copy it again."""
     dense = tensor.stride(3) == 1 and (tensor.shape[2] == 1 or tensor.stride(2) >= tensor.shape[3])
     return tensor if dense else tensor.contiguous()
 
 
 def _matrices(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Heads-first tensors as views [matrices, tokens, width]: all samples at once, or all heads of each sample."""
+    """Yield heads-first tensors as views [matrices, tokens, width]: all samples at once, or the heads of each sample."""
     if tensors[0].shape[1] == 1:
         yield tuple(tensor.squeeze(1) for tensor in tensors)
     else:

@@ -1,4 +1,4 @@
-"""The meaning of `wide_attention`, and arguments to try it on."""
+"""The reference and samples of `wide_attention`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+import torch.nn.functional as F  # noqa: N812 - the conventional name
 
 from tritium.ops.op import Sample
 
@@ -18,7 +18,7 @@ def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -
 
 
 def empty_result(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Memory for the attention of heads-first q and v, the heads of a token together."""
+    """Allocate the result for heads-first q and v, with the heads of a token adjacent in memory."""
     batch, heads, queries, _ = q.shape
     return q.new_empty((batch, queries, heads, v.shape[3])).transpose(1, 2)
 

@@ -1,4 +1,4 @@
-"""How the providers of `wide_attention` are compared."""
+"""The trial that compares the providers of `wide_attention`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+import torch.nn.functional as F  # noqa: N812 - the conventional name
 
 from tritium.ops.op import NARROW, Arguments, Draw, Shape, Trial, count, octave, present
 
@@ -39,7 +39,7 @@ def alone(shape: Any, draw: Draw) -> dict[str, Any]:
 
 
 def block(shape: Any, draw: Draw) -> tuple[Callable[..., Any], tuple[torch.Tensor, ...]]:
-    """The attention in the middle of a VAE, its projections from and to a few channels."""
+    """Return the attention in the middle of a VAE, with projections from and to a few channels."""
     heads, width = shape["heads"], shape["width"]
     x, context = (draw(1, tokens, NARROW) for tokens in _tokens(shape))
     inner = [draw(heads * width, NARROW) / NARROW**0.5 for _ in range(3)]
