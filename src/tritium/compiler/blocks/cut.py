@@ -15,13 +15,13 @@ from tritium.compiler.blocks.key import Key, key_of
 from tritium.compiler.blocks.segments import Segment, segments_of
 from tritium.compiler.blocks.tails import is_product, with_tails_moved
 
-# Fewer equal pieces do not pay: each piece costs launches and time on the host.
+# With fewer equal pieces a cut does not pay: each piece costs launches and host time.
 LEAST_EQUAL = 4
 
 # The launches and host time of a piece, expressed as nodes to compile.
 COST_OF_PIECE = 10
 
-# At most this share of a graph's nodes may be the cost of its pieces: they wait for their kernels one after another.
+# The most cost of a cut, as a share of the graph's nodes: pieces are compiled one after another, each waiting for its kernels.
 WORTH_CUTTING = 0.75
 
 # A deeper level must cost at most this share of the level above.
@@ -33,7 +33,7 @@ ENOUGH = 0.25
 
 @dataclass(eq=False)
 class Piece:
-    """A segment of one of some graphs, and its key."""
+    """A segment of a graph, and its key."""
 
     segment: Segment
     key: Key
@@ -41,7 +41,7 @@ class Piece:
 
 @dataclass(eq=False)
 class Cut:
-    """Some graphs as pieces."""
+    """A cut of one or more graphs into pieces."""
 
     pieces: list[list[Piece]]
 
@@ -63,13 +63,13 @@ class Cut:
 
     @property
     def cost(self) -> int:
-        """The number of nodes in distinct pieces, and what each piece costs."""
+        """The number of nodes in distinct pieces, plus `COST_OF_PIECE` for every piece."""
         first = {piece.key.value: len(piece.segment.nodes) for piece in self.all()}
         return sum(first.values()) + COST_OF_PIECE * self.total
 
 
 def cut(gms: Sequence[fx.GraphModule]) -> Cut | str:
-    """Return the best cut of some graphs, which share compiled pieces, or the reason why none is made."""
+    """Return the best cut of graphs that share compiled pieces, or the reason why there is none."""
     for gm in gms:
         if (reason := obstacles.of_graph(gm.graph)) is not None:
             return reason
@@ -92,7 +92,7 @@ def cut(gms: Sequence[fx.GraphModule]) -> Cut | str:
 
 
 def _levels(facts: Sequence[Facts]) -> Iterator[int | None]:
-    """Yield the levels to try: whole graphs if there are several, modules from the outside, and at last periods."""
+    """Yield the levels to try: 0 (whole graphs) if there are several graphs, module levels, and None (periods)."""
     if len(facts) > 1:
         yield 0
     yield from range(1, max((find.deepest_level(own.calls) for own in facts), default=0) + 1)
@@ -124,7 +124,7 @@ def _does_something(segment: Segment) -> bool:
 
 def _key(segment: Segment, facts: Facts) -> Key:
     if obstacles.writes_to_inputs(segment, facts):
-        # Compiling it adds guards on whether its inputs share memory; code that is shared would have none.
+        # Compiling it adds guards on whether its inputs share memory; shared code would lack these guards.
         return Key(id(segment), (), is_portable=False)
     return key_of(segment, facts)
 

@@ -26,8 +26,8 @@ class Facts:
     def __init__(self, gm: fx.GraphModule) -> None:
         self.gm = gm
         nodes = list(gm.graph.nodes)
-        # What reaches a result or acts by itself; the others are left out. Attributes are part of each segment that
-        # reads them.
+        # Nodes that a result depends on, or that have side effects; others are dropped. Attributes belong to every segment
+        # that reads them.
         self.live = _live(gm.graph)
         self.calls = [
             node for node in nodes if node in self.live and node.op not in ("placeholder", "output", "get_attr")
@@ -38,7 +38,7 @@ class Facts:
         self.symbols = {node: symbols_in(value_of(node)) for node in nodes}
         placeholders = [node for node in nodes if node.op == "placeholder"]
         self.of_inputs = self.memory_of(placeholders)
-        # The node that made each memory first.
+        # The node that created each storage.
         self.maker: dict[int, fx.Node] = {}
         for node in nodes:
             for storage in self.storages[node]:
@@ -51,11 +51,11 @@ class Facts:
                 self.sizes.setdefault(self.symbols[node][0], node)
 
     def memory_of(self, nodes: Iterable[fx.Node]) -> set[int]:
-        """Return the memory behind some nodes."""
+        """Return the storages of some nodes' values."""
         return {storage for node in nodes for storage in self.storages[node]}
 
     def written_by(self, nodes: Iterable[fx.Node]) -> set[int]:
-        """Return the memory that some nodes write to."""
+        """Return the storages that some nodes write to."""
         if not self.written:
             return set()
         return {storage for node in nodes for storage in self.written.get(node, ())}
@@ -71,17 +71,17 @@ def _live(graph: fx.Graph) -> set[fx.Node]:
 
 
 def acts(node: fx.Node) -> bool:
-    """Return whether the order of a node among others matters: it writes, draws random numbers, or switches a mode."""
+    """Return whether a node has side effects: it writes to memory, uses random numbers, or switches a mode."""
     name = name_of(node.target)
     if node.op == "call_module" or mutated_arguments(node):
         return True
-    # In evaluation mode a dropout drops nothing.
+    # In evaluation mode dropout uses no random numbers.
     draws = name in _RANDOM and not ("dropout" in name and argument(node, 2, "training", True) is False)
     return draws or name.startswith(("_enter", "_exit", "_set", "set_", "manual_seed"))
 
 
 def name_of(target: Any) -> str:
-    """Return the name of an operation, of whichever kind its target is."""
+    """Return the name of an operation from any kind of fx target."""
     if isinstance(target, str):
         return target
     if isinstance(target, torch._ops.OpOverload):

@@ -1,8 +1,8 @@
 """Find repeated blocks: by the stack of modules a node comes from, else by the period of the operations.
 
-A level says how deep to look. At level 1 a node belongs to the outermost numbered module around it
-(`transformer_blocks.3`), at level 2 to the one inside of that (`attentions.1`), and so on. Whether two blocks are equal
-is not decided here but by their keys.
+A level is a depth of nesting. At level 1 a node belongs to the outermost numbered module around it
+(`transformer_blocks.3`), at level 2 to the next one inside (`attentions.1`), and so on. The keys of blocks determine
+whether two blocks are equal.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tritium.fusions.expression import value_of
 # The most numbered modules around a node in stock models is four: down_blocks.0.attentions.1.transformer_blocks.0.ff.net.0.
 DEEPEST = 4
 
-# The most nodes of another block between two parts of a block that a rewrite leaves there.
+# A rewrite can leave nodes of another block inside a block: at most this many are ignored.
 MOST_STRAYS = 2
 
 # The least number of periods in a row.
 LEAST_PERIODS = 4
 
-# The number of distances that are tried as the period, those between most nodes first.
+# The number of distances between equal nodes that are tried as the period, those that cover the most nodes first.
 MOST_DISTANCES = 8
 
 _NUMBERED = re.compile(r"(?:\.|\[')\d+(?:'\])?$")
@@ -57,14 +57,14 @@ def by_modules(calls: Sequence[fx.Node], level: int) -> list[Group]:
     for node in calls:
         stack = stacks[node]
         if is_item(node) or not compat.module_stack(node):
-            # A rewritten node belongs to no module: it stays with what stands before it.
+            # A rewritten node belongs to no module: it stays with the node before it.
             labels.append(labels[-1] if labels else None)
         else:
             entry = stack[min(level, len(stack)) - 1] if stack and level else None
             labels.append(None if entry in containers else entry)
     for place in range(len(calls) - 2, -1, -1):
         if name_of(calls[place].target).startswith("_enter"):
-            # A mode is entered for what follows.
+            # A mode is entered for the next node.
             labels[place] = labels[place + 1]
     return _grouped(calls, _without_strays(labels))
 
@@ -93,7 +93,7 @@ def _numbered(node: fx.Node) -> list[str]:
 
 
 def _without_strays(labels: list[Label]) -> list[Label]:
-    """Give a few nodes in the middle of a block to that block: a rewrite can put nodes of the block before there."""
+    """Relabel a few foreign nodes inside a block: a rewrite can move nodes of the previous block there."""
     result = list(labels)
     runs = _runs(labels)
     for before, (start, end), after in zip(runs, runs[1:], runs[2:], strict=False):
@@ -110,7 +110,7 @@ def _runs(labels: Sequence[Label]) -> list[tuple[int, int]]:
 def _grouped(calls: Sequence[fx.Node], labels: Sequence[Label]) -> list[Group]:
     groups = [Group(list(calls[start:end]), labels[start] is not None) for start, end in _runs(labels)]
     place = {node: index for index, group in enumerate(groups) for node in group.nodes}
-    # An item of a tuple stays with what makes the tuple: a tuple cannot be an input or output of a piece.
+    # An item of a tuple stays with the node that returns the tuple: pieces cannot exchange tuples.
     for node in calls:
         if is_item(node) and (source := place.get(node.all_input_nodes[0])) is not None and source != place[node]:
             groups[place[node]].nodes.remove(node)
@@ -127,7 +127,7 @@ def _kind(node: fx.Node) -> int:
 
 
 def _longest_period(kinds: Sequence[int]) -> tuple[int, int, int] | None:
-    """Return the first place, length and number of those periods that cover most of a sequence, or None."""
+    """Return the start, length and count of the periods that cover the most of a sequence, or None."""
     seen: dict[int, int] = {}
     distances: Counter[int] = Counter()
     for place, kind in enumerate(kinds):

@@ -1,4 +1,4 @@
-"""Compiled pieces that this process keeps, so that another size or batch of the same model compiles only what differs."""
+"""Keep compiled pieces, so that another size or batch of the same model compiles only pieces that differ."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 from tritium.compiler.blocks.stitch import Boxed
 
-# The least recently used piece makes room. A model has about six for each size.
+# Beyond this number the least recently used piece is evicted. A model has about six pieces per size.
 MOST = 256
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """Code for a piece, and what its generation showed."""
+    """Code for a piece, and the observation of its generation."""
 
     run: Boxed
     observation: Mapping[str, Any] | None = None
@@ -41,5 +41,5 @@ def keep(key: Hashable, compiled: Compiled) -> None:
 
 
 def clear() -> None:
-    """Let go of all code, as `torch._dynamo.reset()` does."""
+    """Drop all code, like `torch._dynamo.reset()`."""
     _pieces.clear()

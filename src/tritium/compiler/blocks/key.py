@@ -1,10 +1,10 @@
-"""What must be equal for two segments to share compiled code.
+"""Compute the key of a segment: segments with equal keys share compiled code.
 
-Operations, constants and how values flow are equal; inputs have equal dtypes, shapes, strides and offsets, and the same of
-them share memory. A view of a buffer differs from a separate tensor: code for one would read the other wrongly.
+They have equal operations, constants and data flow; their inputs have equal dtypes, shapes, strides and offsets, and share
+memory in the same way. A view of a buffer differs from a separate tensor: code for one would read the other wrongly.
 
-Sizes are compared by their symbols. Compiling adds guards on symbols, which hold for equal symbols alone; so a key with
-symbols is never looked up in another compilation, where the same name is another size.
+Sizes are compared by their symbols. Compiling adds guards on symbols, which are valid only for the same symbols. A key with
+symbols is never looked up in another compilation, where the same name can mean another size.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, type)
 
 @dataclass(frozen=True)
 class Key:
-    """The key of a segment, and whether it means the same in another compilation.
+    """The key of a segment, and whether it is valid in another compilation.
 
-    `floats` are the symbols of numbers that Dynamo made inputs. They differ in equal blocks, until Inductor lets Dynamo
-    trace the model again with the numbers as constants: they are no reason not to cut, and one not to share code.
+    `floats` are the symbols of floats that Dynamo turned into inputs. Equal blocks have different ones until Inductor makes
+    Dynamo trace the model again with the floats as constants. They do not prevent a cut, but they prevent shared code.
     """
 
     value: Hashable
@@ -94,7 +94,7 @@ class _Writer:
 
     def _call(self, node: fx.Node) -> Hashable:
         if node.op in ("get_attr", "call_module"):
-            # Its content is part of the code: another module's attribute of this name is another.
+            # The attribute's content is part of the code, and another module can have another attribute of this name.
             self.is_portable = False
             target: Hashable = ("attribute", id(_attribute(self.facts.gm, str(node.target))))
         else:
@@ -104,7 +104,7 @@ class _Writer:
         if isinstance(value, torch.SymFloat):
             self._float(node)
         elif self.facts.symbols[node]:
-            # Sizes inside can have symbols that those of the inputs lack.
+            # Sizes of intermediate values can have symbols that the inputs' sizes lack.
             self.is_portable = False
         return node.op, target, arguments
 
@@ -112,14 +112,14 @@ class _Writer:
         if isinstance(value, fx.Node):
             return "node", self.places[value]
         if isinstance(value, (tuple, list)):
-            # As an index, a list is another thing than a tuple.
+            # As an index, a list and a tuple have different meanings.
             return type(value).__name__, tuple(map(self._argument, value))
         if isinstance(value, dict):
             return "mapping", tuple((name, self._argument(item)) for name, item in value.items())
         if isinstance(value, slice):
             return "slice", self._argument(value.start), self._argument(value.stop), self._argument(value.step)
         if isinstance(value, float):
-            # 0.0 and -0.0 are equal and divide differently.
+            # 0.0 == -0.0, but division by them differs.
             return "float", value.hex()
         if isinstance(value, (*_PLAIN, *_NAMED)):
             return type(value).__name__, value

@@ -1,4 +1,4 @@
-"""Reasons why a graph cannot be cut, or not at these places, without changing what it computes."""
+"""Return reasons why a graph cannot be cut, or not at these places, without changing its results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tritium.fusions.expression import value_of
 _ENTERS = "_enter_autocast"
 _EXITS = "_exit_autocast"
 
-# What can be passed from one piece to another.
+# The types of values that pieces can exchange.
 _PASSED = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)
 
 
@@ -67,7 +67,7 @@ def _shared_and_written(segments: Sequence[Segment], facts: Facts) -> str | None
     for place, segment in enumerate(segments):
         if (pair := _pair(segment.inputs, written[place], facts)) is not None:
             return f"a piece writes to memory that two of its inputs share ({pair})"
-        # A result is a view of an input again for the caller; of another result it need not be.
+        # Compiled code restores results that are views of inputs; a view of another result may become a separate tensor.
         later: set[int] = set().union(*written[place + 1 :]) - facts.memory_of(segment.inputs)
         if (pair := _pair(segment.outputs, later, facts)) is not None:
             return f"memory that two results of a piece share is written to later ({pair})"

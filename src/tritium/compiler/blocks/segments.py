@@ -1,4 +1,4 @@
-"""A graph as consecutive segments, each of which can become a separate graph."""
+"""Divide a graph into consecutive segments, each of which can become a separate graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tritium.fusions.expression import value_of
 
 @dataclass(eq=False)
 class Segment:
-    """Some nodes of a graph in order, the values they read from outside, and their values that are read outside.
+    """Nodes of a graph in order, the outside values that they read, and their values that outside nodes read.
 
     Inputs are in order of first use, outputs in order of computation: equal parts of a graph have them in equal order.
     """
@@ -27,7 +27,7 @@ class Segment:
 
 
 def segments_of(groups: Iterable[Sequence[fx.Node]], facts: Facts) -> list[Segment]:
-    """Return the segments that some consecutive groups of nodes make."""
+    """Return a segment for each non-empty group of consecutive nodes."""
     return [_segment(list(group), facts) for group in groups if group]
 
 
@@ -50,13 +50,13 @@ def _segment(group: list[fx.Node], facts: Facts) -> Segment:
 
 
 def is_item(node: fx.Node) -> bool:
-    """Return whether a node takes an item of a tuple: it stays with the node that makes the tuple."""
+    """Return whether a node takes an item of a tuple: it stays with the node that returns the tuple."""
     source = node.args[0] if node.op == "call_function" and node.target is operator.getitem else None
     return isinstance(source, fx.Node) and not isinstance(value_of(source), torch.Tensor) and source.op != "placeholder"
 
 
 def graph_of(segment: Segment) -> fx.Graph:
-    """Return a graph of a segment alone. It always returns a tuple."""
+    """Return a new graph of one segment; the graph always returns a tuple."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in segment.inputs:

@@ -1,4 +1,4 @@
-"""The stage of the pipeline: compile each distinct piece of some graphs once."""
+"""The pipeline stage that compiles each distinct piece of some graphs once."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ Compile = Callable[[fx.GraphModule, SharedPiece], Compiled]
 
 
 class _FloatsDifferError(Exception):
-    """Equal blocks differ in numbers that are inputs."""
+    """Equal blocks have different floats as inputs."""
 
 
 @dataclass
 class Reuse:
-    """Compiled pieces of one compilation, and where they are written down."""
+    """The compiled pieces of one compilation, and the records that report them."""
 
     compile: Compile
-    # What else decides the code of a piece; None if pieces are not kept for later graphs.
+    # Returns everything else that determines the code of a piece; None if pieces are not kept for later graphs.
     surroundings: Callable[[fx.GraphModule], Hashable] | None
-    # Whether numbers that are inputs may differ between pieces that share code.
+    # Whether floats that are inputs may differ between pieces that share code.
     shares_floats: bool
     record: GraphRecord
     entry: PassRecord
@@ -73,7 +73,7 @@ class Reuse:
         name = self._name(piece)
         if name not in self.done:
             if any(known[0] == piece.key.value for known in self.done if not self.shares_floats):
-                # Inductor took the numbers of the first as inputs, and did not make Dynamo trace the model again.
+                # Inductor kept the floats of the first piece as inputs instead of making Dynamo trace the model again.
                 raise _FloatsDifferError("equal blocks have numbers as inputs, which may not differ in shared code")
             self.done[name] = self._make(with_graph(gm, graph_of(piece.segment)), piece, shared)
         return self.done[name]

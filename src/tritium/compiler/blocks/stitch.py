@@ -1,4 +1,4 @@
-"""One flat function that calls compiled pieces in order, and lets go of each value after the last piece that reads it."""
+"""Generate a flat function that calls compiled pieces in order and drops each value when its last reader starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Boxed = Callable[[list[Any]], Sequence[Any]]
 
 
 def boxed(run: Callable[..., Any]) -> Boxed:
-    """A function of one list for a function of several arguments."""
+    """Return a function of one list of values for a function of several arguments."""
 
     def call(values: list[Any]) -> Any:
         return run(*values)
@@ -23,7 +23,7 @@ def boxed(run: Callable[..., Any]) -> Boxed:
 
 
 def stitch(graph: fx.Graph, segments: Sequence[Segment], runs: Sequence[Boxed]) -> Callable[..., Any]:
-    """Return a function of a graph's inputs that computes what the graph computes by running its segments."""
+    """Return a function with a graph's inputs and results that runs the graph's segments."""
     placeholders = list(graph.find_nodes(op="placeholder"))
     (output,) = graph.find_nodes(op="output")
     names = {node: f"a{place}" for place, node in enumerate(placeholders)}
@@ -48,7 +48,7 @@ def stitch(graph: fx.Graph, segments: Sequence[Segment], runs: Sequence[Boxed]) 
 def _step(place: int, segment: Segment, names: Mapping[fx.Node, str], read_last: Sequence[fx.Node]) -> list[str]:
     lines = [f"    values = [{', '.join(names[node] for node in segment.inputs)}]"]
     if read_last:
-        # Before the piece runs, which empties the list: then nothing but the piece holds them.
+        # Delete them before the piece runs: the piece empties the list, and can then free the memory.
         lines.append(f"    del {', '.join(names[node] for node in read_last)}")
     results = "".join(f"{names[node]}, " for node in segment.outputs)
     lines.append(f"    {f'{results}= ' if results else ''}run{place}(values)")
@@ -56,7 +56,7 @@ def _step(place: int, segment: Segment, names: Mapping[fx.Node, str], read_last:
 
 
 class _Name(str):
-    """A variable of the function."""
+    """The name of a variable in the generated function."""
 
     __slots__ = ()
 

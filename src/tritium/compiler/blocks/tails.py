@@ -3,8 +3,8 @@
 Before:  block 0: ..., y = linear(.), x1 = x + gate * y      block 1: norm(x1), linear(.), ...
 After:   block 0: ..., y = linear(.)                         block 1: x1 = x + gate * y, norm(x1), linear(.), ...
 
-The residual add fuses with the norm behind it, as it does in a graph that is compiled whole: a launch and a pass over the
-stream less for each block. A node moves if no product and no attention of its block depends on it.
+The residual add then fuses with the following norm, as in a graph that is compiled whole. This saves a launch and a pass
+over the stream per block. A node moves if no product and no attention of its block depends on it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def is_product(node: fx.Node) -> bool:
 
 
 def with_tails_moved(groups: Sequence[Group], facts: Facts) -> list[list[fx.Node]]:
-    """Return the nodes of groups, each block of which gave its end to the next group."""
+    """Return the nodes of each group, with the end of each block moved to the next group."""
     moved: list[list[fx.Node]] = []
     carried: list[fx.Node] = []
     for index, group in enumerate(groups):
@@ -60,12 +60,12 @@ def _tail(nodes: Sequence[fx.Node], facts: Facts) -> set[fx.Node]:
     kept: set[fx.Node] = set()
     for node in reversed(nodes):
         needed = any(user in kept for user in node.users)
-        # What reads memory that the block writes must read it before or after the write, as the model does.
+        # Do not move nodes that use memory that the block writes: that could reorder the read and the write.
         touches = bool(written and facts.memory_of([node, *node.all_input_nodes]) & written)
         if needed or touches or is_product(node) or acts(node):
             kept.add(node)
     for node in nodes:
-        # An item stays with what makes the tuple.
+        # An item stays with the node that returns the tuple.
         if is_item(node) and node.all_input_nodes[0] in kept:
             kept.add(node)
     return set(nodes) - kept
