@@ -20,5 +20,5 @@ def test_the_demo_writes_pictures_and_a_report(capsys, tmp_path):
         assert sheet.width > 3 * 256
         assert sheet.height > 4 * 256
     page = (tmp_path / "report.html").read_text()
-    assert "FluxTransformerBlock" in page
+    assert "FluxTransformer2DModel" in page
     assert "Times are <b>measured</b>" in page
