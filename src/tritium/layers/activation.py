@@ -12,7 +12,7 @@ from tritium.layers import checks
 
 
 class FastGELU(nn.Module):
-    """Compute `x * sigmoid(1.702 x)`, an approximation of GELU with errors up to 0.021. Lossy: used only by name."""
+    """Compute `x * sigmoid(1.702 x)`, GELU with errors up to 0.021: lossy, so only used by name."""
 
     lossy = True
 

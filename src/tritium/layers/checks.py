@@ -66,7 +66,10 @@ def needs_gradients(*tensors: torch.Tensor) -> bool:
 
 
 def needs_tangents() -> bool:
-    """Return whether forward-mode derivatives are taken, which PyTorch's attention kernels lack; False in a graph."""
+    """Return whether forward-mode derivatives are taken; False in a graph.
+
+    PyTorch's attention kernels do not compute these.
+    """
     return not torch.compiler.is_compiling() and compat.has_tangents()
 
 

@@ -64,7 +64,7 @@ def compute(layer: Layer, fused: bool, *given: Any) -> Any:
 
 
 def _form(layer: Layer, fused: Any, given: Sequence[Any]) -> Hashable | None:
-    """Return everything that checks and choices depend on, or None if it cannot be determined: such calls are not cached."""
+    """Return all that checks and choices depend on, or None for calls that must not be cached."""
     if type(fused) is not bool or compat.replaces_functions():
         return None
     form: list[Any] = [layer.op.name, fused, compat.is_watched()]

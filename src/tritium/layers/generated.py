@@ -35,7 +35,7 @@ class _Listener(threading.local):
 
 
 class Generated:
-    """A function of tensors and flags, compiled for its first sizes, and for dynamic sizes when they change."""
+    """A function of tensors and flags, compiled for its first sizes, then for dynamic ones."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._listener = _Listener()
@@ -56,7 +56,7 @@ class Generated:
         return self._by_dynamo(*arguments)
 
     def first(self, arguments: tuple[Any, ...]) -> tuple[Any, Callable[..., Any]]:
-        """Return the result, and a function for later arguments of the same form, none of which needs gradients."""
+        """Return the result, and a function for further calls of the same form without gradients."""
         runs: list[_Run] = []
         self._listener.runs = runs
         try:
@@ -69,7 +69,10 @@ class Generated:
 
 
 def _again(run: _Run, arguments: tuple[Any, ...], result: Any) -> Callable[..., Any] | None:
-    """Return a function that repeats a run for other arguments, or None if inputs or result cannot be identified."""
+    """Return a function that repeats a run for other arguments, or None.
+
+    None if the inputs of the graph, or its result, cannot be identified.
+    """
     tensors = [index for index, value in enumerate(arguments) if isinstance(value, torch.Tensor)]
     places = {id(arguments[index]): index for index in tensors}
     # A tensor passed twice is one input of the graph; the next call may pass two different ones.

@@ -16,7 +16,7 @@ RANKS = range(2, 9)
 
 
 class RMSNorm(nn.Module):
-    """Compute `x / sqrt(mean(x^2) + eps) * weight` over the last dim in float32, rounded once to the dtype of x."""
+    """Compute `x / sqrt(mean(x^2) + eps) * weight` over the last dim in float32, rounded to x's dtype."""
 
     def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ def rotary_position_embedding(
     head_first: bool = False,
     fused: bool = True,
 ) -> torch.Tensor:
-    """Rotate every pair of elements of a head by its angle, in float32, and round once to the dtype of `x`.
+    """Rotate every pair of elements of a head by its angle, in float32, rounded to the dtype of `x`.
 
     Args:
         x: [B, S, N, D], or [B, N, S, D] with `head_first`; with 4-D tables also [S, B, N, D].

@@ -1,4 +1,4 @@
-"""The candidates for attention: each has a function that computes it, and one that declines requests with a reason.
+"""The candidates for attention: how each computes, and why it declines a request.
 
 All take heads-first tensors, a mask of rank 4 or None, a scale and causality aligned to the first key. A candidate
 declines if it cannot apply one of these. Packages add candidates under the entry point group `tritium.attention`.
@@ -90,7 +90,7 @@ def _decline_pytorch(request: Request) -> str | None:
 
 
 def _decline_form(request: Request) -> str | None:
-    """Return why no kernel on a GPU takes a request, or None."""
+    """Return why kernels on a GPU cannot take a request, or None."""
     if elsewhere := _decline_on_gpu_alone(request):
         return elsewhere
     if not request.packed:
@@ -197,7 +197,7 @@ LARGE_FROM = 128
 
 
 def tile_for_a_wide_mask(width: int, value_width: int, element: int, room: int) -> tuple[int, int, int, int]:
-    """Return the first tile that fits `room` bytes of shared memory, for head widths and bytes per element, or the last.
+    """Return the first tile that fits `room` bytes of shared memory, or the last one.
 
     >>> tile_for_a_wide_mask(128, 128, 2, 232448), tile_for_a_wide_mask(64, 64, 2, 232448)
     ((128, 64, 3, 8), (64, 64, 3, 4))

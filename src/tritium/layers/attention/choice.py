@@ -105,9 +105,9 @@ def _static(request: Request, where: torch.device) -> str:
 
 
 def rule(request: Request, capability: tuple[int, int] | None) -> str:
-    """Return the candidate for an unmeasured request: cuDNN on Hopper and later, where it is the fastest, else sdpa.
+    """Return the candidate for an unmeasured request: cuDNN on Hopper and later, else sdpa.
 
-    If sdpa declines, flex, chunked and math follow.
+    cuDNN is the fastest there. If sdpa declines, flex, chunked and math follow.
     """
     order = ["sdpa", "flex", "chunked", "math"]
     fastest = capability is not None and capability >= (9, 0) and request.mask is None and request.width <= 128
@@ -131,7 +131,7 @@ def _runtime(request: Request, where: torch.device) -> Row | None:
 
 
 def recall(where: torch.device, key: str, measured: Callable[[], Row | None] | None) -> Row | None:
-    """Return the row of a key from memory or the user's file, else measure it if possible and store it in both."""
+    """Return the row of a key from memory or the user's file, else measure and store it."""
     name = _device_name(where)
     with _LOCK:
         row = _known(name, key)
@@ -174,7 +174,10 @@ def _remember(name: str, row: Row) -> None:
 
 
 def chosen_before(call: Hashable) -> Candidate | None:
-    """Return the choice for an identical earlier call, or None: building a request takes longer than a kernel launch."""
+    """Return the choice for an identical earlier call, or None.
+
+    Building a request takes the host longer than a kernel launch.
+    """
     return _CALLS.get((call, envs.get(envs.ATTENTION)))
 
 
@@ -194,7 +197,7 @@ def choose_again(call: Hashable, chosen: Callable[[], Candidate]) -> Candidate:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def identity() -> str:
-    """Return a digest of everything but the call that choices depend on; it enters the cache key of a traced graph.
+    """Return a digest of everything but the call that choices depend on, for a graph's cache key.
 
     Compiled code is cached by the graph that Dynamo traced, which does not contain the choice: without the digest the
     cache could return code for another choice.
@@ -231,7 +234,7 @@ def _elsewhere(work: Callable[[], Row | None]) -> Row | None:
 
 
 def compare(request: Request, where: torch.device, *, tracing: bool = False, key: str | None = None) -> Row | None:
-    """Time the candidates that take a request and are close enough to float64; return None if there are none."""
+    """Time the candidates that take a request and are close to float64; None if there are none."""
     dropped: dict[str, str] = {}
     runs: dict[str, Callable[[], torch.Tensor]] = {}
     # Set no default device: it is a mode that runs Python for every operator, and penalizes candidates of many operators.
@@ -307,7 +310,7 @@ def _not_close(run: Callable[[], torch.Tensor], exact: torch.Tensor, allowed: fl
 
 
 def timed(runs: dict[str, Callable[[], torch.Tensor]], device_type: str) -> dict[str, float]:
-    """Return the median milliseconds of interleaved runs; much slower ones (`HOPELESS`) are timed only briefly."""
+    """Return the median ms of interleaved runs; much slower ones (`HOPELESS`) run only briefly."""
     first = measure.interleave(runs, device_type, rounds=2, warmup=1)
     limit = HOPELESS * min(timing.median_ms for timing in first.values())
     close = {name: run for name, run in runs.items() if first[name].median_ms <= limit}

@@ -33,7 +33,9 @@ def attention_forward(
     op_type: str | None = None,
     layout: str | None = None,
 ) -> torch.Tensor:
-    """Compute attention by the fastest candidate for these shapes on this device, with every mask, scale and causality.
+    """Compute attention by the fastest candidate for these shapes on this device.
+
+    Masks, scales and causality are always applied.
 
     Args:
         query: [B, Sq, N, D], or [B, N, Sq, D] with `head_first`; the result has the same layout.

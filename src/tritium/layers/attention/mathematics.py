@@ -37,7 +37,9 @@ def attention_math(
     first_row: int = 0,
     wide: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return `softmax(q k^T * scale, masked) v` of heads-first tensors, in float32 (float64 for float64), rounded once.
+    """Return `softmax(q k^T * scale, masked) v` of heads-first tensors.
+
+    It is computed in float32 (float64 for float64) and rounded once.
 
     Causality is aligned to the first key, as in F.scaled_dot_product_attention. A row without a visible key gives zeros.
     `first_row` is the index of the first query if q is a slice of all queries.

@@ -1,4 +1,4 @@
-"""The properties of an attention call, without tensor values: candidates accept and measurements are stored by these."""
+"""The properties of an attention call without tensor values, the key of choices and measurements."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ def _dispatcher() -> tuple[Any, Any]:
 
 
 def _backend(attend: Attend) -> Callable[..., torch.Tensor]:
-    """Return a function with the signature of diffusers' dispatcher; it raises for arguments that it cannot apply."""
+    """Return a function for diffusers' dispatcher; it raises for arguments that it cannot apply."""
 
     def tritium_attention(
         query: torch.Tensor,
@@ -316,7 +316,7 @@ def _copied_as_it_was(cls: type) -> type:
 
 
 def _another_class(cls: type, body: Mapping[str, Any]) -> type:
-    """Return a subclass of a processor's class whose copies and pickles have the processor's original state."""
+    """Return a subclass of a class whose copies and pickles have a processor's original state."""
 
     def reduced(self: Any, protocol: Any) -> tuple[Any, ...]:
         del protocol

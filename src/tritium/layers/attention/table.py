@@ -1,4 +1,4 @@
-"""Measured times of attention: one JSON file per device, shipped with the package or in the user's cache folder.
+"""Measured times of attention: one JSON file per device, from the package or the user's cache.
 
 A row is valid for the versions it was measured with; rows of other versions stay in the file unused.
 """

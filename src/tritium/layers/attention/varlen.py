@@ -124,7 +124,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 def _boundaries(
     name: str, given: torch.Tensor | Sequence[int], stream: torch.Tensor, longest: int | None
 ) -> torch.Tensor:
-    """Return boundaries as a tensor on the stream's device; check those that can be read without synchronizing."""
+    """Return boundaries on the stream's device; check those that can be read without waiting."""
     if isinstance(given, torch.Tensor):
         checks.tensor(name, given)
         if given.dim() != 1 or given.shape[0] < 2 or given.dtype not in WHOLE:
@@ -192,7 +192,7 @@ def _varlen(
 
 
 def _lies_for_kernels(*streams: torch.Tensor) -> bool:
-    """Return whether kernels can read streams: on an Ampere GPU or later, with dense heads aligned to 16 bytes."""
+    """Return whether kernels can read streams: Ampere or later, dense heads aligned to 16 bytes."""
     capability = device.capability(streams[0].device)
     if capability is None or capability < (8, 0):
         return False
@@ -210,7 +210,10 @@ def _flash_takes(q: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 def _nested_takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Return whether the kernel of nested tensors applies: also for float32 and heads without a FlashAttention kernel."""
+    """Return whether the kernel of nested tensors applies.
+
+    It covers float32, and heads for which FlashAttention has no kernel.
+    """
     return q.dtype in (torch.float16, torch.bfloat16, torch.float32) and not checks.needs_gradients(q, k, v)
 
 

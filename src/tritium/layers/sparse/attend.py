@@ -1,4 +1,4 @@
-"""Attention with a mask over blocks, by the fastest of the Triton kernel, FlexAttention and the reference."""
+"""Attention with a mask over blocks, by the Triton kernel, FlexAttention or the reference."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def attend(
     causal: bool = False,
     by: str | None = None,
 ) -> torch.Tensor:
-    """Compute attention of permuted streams [B, S, N, D] over lists of blocks; `by=None` uses the fastest way."""
+    """Compute attention of permuted streams [B, S, N, D] over lists of blocks; `by=None`: fastest."""
     check_way(by)
     checks.no_gradients_in_a_graph("sparse attention", q, k, v)
     if compat.is_mapped(*lists):
@@ -107,7 +107,7 @@ def _fastest(arguments: list[Any]) -> str:
 
 
 def _compared(key: str, arguments: list[Any]) -> Row:
-    """Time both ways on the arguments of this call: the result depends on the number of blocks in the lists."""
+    """Time both on the arguments of this call: the number of listed blocks decides which is faster."""
     triton = ops.providers(op.OP)[TRITON]
     ways: dict[str, Callable[..., Any]] = {TRITON: lambda *given: triton.run(op.OP.bind(*given)), FLEX: by_flex}
     runs = {name: functools.partial(run, *arguments) for name, run in ways.items()}
@@ -140,7 +140,7 @@ def by_flex(
     scale: float,
     causal: bool,
 ) -> torch.Tensor:
-    """Compute by FlexAttention, whose blocks all have one size: shorter blocks are padded, and the padding masked."""
+    """Compute by FlexAttention; its blocks have one size, so shorter ones are padded and masked."""
     (q_slots, q_inside), (k_slots, k_inside) = (_slots(edges, block) for edges in (q_edges, k_edges))
     wide = [t.index_select(1, slots).transpose(1, 2) for t, slots in ((q, q_slots), (k, k_slots), (v, k_slots))]
 
@@ -166,7 +166,7 @@ def by_flex(
 
 
 def _tiles(q: torch.Tensor, block: int) -> dict[str, int] | None:
-    """Return tile sizes for FlexAttention on a GPU, whose default tiles of up to 128 must divide the block."""
+    """Return smaller tiles for FlexAttention on a GPU if its default of 128 does not divide the block."""
     if not q.is_cuda or block % 128 == 0:
         return None
     side = math.gcd(block, 64 if q.dtype.itemsize == 2 else 32)

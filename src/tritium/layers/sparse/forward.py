@@ -45,7 +45,7 @@ class Method:
 
     @property
     def tile(self) -> int:
-        """The side of the tiles by which frames are reordered; 1 for `radial` and `ada_bsa`, which keep the order."""
+        """The side of the tiles that reorder frames; 1 for `radial` and `ada_bsa`, which keep the order."""
         return TILE if self.sparse_type in (RF_V2, RF_V3) else 1
 
     @property

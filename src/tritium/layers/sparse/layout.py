@@ -26,7 +26,7 @@ LARGEST = 65_536
 
 @dataclass(frozen=True)
 class SparseLayout:
-    """The order of tokens for a latent of `latent_shape` (frames, height, width) after `txt_len` tokens of text.
+    """The order of tokens for a latent (frames, height, width) and `txt_len` tokens of text.
 
     Apply `permute` once per forward to every tensor with a row per token, including rotary tables; `unpermute` is the
     inverse. Layers in between that treat all tokens equally need no change.
@@ -145,7 +145,7 @@ def _index(layout: SparseLayout, device: torch.device | str) -> torch.Tensor:
 
 
 def _tiled(grid: torch.Tensor, tile: int) -> torch.Tensor:
-    """Return frames [F, H, W] as rows [F, H W]: whole tiles, the strip below them, the strip to their right."""
+    """Return frames [F, H, W] as rows [F, H W]: whole tiles, then the strips below and to the right."""
     frames, height, width = grid.shape
     main_height, main_width = height - height % tile, width - width % tile
     strips = [part.flatten(1) for part in (grid[:, main_height:], grid[:, :main_height, main_width:])]
@@ -157,7 +157,7 @@ def _tiled(grid: torch.Tensor, tile: int) -> torch.Tensor:
 
 
 def _is_traced() -> bool:
-    """Return whether tracing, dispatch modes or a capture are active: tensors created now must not be cached."""
+    """Return True in tracing, dispatch modes and captures: tensors created now must not be cached."""
     return (
         torch.compiler.is_compiling()
         or bool(torch._C._len_torch_dispatch_stack())

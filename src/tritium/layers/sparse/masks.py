@@ -63,7 +63,7 @@ def rainfusion(
 
 
 def _always_seen(q_layout: SparseLayout, k_layout: SparseLayout, device: torch.device) -> torch.Tensor:
-    """Return a mask [R, C] of the rows and columns of text and of the first frame, if there are several frames."""
+    """Return a mask [R, C] of the rows and columns of text and of the first of several frames."""
     rows, columns = (_anchors(layout, device) for layout in (q_layout, k_layout))
     return rows.unsqueeze(1) | columns.unsqueeze(0)
 
@@ -76,7 +76,7 @@ def _anchors(layout: SparseLayout, device: torch.device) -> torch.Tensor:
 
 
 def radial(q_layout: SparseLayout, k_layout: SparseLayout, sparsity: float, device: torch.device) -> torch.Tensor:
-    """Return windows in space whose width halves each time the distance in frames doubles, as [1, 1, R, C].
+    """Return windows in space, [1, 1, R, C], whose width halves when the distance in frames doubles.
 
     Their width is chosen to keep a share of 1 - sparsity of the blocks; text and the first frame are always kept. The mask
     does not depend on the stream's values, so all layers and steps can share it.
@@ -98,7 +98,7 @@ def radial(q_layout: SparseLayout, k_layout: SparseLayout, sparsity: float, devi
 
 
 def _centres(layout: SparseLayout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the frame of each block's middle token, and its position in the frame from 0 to 1; meaningless for text."""
+    """Return the frame of each block's middle token and its place there, 0 to 1; arbitrary for text."""
     _, height, width = layout.latent_shape
     edges = layout.edges(device).long()
     middle = (edges[:-1] + edges[1:] - 1).clamp(min=0) // 2
@@ -119,8 +119,9 @@ def estimated(
     keep_recent: bool,
     causal: bool,
 ) -> torch.Tensor:
-    """Keep the fewest blocks with a share `threshold` of the estimated attention, at most a share of 1 - sparsity.
+    """Keep the fewest blocks with a share `threshold` of the estimated attention.
 
+    At most a share of 1 - sparsity of the blocks is kept.
     `STRIDE` queries in reverse order are multiplied with as many keys at once, which samples every diagonal of the scores.
     `keep_sink` and `keep_recent` always keep the first and the last block. Streams are not permuted and have no text.
     """

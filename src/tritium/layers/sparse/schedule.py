@@ -1,4 +1,4 @@
-"""Sparse attention over the layers and steps of a model: dense steps and layers, and the reuse of masks."""
+"""Sparse attention over a model's layers and steps: which are dense, and the reuse of masks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SparseAttention:
         layout: The order of the stream's tokens.
         sparse_type: As in `sparse_attention`.
         sparsity: As in `sparse_attention`.
-        dense_steps: The number of first steps that are dense: they determine the composition of an image.
+        dense_steps: The number of dense steps at the start: they determine the composition of an image.
         dense_layers: Layers that are always dense.
         reuse_steps: The number of steps for which a mask is used before it is computed again.
         permuted: Whether the streams are already in the order of `layout.permute`; then they are not reordered.
@@ -96,7 +96,7 @@ class SparseAttention:
         scale: float | None = None,
         stream: int = 0,
     ) -> torch.Tensor:
-        """Compute one attention. `stream` numbers the model calls of a step, such as those of guidance: masks differ."""
+        """Compute one attention; `stream` numbers the calls of a step, such as guidance's, for the masks."""
         self._check(q, k, v, step, layer, scale)
         if step < self.dense_steps or layer in self.dense_layers or self.method.is_dense:
             self._count(1.0)

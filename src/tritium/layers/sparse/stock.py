@@ -76,7 +76,7 @@ class _Pictures:
     move: float = 0.0
 
     def begins(self, now: float | None, *, whole_step: bool) -> bool:
-        """Return whether a forward at a timestep starts another image; `whole_step`: the last step is complete."""
+        """Return whether a forward starts another image; `whole_step`: the last step is complete."""
         if now is None:
             return False
         begins = self.last is not None and self._turns(now, whole_step=whole_step)
