@@ -77,7 +77,10 @@ def catalog() -> dict[str, Op]:
 
 
 def providers(op: Op) -> dict[str, Provider]:
-    """Return the owned providers of an op by name; `inductor` and `reference` exist for every op in addition."""
+    """Return the owned providers of an op by name.
+
+    Every op also has the providers `inductor` and `reference`.
+    """
     _registration()
     return _providers_of(op)
 

@@ -1,4 +1,6 @@
-"""`norm(x) * (1 + scale) + shift`, the adaptive norm of diffusion transformers, computed in float32 and rounded once.
+"""`norm(x) * (1 + scale) + shift`, the adaptive norm of diffusion transformers.
+
+It is computed in float32 and rounded once.
 
 `norm` is "layer", "rms" or "none"; weight and bias belong to the norm; shift is optional. Scale and shift are
 broadcast against x: [B, H], already viewed as [B, 1, H], or one row per token, [B, S, H].

@@ -60,7 +60,10 @@ class CustomOp:
         return self.definition._opoverload
 
     def files(self) -> list[Path]:
-        """The source files of this op's kernels and fake, for cache keys: Inductor's contains only the op's name."""
+        """The source files of this op's kernels and fake, for cache keys.
+
+        Inductor's cache key contains only the op's name.
+        """
         functions = [self.function, self.make_outputs, *self.implementations]
         found = (inspect.getsourcefile(function) for function in functions if inspect.isfunction(function))
         return sorted({Path(file) for file in found if file and Path(file) != Path(__file__)})
@@ -113,7 +116,10 @@ def _output_maker(name: str, function: Callable[..., Any], outputs: OutputMeta) 
 
 
 def _checked(name: str, function: Callable[..., Any], make_outputs: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function and check its results against the fake: a mismatch would give wrong results silently."""
+    """Wrap a function to check its results against the fake.
+
+    A mismatch would otherwise give wrong results silently.
+    """
     promises: dict[Any, list[tuple[torch.Size, torch.dtype]]] = {}
 
     def promise_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[torch.Size, torch.dtype]]:

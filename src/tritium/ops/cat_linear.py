@@ -1,4 +1,4 @@
-"""`linear(cat(parts, dim=-1), weight, bias)`: a projection of concatenated tensors, computed as written."""
+"""`linear(cat(parts, dim=-1), weight, bias)`: a projection of a concatenation, computed as written."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def alone(shape: Any, draw: Draw) -> dict[str, Any]:
 
 
 def block(shape: Any, draw: Draw) -> tuple[Callable[..., Any], tuple[torch.Tensor, ...]]:
-    """Return the end of a FLUX single block: attention's result concatenated with a product's, here a narrow one.
+    """Return the end of a FLUX single block: attention concatenated with a narrow product's result.
 
     The product includes the activation, as `linear_gelu` computes it, so the concatenation only copies.
     """

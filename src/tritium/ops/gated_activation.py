@@ -1,4 +1,6 @@
-"""`activation(gate) * value`: the gating of GEGLU and SwiGLU, computed as written, rounded after the activation as eager does.
+"""`activation(gate) * value`, as in GEGLU and SwiGLU, computed as written.
+
+The result of the activation is rounded, as in eager.
 
 `activation` is "silu", "gelu" or "gelu_tanh".
 """

@@ -1,4 +1,7 @@
-"""`x + gate * y` with a gate that is broadcast over tokens, computed in float32 (float64 for float64) and rounded once."""
+"""`x + gate * y` with a gate that is broadcast over tokens.
+
+It is computed in float32 (float64 for float64) and rounded once.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GELU, exact or by its tanh approximation, computed in float32 (float64 for float64) and rounded once."""
+"""GELU, exact or by its tanh approximation, in float32 (float64 for float64), rounded once."""
 
 from __future__ import annotations
 

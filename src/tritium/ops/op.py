@@ -35,7 +35,10 @@ class Arguments(SimpleNamespace):
 
 @dataclass(frozen=True)
 class Provider:
-    """One implementation of an op. It returns tensors with the shapes, dtypes and strides of the op's fake results."""
+    """One implementation of an op.
+
+    It returns tensors with the shapes, dtypes and strides of the op's fake results.
+    """
 
     name: str
     op: str
@@ -231,7 +234,7 @@ def _fake_of(op: Op) -> Callable[..., Result]:
 
 
 def _traced(op: Op, providers: Mapping[str, Provider]) -> Callable[..., Any]:
-    """Return a function that traces a call of the op by its provider, or returns `NotImplemented` to keep the call."""
+    """Return a function that traces a call by its provider, or `NotImplemented` to keep the call."""
 
     def traced(*arguments: Any, provider: str, **named: Any) -> Any:
         chosen = providers.get(provider)

@@ -1,4 +1,7 @@
-"""`x / sqrt(mean(x^2) + eps) * weight` over the last dim, computed in float32 (float64 for float64) and rounded once."""
+"""`x / sqrt(mean(x^2) + eps) * weight` over the last dim.
+
+It is computed in float32 (float64 for float64) and rounded once.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Rotary position embedding over the last dim, computed in float32 (float64 if x or a table is) and rounded once.
+"""Rotary position embedding over the last dim.
+
+It is computed in float32 (float64 if x or a table is) and rounded once.
 
 Every pair (a, b) of elements becomes (a * cos - b * sin, a * sin + b * cos). `mode` defines the pairs and the form of
 the rotation:

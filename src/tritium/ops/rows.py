@@ -17,7 +17,9 @@ WARP_TILE = 32 * 8
 
 
 def launch_options(width: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the tiling of rows of a width, and Triton's options; PIECES is 0 for rows that one program cannot hold.
+    """Return the tiling of rows of a width, and Triton's options.
+
+    PIECES is 0 for rows that one program cannot hold.
 
     A row gets few warps with up to 5 tiles each. By the register count of sm_90 code, 4 to 9 programs then fit on a
     multiprocessor of an H200, with at least 80 KiB of loads in flight; about 25 KiB hide the memory latency. With few warps

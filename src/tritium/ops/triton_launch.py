@@ -88,7 +88,7 @@ def launch(
 
 
 def in_memory(x: torch.Tensor, *, channels_last: bool) -> torch.Tensor:
-    """Return a contiguous or channels-last tensor that several launches read; in a graph, force it to be stored once.
+    """Return a contiguous or channels-last tensor; in a graph, force it to be stored once.
 
     Inductor would otherwise recompute a pointwise expression for every kernel that reads it.
     """
@@ -122,7 +122,7 @@ def started() -> list[Any]:
 
 @functools.cache
 def _configured(kernel: Any, options: tuple[tuple[str, int], ...]) -> Any:
-    """Return a kernel with launch options, as an autotuner with one configuration, which never times anything."""
+    """Return a kernel as an autotuner with one configuration, which never times anything."""
     import triton
 
     own = {name: value for name, value in options if name in _OF_CONFIG}

@@ -14,7 +14,7 @@ Places = tuple[int, int, int]
 
 
 def places_of(tensor: torch.Tensor) -> Places | None:
-    """Return [B, S, N, D] as places in a 2-D table: (rows per sample, rows per head, columns per head), or None.
+    """Return rows per sample, rows per head and columns per head of [B, S, N, D] as a 2-D table, or None.
 
     A row is a token. The heads of a token are adjacent columns, or, if heads come first in memory, start some rows apart.
     None if the engine cannot read the tensor: it needs a non-empty table with a constant row stride, and units of 16 bytes.
@@ -53,5 +53,8 @@ def table(tensor: torch.Tensor, places: Places | None, tile: int) -> Any:
 
 @functools.cache
 def has_copy_engine(device: torch.device) -> bool:
-    """Return whether a device is Hopper or large Blackwell, with shared memory for the tiles of `launch_options`."""
+    """Return whether a device is Hopper or a large Blackwell.
+
+    Smaller GPUs with a copy engine lack the shared memory for the tiles of `launch_options`.
+    """
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)

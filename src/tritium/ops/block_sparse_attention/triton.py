@@ -49,7 +49,7 @@ def _options(tile: int, part: int, tables: bool, warps: int, stages: int) -> dic
 
 
 def run_triton(given: Arguments, chosen: Mapping[str, Any] | None = None) -> torch.Tensor:
-    """Launch the kernel with the options of a sweep, or with those of `launch_options` if `chosen` is None."""
+    """Launch the kernel with the options `chosen`, or with those of `launch_options` if it is None."""
     import triton
 
     from tritium.ops.kernels.block_sparse_attention import block_sparse_attention_kernel

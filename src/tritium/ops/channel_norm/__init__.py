@@ -1,4 +1,4 @@
-"""`normalize(x + offset, dim) * scale * weight + shift`, with or without a SiLU: the RMSNorm of video VAEs.
+"""`normalize(x + offset, dim) * scale * weight + shift`, optionally with SiLU, as in video VAEs.
 
 It is computed over channels, in float32, and rounded once. The offset is one value per channel: the bias of the
 preceding convolution, which this op adds. The result is channels-last if `x` is channels-last, else contiguous.

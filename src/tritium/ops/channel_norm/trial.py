@@ -43,7 +43,7 @@ def _video(shape: Any, channels: int, frames: int, draw: Draw) -> torch.Tensor:
 
 
 def block(shape: Any, draw: Draw) -> tuple[Callable[..., Any], tuple[torch.Tensor, ...]]:
-    """Return the op between two causal convolutions, here with kernels of one pixel, from and to a few channels."""
+    """Return the op between two causal 1x1x1 convolutions, from and to a few channels."""
     channels, few = shape["channels"], 8
     inner, outer = (
         (draw(*size, 1, 1, 1) / size[1] ** 0.5).to(memory_format=torch.channels_last_3d)

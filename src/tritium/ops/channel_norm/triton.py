@@ -1,4 +1,4 @@
-"""`channel_norm` on a GPU for channels-last tensors: a program normalizes some pixels and reads each once."""
+"""`channel_norm` on a GPU for channels-last tensors: every program reads its pixels once."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def launch_options_pixels(channels: int) -> Options:
 
 
 def launch_options_pixel_statistics(channels: int) -> Options:
-    """Return options for the statistics of channels-last tensors: smaller tiles, so that more programs run at once."""
+    """Return options for the statistics of channels-last tensors: smaller tiles for more programs."""
     cut, _ = launch_options_pixels(channels)
     options = {"num_warps": 4, "maxnreg": STATISTICS_REGISTERS}
     return {**cut, "ROWS": max(1, 2048 // cut["COLUMNS"])}, options

@@ -37,7 +37,7 @@ def _image(shape: Any, channels: int, draw: Draw) -> torch.Tensor:
 
 
 def block(shape: Any, draw: Draw) -> tuple[Callable[..., Any], tuple[torch.Tensor, ...]]:
-    """Return the op between two convolutions, here with kernels of one pixel, from and to a few channels."""
+    """Return the op between two 1x1 convolutions, from and to a few channels."""
     given, few = alone(shape, draw), 8
     channels, groups = shape["channels"], shape["groups"]
     inner, outer = draw(channels, few, 1, 1) / few**0.5, draw(few, channels, 1, 1) / channels**0.5

@@ -28,7 +28,7 @@ STATISTICS_PROGRAMS = 1_056
 
 
 def statistics_parts(tiles: int, programs: int) -> int:
-    """Return how many programs share a row's tiles, given `programs` pairs of a row and a block of columns."""
+    """Return how many programs share a row's tiles, for `programs` pairs of row and column block."""
     return max(1, min(tiles, STATISTICS_PROGRAMS // programs))
 
 

@@ -1,1 +1,4 @@
-"""Triton kernels, one file per op. Importing a module of this folder imports Triton: providers do so when they run."""
+"""Triton kernels, one file per op.
+
+Importing a module of this folder imports Triton, so providers import it only when they run.
+"""

@@ -107,7 +107,7 @@ def group_norm_silu_statistics_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Store count, mean and squared deviations of every `UNIT` adjacent columns of a matrix of `length` elements.
+    """Store count, mean and squared deviations of every `UNIT` adjacent columns of a matrix.
 
     With an offset each column is one channel, or the whole matrix with PLANES. An offset moves the means and leaves the
     deviations unchanged.

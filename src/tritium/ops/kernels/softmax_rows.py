@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def softmax_rows_kernel(scores_ptr, out_ptr, scale, keys, padded, TILE: tl.constexpr, WHOLE: tl.constexpr):
-    """Compute the softmax of one row of scores per program; `scale` includes 1 / log(2), and padding gets weight 0."""
+    """Compute the softmax of one row per program; `scale` includes 1 / log(2), padding gets 0."""
     # 64 bits: rows times keys exceeds 2^31.
     row = tl.program_id(0).to(tl.int64) * padded
     scores = scores_ptr + row

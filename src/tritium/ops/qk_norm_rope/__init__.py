@@ -1,4 +1,4 @@
-"""Normalize and rotate the parts of a query and a key, and concatenate each along tokens, rounded once.
+"""Normalize and rotate the parts of a query and a key and concatenate them, rounded once.
 
 q and k are lists of parts [B, S_i, H, D] of any strides, in the order of the result: text and image, or one part. Each
 part has a norm weight or None, and a table, or None if it is not rotated. A single table for several parts covers all

@@ -64,7 +64,7 @@ def _split(shape: Any) -> list[int]:
 
 
 def block(shape: Any, draw: Draw) -> tuple[Callable[..., Any], tuple[torch.Tensor, ...]]:
-    """Return an attention between narrow projections, in the order of operations of FLUX, Qwen-Image, Wan or SD3."""
+    """Return an attention between narrow projections, as in FLUX, Qwen-Image, Wan or SD3."""
     given = alone(shape, draw)
     heads, width, rope, by_row = shape["heads"], shape["width"], shape["rope"], shape["norm"] == ROW
     parts = len(given["q"])

@@ -30,7 +30,7 @@ WARPS = (1, 2, 4, 8, 16)
 def launch_options(heads: int, width: int, itemsize: int, *, halves: bool) -> tuple[dict[str, int], dict[str, int]]:
     """Return the heads per round and the number of rounds of a program, and Triton's options.
 
-    In a round a thread loads 16 bytes: with more it would hold two heads, and the token's table twice. The number of warps
+    In a round a thread loads 16 bytes: with more it would hold two heads, and two copies of the table. The number of warps
     leaves each thread four loads, issued together and rotated by one copy of the table, with at most an eighth of the
     threads idle. More warps are used if a thread would otherwise hold more than sixteen loads.
     """
@@ -120,12 +120,15 @@ def run_triton(given: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _two(given: Sequence[T | None]) -> tuple[T | None, T | None]:
-    """Return the first value, and the second or None: Inductor may compute a tensor twice if it is passed twice."""
+    """Return the first value, and the second or None.
+
+    The kernel does not read a second one that is missing. Passing the first twice could make Inductor compute it twice.
+    """
     return given[0], given[1] if len(given) == 2 else None
 
 
 def _ends(given: Sequence[T | None]) -> tuple[T | None, T | None]:
-    """Return two tables for the kernel: if one of two is missing, the other replaces it, since both need an address."""
+    """Return two tables for the kernel; a missing one is replaced by the other, for a valid address."""
     first, last = _two(given)
     return (last if first is None else first), (first if last is None and len(given) == 2 else last)
 
@@ -135,7 +138,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _steps(x: torch.Tensor | None, dims: int) -> list[int]:
-    """Return the strides of the first dims; 0 without a tensor, and for dims of size 1, whose stride is arbitrary."""
+    """Return the strides of the first dims; 0 without a tensor, and for size 1 (arbitrary stride)."""
     if x is None:
         return [0] * dims
     sizes = zip(x.shape[:dims], x.stride()[:dims], strict=True)
@@ -155,7 +158,7 @@ def _in_units(strides: list[list[int]]) -> tuple[int, list[int]]:
 
 
 def _rotation(table: torch.Tensor | None, sine: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """Return cosines and sines with equal strides; a complex table is returned alone, as adjacent real pairs."""
+    """Return cosines and sines with equal strides; a complex table alone, as adjacent real pairs."""
     if table is None:
         return None
     cosines = _rows(real(table).flatten(2))

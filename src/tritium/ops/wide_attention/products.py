@@ -45,7 +45,10 @@ PART_OF_ROW = 8_192
 
 
 def launch_options(padded: int) -> tuple[dict[str, int | bool], dict[str, int]]:
-    """Return the tiling of a row of a padded length, and Triton's options: 32 elements per thread for whole rows."""
+    """Return the tiling of rows of a padded length, and Triton's options.
+
+    A program that holds a whole row has 32 elements per thread.
+    """
     if padded > WHOLE_ROW:
         return {"TILE": PART_OF_ROW, "WHOLE": False}, {"num_warps": 16}
     tile = 1 << max(5, (padded - 1).bit_length())
@@ -53,7 +56,10 @@ def launch_options(padded: int) -> tuple[dict[str, int | bool], dict[str, int]]:
 
 
 def softmax_rows(scores: torch.Tensor, out: torch.Tensor, keys: int, scale: float) -> None:
-    """Write `softmax(scores * scale)` over the first `keys` columns to `out`; both are contiguous [N, M, padded]."""
+    """Write `softmax(scores * scale)` over the first `keys` columns to `out`.
+
+    Both are contiguous [N, M, padded].
+    """
     from tritium.ops.kernels.softmax_rows import softmax_rows_kernel
 
     padded = scores.shape[-1]
@@ -85,7 +91,7 @@ def pieces(matrices: int, queries: int, room: int) -> Iterator[tuple[slice, slic
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, out: torch.Tensor) -> None:
-    """Write the attention of heads-first q, k and v to `out`, in which the elements of a head must be contiguous."""
+    """Write the attention of heads-first q, k and v to `out`, which is contiguous within a head."""
     queries, keys = q.shape[2], k.shape[2]
     if out.numel() == 0:
         return
@@ -120,13 +126,16 @@ def _first_of(buffer: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor
 
 
 def _rows_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, copied unless its rows are contiguous and disjoint: else each product would copy it again."""
+    """Return the tensor, copied unless its rows are contiguous and disjoint.
+
+    Without the copy every product would make one.
+    """
     dense = tensor.stride(3) == 1 and (tensor.shape[2] == 1 or tensor.stride(2) >= tensor.shape[3])
     return tensor if dense else tensor.contiguous()
 
 
 def _matrices(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield heads-first tensors as views [matrices, tokens, width]: all samples at once, or the heads of each sample."""
+    """Yield views [matrices, tokens, width] of heads-first tensors: all samples, or one at a time."""
     if tensors[0].shape[1] == 1:
         yield tuple(tensor.squeeze(1) for tensor in tensors)
     else:
