@@ -1,4 +1,4 @@
-"""REUSE: cut a graph at its repeated blocks, compile each distinct piece once, and call the pieces in order.
+"""REUSE: cut a graph at repeated blocks, compile each distinct piece once, and call them in order.
 
 1. `segments`   divide a graph into consecutive segments with inputs and outputs
 2. `find`       find repeated blocks by the modules that nodes come from, else by the period of the operations

@@ -92,7 +92,7 @@ def cut(gms: Sequence[fx.GraphModule]) -> Cut | str:
 
 
 def _levels(facts: Sequence[Facts]) -> Iterator[int | None]:
-    """Yield the levels to try: 0 (whole graphs) if there are several graphs, module levels, and None (periods)."""
+    """Yield the levels to try: 0 (whole graphs, if several), module levels, and None (periods)."""
     if len(facts) > 1:
         yield 0
     yield from range(1, max((find.deepest_level(own.calls) for own in facts), default=0) + 1)

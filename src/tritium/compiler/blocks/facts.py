@@ -71,7 +71,7 @@ def _live(graph: fx.Graph) -> set[fx.Node]:
 
 
 def acts(node: fx.Node) -> bool:
-    """Return whether a node has side effects: it writes to memory, uses random numbers, or switches a mode."""
+    """Return whether a node has side effects: it writes, uses random numbers or switches a mode."""
     name = name_of(node.target)
     if node.op == "call_module" or mutated_arguments(node):
         return True

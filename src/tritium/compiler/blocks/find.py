@@ -1,4 +1,4 @@
-"""Find repeated blocks: by the stack of modules a node comes from, else by the period of the operations.
+"""Find repeated blocks by the modules that nodes come from, else by the period of the operations.
 
 A level is a depth of nesting. At level 1 a node belongs to the outermost numbered module around it
 (`transformer_blocks.3`), at level 2 to the next one inside (`attentions.1`), and so on. The keys of blocks determine
@@ -50,7 +50,7 @@ def deepest_level(calls: Sequence[fx.Node]) -> int:
 
 
 def by_modules(calls: Sequence[fx.Node], level: int) -> list[Group]:
-    """Return operations in groups: one for each block at a level of nesting, others for the parts between blocks."""
+    """Return operations in groups: the blocks at a level of nesting, and the parts between them."""
     stacks = {node: _numbered(node) for node in calls}
     containers = {entry for stack in stacks.values() for entry in stack[: min(level, len(stack)) - 1]}
     labels: list[Label] = []

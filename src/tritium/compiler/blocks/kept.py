@@ -1,4 +1,4 @@
-"""Keep compiled pieces, so that another size or batch of the same model compiles only pieces that differ."""
+"""Keep compiled pieces, which another size or batch of the same model can reuse."""
 
 from __future__ import annotations
 

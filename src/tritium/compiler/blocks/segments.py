@@ -16,7 +16,7 @@ from tritium.fusions.expression import value_of
 
 @dataclass(eq=False)
 class Segment:
-    """Nodes of a graph in order, the outside values that they read, and their values that outside nodes read.
+    """Nodes of a graph in order, their inputs from outside, and their values that are read outside.
 
     Inputs are in order of first use, outputs in order of computation: equal parts of a graph have them in equal order.
     """

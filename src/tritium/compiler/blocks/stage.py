@@ -42,7 +42,7 @@ class Reuse:
     found: int = 0
 
     def programs(self, gms: Sequence[fx.GraphModule]) -> list[Callable[..., Any]] | None:
-        """Return a function for each graph, or None with the reason in the record if the graphs are compiled whole."""
+        """Return a function for each graph, or None (with the reason recorded) if none is cut."""
         best = cut(gms)
         if isinstance(best, str):
             self.entry.declined = best

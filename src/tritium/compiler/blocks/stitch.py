@@ -1,4 +1,4 @@
-"""Generate a flat function that calls compiled pieces in order and drops each value when its last reader starts."""
+"""Generate a flat function that calls compiled pieces and drops each value at its last use."""
 
 from __future__ import annotations
 

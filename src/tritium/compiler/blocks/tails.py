@@ -30,7 +30,7 @@ _PRODUCTS = frozenset(
 
 
 def is_product(node: fx.Node) -> bool:
-    """Return whether a node is a product, attention or a custom operator: nothing is fused into its kernel."""
+    """Return whether a node is a product, attention or custom operator: nothing fuses into its kernel."""
     if node.op == "call_module" or node.target is operator.matmul:
         return True
     if isinstance(node.target, torch._ops.HigherOrderOperator):
