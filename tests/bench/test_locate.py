@@ -20,7 +20,9 @@ from tritium.bench.locate import Checked, Location, locate
 from tritium.catalog import Entry
 from tritium.compiler import pipeline
 from tritium.passes import Pass
+from tritium.pipelines import watch
 from tritium.pipelines.plan import Plan
+from tritium.pipelines.whole import Whole
 
 pytest.importorskip("diffusers")
 small_pipelines = importlib.import_module("small_pipelines")
@@ -98,6 +100,16 @@ class TestPipelines:
 
 class TestPictures:
     """What no module shows alone is searched by drawing."""
+
+    def test_an_error_of_the_whole_program_alone(self):
+        def is_past(pipe):
+            return lambda: (
+                isinstance(pipe.transformer._compiled_call_impl, watch.Entry)
+                and isinstance(pipe.transformer._compiled_call_impl.installed._inner, Whole)
+            )
+
+        found = located(CompilationConfig(engine="eager"), is_past)
+        assert "only where a part is one program" in found.pictures
 
     def test_the_module_that_takes_a_picture_out_is_named(self):
         def is_past(pipe):

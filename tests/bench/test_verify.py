@@ -56,7 +56,7 @@ def test_a_right_pipeline_passes_and_is_given_back(pipe):
     assert found.worst.latent_l2 is not None
     assert all(module._compiled_call_impl is None for module in pipe.transformer.modules())
     assert told[0] == "eager: 'a red circle', seed 0"
-    assert "compiling FluxTransformerBlock.forward" in told
+    assert "compiling FluxTransformer2DModel.forward" in told
     # Everything, as JSON that any parser reads.
     read = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert read["passed"]

@@ -179,8 +179,9 @@ def _check(kept: Sequence[_Kept], notify: Notify) -> Iterator[Checked]:
     for place, entry in enumerate(kept):
         notify(f"{entry.name}: compiled, eager and in float64", 0.1 + 0.6 * place / len(kept))
         call = _call(entry)
-        with entry.installed.using(entry.choice):
-            module = entry.target.module
+        module = entry.target.module
+        # Block by block, also where the part is one program.
+        with entry.installed.using(entry.choice, among={module}):
             # A call of the entry would be counted and timed: call the implementation behind it.
             excess = call.excess(entry.installed.run if module is entry.installed.part.entry else module)
         yield Checked(name=entry.name, kind=entry.kind, excess=excess)
@@ -200,7 +201,7 @@ def _fault(entry: _Kept, handle: Handle) -> Fault:
         return Fault(part="torch.compile", explanation=explanation)
     call = _call(entry)
     # With the weight layout of the choice.
-    with entry.installed.using(entry.choice):
+    with entry.installed.using(entry.choice, among=()):
         return fault.find(call, handle.plan.config, handle.plan.dynamic)
 
 
@@ -218,6 +219,12 @@ def _by_pictures(kept: Sequence[_Kept], is_past: Callable[[], bool]) -> str:
             "two eager pictures differ past the thresholds: the pipeline itself does not repeat, and cannot be verified"
         )
     if not past_with(len(kept)):
+        for entry in kept:
+            entry.installed.use(entry.choice)
+        if is_past():
+            return (
+                "the image exceeds the thresholds only where a part is one program: no module of it alone is at fault"
+            )
         return "drawn once more the picture is inside the thresholds: the result changes from call to call"
     last = kept[fault.bisect(len(kept), past_with)]
     return (

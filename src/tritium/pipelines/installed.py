@@ -347,9 +347,9 @@ class Installed:
         return found + ([self.part.guard.unknown] if self.part.guard is not None and self.part.guard.unknown else [])
 
     @contextmanager
-    def using(self, choice: Choice) -> Iterator[None]:
+    def using(self, choice: Choice, among: Container[nn.Module] | None = None) -> Iterator[None]:
         before = self.choice
-        self.use(choice)
+        self.use(choice, among)
         try:
             yield
         finally:
