@@ -62,12 +62,12 @@ def test_pass_fusion_and_provider_take_part(site_packages):
     assert entry["requests"][0]["settings"] == {"cpp.use_decompose_tanh": True}
 
 
-def test_a_broken_plug_in_is_an_error_that_names_it(site_packages, tmp_path):
+def test_a_broken_plug_in_is_named_and_not_used(site_packages, tmp_path):
     broken = tmp_path / "broken"
     info = broken / "broken-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[tritium.passes]\nbad = json:dumps\n")
     done = run("import tritium; tritium.Backend()", broken)
-    assert done.returncode != 0
-    assert "entry point 'bad' of group 'tritium.passes' (json:dumps) is a function, not a Pass" in done.stderr
+    assert done.returncode == 0
+    assert "entry point 'bad' of group 'tritium.passes' (json:dumps) is not used: it is a function" in done.stderr

@@ -197,7 +197,13 @@ def called(name):
     return calls
 
 
-@pytest.mark.parametrize("name", RUNS)
+# Others cover the same paths in the interpreter, which takes ten seconds and more for each of these.
+LONG = ("a batch of text and image", "pictures")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.thorough) if name in LONG else name for name in RUNS]
+)
 def test_one_graph_computes_all_sizes(name, tmp_path):
     passed = []
     (wrapper,) = codegen.generations(functools.partial(RUNS[name], "triton"), called(name), DYNAMIC[name][2], passed)
