@@ -105,7 +105,7 @@ def test_first_calls_of_few_and_many_blocks(monkeypatch):
 
 def test_the_host_time_is_that_of_sites_which_the_provider_runs():
     store = Store(None, "cpu")
-    host.run(settings(), store, silent, provider="reference")
+    host.run(settings(), store, silent)
     alone, theirs, ours = store.results.rows
     assert [row.variant for row in (alone, theirs, ours)] == ["products alone", "eager", "tritium"]
     assert alone.host_us > 0
