@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import tritium
+from result_rows import ROW
 from tritium.bench import run, sides, transformers
 from tritium.bench.families import FAMILIES, FEW, find, measuring
 from tritium.bench.keep import Clock, Store
-from tritium.bench.results import Row
 from tritium.bench.workload import Built
 from tritium.errors import ConfigError
 
@@ -185,24 +185,3 @@ def test_few_tokens_keep_the_width():
     assert not family.fits_float64
     assert few.full.config == family.full.config
     assert few.full.grid == family.small.grid
-
-
-ROW = Row(
-    workload="flux-512",
-    variant="tritium",
-    mode="default",
-    dtype="float32",
-    shrunk=True,
-    note="",
-    shapes={},
-    median_ms=1.0,
-    lower_quartile_ms=1.0,
-    upper_quartile_ms=1.0,
-    samples=5,
-    ratio=None,
-    first_call_s=1.0,
-    first_call_cold=False,
-    peak_memory_bytes=None,
-    relative_l2=0.0,
-    disturbed=False,
-)

@@ -8,8 +8,9 @@ import subprocess
 
 import pytest
 
+import result_rows
 import scripts
-from tritium.bench.results import Results, Row
+from tritium.bench.results import Results
 
 pytest.importorskip("diffusers")
 
@@ -116,22 +117,4 @@ def test_exactness_is_measured_with_few_tokens_and_summed_up(program, tmp_path, 
     assert f"{len(rows)} sides compared with float64, 0 outside" in capsys.readouterr().out
 
 
-ROW = Row(
-    workload="flux",
-    variant="eager",
-    mode=None,
-    dtype="float32",
-    shrunk=True,
-    note="",
-    shapes={},
-    median_ms=1.0,
-    lower_quartile_ms=1.0,
-    upper_quartile_ms=1.0,
-    samples=5,
-    ratio=None,
-    first_call_s=1.0,
-    first_call_cold=False,
-    peak_memory_bytes=None,
-    relative_l2=0.0,
-    disturbed=False,
-)
+ROW = dataclasses.replace(result_rows.ROW, workload="flux", variant="eager", mode=None)

@@ -7,28 +7,9 @@ import json
 
 import pytest
 
+from result_rows import ROW
 from tritium.bench.keep import Clock, Store
-from tritium.bench.results import Results, Row
-
-ROW = Row(
-    workload="flux-512",
-    variant="tritium",
-    mode="default",
-    dtype="float32",
-    shrunk=True,
-    note="",
-    shapes={},
-    median_ms=1.0,
-    lower_quartile_ms=1.0,
-    upper_quartile_ms=1.0,
-    samples=5,
-    ratio=None,
-    first_call_s=1.0,
-    first_call_cold=False,
-    peak_memory_bytes=None,
-    relative_l2=0.0,
-    disturbed=False,
-)
+from tritium.bench.results import Results
 
 
 def test_rows_of_the_same_device_and_versions_stay(tmp_path):
