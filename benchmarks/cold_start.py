@@ -70,7 +70,7 @@ def child(workload: str, start: str, folder: Path, *, save: bool) -> None:
                 "compiler_s": sum(compiler),
                 "graphs_found": torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"],
                 "device": device.describe(where).to_dict(),
-                "versions": compat.versions(),
+                "versions": compat.versions.versions(),
                 "note": built.note,
             }
         )

@@ -1,6 +1,6 @@
 """Time the forms of a reduction on this GPU, and write the table that the tiling policy reads.
 
-    python benchmarks/reductions.py --json results.json --table src/tritium/tuned/reductions.json
+    python benchmarks/reductions.py --json results.json --table src/tritium/tuning/reductions.json
 
 Each function is compiled once for each form, with empty caches, by forcing the form through the policy. The calls of a
 form are captured in a CUDA graph, with inputs that together exceed the L2 cache, and the forms are timed interleaved.
@@ -107,7 +107,7 @@ def compiled(case: Case, form: str, inputs: Sequence[torch.Tensor]) -> tuple[Cal
     """Return the function with its reductions in one form, after one call."""
     torch._dynamo.reset()
     policy = dataclasses.replace(OFF, choose_reduction=True, reduction_table=FORCED[form])
-    with hooks.active(policy) as decisions, compat.inductor_patched({"fx_graph_cache": False}):
+    with hooks.active(policy) as decisions, compat.inductor.inductor_patched({"fx_graph_cache": False}):
         function = torch.compile(case.function, fullgraph=True, dynamic=False)
         function(*inputs)
     return function, decisions
@@ -185,7 +185,7 @@ def line(row: dict[str, Any]) -> str:
 
 def entry_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     timings = [Timing(row["rows"], row["elements"], row["reads"], row["ms"]) for row in rows]
-    return reductions.table_of(timings, compat.version_text())
+    return reductions.table_of(timings, compat.versions.version_text())
 
 
 def main() -> None:
@@ -198,7 +198,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not device.cuda_available():
         raise SystemExit("there is no GPU to time reductions on")
-    obstacle = compat.tiling_obstacle()
+    obstacle = compat.tiling.tiling_obstacle()
     if obstacle is not None:
         raise SystemExit(obstacle)
     start, rows, missing = time.perf_counter(), [], []

@@ -70,7 +70,7 @@ def shapes(
         for graphs in ("off", "with_compile")
     )
     order = random.Random(0)
-    with torch.inference_mode(), compat.many_recompiles():
+    with torch.inference_mode(), compat.dynamo.many_recompiles():
         start = time.perf_counter()
         expected = {key: [result(plain, one).clone() for one in some] for key, some in given.items()}
         for some in given.values():
@@ -78,7 +78,7 @@ def shapes(
                 result(captured, one)
         device.synchronize(where)
         warm_up_s = time.perf_counter() - start
-        graphs, memory = compat.graphs_compiled(), allocated(where)
+        graphs, memory = compat.dynamo.graphs_compiled(), allocated(where)
         differing = 0
         with turns.turn(where):
             start = time.perf_counter()
@@ -91,7 +91,7 @@ def shapes(
     found = {
         "shapes": len(given),
         "calls": calls,
-        "recompiles": compat.graphs_compiled() - graphs,
+        "recompiles": compat.dynamo.graphs_compiled() - graphs,
         "differing_results": differing,
         "changed_inputs": sum(
             not torch.equal(one[name], was[name])
@@ -169,13 +169,13 @@ def guidance(where: str, engine: str, *, steps: int = STEPS, side: int = 128) ->
             start = time.perf_counter()
             handle.warmup(**GUIDED)
             warm_up_s = time.perf_counter() - start
-            compiled = compat.graphs_compiled()
+            compiled = compat.dynamo.graphs_compiled()
             pictures[graphs] = drawing.draw(pipe, job)
             rows = handle.report.captures
             found[graphs] = {
                 "warm_up_s": round(warm_up_s, 2),
                 "picture_s": round(pictures[graphs].seconds, 3),
-                "recompiles": compat.graphs_compiled() - compiled,
+                "recompiles": compat.dynamo.graphs_compiled() - compiled,
                 "captures": sum(row["declined"] is None for row in rows),
                 "replays": sum(row["hits"] for row in rows),
                 "declined": sorted({row["declined"] for row in rows if row["declined"] is not None}),
@@ -216,7 +216,7 @@ def main(arguments: list[str] | None = None) -> int:
             "mode": options.mode,
             "engine": engine,
             "device": device.describe(options.device).to_dict(),
-            "versions": compat.versions(),
+            "versions": compat.versions.versions(),
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "seconds": round(seconds, 1),
         }

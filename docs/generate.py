@@ -179,7 +179,7 @@ PRODUCTS = ("cat_linear", "linear_gelu", "wide_attention")
 
 def kernels() -> str:
     """Every measured choice, from the shipped tables alone."""
-    from tritium import device, tuned
+    from tritium import device, tuning
     from tritium.tiling import tables
 
     text = "# Kernels and choices\n\nWhat was measured, and what follows from it, from the tables that ship with the package; "
@@ -189,7 +189,7 @@ def kernels() -> str:
     text += "*In context* is the site's time on the device inside the block, and the host column is what its launches cost more "
     text += "than those of Inductor's code. Rows marked *loop* compare with a kernel of Inductor that loops over the row; they are "
     text += "left out where Inductor holds rows of that length in registers, as it does on the H200.\n"
-    for path in sorted(tuned.SHIPPED.glob("*.json")):
+    for path in sorted(tuning.SHIPPED.glob("*.json")):
         # Reductions come below; attention's table is of candidates, not of providers.
         if path == tables.shipped_file() or path.stem.startswith("attention-"):
             continue
@@ -197,7 +197,7 @@ def kernels() -> str:
         bandwidth = device.copy_bandwidth(device.Device("", name))
         about = f", {bandwidth / 1e12:.1f} TB/s copy" if bandwidth else ""
         text += f"\n## {name}{about}\n\n"
-        rows = [kernel_row(verdict, bandwidth) for verdict in tuned.read(path).values()]
+        rows = [kernel_row(verdict, bandwidth) for verdict in tuning.read(path).values()]
         text += table(
             [
                 "op",

@@ -23,9 +23,10 @@ from torch._subclasses import FakeTensor
 from torch.utils import _triton
 from torch.utils._pytree import tree_map
 
-from tritium import compat, whitebox
+from tritium import compat
 from tritium import device as device_module
 from tritium.compiler.observe import KernelObserver
+from tritium.report import kernel_dump
 
 H200 = types.SimpleNamespace(
     name="NVIDIA H200",
@@ -141,7 +142,7 @@ def generated(
 
     def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         gpu = _pretended_gpu() if device == "cuda" else contextlib.nullcontext()
-        with gpu, compat.observed_codegen(observer), compat.recorded_kernels(observer):
+        with gpu, compat.observation.observed_codegen(observer), compat.kernels.recorded_kernels(observer):
             if device == "cuda":
                 _move(gm)
                 example_inputs = [_on_gpu(value) for value in example_inputs]
@@ -155,7 +156,7 @@ def generated(
 
     quiet = inductor.patch({"fx_graph_cache": False, "compile_threads": 1, **settings})
     stopped = mock.patch.object(GraphLowering, "compile_to_module", _stop)
-    with quiet, stopped, pretended_driver(), compat.marked_dynamic(marks), torch.inference_mode():
+    with quiet, stopped, pretended_driver(), compat.dynamo.marked_dynamic(marks), torch.inference_mode():
         try:
             torch.compile(function, backend=backend, fullgraph=True)(*inputs)
         except Exception as error:
@@ -212,7 +213,7 @@ def generations(
     with quiet, kept, pretended_driver(), torch.inference_mode():
         for given in calls:
             marks = [(given[index], dim) for index, dims in dynamic.items() for dim in dims]
-            with compat.marked_dynamic(marks), contextlib.suppress(_Called):
+            with compat.dynamo.marked_dynamic(marks), contextlib.suppress(_Called):
                 compiled(*given)
     return texts
 
@@ -229,4 +230,4 @@ def sources(observer: KernelObserver) -> list[str]:
 
 
 def folders(observer: KernelObserver, folder: Path) -> list[Path]:
-    return whitebox.write(folder, observer.dissection.found, observer.kernels)
+    return kernel_dump.write(folder, observer.dissection.found, observer.kernels)

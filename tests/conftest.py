@@ -65,20 +65,20 @@ def _clean_slate(
         return
     import torch
 
-    from tritium import compat, tuned
+    from tritium import compat, tuning
     from tritium.report import LEDGER
 
     # What this machine's user has measured is none of a test's business.
-    monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path_factory.getbasetemp() / "tuned")
-    tuned.forget()
+    monkeypatch.setattr(tuning, "user_folder", lambda: tmp_path_factory.getbasetemp() / "tuned")
+    tuning.forget()
 
     for name in [name for name in os.environ if name.startswith("TRITIUM_")]:
         monkeypatch.delenv(name)
     torch._dynamo.reset()
     LEDGER.clear()
-    before = compat.inductor_settings()
+    before = compat.inductor.inductor_settings()
     yield
-    after = compat.inductor_settings()
+    after = compat.inductor.inductor_settings()
     changed = [name for name in before if repr(before[name]) != repr(after[name])]
     assert not changed, f"Inductor settings changed without a request: {changed}"
 

@@ -1,12 +1,12 @@
 """What tests of folded values share."""
 
-from tritium.compiler import fold
+from tritium.compiler.passes import freezing
 
 
 def count_folding(monkeypatch) -> list[int]:
     """A list that grows by one whenever folded values are computed."""
     runs: list[int] = []
-    original = fold.FoldedValues.of
+    original = freezing.FoldedValues.of
 
     def counted(self, sources):
         program = self.program
@@ -16,5 +16,5 @@ def count_folding(monkeypatch) -> list[int]:
         finally:
             self.program = program
 
-    monkeypatch.setattr(fold.FoldedValues, "of", counted)
+    monkeypatch.setattr(freezing.FoldedValues, "of", counted)
     return runs

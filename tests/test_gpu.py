@@ -8,10 +8,10 @@ import torch
 import tritium
 from fidelity import assert_no_worse
 from small_models import Block, Stack, block_inputs, flux, flux_inputs
-from tritium import tuned
+from tritium import tuning
 from tritium.bench import quality
 from tritium.compiler import tune
-from tritium.tuned import Key
+from tritium.tuning import Key
 
 pytestmark = pytest.mark.gpu
 
@@ -56,9 +56,9 @@ def test_flux_with_and_without_owned_kernels(dtype, provider):
 
 def test_tuning_measures_device_and_host(tmp_path, monkeypatch):
     """A row of this GPU, and a compilation that decides by it."""
-    monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path)
+    monkeypatch.setattr(tuning, "user_folder", lambda: tmp_path)
     key = Key.of("linear_gelu", {"tokens": 4096, "k": 512, "n": 2048}, torch.bfloat16)
-    path = tmp_path / tuned.file_name(torch.cuda.get_device_name())
+    path = tmp_path / tuning.file_name(torch.cuda.get_device_name())
     (row,) = tune.measure_keys([key], "cuda", path, lambda *what: None, seconds=0.3)
     assert row.block_ms.keys() == row.alone_us.keys() == row.issue_us.keys() == {"inductor", "aten"}
     assert all(time > 0 for times in (row.block_ms, row.alone_us, row.issue_us) for time in times.values())

@@ -178,12 +178,12 @@ class TestManyShapes:
         generator = torch.Generator().manual_seed(0)
         inputs = {shape: torch.randn(shape, generator=generator).to(DEVICE, torch.bfloat16) for shape in shapes}
         checksums = {shape: x.double().sum() for shape, x in inputs.items()}
-        with torch.inference_mode(), compat.many_recompiles():
+        with torch.inference_mode(), compat.dynamo.many_recompiles():
             expected = {shape: plain(x).clone() for shape, x in inputs.items()}
             for shape in shapes:
                 captured(inputs[shape])
                 captured(inputs[shape])
-            graphs = compat.graphs_compiled()
+            graphs = compat.dynamo.graphs_compiled()
             torch.cuda.synchronize()
             memory = torch.cuda.memory_allocated()
             order = random.Random(0)
@@ -191,7 +191,7 @@ class TestManyShapes:
                 shape = order.choice(shapes)
                 assert torch.equal(captured(inputs[shape]), expected[shape])
             torch.cuda.synchronize()
-        assert compat.graphs_compiled() == graphs
+        assert compat.dynamo.graphs_compiled() == graphs
         assert torch.cuda.memory_allocated() == memory
         assert all(inputs[shape].double().sum() == total for shape, total in checksums.items())
         rows = tritium.explain(captured).captures

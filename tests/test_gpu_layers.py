@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import tritium
 from fidelity import assert_no_worse
 from small_models import flux, flux_inputs
-from tritium import tuned
+from tritium import tuning
 from tritium.layers.attention import candidates as entries
 from tritium.layers.attention import choice, varlen
 from tritium.layers.attention.mathematics import attention_math
@@ -26,7 +26,7 @@ HALF = [torch.bfloat16, torch.float16]
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch, tmp_path):
-    monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path)
+    monkeypatch.setattr(tuning, "user_folder", lambda: tmp_path)
     choice.forget()
 
 

@@ -15,12 +15,11 @@ from typer.testing import CliRunner
 
 import tritium
 from small_models import Block, Stack, block_inputs
-from tritium import measure, page
+from tritium import measure
 from tritium.cli.app import app
 from tritium.compiler import draw, time_kernels
 from tritium.compiler.count_flops import bytes_of, flops_of
 from tritium.errors import ReportError
-from tritium.page.kernels import Kernels
 from tritium.report import (
     LEDGER,
     Capture,
@@ -35,7 +34,9 @@ from tritium.report import (
     Report,
     Site,
     Violation,
+    html,
 )
+from tritium.report.html.kernels import Kernels
 from tritium.report.ledger import MOST_DRAWINGS
 
 HOSTILE = "<img src=x onerror=alert(1)>&\"'</script></style></title>"
@@ -333,14 +334,14 @@ class TestWriting:
     def test_others_may_read_it(self, tmp_path):
         old = os.umask(0o022)
         try:
-            page.write(tmp_path / "report.html", "text")
+            html.write(tmp_path / "report.html", "text")
         finally:
             os.umask(old)
         assert stat.S_IMODE((tmp_path / "report.html").stat().st_mode) == 0o644
 
     @pytest.mark.parametrize("where", ["missing/report.html", "."])
     def test_where_nothing_can_be_written(self, tmp_path, where):
-        for act in (page.check_writable, full_report().to_html):
+        for act in (html.check_writable, full_report().to_html):
             with pytest.raises(ReportError, match="cannot be written to"):
                 act(tmp_path / where)
         assert list(tmp_path.iterdir()) == []

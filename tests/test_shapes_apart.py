@@ -26,10 +26,10 @@ def graphs_of(module: nn.Module, backend, shapes) -> list[int]:
     counts = []
     with torch.no_grad():
         for shape in shapes:
-            before = compat.graphs_compiled()
+            before = compat.dynamo.graphs_compiled()
             value = torch.rand(shape)
             torch.testing.assert_close(compiled(value), module(value))
-            counts.append(compat.graphs_compiled() - before)
+            counts.append(compat.dynamo.graphs_compiled() - before)
     return counts
 
 

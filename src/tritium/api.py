@@ -31,7 +31,7 @@ from tritium.pipelines.warm_up import warm_up
 from tritium.report import Component, Report, Violation, text
 
 # Import at startup and not in the first call, where a user waits for an image.
-compat.import_compiler()
+compat.inductor.import_compiler()
 
 
 def optimize(

@@ -42,7 +42,7 @@ def enable(
         retry_analysis=retry_analysis,
         pins=pins,
     )
-    obstacle = compat.tiling_obstacle()
+    obstacle = compat.tiling.tiling_obstacle()
     if obstacle is not None:
         return Decline(obstacle)
     hooks.enable_for_process(policy)

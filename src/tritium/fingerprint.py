@@ -24,7 +24,7 @@ from tritium import compat, device
 from tritium.errors import FingerprintError, nearest
 
 # Folders whose code decides how a graph is compiled. A change elsewhere leaves compiled code valid.
-CODE = ("compat", "compiler", "fusions", "ops", "tiling")
+CODE = ("compat", "compiler", "fusions", "graph.py", "ops", "tiling")
 _SUFFIXES = {".py"}
 
 # Configuration entries that only record the origin, in addition to names that start with an underscore.
@@ -62,10 +62,12 @@ class Fingerprint:
         """Return the fingerprint of this process for components with these configurations."""
         found = device.describe(device_type)
         is_cpu = found.type == "cpu"
-        versions = compat.versions()
+        versions = compat.versions.versions()
         return cls(
             device=found.name,
-            capability=" ".join([found.capability or "", *compat.vector_isas()]) if is_cpu else found.capability,
+            capability=" ".join([found.capability or "", *compat.inductor.vector_isas()])
+            if is_cpu
+            else found.capability,
             instructions=device.cpu_instructions() if is_cpu else (),
             threads=found.threads,
             torch=torch.__version__,

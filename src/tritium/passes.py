@@ -56,7 +56,7 @@ class PassContext:
 
     config: CompilationConfig
     device_type: str
-    torch_version: compat.Version = compat.TORCH
+    torch_version: compat.versions.Version = compat.versions.TORCH
     # The reason why no site in this graph may be rewritten, or None.
     read_only: str | None = None
     # Inputs of the current call, for checks on real values.

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from tritium import tuned
+from tritium import tuning
 from tritium.bench import functions, run
 from tritium.errors import ConfigError
 from tritium.layers.attention import choice
@@ -13,7 +13,7 @@ from tritium.layers.attention import choice
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch, tmp_path):
-    monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path)
+    monkeypatch.setattr(tuning, "user_folder", lambda: tmp_path)
     choice.forget()
 
 

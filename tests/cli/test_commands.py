@@ -11,14 +11,14 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tritium import cli, compat, envs, fusions, measure, tuned
+from tritium import cli, compat, envs, fusions, measure, tuning
 from tritium.bench import run, sides, workloads
 from tritium.bench.results import Results, Row
 from tritium.bench.workload import Built
 from tritium.cli import progress
 from tritium.cli.app import app
 from tritium.compiler import tune
-from tritium.tuned import Verdict
+from tritium.tuning import Verdict
 
 ROW = Row(
     workload="flux",
@@ -392,7 +392,7 @@ class TestTune:
 
         monkeypatch.setattr(tune, "compare", compare)
         monkeypatch.setattr(measure.Load, "disturbed", False)
-        monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path)
+        monkeypatch.setattr(tuning, "user_folder", lambda: tmp_path)
         return asked
 
     def test_all_standard_shapes_are_compared_and_kept(self, compared, tmp_path):
@@ -402,7 +402,7 @@ class TestTune:
             ("rope", "float32", "cpu", 0.5)
         ]
         (path,) = tmp_path.iterdir()
-        assert {row.provider for row in tuned.read(path).values()} == {"aten"}
+        assert {row.provider for row in tuning.read(path).values()} == {"aten"}
         assert "2.00x" in result.output
         assert f"kept in {path}" in result.output.replace("\n", "")
 
@@ -419,7 +419,7 @@ class TestTune:
         assert (
             invoke("tune", "rope", "--device", "cpu", "--to", str(path), "--dtype", "bfloat16,float16").exit_code == 0
         )
-        assert {key.dtype for key in tuned.read(path)} == {"bfloat16", "float16"}
+        assert {key.dtype for key in tuning.read(path)} == {"bfloat16", "float16"}
         assert len(compared) == 2
 
     def test_what_is_known_is_shown_without_measuring(self, compared):
@@ -434,7 +434,7 @@ class TestTune:
         (path,) = tmp_path.iterdir()
         rows = json.loads(path.read_text())["rows"]
         # What another torch has measured is left out.
-        rows[0]["torch"] = compat.version_text()
+        rows[0]["torch"] = compat.versions.version_text()
         path.write_text(json.dumps({"rows": [None, *rows]}))
         result = invoke("tune", "--device", "cpu", "--show")
         assert result.exit_code == 0

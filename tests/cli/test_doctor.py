@@ -94,7 +94,7 @@ def test_every_trap_has_its_fix(name, facts, status, fix):
 
 
 def test_an_unknown_torch_is_named_with_what_declines():
-    found = check("support of this torch", torch="2.16.0", declined=tuple(compat.obstacles((2, 16)).items()))
+    found = check("support of this torch", torch="2.16.0", declined=tuple(compat.obstacles.obstacles((2, 16)).items()))
     assert found.status == "warn"
     assert found.detail == (
         "declines on torch 2.16.0: the tiling policy (supported on torch 2.11 to 2.15, not on 2.16)"
@@ -103,12 +103,12 @@ def test_an_unknown_torch_is_named_with_what_declines():
 
 
 def test_a_hook_that_this_torch_lacks_is_named(monkeypatch):
-    assert compat.obstacles() == {}
+    assert compat.obstacles.obstacles() == {}
     varlen = importlib.import_module("torch.nn.attention.varlen")
     monkeypatch.delattr(varlen, "varlen_attn")
     monkeypatch.delattr(importlib.import_module("torch._inductor.choices").InductorChoices, "reduction_split_factor")
-    this = compat.version_text()
-    assert compat.obstacles() == {
+    this = compat.versions.version_text()
+    assert compat.obstacles.obstacles() == {
         "the tiling policy": f"torch {this} has no InductorChoices.reduction_split_factor",
         "attention of packed sequences": f"torch {this} has no torch.nn.attention.varlen.varlen_attn",
     }
@@ -141,9 +141,9 @@ def test_the_requirement_is_read_from_torch(monkeypatch):
 
 def test_a_torch_that_says_nothing_is_looked_up(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "requires", lambda package: None)
-    monkeypatch.setattr(compat, "TORCH", (2, 11))
+    monkeypatch.setattr(compat.versions, "TORCH", (2, 11))
     assert doctor._triton_requirement() == "3.6"
-    monkeypatch.setattr(compat, "TORCH", (9, 9))
+    monkeypatch.setattr(compat.versions, "TORCH", (9, 9))
     assert doctor._triton_requirement() is None
 
 

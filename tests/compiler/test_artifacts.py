@@ -250,7 +250,7 @@ def refuse_to_unpickle(monkeypatch):
 def no_files(monkeypatch, tmp_path):
     """A cache folder that must stay empty."""
     cache = tmp_path / "cache"
-    monkeypatch.setattr(compat, "cache_dir", lambda: cache)
+    monkeypatch.setattr(compat.inductor, "cache_dir", lambda: cache)
     yield
     assert not cache.exists()
 
@@ -329,7 +329,7 @@ class TestRefused:
 def test_the_whole_file_does_reach_torch(tmp_path, monkeypatch):
     """So what `TestRefused` forbids would have happened."""
     reached = []
-    monkeypatch.setattr(compat, "cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr(compat.inductor, "cache_dir", lambda: tmp_path / "cache")
     monkeypatch.setattr(torch.compiler, "load_cache_artifacts", lambda content: reached.append(content) or "info")
     path = tmp_path / "file.tritium"
     path.write_bytes(encode(HERE, SECTIONS, 3))
@@ -342,7 +342,7 @@ def test_the_whole_file_does_reach_torch(tmp_path, monkeypatch):
 
 
 def test_bytes_that_torch_cannot_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(compat, "cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr(compat.inductor, "cache_dir", lambda: tmp_path / "cache")
     path = tmp_path / "file.tritium"
     path.write_bytes(encode(HERE, SECTIONS, 1))
     with pytest.raises(ArtifactError, match="this torch cannot read the artifacts"):
@@ -362,7 +362,7 @@ def test_round_trip(sections, graphs, name):
 class TestSaving:
     @pytest.fixture(autouse=True)
     def artifacts_of_torch(self, monkeypatch):
-        monkeypatch.setattr(compat, "cache_artifacts", lambda: (b"bytes", 1))
+        monkeypatch.setattr(compat.artifacts, "cache_artifacts", lambda: (b"bytes", 1))
 
     def test_an_interrupted_save_keeps_the_old_file(self, tmp_path, monkeypatch):
         path = tmp_path / "file.tritium"
@@ -401,5 +401,5 @@ def test_saving_leaves_torch_s_own_count_alone(monkeypatch):
     with CacheArtifactManager.with_fresh_cache():
         importlib.import_module("torch._inductor.codecache")
         CacheArtifactManager.record_artifact("inductor", "key", b"content")
-        assert compat.cache_artifacts() == compat.cache_artifacts() is not None
+        assert compat.artifacts.cache_artifacts() == compat.artifacts.cache_artifacts() is not None
         assert CacheArtifactManager.need_serialize()

@@ -151,7 +151,7 @@ class Stages(nn.Module):
 
 class TestModulesAreUnknown:
     def test_periods_are_found(self, monkeypatch):
-        monkeypatch.setattr(compat, "module_stack", lambda node: ())
+        monkeypatch.setattr(compat.dynamo, "module_stack", lambda node: ())
         (entry,) = check(model_of(Block, 8))
         total, compiled = counts(entry)
         assert total >= 8
@@ -309,7 +309,7 @@ class _Allocations(torch.utils._python_dispatch.TorchDispatchMode):
 class TestSizes:
     def test_three_sizes_on_one_compilation(self):
         calls = [inputs(2, tokens) for tokens in (5, 7, 63)]
-        with compat.floats_as_constants():
+        with compat.dynamo.floats_as_constants():
             (entry,) = check(model_of(Block, 8), *calls, dynamic=True)
         assert counts(entry)[1] <= 5
 
@@ -396,7 +396,7 @@ class Stub:
 
     def __init__(self, monkeypatch, fails=lambda count: False):
         self.compiled, self.fails = [], fails
-        monkeypatch.setattr(compat, "compile_fx", self)
+        monkeypatch.setattr(compat.inductor, "compile_fx", self)
 
     def __call__(self, gm, example_inputs):
         self.compiled.append(gm)

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import tritium
-from tritium import fusions, measure, ops, tuned
+from tritium import fusions, measure, ops, tuning
 from tritium.compiler import choose, tune
-from tritium.compiler.fuse import fuse
+from tritium.compiler.passes.fuse import fuse
 from tritium.ops import linear_gelu, rms_norm, rope
 from tritium.passes import PassContext
 from tritium.report import GraphRecord
-from tritium.tuned import Key, Machine, Verdict
+from tritium.tuning import Key, Machine, Verdict
 
 
 def context(device_type="cpu", **settings):
@@ -40,12 +40,12 @@ def plain_norm():
 def table(tmp_path, monkeypatch):
     """Returns a function that writes a row about this machine's CPU, and about a GPU of the same name."""
     here = Machine("machine", "9.0", 132)
-    monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path)
+    monkeypatch.setattr(tuning, "user_folder", lambda: tmp_path)
     monkeypatch.setattr(choose, "machine", lambda device_type: here)
 
     def add(key, **block_ms):
-        row = Verdict(key, "inductor", block_ms, torch=tune.compat.version_text())
-        tuned.write(tmp_path / tuned.file_name("machine"), here, [row])
+        row = Verdict(key, "inductor", block_ms, torch=tune.compat.versions.version_text())
+        tuning.write(tmp_path / tuning.file_name("machine"), here, [row])
 
     return add
 
@@ -262,12 +262,12 @@ def test_a_comparison_on_this_machine(tmp_path, monkeypatch):
     assert told == [(key, 0, 1)]
     assert set(row.block_ms) == {"inductor", "aten"}
     assert all(ms > 0 for ms in (*row.block_ms.values(), *row.alone_us.values()))
-    assert row.provider == tuned.winner(row, replayed=True)
+    assert row.provider == tuning.winner(row, replayed=True)
     # A CPU launches nothing.
     assert row.issue_us == {}
     # x and result of 64 rows of 8 floats, and the table of 4 tokens.
     assert row.bytes == 2 * 64 * 8 * 4 + 4 * 4 * 8
-    assert tuned.read(path) == {key: row}
+    assert tuning.read(path) == {key: row}
 
 
 def test_what_cannot_be_measured_is_inductor_s_with_the_reason(tmp_path, monkeypatch):

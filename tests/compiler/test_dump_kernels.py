@@ -13,11 +13,10 @@ import torch.nn.functional as F
 
 import codegen
 import tritium
-from tritium import whitebox
 from tritium.compiler import dissect
 from tritium.errors import ReportError
-from tritium.report import GraphRecord, Report
-from tritium.whitebox import benchmark
+from tritium.report import GraphRecord, Report, kernel_dump
+from tritium.report.kernel_dump import benchmark
 
 
 def run_script(path: Path, *arguments: str) -> str:
@@ -233,7 +232,7 @@ with torch.inference_mode():
 def test_code_generation_that_fails_half_way_leaves_the_sources(tmp_path):
     dissection = dissect.Dissection()
     dissection.source("cpp_fused_add_0", "cpp", "int x;\n")
-    (folder,) = whitebox.write(tmp_path, dissection.unfinished(), ())
+    (folder,) = kernel_dump.write(tmp_path, dissection.unfinished(), ())
     assert (folder / "kernel.cpp").read_text() == "int x;\n"
     assert "code generation failed" in json.loads((folder / "meta.json").read_text())["not_runnable"]
 

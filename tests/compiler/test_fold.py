@@ -8,7 +8,7 @@ from torch import nn
 
 import tritium
 from folding import count_folding
-from tritium.compiler import fold
+from tritium.compiler.passes import freezing
 
 FOLD = tritium.CompilationConfig(engine="eager", enable_freezing=True)
 
@@ -137,7 +137,7 @@ def test_inference_weights_cannot_be_tracked_and_are_not_folded():
         model.q.weight.mul_(2)
         torch.testing.assert_close(compiled(x), model(x))
     assert folded(compiled) == []
-    assert {entry["declined"] for entry in tritium.explain(compiled).folded} == {fold.UNTRACKED}
+    assert {entry["declined"] for entry in tritium.explain(compiled).folded} == {freezing.UNTRACKED}
 
 
 class TestWhatIsNotFolded:
@@ -213,15 +213,15 @@ def test_dynamic_shapes():
 def test_forgotten_models_leave_no_values_behind():
     model, x = Folds(), torch.randn(3, 8)
     values = []
-    original = fold.FoldedValues.__init__
+    original = freezing.FoldedValues.__init__
 
-    class Spy(fold.FoldedValues):
+    class Spy(freezing.FoldedValues):
         def __init__(self, program):
             original(self, program)
             values.append(self)
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(fold, "FoldedValues", Spy)
+        patch.setattr(freezing, "FoldedValues", Spy)
         model.compile(backend=tritium.Backend(FOLD))
         model(x)
         other = Folds()
@@ -277,12 +277,12 @@ class TestPeft:
     def test_layers_defined_later_are_watched_too(self, adapted):
         from peft.tuners.tuners_utils import BaseTunerLayer
 
-        fold.MERGES.now()
+        freezing.MERGES.now()
 
         class Later(BaseTunerLayer):
             def merge(self, *args, **kwargs):
                 return "merged"
 
-        count = fold.MERGES.now()
+        count = freezing.MERGES.now()
         assert Later.merge(object.__new__(Later)) == "merged"
-        assert fold.MERGES.now() == count + 1
+        assert freezing.MERGES.now() == count + 1

@@ -13,7 +13,8 @@ from fidelity import assert_no_worse
 from interpreter import interpreted
 from small_codecs import CODECS, wan
 from tritium import device, envs
-from tritium.compiler import hand_on, lay_out
+from tritium.compiler.passes import convolution_bias
+from tritium.compiler.passes.channels_last import convert
 from tritium.compiler.pipeline import passes_for
 from tritium.ops.channel_norm import triton as channel_norm
 from tritium.passes import PassContext
@@ -70,9 +71,9 @@ class Added(Between):
 EXPECTED = {
     Between: "the norms after 1 convolutions add their biases",
     ByName: "the norms after 1 convolutions add their biases",
-    ByItself: hand_on.NOTHING_TO_DO,
-    ReadTwice: f"1 biases: {hand_on.READ_ELSEWHERE}",
-    Added: hand_on.NOTHING_TO_DO,
+    ByItself: convolution_bias.NOTHING_TO_DO,
+    ReadTwice: f"1 biases: {convolution_bias.READ_ELSEWHERE}",
+    Added: convolution_bias.NOTHING_TO_DO,
 }
 
 
@@ -91,8 +92,8 @@ def said(compiled) -> str:
 
 def everywhere(replace=setattr):
     """Both passes also on this CPU and with this engine, where they would decline."""
-    replace(lay_out, "gate", lambda device_type, fidelity: None)
-    replace(hand_on, "gate", lambda device_type, engine: None)
+    replace(convert, "gate", lambda device_type, fidelity: None)
+    replace(convolution_bias, "gate", lambda device_type, engine: None)
 
 
 def check_rules() -> int:
@@ -149,24 +150,24 @@ def test_decoders(name):
     ("device_type", "engine", "reason"),
     [
         ("cuda", "inductor", None),
-        ("cpu", "inductor", hand_on.ON_A_CPU),
-        ("cuda", "eager", hand_on.AS_EAGER_DOES),
+        ("cpu", "inductor", convolution_bias.ON_A_CPU),
+        ("cuda", "eager", convolution_bias.AS_EAGER_DOES),
         ("xpu", "inductor", "not measured on 'xpu'"),
     ],
 )
 def test_the_truth_table(device_type, engine, reason):
-    assert hand_on.gate(device_type, engine) == reason
+    assert convolution_bias.gate(device_type, engine) == reason
 
 
 def test_a_cpu_declines():
     compiled = compiled_by(Between().eval(), "reference")
     with torch.inference_mode():
         compiled(torch.randn(1, 3, 8, 8))
-    assert said(compiled) == hand_on.AS_EAGER_DOES
+    assert said(compiled) == convolution_bias.AS_EAGER_DOES
 
 
 def lays_out_like_cudnn(x, weight, backend):
-    layout = lay_out.FORMATS[weight.dim()]
+    layout = convert.FORMATS[weight.dim()]
     wanted = any(side.is_contiguous(memory_format=layout) for side in (x, weight))
     return layout if wanted else torch.contiguous_format
 

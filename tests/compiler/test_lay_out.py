@@ -17,8 +17,9 @@ from fidelity import assert_no_worse
 from folding import count_folding
 from small_codecs import CODECS, wan
 from tritium import compat
-from tritium.compiler import fold, lay_out
-from tritium.compiler.layouts import order_in_memory
+from tritium.compiler.passes import freezing
+from tritium.compiler.passes.channels_last import convert
+from tritium.compiler.passes.channels_last.strides import order_in_memory
 from tritium.compiler.pipeline import passes_for
 
 ON = tritium.CompilationConfig()
@@ -32,7 +33,7 @@ STATIC_IF_THOROUGH = [
 @pytest.fixture
 def anywhere(monkeypatch):
     """The pass also on this CPU, where it would decline."""
-    monkeypatch.setattr(lay_out, "gate", lambda device_type, fidelity: None)
+    monkeypatch.setattr(convert, "gate", lambda device_type, fidelity: None)
 
 
 def compile_eagerly(model, **kwargs):
@@ -52,8 +53,8 @@ def first(output):
 
 def channels_last(inputs: dict) -> dict:
     return {
-        name: value.to(memory_format=lay_out.FORMATS[value.dim()])
-        if isinstance(value, torch.Tensor) and value.dim() in lay_out.FORMATS
+        name: value.to(memory_format=convert.FORMATS[value.dim()])
+        if isinstance(value, torch.Tensor) and value.dim() in convert.FORMATS
         else value
         for name, value in inputs.items()
     }
@@ -239,7 +240,7 @@ class TestCopies:
             graphs.append(gm.graph)
             return gm.forward
 
-        monkeypatch.setattr(compat, "compile_fx", aot_autograd(fw_compiler=keep))
+        monkeypatch.setattr(compat.inductor, "compile_fx", aot_autograd(fw_compiler=keep))
         with torch.no_grad():
             torch.compile(model, backend=tritium.Backend(ON), dynamic=None)(**inputs)
         copies = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default, torch.ops.aten.copy.default)
@@ -253,7 +254,7 @@ class TestCopies:
         counts = []
         for enabled in (True, False):
             torch._dynamo.reset()
-            monkeypatch.setattr(lay_out, "gate", lambda *_, on=enabled: None if on else "off")
+            monkeypatch.setattr(convert, "gate", lambda *_, on=enabled: None if on else "off")
             inputs = entry.inputs()
             if dynamic:
                 entry.mark_dynamic(inputs)
@@ -391,7 +392,7 @@ class TestWeights:
             torch.testing.assert_close(compiled(x), model(x))
             model.convs[0].weight.mul_(2)
             torch.testing.assert_close(compiled(x), model(x))
-        assert {entry["declined"] for entry in tritium.explain(compiled).folded} == {fold.UNTRACKED}
+        assert {entry["declined"] for entry in tritium.explain(compiled).folded} == {freezing.UNTRACKED}
 
     def test_a_fused_lora_is_seen(self):
         peft = pytest.importorskip("peft")
@@ -532,7 +533,7 @@ class TestWhatFollows:
             compiled = compile_eagerly(function)
             torch.testing.assert_close(compiled(x), function(again))
             torch.testing.assert_close(x, again)
-        assert entry_of(compiled)["declined"] is not None or entry_of(compiled)["left_alone"] == {lay_out.WRITTEN: 2}
+        assert entry_of(compiled)["declined"] is not None or entry_of(compiled)["left_alone"] == {convert.WRITTEN: 2}
 
     @pytest.mark.parametrize("after", ["tokens", "tokens, packed", "chunks", "view", "with itself", "with a view"])
     def test_the_caller_may_write_to_results(self, after):
@@ -571,26 +572,26 @@ class TestReasons:
         return entry_of(compiled)["declined"]
 
     def test_alone(self):
-        assert lay_out.ALONE in self.declined(nn.Conv2d(8, 8, 3), picture())
+        assert convert.ALONE in self.declined(nn.Conv2d(8, 8, 3), picture())
 
     def test_two_regions_of_one(self):
         """What lies between is no picture."""
         model = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.Flatten(2), nn.Linear(48, 48), nn.Unflatten(2, (6, 8)))
         model.append(nn.Flatten(1)).append(nn.Softmax(1)).append(nn.Unflatten(1, (8, 6, 8))).append(nn.Conv2d(8, 8, 3))
-        assert lay_out.ALONE in self.declined(model, picture())
+        assert convert.ALONE in self.declined(model, picture())
 
     def test_none(self):
         assert self.declined(nn.Conv1d(8, 8, 3), torch.randn(2, 8, 9)) == "no 2-D or 3-D convolution"
 
     def test_grouped(self):
         model = nn.Sequential(*(nn.Conv2d(8, 8, 3, groups=2) for _ in range(2)))
-        assert lay_out.GROUPED in self.declined(model, picture())
+        assert convert.GROUPED in self.declined(model, picture())
 
     def test_float64(self):
         assert "float64" in self.declined(Stack().double(), picture().double())
 
     def test_no_batch(self):
-        assert lay_out.NO_BATCH in self.declined(nn.Sequential(*(nn.Conv2d(8, 8, 3) for _ in range(2))), picture()[0])
+        assert convert.NO_BATCH in self.declined(nn.Sequential(*(nn.Conv2d(8, 8, 3) for _ in range(2))), picture()[0])
 
     def test_autocast(self):
         model, x = Stack(), picture()
@@ -603,7 +604,7 @@ class TestReasons:
         with torch.no_grad():
             actual, expected = compiled(x), function(x)
         assert actual.dtype == expected.dtype
-        assert lay_out.NOT_FOLLOWED in entry_of(compiled)["declined"]
+        assert convert.NOT_FOLLOWED in entry_of(compiled)["declined"]
         torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
 
     def test_gradients(self):
@@ -619,7 +620,7 @@ class TestGate:
         compiled = compile_eagerly(Stack())
         with torch.no_grad():
             compiled(picture())
-        assert entry_of(compiled)["declined"] == lay_out.ON_A_CPU
+        assert entry_of(compiled)["declined"] == convert.ON_A_CPU
         assert not entry_of(compiled)["changed"]
 
     @pytest.mark.parametrize(
@@ -627,7 +628,7 @@ class TestGate:
         [("cuda", "close", True), ("cuda", "exact", False), ("cpu", "close", False), ("xpu", "close", False)],
     )
     def test_the_truth_table(self, device_type, fidelity, fires):
-        assert (lay_out.gate(device_type, fidelity) is None) == fires
+        assert (convert.gate(device_type, fidelity) is None) == fires
 
     def test_registration(self, monkeypatch):
         def names(config):
@@ -645,7 +646,7 @@ def test_the_report_says_it_in_words():
         compiled(picture())
     text = str(tritium.explain(compiled))
     assert "3 of 4 convolutions channels-last; activations converted 1x in, 1x out (for 1x conv2d)" in text
-    assert f"1x left alone: {lay_out.GROUPED}" in text
+    assert f"1x left alone: {convert.GROUPED}" in text
 
 
 @pytest.mark.usefixtures("anywhere")

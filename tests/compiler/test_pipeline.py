@@ -25,7 +25,7 @@ def asks(name: str, value, key: str = NAME) -> Pass:
 
 
 def setting(name: str = NAME):
-    return compat.inductor_settings()[name]
+    return compat.inductor.inductor_settings()[name]
 
 
 @pytest.fixture
@@ -34,10 +34,10 @@ def seen(monkeypatch):
     found = []
 
     def compile_fx(gm, example_inputs):
-        found.append(compat.inductor_settings())
+        found.append(compat.inductor.inductor_settings())
         return gm.forward
 
-    monkeypatch.setattr(compat, "compile_fx", compile_fx)
+    monkeypatch.setattr(compat.inductor, "compile_fx", compile_fx)
     return found
 
 
@@ -69,7 +69,7 @@ class TestRequests:
             calls.append(setting())
             raise RuntimeError("no code today")
 
-        monkeypatch.setattr(compat, "compile_fx", compile_fx)
+        monkeypatch.setattr(compat.inductor, "compile_fx", compile_fx)
         with pytest.warns(RuntimeWarning, match="no code today"):
             run(asks("mine", 3))
         assert calls == [3, before]
@@ -136,7 +136,7 @@ class TestRequests:
         before = setting()
 
         def assigns(graph, context):
-            compat.inductor_config().triton.max_tiles = 3
+            compat.inductor.inductor_config().triton.max_tiles = 3
 
         with pytest.warns(RuntimeWarning, match="must return a ConfigRequest"):
             report = run(Pass("assigns", assigns))
@@ -194,7 +194,7 @@ class TestFailure:
         assert {"failed-pass_broken-before.txt", "failed-pass_broken-broken.onnx"} <= written
 
     def test_graphs_are_written_even_when_nobody_asked(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(compat, "cache_dir", lambda: tmp_path)
+        monkeypatch.setattr(compat.inductor, "cache_dir", lambda: tmp_path)
         with pytest.warns(RuntimeWarning, match="graphs in"):
             report = run(Pass("broken", self.broken), config=EAGER)
         from pathlib import Path
@@ -210,8 +210,8 @@ class TestFailure:
             attempts.append([str(node.target) for node in gm.graph.nodes])
             raise RuntimeError(f"attempt {len(attempts)}")
 
-        monkeypatch.setattr(compat, "compile_fx", compile_fx)
-        monkeypatch.setattr(compat, "cache_dir", lambda: tmp_path)
+        monkeypatch.setattr(compat.inductor, "compile_fx", compile_fx)
+        monkeypatch.setattr(compat.inductor, "cache_dir", lambda: tmp_path)
         model, inputs = Block(), block_inputs()
         config = tritium.CompilationConfig(force_provider="reference", enable_freezing=True)
         with torch.inference_mode(), pytest.warns(RuntimeWarning, match="lowering"):
@@ -236,8 +236,8 @@ class TestFailure:
             attempts.append(1)
             raise RuntimeError("no")
 
-        monkeypatch.setattr(compat, "compile_fx", compile_fx)
-        monkeypatch.setattr(compat, "cache_dir", lambda: tmp_path)
+        monkeypatch.setattr(compat.inductor, "compile_fx", compile_fx)
+        monkeypatch.setattr(compat.inductor, "cache_dir", lambda: tmp_path)
         with pytest.warns(RuntimeWarning, match="lowering"):
             run()
         assert len(attempts) == 1
@@ -246,7 +246,7 @@ class TestFailure:
         def compile_fx(gm, example_inputs):
             raise torch._dynamo.exc.SkipFrame("steering")
 
-        monkeypatch.setattr(compat, "compile_fx", compile_fx)
+        monkeypatch.setattr(compat.inductor, "compile_fx", compile_fx)
         model, inputs = Block(), block_inputs()
         with torch.inference_mode():
             assert torch.equal(torch.compile(model, backend=tritium.Backend())(*inputs), model(*inputs))
@@ -285,11 +285,11 @@ def test_the_users_own_post_grad_pass_still_runs():
             return "own"
 
     calls = []
-    salted = compat.salted_pass(b"ours", Own())
+    salted = compat.inductor.salted_pass(b"ours", Own())
     salted(fx.Graph())
     assert len(calls) == 1
     assert salted.uuid() == (b"ours", "own")
-    assert compat.salted_pass(b"ours", None).uuid() == b"ours"
+    assert compat.inductor.salted_pass(b"ours", None).uuid() == b"ours"
     # A plain function has no identity: Inductor must not cache what it did.
-    assert compat.salted_pass(b"ours", lambda graph: None).uuid() is None
-    assert compat.salted_pass(b"ours", [Own(), Own()]).uuid() == (b"ours", "own", "own")
+    assert compat.inductor.salted_pass(b"ours", lambda graph: None).uuid() is None
+    assert compat.inductor.salted_pass(b"ours", [Own(), Own()]).uuid() == (b"ours", "own", "own")

@@ -17,20 +17,20 @@ def fresh(monkeypatch):
 def test_no_workers_for_a_graph_on_a_gpu_that_an_earlier_process_compiled():
     assert lower._expected({"kernels": []}, "cuda")
     with lower._without_workers():
-        assert compat.setting("compile_threads") == 1
+        assert compat.inductor.setting("compile_threads") == 1
 
 
 def test_workers_for_everything_else(monkeypatch):
     assert not lower._expected(None, "cuda")
     assert not lower._expected({"kernels": []}, "cpu")
-    with compat.inductor_patched({"fx_graph_cache": False}):
+    with compat.inductor.inductor_patched({"fx_graph_cache": False}):
         assert not lower._expected({"kernels": []}, "cuda")
     monkeypatch.setattr(lower, "_compiled_again", ["key"])
     assert not lower._expected({"kernels": []}, "cuda")
 
 
 def test_the_number_of_workers_is_no_part_of_torch_s_cache_key():
-    config = compat.inductor_config()
+    config = compat.inductor.inductor_config()
     key = config.save_config_portable(ignore_private_configs=True)
     with lower._without_workers():
         assert config.save_config_portable(ignore_private_configs=True) == key
@@ -45,8 +45,8 @@ def test_a_failed_hash_is_left_to_who_needs_it(monkeypatch):
 
     monkeypatch.setattr("torch._inductor.codecache.torch_key", broken)
     monkeypatch.setattr("tritium.compat.inductor._hashing", [])
-    compat.start_hashing()
-    compat.start_hashing()
+    compat.inductor.start_hashing()
+    compat.inductor.start_hashing()
     from tritium.compat import inductor
 
     for thread in inductor._hashing:

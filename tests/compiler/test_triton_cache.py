@@ -27,7 +27,7 @@ def machine(monkeypatch, tmp_path):
 
     def move(name: str) -> Path:
         monkeypatch.setenv(envs.TRITON_CACHE, str(tmp_path / name / "triton"))
-        monkeypatch.setattr(compat, "cache_dir", lambda: tmp_path / name / "inductor")
+        monkeypatch.setattr(compat.inductor, "cache_dir", lambda: tmp_path / name / "inductor")
         return tmp_path / name / "triton"
 
     return move
@@ -57,8 +57,8 @@ def compiled_kernel():
 @pytest.fixture
 def nothing_else(monkeypatch):
     """A process that has used this kernel of an op, and nothing that Tritium keeps beside it."""
-    monkeypatch.setattr(compat, "cache_artifacts", lambda: (b"bytes", 1))
-    monkeypatch.setattr(compat, "load_cache_artifacts", lambda content: True)
+    monkeypatch.setattr(compat.artifacts, "cache_artifacts", lambda: (b"bytes", 1))
+    monkeypatch.setattr(compat.artifacts, "load_cache_artifacts", lambda content: True)
     monkeypatch.setattr(libraries.SHELF, "used", {})
     monkeypatch.setattr(observe, "_used", {})
 
@@ -129,12 +129,12 @@ def test_triton_s_folder_is_the_one_inductor_would_choose(monkeypatch, tmp_path)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv(envs.TRITON_CACHE, "to be put back")
     monkeypatch.delenv(envs.TRITON_CACHE)
-    assert compat.triton_folder() == tmp_path / "triton" / "0"
+    assert compat.triton_cache.triton_folder() == tmp_path / "triton" / "0"
     assert envs.get(envs.TRITON_CACHE) == str(tmp_path / "triton" / "0")
     monkeypatch.setenv(envs.TRITON_CACHE, "elsewhere")
-    assert compat.triton_folder() == Path("elsewhere")
+    assert compat.triton_cache.triton_folder() == Path("elsewhere")
 
 
 def test_an_interpreted_kernel_is_none():
     assert all(kernel is not None for kernel in triton_launch.started())
-    assert compat.triton_files([types.SimpleNamespace()]) == []
+    assert compat.triton_cache.triton_files([types.SimpleNamespace()]) == []

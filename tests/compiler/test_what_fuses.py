@@ -168,7 +168,7 @@ def test_a_chain_is_rounded_once():
     with torch.inference_mode():
         actual = torch.compile(chain, backend="tritium")(x)
     # Since torch 2.14 Inductor rounds scalars of additions to the tensor's dtype on a CPU, as eager does there.
-    added = 0.3 if compat.TORCH < (2, 14) else torch.tensor(0.3, dtype=x.dtype).item()
+    added = 0.3 if compat.versions.TORCH < (2, 14) else torch.tensor(0.3, dtype=x.dtype).item()
     assert torch.equal(actual, chain(x.float(), added).bfloat16())
     assert not torch.equal(chain(x), chain(x.float(), added).bfloat16())
 

@@ -7,7 +7,7 @@ from torch import fx, nn
 
 import tritium
 from fidelity import assert_no_worse
-from tritium.compiler.exact import NOT_EQUAL
+from tritium.compiler.passes.exact import NOT_EQUAL
 from tritium.fusions import group_norm_silu
 from tritium.ops import op as op_module
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import tritium
 from fidelity import assert_no_worse
-from tritium.compiler.rewrite import DEPENDS_ON_ITSELF, EFFECTS_BETWEEN
+from tritium.compiler.passes.rewrite import DEPENDS_ON_ITSELF, EFFECTS_BETWEEN
 
 EAGER = tritium.CompilationConfig(engine="eager")
 HEADS, WIDTH = 3, 8

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import tritium
 from fidelity import assert_no_worse
-from tritium import envs, tuned
+from tritium import envs, tuning
 from tritium.errors import ArgumentError, ArgumentTypeError
 from tritium.layers.attention import choice, table
 from tritium.layers.attention.candidates import able, tile_for_a_wide_mask
@@ -279,7 +279,7 @@ class TestRemembered:
     def test_files_that_are_too_much(self, monkeypatch, tmp_path):
         (tmp_path / "deep.json").write_text("[" * 100_000)
         assert table.read(tmp_path / "deep.json") == {}
-        monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path / ("x" * 5000))
+        monkeypatch.setattr(tuning, "user_folder", lambda: tmp_path / ("x" * 5000))
         assert table.contents() == []
 
     def test_somebody_without_a_home(self, monkeypatch):

@@ -57,7 +57,7 @@ class TestGenerated:
         monkeypatch.setattr(compute, "_on_gpu", lambda tensors: True)
         monkeypatch.setattr(compute, "_owned", lambda op, arguments: None)
         monkeypatch.setattr(compute.device, "has_triton", lambda: True)
-        monkeypatch.setattr(compute.compat, "compile_fx", keep)
+        monkeypatch.setattr(compute.compat.inductor, "compile_fx", keep)
         compute._generated.cache_clear()
         monkeypatch.setattr(compute, "_CHOSEN", {})
         yield graphs
@@ -151,7 +151,7 @@ class TestGenerated:
     def test_graphs_of_inductor_are_begun_by_dynamo(self, compiled, asked, monkeypatch):
         from tritium.layers import compute
 
-        monkeypatch.setattr(compute.compat, "uses_cuda_graphs", lambda: True)
+        monkeypatch.setattr(compute.compat.inductor, "uses_cuda_graphs", lambda: True)
         for _ in range(2):
             tritium.RMSNorm(8).requires_grad_(requires_grad=False)(random(2, 7, 8))
         assert len(asked) == 2

@@ -273,7 +273,7 @@ def test_all_sizes_compiled_once_on_a_gpu(name):
     for given in called(name):
         tensors = [tensor.cuda() for tensor in given]
         marks = [(tensors[index], dim) for index, dims in DYNAMIC[name][2].items() for dim in dims]
-        with torch.inference_mode(), compat.marked_dynamic(marks):
+        with torch.inference_mode(), compat.dynamo.marked_dynamic(marks):
             made = parts(compiled(*tensors))
             plain = parts(RUNS[name]("reference", *tensors))
             truth = parts(RUNS[name]("reference", *(tensor.double() for tensor in tensors)))

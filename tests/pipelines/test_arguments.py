@@ -181,7 +181,7 @@ class TestMarks:
         x = torch.randn(5, 4)
         torch._dynamo.mark_dynamic(x, 0)
         before = {name: list(value) if isinstance(value, set) else value for name, value in x.__dict__.items()}
-        with compat.marked_dynamic([(x, 1), (x, 0)]):
+        with compat.dynamo.marked_dynamic([(x, 1), (x, 0)]):
             assert x._dynamo_dynamic_indices == {0, 1}
         after = {name: list(value) if isinstance(value, set) else value for name, value in x.__dict__.items()}
         assert after == before

@@ -141,7 +141,7 @@ class TestThreads:
             with Threads(compiling), torch.no_grad():
                 assert begun.wait(30)
                 try:
-                    assert not compat.is_compiling()
+                    assert not compat.dynamo.is_compiling()
                     pipe(height=32, width=32)
                 finally:
                     over.set()
@@ -164,10 +164,10 @@ class TestThreads:
             threading.Timer(0.3, over.set).start()
             model(torch.randn(5, 4))
         with torch.no_grad():
-            graphs = compat.graphs_compiled()
+            graphs = compat.dynamo.graphs_compiled()
             for tokens in (6, 7, 8):
                 model(torch.randn(tokens, 4))
-            assert compat.graphs_compiled() == graphs
+            assert compat.dynamo.graphs_compiled() == graphs
 
 
 class TestInsideACompiledFunction:
@@ -204,9 +204,9 @@ class TestCalls:
     @pytest.mark.parametrize(("blocks", "done"), [((), "compiled"), ("Block", "nothing to compile")])
     def test_a_violation_says_whether_it_compiled(self, pipe, blocks, done):
         with optimized(pipe, blocks=blocks) as handle, torch.no_grad():
-            graphs = compat.graphs_compiled()
+            graphs = compat.dynamo.graphs_compiled()
             pipe.transformer(**{**inputs(), "return_dict": True})
-            assert (compat.graphs_compiled() > graphs) == (done == "compiled")
+            assert (compat.dynamo.graphs_compiled() > graphs) == (done == "compiled")
             (violation,) = handle.violations
             assert violation.done == done
             assert "return_dict is True, promised was False" in violation.what

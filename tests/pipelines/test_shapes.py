@@ -35,11 +35,11 @@ class Compiles:
     """Graphs that Dynamo compiles inside."""
 
     def __enter__(self):
-        self._before = compat.graphs_compiled()
+        self._before = compat.dynamo.graphs_compiled()
         return self
 
     def __exit__(self, *_):
-        self.count = compat.graphs_compiled() - self._before
+        self.count = compat.dynamo.graphs_compiled() - self._before
 
 
 class TestPromise:

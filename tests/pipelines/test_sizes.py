@@ -35,10 +35,10 @@ class Graphs:
     """Counts the graphs that Dynamo has compiled since it was made, or asked."""
 
     def __init__(self):
-        self.before = compat.graphs_compiled()
+        self.before = compat.dynamo.graphs_compiled()
 
     def new(self) -> int:
-        before, self.before = self.before, compat.graphs_compiled()
+        before, self.before = self.before, compat.dynamo.graphs_compiled()
         return self.before - before
 
 

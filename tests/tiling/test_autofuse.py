@@ -29,16 +29,16 @@ PAD = "triton_poi_fused_constant_pad_nd_0"
 
 def owners():
     hooks_of_inductor = [
-        compat.divisibility_hook(),
-        compat.selection_hook(),
-        compat.coalescing_analysis(),
-        (compat.simd_scheduling(), "get_tiling_and_scores"),
-        (compat.simd_scheduling(), "codegen_node_schedule"),
-        (compat.triton_kernel(), "codegen_kernel"),
-        compat.split_hook(),
-        compat.cooperative_hook(),
-        compat.persistent_hook(),
-        (compat.graph_key(), "__init__"),
+        compat.tiling.divisibility_hook(),
+        compat.tiling.selection_hook(),
+        compat.tiling.coalescing_analysis(),
+        (compat.tiling.simd_scheduling(), "get_tiling_and_scores"),
+        (compat.tiling.simd_scheduling(), "codegen_node_schedule"),
+        (compat.tiling.triton_kernel(), "codegen_kernel"),
+        compat.tiling.split_hook(),
+        compat.tiling.cooperative_hook(),
+        compat.tiling.persistent_hook(),
+        (compat.tiling.graph_key(), "__init__"),
     ]
     # Some versions lack one of the first two.
     return [(*hook, vars(hook[0])[hook[1]]) for hook in hooks_of_inductor if hook is not None]
@@ -107,7 +107,7 @@ class TestEnable:
 
     def test_somebody_who_wrapped_it_too_keeps_working(self, monkeypatch):
         tritium.autofuse.enable()
-        kernel = compat.triton_kernel()
+        kernel = compat.tiling.triton_kernel()
         ours = kernel.codegen_kernel
         theirs = lambda self, name=None: ours(self, name)  # noqa: E731
         kernel.codegen_kernel = theirs
@@ -118,7 +118,7 @@ class TestEnable:
 
     def test_an_unknown_torch_is_declined_with_a_reason(self, monkeypatch):
         before = owners()
-        monkeypatch.setattr(compat, "tiling_obstacle", lambda: compat_tiling.tiling_obstacle((2, 99)))
+        monkeypatch.setattr(compat.tiling, "tiling_obstacle", lambda: compat_tiling.tiling_obstacle((2, 99)))
         declined = tritium.autofuse.enable()
         assert declined == Decline("supported on torch 2.11 to 2.15, not on 2.99")
         assert not tritium.autofuse.is_enabled()
@@ -126,26 +126,28 @@ class TestEnable:
 
     @pytest.mark.parametrize("version", [(2, 10), (2, 16), (3, 0)])
     def test_an_unsupported_version_is_an_obstacle(self, version):
-        assert compat.tiling_obstacle(version).endswith(f", not on {version[0]}.{version[1]}")
+        assert compat.tiling.tiling_obstacle(version).endswith(f", not on {version[0]}.{version[1]}")
 
     def test_this_version_is_known(self):
-        assert compat.tiling_obstacle() is None
+        assert compat.tiling.tiling_obstacle() is None
 
     def test_a_function_that_went_or_changed_is_noticed(self, monkeypatch):
-        monkeypatch.setattr(compat.triton_kernel(), "codegen_kernel", lambda self: "")
-        assert "takes no name" in compat.tiling_obstacle()
-        monkeypatch.delattr(compat.simd_scheduling(), "create_tiling")
-        assert "has no SIMDScheduling.create_tiling" in compat.tiling_obstacle()
+        monkeypatch.setattr(compat.tiling.triton_kernel(), "codegen_kernel", lambda self: "")
+        assert "takes no name" in compat.tiling.tiling_obstacle()
+        monkeypatch.delattr(compat.tiling.simd_scheduling(), "create_tiling")
+        assert "has no SIMDScheduling.create_tiling" in compat.tiling.tiling_obstacle()
 
     def test_a_method_that_became_static_or_the_reverse_is_noticed(self, monkeypatch):
-        owner, name = compat.split_hook()
+        owner, name = compat.tiling.split_hook()
         split = getattr(owner, name)
         is_static = isinstance(vars(owner)[name], staticmethod)
         monkeypatch.setattr(owner, name, split if is_static else staticmethod(split))
         kinds = ("function", "static method") if is_static else ("static method", "function")
-        assert compat.tiling_obstacle().endswith("is a {}, not a {}".format(*kinds))
+        assert compat.tiling.tiling_obstacle().endswith("is a {}, not a {}".format(*kinds))
 
-    @pytest.mark.skipif(compat.TORCH < (2, 12), reason="torch 2.11 crashes in Dynamo after a thread has compiled")
+    @pytest.mark.skipif(
+        compat.versions.TORCH < (2, 12), reason="torch 2.11 crashes in Dynamo after a thread has compiled"
+    )
     def test_it_acts_in_every_thread(self):
         pattern, found = ALL["crop_to_nhwc"], []
         with tritium.autofuse.enabled():
@@ -165,7 +167,7 @@ class TestEnable:
         assert kernel["reason"]
         assert kernel["costs"]
         # Since torch 2.14 Inductor proves products of sums itself.
-        assert bool(kernel["proofs"]) == (compat.TORCH < compat.PROVES_PRODUCTS)
+        assert bool(kernel["proofs"]) == (compat.versions.TORCH < compat.tiling.PROVES_PRODUCTS)
         assert set(kernel["proofs"]) <= set(made["proofs"])
         json.dumps(made)
 
@@ -249,7 +251,7 @@ class TestBackend:
 
         assert body() == (2, True)
         assert body(enable_narrow_sizes=False) == (2, False)
-        unproven = 1 if compat.TORCH < compat.PROVES_PRODUCTS else 2
+        unproven = 1 if compat.versions.TORCH < compat.tiling.PROVES_PRODUCTS else 2
         assert body(enable_divisibility_proof=False, enable_nd_tiling_workaround=False) == (unproven, True)
         (kernel,), record, _ = self.compiled(pass_config=switches(enable_nd_tiling_workaround=False))
         assert kernel.dims == 1
@@ -291,7 +293,7 @@ class TestBackend:
         assert policy["declined"] == "C++ kernels have no tiles"
 
     def test_an_unknown_torch_declines(self, monkeypatch):
-        monkeypatch.setattr(compat, "tiling_obstacle", lambda: "torch 2.99 has no SIMDScheduling.create_tiling")
+        monkeypatch.setattr(compat.tiling, "tiling_obstacle", lambda: "torch 2.99 has no SIMDScheduling.create_tiling")
         (kernel,), _, policy = self.compiled()
         assert policy.declined == "torch 2.99 has no SIMDScheduling.create_tiling"
         assert kernel.dims == 1
@@ -311,7 +313,7 @@ class TestLatch:
         raise AssertionError("numel mismatch")
 
     def test_the_analysis_fails(self, monkeypatch):
-        owner, name = compat.coalescing_analysis()
+        owner, name = compat.tiling.coalescing_analysis()
         monkeypatch.setattr(owner, name, self.broken)
         pattern = ALL["crop_to_nhwc"]
         arguments = (pattern.function, pattern.inputs(), pattern.dynamic)
@@ -328,16 +330,16 @@ class TestLatch:
 
     def test_the_analysis_of_a_node_without_a_name_fails(self, monkeypatch):
         """Since torch 2.14 Inductor also analyses views of several nodes."""
-        owner, name = compat.coalescing_analysis()
+        owner, name = compat.tiling.coalescing_analysis()
         monkeypatch.setattr(owner, name, self.broken)
         view = SimpleNamespace(get_nodes=lambda: [SimpleNamespace(get_name=lambda: "op7")])
         with hooks.active(TilingPolicy()) as decisions:
             assert getattr(owner, name)(view) is None
         assert list(decisions.retries) == ["op7: AssertionError: numel mismatch"]
 
-    @pytest.mark.skipif(compat.selection_hook() is None, reason="the scheduler ranks tilings since torch 2.14")
+    @pytest.mark.skipif(compat.tiling.selection_hook() is None, reason="the scheduler ranks tilings since torch 2.14")
     def test_the_ranking_that_the_scheduler_asks_for_fails(self, monkeypatch):
-        scheduling = compat.simd_scheduling()
+        scheduling = compat.tiling.simd_scheduling()
         monkeypatch.setattr(scheduling, "compute_tiling_strategy", self.broken)
 
         def rank(analysis):
@@ -353,7 +355,7 @@ class TestLatch:
             rank(object())
 
     def test_the_ranking_fails(self, monkeypatch):
-        monkeypatch.setattr(compat.simd_scheduling(), "compute_tiling_strategy", self.broken)
+        monkeypatch.setattr(compat.tiling.simd_scheduling(), "compute_tiling_strategy", self.broken)
         pattern = ALL["crop_to_nhwc"]
         with tritium.autofuse.enabled():
             generate(pattern.function, pattern.inputs(), pattern.dynamic)
@@ -363,7 +365,7 @@ class TestLatch:
         assert made["kernels"][0]["reason"] == "Inductor could not analyse its accesses"
 
     def test_the_report_says_so(self, monkeypatch):
-        owner, name = compat.coalescing_analysis()
+        owner, name = compat.tiling.coalescing_analysis()
         monkeypatch.setattr(owner, name, self.broken)
         pattern = ALL["crop_to_nhwc"]
         backend = tritium.Backend(tritium.CompilationConfig(pass_config=switches()))
@@ -376,7 +378,7 @@ class TestLatch:
 
     def test_the_whole_graph_is_compiled_once_more_without_it(self, monkeypatch):
         """With the latch for single kernels off, the error ends the lowering: it is tried once more, and reported."""
-        owner, name = compat.coalescing_analysis()
+        owner, name = compat.tiling.coalescing_analysis()
         calls = []
 
         def broken(*_):
@@ -408,9 +410,9 @@ class TestLatch:
         assert "all in 64 bits: AssertionError" in decision["sizes"]
 
     def test_what_dynamo_steers_by_passes_through(self):
-        assert compat.steers_dynamo(torch._dynamo.exc.SkipFrame("x"))
-        assert compat.steers_dynamo(torch.OutOfMemoryError("x"))
-        assert not compat.steers_dynamo(AssertionError("x"))
+        assert compat.dynamo.steers_dynamo(torch._dynamo.exc.SkipFrame("x"))
+        assert compat.dynamo.steers_dynamo(torch.OutOfMemoryError("x"))
+        assert not compat.dynamo.steers_dynamo(AssertionError("x"))
 
 
 PROGRAM = """
@@ -485,7 +487,7 @@ class TestIdentity:
 
     def test_plain_graphs_have_the_key_they_had(self):
         def key():
-            details = compat.graph_key().__new__(compat.graph_key())
+            details = compat.tiling.graph_key().__new__(compat.tiling.graph_key())
             details.__init__(None, [], {}, [])
             return getattr(details, "tritium_tiling", None)
 

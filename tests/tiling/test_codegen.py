@@ -45,7 +45,7 @@ def compiled(name, *, dynamic=True, dtype=torch.float32, **parts):
 
 
 # torch 2.11 gives broadcasts a dim of their own that are coalesced without (pytorch#177117).
-OVERTILED = {"pad_group_norm"} if compat.TORCH < (2, 13) else set()
+OVERTILED = {"pad_group_norm"} if compat.versions.TORCH < (2, 13) else set()
 
 
 @pytest.mark.parametrize("name", sorted(set(ALL) - OVERTILED))
@@ -57,7 +57,7 @@ def test_with_the_proof_dynamic_sizes_are_tiled_like_static_ones(name):
 @pytest.mark.parametrize("name", CUT)
 def test_inductor_alone_tiles_them_like_static_ones_since_torch_2_14(name):
     same = dims(compiled(name)) == dims(compiled(name, dynamic=False))
-    assert same == (compat.TORCH >= compat.PROVES_PRODUCTS)
+    assert same == (compat.versions.TORCH >= compat.tiling.PROVES_PRODUCTS)
 
 
 @pytest.mark.parametrize("name", sorted(set(ALL) - OVERTILED))
@@ -183,7 +183,9 @@ class TestGrids:
         assert kernel.dims < 3
         assert "a reduction keeps the tiling" in decision["reason"]
 
-    @pytest.mark.skipif(compat.TORCH < choose.REDUCTIONS_IN_3D_MISCOMPILE, reason="they are right on this torch")
+    @pytest.mark.skipif(
+        compat.versions.TORCH < choose.REDUCTIONS_IN_3D_MISCOMPILE, reason="they are right on this torch"
+    )
     def test_not_even_where_settings_ask_for_it(self):
         settings = {"triton.prefer_nd_tiling": True, "triton.max_tiles": 3, "triton.tile_reductions": True}
         x = torch.randn(4, 6, 32, 10, 48)

@@ -250,7 +250,7 @@ class TestGenerated:
         assert ["_i32" in kernel.source for kernel in kernels] == [True, False]
 
     def test_code_for_ahead_of_time_stays_wide(self, monkeypatch):
-        monkeypatch.setattr(compat, "compiles_ahead_of_time", lambda: True)
+        monkeypatch.setattr(compat.tiling, "compiles_ahead_of_time", lambda: True)
         (made,) = generate(lambda x: F.pad(x, (1, 1, 1, 1)), [torch.randn(64, 32, 48)], {0: (1, 2)})
         assert "_i32" not in made.source
         assert "without guards" in self.sizes()[-1]
@@ -264,4 +264,4 @@ class TestGenerated:
             patch.setattr(common, "SizeArg", Argument)
             patch.setattr(compat.tiling, "original_size", lambda size: size)
             arguments = type("Arguments", (), {"python_argdefs": lambda self: ([], [], [Argument()], [])})()
-            assert compat.kernel_sizes(type("Kernel", (), {"args": arguments})()) == {}
+            assert compat.tiling.kernel_sizes(type("Kernel", (), {"args": arguments})()) == {}

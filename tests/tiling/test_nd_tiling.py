@@ -5,12 +5,13 @@ import itertools
 import pytest
 import torch
 from torch import fx, nn
+from tritium.tiling.predicates import NODES_PER_CONVOLUTION
 
 import tritium
 from tritium.compiler.pipeline import passes_for
+from tritium.graph import is_conv_heavy, is_dynamic
 from tritium.passes import ConfigRequest, Decline, PassContext
 from tritium.tiling import nd_tiling
-from tritium.tiling.predicates import NODES_PER_CONVOLUTION, is_conv_heavy, is_dynamic
 
 
 def captured(function, *inputs, dynamic=None) -> fx.Graph:

@@ -231,7 +231,7 @@ class TestGeneratedCode:
         assert sources(observer) == sources(plain)
         assert choices == []
 
-    @pytest.mark.skipif(compat.TORCH < (2, 15), reason="strict numerics came with torch 2.15")
+    @pytest.mark.skipif(compat.versions.TORCH < (2, 15), reason="strict numerics came with torch 2.15")
     def test_a_fixed_order_of_additions_stays(self, monkeypatch):
         """Persistent rows would be added in another order than `numerics="strict"` promises."""
         lowering = importlib.import_module("torch._inductor.lowering")
@@ -246,7 +246,7 @@ class TestGeneratedCode:
         assert sources(observer) == sources(plain)
         assert choices == []
 
-    @pytest.mark.skipif(compat.TORCH < (2, 15), reason="nested reductions are off before torch 2.15")
+    @pytest.mark.skipif(compat.versions.TORCH < (2, 15), reason="nested reductions are off before torch 2.15")
     def test_nested_reductions_stay_as_inductor_made_them(self):
         def quantized(x):
             y = F.rms_norm(x[:, 1:1025], (1024,))
@@ -266,7 +266,7 @@ class TestGeneratedCode:
         def broken(_):
             raise AssertionError("no statistics")
 
-        monkeypatch.setattr(compat, "reduction_reads", broken)
+        monkeypatch.setattr(compat.tiling, "reduction_reads", broken)
         observer, (choice,) = with_table(rows(4096, 3072), PERSISTENT)
         assert kinds(observer) == ["red"]
         assert choice.reason == "the rules failed: AssertionError: no statistics"
@@ -338,13 +338,13 @@ class TestReached:
         assert entry.changed
 
     def test_a_changed_choices_object_is_declined(self, monkeypatch):
-        monkeypatch.setattr(compat.inductor_choices(), "reduction_split_factor", lambda device: 1)
-        assert "takes no reduction_numel_hint" in compat.tiling_obstacle()
-        monkeypatch.delattr(compat.inductor_choices(), "should_use_cooperative_reduction")
-        assert "has no InductorChoices.should_use_cooperative_reduction" in compat.tiling_obstacle()
+        monkeypatch.setattr(compat.tiling.inductor_choices(), "reduction_split_factor", lambda device: 1)
+        assert "takes no reduction_numel_hint" in compat.tiling.tiling_obstacle()
+        monkeypatch.delattr(compat.tiling.inductor_choices(), "should_use_cooperative_reduction")
+        assert "has no InductorChoices.should_use_cooperative_reduction" in compat.tiling.tiling_obstacle()
 
     def test_everything_is_put_back(self):
-        choices = compat.inductor_choices()
+        choices = compat.tiling.inductor_choices()
         names = ["reduction_split_factor", "should_use_cooperative_reduction", "should_use_persistent_reduction"]
         before = [vars(choices)[name] for name in names]
         with hooks.active(TilingPolicy()):
@@ -353,7 +353,7 @@ class TestReached:
         assert [vars(choices)[name] for name in names] == before
 
 
-ENTRY = {"torch": compat.version_text(), "persistent_up_to": [{"reads": 3, "elements": 8192}]}
+ENTRY = {"torch": compat.versions.version_text(), "persistent_up_to": [{"reads": 3, "elements": 8192}]}
 
 
 class TestTables:
@@ -373,7 +373,7 @@ class TestTables:
         tables.write(tables.shipped_file(), "g", ENTRY)
         tables.write(tables.own_file(), "g", {"torch": "1.0", "whole_up_to": 1})
         assert tables.table_for("g").limit(3) == 8192
-        tables.write(tables.own_file(), "g", {"torch": compat.version_text(), "whole_up_to": 1})
+        tables.write(tables.own_file(), "g", {"torch": compat.versions.version_text(), "whole_up_to": 1})
         assert tables.table_for("g").whole_up_to == 1
 
     @pytest.mark.parametrize(

@@ -102,9 +102,9 @@ def _measure(depth: Depth, settings: Settings, notify: Notify) -> list[Row]:
         notify(f"{depth.name}: first call, {variant}", 0.9 * index / len(models))
         calls[variant] = sides.without_gradients(call_of(model, built.inputs))
         with sides.cold_caches(settings):
-            before = compat.inductor_seconds()
+            before = compat.dynamo.inductor_seconds()
             first[variant] = measure.first_call(calls[variant], settings.device_type)
-            after = compat.inductor_seconds()
+            after = compat.dynamo.inductor_seconds()
         inductor[variant] = None if after is None or before is None else after - before
     notify(f"{depth.name}: timing", 0.9)
     timings = measure.interleave(calls, settings.device_type, seconds=min(settings.seconds, 2.0))

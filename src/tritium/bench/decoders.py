@@ -88,7 +88,7 @@ def _with_code_of_its_own(module: nn.Module) -> nn.Module:
     """
     kind = type(module)
     met: Any = kind.forward
-    forward = compat.with_code_of_its_own(met)
+    forward = compat.dynamo.with_code_of_its_own(met)
     made = copy.copy(module)
     made.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
     return made

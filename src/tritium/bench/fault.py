@@ -101,7 +101,7 @@ def bisect(count: int, outside: Callable[[int], bool]) -> int:
 
 def find(call: Call, config: CompilationConfig, dynamic: bool | None) -> Fault:
     """Find the cause for a call that is outside the bound when a backend with this configuration compiles it."""
-    with compat.many_recompiles():
+    with compat.dynamo.many_recompiles():
         return _Search(call, config, dynamic).run()
 
 

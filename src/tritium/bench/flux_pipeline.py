@@ -215,10 +215,10 @@ def _measure(
         before_bytes = sides.allocated(settings.device_type)
         with sides.cold_caches(settings):
             first[variant] = measure.first_call(call, settings.device_type)
-            compiled = compat.graphs_compiled()
+            compiled = compat.dynamo.graphs_compiled()
             for _ in range(_SETTLING_IMAGES):
                 images[variant] = call().float().cpu()
-            recompiles[variant] = compat.graphs_compiled() - compiled
+            recompiles[variant] = compat.dynamo.graphs_compiled() - compiled
             others = sum(side.held_bytes for name, side in made.items() if name != variant)
             peak = measure.peak_memory(call, settings.device_type)
             peaks[variant] = None if peak is None else peak - others

@@ -62,7 +62,7 @@ def operator_time(call: Callable[[], Any], device_type: str) -> float:
     totals = []
     for whole in (event.time_range for event in events if event.name == _CALL):
         inside = (event for event in events if whole.start <= event.time_range.start < whole.end)
-        totals.append(sum(event.self_cpu_time_total for event in inside if compat.is_work(event.name)))
+        totals.append(sum(event.self_cpu_time_total for event in inside if compat.profiler.is_work(event.name)))
     return float(statistics.median(totals))
 
 

@@ -94,7 +94,7 @@ class Results:
     @classmethod
     def now(cls, rows: Sequence[Row], device_type: str) -> Results:
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        return cls(dict(device.describe(device_type).to_dict()), compat.versions(), date, tuple(rows))
+        return cls(dict(device.describe(device_type).to_dict()), compat.versions.versions(), date, tuple(rows))
 
     def to_dict(self) -> dict[str, Any]:
         rows = [dataclasses.asdict(row) for row in self.rows]

@@ -245,7 +245,7 @@ def compiled(built: Built, variant: str, settings: Settings, regime: Regime = "s
 
 def _static_inductor(gm: Any, example_inputs: Any) -> Any:
     """Call Inductor under another name, so that Dynamo keeps static and dynamic code apart."""
-    return compat.compile_fx(gm, example_inputs)
+    return compat.inductor.compile_fx(gm, example_inputs)
 
 
 def _compiled(model: Any, variant: str, settings: Settings, *, dynamic: bool | None) -> Any:
@@ -283,7 +283,7 @@ def _prepare(name: str, built: Built, regime: Regime, settings: Settings, notify
         notify(f"{name}: {what}", PREPARED * index / len(variants))
         made = compiled(built, variant, settings, regime)
         call = call_of(made.call, built.inputs if variant == STATIC else marked)
-        with compat.empty_cache() if settings.cold and variant != EAGER else contextlib.nullcontext():
+        with compat.inductor.empty_cache() if settings.cold and variant != EAGER else contextlib.nullcontext():
             seconds = measure.first_call(call, settings.device_type)
         sides[variant] = Side(made.parts[0] if made.parts else built.model, call, seconds)
     return sides
@@ -314,7 +314,7 @@ def host_us(call: Callable[[], Any], device_type: str, calls: int = 20) -> float
 def start_compiler(device_type: str) -> None:
     """Compile a small function, so that the first side does not include the start of the compiler."""
     # Importing Inductor and building its pattern tables takes seconds, once a process.
-    with compat.empty_cache():
+    with compat.inductor.empty_cache():
         torch.compile(lambda x: torch.relu(x) + 1)(torch.ones(64, device=device_type))
 
 

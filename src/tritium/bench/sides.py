@@ -66,7 +66,7 @@ def without_gradients(call: Callable[[], Any]) -> Callable[[], Any]:
 
 def cold_caches(settings: Settings) -> contextlib.AbstractContextManager[None]:
     """Compile with empty caches if the settings say so."""
-    return compat.empty_cache() if settings.cold else contextlib.nullcontext()
+    return compat.inductor.empty_cache() if settings.cold else contextlib.nullcontext()
 
 
 def allocated(device_type: str) -> int:

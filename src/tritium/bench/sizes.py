@@ -56,9 +56,9 @@ def _in_a_row(workload: Decoder, decode: Callable[..., Any], sizes: list[torch.T
     for index, latents in enumerate(sizes):
         notify(f"{workload.name}: {_shape(latents)}, size {index + 1} of {len(sizes)}", 0.5 * index / len(sizes))
         if index == WARM:
-            before = compat.graphs_compiled()
+            before = compat.dynamo.graphs_compiled()
         decode(**{workload.argument: latents})
-    return compat.graphs_compiled() - before
+    return compat.dynamo.graphs_compiled() - before
 
 
 def _compare(

@@ -132,7 +132,7 @@ class Verified:
             "choices": self.choices,
             "located": None if self.location is None else self.location.to_dict(),
             "device": device.describe(self.device_type).to_dict(),
-            "versions": compat.versions(),
+            "versions": compat.versions.versions(),
         }
 
 

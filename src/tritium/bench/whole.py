@@ -74,7 +74,7 @@ def run(name: str, settings: Settings, notify: Notify) -> Outcome:
         for index, variant in enumerate(sorted(ways, key=[EAGER, OURS, GRAPHS, YARDSTICK].index)):
             notify(f"{label}: first picture, {variant}", PREPARED * index / len(ways))
             handle.use(ways[variant])
-            with compat.empty_cache() if settings.cold and variant != EAGER else contextlib.nullcontext():
+            with compat.inductor.empty_cache() if settings.cold and variant != EAGER else contextlib.nullcontext():
                 first[variant] = drawing.draw(pipe, jobs[0]).seconds
             drawn[variant] = [drawing.draw(pipe, job) for job in jobs]
         if keeps:

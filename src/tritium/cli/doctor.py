@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tritium import catalog, compat, config, device, envs, fusions, ops, tuned
+from tritium import catalog, compat, config, device, envs, fusions, ops, tuning
 from tritium.compiler.choose import machine
 from tritium.compiler.pipeline import passes_for
 from tritium.config import CompilationConfig
@@ -83,7 +83,7 @@ class Facts:
 
 
 def gather() -> Facts:
-    versions = compat.versions()
+    versions = compat.versions.versions()
     here = machine(device.default())
     wanted = envs.get("CXX") or "g++"
     others = tuple(name for name in ("g++", "clang++", "c++") if name != wanted and _on_path(name))
@@ -95,7 +95,7 @@ def gather() -> Facts:
         torch_cuda=torch.version.cuda,
         triton=versions["triton"],
         triton_required=_triton_requirement(),
-        declined=tuple(compat.obstacles().items()),
+        declined=tuple(compat.obstacles.obstacles().items()),
         diffusers=versions["diffusers"],
         gpu=device.describe("cuda").name if device.cuda_available() else None,
         driver=device.nvidia_driver(),
@@ -109,8 +109,8 @@ def gather() -> Facts:
         cache_error=error,
         variable_error=_variable_error(),
         broken_plugins=_broken_plugins(),
-        choices=len(tuned.known(here.name)),
-        choices_of=tuned.like(here),
+        choices=len(tuning.known(here.name)),
+        choices_of=tuning.like(here),
     )
 
 
@@ -126,13 +126,13 @@ def _triton_requirement() -> str | None:
         found = re.match(r"triton\s*[=~]=\s*([\d.]+)", requirement)
         if found:
             return found[1]
-    known = TRITON_OF_TORCH.get(compat.TORCH)
+    known = TRITON_OF_TORCH.get(compat.versions.TORCH)
     return f"{known[0]}.{known[1]}" if known else None
 
 
 def _try_cache_folder() -> tuple[str, str | None]:
     try:
-        folder = compat.cache_dir()
+        folder = compat.inductor.cache_dir()
     except OSError as error:
         return str(error.filename), error.strerror
     try:
@@ -193,13 +193,13 @@ def _plugins(facts: Facts) -> Check:
 
 def _python(facts: Facts) -> Check:
     oldest, newest = (".".join(map(str, version)) for version in PYTHONS)
-    if PYTHONS[0] <= compat.parse_version(facts.python) <= PYTHONS[1]:
+    if PYTHONS[0] <= compat.versions.parse_version(facts.python) <= PYTHONS[1]:
         return Check("python", "ok", facts.python)
     return Check("python", "warn", f"{facts.python} is not tested", f"use Python {oldest} to {newest}")
 
 
 def _torch(facts: Facts) -> Check:
-    if compat.parse_version(facts.torch) >= OLDEST_TORCH:
+    if compat.versions.parse_version(facts.torch) >= OLDEST_TORCH:
         return Check("torch", "ok", facts.torch)
     oldest = ".".join(map(str, OLDEST_TORCH))
     return Check("torch", "fail", f"{facts.torch} is older than {oldest}", f"pip install 'torch>={oldest}'")
@@ -209,7 +209,9 @@ def _declined(facts: Facts) -> Check:
     name = "support of this torch"
     if not facts.declined:
         return Check(name, "ok", f"no part of Tritium declines on torch {facts.torch}")
-    oldest, newest = (".".join(map(str, version)) for version in (compat.TILING_KNOWN[0], compat.TILING_KNOWN[-1]))
+    oldest, newest = (
+        ".".join(map(str, version)) for version in (compat.tiling.TILING_KNOWN[0], compat.tiling.TILING_KNOWN[-1])
+    )
     parts = "; ".join(f"{part} ({reason})" for part, reason in facts.declined)
     fix = f"install torch {oldest} to {newest}; with torch {facts.torch} everything else works"
     return Check(name, "warn", f"declines on torch {facts.torch}: {parts}", fix)
@@ -225,7 +227,7 @@ def _triton(facts: Facts) -> Check:
         return Check("triton", "fail", "not installed: nothing can be generated for the GPU", install)
     if required is None:
         return Check("triton", "ok", f"{facts.triton} (which one torch {facts.torch} wants is not known here)")
-    if compat.parse_version(facts.triton) == compat.parse_version(required):
+    if compat.versions.parse_version(facts.triton) == compat.versions.parse_version(required):
         return Check("triton", "ok", facts.triton)
     status: Literal["warn", "fail"] = "warn" if facts.gpu is None else "fail"
     return Check(

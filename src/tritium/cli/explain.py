@@ -15,7 +15,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from tritium import fusions as catalogue
-from tritium import page
 from tritium.bench import drawing, run, whole, workloads
 from tritium.cli import progress
 from tritium.cli.bench import known_device
@@ -24,6 +23,7 @@ from tritium.errors import ConfigError
 from tritium.fusions import Fusion
 from tritium.pipelines.plan import Plan
 from tritium.report import Report
+from tritium.report import html as page
 
 _NAMES = ", ".join(workloads.WORKLOADS)
 

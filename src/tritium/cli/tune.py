@@ -18,7 +18,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tritium import device, ops, tuned
+from tritium import device, ops
+from tritium import tuning as tuned
 from tritium.bench import drawing, tuning, whole
 from tritium.bench.drawing import Job
 from tritium.bench.run import DTYPES
@@ -29,7 +30,7 @@ from tritium.compiler import tune
 from tritium.errors import ConfigError, nearest
 from tritium.ops import INDUCTOR
 from tritium.pipelines.recipe import Recipe
-from tritium.tuned import Key, Verdict
+from tritium.tuning import Key, Verdict
 
 
 def command(

@@ -63,7 +63,7 @@ def installed(module: str) -> bool:
 @functools.cache
 def versions() -> dict[str, str]:
     """Return the versions on which a measured choice depends, in addition to the device."""
-    found = {"torch": compat.version_text(), "triton": compat.versions()["triton"] or "none"}
+    found = {"torch": compat.versions.version_text(), "triton": compat.versions.versions()["triton"] or "none"}
     for module, distribution in PACKAGES.items():
         if installed(module):
             try:
@@ -84,7 +84,7 @@ def flex_attention(*arguments: Any, **options: Any) -> torch.Tensor:
 
     It must be compiled for every shape, so Dynamo's limits are raised: beyond them it would run uncompiled.
     """
-    with compat.many_recompiles(), _functorch_dispatched():
+    with compat.dynamo.many_recompiles(), _functorch_dispatched():
         out: torch.Tensor = _compiled_flex()(*arguments, **options)
     return out
 

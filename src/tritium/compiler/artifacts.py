@@ -91,7 +91,7 @@ class ArtifactSummary:
 def save(path: str | os.PathLike[str], fingerprint: Fingerprint) -> ArtifactSummary:
     """Save everything that this process compiled or found in its caches, completely or not at all."""
     _check_caching("saved")
-    found = compat.cache_artifacts()
+    found = compat.artifacts.cache_artifacts()
     if found is None:
         raise ArtifactError("there are no compile artifacts to save: nothing was compiled in this process")
     content, graphs = found
@@ -116,7 +116,7 @@ def load(path: str | os.PathLike[str], fingerprint: Fingerprint) -> ArtifactSumm
     except OSError as error:
         raise ArtifactError(f"{source} cannot be read: {error.strerror}") from error
     sections, graphs = decode(content, fingerprint, source)
-    compat.start_hashing()
+    compat.inductor.start_hashing()
     for section in sections:
         _put(section, source)
     libraries.install()
@@ -124,7 +124,7 @@ def load(path: str | os.PathLike[str], fingerprint: Fingerprint) -> ArtifactSumm
 
 
 def _check_caching(verb: str) -> None:
-    obstacle = compat.caching_obstacle()
+    obstacle = compat.artifacts.caching_obstacle()
     if obstacle is not None:
         raise ArtifactError(f"compile artifacts cannot be {verb}: {obstacle}")
 
@@ -134,7 +134,9 @@ def _kept() -> Iterator[Section | None]:
     store = observe.store()
     files = [("library", digest, file) for digest, file in libraries.SHELF.used.items()]
     files += [("record", key, store.path(key)) for key in observe.used()]
-    of_triton = dict.fromkeys([*compat.triton_files(triton_launch.started()), *compat.launch_libraries()])
+    of_triton = dict.fromkeys(
+        [*compat.triton_cache.triton_files(triton_launch.started()), *compat.triton_cache.launch_libraries()]
+    )
     files += [("kernel", f"{file.parent.name}.{file.name}", file) for file in of_triton]
     for kind, name, file in files:
         try:
@@ -145,12 +147,12 @@ def _kept() -> Iterator[Section | None]:
 
 def _put(section: Section, source: Path) -> None:
     if section.kind == "torch":
-        if not compat.load_cache_artifacts(section.content):
+        if not compat.artifacts.load_cache_artifacts(section.content):
             raise ArtifactError(f"{source}: this torch cannot read the artifacts in it")
         return
     if section.kind == "kernel":
         folder, _, name = section.name.partition(".")
-        compat.put_triton_file(folder, name, section.content, _write)
+        compat.triton_cache.put_triton_file(folder, name, section.content, _write)
         return
     target = {
         "library": libraries.SHELF.path(section.name),

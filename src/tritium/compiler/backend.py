@@ -45,8 +45,8 @@ class Backend:
         # Check now, so that errors appear in the user's code and not in the first call of the model.
         check_pins(self.config)
         self.all_passes()
-        compat.keep_sizes_apart(_is_of_pictures)
-        compat.log_only_for_readers()
+        compat.shapes.keep_sizes_apart(_is_of_pictures)
+        compat.dynamo.log_only_for_readers()
         self._hash = hash(self._identity())
 
     # Dynamo and its logs show this name.
@@ -78,7 +78,7 @@ class Backend:
         options: dict[str, Any] | None = None,
     ) -> Callable[..., Any]:
         """Compile one graph from Dynamo, with `mode` and `options` of torch.compile."""
-        compat.watch_recompile_limit(LEDGER.limit_reached)
+        compat.dynamo.watch_recompile_limit(LEDGER.limit_reached)
         start = time.perf_counter()
         record = _start_record(gm, example_inputs, self.config.engine)
         LEDGER.begin(record)
@@ -106,13 +106,13 @@ class Backend:
         kept.clear()
 
     def _user_settings(self, mode: str | None, options: dict[str, Any] | None) -> dict[str, Any]:
-        settings = compat.mode_settings(mode)
+        settings = compat.inductor.mode_settings(mode)
         for spelled, value in (options or {}).items():
             # torch.compile accepts dashes in option names.
             name = spelled.replace("-", "_")
-            if compat.unknown_settings([name]):
+            if compat.inductor.unknown_settings([name]):
                 raise ConfigError(
-                    f"options: Inductor has no setting {name!r}; {nearest(name, compat.inductor_settings())}"
+                    f"options: Inductor has no setting {name!r}; {nearest(name, compat.inductor.inductor_settings())}"
                 )
             settings[name] = value
         if settings and self.config.engine == "eager":
@@ -157,7 +157,7 @@ def _is_of_pictures(backend: Any, arguments: Mapping[str, Any]) -> bool:
 
 
 def _start_record(gm: fx.GraphModule, example_inputs: Sequence[Any], engine: str) -> GraphRecord:
-    frame = compat.compiling_frame()
+    frame = compat.dynamo.compiling_frame()
     devices = [value.device.type for value in example_inputs if isinstance(value, torch.Tensor)]
     owners, callers = _callers(frame)
     return GraphRecord(
@@ -166,7 +166,7 @@ def _start_record(gm: fx.GraphModule, example_inputs: Sequence[Any], engine: str
         engine=engine,
         device_type="cuda" if "cuda" in devices else devices[0] if devices else "cpu",
         nodes=sum(node.op.startswith("call_") for node in gm.graph.nodes),
-        break_reason=compat.break_reason(gm),
+        break_reason=compat.dynamo.break_reason(gm),
         needs_gradients=needs_gradients(example_inputs),
         recompile=_recompile(frame),
         code=weakref.ref(frame.code) if frame is not None else None,
@@ -175,7 +175,7 @@ def _start_record(gm: fx.GraphModule, example_inputs: Sequence[Any], engine: str
     )
 
 
-def _function_name(frame: compat.Frame | None) -> str:
+def _function_name(frame: compat.dynamo.Frame | None) -> str:
     if frame is None:
         return "?"
     owner = frame.arguments.get("self")
@@ -186,7 +186,7 @@ def _function_name(frame: compat.Frame | None) -> str:
     return frame.code.co_qualname
 
 
-def _callers(frame: compat.Frame | None) -> tuple[tuple[weakref.ref[Any], ...], frozenset[int]]:
+def _callers(frame: compat.dynamo.Frame | None) -> tuple[tuple[weakref.ref[Any], ...], frozenset[int]]:
     """Return the modules and code objects on the stack: the graph belongs to their reports."""
     modules: dict[int, Any] = {}
     codes: set[CodeType] = set()
@@ -217,7 +217,7 @@ def _self_of(frame: Any) -> Any:
     return found
 
 
-def _recompile(frame: compat.Frame | None) -> Recompile | None:
+def _recompile(frame: compat.dynamo.Frame | None) -> Recompile | None:
     """Return why this frame is compiled again, or None the first time."""
     if frame is None or "/" not in frame.compile_id:
         return None
@@ -226,7 +226,7 @@ def _recompile(frame: compat.Frame | None) -> Recompile | None:
     if attempt == 0:
         return None
     # A version that another backend compiled does not count as a recompile.
-    failures = [text for text in compat.guard_failures(frame.code) if "BACKEND_MATCH" not in text]
+    failures = [text for text in compat.dynamo.guard_failures(frame.code) if "BACKEND_MATCH" not in text]
     previous = f"{number}/{attempt - 1}"
     reason = next((text for text in reversed(failures) if text.startswith(previous)), failures[-1] if failures else "")
     if not reason:

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from tritium import device, ops, tuned
-from tritium.compiler.arguments import as_fake
+from tritium import device, ops, tuning
+from tritium.compiler.passes.arguments import as_fake
 from tritium.config import CompilationConfig
 from tritium.errors import ProviderError, nearest
 from tritium.ops import INDUCTOR, REFERENCE, Op
@@ -26,7 +26,7 @@ from tritium.ops.op import count
 from tritium.passes import PassContext
 from tritium.tiling import tables
 from tritium.tiling.reductions import INDUCTOR_PERSISTENT
-from tritium.tuned import Key, Machine
+from tritium.tuning import Key, Machine
 
 LEFT_TO_INDUCTOR = "left to Inductor: no owned kernel is measured faster here"
 
@@ -47,7 +47,7 @@ def choose_provider(op: Op, arguments: Mapping[str, Any], context: PassContext) 
         return INDUCTOR, LEFT_TO_INDUCTOR
     where = machine(context.device_type)
     on_gpu = context.device_type == "cuda"
-    decision = tuned.decide(
+    decision = tuning.decide(
         where,
         key,
         able,

@@ -18,7 +18,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from tritium.compiler.backend import Backend
-from tritium.compiler.mark import DynamicDims, marking
+from tritium.compiler.dynamic_dims import DynamicDims, marking
 from tritium.config import CompilationConfig
 from tritium.errors import ConfigError
 

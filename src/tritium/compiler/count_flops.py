@@ -47,7 +47,7 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 
 def _size(size: Any) -> int:
-    known = size if isinstance(size, int) else compat.size_hint(size)
+    known = size if isinstance(size, int) else compat.dynamo.size_hint(size)
     if known is None:
         raise TypeError("the size is not known before the model runs")
     return known
@@ -85,5 +85,5 @@ def bytes_of(values: Any) -> int:
         # An expanded dim is read once.
         if isinstance(stride, int) and stride == 0:
             continue
-        total *= (size if isinstance(size, int) else compat.size_hint(size)) or 0
+        total *= (size if isinstance(size, int) else compat.dynamo.size_hint(size)) or 0
     return total

@@ -1,7 +1,7 @@
 """Describe generated kernels during code generation: source, loops, operators and arguments.
 
 Descriptions are text, so that they keep nothing of the graph alive and can be stored with the cache entry, for
-processes that find the kernels already compiled. `tritium.whitebox` writes them as folders.
+processes that find the kernels already compiled. `tritium.report.kernel_dump` writes them as folders.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.fx.node import _get_qualified_name
 
 from tritium import compat
 from tritium.compiler.dump import onnx_bytes
-from tritium.whitebox import benchmark
+from tritium.report.kernel_dump import benchmark
 
 _HEADER = '''"""The operators that {name} stands for, run one by one.
 
@@ -70,13 +70,13 @@ class Dissection:
 
     def __init__(self) -> None:
         self._sources: dict[str, tuple[str, str]] = {}
-        self._launches: dict[str, Callable[[], list[compat.KernelArgument]]] = {}
+        self._launches: dict[str, Callable[[], list[compat.kernels.KernelArgument]]] = {}
         self.found: list[dict[str, Any]] = []
 
     def source(self, name: str, language: str, text: str) -> None:
         self._sources[name] = (language, text)
 
-    def launch(self, name: str, arguments: Callable[[], list[compat.KernelArgument]]) -> None:
+    def launch(self, name: str, arguments: Callable[[], list[compat.kernels.KernelArgument]]) -> None:
         self._launches.setdefault(name, arguments)
 
     def graph(self, graph: fx.Graph, kernels: Iterable[Kernel]) -> None:
@@ -113,7 +113,7 @@ class Dissection:
         }
         steps: dict[str, Callable[[], None]] = {
             "arguments": lambda: self._add_arguments(entry, graph, kernel.reads),
-            "loops.txt": lambda: entry.update(loops=compat.loops_of(kernel.nodes)),
+            "loops.txt": lambda: entry.update(loops=compat.observation.loops_of(kernel.nodes)),
             "fragment.py": lambda: _add_fragment(entry, graph, kernel.origins),
         }
         for what, step in steps.items():
@@ -135,13 +135,13 @@ class Dissection:
             raise ValueError(f"{len(given)} arguments for the {len(names)} parameters of the source")
         by_name = {node.name: node for node in graph.nodes}
 
-        def held_by(argument: compat.KernelArgument) -> str | None:
+        def held_by(argument: compat.kernels.KernelArgument) -> str | None:
             return argument.node if _holds(argument, by_name.get(argument.node or "")) else None
 
         # A buffer that is overwritten in place is passed under the name it is written as, but read under another.
         overwritten = sorted(reads - {argument.buffer for argument in given})
         in_place = sum(parameter.startswith("in_out_ptr") for parameter in names)
-        before = held_by(compat.buffer_argument(overwritten[0])) if len(overwritten) == in_place == 1 else None
+        before = held_by(compat.kernels.buffer_argument(overwritten[0])) if len(overwritten) == in_place == 1 else None
         arguments = []
         for parameter, argument in zip(names, given, strict=False):
             told: dict[str, Any] = {"parameter": parameter, "kind": argument.kind}
@@ -174,7 +174,7 @@ def parameter_names(source: str, language: str) -> list[str]:
     return [parameter for parameter in parameters if parameter and "tl.constexpr" not in parameter]
 
 
-def _holds(argument: compat.KernelArgument, node: fx.Node | None) -> bool:
+def _holds(argument: compat.kernels.KernelArgument, node: fx.Node | None) -> bool:
     """Return True if a buffer holds exactly a node's value, not a part of it or a rearrangement."""
     value = node.meta.get("val") if node is not None else None
     if not isinstance(value, torch.Tensor) or str(value.dtype).removeprefix("torch.") != argument.dtype:
@@ -245,7 +245,7 @@ def fragment(
 
 
 def _is_free(node: fx.Node) -> bool:
-    return compat.is_view(node.target) or not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
+    return compat.observation.is_view(node.target) or not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
 
 
 def script(graph: fx.Graph, name: str) -> str:
@@ -283,7 +283,7 @@ def _spec(value: Any) -> dict[str, Any]:
 def _size(value: Any) -> Any:
     if isinstance(value, (int, float, bool)):
         return value
-    hint = compat.size_hint(value)
+    hint = compat.dynamo.size_hint(value)
     if hint is None:
         raise TypeError(f"{value} is not known before the model runs")
     return hint

@@ -34,7 +34,9 @@ def draw(before: fx.Graph, after: fx.Graph) -> Drawing:
 
 
 def _without_parameters(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.op != "placeholder" or not compat.is_parameter_placeholder(node)]
+    return [
+        node for node in graph.nodes if node.op != "placeholder" or not compat.dynamo.is_parameter_placeholder(node)
+    ]
 
 
 def _block(graph: fx.Graph) -> tuple[str, ...] | None:
@@ -56,7 +58,7 @@ def _within(node: fx.Node, block: Sequence[str]) -> bool:
 
 def _path(node: fx.Node) -> tuple[str, ...]:
     # Dynamo attributes an input to the module that reads it first, although its node is far above.
-    return compat.module_path(node) if node.op.startswith("call_") else ()
+    return compat.dynamo.module_path(node) if node.op.startswith("call_") else ()
 
 
 def _part(nodes: list[fx.Node], inside: set[str], added: frozenset[str] | set[str] = frozenset()) -> list[fx.Node]:

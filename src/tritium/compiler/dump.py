@@ -15,8 +15,8 @@ import torch
 from torch import fx
 from torch.fx.node import _get_qualified_name
 
-from tritium import whitebox
-from tritium.fusions.expression import value_of
+from tritium.graph import value_of
+from tritium.report import kernel_dump
 
 _ONNX_DTYPES = {
     torch.float32: 1,
@@ -200,7 +200,7 @@ class GraphLog:
         try:
             for name, graph in graphs:
                 write(graph, folder, f"failed-{file_name(stage)}-{name}")
-            whitebox.write(folder / f"failed-{file_name(stage)}-kernels", kernels, ())
+            kernel_dump.write(folder / f"failed-{file_name(stage)}-kernels", kernels, ())
         except OSError:
             return None
         return str(folder)

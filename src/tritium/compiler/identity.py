@@ -18,9 +18,9 @@ from tritium.passes import Pass
 
 def package_files() -> list[Path]:
     """Return the package's files that decide how a graph is compiled, for any set of fusions and passes."""
-    own = Path(__file__).parent
-    folders = (own, own / "blocks", own.parent / "tiling", own.parent / "compat")
-    return [file for folder in folders for file in sorted(folder.glob("*.py"))]
+    package = Path(__file__).parents[1]
+    folders = [package / name for name in ("compiler", "tiling", "compat")]
+    return [package / "graph.py", *(file for folder in folders for file in sorted(folder.rglob("*.py")))]
 
 
 def identity(

@@ -67,7 +67,7 @@ def _properties(expected: torch.Tensor, found: torch.Tensor) -> Iterator[tuple[s
 
 def _sizes(tensor: torch.Tensor) -> list[int | None]:
     """Return the sizes of this call, so that equal sizes with different expressions match; add no guard."""
-    return [size if isinstance(size, int) else compat.size_hint(size) for size in tensor.shape]
+    return [size if isinstance(size, int) else compat.dynamo.size_hint(size) for size in tensor.shape]
 
 
 def _value(node: fx.Node) -> Any:

@@ -25,7 +25,7 @@ class Shelf:
         self.used: dict[str, Path] = {}
 
     def folder(self) -> Path:
-        return compat.cache_dir() / "tritium" / "kernels"
+        return compat.inductor.cache_dir() / "tritium" / "kernels"
 
     def path(self, digest: str) -> Path:
         return self.folder() / f"{digest}.so"
@@ -43,7 +43,7 @@ SHELF = Shelf()
 
 def install() -> None:
     """Make Inductor look up C++ kernels in the shelf before it compiles them."""
-    compat.share_libraries(SHELF)
+    compat.artifacts.share_libraries(SHELF)
 
 
 def digest(request: str) -> str:

@@ -74,7 +74,7 @@ class Attempt:
 
     @property
     def failed_in_tiling(self) -> bool:
-        return self.is_tiled and self.error is not None and compat.came_from_tiling(self.error)
+        return self.is_tiled and self.error is not None and compat.tiling.came_from_tiling(self.error)
 
     @property
     def failed_part(self) -> str:
@@ -84,23 +84,23 @@ class Attempt:
 def lower(attempt: Lowering, record: GraphRecord) -> Lowered:
     """Compile with Inductor, and record its code generation, from this or an earlier process."""
     settings = dict(attempt.settings)
-    own = settings[SALT] if SALT in settings else compat.setting(SALT)
-    settings[SALT] = compat.salted_pass(attempt.identity, own)
+    own = settings[SALT] if SALT in settings else compat.inductor.setting(SALT)
+    settings[SALT] = compat.inductor.salted_pass(attempt.identity, own)
     libraries.install()
     observer = KernelObserver(record.device_type)
     attempt.dissection = observer.dissection
     tiling = PassRecord(TILING, declined=_why_untiled(attempt.tiling, record.device_type))
     record.passes = [*(entry for entry in record.passes if entry.name != TILING), tiling]
-    with compat.inductor_patched(settings):
+    with compat.inductor.inductor_patched(settings):
         key = store_key(attempt.gm.graph, attempt.identity + attempt.tiling.identity.encode())
         known = store().load(key)
         with (
-            compat.observed_codegen(observer),
-            compat.recorded_kernels(observer),
+            compat.observation.observed_codegen(observer),
+            compat.kernels.recorded_kernels(observer),
             _tiled(attempt.tiling, tiling, record) as observer.tilings,
             _without_workers() if _expected(known, record.device_type) else contextlib.nullcontext(),
         ):
-            compiled = compat.compile_fx(attempt.gm, attempt.example_inputs)
+            compiled = compat.inductor.compile_fx(attempt.gm, attempt.example_inputs)
     lowered = Lowered(compiled, *_observation(observer, key, known))
     if lowered.observation is not None:
         record.observed(lowered.observation, lowered.source, attempt.piece)
@@ -130,17 +130,22 @@ def _observation(
 
 def _expected(known: Mapping[str, Any] | None, device_type: str) -> bool:
     """Return True if Inductor's cache should contain a GPU graph, compiled by an earlier process."""
-    return known is not None and device_type != "cpu" and compat.caching_obstacle() is None and not _compiled_again
+    return (
+        known is not None
+        and device_type != "cpu"
+        and compat.artifacts.caching_obstacle() is None
+        and not _compiled_again
+    )
 
 
 def _without_workers() -> contextlib.AbstractContextManager[None]:
     """Compile in this process: otherwise Inductor starts its worker processes first for every GPU graph."""
-    return compat.inductor_patched({"compile_threads": 1})
+    return compat.inductor.inductor_patched({"compile_threads": 1})
 
 
 def _write_for_debugging(record: GraphRecord) -> None:
     """Write the kernels next to torch's TORCH_COMPILE_DEBUG=1 output."""
-    folder = compat.debug_folder()
+    folder = compat.inductor.debug_folder()
     if folder is None:
         return
     try:
@@ -182,8 +187,8 @@ def _reduces_otherwise(tiling: Mapping[str, Any]) -> bool:
 
 
 def _why_untiled(policy: TilingPolicy, device_type: str) -> str | None:
-    if device_type == "cpu" and compat.inductor_config().cpu_backend != "triton":
+    if device_type == "cpu" and compat.inductor.inductor_config().cpu_backend != "triton":
         return "C++ kernels have no tiles"
     if not policy.is_on:
         return "switched off"
-    return compat.tiling_obstacle()
+    return compat.tiling.tiling_obstacle()

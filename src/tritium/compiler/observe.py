@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from tritium import compat, device, whitebox
+from tritium import compat, device
 from tritium.compiler.count_flops import bytes_of, flops_of
 from tritium.compiler.dissect import Dissection, Kernel
 from tritium.compiler.dump import readable
 from tritium.ops import triton_launch
 from tritium.ops.op import NAMESPACE
+from tritium.report import kernel_dump
 from tritium.tiling.policy import Decisions
 
 # Maximum number of reasons per kernel; further ones are repetitive.
@@ -63,7 +64,7 @@ class KernelObserver:
     def source(self, name: str, language: str, text: str) -> None:
         self.dissection.source(name, language, text)
 
-    def launch(self, name: str, arguments: Callable[[], list[compat.KernelArgument]]) -> None:
+    def launch(self, name: str, arguments: Callable[[], list[compat.kernels.KernelArgument]]) -> None:
         self.dissection.launch(name, arguments)
 
     def observation(self) -> dict[str, Any]:
@@ -73,7 +74,7 @@ class KernelObserver:
             "fallbacks": self.fallbacks,
             "lowered": self.lowered,
             "not_fused": self.not_fused_pairs,
-            "sources": whitebox.pack(self.dissection.found),
+            "sources": kernel_dump.pack(self.dissection.found),
         }
 
     def not_fused(self, why: Any) -> None:
@@ -83,9 +84,9 @@ class KernelObserver:
     def graph(self, lowering: Any) -> None:
         """Describe all kernels, once the buffers that stay inside kernels and the readers of others are known."""
         self.saw_codegen = True
-        moved = [compat.kernel_dependencies(nodes) for _, nodes in self._defined]
+        moved = [compat.observation.kernel_dependencies(nodes) for _, nodes in self._defined]
         ideal, region = _regions(moved, set(lowering.get_output_names()))
-        calls = compat.library_calls(lowering)
+        calls = compat.observation.library_calls(lowering)
         called = {node for _, node in calls}
         for index, (name, nodes) in enumerate(self._defined):
             reads, writes = moved[index]
@@ -113,7 +114,7 @@ class KernelObserver:
                     "tiling": self._tiling(nodes),
                 }
             )
-        self.kernels += [self._launch(found) for found in compat.user_kernels(lowering)]
+        self.kernels += [self._launch(found) for found in compat.observation.user_kernels(lowering)]
         self.kernels += [self._call(overload, node) for overload, node in calls]
         self.fallbacks += _fallbacks(lowering)
         self.lowered += _lowered(lowering, [node for _, node in calls])
@@ -149,7 +150,7 @@ class KernelObserver:
             "tiling": None,
         }
 
-    def _launch(self, found: compat.UserKernel) -> dict[str, Any]:
+    def _launch(self, found: compat.observation.UserKernel) -> dict[str, Any]:
         """Describe a launched Triton kernel that Inductor did not write: an op's or the model's."""
         op = triton_launch.op_of(found.function)
         read, written = bytes_of(found.read), bytes_of(found.written)
@@ -239,7 +240,7 @@ class KernelObserver:
 def _fallbacks(lowering: Any) -> list[dict[str, Any]]:
     """Return operators that Inductor calls, with counts by argument shapes."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
-    for overload, inputs in compat.fallback_nodes(lowering):
+    for overload, inputs in compat.observation.fallback_nodes(lowering):
         op, reason = _fallback(overload, [dtype for dtype, _ in inputs])
         arguments = ", ".join(f"{str(dtype).removeprefix('torch.')}{list(sizes)}" for dtype, sizes in inputs)
         entry = found.setdefault(
@@ -249,8 +250,8 @@ def _fallbacks(lowering: Any) -> list[dict[str, Any]]:
                 "count": 0,
                 "reason": reason,
                 "arguments": {},
-                "has_lowering": compat.has_lowering(overload),
-                "has_decomposition": compat.has_decomposition(overload),
+                "has_lowering": compat.observation.has_lowering(overload),
+                "has_decomposition": compat.observation.has_decomposition(overload),
             },
         )
         entry["count"] += 1
@@ -266,8 +267,8 @@ def _lowered(lowering: Any, called: Sequence[fx.Node]) -> list[dict[str, Any]]:
         for node in lowering.graph.nodes
         if isinstance(node.target, torch._ops.OpOverload)
         and node not in elsewhere
-        and compat.has_lowering(node.target)
-        and not compat.is_view(node.target)
+        and compat.observation.has_lowering(node.target)
+        and not compat.observation.is_view(node.target)
     )
     return [{"op": op, "count": count} for op, count in counted.most_common()]
 
@@ -360,7 +361,7 @@ def _fallback(overload: torch._ops.OpOverload, dtypes: Sequence[torch.dtype]) ->
         return op, "an operator of its own: Inductor calls it as it is"
     if "attention" in op:
         return op, "attention has its own kernels, Inductor calls them"
-    if compat.has_lowering(overload):
+    if compat.observation.has_lowering(overload):
         return op, "Inductor has a lowering for it that does not take these arguments on this device"
     return op, "Inductor has no lowering for it"
 
@@ -423,7 +424,7 @@ class Store:
 
 
 def store() -> Store:
-    return Store(compat.cache_dir() / "tritium")
+    return Store(compat.inductor.cache_dir() / "tritium")
 
 
 def used() -> list[str]:
@@ -445,7 +446,7 @@ def settings_digest() -> bytes:
     """Return a digest of Inductor's current settings in this thread."""
     # Exclude objects: their repr contains an address, and the content of relevant ones is in `identity`.
     plain = (str, int, float, bool, type(None))
-    settings = {name: value for name, value in compat.inductor_settings().items() if isinstance(value, plain)}
+    settings = {name: value for name, value in compat.inductor.inductor_settings().items() if isinstance(value, plain)}
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).digest()
 
 

@@ -28,7 +28,6 @@ from torch import fx
 from tritium import compat
 from tritium import fusions as fusion_catalogue
 from tritium.catalog import Entry, plugins, unique
-from tritium.compiler import fuse, hand_on, lay_out
 from tritium.compiler.blocks import stage as blocks
 from tritium.compiler.blocks.kept import Compiled
 from tritium.compiler.blocks.stage import Reuse
@@ -36,18 +35,19 @@ from tritium.compiler.blocks.stitch import boxed
 from tritium.compiler.capture import stage as capture
 from tritium.compiler.capture.key import modes
 from tritium.compiler.capture.split import Piece
-from tritium.compiler.copies import copied, fingerprint, with_graph
 from tritium.compiler.draw import draw
 from tritium.compiler.dump import GraphLog, file_name
-from tritium.compiler.fold import Folding, fold_parameters, marked_for_folding
 from tritium.compiler.identity import identity
 from tritium.compiler.interface import check_interface
 from tritium.compiler.lower import Attempt, Lowered, Lowering, lower
 from tritium.compiler.observe import settings_digest
+from tritium.compiler.passes import convolution_bias, fuse
+from tritium.compiler.passes.channels_last import convert
+from tritium.compiler.passes.freezing import Folding, fold_parameters, marked_for_folding
 from tritium.config import CompilationConfig
 from tritium.errors import RequestConflict, TritiumError, UnrequestedConfig
 from tritium.fusions import Fusion
-from tritium.fusions.expression import value_of
+from tritium.graph import copied, fingerprint, value_of, with_graph
 from tritium.passes import Applied, ConfigRequest, Decline, Outcome, Pass, PassContext
 from tritium.report import Failure, GraphRecord, PassRecord, SharedPiece
 from tritium.tiling import nd_tiling
@@ -62,8 +62,8 @@ UNTOUCHED = "graphs='only' captures the graph as it is"
 
 def passes_for(config: CompilationConfig, fusions: Sequence[Fusion], passes: Sequence[Pass]) -> list[Pass]:
     """Return every pass that a backend runs, in order."""
-    own = [lay_out.PASS] if config.pass_config.enable_channels_last else []
-    own += [fuse.make_pass([*fusion_catalogue.catalog().values(), *fusions]), hand_on.PASS]
+    own = [convert.PASS] if config.pass_config.enable_channels_last else []
+    own += [fuse.make_pass([*fusion_catalogue.catalog().values(), *fusions]), convolution_bias.PASS]
     if config.pass_config.enable_nd_tiling_workaround:
         own.append(nd_tiling.PASS)
     here = Path(__file__)
@@ -149,8 +149,8 @@ class Compilation:
             self.record.passes.append(PassRecord(capture.NAME, declined=NEEDS_GRADIENTS))
         if self.config.engine == "eager" or self.config.graphs == "only":
             return self.gm.forward
-        with compat.inductor_patched(self.user_settings):
-            return compat.compile_fx(self.dynamo, self.example_inputs)
+        with compat.inductor.inductor_patched(self.user_settings):
+            return compat.inductor.compile_fx(self.dynamo, self.example_inputs)
 
     # --- passes ---
 
@@ -159,7 +159,7 @@ class Compilation:
         self.record.passes.append(record)
         self.log.note(self.gm.graph, entry.name, "before")
         before = copied(self.gm.graph)
-        settings = compat.inductor_settings()
+        settings = compat.inductor.inductor_settings()
         sites = len(self.context.sites)
         start = time.perf_counter()
         try:
@@ -183,10 +183,10 @@ class Compilation:
         self.log.note(self.gm.graph, entry.name, "after")
 
     def _check_settings(self, entry: Pass, before: dict[str, Any]) -> None:
-        after = compat.inductor_settings()
+        after = compat.inductor.inductor_settings()
         changed = [name for name in before if not _equal(before[name], after[name])]
         if changed:
-            config = compat.inductor_config()
+            config = compat.inductor.inductor_config()
             for name in changed:
                 _assign(config, name, before[name])
             raise UnrequestedConfig(
@@ -203,7 +203,7 @@ class Compilation:
         requests = [outcome] if isinstance(outcome, ConfigRequest) else list(outcome or ())
         for request in requests:
             record.requests.append({"settings": dict(request.settings), "because": request.because})
-            unknown = compat.unknown_settings(list(request.settings))
+            unknown = compat.inductor.unknown_settings(list(request.settings))
             if unknown:
                 raise ValueError(f"this torch has no Inductor setting {', '.join(unknown)}")
         for request in requests:
@@ -237,7 +237,7 @@ class Compilation:
         graphs: Sequence[tuple[str, fx.Graph]],
         kernels: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        otherwise = compat.cache_dir() / "tritium" / "failures" / file_name(self.record.label)
+        otherwise = compat.inductor.cache_dir() / "tritium" / "failures" / file_name(self.record.label)
         where = self.log.failed(graphs, part, otherwise, kernels)
         self.record.failures.append(Failure(part, brief(error), where))
         warnings.warn(
@@ -312,7 +312,7 @@ class Compilation:
         first = Attempt(part, tiled, graphs, is_tiled=True)
         yield first
         if first.failed_in_tiling:
-            settings = {**self._settings, **compat.NO_TILING_ANALYSIS}
+            settings = {**self._settings, **compat.tiling.NO_TILING_ANALYSIS}
             again = with_graph(gm, copied(rewritten))
             yield Attempt(part, Lowering(again, example_inputs, settings, key, piece=piece), graphs)
 
@@ -365,7 +365,7 @@ class Compilation:
             return None
         entry = PassRecord(blocks.NAME)
         self.record.passes.append(entry)
-        if self._settings.get("triton.cudagraphs") or compat.uses_cuda_graphs():
+        if self._settings.get("triton.cudagraphs") or compat.inductor.uses_cuda_graphs():
             entry.declined = "Inductor's own graphs keep the addresses of weights, which equal blocks do not share"
             return None
         start = time.perf_counter()
@@ -391,18 +391,18 @@ class Compilation:
         compiled = self._first_lowered(self._attempts(gm, inputs, "lowering of a block", piece=piece))
         if compiled is None:
             raise RuntimeError("a block cannot be lowered, so the graph is compiled whole")
-        return Compiled(compat.boxed(compiled.run), compiled.observation, compiled.source)
+        return Compiled(compat.inductor.boxed(compiled.run), compiled.observation, compiled.source)
 
     def _surroundings(self, gm: fx.GraphModule) -> Hashable:
         """Return everything that decides a graph's code in addition to the graph."""
         settings = tuple(sorted((name, repr(value)) for name, value in self._settings.items()))
-        return self._identity(gm.graph), settings, settings_digest(), modes(), compat.global_state()
+        return self._identity(gm.graph), settings, settings_digest(), modes(), compat.inductor.global_state()
 
 
 def is_the_callers(error: Exception) -> bool:
     """Return True if an error must reach the caller; others disable a part and are reported."""
     ours = isinstance(error, TritiumError) and not isinstance(error, UnrequestedConfig)
-    return ours or compat.passes_through(error)
+    return ours or compat.dynamo.passes_through(error)
 
 
 def brief(error: BaseException) -> str:

@@ -10,8 +10,8 @@ from typing import Any
 from torch import fx
 
 from tritium import fusions
-from tritium.compiler import fuse
 from tritium.compiler.backend import Backend
+from tritium.compiler.passes import fuse
 from tritium.config import CompilationConfig
 from tritium.fusions import Fusion, Match
 from tritium.passes import Pass

@@ -32,7 +32,7 @@ def time_kernels(records: Sequence[GraphRecord], call: Callable[[], Any]) -> tup
     meter = measure.LoadMeter()
     plain = [_milliseconds(call, device_type) for _ in range(CALLS)]
     names = {kernel["name"] for record in records for kernel in record.kernels if kernel.get("kind") == "generated"}
-    with compat.visible_kernels(names):
+    with compat.profiler.visible_kernels(names):
         found, runs = attribute(_profiled(call, device_type), device_type)
     load = meter.read()
     timed = [_timed(record, found, runs) for record in records]
@@ -73,10 +73,10 @@ def attribute(events: Iterable[Any], device_type: str) -> tuple[Found, Counter[s
     found: Found = {}
     runs: Counter[str] = Counter()
     for event in sorted(events, key=lambda event: event.time_range.start):
-        entered = compat.entered_region(event)
+        entered = compat.profiler.entered_region(event)
         if entered is not None:
             runs[entered] += 1
-        elif event.device_type.name == "CPU" and (graph := compat.region_of(event)) is not None:
+        elif event.device_type.name == "CPU" and (graph := compat.profiler.region_of(event)) is not None:
             taken = event.device_time_total if device_type == "cuda" else event.cpu_time_total
             found.setdefault((graph, event.name), []).append(taken)
     return found, runs

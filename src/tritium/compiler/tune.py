@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tritium import compat, device, measure, ops, tuned
+from tritium import compat, device, measure, ops, tuning
 from tritium.compiler.choose import least_bytes, machine
 from tritium.compiler.explain import explain
 from tritium.config import CompilationConfig
@@ -24,8 +24,8 @@ from tritium.ops import INDUCTOR, Op
 from tritium.ops.op import Draw
 from tritium.report import GraphRecord
 from tritium.tiling.reductions import INDUCTOR_PERSISTENT
-from tritium.tuned import Key, Verdict
-from tritium.tuned.prediction import LONG
+from tritium.tuning import Key, Verdict
+from tritium.tuning.prediction import LONG
 
 # Seconds in which the variants of a block are timed, interleaved.
 SECONDS = 1.5
@@ -113,10 +113,10 @@ def _compared(op: Op, key: Key, draw: Draw, device_type: str, seconds: float) ->
         issue_us=_issue_us(blocks, device_type) if device_type == "cuda" else {},
         looped=_looped(key, explain(sides[INDUCTOR]).records),
         bytes=least_bytes(op, arguments),
-        torch=compat.version_text(),
+        torch=compat.versions.version_text(),
         remarks=remarks,
     )
-    return replace(row, provider=tuned.winner(row, replayed=device_type != "cuda"))
+    return replace(row, provider=tuning.winner(row, replayed=device_type != "cuda"))
 
 
 def _able(op: Op, arguments: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
@@ -217,7 +217,7 @@ def measure_keys(
         except Exception as error:  # noqa: BLE001 - a kernel compiler may raise anything; the next key may still work
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
             verdict = Verdict(
-                key, INDUCTOR, {INDUCTOR: 0.0}, torch=compat.version_text(), remarks={"not measured": reason}
+                key, INDUCTOR, {INDUCTOR: 0.0}, torch=compat.versions.version_text(), remarks={"not measured": reason}
             )
         load = meter.read() if device_type == "cpu" else None
         if load is not None and load.disturbed:
@@ -226,6 +226,6 @@ def measure_keys(
                 replace(verdict, remarks={DISTURBED: f"{load.foreign_cores:.1f} cores were taken by others"})
             )
             continue
-        tuned.write(path, machine(device_type), [verdict])
+        tuning.write(path, machine(device_type), [verdict])
         verdicts.append(verdict)
     return verdicts

@@ -26,4 +26,4 @@ def catalog() -> dict[str, Fusion]:
 def files() -> list[Path]:
     """Return the files that determine which regions are matched: part of every cache key."""
     own = Path(__file__).parent
-    return [*sorted(own.glob("*.py")), *(entry.file for entry in _entries().values())]
+    return [*sorted(own.rglob("*.py")), *(entry.file for entry in _entries().values())]

@@ -20,19 +20,10 @@ import torch
 from torch import fx
 
 from tritium import compat
-from tritium.fusions.expression import (
-    Expr,
-    is_number,
-    nodes_between,
-    same_shape,
-    shape_of,
-    strip_casts,
-    strip_same,
-    strip_widening,
-    value_of,
-)
+from tritium.fusions.expression import Expr, is_number, nodes_between, shape_of, strip_casts, strip_same, strip_widening
 from tritium.fusions.fusion import Fusion, Match
 from tritium.fusions.match import Recogniser, same_value
+from tritium.graph import same_shape, value_of
 from tritium.ops import ada_norm
 
 
@@ -116,7 +107,7 @@ def _is_modulation(normed: Expr, scale: Expr, shift: Expr | None) -> bool:
     source = strip_casts(scale)
     while isinstance(source, Expr) and source.op == "view":
         source = strip_casts(source.args[0])
-    if isinstance(source, Expr) and source.node is not None and compat.is_parameter_placeholder(source.node):
+    if isinstance(source, Expr) and source.node is not None and compat.dynamo.is_parameter_placeholder(source.node):
         return len(shape_of(source) or ()) > 1
     return shift is None or _shape(shift) is not None
 

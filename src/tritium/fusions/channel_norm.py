@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from torch import fx
 
-from tritium.fusions.expression import Expr, is_scalar, nodes_between, same_size, shape_of, strip_casts, strip_widening
+from tritium.fusions.expression import Expr, is_scalar, nodes_between, shape_of, strip_casts, strip_widening
 from tritium.fusions.fusion import Fusion, Match
 from tritium.fusions.match import Recogniser
+from tritium.graph import same_size
 from tritium.ops import channel_norm
 
 

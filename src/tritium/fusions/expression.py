@@ -13,21 +13,21 @@ The graph is not rewritten. Every node gets an `Expr`; nodes that differ only in
     (1 + s)[:, None]                            -> add(view(s), 1)
     torch.addcmul(a, b, c)                      -> add(a, mul(b, c))
 
-`layout.py` adds the forms that move elements, `whole.py` whole operators (norms, activations, linear).
+`canonical/movement.py` adds the forms that move elements, `canonical/operators.py` whole operators (norms, activations, linear).
 """
 
 from __future__ import annotations
 
-import inspect
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from tritium.graph import argument, same_shape, value_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,10 +50,6 @@ class Expr:
         return f"{self.op}({inner or name})"
 
 
-def value_of(node: fx.Node) -> Any:
-    return node.meta.get("example_value", node.meta.get("val"))
-
-
 def dtype_of(expr: Any) -> torch.dtype | None:
     value = expr.value if isinstance(expr, Expr) else None
     return value.dtype if isinstance(value, torch.Tensor) else None
@@ -62,17 +58,6 @@ def dtype_of(expr: Any) -> torch.dtype | None:
 def shape_of(expr: Any) -> torch.Size | None:
     value = expr.value if isinstance(expr, Expr) else None
     return value.shape if isinstance(value, torch.Tensor) else None
-
-
-def same_size(left: Any, right: Any) -> bool:
-    """Return True if two sizes are equal for all symbol values; `==` would add a guard and recompiles."""
-    return left is right or statically_known_true(left == right)
-
-
-def same_shape(left: Sequence[Any] | None, right: Sequence[Any] | None) -> bool:
-    if left is None or right is None or len(left) != len(right):
-        return False
-    return all(map(same_size, left, right))
 
 
 Build = Callable[["Canonicaliser", fx.Node], Expr | None]
@@ -133,13 +118,6 @@ def is_scalar(thing: Any) -> bool:
     """Return True for a number, or a value of the graph that is a number."""
     numbers = (int, float, torch.SymInt, torch.SymFloat)
     return is_number(thing) or (isinstance(thing, Expr) and isinstance(thing.value, numbers))
-
-
-def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
-    """Return an argument by position or keyword."""
-    if len(node.args) > index:
-        return node.args[index]
-    return node.kwargs.get(name, default)
 
 
 def _is_tensor(thing: Any) -> bool:
@@ -371,72 +349,3 @@ def nodes_between(outer: Any, inner: Any) -> set[fx.Node]:
             nodes.add(outer.node)
         outer = outer.args[0]
     return nodes
-
-
-def live_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """Return nodes that reach the output or write to memory; Dynamo's graph still contains dead code."""
-    live: set[fx.Node] = set()
-    stack = [node for node in graph.nodes if node.op == "output" or mutated_arguments(node)]
-    while stack:
-        node = stack.pop()
-        if node not in live:
-            live.add(node)
-            stack.extend(node.all_input_nodes)
-    return live
-
-
-_IN_PLACE = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "setitem")
-_IN_PLACE_OPERATORS = frozenset(
-    {*(getattr(operator, name) for name in _IN_PLACE), *(f"__{name}__" for name in _IN_PLACE)}
-)
-
-
-def mutated_arguments(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes whose memory a node writes to."""
-    if node.op not in ("call_function", "call_method"):
-        return []
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    out = node.kwargs.get("out")
-    if isinstance(out, fx.Node):
-        return [out]
-    if isinstance(out, (tuple, list)):
-        return [part for part in out if isinstance(part, fx.Node)]
-    in_place = node.target in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
-    schema = getattr(node.target, "_schema", None)
-    mutable = schema is not None and schema.is_mutable
-    if in_place or mutable or argument_flag(node, "inplace"):
-        return [arg for arg in node.args[:1] if isinstance(arg, fx.Node)] if not mutable else list(node.all_input_nodes)
-    return []
-
-
-def argument_flag(node: fx.Node, name: str) -> bool:
-    """Return True if a flag is set, by keyword or by position as in `F.leaky_relu(x, 0.2, True)`."""
-    if node.kwargs.get(name) is True:
-        return True
-    if not callable(node.target) or not any(arg is True for arg in node.args):
-        return False
-    try:
-        given = inspect.signature(node.target).bind_partial(*node.args)
-    except (TypeError, ValueError):
-        # A builtin without a signature: none of these has such a flag.
-        return False
-    return given.arguments.get(name) is True
-
-
-def storages(nodes: Sequence[fx.Node]) -> set[int]:
-    """Return the identities of the storages behind some nodes' values."""
-    return set(_storages(nodes))
-
-
-def _storages(nodes: Sequence[fx.Node]) -> Iterator[int]:
-    for node in nodes:
-        for value in _tensors(value_of(node)):
-            yield value.untyped_storage()._cdata
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from _tensors(part)

@@ -14,7 +14,8 @@ from torch import fx
 
 from tritium import compat
 from tritium.errors import TritiumError
-from tritium.fusions.expression import Expr, dtype_of, shape_of, value_of
+from tritium.fusions.expression import Expr, dtype_of, shape_of
+from tritium.graph import value_of
 from tritium.ops import Op
 
 
@@ -159,6 +160,6 @@ def blamed(fusion: Fusion) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, TritiumError) or compat.passes_through(error):
+        if isinstance(error, TritiumError) or compat.dynamo.passes_through(error):
             raise
         raise FusionFailed(fusion, error) from error

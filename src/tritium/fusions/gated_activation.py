@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from tritium.fusions.expression import Expr, nodes_between, same_shape, shape_of, strip_casts, strip_same, value_of
+from tritium.fusions.expression import Expr, nodes_between, shape_of, strip_casts, strip_same
 from tritium.fusions.fusion import Fusion, Match
 from tritium.fusions.match import Recogniser
+from tritium.graph import same_shape, value_of
 from tritium.ops import gated_activation
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from tritium.fusions.expression import Expr, same_shape, shape_of, strip_casts
+from tritium.fusions.expression import Expr, shape_of, strip_casts
 from tritium.fusions.fusion import Fusion, Match
+from tritium.graph import same_shape
 from tritium.ops import gated_residual
 
 

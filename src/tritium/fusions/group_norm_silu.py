@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import fx
 
-from tritium.fusions.expression import Expr, argument, nodes_between, strip_casts
+from tritium.fusions.expression import Expr, nodes_between, strip_casts
 from tritium.fusions.fusion import Fusion, Match
 from tritium.fusions.match import Recogniser
+from tritium.graph import argument
 from tritium.ops import group_norm_silu
 
 CONVOLUTIONS = frozenset({F.conv2d, F.conv3d, torch.conv2d, torch.conv3d})

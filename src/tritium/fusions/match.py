@@ -12,27 +12,24 @@ from typing import Any
 import torch
 from torch import fx
 
-from tritium.fusions import layout, whole
+from tritium.fusions.canonical import movement, operators
 from tritium.fusions.expression import (
     Canonicaliser,
     Expr,
     is_number,
     is_scalar,
-    live_nodes,
-    mutated_arguments,
     nodes_between,
     packs,
-    storages,
     strip_casts,
     strip_in_place,
     strip_same,
     strip_widening,
-    value_of,
 )
 from tritium.fusions.fusion import Fusion, Match, blamed
+from tritium.graph import live_nodes, mutated_arguments, storages, value_of
 
 # Importing these modules fills the table of canonical forms.
-FORMS = (layout, whole)
+FORMS = (movement, operators)
 
 COMMUTATIVE = frozenset({"add", "mul"})
 

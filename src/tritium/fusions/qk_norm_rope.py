@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import fx
 
-from tritium.fusions.expression import Expr, argument, dtype_of, same_shape, same_size, shape_of, value_of
+from tritium.fusions.canonical.rope import equal
+from tritium.fusions.expression import Expr, dtype_of, shape_of
 from tritium.fusions.fusion import Call, Fusion, Match
 from tritium.fusions.match import Recogniser, same_value
-from tritium.fusions.rope_forms import equal
+from tritium.graph import argument, same_shape, same_size, value_of
 from tritium.ops import qk_norm_rope
 from tritium.ops.rope import COMPLEX, MATRIX
 

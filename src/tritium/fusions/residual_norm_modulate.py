@@ -16,15 +16,14 @@ from tritium.fusions.expression import (
     Expr,
     dtype_of,
     nodes_between,
-    same_shape,
     shape_of,
     strip_in_place,
     strip_same,
     strip_widening,
-    value_of,
 )
 from tritium.fusions.fusion import Fusion, Match
 from tritium.fusions.match import Recogniser
+from tritium.graph import same_shape, value_of
 from tritium.ops import residual_norm_modulate
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from tritium.fusions.expression import same_size
 from tritium.fusions.fusion import Fusion, Match
+from tritium.graph import same_size
 from tritium.ops import rms_norm
 
 

@@ -18,10 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tritium.fusions.expression import Expr, dtype_of, same_shape, shape_of, storages, value_of
-from tritium.fusions.fusion import Fusion, Match
-from tritium.fusions.match import Recogniser
-from tritium.fusions.rope_forms import (
+from tritium.fusions.canonical.rope import (
     Lane,
     Rotation,
     Seen,
@@ -37,6 +34,10 @@ from tritium.fusions.rope_forms import (
     selection,
     split,
 )
+from tritium.fusions.expression import Expr, dtype_of, shape_of
+from tritium.fusions.fusion import Fusion, Match
+from tritium.fusions.match import Recogniser
+from tritium.graph import same_shape, storages, value_of
 from tritium.ops import rope
 from tritium.ops.rope import HALF, INTERLEAVED
 

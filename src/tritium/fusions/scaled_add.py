@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from tritium.fusions.expression import same_shape
 from tritium.fusions.fusion import Fusion, Match
+from tritium.graph import same_shape
 from tritium.ops import scaled_add
 
 

@@ -11,9 +11,10 @@ from typing import Any
 
 from torch import fx
 
-from tritium.fusions.expression import Expr, dtype_of, same_shape, shape_of
+from tritium.fusions.expression import Expr, dtype_of, shape_of
 from tritium.fusions.fusion import Fusion, Match
 from tritium.fusions.match import Recogniser
+from tritium.graph import same_shape
 from tritium.ops import wide_attention
 
 

@@ -60,7 +60,7 @@ def no_gradients_in_a_graph(name: str, *tensors: torch.Tensor) -> None:
 
 def needs_gradients(*tensors: torch.Tensor) -> bool:
     """Return whether derivatives of the results may be taken."""
-    if not torch.compiler.is_compiling() and compat.is_transformed():
+    if not torch.compiler.is_compiling() and compat.dynamo.is_transformed():
         return True
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
@@ -70,7 +70,7 @@ def needs_tangents() -> bool:
 
     PyTorch's attention kernels do not compute these.
     """
-    return not torch.compiler.is_compiling() and compat.has_tangents()
+    return not torch.compiler.is_compiling() and compat.dynamo.has_tangents()
 
 
 def boolean(name: str, value: Any) -> None:

@@ -44,7 +44,7 @@ class Layer:
 
 def compute(layer: Layer, fused: bool, *given: Any) -> Any:
     """Check the arguments of a layer and return its result; `check` receives `fused` first."""
-    if torch.compiler.is_compiling() or compat.is_transformed():
+    if torch.compiler.is_compiling() or compat.dynamo.is_transformed():
         layer.check(fused, *given)
         return layer.op.reference(*layer.arguments(*given))
     form = _form(layer, fused, given)
@@ -65,9 +65,9 @@ def compute(layer: Layer, fused: bool, *given: Any) -> Any:
 
 def _form(layer: Layer, fused: Any, given: Sequence[Any]) -> Hashable | None:
     """Return all that checks and choices depend on, or None for calls that must not be cached."""
-    if type(fused) is not bool or compat.replaces_functions():
+    if type(fused) is not bool or compat.dynamo.replaces_functions():
         return None
-    form: list[Any] = [layer.op.name, fused, compat.is_watched()]
+    form: list[Any] = [layer.op.name, fused, compat.dynamo.is_watched()]
     return tuple(form) if _extend(form, given, torch.is_grad_enabled()) else None
 
 
@@ -94,7 +94,7 @@ def _extend(form: list[Any], given: Sequence[Any], grad: bool) -> bool:
 def _choose(op: Op, arguments: tuple[Any, ...]) -> Callable[..., Any]:
     tensors = _tensors(arguments)
     grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    eager, plain = not compat.is_watched(), all(type(tensor) in PLAIN for tensor in tensors)
+    eager, plain = not compat.dynamo.is_watched(), all(type(tensor) in PLAIN for tensor in tensors)
     if plain and not all(map(_is_as_it_lies, tensors)):
         return op.reference
     provider = None if grad else _owned(op, arguments)
@@ -142,7 +142,7 @@ def _generated(name: str, kinds: tuple[tuple[torch.dtype, int], ...]) -> Generat
     """
     del kinds
     reference: Any = ops.catalog()[name].reference
-    return Generated(compat.with_code_of_its_own(reference))
+    return Generated(compat.dynamo.with_code_of_its_own(reference))
 
 
 def _on_gpu(tensors: list[torch.Tensor]) -> bool:

@@ -42,7 +42,7 @@ class Generated:
         self._by_dynamo = torch.compile(function, backend=self._compile)
 
     def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        compiled, listener = compat.compile_fx(gm, example_inputs), self._listener
+        compiled, listener = compat.inductor.compile_fx(gm, example_inputs), self._listener
 
         def run(*inputs: Any) -> Any:
             outputs = compiled(*inputs)
@@ -64,7 +64,9 @@ class Generated:
         finally:
             self._listener.runs = None
         # Inductor's CUDA graphs need a mark at the start of each call, which Dynamo's wrapper sets.
-        again = _again(runs[0], arguments, result) if len(runs) == 1 and not compat.uses_cuda_graphs() else None
+        again = (
+            _again(runs[0], arguments, result) if len(runs) == 1 and not compat.inductor.uses_cuda_graphs() else None
+        )
         return result, again or self
 
 

@@ -52,7 +52,7 @@ def run_aten(given: Arguments) -> torch.Tensor:
     first, *others = (part.reshape(-1, part.shape[-1]) for part in given.parts)
     start = first.shape[-1]
     out = F.linear(first, weight[:, :start], given.bias)
-    if compat.is_traced(out):
+    if compat.traced.is_traced(out):
         lower_to_product_in_place(_ADD_PRODUCT)
     for part in others:
         width = part.shape[-1]

@@ -91,7 +91,7 @@ NARROW = 64
 
 def present(size: Any) -> int:
     """Return a size as an int; for a symbolic size, its value in the call that is being compiled."""
-    return int(size) if isinstance(size, int) else compat.size_hint(size) or 1
+    return int(size) if isinstance(size, int) else compat.dynamo.size_hint(size) or 1
 
 
 def count(sizes: Iterable[Any]) -> int:
@@ -161,7 +161,7 @@ class Op:
 
     def fake(self, *args: Any, **kwargs: Any) -> Result:
         """Return tensors without storage that have the shapes, dtypes and strides of the results."""
-        result: Result = compat.fake_results(self._compute_fake, vars(self.bind(*args, **kwargs)))
+        result: Result = compat.traced.fake_results(self._compute_fake, vars(self.bind(*args, **kwargs)))
         return result
 
     def _compute_fake(self, **given: Any) -> Result:
@@ -222,7 +222,7 @@ class Registration:
             launch = functools.partial(launch_provider, op, providers[op.name])
             self._library.impl(op.name, launch, "CompositeExplicitAutograd")
             torch.library.register_fake(op.qualified_name, _fake_of(op), lib=self._library)
-            compat.take_apart(op.qualified_name, self._library, _traced(op, providers[op.name]))
+            compat.traced.take_apart(op.qualified_name, self._library, _traced(op, providers[op.name]))
 
 
 def _fake_of(op: Op) -> Callable[..., Result]:
@@ -240,7 +240,7 @@ def _traced(op: Op, providers: Mapping[str, Provider]) -> Callable[..., Any]:
         chosen = providers.get(provider)
         if chosen is None or not (chosen.traced or chosen.inlined):
             return NotImplemented
-        compat.remember_kernel_accesses()
+        compat.traced.remember_kernel_accesses()
         with triton_launch.tracing(op.name):
             return chosen.run(op.bind(*arguments, **named))
 

@@ -73,7 +73,7 @@ def launch(
     Floating-point numbers must be constants: Inductor would pass them as float64 arguments.
     """
     first = arguments[0]
-    if compat.is_traced(first):
+    if compat.traced.is_traced(first):
         _OF_OP[kernel.fn] = _TRACED.get()
         torch.library.wrap_triton(_configured(kernel, tuple(options.items())))[grid](*arguments, **constants)
         return
@@ -92,9 +92,9 @@ def in_memory(x: torch.Tensor, *, channels_last: bool) -> torch.Tensor:
 
     Inductor would otherwise recompute a pointwise expression for every kernel that reads it.
     """
-    if not compat.is_traced(x):
+    if not compat.traced.is_traced(x):
         return x
-    compat.lower_to_memory(_IN_MEMORY)
+    compat.inductor.lower_to_memory(_IN_MEMORY)
     last = x.dim() - 1
     order = [last, 0, *range(last - 1, 0, -1)] if channels_last else list(range(last, -1, -1))
     return _IN_MEMORY(x, order)  # type: ignore[no-any-return]

@@ -46,7 +46,7 @@ def _done(installed: Installed) -> tuple[str, list[str]]:
     failed = [record for record in records if record.lowering_failed]
     if failed and len(failed) == len(records):
         return f"runs eagerly: none of its {len(failed)} graphs could be compiled, see the failures in the report", []
-    if not records and not any(map(compat.compiled_versions, codes)):
+    if not records and not any(map(compat.dynamo.compiled_versions, codes)):
         return "runs eagerly: nothing was compiled", []
     notes = [f"{len(failed)} of {len(records)} graphs run eagerly, see the failures in the report"] if failed else []
     places = {(code.co_name, code.co_filename, code.co_firstlineno) for code in codes}

@@ -110,7 +110,7 @@ class Contract:
         call.compiled = True
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with compat.recompile_limit(self._versions + len(self._known)):
+            with compat.cached_code.recompile_limit(self._versions + len(self._known)):
                 return compiled(*args, **kwargs)
 
         return run

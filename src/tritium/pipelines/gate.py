@@ -44,16 +44,16 @@ class Gate:
     ) -> None:
         self._eager: Callable[..., Any] = module._call_impl
         self.compiled = prepare(compiled)
-        self._cached = prepare(compat.only_cached(function, compiled))
+        self._cached = prepare(compat.cached_code.only_cached(function, compiled))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Check `is_compiling` first: Dynamo cannot trace context variables.
-        if compat.is_compiling() or (call := CURRENT.get()) is None:
+        if compat.dynamo.is_compiling() or (call := CURRENT.get()) is None:
             return self.compiled(*args, **kwargs)
         if call.eager:
             return self._eager(*args, **kwargs)
         try:
             return self._cached(*args, **kwargs)
-        except compat.WouldCompile as refusal:
+        except compat.cached_code.WouldCompile as refusal:
             run = call.compile(self.compiled, refusal.reason)
         return (run or self._eager)(*args, **kwargs)

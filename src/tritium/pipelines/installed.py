@@ -44,7 +44,7 @@ class _Apart(Backend):
 
 def _inductor_channels_last(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """Compile with Inductor under another name: Dynamo keeps its code apart from the other layout's."""
-    return compat.compile_fx(gm, example_inputs)
+    return compat.inductor.compile_fx(gm, example_inputs)
 
 
 class Installed:
@@ -145,7 +145,7 @@ class Installed:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run a call of the part without counting it."""
-        if compat.is_compiling():
+        if compat.dynamo.is_compiling():
             # The caller compiles a larger graph that includes this part.
             return (self._plain if isinstance(self._inner, Whole) else self._inner)(*args, **kwargs)
         # The first call after a switch compiles.

@@ -120,7 +120,7 @@ class Guard:
         """Raise a `MemoryShortage` if a call cannot fit."""
         latent = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
         free = device.free_memory(latent.device) if latent is not None else None
-        if latent is None or free is None or compat.is_compiling():
+        if latent is None or free is None or compat.dynamo.is_compiling():
             return
         call = _Signature.of(args, kwargs, self._calls(latent, kwargs))
         if call not in self._known:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tritium import compat
-from tritium.compiler.mark import marking
+from tritium.compiler.dynamic_dims import marking
 
 
 class AnySize:
@@ -31,7 +31,7 @@ class AnySize:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         bound = self._signature.bind(*args, **kwargs)
         picture = bound.arguments.get(self._picture)
-        if not isinstance(picture, torch.Tensor) or compat.is_compiling():
+        if not isinstance(picture, torch.Tensor) or compat.dynamo.is_compiling():
             return self._compiled(*args, **kwargs)
         if min(picture.shape[-2:]) < 2:
             # The last tile may be one latent pixel wide. Dynamo specialises sizes of one: three more compilations, and

@@ -24,7 +24,7 @@ def evened(call: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(call)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if compat.is_compiling():
+        if compat.dynamo.is_compiling():
             # An outer graph is being traced: Dynamo guards on nothing here.
             return call(*args, **kwargs)
         if any(map(_is_uneven, args)):

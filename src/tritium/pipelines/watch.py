@@ -29,7 +29,7 @@ class Times:
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.calls += 1
-        graphs = compat.graphs_compiled()
+        graphs = compat.dynamo.graphs_compiled()
         on_device = _on_device(args, kwargs) and not torch.cuda.is_current_stream_capturing()
         if on_device:
             events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -37,7 +37,7 @@ class Times:
         start = time.perf_counter()
         result = call(*args, **kwargs)
         seconds = time.perf_counter() - start
-        if compat.graphs_compiled() != graphs:
+        if compat.dynamo.graphs_compiled() != graphs:
             self.compiling.append(seconds)
         elif on_device:
             events[1].record()
@@ -83,7 +83,7 @@ class Entry:
         self.times = self._by_way.setdefault(way, Times())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if compat.is_compiling():
+        if compat.dynamo.is_compiling():
             return self.inner(*args, **kwargs)
         if self.before_first is not None:
             decide, self.before_first = self.before_first, None

@@ -37,14 +37,14 @@ class Hooks:
 
     def present(self) -> Hashable:
         """Return a key that changes if a hook is added, removed or replaced."""
-        if compat.hooks_registered() != self._registered or any(
+        if compat.dynamo.hooks_registered() != self._registered or any(
             tuple(map(id, hooks.values())) != known for hooks, known in self._held
         ):
             self._read()
         return self._present
 
     def _read(self) -> None:
-        self._registered = compat.hooks_registered()
+        self._registered = compat.dynamo.hooks_registered()
         # Include hooks of the module itself: its whole call is traced.
         found = {
             (path, name): hooks
@@ -83,7 +83,7 @@ class Whole:
         # A replaced forward may take other arguments.
         program = (self._hooks.present(), self._module.__dict__.get("forward"))
         compiled = self._compiled.get(program)
-        floats = nullcontext() if compiled is not None else compat.floats_as_constants()
+        floats = nullcontext() if compiled is not None else compat.dynamo.floats_as_constants()
         if compiled is None:
             compiled = self._compiled[program] = self._compile_for(program if any(program) else None)
         try:
@@ -91,7 +91,7 @@ class Whole:
             with floats:
                 return compiled(*args, **kwargs)
         except Exception as error:
-            reason = compat.why_not_traced(error)
+            reason = compat.dynamo.why_not_traced(error)
             if reason is None:
                 raise
             return self._without(reason, args, kwargs)

@@ -69,7 +69,7 @@ class Report:
     def __init__(
         self,
         records: Iterable[GraphRecord],
-        limits: Iterable[compat.LimitReached] = (),
+        limits: Iterable[compat.dynamo.LimitReached] = (),
         *,
         components: Iterable[Component] = (),
         measurement: Measurement | None = None,
@@ -165,7 +165,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "versions": compat.versions(),
+            "versions": compat.versions.versions(),
             "device": self.device,
             "components": [component.to_dict() for component in self.components],
             "measurement": self.measurement.to_dict() if self.measurement is not None else None,
@@ -192,7 +192,7 @@ class Report:
         """Write a folder per generated kernel, in which it can be read, run, edited and measured alone.
 
         The folders are `<folder>/<function>-<graph>/fused_<operators>_<hash>`, with the files listed in
-        `tritium.whitebox`. After a warm start the kernels come from a store next to Inductor's cache. If the kernels of
+        `tritium.report.kernel_dump`. After a warm start the kernels come from a store next to Inductor's cache. If the kernels of
         a graph are unknown, a `ReportError` is raised after the others were written.
         """
         written = [path for record in self.records for path in record.write_kernels(Path(folder))]
@@ -205,7 +205,7 @@ class Report:
 
     def to_html(self, path: str | os.PathLike[str], *, title: str = "Tritium report") -> None:
         """Write a self-contained HTML page. The file is written completely or not at all."""
-        from tritium import page
+        from tritium.report import html
 
         sites = [
             {"graph": record.graph, **dataclasses.asdict(site)} for record in self.records for site in record.sites
@@ -216,7 +216,7 @@ class Report:
             if record.drawing is not None
         ]
         data = {**self.to_dict(), "bandwidth": self._bandwidth(), "site_list": sites, "drawings": drawings}
-        page.write(path, page.render(data, title))
+        html.write(path, html.render(data, title))
 
     def _bandwidth(self) -> float | None:
         if self.measurement is not None:

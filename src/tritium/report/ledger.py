@@ -24,7 +24,7 @@ class Ledger:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._records: list[GraphRecord] = []
-        self._limits: list[compat.LimitReached] = []
+        self._limits: list[compat.dynamo.LimitReached] = []
         self._observers: list[CompilationObserver] = []
         # Attention choices by traced graph.
         self._attention: dict[str, dict[tuple[str, str], None]] = {}
@@ -57,7 +57,7 @@ class Ledger:
         for observer in list(self._observers):
             observer(record.function, record.seconds)
 
-    def limit_reached(self, limit: compat.LimitReached) -> None:
+    def limit_reached(self, limit: compat.dynamo.LimitReached) -> None:
         with self._lock:
             self._limits.append(limit)
 
@@ -84,12 +84,12 @@ class Ledger:
             self._records = [kept for kept in self._records if kept.code is None or kept.code() is not None]
             return list(self._records)
 
-    def limits(self) -> list[compat.LimitReached]:
+    def limits(self) -> list[compat.dynamo.LimitReached]:
         """Return every recompile limit that was reached, oldest first."""
         with self._lock:
             return list(self._limits)
 
-    def limits_of(self, records: Sequence[GraphRecord]) -> list[compat.LimitReached]:
+    def limits_of(self, records: Sequence[GraphRecord]) -> list[compat.dynamo.LimitReached]:
         places = set()
         for record in records:
             code = record.code() if record.code is not None else None

@@ -12,7 +12,8 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, Literal
 
-from tritium import measure, whitebox
+from tritium import measure
+from tritium.report import kernel_dump
 from tritium.report.suggestions import suggest
 
 SEED_FAMILIES = ("rms_norm", "rope", "adalayernorm", "gelu", "mul_add")
@@ -300,7 +301,7 @@ class GraphRecord:
         if not self.sources:
             return []
         inner = folder / re.sub(r"[^A-Za-z0-9_.-]+", "_", self.label).strip("_")
-        return whitebox.write(inner, whitebox.unpack(self.sources), self.kernels)
+        return kernel_dump.write(inner, kernel_dump.unpack(self.sources), self.kernels)
 
     def observed(
         self, observation: Mapping[str, Any], source: Literal["codegen", "store"], piece: SharedPiece | None = None
@@ -311,9 +312,9 @@ class GraphRecord:
         """
         if piece is None:
             self.forget_pieces()
-        known = whitebox.unpack(self.sources) if self.sources else []
+        known = kernel_dump.unpack(self.sources) if self.sources else []
         self.sources = (
-            whitebox.pack([*known, *whitebox.unpack(observation["sources"])]) if known else observation["sources"]
+            kernel_dump.pack([*known, *kernel_dump.unpack(observation["sources"])]) if known else observation["sources"]
         )
         self.kernels = [*self.kernels, *_launched(observation["kernels"], piece, self.kernels)]
         times = piece.count if piece is not None else 1

@@ -36,7 +36,7 @@ def of_report(report: Report) -> str:
 
 
 def _machine(report: Report) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in compat.versions().items() if version)
+    versions = ", ".join(f"{name} {version}" for name, version in compat.versions.versions().items() if version)
     return f"Tritium report: {versions}; {report.device['type']} {report.device['name']}"
 
 

@@ -21,7 +21,7 @@ from tritium.tiling.policy import KernelTiling, printed
 Tiling = Mapping[str, sympy.Expr]
 
 # From this version on, Inductor launches a reduction over three grid dims with a grid of two.
-REDUCTIONS_IN_3D_MISCOMPILE: compat.Version = (2, 12)
+REDUCTIONS_IN_3D_MISCOMPILE: compat.versions.Version = (2, 12)
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ def choose(
 ) -> Answer:
     """Return the pinned tiling, a better one than Inductor's, or Inductor's."""
     kept = question.answer
-    if question.is_reduction and "z" in kept and compat.TORCH >= REDUCTIONS_IN_3D_MISCOMPILE:
+    if question.is_reduction and "z" in kept and compat.versions.TORCH >= REDUCTIONS_IN_3D_MISCOMPILE:
         flat = question.scheduling.create_tiling([question.numel], [question.reduction_numel])
-        why = f"torch {compat.version_text()} miscompiles reductions over three dims of grid"
+        why = f"torch {compat.versions.version_text()} miscompiles reductions over three dims of grid"
         return _answer("1d", flat, None, why)
     if pin == "coalesced":
         return _keep(question, "pinned to what Inductor chose")
@@ -175,7 +175,7 @@ def _stays_below(sizes: Any, size: sympy.Expr, limit: int) -> bool:
     """Return True if a size stays below a limit: by proof, or by its current value and a guard."""
     if sizes.statically_known_leq(size, limit):
         return True
-    return compat.can_guard(size) and int(sizes.optimization_hint(size)) <= limit
+    return compat.tiling.can_guard(size) and int(sizes.optimization_hint(size)) <= limit
 
 
 def _name(cuts: cost.Cuts, workload: cost.Workload) -> str:
@@ -212,7 +212,7 @@ def workload_of(question: Question, *, index_bits: int, multiprocessors: int | N
 
 def _divisions_by(loop: sympy.Symbol, accesses: Sequence[sympy.Expr]) -> tuple[int, int]:
     """Count divisions and remainders of a loop's index in the accesses, each once: symbolic and constant."""
-    floor_div, modular_indexing = compat.division_functions()
+    floor_div, modular_indexing = compat.tiling.division_functions()
     found = {part for access in accesses for part in access.atoms(floor_div, modular_indexing) if part.has(loop)}
     symbolic = sum(sum(bool(size.free_symbols) for size in part.args[1:]) for part in found)
     constant = sum(sum(size.is_Integer and size != 1 for size in part.args[1:]) for part in found)

@@ -118,8 +118,8 @@ def _release() -> None:
 
 
 def _install() -> None:
-    scheduling, kernel = compat.simd_scheduling(), compat.triton_kernel()
-    divisibility, selection = compat.divisibility_hook(), compat.selection_hook()
+    scheduling, kernel = compat.tiling.simd_scheduling(), compat.tiling.triton_kernel()
+    divisibility, selection = compat.tiling.divisibility_hook(), compat.tiling.selection_hook()
     if divisibility is not None:
         _wrap(*divisibility, _multiple_of)
     if selection is not None:
@@ -127,11 +127,11 @@ def _install() -> None:
     _wrap(scheduling, "get_tiling_and_scores", _get_tiling_and_scores)
     _wrap(scheduling, "codegen_node_schedule", _codegen_node_schedule)
     _wrap(kernel, "codegen_kernel", _codegen_kernel)
-    _wrap(*compat.split_hook(), _split_factor)
-    _wrap(*compat.cooperative_hook(), _use_cooperative)
-    _wrap(*compat.persistent_hook(), _use_persistent)
-    _wrap(*compat.coalescing_analysis(), _analyse)
-    _wrap(compat.graph_key(), "__init__", _describe_graph)
+    _wrap(*compat.tiling.split_hook(), _split_factor)
+    _wrap(*compat.tiling.cooperative_hook(), _use_cooperative)
+    _wrap(*compat.tiling.persistent_hook(), _use_persistent)
+    _wrap(*compat.tiling.coalescing_analysis(), _analyse)
+    _wrap(compat.tiling.graph_key(), "__init__", _describe_graph)
 
 
 def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -178,7 +178,7 @@ def _analyse(original: Any) -> Any:
         try:
             return original(fused_node)
         except Exception as error:
-            if compat.steers_dynamo(error):
+            if compat.dynamo.steers_dynamo(error):
                 raise
             # Since torch 2.14 the fused node may be a view, which has no name.
             session.decisions.retries.append(f"{fused_node.get_nodes()[0].get_name()}: {_brief(error)}")
@@ -225,7 +225,7 @@ def _get_tiling_and_scores(original: Any) -> Any:
             return answer
         question = choosing.Question(
             cls,
-            compat.lowering_graph().sizevars,
+            compat.tiling.lowering_graph().sizevars,
             node_schedule,
             sympy.sympify(numel),
             sympy.sympify(reduction_numel),
@@ -261,7 +261,7 @@ def _ranked(
     try:
         return rank(schedule, numel, reduction_numel, analysis), analysis
     except Exception as error:
-        if not session.policy.retry_analysis or analysis is None or compat.steers_dynamo(error):
+        if not session.policy.retry_analysis or analysis is None or compat.dynamo.steers_dynamo(error):
             raise
         names = _names(schedule)
         session.decisions.retries.append(f"{names[0] if names else '?'}: {_brief(error)}")
@@ -280,7 +280,7 @@ def _chosen(session: Session, question: choosing.Question) -> Any:
             multiprocessors=_multiprocessors(),
         )
     except Exception as error:
-        if compat.steers_dynamo(error):
+        if compat.dynamo.steers_dynamo(error):
             raise
         kept = KernelTiling(printed(question.answer), "coalesced", f"the cost model failed: {_brief(error)}")
         decisions.decide(names, kept)
@@ -292,7 +292,7 @@ def _chosen(session: Session, question: choosing.Question) -> Any:
 def _pin(session: Session, schedule: Sequence[Any]) -> str | None:
     if not session.policy.pins:
         return None
-    name = compat.next_kernel_name(schedule)
+    name = compat.tiling.next_kernel_name(schedule)
     for kernel, choice in session.policy.pins:
         # `triton_poi_fused_add_0`: the middle part is known only with the code.
         if kernel.split("_", 2)[2:] == [name]:
@@ -304,16 +304,16 @@ def _codegen_kernel(original: Any) -> Any:
     def codegen_kernel(self: Any, name: Any = None) -> Any:
         source = original(self, name)
         session = current()
-        if session is None or not session.policy.narrow_sizes or type(self) is not compat.triton_kernel():
+        if session is None or not session.policy.narrow_sizes or type(self) is not compat.tiling.triton_kernel():
             return source
         # The guards that bound the indices come from the kernel's schedule.
-        if compat.has_nodes_of_another_stage(self.features):
+        if compat.tiling.has_nodes_of_another_stage(self.features):
             return source
         decision = session.decisions.of(_names(self.features.node_schedule))
         try:
             source, summary = _narrow(self, source)
         except Exception as error:
-            if compat.steers_dynamo(error):
+            if compat.dynamo.steers_dynamo(error):
                 raise
             summary = f"all in 64 bits: {_brief(error)}"
         if decision is not None:
@@ -324,14 +324,19 @@ def _codegen_kernel(original: Any) -> Any:
 
 
 def _narrow(kernel: Any, source: str) -> tuple[str, str | None]:
-    sizes = compat.kernel_sizes(kernel)
+    sizes = compat.tiling.kernel_sizes(kernel)
     if not sizes:
         return source, None
-    if not compat.indexes_with_32_bits(kernel):
+    if not compat.tiling.indexes_with_32_bits(kernel):
         return source, "all in 64 bits: so is the kernel's index"
-    if compat.compiles_ahead_of_time():
+    if compat.tiling.compiles_ahead_of_time():
         return source, "all in 64 bits: code compiled ahead of time runs without guards"
-    facts = Facts(sizes, compat.kernel_extents(kernel), compat.guarded_sizes(kernel.features), compat.least_size)
+    facts = Facts(
+        sizes,
+        compat.tiling.kernel_extents(kernel),
+        compat.tiling.guarded_sizes(kernel.features),
+        compat.tiling.least_size,
+    )
     done = narrowed(source, facts)
     return done.source, done.summary
 
@@ -346,12 +351,12 @@ def _split_factor(original: Any) -> Any:
             return parts
         # The hints are the sizes of one call. With other sizes an uncut row could be slow, and more rows than
         # multiprocessors could deadlock in a cooperative kernel.
-        if compat.has_dynamic_sizes():
+        if compat.tiling.has_dynamic_sizes():
             return parts
         reduction = Reduction(
             rows=int(numel_hint),
             elements=int(reduction_numel_hint),
-            multiprocessors=compat.target_multiprocessors(device),
+            multiprocessors=compat.tiling.target_multiprocessors(device),
         )
         choice = reductions.cut(reduction, parts, _table(session))
         if choice.differs:
@@ -368,7 +373,7 @@ def _use_cooperative(original: Any) -> Any:
         session = current()
         if session is None or not _IN_CODEGEN.get() or not _reduces(session):
             return False
-        choice = _cut_before(session, *compat.cooperative_sizes(*question))
+        choice = _cut_before(session, *compat.tiling.cooperative_sizes(*question))
         kernel = session.decisions.latest
         if choice is None or kernel is None:
             return False
@@ -386,16 +391,16 @@ def _use_persistent(original: Any) -> Any:
         if session is None or not _IN_CODEGEN.get() or not _reduces(session) or cooperative_reduction:
             return answer
         # The user's settings take precedence.
-        if not compat.persistence_is_allowed() or compat.measures_reductions():
+        if not compat.tiling.persistence_is_allowed() or compat.tiling.measures_reductions():
             return answer
-        if compat.keeps_order_of_additions(features):
+        if compat.tiling.keeps_order_of_additions(features):
             return answer
         inductor: Form = "persistent" if answer else "looped"
         try:
             choice = reductions.walk(_reduction(features), inductor, _table(session))
             before = _cut_before(session, features.numel, features.reduction_numel)
         except Exception as error:
-            if compat.steers_dynamo(error):
+            if compat.dynamo.steers_dynamo(error):
                 raise
             choice, before = Choice(inductor, inductor, f"the rules failed: {_brief(error)}"), None
         kernel = session.decisions.of(_names(features.node_schedule))
@@ -409,26 +414,26 @@ def _use_persistent(original: Any) -> Any:
 def _reduction(features: Any) -> Reduction:
     length = sympy.sympify(features.reduction_numel)
     elements = int(length) if length.is_Integer else None
-    reads, once, in_passes = compat.reduction_reads(features)
+    reads, once, in_passes = compat.tiling.reduction_reads(features)
     return Reduction(
-        rows=compat.hinted_size(features.numel),
+        rows=compat.tiling.hinted_size(features.numel),
         elements=elements,
         reads=reads,
         bytes_per_row=once * (elements or 0),
         looped_bytes_per_row=in_passes * (elements or 0),
-        is_contiguous=compat.reduces_contiguous_rows(features),
+        is_contiguous=compat.tiling.reduces_contiguous_rows(features),
         multiprocessors=_multiprocessors(),
     )
 
 
 def _cut_before(session: Session, rows: Any, elements: Any) -> Choice | None:
     """Return the choice made for these rows at lowering, if it differs from Inductor's."""
-    sizes = compat.hinted_size(rows), compat.hinted_size(elements)
+    sizes = compat.tiling.hinted_size(rows), compat.tiling.hinted_size(elements)
     return None if sizes[0] is None or sizes[1] is None else session.decisions.cut_into(sizes[0], sizes[1])
 
 
 def _reduces(session: Session, target: Any = None) -> bool:
-    target = target if target is not None else compat.lowering_graph().get_current_device_or_throw()
+    target = target if target is not None else compat.tiling.lowering_graph().get_current_device_or_throw()
     return session.policy.choose_reduction and target.type == "cuda"
 
 
@@ -451,7 +456,7 @@ def _names(schedule: Sequence[Any]) -> list[str]:
 
 
 def _multiprocessors() -> int | None:
-    target = compat.lowering_graph().get_current_device_or_throw()
+    target = compat.tiling.lowering_graph().get_current_device_or_throw()
     return device.multiprocessors(target.type, target.index)
 
 

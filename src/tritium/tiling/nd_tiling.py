@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from torch import fx
 
-from tritium.compat import Version
+from tritium.compat.versions import Version
+from tritium.graph import is_conv_heavy, is_dynamic
 from tritium.passes import ConfigRequest, Decline, Pass, PassContext
-from tritium.tiling.predicates import is_conv_heavy, is_dynamic
 
 FIXED_IN: Version = (2, 11)
 

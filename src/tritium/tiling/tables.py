@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tritium import compat, tuned
+from tritium import compat, tuning
 from tritium.tiling.reductions import DEFAULT, Table
 
 NAME = "reductions.json"
@@ -21,12 +21,12 @@ Entries = dict[str, dict[str, Any]]
 
 
 def shipped_file() -> Path:
-    return tuned.SHIPPED / NAME
+    return tuning.SHIPPED / NAME
 
 
 def own_file() -> Path:
     """Return the file with this machine's measurements."""
-    return tuned.user_folder() / NAME
+    return tuning.user_folder() / NAME
 
 
 def read(path: Path) -> Entries:
@@ -79,7 +79,7 @@ def entries() -> Entries:
         device: entry
         for device, entry in found.items()
         # Another torch version generates other code, to which the measurements do not apply.
-        if entry.get("torch") == compat.version_text()
+        if entry.get("torch") == compat.versions.version_text()
     }
     return {**read(shipped_file()), **own}
 

@@ -195,17 +195,17 @@ class _Measuring:
     def _first_calls(self, side: Side) -> None:
         settings = self.settings
         with sides.cold_caches(settings):
-            before = compat.graphs_compiled()
+            before = compat.dynamo.graphs_compiled()
             side.first_call_s = measure.first_call(side.call, settings.device_type)
-            side.graphs = compat.graphs_compiled() - before
-            before, start = compat.graphs_compiled(), time.perf_counter()
+            side.graphs = compat.dynamo.graphs_compiled() - before
+            before, start = compat.dynamo.graphs_compiled(), time.perf_counter()
             stopwatch = measure.stopwatch_for(settings.device_type)
             for _ in range(SETTLING_TURNS):
                 # Without waiting in between, as a denoising loop calls: whether the device idles decides about captures.
                 side.milliseconds = min(stopwatch(side.call, SETTLING_CALLS))
                 if time.perf_counter() - start > SETTLING_SECONDS:
                     break
-            side.recompiles = compat.graphs_compiled() - before
+            side.recompiles = compat.dynamo.graphs_compiled() - before
 
     def _in_float64(self) -> torch.Tensor | None:
         if not (self.settings.errors and self.family.fits_float64):
@@ -244,14 +244,14 @@ class _Measuring:
     def _timings(self) -> tuple[dict[str, measure.Timing], measure.Load | None]:
         slowest = max(side.milliseconds for side in self.sides.values())
         turn: list[str] = []
-        compiled = compat.graphs_compiled()
+        compiled = compat.dynamo.graphs_compiled()
 
         def attribute(name: str | None) -> None:
             """Count what was compiled since the last turn for the side whose turn that was."""
             nonlocal compiled
             if turn:
-                self.sides[turn.pop()].recompiles += compat.graphs_compiled() - compiled
-            compiled = compat.graphs_compiled()
+                self.sides[turn.pop()].recompiles += compat.dynamo.graphs_compiled() - compiled
+            compiled = compat.dynamo.graphs_compiled()
             if name is not None:
                 turn.append(name)
 

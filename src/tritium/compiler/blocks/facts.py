@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tritium.fusions.expression import argument, mutated_arguments, storages, value_of
+from tritium.graph import argument, mutated_arguments, storages, value_of
 
 _RANDOM = frozenset(
     (

@@ -18,7 +18,7 @@ from torch import fx
 from tritium import compat
 from tritium.compiler.blocks.facts import name_of
 from tritium.compiler.blocks.segments import is_item
-from tritium.fusions.expression import value_of
+from tritium.graph import value_of
 
 # The most numbered modules around a node in stock models is four: down_blocks.0.attentions.1.transformer_blocks.0.ff.net.0.
 DEEPEST = 4
@@ -56,7 +56,7 @@ def by_modules(calls: Sequence[fx.Node], level: int) -> list[Group]:
     labels: list[Label] = []
     for node in calls:
         stack = stacks[node]
-        if is_item(node) or not compat.module_stack(node):
+        if is_item(node) or not compat.dynamo.module_stack(node):
             # A rewritten node belongs to no module: it stays with the node before it.
             labels.append(labels[-1] if labels else None)
         else:
@@ -89,7 +89,7 @@ def by_period(calls: Sequence[fx.Node]) -> list[Group]:
 
 def _numbered(node: fx.Node) -> list[str]:
     """Return the numbered modules around a node, outermost first."""
-    return [key for key, name in compat.module_stack(node) if _NUMBERED.search(name)]
+    return [key for key, name in compat.dynamo.module_stack(node) if _NUMBERED.search(name)]
 
 
 def _without_strays(labels: list[Label]) -> list[Label]:

@@ -19,7 +19,7 @@ from torch import fx
 from tritium import compat
 from tritium.compiler.blocks.facts import Facts
 from tritium.compiler.blocks.segments import Segment
-from tritium.fusions.expression import value_of
+from tritium.graph import value_of
 
 _PLAIN = (str, bool, int, complex, bytes, type(None), type(Ellipsis))
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, type)
@@ -89,7 +89,7 @@ class _Writer:
             *((_numbers(value.stride()), str(value.storage_offset())) if value.layout is torch.strided else ()),
             *(value.is_conj(), value.is_neg(), isinstance(value, torch.nn.Parameter)),
             self.memory.setdefault(value.untyped_storage()._cdata, len(self.memory)),
-            compat.is_static_input(node),
+            compat.dynamo.is_static_input(node),
         )
 
     def _call(self, node: fx.Node) -> Hashable:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tritium.compiler.blocks.facts import Facts
 from tritium.compiler.blocks.segments import Segment
-from tritium.fusions.expression import value_of
+from tritium.graph import value_of
 
 _ENTERS = "_enter_autocast"
 _EXITS = "_exit_autocast"

@@ -11,7 +11,7 @@ from torch import fx
 
 from tritium import compat
 from tritium.compiler.blocks.facts import Facts
-from tritium.fusions.expression import value_of
+from tritium.graph import value_of
 
 
 @dataclass(eq=False)
@@ -73,4 +73,4 @@ def _describe(placeholder: fx.Node, original: fx.Node) -> None:
     if original.op == "placeholder" and hasattr(original, "_dynamo_source"):
         placeholder._dynamo_source = original._dynamo_source
     else:
-        compat.describe_new_input(placeholder, is_static=False)
+        compat.dynamo.describe_new_input(placeholder, is_static=False)

@@ -14,7 +14,7 @@ from tritium.compiler.blocks.cut import Cut, Piece, cut
 from tritium.compiler.blocks.kept import Compiled
 from tritium.compiler.blocks.segments import graph_of
 from tritium.compiler.blocks.stitch import stitch
-from tritium.compiler.copies import with_graph
+from tritium.graph import with_graph
 from tritium.report import GraphRecord, PassRecord, SharedPiece
 
 NAME = "reuse_blocks"

@@ -12,8 +12,7 @@ from tritium import compat
 from tritium.compiler.blocks.facts import Facts
 from tritium.compiler.blocks.segments import Segment, graph_of, is_item, segments_of
 from tritium.compiler.capture.spec import Spec
-from tritium.compiler.copies import with_graph
-from tritium.fusions.expression import mutated_arguments, storages, value_of
+from tritium.graph import mutated_arguments, storages, value_of, with_graph
 from tritium.ops.bridge import boundaries
 
 
@@ -66,7 +65,7 @@ def spec_of(graph: fx.Graph, written: set[int], *, piece: int | None = None) -> 
     """Return names, weights and written inputs of a graph."""
     placeholders = list(graph.find_nodes(op="placeholder"))
     return Spec(
-        names=tuple(map(compat.source_name, placeholders)),
+        names=tuple(map(compat.dynamo.source_name, placeholders)),
         weights=tuple(_weights(placeholders)),
         written=frozenset(place for place, node in enumerate(placeholders) if storages([node]) & written),
         piece=piece,
@@ -77,5 +76,5 @@ def _weights(placeholders: list[fx.Node]) -> Iterator[int]:
     for place, node in enumerate(placeholders):
         # Frozen values have no source, but `tensor_dict` marks them.
         folded = node.name.startswith("folded_") and bool(node.meta.get("tensor_dict"))
-        if compat.is_parameter_placeholder(node) or folded:
+        if compat.dynamo.is_parameter_placeholder(node) or folded:
             yield place

@@ -121,7 +121,7 @@ def _runtime(request: Request, where: torch.device) -> Row | None:
     if request.is_empty:
         return None
     # Check in this thread: the thread that measures is not compiling.
-    if not (compat.is_compiling() or request.symbolic):
+    if not (compat.dynamo.is_compiling() or request.symbolic):
         return recall(where, request.key(), lambda: compare(request, where))
     # Candidates that need a compiler cannot be measured during compilation: keep these rows under another key, and prefer
     # rows of complete measurements.

@@ -96,7 +96,7 @@ def _as_call(
     For small attentions the host time of checks and choice exceeds the kernel's. Calls that are traced, differentiated,
     masked or converted to another layout return None, as do arguments of unexpected types.
     """
-    if torch.compiler.is_dynamo_compiling() or compat.is_transformed():
+    if torch.compiler.is_dynamo_compiling() or compat.dynamo.is_transformed():
         return None
     if absent[0] is not None or absent[1] is not None:
         return None

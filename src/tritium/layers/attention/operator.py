@@ -56,7 +56,7 @@ def _attention(
 
 def note_choice(by: str, what: str) -> None:
     """Record a choice in the report of the graph that is being traced."""
-    frame = compat.compiling_frame()
+    frame = compat.dynamo.compiling_frame()
     if frame is not None:
         LEDGER.attention_chosen(frame.compile_id, by, what)
 
@@ -70,7 +70,7 @@ def run(
     scale: float,
     causal: bool,
 ) -> torch.Tensor:
-    if candidate.opaque and not (type(q) is torch.Tensor and compat.called_eagerly()):
+    if candidate.opaque and not (type(q) is torch.Tensor and compat.dynamo.called_eagerly()):
         by = torch.ops.tritium.attention_by.default
         return by(q, k, v, mask, scale, causal, candidate=candidate.name)  # type: ignore[no-any-return]
     return candidate.run(q, k, v, mask, scale, causal)

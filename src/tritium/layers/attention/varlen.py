@@ -133,9 +133,9 @@ def _boundaries(
             )
         if given.device.type not in ("cpu", stream.device.type):
             raise ArgumentError(f"{name} must be on the CPU or beside q on {stream.device}, got {given.device}")
-        if compat.is_mapped(given):
+        if compat.dynamo.is_mapped(given):
             raise ArgumentError(f"{name} cannot be mapped over: segments are read, one sample at a time")
-        if given.is_cpu and stream.is_cuda and not compat.is_compiling():
+        if given.is_cpu and stream.is_cuda and not compat.dynamo.is_compiling():
             _check_boundaries(name, given.tolist(), stream.shape[0], longest)
         return given.to(stream.device)
     if not isinstance(given, (list, tuple)) or not all(isinstance(place, int) for place in given):
@@ -157,7 +157,7 @@ def _check_boundaries(name: str, places: list[int], tokens: int, longest: int | 
 
 
 # Untraced: it reads the lengths of segments, which a graph cannot do.
-@compat.untraced
+@compat.dynamo.untraced
 def _varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -170,7 +170,7 @@ def _varlen(
     causal: bool,
 ) -> torch.Tensor:
     # The kernels' operators have no rules for vmap, grad and jvp.
-    if compat.is_transformed() or not _lies_for_kernels(q, k, v):
+    if compat.dynamo.is_transformed() or not _lies_for_kernels(q, k, v):
         return by_segment(q, k, v, cu_q, cu_k, scale, causal, max_q, max_k)
     places = cu_q.to(torch.int32).contiguous(), cu_k.to(torch.int32).contiguous()
     if _flash_takes(q, v):

@@ -47,7 +47,7 @@ def attend(
     """Compute attention of permuted streams [B, S, N, D] over lists of blocks; `by=None`: fastest."""
     check_way(by)
     checks.no_gradients_in_a_graph("sparse attention", q, k, v)
-    if compat.is_mapped(*lists):
+    if compat.dynamo.is_mapped(*lists):
         # Under vmap neither way has gradients: the reference reads the lists' values, and the operator has no backward.
         if torch.is_grad_enabled():
             raise ArgumentError("sparse attention is mapped over under torch.no_grad() alone; its batch needs no vmap")
@@ -61,7 +61,7 @@ def attend(
 
 
 # Untraced: it loops over lists of blocks by their values, which a graph cannot do.
-_with_gradients = compat.untraced(op.OP.reference)
+_with_gradients = compat.dynamo.untraced(op.OP.reference)
 
 
 def check_way(by: str | None) -> None:
@@ -79,7 +79,7 @@ def _attend(*given: Any) -> torch.Tensor:
         by = _fastest(arguments) if reason is None else _without_kernel(arguments[0])
     elif by == TRITON and reason is not None:
         raise ArgumentError(f"the Triton kernel cannot compute this sparse attention: {reason}")
-    if compat.is_compiling():
+    if compat.dynamo.is_compiling():
         q, k, _, counts, *_ = arguments
         queries, keys, blocks = present(q.shape[1]), present(k.shape[1]), present(counts.shape[2])
         what = f"{queries} queries in {blocks} blocks, {keys} keys"
@@ -90,7 +90,7 @@ def _attend(*given: Any) -> torch.Tensor:
 
 
 def _without_kernel(q: torch.Tensor) -> str:
-    return FLEX if q.is_cuda and not compat.is_compiling() else REFERENCE
+    return FLEX if q.is_cuda and not compat.dynamo.is_compiling() else REFERENCE
 
 
 def _fastest(arguments: list[Any]) -> str:
@@ -101,7 +101,7 @@ def _fastest(arguments: list[Any]) -> str:
     request = Request.of(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, causal)
     key = f"sparse block={block} {request.key()}"
     # FlexAttention cannot be compiled during another compilation: use a known row, else the kernel.
-    measured = None if compat.is_compiling() else functools.partial(_compared, key, arguments)
+    measured = None if compat.dynamo.is_compiling() else functools.partial(_compared, key, arguments)
     row = choice.recall(q.device, key, measured)
     return row.winner if row is not None else TRITON
 

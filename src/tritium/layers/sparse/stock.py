@@ -124,7 +124,7 @@ class _Counter:
         self.dense.clear()
 
     # Untraced: it reads the timestep's value, which a graph cannot do.
-    @compat.untraced
+    @compat.dynamo.untraced
     def _look(self, timestep: _Timestep, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if self.pictures.begins(timestep.of(args, kwargs), whole_step=self.forwards % self.calls_per_step == 0):
             self.forwards = 0

@@ -36,7 +36,7 @@ def run_triton(given: Arguments) -> torch.Tensor:
 
     x, weight, offset = given.x, given.weight, given.offset
     out = results(given)
-    if compat.statically_known(out.numel() == 0):
+    if compat.traced.statically_known(out.numel() == 0):
         return out
     channels = x.shape[1]
     # Inductor may have changed the input's layout: convert to channels-last and back.

@@ -59,7 +59,7 @@ def run_triton(given: Arguments) -> torch.Tensor:
 
     x, groups = given.x, given.groups
     out = results(given)
-    if compat.statically_known(out.numel() == 0):
+    if compat.traced.statically_known(out.numel() == 0):
         return out
     channels_last = is_channels_last(x)
     x = in_memory(x if channels_last else x.contiguous(), channels_last=channels_last)

@@ -74,7 +74,7 @@ def run_triton(given: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
     batch, first_tokens, heads, width = q[0].shape
     tokens = sum(part.shape[1] for part in q)
     q_out, k_out = results(given)
-    if compat.statically_known(batch * tokens == 0):
+    if compat.traced.statically_known(batch * tokens == 0):
         return q_out, k_out
     rows = [None if part is None else _rows(part) for part in (*_two(q), *_two(k))]
     weights = [None if w is None else w.contiguous() for w in (*_two(given.q_weights), *_two(given.k_weights))]
@@ -142,7 +142,7 @@ def _steps(x: torch.Tensor | None, dims: int) -> list[int]:
     if x is None:
         return [0] * dims
     sizes = zip(x.shape[:dims], x.stride()[:dims], strict=True)
-    return [0 if compat.statically_known(size == 1) else stride for size, stride in sizes]
+    return [0 if compat.traced.statically_known(size == 1) else stride for size, stride in sizes]
 
 
 def _in_units(strides: list[list[int]]) -> tuple[int, list[int]]:
@@ -152,7 +152,7 @@ def _in_units(strides: list[list[int]]) -> tuple[int, list[int]]:
     """
     flat = [stride for steps in strides for stride in steps]
     unit = math.gcd(16, *(stride for stride in flat if isinstance(stride, int)))
-    while not all(compat.statically_known(stride % unit == 0) for stride in flat):
+    while not all(compat.traced.statically_known(stride % unit == 0) for stride in flat):
         unit //= 2
     return unit, [stride // unit for stride in flat]
 
@@ -166,7 +166,7 @@ def _rotation(table: torch.Tensor | None, sine: torch.Tensor | None) -> tuple[to
         return cosines, None
     sines = _rows(sine)
     same = zip(_steps(cosines, 3), _steps(sines, 3), strict=True)
-    if not all(compat.statically_known(one == other) for one, other in same):
+    if not all(compat.traced.statically_known(one == other) for one, other in same):
         return cosines.contiguous(), sines.contiguous()
     return cosines, sines
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from tritium.tuned.costs import INDUCTOR, LAUNCH_US, MARGIN, NOISE, Cost, Site, launches_us
+from tritium.tuning.costs import INDUCTOR, LAUNCH_US, MARGIN, NOISE, Cost, Site, launches_us
 
 # Characters of a key's part, and of the digits of a size in it: more would overflow a float.
 LONGEST = 500

@@ -15,8 +15,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tritium.tuned.costs import INDUCTOR, Cost, Site
-from tritium.tuned.rows import Key, Verdict
+from tritium.tuning.costs import INDUCTOR, Cost, Site
+from tritium.tuning.rows import Key, Verdict
 
 # The shortest kernels of the H200's table take 1.7 to 2.5 us, of which their bytes would take 0.2.
 FLOOR_US = 1.5

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tritium import compat
-from tritium.fusions.expression import mutated_arguments, storages, value_of
+from tritium.graph import mutated_arguments, storages, value_of
 from tritium.report import Folded
 
 # Marks a node that is frozen regardless of the configuration.
@@ -177,7 +177,7 @@ def fold_parameters(
     """
     placeholders = list(graph.find_nodes(op="placeholder"))
     inputs = dict(zip(placeholders, example_inputs, strict=True))
-    parameters = [node for node in placeholders if compat.is_parameter_placeholder(node)]
+    parameters = [node for node in placeholders if compat.dynamo.is_parameter_placeholder(node)]
     written = {storage for node in graph.nodes for storage in storages(mutated_arguments(node))}
     parameters = [node for node in parameters if not storages([node]) & written]
     foldable = _foldable(graph, parameters, written)
@@ -190,7 +190,7 @@ def fold_parameters(
             # A view is free and always shows its parameter's current data.
             continue
         reason = _reason_to_decline(graph, node, foldable, inputs)
-        names = tuple(compat.source_name(source) for source in _sources(node, foldable))
+        names = tuple(compat.dynamo.source_name(source) for source in _sources(node, foldable))
         value = value_of(node)
         listed.append(Folded(node.name, names, value.numel() * value.element_size() if reason is None else 0, reason))
         if reason is None:
@@ -290,7 +290,7 @@ def _take_out(
         with graph.inserting_after(last):
             last = graph.placeholder(f"folded_{node.name}")
         last.meta = {"example_value": value_of(node)}
-        compat.describe_new_input(last, is_static=True)
+        compat.dynamo.describe_new_input(last, is_static=True)
         node.replace_all_uses_with(last)
     for node in reversed(list(foldable)):
         if not node.users:

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import fx
 
-from tritium.compiler.arguments import as_fake, as_node
+from tritium.compiler.passes.arguments import as_fake, as_node
 from tritium.fusions import Match
-from tritium.fusions.expression import mutated_arguments, same_shape, value_of
+from tritium.graph import mutated_arguments, same_shape, value_of
 from tritium.ops import Op
 
 DEPENDS_ON_ITSELF = "an argument of the op depends on one of its results"

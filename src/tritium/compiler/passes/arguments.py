@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from tritium.fusions import Call
-from tritium.fusions.expression import Expr, value_of
+from tritium.fusions.expression import Expr
+from tritium.graph import value_of
 
 
 def evaluate(thing: Any, held: Callable[[fx.Node], Any], viewed: Callable[[Expr], Any]) -> Any:

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tritium import compat, envs
-from tritium.tuned import files
-from tritium.tuned.costs import INDUCTOR, Cost, Site
-from tritium.tuned.files import Table, read, replace_file
-from tritium.tuned.prediction import Prediction, predict
-from tritium.tuned.rows import Key, Verdict
+from tritium.tuning import files
+from tritium.tuning.costs import INDUCTOR, Cost, Site
+from tritium.tuning.files import Table, read, replace_file
+from tritium.tuning.prediction import Prediction, predict
+from tritium.tuning.rows import Key, Verdict
 
 __all__ = [
     "Cost",
@@ -203,7 +203,7 @@ def _tables(device: str) -> tuple[dict[Key, Verdict], dict[Key, Verdict]]:
         key: verdict
         for key, verdict in table.rows.items()
         # Another torch generates other code, which nothing is known about.
-        if verdict.torch == compat.version_text()
+        if verdict.torch == compat.versions.version_text()
     }
     return own, read(SHIPPED / name)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tritium.page.kernels import Kernels
+    from tritium.report.html.kernels import Kernels
 
 _NONE = "–"
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tritium.tuned.rows import Key, Verdict
+from tritium.tuning.rows import Key, Verdict
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import fx
 
-from tritium.fusions.expression import Canonicaliser, Expr, add, argument, builder, dtype_of, mul, shape_of
+from tritium.fusions.expression import Canonicaliser, Expr, add, builder, dtype_of, mul, shape_of
+from tritium.graph import argument
 
 
 @builder(F.layer_norm, torch.layer_norm)

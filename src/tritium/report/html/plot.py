@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from tritium.page.kernels import Kernels, Row
-from tritium.page.words import bytes_text, number, percent, rate
+from tritium.report.html.kernels import Kernels, Row
+from tritium.report.html.words import bytes_text, number, percent, rate
 
 WIDTH, HEIGHT = 520, 330
 _LEFT, _RIGHT, _TOP, _BOTTOM = 88, 24, 22, 46

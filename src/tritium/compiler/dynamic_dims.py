@@ -33,11 +33,11 @@ def marking(
 
     @functools.wraps(wraps or compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if compat.is_compiling():
+        if compat.dynamo.is_compiling():
             # While another graph is traced, arguments cannot be marked.
             return compiled(*args, **kwargs)
         arguments = _arguments(signature, args, kwargs)
-        with compat.marked_dynamic(_marks(arguments, dynamic_dims), weakly=weakly):
+        with compat.dynamo.marked_dynamic(_marks(arguments, dynamic_dims), weakly=weakly):
             return compiled(*args, **kwargs)
 
     call.__wrapped__ = compiled

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 
-from tritium.compiler.laid_out import FORMATS
-from tritium.fusions.expression import same_shape, same_size
+from tritium.compiler.passes.channels_last.copy_op import FORMATS
+from tritium.graph import same_shape, same_size
 from tritium.ops.op import present
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import fx
 
 from tritium import compat
-from tritium.compiler.arguments import as_fake, as_value
-from tritium.compiler.layouts import as_dynamo_does
+from tritium.compiler.passes.arguments import as_fake, as_value
+from tritium.compiler.passes.channels_last.strides import as_dynamo_does
 from tritium.fusions import Match
-from tritium.fusions.expression import same_shape, value_of
+from tritium.graph import same_shape, value_of
 
 NOT_EQUAL = "fidelity is 'exact', and the replacement is not equal in bits and strides"
 
@@ -57,7 +57,7 @@ def _same_strides(match: Match, compute: Compute) -> bool:
 def _copy(value: Any) -> Any:
     """Copy an input for the run: a tensor with equal strides, or the current value of a symbolic size."""
     if isinstance(value, torch.SymInt):
-        hint = compat.size_hint(value)
+        hint = compat.dynamo.size_hint(value)
         return value if hint is None else hint
     if not isinstance(value, torch.Tensor):
         return value

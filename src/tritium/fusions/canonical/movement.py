@@ -20,18 +20,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from tritium.fusions.expression import (
-    Canonicaliser,
-    Expr,
-    argument,
-    broadcast_view,
-    builder,
-    same_shape,
-    same_size,
-    shape_of,
-    strip_same,
-    value_of,
-)
+from tritium.fusions.expression import Canonicaliser, Expr, broadcast_view, builder, shape_of, strip_same
+from tritium.graph import argument, same_shape, same_size, value_of
 
 _SPLITS = {
     torch.chunk: "chunk",

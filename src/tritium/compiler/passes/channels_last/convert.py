@@ -20,10 +20,9 @@ import torch
 from torch import fx
 
 from tritium import compat
-from tritium.compiler.fold import mark_for_folding
-from tritium.compiler.followers import DROPOUTS, FOLLOWERS, JOINS, QUERIES
-from tritium.compiler.laid_out import CHANNELS_LAST, FORMATS, make_known_to_inductor
-from tritium.compiler.layouts import (
+from tritium.compiler.passes.channels_last.agnostic_ops import DROPOUTS, FOLLOWERS, JOINS, QUERIES
+from tritium.compiler.passes.channels_last.copy_op import CHANNELS_LAST, FORMATS, make_known_to_inductor
+from tritium.compiler.passes.channels_last.strides import (
     as_dynamo_does,
     is_channels_last,
     is_contiguous,
@@ -32,9 +31,9 @@ from tritium.compiler.layouts import (
     same_layout,
     tensors_of,
 )
-from tritium.fusions.expression import argument, mutated_arguments, same_shape, same_size, storages, value_of
+from tritium.compiler.passes.freezing import mark_for_folding
+from tritium.graph import argument, mutated_arguments, same_shape, same_size, spatial_convolutions, storages, value_of
 from tritium.passes import Applied, Decline, Pass, PassContext
-from tritium.tiling.predicates import spatial_convolutions
 
 # A single convolution would be converted in both directions, which cuDNN does itself.
 FEWEST_CONVOLUTIONS = 2
@@ -164,7 +163,11 @@ class _Rewriter:
             return GROUPED
         if self._value[x].dtype not in (torch.float32, torch.float16, torch.bfloat16):
             return f"{self._value[x].dtype} has no channels-last convolution"
-        if self._value[x].device.type == "cuda" and self._value[x].dtype == torch.float32 and not compat.allows_tf32():
+        if (
+            self._value[x].device.type == "cuda"
+            and self._value[x].dtype == torch.float32
+            and not compat.inductor.allows_tf32()
+        ):
             return NO_TENSOR_CORES
         if any(self._is_written(part) for part in (x, weight, node)):
             return WRITTEN

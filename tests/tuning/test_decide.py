@@ -2,8 +2,8 @@
 
 import pytest
 
-from tritium import compat, tuned
-from tritium.tuned import INDUCTOR, Key, Machine, Verdict
+from tritium import compat, tuning
+from tritium.tuning import INDUCTOR, Key, Machine, Verdict
 
 GPU = Machine("Some GPU", "9.0", 132)
 LIKE = Machine("Another GPU", "9.0", 130)
@@ -22,25 +22,25 @@ def verdict(of, inductor, triton, looped=False, host=None):
         alone_us={"inductor": inductor, "triton": triton},
         issue_us=host or {"inductor": 100.0, "triton": 100.0},
         looped={"size": "width", "reads": 5} if looped else {},
-        torch=compat.version_text(),
+        torch=compat.versions.version_text(),
     )
 
 
 @pytest.fixture
 def shipped(tmp_path, monkeypatch):
-    monkeypatch.setattr(tuned, "SHIPPED", tmp_path / "shipped")
-    monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path / "own")
+    monkeypatch.setattr(tuning, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr(tuning, "user_folder", lambda: tmp_path / "own")
 
     def add(*rows, folder="shipped", machine=GPU):
-        tuned.write(tmp_path / folder / tuned.file_name(machine.name), machine, rows)
+        tuning.write(tmp_path / folder / tuning.file_name(machine.name), machine, rows)
 
-    tuned.forget()
+    tuning.forget()
     yield add
-    tuned.forget()
+    tuning.forget()
 
 
 def decide(of, able=("triton",), machine=GPU, looped_above=1 << 40, **options):
-    return tuned.decide(machine, of, able, lambda elements, reads: elements <= looped_above, **options)
+    return tuning.decide(machine, of, able, lambda elements, reads: elements <= looped_above, **options)
 
 
 class TestMeasured:
@@ -141,7 +141,7 @@ class TestOtherDevices:
         assert decision.provider == "triton"
         assert decision.why.startswith("predicted")
         assert decision.why.endswith("measured on Some GPU")
-        assert tuned.like(LIKE) == "Some GPU"
+        assert tuning.like(LIKE) == "Some GPU"
 
     @pytest.mark.parametrize(
         "machine",
@@ -153,7 +153,7 @@ class TestOtherDevices:
         decision = decide(key(), machine=machine)
         assert decision.provider == INDUCTOR
         assert f"nothing was measured for some_norm on {machine.name}; `tritium tune` measures" in decision.why
-        assert tuned.like(machine) is None
+        assert tuning.like(machine) is None
 
 
 class TestForms:

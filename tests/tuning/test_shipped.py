@@ -12,29 +12,29 @@ import torch
 
 import tritium
 from codegen import generated, launches
-from tritium import compat, envs, fusions, ops, tuned
+from tritium import compat, envs, fusions, ops, tuning
 from tritium.compiler.choose import _holds
-from tritium.compiler.fuse import fuse
+from tritium.compiler.passes.fuse import fuse
 from tritium.passes import PassContext
 from tritium.tiling import hooks, tables
 from tritium.tiling.policy import OFF
-from tritium.tuned import INDUCTOR, Key, Machine
-from tritium.tuned.costs import LAUNCH_US, MARGIN
-from tritium.tuned.prediction import predict
+from tritium.tuning import INDUCTOR, Key, Machine
+from tritium.tuning.costs import LAUNCH_US, MARGIN
+from tritium.tuning.prediction import predict
 
 H200 = Machine("NVIDIA H200", "9.0", 132)
-TABLE = tuned.SHIPPED / tuned.file_name(H200.name)
-ROWS = tuned.read(TABLE)
+TABLE = tuning.SHIPPED / tuning.file_name(H200.name)
+ROWS = tuning.read(TABLE)
 HOLDS = functools.partial(_holds, H200.name, tritium.CompilationConfig())
 
 SHIPPED = sorted(
-    path for path in tuned.SHIPPED.glob("*.json") if not path.stem.startswith(("attention-", "reductions"))
+    path for path in tuning.SHIPPED.glob("*.json") if not path.stem.startswith(("attention-", "reductions"))
 )
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_tables_say_what_their_numbers_say(path):
-    table = tuned.files.load(path)
+    table = tuning.files.load(path)
     assert table.problem is None
     assert table.device
     assert table.capability
@@ -42,7 +42,7 @@ def test_shipped_tables_say_what_their_numbers_say(path):
     assert len(table.rows) == len(json.loads(path.read_text())["rows"]) > 0
     for key, row in table.rows.items():
         assert key.op in ops.catalog()
-        assert row.provider == tuned.winner(row), key
+        assert row.provider == tuning.winner(row), key
         assert set(row.block_ms) <= {INDUCTOR, *ops.providers(ops.catalog()[key.op])}
         # The host's time is measured or counted for every provider.
         assert row.block_ms.keys() == (row.issue_us or row.launches).keys()
@@ -93,7 +93,7 @@ class TestSDXL:
         """No row shows a gain where Inductor holds rows in registers: 640 by its own rule, 1280 by the tiling policy."""
         key = Key("residual_norm_modulate", f"tokens={tokens} width={width} norm=layer", "bfloat16")
         assert HOLDS(width, 5)
-        assert tuned.decide(H200, key, ["triton"], HOLDS).provider == INDUCTOR
+        assert tuning.decide(H200, key, ["triton"], HOLDS).provider == INDUCTOR
 
     def test_the_one_row_that_was_held_in_registers_is_inductor_s(self):
         held = {key: row for key, row in ROWS.items() if key.op == "residual_norm_modulate" and not row.looped}
@@ -101,7 +101,7 @@ class TestSDXL:
         assert key.shape == "tokens=256 width=384 norm=layer"
         costs = row.site().costs
         assert [round(costs[name].device_us, 1) for name in (INDUCTOR, "triton")] == [1.7, 2.2]
-        assert tuned.decide(H200, key, ["triton"], HOLDS).provider == INDUCTOR
+        assert tuning.decide(H200, key, ["triton"], HOLDS).provider == INDUCTOR
 
     @pytest.mark.parametrize(
         ("pixels", "channels"), [(32768, 320), (32768, 640), (8192, 640), (8192, 1280), (2048, 1280)]
@@ -109,7 +109,7 @@ class TestSDXL:
     @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
     def test_group_norms_are_fused(self, pixels, channels, layout):
         key = Key("group_norm_silu", f"pixels={pixels} channels={channels} groups=32 layout={layout}", "bfloat16")
-        decision = tuned.decide(H200, key, ["triton"], HOLDS)
+        decision = tuning.decide(H200, key, ["triton"], HOLDS)
         assert decision.provider == "triton"
         assert decision.why.startswith("predicted")
 
@@ -121,7 +121,7 @@ class TestSDXL:
         assert costs["triton"].host_us - costs[INDUCTOR].host_us == pytest.approx(
             3 * LAUNCH_US["owned"] - 4 * LAUNCH_US["generated"]
         )
-        assert tuned.decide(H200, key, ["triton"], HOLDS).provider == "triton"
+        assert tuning.decide(H200, key, ["triton"], HOLDS).provider == "triton"
 
 
 def test_an_opaque_operator_is_left_out_where_it_was_chosen_before():
@@ -133,8 +133,8 @@ def test_an_opaque_operator_is_left_out_where_it_was_chosen_before():
     ):
         row = ROWS[Key("residual_norm_modulate", shape, "bfloat16")]
         measured = dataclasses.replace(row, issue_us={INDUCTOR: 152.6, "triton": 199.6})
-        assert tuned.winner(measured) == INDUCTOR
-        assert tuned.winner(measured, replayed=True) == "triton"
+        assert tuning.winner(measured) == INDUCTOR
+        assert tuning.winner(measured, replayed=True) == "triton"
 
 
 # One row of each form whose generated kernels differ. linear_gelu's provider takes CUDA tensors alone, and
@@ -148,7 +148,7 @@ def drawn(*shape):
 
 
 @pytest.mark.codegen
-@pytest.mark.skipif(compat.version_text() != "2.13", reason="launches were counted in code of torch 2.13")
+@pytest.mark.skipif(compat.versions.version_text() != "2.13", reason="launches were counted in code of torch 2.13")
 @pytest.mark.parametrize("key", FORMS.values(), ids=lambda key: f"{key.op}, {key.shape}")
 class TestGeneratedCode:
     def test_launches_of_inductor_and_the_form_of_its_reduction(self, key):

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tritium import compat, tuned
-from tritium.tuned import Key, Machine, Verdict
+from tritium import compat, tuning
+from tritium.tuning import Key, Machine, Verdict
 
 GPU = Machine("Some GPU", "9.0", 132)
 
@@ -19,8 +19,8 @@ KEY = Key.of("linear_gelu", {"tokens": 4096, "k": 4096, "n": 16384}, "torch.bflo
 def verdict(key=KEY, inductor=1.0, aten=0.8, torch=None):
     times = {"inductor": inductor, "aten": aten}
     alone = {"inductor": 700.0, "aten": 500.0}
-    row = Verdict(key, "inductor", times, alone_us=alone, bytes=123, torch=torch or compat.version_text())
-    return dataclasses.replace(row, provider=tuned.winner(row))
+    row = Verdict(key, "inductor", times, alone_us=alone, bytes=123, torch=torch or compat.versions.version_text())
+    return dataclasses.replace(row, provider=tuning.winner(row))
 
 
 def test_a_key_is_its_text():
@@ -78,48 +78,48 @@ DAMAGED = {
 
 class TestFiles:
     def test_what_is_written_is_found(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path)
-        tuned.write(tmp_path / tuned.file_name("Some GPU"), GPU, [verdict()])
-        assert tuned.known("Some GPU") == [verdict()]
-        assert tuned.known("Another GPU") == []
-        table = tuned.files.load(tmp_path / tuned.file_name("Some GPU"))
+        monkeypatch.setattr(tuning, "user_folder", lambda: tmp_path)
+        tuning.write(tmp_path / tuning.file_name("Some GPU"), GPU, [verdict()])
+        assert tuning.known("Some GPU") == [verdict()]
+        assert tuning.known("Another GPU") == []
+        table = tuning.files.load(tmp_path / tuning.file_name("Some GPU"))
         assert (table.device, table.capability, table.multiprocessors) == ("Some GPU", "9.0", 132)
 
     def test_a_row_replaces_the_one_before_and_leaves_the_others(self, tmp_path):
         path, other = tmp_path / "t.json", Key("rope", "tokens=1", "float32")
-        tuned.write(path, GPU, [verdict(), verdict(other)])
-        tuned.write(path, GPU, [verdict(aten=2.0)])
-        assert tuned.read(path) == {KEY: verdict(aten=2.0), other: verdict(other)}
+        tuning.write(path, GPU, [verdict(), verdict(other)])
+        tuning.write(path, GPU, [verdict(aten=2.0)])
+        assert tuning.read(path) == {KEY: verdict(aten=2.0), other: verdict(other)}
         assert json.loads(path.read_text())["device"] == "Some GPU"
 
     def test_rows_of_another_torch_are_not_believed(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path)
-        tuned.write(tmp_path / tuned.file_name("g"), GPU, [verdict(torch="1.0")])
-        assert tuned.known("g") == []
+        monkeypatch.setattr(tuning, "user_folder", lambda: tmp_path)
+        tuning.write(tmp_path / tuning.file_name("g"), GPU, [verdict(torch="1.0")])
+        assert tuning.known("g") == []
 
     @pytest.mark.parametrize("text", DAMAGED, ids=DAMAGED.values())
     def test_a_damaged_file_is_ignored_with_one_warning(self, text, tmp_path, monkeypatch):
-        monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path)
-        monkeypatch.setattr(tuned, "SHIPPED", tmp_path / "nothing")
-        path = tmp_path / tuned.file_name(GPU.name)
+        monkeypatch.setattr(tuning, "user_folder", lambda: tmp_path)
+        monkeypatch.setattr(tuning, "SHIPPED", tmp_path / "nothing")
+        path = tmp_path / tuning.file_name(GPU.name)
         path.write_text(text)
         with pytest.warns(RuntimeWarning) as told:
-            assert tuned.known(GPU.name) == []
-            assert tuned.known(GPU.name) == []
+            assert tuning.known(GPU.name) == []
+            assert tuning.known(GPU.name) == []
             # What a compilation reads.
-            assert tuned.decide(GPU, KEY, ["aten"], lambda elements, reads: True).provider == "inductor"
+            assert tuning.decide(GPU, KEY, ["aten"], lambda elements, reads: True).provider == "inductor"
         (warning,) = [one for one in told if "damaged" in str(one.message)]
         assert str(path) in str(warning.message)
         assert "\n" not in str(warning.message)
-        tuned.write(path, GPU, [verdict()])
-        assert tuned.known(GPU.name) == [verdict()]
+        tuning.write(path, GPU, [verdict()])
+        assert tuning.known(GPU.name) == [verdict()]
 
     def test_a_damaged_row_leaves_the_others(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path)
-        path = tmp_path / tuned.file_name("g")
+        monkeypatch.setattr(tuning, "user_folder", lambda: tmp_path)
+        path = tmp_path / tuning.file_name("g")
         path.write_text(json.dumps({"rows": [None, verdict().to_dict(), {**verdict().to_dict(), "block_ms": 3}]}))
         with pytest.warns(RuntimeWarning, match="row 1: None is not an object, and 1 more"):
-            assert tuned.known("g") == [verdict()]
+            assert tuning.known("g") == [verdict()]
 
     @pytest.mark.parametrize(
         "change",
@@ -136,28 +136,28 @@ class TestFiles:
         ids=str,
     )
     def test_odd_rows_that_are_well_formed_decide_without_an_error(self, change, tmp_path, monkeypatch):
-        monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path)
-        path = tmp_path / tuned.file_name(GPU.name)
+        monkeypatch.setattr(tuning, "user_folder", lambda: tmp_path)
+        path = tmp_path / tuning.file_name(GPU.name)
         path.write_text(json.dumps({"rows": [{**verdict().to_dict(), **change}]}))
-        tuned.forget()
-        assert tuned.known(GPU.name)
+        tuning.forget()
+        assert tuning.known(GPU.name)
         for tokens in (1024, 4096):
-            for key in (Key.of(KEY.op, {**KEY.sizes(), "tokens": tokens}, KEY.dtype), tuned.known(GPU.name)[0].key):
-                decision = tuned.decide(GPU, key, ["aten"], lambda elements, reads: True)
+            for key in (Key.of(KEY.op, {**KEY.sizes(), "tokens": tokens}, KEY.dtype), tuning.known(GPU.name)[0].key):
+                decision = tuning.decide(GPU, key, ["aten"], lambda elements, reads: True)
                 assert decision.provider in ("inductor", "aten")
                 assert decision.why
 
     def test_fields_of_another_version_are_left_out(self, tmp_path):
         path = tmp_path / "t.json"
         path.write_text(json.dumps({"rows": [{**verdict().to_dict(), "of_another_version": 1}]}))
-        assert tuned.read(path) == {KEY: verdict()}
+        assert tuning.read(path) == {KEY: verdict()}
 
     def test_writers_at_once_leave_a_whole_file(self, tmp_path):
         path = tmp_path / "t.json"
         keys = [Key("op", f"tokens={size}", "float32") for size in range(20)]
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda key: tuned.write(path, GPU, [verdict(key)]), keys))
-        found = tuned.read(path)
+            list(pool.map(lambda key: tuning.write(path, GPU, [verdict(key)]), keys))
+        found = tuning.read(path)
         assert found
         assert set(found) <= set(keys)
         assert list(tmp_path.iterdir()) == [path]

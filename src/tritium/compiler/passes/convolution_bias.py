@@ -14,10 +14,9 @@ from collections import Counter
 from torch import fx
 
 from tritium import ops
-from tritium.fusions.expression import argument, value_of
+from tritium.graph import argument, spatial_convolutions, value_of
 from tritium.ops import REFERENCE, Op
 from tritium.passes import Applied, Decline, Pass, PassContext
-from tritium.tiling.predicates import spatial_convolutions
 
 OFFSET = "offset"
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from tritium.errors import MissingExtra, ReportError
-from tritium.page import words
-from tritium.page.graph import compared
-from tritium.page.kernels import Kernels
-from tritium.page.plot import bandwidth_plot, roofline_plot
+from tritium.report.html import words
+from tritium.report.html.graph import compared
+from tritium.report.html.kernels import Kernels
+from tritium.report.html.plot import bandwidth_plot, roofline_plot
 
 _FOLDER = Path(__file__).parent
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from tritium.compiler import rewrite
 from tritium.compiler.choose import LEFT_TO_INDUCTOR, call_of, choose_provider, is_inlined
-from tritium.compiler.exact import NOT_EQUAL, bit_equal
+from tritium.compiler.passes import rewrite
+from tritium.compiler.passes.exact import NOT_EQUAL, bit_equal
 from tritium.fusions import Fusion, Match
 from tritium.fusions.fusion import FusionFailed, blamed
 from tritium.fusions.match import Recogniser

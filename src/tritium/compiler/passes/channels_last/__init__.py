@@ -1,0 +1,1 @@
+"""Convert regions of convolutions to the channels-last memory format."""

@@ -1,0 +1,1 @@
+"""Canonical forms of operations that move elements, of whole operators, and of rotations."""

@@ -1,0 +1,178 @@
+"""Queries on fx graphs: values, storages, mutations, convolutions; copies and fingerprints."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the usual name
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_symbols, statically_known_true
+
+# With fewer nodes per convolution, a graph is a decoder or UNet and not a transformer with a patch embedding.
+NODES_PER_CONVOLUTION = 300
+
+_CONVOLUTIONS = frozenset(
+    {
+        *(getattr(torch, f"conv{transpose}{rank}d") for transpose in ("", "_transpose") for rank in (1, 2, 3)),
+        *(getattr(F, f"conv{transpose}{rank}d") for transpose in ("", "_transpose") for rank in (1, 2, 3)),
+        torch.convolution,
+        torch.ops.aten.convolution.default,
+    }
+)
+
+
+_SPATIAL = frozenset(
+    getattr(space, f"conv{transpose}{rank}d")
+    for space in (torch, F)
+    for transpose in ("", "_transpose")
+    for rank in (2, 3)
+)
+
+
+def spatial_convolutions(graph: fx.Graph) -> list[fx.Node]:
+    """Return the 2-D and 3-D convolutions of Dynamo's graph, in order."""
+    return [node for node in graph.nodes if node.op == "call_function" and node.target in _SPATIAL]
+
+
+def is_dynamic(graph: fx.Graph) -> bool:
+    """Return True if a placeholder has free symbols: a size may change without a recompile."""
+    for node in graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val", node.meta.get("example_value"))
+        if isinstance(value, (torch.Tensor, torch.SymInt)) and free_symbols(value):
+            return True
+    return False
+
+
+def is_conv_heavy(graph: fx.Graph) -> bool:
+    """Return True if convolutions dominate: fewer than 300 nodes for each."""
+    convolutions = sum(node.op == "call_function" and node.target in _CONVOLUTIONS for node in graph.nodes)
+    return bool(len(graph.nodes) < NODES_PER_CONVOLUTION * convolutions)
+
+
+def value_of(node: fx.Node) -> Any:
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def same_size(left: Any, right: Any) -> bool:
+    """Return True if two sizes are equal for all symbol values; `==` would add a guard and recompiles."""
+    return left is right or statically_known_true(left == right)
+
+
+def same_shape(left: Sequence[Any] | None, right: Sequence[Any] | None) -> bool:
+    if left is None or right is None or len(left) != len(right):
+        return False
+    return all(map(same_size, left, right))
+
+
+def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
+    """Return an argument by position or keyword."""
+    if len(node.args) > index:
+        return node.args[index]
+    return node.kwargs.get(name, default)
+
+
+def live_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """Return nodes that reach the output or write to memory; Dynamo's graph still contains dead code."""
+    live: set[fx.Node] = set()
+    stack = [node for node in graph.nodes if node.op == "output" or mutated_arguments(node)]
+    while stack:
+        node = stack.pop()
+        if node not in live:
+            live.add(node)
+            stack.extend(node.all_input_nodes)
+    return live
+
+
+_IN_PLACE = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "setitem")
+
+
+_IN_PLACE_OPERATORS = frozenset(
+    {*(getattr(operator, name) for name in _IN_PLACE), *(f"__{name}__" for name in _IN_PLACE)}
+)
+
+
+def mutated_arguments(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes whose memory a node writes to."""
+    if node.op not in ("call_function", "call_method"):
+        return []
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    out = node.kwargs.get("out")
+    if isinstance(out, fx.Node):
+        return [out]
+    if isinstance(out, (tuple, list)):
+        return [part for part in out if isinstance(part, fx.Node)]
+    in_place = node.target in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
+    schema = getattr(node.target, "_schema", None)
+    mutable = schema is not None and schema.is_mutable
+    if in_place or mutable or argument_flag(node, "inplace"):
+        return [arg for arg in node.args[:1] if isinstance(arg, fx.Node)] if not mutable else list(node.all_input_nodes)
+    return []
+
+
+def argument_flag(node: fx.Node, name: str) -> bool:
+    """Return True if a flag is set, by keyword or by position as in `F.leaky_relu(x, 0.2, True)`."""
+    if node.kwargs.get(name) is True:
+        return True
+    if not callable(node.target) or not any(arg is True for arg in node.args):
+        return False
+    try:
+        given = inspect.signature(node.target).bind_partial(*node.args)
+    except (TypeError, ValueError):
+        # A builtin without a signature: none of these has such a flag.
+        return False
+    return given.arguments.get(name) is True
+
+
+def storages(nodes: Sequence[fx.Node]) -> set[int]:
+    """Return the identities of the storages behind some nodes' values."""
+    return set(_storages(nodes))
+
+
+def _storages(nodes: Sequence[fx.Node]) -> Iterator[int]:
+    for node in nodes:
+        for value in _tensors(value_of(node)):
+            yield value.untyped_storage()._cdata
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors(part)
+
+
+def copied(graph: fx.Graph) -> fx.Graph:
+    """Copy a graph, including attributes that Dynamo sets on nodes outside of `meta`."""
+    copy = fx.Graph()
+    nodes: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        nodes[node] = copy.node_copy(node, lambda source: nodes[source])
+        if hasattr(node, "_dynamo_source"):
+            nodes[node]._dynamo_source = node._dynamo_source
+    return copy
+
+
+def with_graph(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    """Return Dynamo's module with another graph and the attributes that AOTAutograd reads."""
+    made = fx.GraphModule(gm, graph)
+    made.meta = dict(gm.meta)
+    for name in ("_param_name_to_source", "_source_to_user_stacks"):
+        if hasattr(gm, name):
+            setattr(made, name, getattr(gm, name))
+    return made
+
+
+def fingerprint(graph: fx.Graph) -> int:
+    """Return a hash that is equal for graphs with the same operations in the same order."""
+    index = {node: position for position, node in enumerate(graph.nodes)}
+    return hash(
+        tuple(
+            (node.op, str(node.target), str(fx.map_arg((node.args, node.kwargs), lambda source: index[source])))
+            for node in graph.nodes
+        )
+    )
