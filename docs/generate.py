@@ -14,18 +14,15 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from tritium.bench.results import Row
+# A program's folder is on the path, but tests load this file by its path.
+sys.path.insert(0, str(Path(__file__).parent))
+
+import measured
+from measured import table
 
 ROOT = Path(__file__).parent.parent
 REFERENCE = ROOT / "docs" / "reference"
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
 
 
 def configuration() -> str:
@@ -153,7 +150,57 @@ def errors() -> str:
     from tritium import errors as module
 
     tree = inspect.getdoc(module).partition("\n\n")[2]
-    return f"# Errors\n\nEverything Tritium raises on purpose:\n\n```\n{tree.strip()}\n```\n"
+    text = f"# Errors\n\nEverything Tritium raises on purpose:\n\n```\n{tree.strip()}\n```\n"
+    return text + "\n::: tritium.errors\n    options:\n      show_root_heading: false\n"
+
+
+# Pages of the Python reference: title, introduction, and the folders and modules whose public names it has.
+API = {
+    "pipelines": (
+        "Whole pipelines",
+        "`optimize` and its settings. [Whole pipelines](../../optimize.md) is the guide.",
+        ("api", "example", "pipelines", "techniques"),
+    ),
+    "layers": (
+        "Layers",
+        "Functions and modules for models that are written by hand. [Layers](../../layers.md) is the guide.",
+        ("layers",),
+    ),
+    "plugins": (
+        "Plug-ins",
+        "The values that extend Tritium from outside. [Your own ops, passes and fusions](../../extending.md) is the guide.",
+        ("fusions", "ops", "passes", "plugins"),
+    ),
+    "models": (
+        "Models and reports",
+        "Compile a single model, and read what was done. Errors have [a separate page](../errors.md).",
+        (),
+    ),
+}
+
+
+def public() -> dict[str, str]:
+    """Map each public name to the object that mkdocstrings documents, by its full path."""
+    import tritium
+
+    found = {}
+    for holder in (tritium, getattr(tritium, "plugins", None)):
+        for name in getattr(holder, "__all__", ()):
+            value = getattr(holder, name)
+            path = value.__name__ if inspect.ismodule(value) else f"{value.__module__}.{value.__qualname__}"
+            if value is not tritium.errors and value is not getattr(tritium, "plugins", None):
+                found[f"{holder.__name__}.{name}"] = path
+    return found
+
+
+def api() -> dict[str, str]:
+    """The pages of the Python reference: every public name once, by the folder that defines it."""
+    pages = {page: f"# {title}\n\n{about}\n" for page, (title, about, _) in API.items()}
+    for name, path in public().items():
+        folder = path.split(".")[1]
+        page = next((page for page, (_, _, folders) in API.items() if folder in folders), "models")
+        pages[page] += f"\n::: {path}\n    options:\n      heading: {name}\n      toc_label: {name.rpartition('.')[2]}\n"
+    return {f"api/{page}.md": text for page, text in pages.items()}
 
 
 def owned_providers() -> str:
@@ -288,108 +335,16 @@ def support() -> str:
     return text + "\n## Fusions\n\n" + owned_providers()
 
 
-# Files of suites: their tables are of another form.
-SUITES = ("-families", "-pipeline", "-compile-time", "-host")
-KERNELS = "-dynamic-kernels"
-
-
-def measured() -> str:
-    """The table of ratios of models, from committed results alone."""
-    rows = []
-    for file in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
-        if file.stem.endswith((*SUITES, KERNELS)):
-            continue
-        found = json.loads(file.read_text(encoding="utf-8"))
-        # Functions are compared with something else than torch.compile, which their notes name: ratios of that are not 1.
-        yardsticks = [row for row in found["rows"] if row["variant"] == "inductor" and row["ratio"] == 1]
-        first_call = {row["workload"]: row["first_call_s"] for row in yardsticks}
-        for row in found["rows"]:
-            if row["variant"] != "tritium" or row["workload"] not in first_call:
-                continue
-            caches = "" if row["first_call_cold"] else ", warm caches"
-            rows.append(
-                [
-                    found["device"]["name"],
-                    row["workload"] + (" (shrunk)" if row["shrunk"] else ""),
-                    row["dtype"],
-                    f"{row['median_ms']:.2f} ms",
-                    f"{row['ratio']:.2f}",
-                    f"{row['first_call_s']:.1f} s ({first_call[row['workload']]:.1f} s){caches}",
-                    f"`{file.name}`",
-                ]
-            )
-    if not rows:
-        return NOTHING
-    return table(["device", "workload", "dtype", "median", "ratio", "first call (torch.compile's)", "file"], rows)
-
-
-NOTHING = "No results have been committed yet.\n"
-
-
-def of_suite(suite: str, text: Callable[[tuple[Row, ...]], str]) -> str:
-    """What each device's file of a suite says, under the device's name."""
-    from tritium.bench.results import Results
-
-    parts = []
-    for path in sorted((ROOT / "benchmarks" / "results").glob(f"*{suite}.json")):
-        found = Results.load(path)
-        versions = f"torch {found.versions['torch']}, {found.rows[0].dtype}"
-        parts.append(f"{found.device['name']}, {versions} (`{path.name}`):\n\n{text(found.rows)}")
-    return "\n".join(parts) or NOTHING
-
-
-def dynamic_kernels() -> str:
-    """Single regions with dynamic sizes: both sides, and Tritium against torch.compile with static sizes."""
-    from tritium.bench import summary
-
-    def text(rows: tuple[Row, ...]) -> str:
-        lines = []
-        for workload, sides in summary.by_workload(rows).items():
-            theirs, ours = sides["inductor"], sides["tritium"]
-            name = workload.removeprefix("kernel ").removesuffix(" dynamic")
-            times = [f"{side.median_ms:.3f} ms" for side in (theirs, ours)]
-            lines.append([name, ours.note, *times, f"{ours.ratio:.2f}", f"{ours.against_static:.2f}"])
-        return table(["region", "sizes", "torch.compile", "Tritium", "ratio", "of static"], lines)
-
-    return of_suite(KERNELS, text)
-
-
-def families_summary() -> str:
-    """The worst, the median and the best of the families, for the README."""
-    from tritium.bench import summary
-
-    header = ["", "over `torch.compile`", "over eager"]
-    return of_suite("-families", lambda rows: table(header, summary.families_summary(rows)))
-
-
-def families() -> str:
-    from tritium.bench import summary
-
-    return of_suite("-families", lambda rows: table(summary.FAMILIES_HEADER, summary.families_table(rows)))
-
-
-def pipeline() -> str:
-    from tritium.bench import summary
-
-    return of_suite("-pipeline", lambda rows: table(summary.PIPELINE_HEADER, summary.pipeline_table(rows)))
-
-
-def sites() -> str:
-    about = "Fusion sites of tiny stock models, by family, all recognised but for those declined; "
-    about += "the documentation's support matrix has the reasons.\n\n"
-    return about + models()
-
-
-# What `<!-- generated: NAME -->` in a page stands for.
+# The text that stands for `<!-- generated: NAME -->` in a page.
 PARTS: dict[str, Callable[[], str]] = {
-    "support": sites,
-    "measured models": measured,
-    "dynamic kernels": dynamic_kernels,
-    "families": families,
-    "families summary": families_summary,
-    "pipeline": pipeline,
+    "gains": measured.gains,
+    "measured models": measured.measured,
+    "dynamic kernels": measured.dynamic_kernels,
+    "families": measured.families,
+    "families summary": measured.families_summary,
+    "pipeline": measured.pipeline,
 }
-PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "NOTES.md")
 
 
 def filled(text: str) -> str:
@@ -419,6 +374,7 @@ def main() -> int:
     pages = {f"{page.__name__}.md": page() for page in (configuration, ops, kernels, passes, errors, support)}
     pages["fusions/index.md"] = fusions()
     pages |= {f"fusions/{fusion.name}.md": fusion_page(fusion) for fusion in catalog().values()}
+    pages |= api()
     # What a fusion that is gone left behind would still be built.
     shutil.rmtree(REFERENCE, ignore_errors=True)
     for name, text in pages.items():

@@ -1,5 +1,6 @@
 """What docs/generate.py makes of the catalogue and of the stored census."""
 
+import dataclasses
 import inspect
 
 import pytest
@@ -62,9 +63,9 @@ def test_the_page_of_ops_says_what_each_computes(generate):
 
 
 def test_the_pages_have_the_parts_that_are_generated_for_them(generate):
-    readme, performance = (path.read_text(encoding="utf-8") for path in generate.PAGES)
-    assert "<!-- generated: support -->" in readme
-    assert "<!-- generated: measured" in readme
+    readme, performance, notes = (path.read_text(encoding="utf-8") for path in generate.PAGES)
+    assert "<!-- generated: gains -->" in readme
+    assert "<!-- generated: measured models -->" in notes
     for name in ("families summary", "families", "pipeline", "dynamic kernels"):
         assert f"<!-- generated: {name} -->" in performance
 
@@ -77,39 +78,92 @@ def test_a_part_is_written_between_its_marks_and_an_unknown_one_is_refused(gener
         generate.filled("<!-- generated: familie -->\n<!-- end -->")
 
 
-def test_committed_suites_become_tables_of_their_own_and_no_rows_of_the_readme(generate, monkeypatch, tmp_path):
-    results = tmp_path / "benchmarks" / "results"
-    monkeypatch.setattr(generate, "ROOT", tmp_path)
-    assert generate.families() == generate.pipeline() == generate.measured() == generate.NOTHING
-    rows = [
-        Row(
-            workload="flux-512",
-            variant=variant,
-            mode=None,
-            dtype="bfloat16",
-            shrunk=False,
-            note="",
-            shapes={},
-            median_ms=median,
-            lower_quartile_ms=1.0,
-            upper_quartile_ms=1.0,
-            samples=5,
-            ratio=8.0 / median,
-            first_call_s=1.0,
-            first_call_cold=True,
-            peak_memory_bytes=None,
-            relative_l2=0.0,
-            disturbed=False,
-        )
-        for variant, median in (("eager", 10.0), ("inductor", 8.0), ("tritium", 9.0), ("tritium optimize", 5.0))
-    ]
+def row(workload, variant, median, **fields):
+    return Row(
+        **{
+            "workload": workload,
+            "variant": variant,
+            "mode": None,
+            "dtype": "bfloat16",
+            "shrunk": False,
+            "note": "",
+            "shapes": {},
+            "median_ms": median,
+            "lower_quartile_ms": 1.0,
+            "upper_quartile_ms": 1.0,
+            "samples": 5,
+            "ratio": 8.0 / median,
+            "first_call_s": 1.0,
+            "first_call_cold": True,
+            "peak_memory_bytes": None,
+            "relative_l2": 0.0,
+            "disturbed": False,
+            **fields,
+        }
+    )
+
+
+@pytest.fixture
+def results(generate, monkeypatch, tmp_path):
+    monkeypatch.setattr(generate.measured, "ROOT", tmp_path)
+    return tmp_path / "benchmarks" / "results"
+
+
+def test_committed_suites_become_tables_of_their_own_and_no_rows_of_models(generate, results):
+    measured = generate.measured
+    assert measured.families() == measured.pipeline() == measured.measured() == measured.gains() == measured.NOTHING
+    sides = (("eager", 10.0), ("inductor", 8.0), ("tritium", 9.0), ("tritium optimize", 5.0))
+    rows = [row("flux-512", variant, median) for variant, median in sides]
     Results.now(rows, "cpu").save(results / "a-device-families.json")
-    assert "worst 1.60 (flux-512), median 1.60, best 1.60 (flux-512) of 1" in generate.families_summary()
-    assert "| flux-512 | 10.00 ms | 8.00 ms | 5.00 ms | 1.60 |" in generate.families()
-    assert "`a-device-families.json`" in generate.families()
-    assert generate.measured() == generate.NOTHING
+    assert "worst 1.60 (flux-512), median 1.60, best 1.60 (flux-512) of 1" in measured.families_summary()
+    assert "| flux-512 | 10.00 ms | 8.00 ms | 5.00 ms | 1.60 |" in measured.families()
+    assert "`a-device-families.json`" in measured.families()
+    assert measured.measured() == measured.NOTHING
+
+
+def save(rows, path, date):
+    dataclasses.replace(Results.now(rows, "cpu"), date=date).save(path)
+
+
+def test_a_gain_appears_with_its_file_and_says_if_the_defaults_are_newer(generate, results):
+    measured = generate.measured
+    old, new = "2026-11-16T00:00:00+00:00", "2026-12-01T00:00:00+00:00"
+    save(
+        [row("wan-decode", "inductor", 500.0), row("wan-decode", "tritium", 250.0)],
+        results / "h200-wan-decode.json",
+        old,
+    )
+    (line,) = [line for line in measured.gains().splitlines() if line.startswith("| video VAE")]
+    assert line.endswith("| 500 ms | 250 ms | **2.00x** |")
+    assert "All rows were measured before the current defaults" in measured.gains()
+    sides = {"inductor": 3000.0, "tritium optimize": 1500.0}
+    images = [row(f"flux pipeline {size}", *side) for size in (512, 1024) for side in sides.items()]
+    save(images, results / "h200-pipeline.json", new)
+    gains = measured.gains()
+    assert gains.count("| FLUX-shaped pipeline") == 2
+    assert "| 3.0 s | 1.5 s | **2.00x** |" in gains
+    (said,) = [line for line in gains.splitlines() if "measured before" in line]
+    assert said.startswith("These rows were measured before")
+    assert "video VAE" in said
+    assert "FLUX" not in said
+
+
+def test_a_gain_that_lacks_a_side_or_a_figure_is_left_out(generate, results):
+    measured = generate.measured
+    rows = [row("example", "tritium", 1.0, cold_start_s=8.0), row("pixart", "inductor", 3.0)]
+    for name in ("h200-example-float32.json", "h200-graphs.json"):
+        Results.now(rows, "cpu").save(results / name)
+    assert measured.gains() == measured.NOTHING
+
+
+def test_every_committed_gain_is_in_the_readme(generate):
+    readme = generate.PAGES[0].read_text(encoding="utf-8")
+    committed = [gain for gain in generate.measured.GAINS if gain.seconds() is not None]
+    assert len(committed) >= 5
+    for gain in committed:
+        assert f"| {gain.label} |" in readme
 
 
 def test_single_kernels_have_a_table_of_their_own(generate):
-    assert "dynamic-kernels.json" not in generate.measured()
-    assert "| rope | 2 x 16384 x 24 x 64 |" in generate.dynamic_kernels()
+    assert "dynamic-kernels.json" not in generate.measured.measured()
+    assert "| rope | 2 x 16384 x 24 x 64 |" in generate.measured.dynamic_kernels()
