@@ -199,7 +199,9 @@ def api() -> dict[str, str]:
     for name, path in public().items():
         folder = path.split(".")[1]
         page = next((page for page, (_, _, folders) in API.items() if folder in folders), "models")
-        pages[page] += f"\n::: {path}\n    options:\n      heading: {name}\n      toc_label: {name.rpartition('.')[2]}\n"
+        pages[page] += (
+            f"\n::: {path}\n    options:\n      heading: {name}\n      toc_label: {name.rpartition('.')[2]}\n"
+        )
     return {f"api/{page}.md": text for page, text in pages.items()}
 
 

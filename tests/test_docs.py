@@ -2,10 +2,13 @@
 
 import dataclasses
 import inspect
+import re
 
 import pytest
 
 import scripts
+import tritium
+from scripts import ROOT
 from tritium import fusions
 from tritium.bench.results import Results, Row
 
@@ -167,3 +170,34 @@ def test_every_committed_gain_is_in_the_readme(generate):
 def test_single_kernels_have_a_table_of_their_own(generate):
     assert "dynamic-kernels.json" not in generate.measured.measured()
     assert "| rope | 2 x 16384 x 24 x 64 |" in generate.measured.dynamic_kernels()
+
+
+def test_every_public_name_is_once_in_the_python_reference(generate):
+    pages = "\n".join(generate.api().values())
+    for name in set(tritium.__all__) - {"errors"}:
+        assert pages.count(f"heading: tritium.{name}\n") == 1
+    for path in generate.public().values():
+        assert pages.count(f"\n::: {path}\n") == 1
+    assert "::: tritium.errors\n" in generate.errors()
+
+
+SYMPTOM = re.compile(r"^\| (?P<symptom>.*?) \| ", re.MULTILINE)
+# Words of the operating system, and names of settings and results.
+NOT_MESSAGES = {"Illegal instruction", "inductor", "compiled", "torch.compile", "tritium doctor", "triton", "optimize"}
+
+
+def test_the_messages_of_the_troubleshooting_page_are_those_of_the_package():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    # A message may be split over two lines of a call.
+    source = re.sub(r'"\s*\n\s*f?"', "", source)
+    messages = [
+        part
+        for row in SYMPTOM.finditer(page)
+        for code in re.findall(r"`([^`]+)`", row["symptom"])
+        if code not in NOT_MESSAGES and not code.startswith("ConfigError")
+        for part in re.split(r"\.\.\.|: ", code)
+        if part.strip()
+    ]
+    assert len(messages) > 15
+    assert [message for message in messages if message.strip(" ,;") not in source] == []
