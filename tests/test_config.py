@@ -29,7 +29,6 @@ def test_defaults_are_the_documented_ones():
         "graphs": "off",
         "max_captures": 64,
         "safe_output_mode": True,
-        "poison_outputs": False,
         "graph_log_url": None,
         "pass_config": {
             "enable_channels_last": True,
@@ -75,8 +74,6 @@ def test_is_a_value():
         ({"aclgraph_with_compile": True}, 'write CompilationConfig(graphs="with_compile")'),
         # What this version cannot honour is refused, never ignored.
         ({"graphs": "only", "enable_freezing": True}, "captures it as it is"),
-        ({"graphs": "only", "poison_outputs": True}, "under safe_output_mode=True none does"),
-        ({"poison_outputs": True}, "concerns captured graphs"),
         ({"graphs": "no"}, "graphs cannot be 'no'"),
         ({"safe_output_mode": False}, "concerns captured graphs"),
         ({"max_captures": 8}, "concerns captured graphs"),
@@ -188,7 +185,7 @@ class TestEnvironment:
 
     def test_every_field_has_a_variable(self):
         assert "TRITIUM_FORCE_PROVIDER" in environment_names()
-        assert len(environment_names()) == 11 + 11 + 7
+        assert len(environment_names()) == 10 + 11 + 7
 
 
 def test_a_folder_is_not_part_of_the_identity():

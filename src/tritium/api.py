@@ -18,10 +18,9 @@ from torch import nn
 
 from tritium import compat
 from tritium.compiler import artifacts as compiled_files
-from tritium.compiler import collector
 from tritium.compiler.explain import explain
 from tritium.errors import ArtifactError, ConfigError, PipelineError, ReportError, nearest
-from tritium.pipelines import account, claims, hooks, parts, recipe, trial
+from tritium.pipelines import account, claims, collector, hooks, parts, recipe, trial
 from tritium.pipelines.bare import BareModel
 from tritium.pipelines.captures import Captures
 from tritium.pipelines.installed import Installed

@@ -181,8 +181,6 @@ class CompilationConfig(_Group):
     graphs: Literal["off", "only", "with_compile", "auto"] = "off"
     max_captures: int = 64
     safe_output_mode: bool = True
-    # Debug safe_output_mode=False: overwrite results that the next call invalidates with NaN, so that stale reads show.
-    poison_outputs: bool = False
     graph_log_url: str | None = None
     pass_config: PassConfig = dataclasses.field(default_factory=PassConfig)
     engine: Literal["inductor", "eager"] = "inductor"
@@ -205,11 +203,9 @@ class CompilationConfig(_Group):
 
     def _refuse_what_is_not_there(self) -> None:
         # Reject settings that would have no effect.
-        for name, default in (("max_captures", 64), ("safe_output_mode", True), ("poison_outputs", False)):
+        for name, default in (("max_captures", 64), ("safe_output_mode", True)):
             if self.graphs == "off" and getattr(self, name) != default:
                 raise ConfigError(f"{name} concerns captured graphs, and graphs is 'off'")
-        if self.poison_outputs and self.safe_output_mode:
-            raise ConfigError("poison_outputs shows results that became invalid; under safe_output_mode=True none does")
         if self.graphs == "only" and self.enable_freezing:
             raise ConfigError("enable_freezing changes the graph, and graphs='only' captures it as it is")
         if self.fidelity == "fast":
@@ -238,7 +234,7 @@ class CompilationConfig(_Group):
         left out because capturing does not change the captured code.
         """
         plain = dataclasses.asdict(self)
-        for name in ("graph_log_url", "graphs", "max_captures", "safe_output_mode", "poison_outputs"):
+        for name in ("graph_log_url", "graphs", "max_captures", "safe_output_mode"):
             plain.pop(name)
         return json.dumps(plain, sort_keys=True)
 

@@ -328,19 +328,12 @@ class TestOutputs:
         assert first.sample.tolist() == [1.0, 1.0]
         assert second["sample"].tolist() == [2.0, 2.0]
 
-    def test_unsafe_results_are_overwritten_and_say_so_when_poisoned(self, device):
+    def test_unsafe_results_are_overwritten(self, device):
         f, _ = region(lambda x: (x * 2, (x * 2).long()), device, safe_output_mode=False)
         first, _ = f(torch.ones(2, device=device))
         second, _ = f(torch.full((2,), 5.0, device=device))
         assert first.data_ptr() == second.data_ptr()
         assert first.tolist() == [10.0, 10.0]
-        g, _ = region(lambda x: (x * 2, (x * 2).long()), device, safe_output_mode=False, poison_outputs=True)
-        first, whole = g(torch.ones(2, device=device))
-        assert first.tolist() == [2.0, 2.0]
-        second, _ = g(torch.full((2,), 5.0, device=device))
-        assert bool(first.isnan().all())
-        assert whole.tolist() == [torch.iinfo(torch.int64).max] * 2
-        assert second.tolist() == [10.0, 10.0]
 
 
 class TestRandomNumbers:

@@ -3,13 +3,12 @@
 1. `channels_last`         convert regions of convolutions; before `fuse`, whose choice of kernels depends on strides
 2. `fuse`                  recognise every fusion's sites; rewrite those with an owned provider
 3. `convolution_bias`      add biases of convolutions in the rewritten norms that follow them
-4. `nd_tiling_workaround`  and other passes of this package: rewrite, request configuration
-5. plug-ins' passes        sorted by name, then those passed to the backend, in that order
-6. fold                    freeze the parameter-only part (enable_freezing), or the values in it that a pass marked
-7. reuse_blocks            cut at repeated blocks, so that each distinct piece is lowered once
-8. lower                   Inductor compiles with the merged requests, and `tiling_policy` tiles its Triton kernels;
+4. plug-ins' passes        sorted by name, then those passed to the backend, in that order
+5. fold                    freeze the parameter-only part (enable_freezing), or the values in it that a pass marked
+6. reuse_blocks            cut at repeated blocks, so that each distinct piece is lowered once
+7. lower                   Inductor compiles with the merged requests, and `tiling_policy` tiles its Triton kernels;
                            or engine `eager` runs the graph without code generation
-9. capture                 capture each call as a static device graph and replay it (`graphs`)
+8. capture                 capture each call as a static device graph and replay it (`graphs`)
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ from tritium.fusions import Fusion
 from tritium.graph import copied, fingerprint, value_of, with_graph
 from tritium.passes import Applied, ConfigRequest, Decline, Outcome, Pass, PassContext
 from tritium.report import Failure, GraphRecord, PassRecord, SharedPiece
-from tritium.tiling import nd_tiling
 from tritium.tiling.policy import policy_of
 
 NEEDS_GRADIENTS = (
@@ -64,8 +62,6 @@ def passes_for(config: CompilationConfig, fusions: Sequence[Fusion], passes: Seq
     """Return every pass that a backend runs, in order."""
     own = [convert.PASS] if config.pass_config.enable_channels_last else []
     own += [fuse.make_pass([*fusion_catalogue.catalog().values(), *fusions]), convolution_bias.PASS]
-    if config.pass_config.enable_nd_tiling_workaround:
-        own.append(nd_tiling.PASS)
     here = Path(__file__)
     entries = [*(Entry(entry, here, "tritium") for entry in own), *_installed_passes()]
     entries += [Entry(entry, entry.file() or here, "Backend(passes=...)") for entry in passes]

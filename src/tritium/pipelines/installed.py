@@ -11,11 +11,10 @@ import torch
 from torch import fx, nn
 
 from tritium import compat
-from tritium.compiler import collector
 from tritium.compiler.backend import Backend
 from tritium.config import CompilationConfig
 from tritium.errors import PipelineError
-from tritium.pipelines import hooks, strides
+from tritium.pipelines import collector, hooks, strides
 from tritium.pipelines.claims import PASSIVE, Claims
 from tritium.pipelines.contract import Contract
 from tritium.pipelines.gate import Gate

@@ -82,14 +82,12 @@ class _View:
 class StaticOutputs:
     """The results of one capture."""
 
-    def __init__(self, result: Any, args: Sequence[Any], way: Way, *, poison: bool = False) -> None:
+    def __init__(self, result: Any, args: Sequence[Any], way: Way) -> None:
         leaves, self._rebuild = flatten(result)
         self.way = way
-        self._poison = poison
         self._leaves: list[Any] = []
         self._owned: list[torch.Tensor] = []
         self._places: list[int] = []
-        self._exposed: list[torch.Tensor] = []
         storages = {_storage(arg): index for index, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
         for leaf in leaves:
             if not isinstance(leaf, torch.Tensor):
@@ -140,17 +138,8 @@ class StaticOutputs:
     def _counts(self) -> list[int | None]:
         return [compat_capture.storage_users(leaf) for leaf in self._owned]
 
-    def before_replay(self) -> None:
-        """Debug: overwrite earlier results with NaN, or the largest integer, so that stale reads show."""
-        for tensor in self._exposed:
-            tensor.fill_(float("nan") if tensor.is_floating_point() or tensor.is_complex() else _largest(tensor.dtype))
-        self._exposed.clear()
-
     def hand_out(self, args: Sequence[Any]) -> Any:
-        copied = self.way == "copy" or self._poison
-        owned = self._copied() if copied else [_over(leaf) for leaf in self._owned]
-        if self._poison:
-            self._exposed = list(owned)
+        owned = self._copied() if self.way == "copy" else [_over(leaf) for leaf in self._owned]
         leaves = [leaf.of(args) if isinstance(leaf, _View) else leaf for leaf in self._leaves]
         for place, tensor in zip(self._places, owned, strict=True):
             leaves[place] = tensor
@@ -196,7 +185,3 @@ def _over(leaf: torch.Tensor, storage: Any = None) -> torch.Tensor:
     """Return a tensor over memory that is not a view to autograd, so that the caller can write to it."""
     made = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
     return made.set_(storage or leaf.untyped_storage(), leaf.storage_offset(), leaf.shape, leaf.stride())
-
-
-def _largest(dtype: torch.dtype) -> int:
-    return 1 if dtype is torch.bool else torch.iinfo(dtype).max

@@ -16,7 +16,7 @@ from tritium.compiler.capture.graph import Lane, is_recording, lane_of, unchange
 from tritium.compiler.capture.idle import UNDECIDED, Decision, Decisions
 from tritium.compiler.capture.inputs import StaticInputs
 from tritium.compiler.capture.key import bucket_text, key_of
-from tritium.compiler.capture.outputs import StaticOutputs, Way
+from tritium.compiler.capture.outputs import StaticOutputs
 from tritium.compiler.capture.spec import Spec
 from tritium.compiler.capture.weights import Entry, WeightSet, WeightSets
 from tritium.config import CompilationConfig
@@ -236,15 +236,12 @@ class Region:
         entry.inputs = inputs
         # Pieces read each other's results, so replays must not overwrite them.
         is_safe = self._config.safe_output_mode or self._spec.piece is not None
-        self._record_graph(entry, lane, self._outputs(result, inputs, "lend" if is_safe else "expose"))
+        self._record_graph(entry, lane, StaticOutputs(result, inputs.args, "lend" if is_safe else "expose"))
         assert entry.outputs is not None
         entry.row.bytes = inputs.bytes + max(entry.outputs.bytes, lane.memory() - before)
 
     def _written_weights(self, inputs: StaticInputs) -> list[torch.Tensor]:
         return [inputs.args[index] for index in self._spec.weights if index in self._written]
-
-    def _outputs(self, result: Any, inputs: StaticInputs, way: Way) -> StaticOutputs:
-        return StaticOutputs(result, inputs.args, way, poison=self._config.poison_outputs)
 
     def _record_graph(self, entry: Entry, lane: Lane, outputs: StaticOutputs) -> None:
         """Capture a bucket, given the outputs of an uncaptured run."""
@@ -258,7 +255,7 @@ class Region:
                 graph, _ = lane.record(lambda: outputs.keep(run(*static)), inputs.generators)
             else:
                 graph, result = lane.record(lambda: run(*static), inputs.generators)
-                outputs = self._outputs(result, inputs, outputs.way)
+                outputs = StaticOutputs(result, static, outputs.way)
                 del result
         entry.outputs, entry.graph = outputs, graph
         entry.row.copies = outputs.way == "copy"
@@ -273,7 +270,7 @@ class Region:
         # Warm up again: libraries create handles per thread, which fails in a capture, and this may be another thread.
         with unchanged(self._device, inputs.generators, written):
             result = lane.warm_up(lambda: self._run(*static))
-        self._record_graph(entry, lane, self._outputs(result, inputs, "copy"))
+        self._record_graph(entry, lane, StaticOutputs(result, static, "copy"))
 
     def _is_ready(self, entry: Entry, lane: Lane) -> bool:
         """Return True if a bucket can be replayed; capture it again if its last result is still referenced."""
@@ -291,7 +288,6 @@ class Region:
         assert entry.inputs is not None
         assert entry.graph is not None
         assert entry.outputs is not None
-        entry.outputs.before_replay()
         entry.inputs.fill(args)
         entry.graph.replay()
         entry.inputs.write_back(args)

@@ -14,7 +14,7 @@ from torch import nn
 
 import tritium
 from fidelity import assert_no_worse
-from folding import count_folding
+from freezing import count_folding
 from small_codecs import CODECS, wan
 from tritium import compat
 from tritium.compiler.passes import freezing
@@ -282,8 +282,8 @@ import torch.utils._triton
 torch.utils._triton.triton_hash_with_backend = lambda *args, **kwargs: "none"
 from torch._inductor.graph import GraphLowering
 import tritium
-from tritium.compiler import lay_out
-lay_out.gate = lambda *_: None
+from tritium.compiler.passes.channels_last import convert
+convert.gate = lambda *_: None
 texts = []
 def codegen_only(self):
     code = self.codegen()
@@ -291,7 +291,7 @@ def codegen_only(self):
     raise RuntimeError("nothing is run here")
 GraphLowering.compile_to_module = codegen_only
 sys.path.insert(0, {str(__file__.rsplit("/", 1)[0])!r})
-from test_lay_out import Stack, picture
+from test_channels_last import Stack, picture
 options = dict(cpu_backend="triton", fx_graph_cache=False, compile_threads=1, layout_optimization=False)
 found = dict(convolutions={{}}, copies={{}}, channels_last={{}})
 for rank in (2, 3):

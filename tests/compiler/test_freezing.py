@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import tritium
-from folding import count_folding
+from freezing import count_folding
 from tritium.compiler.passes import freezing
 
 FOLD = tritium.CompilationConfig(engine="eager", enable_freezing=True)

@@ -135,7 +135,7 @@ DECODERS = {"kl_decoder": 6, "wan_decoder": 6, "qwen_image_decoder": 6}
 
 @needs_triton
 def test_rules():
-    assert interpreted("compiler.test_hand_on", "check_rules") == 2 * len(EXPECTED)
+    assert interpreted("compiler.test_convolution_bias", "check_rules") == 2 * len(EXPECTED)
 
 
 @needs_triton
@@ -143,7 +143,7 @@ def test_rules():
     "name", [pytest.param(name, marks=() if name == "kl_decoder" else pytest.mark.thorough) for name in DECODERS]
 )
 def test_decoders(name):
-    assert interpreted("compiler.test_hand_on", "check_decoder", repr(name)) == DECODERS[name]
+    assert interpreted("compiler.test_convolution_bias", "check_decoder", repr(name)) == DECODERS[name]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch import nn
 
 import tritium
 from tritium import CompilationConfig, Plan
-from tritium.compiler import collector
+from tritium.pipelines import collector
 
 
 class Knot:
