@@ -59,7 +59,7 @@ def _add_name(path: Path, name: str) -> None:
 def exactness(out: Path, seconds: float, only: Sequence[str]) -> int:
     """Compare families with full width and few tokens with float64, if the full size does not fit."""
     from tritium.bench.families import FAMILIES, measuring
-    from tritium.bench.keep import Store
+    from tritium.bench.store import Store
 
     settings = _settings(seconds=0.0, errors=True, against=("eager",))
     store = Store(out / "exactness.json", settings.device_type)
@@ -70,7 +70,7 @@ def exactness(out: Path, seconds: float, only: Sequence[str]) -> int:
 def families(out: Path, seconds: float, only: Sequence[str]) -> int:
     """Measure the families without rows, with errors against float64."""
     from tritium.bench.families import FAMILIES
-    from tritium.bench.keep import Store
+    from tritium.bench.store import Store
 
     settings = _settings(errors=True)
     chosen = [f for f in FAMILIES if not only or f.name in only]
@@ -79,7 +79,7 @@ def families(out: Path, seconds: float, only: Sequence[str]) -> int:
 
 def _measure(chosen: Sequence[Any], settings: Any, store: Any, out: Path, seconds: float) -> int:
     from tritium.bench.families import measuring
-    from tritium.bench.keep import Clock
+    from tritium.bench.store import Clock
 
     dtype, skipped = str(settings.dtype).removeprefix("torch."), _names(out / "crashed.json")
     missing = [family for family in chosen if family.name not in skipped and not store.has(family.name, dtype)]
@@ -94,7 +94,7 @@ def _measure(chosen: Sequence[Any], settings: Any, store: Any, out: Path, second
 def pipeline(out: Path, seconds: float, only: Sequence[str]) -> int:
     """Measure the FLUX pipeline at the sizes without rows."""
     from tritium.bench import flux_pipeline
-    from tritium.bench.keep import Clock, Store
+    from tritium.bench.store import Clock, Store
 
     del only
     settings = _settings(seconds=5.0)
@@ -105,7 +105,7 @@ def pipeline(out: Path, seconds: float, only: Sequence[str]) -> int:
 def compile_time(out: Path, seconds: float, only: Sequence[str]) -> int:
     """Measure first calls with few and with many blocks."""
     from tritium.bench import compile_time as suite
-    from tritium.bench.keep import Clock, Store
+    from tritium.bench.store import Clock, Store
 
     del only
     settings = _settings()
@@ -116,7 +116,7 @@ def compile_time(out: Path, seconds: float, only: Sequence[str]) -> int:
 def host(out: Path, seconds: float, only: Sequence[str]) -> int:
     """Measure the host time of a generated and of an owned kernel."""
     from tritium.bench import host as suite
-    from tritium.bench.keep import Store
+    from tritium.bench.store import Store
 
     del only, seconds
     settings = _settings()

@@ -29,8 +29,8 @@ import torch
 
 import tritium
 from tritium import Backend, CompilationConfig, Plan, Shapes, compat, device, turns
-from tritium.bench import drawing
-from tritium.bench.drawing import Job
+from tritium.bench import generation
+from tritium.bench.generation import Job
 
 # Each size has another number of tokens: a rotated image has the same shape for a transformer of tokens.
 SIZES = [
@@ -123,7 +123,7 @@ def shapes(
 def drawn(model: Any, size: tuple[int, int], batch: int, seed: int) -> Inputs:
     """Return the arguments of a transformer call as the pipeline passes them for an image of this size."""
     generator = torch.Generator().manual_seed(seed)
-    height, width = (side // drawing.MULTIPLE for side in size)
+    height, width = (side // generation.MULTIPLE for side in size)
     config, where, dtype = model.config, model.device, model.dtype
 
     def normal(*shape: int) -> torch.Tensor:
@@ -157,7 +157,7 @@ def allocated(where: str) -> int | None:
 def guidance(where: str, engine: str, *, steps: int = STEPS, side: int = 128) -> dict[str, Any]:
     """Generate one image with guidance in two calls per step, with and without graphs."""
     dtype = torch.bfloat16 if where == "cuda" else torch.float32
-    pipe = drawing.load(drawing.EXAMPLE, where, dtype)
+    pipe = generation.load(generation.EXAMPLE, where, dtype)
     pipe.set_progress_bar_config(disable=True)
     job = Job(prompt=tritium.example.PROMPTS[0], width=side, height=side, steps=steps, extra=GUIDED)
     promised = Shapes(sizes=[(side, side)], text_tokens=[TEXT_TOKENS], on_violation="error")
@@ -170,7 +170,7 @@ def guidance(where: str, engine: str, *, steps: int = STEPS, side: int = 128) ->
             handle.warmup(**GUIDED)
             warm_up_s = time.perf_counter() - start
             compiled = compat.dynamo.graphs_compiled()
-            pictures[graphs] = drawing.draw(pipe, job)
+            pictures[graphs] = generation.generate(pipe, job)
             rows = handle.report.captures
             found[graphs] = {
                 "warm_up_s": round(warm_up_s, 2),

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import tritium
 from tritium import device
-from tritium.bench import drawing, pictures, quality, whole
-from tritium.bench.drawing import Job
+from tritium.bench import generation, images, pipelines, quality
+from tritium.bench.generation import Job
 from tritium.cli.run import panels
 
 
@@ -22,13 +22,13 @@ def main(out: Path = Path("demo"), steps: int | None = None) -> None:
     jobs = [Job(prompt=prompt, seed=seed, steps=steps) for seed, prompt in enumerate(tritium.example.PROMPTS)]
 
     with tritium.optimize(pipe) as handle:
-        first = drawing.draw(pipe, jobs[0])
-        compared = [whole.compare(pipe, handle, job) for job in jobs]
+        first = generation.generate(pipe, jobs[0])
+        compared = [pipelines.compare(pipe, handle, job) for job in jobs]
         handle.summary()
-        report = tritium.explain(handle, call=lambda: drawing.draw(pipe, jobs[0]))
+        report = tritium.explain(handle, call=lambda: generation.generate(pipe, jobs[0]))
     report.to_html(out / "report.html", title="Tritium on its example pipeline")
 
-    pictures.save_rows([panels(*row) for row in zip(compared, jobs, strict=True)], out / "compare.png")
+    images.save_rows([panels(*row) for row in zip(compared, jobs, strict=True)], out / "compare.png")
     print(f"\n{'prompt':72} {'eager':>8} {'Tritium':>8}  difference")
     for job, found in zip(jobs, compared, strict=True):
         between = quality.difference(found.ours.pixels, found.eager.pixels)

@@ -8,7 +8,7 @@ from tritium.example import PROMPTS
 
 
 @pytest.mark.codegen
-def test_the_demo_writes_pictures_and_a_report(capsys, tmp_path):
+def test_the_demo_writes_images_and_a_report(capsys, tmp_path):
     demo = scripts.load("examples/demo.py")
     demo.main(tmp_path, steps=2)
     printed = capsys.readouterr().out

@@ -12,7 +12,7 @@ import tritium
 from result_rows import ROW
 from tritium.bench import run, sides, transformers
 from tritium.bench.families import FAMILIES, FEW, find, measuring
-from tritium.bench.keep import Clock, Store
+from tritium.bench.store import Clock, Store
 from tritium.bench.workload import Built
 from tritium.errors import ConfigError
 

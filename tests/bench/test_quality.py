@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tritium.bench import pictures, quality
+from tritium.bench import images, quality
 from tritium.errors import ConfigError, ShapeError
 
 
@@ -15,9 +15,9 @@ def noise(*shape, seed=0):
     return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_equal_pictures():
-    picture = noise(1, 3, 32, 40)
-    found = quality.difference(picture, picture.clone())
+def test_equal_images():
+    image = noise(1, 3, 32, 40)
+    found = quality.difference(image, image.clone())
     assert math.isinf(found.psnr)
     assert found.ssim == pytest.approx(1.0, abs=1e-12)
     assert found.largest == 0
@@ -40,8 +40,8 @@ def test_ssim_takes_any_size_and_stays_in_its_range(height, width):
 
 
 def test_ssim_falls_with_noise():
-    picture = noise(1, 3, 64, 64).round()
-    little, much = (quality.ssim(picture, picture + s * torch.randn(picture.shape)) for s in (0.01, 0.3))
+    image = noise(1, 3, 64, 64).round()
+    little, much = (quality.ssim(image, image + s * torch.randn(image.shape)) for s in (0.01, 0.3))
     assert 1 > little > much
 
 
@@ -53,40 +53,40 @@ def test_the_worst_of_several():
     assert worst.largest == found[1].largest
 
 
-def test_pictures_of_two_sizes_cannot_be_compared():
+def test_images_of_two_sizes_cannot_be_compared():
     with pytest.raises(ShapeError, match="cannot be compared"):
         quality.difference(noise(1, 3, 8, 8), noise(1, 3, 8, 16))
 
 
-class TestPictures:
+class TestImages:
     def test_a_difference_is_amplified_on_grey(self):
         base = torch.full((3, 4, 4), 0.5)
-        assert torch.equal(pictures.amplified(base, base), base)
-        moved = pictures.amplified(base + 0.01, base)
-        assert torch.allclose(moved, torch.full_like(moved, 0.5 + pictures.AMPLIFIED * 0.005))
+        assert torch.equal(images.amplified(base, base), base)
+        moved = images.amplified(base + 0.01, base)
+        assert torch.allclose(moved, torch.full_like(moved, 0.5 + images.AMPLIFIED * 0.005))
 
     def test_rows_are_written_with_their_words(self, tmp_path):
         from PIL import Image
 
-        panel = pictures.Panel(noise(3, 32, 64), ("one", "a line that is much longer than its picture is wide " * 3))
-        pictures.save_rows([[panel, panel], [panel]], tmp_path / "sheet.png")
+        panel = images.Panel(noise(3, 32, 64), ("one", "a line that is much longer than its image is wide " * 3))
+        images.save_rows([[panel, panel], [panel]], tmp_path / "sheet.png")
         with Image.open(tmp_path / "sheet.png") as sheet:
             assert sheet.mode == "RGB"
             assert sheet.width > 2 * 256
 
-    @pytest.mark.parametrize("name", ["picture", "picture.txt", "picture.safetensors"])
+    @pytest.mark.parametrize("name", ["image", "image.txt", "image.safetensors"])
     def test_an_ending_says_what_to_write(self, tmp_path, name):
-        with pytest.raises(ConfigError, match="has no ending that says what picture to write"):
-            pictures.check_writable(tmp_path / name)
+        with pytest.raises(ConfigError, match="has no ending that says what image to write"):
+            images.check_writable(tmp_path / name)
 
     def test_checking_leaves_nothing_behind_and_keeps_what_is_there(self, tmp_path):
-        pictures.check_writable(tmp_path / "new" / "a.png")
+        images.check_writable(tmp_path / "new" / "a.png")
         assert not (tmp_path / "new" / "a.png").exists()
         (tmp_path / "b.png").write_bytes(b"kept")
-        pictures.check_writable(tmp_path / "b.png")
+        images.check_writable(tmp_path / "b.png")
         assert (tmp_path / "b.png").read_bytes() == b"kept"
 
     def test_a_folder_is_no_file(self, tmp_path):
         (tmp_path / "c.png").mkdir()
         with pytest.raises(ConfigError, match="cannot be written"):
-            pictures.check_writable(tmp_path / "c.png")
+            images.check_writable(tmp_path / "c.png")

@@ -9,7 +9,7 @@ import torch
 
 import tritium
 from tritium.bench import compile_time, flux_pipeline, host, run, sides
-from tritium.bench.keep import Clock, Store
+from tritium.bench.store import Clock, Store
 from tritium.errors import TritiumError
 
 pytest.importorskip("diffusers")

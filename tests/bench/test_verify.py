@@ -12,7 +12,7 @@ import torch
 from changed import wrong_provider
 from tritium import CompilationConfig, FusionPatterns
 from tritium.bench import quality
-from tritium.bench.drawing import Job
+from tritium.bench.generation import Job
 from tritium.bench.verify import Thresholds, verify
 from tritium.errors import ConfigError, PipelineError, RecipeError
 from tritium.pipelines.plan import Plan
@@ -65,8 +65,8 @@ def test_a_right_pipeline_passes_and_is_given_back(pipe):
     assert read["located"] is None
 
 
-def test_pictures_are_compared_seed_by_seed(pipe):
-    # Were a picture compared with another seed's, it would not be equal.
+def test_images_are_compared_seed_by_seed(pipe):
+    # Were an image compared with another seed's, it would not be equal.
     found = verify(pipe, [job(0), job(1)], Thresholds(min_psnr=math.inf, max_difference=0.0), silent, EAGER)
     assert found.passed
     assert found.to_dict()["thresholds"] == {"min_psnr": "inf", "max_difference": 0.0}
@@ -84,7 +84,7 @@ def test_a_wrong_provider_fails_and_is_located(pipe):
     assert found.to_dict()["located"]["fault"]["part"] == "provider"
 
 
-def test_a_picture_without_numbers_never_passes(pipe):
+def test_a_image_without_numbers_never_passes(pipe):
     with wrong_provider("rms_norm", lambda result, *_: result * torch.nan):
         found = verify(pipe, [job(0)], Thresholds(min_psnr=None), silent, WRONG)
     assert not found.passed
@@ -109,8 +109,8 @@ class TestThresholds:
     @pytest.mark.parametrize(
         ("given", "message"),
         [
-            ({"min_ssim": 1.5}, "equal pictures have 1"),
-            ({"max_difference": -1}, "equal pictures have 0"),
+            ({"min_ssim": 1.5}, "equal images have 1"),
+            ({"max_difference": -1}, "equal images have 0"),
             ({"min_psnr": math.nan}, "must be a number"),
         ],
     )
@@ -134,28 +134,28 @@ class TestThresholds:
 
 
 class TestNoNumbers:
-    picture = torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    image = torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
     def test_a_pixel_without_a_number_is_as_far_away_as_can_be(self):
-        broken = self.picture.clone()
+        broken = self.image.clone()
         broken[0, 0, :4, :4] = torch.nan
-        found = quality.difference(broken, self.picture)
+        found = quality.difference(broken, self.image)
         assert found.not_numbers == 16
         assert found.largest >= 0.5
         assert math.isfinite(found.psnr)
         assert quality.within(found, {}) == ["16 values are no numbers"]
-        assert quality.worst([quality.difference(self.picture, self.picture), found]).not_numbers == 16
+        assert quality.worst([quality.difference(self.image, self.image), found]).not_numbers == 16
 
     def test_latents_count_too(self):
         latents = torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0])
-        found = quality.difference(self.picture, self.picture, latents)
+        found = quality.difference(self.image, self.image, latents)
         assert found.not_numbers == 1
         assert quality.within(found, {"latent_l2": 1e9})[1].startswith("latent_l2 nan")
         assert found.to_dict()["latent_l2"] is None
 
-    def test_nothing_is_compared_with_an_eager_picture_that_is_broken(self):
+    def test_nothing_is_compared_with_an_eager_image_that_is_broken(self):
         with pytest.raises(PipelineError, match="no numbers"):
-            quality.difference(self.picture, self.picture * torch.nan)
+            quality.difference(self.image, self.image * torch.nan)
 
 
 def test_no_job_is_an_error(pipe):

@@ -477,4 +477,4 @@ def test_the_start_of_another_process_is_told_against_a_cold_one(measured, monke
     row = dataclasses.replace(ROW, cold_start_s=30.0, restart_s=6.0)
     measure_always(monkeypatch, [row])
     said = " ".join(invoke("bench", "flux", COLUMNS="300").stdout.split())
-    assert "6.0 s to the first picture of another process with compile artifacts, 20% of 30.0 s" in said
+    assert "6.0 s to the first image of another process with compile artifacts, 20% of 30.0 s" in said

@@ -45,7 +45,7 @@ def test_help_says_what_it_is_for():
         assert part in " ".join(result.output.split())
 
 
-def test_a_right_pipeline_exits_with_0_and_prints_a_line_a_picture(folder):
+def test_a_right_pipeline_exits_with_0_and_prints_a_line_an_image(folder):
     result = verify(folder, "--prompt", "a red circle", "--prompt", "a blue square", "--seed", "3", "--seed", "4")
     assert result.exit_code == 0, result.output
     lines = [line.split() for line in result.stdout.splitlines() if "32x32" in line]
@@ -87,7 +87,7 @@ def test_a_wrong_provider_exits_with_1_and_is_located(folder):
         (["--model", "nowhere", "--size", "33x32"], "width 33 is not a multiple of 16"),
         (["--model", "nowhere", "--size", "big"], "is not WIDTHxHEIGHT"),
         (["--model", "nowhere", "--steps", "0"], "steps must be at least 1"),
-        (["--model", "nowhere", "--min-ssim", "2"], "equal pictures have 1"),
+        (["--model", "nowhere", "--min-ssim", "2"], "equal images have 1"),
         (["--model", "nowhere", "--device", "tpu"], "device 'tpu' is not known"),
         (["--model", "nowhere", "--accept-differences"], "give --recipe with it"),
     ],

@@ -9,8 +9,8 @@ import torch
 import small_pipelines
 import tritium
 from tritium import Choice
-from tritium.bench import quality, tuning
-from tritium.bench.drawing import Job
+from tritium.bench import quality, recipes
+from tritium.bench.generation import Job
 from tritium.errors import ConfigError, RecipeError, RecipeMismatch
 from tritium.pipelines import recipe, trial
 from tritium.pipelines.recipe import Recipe
@@ -108,8 +108,8 @@ class TestTuning:
 
         monkeypatch.setattr(trial, "ways", ways)
         config = tritium.CompilationConfig(engine="eager")
-        plan = tuning.Plan
-        monkeypatch.setattr(tuning, "Plan", lambda **fields: plan(config=config, **fields))
+        plan = recipes.Plan
+        monkeypatch.setattr(recipes, "Plan", lambda **fields: plan(config=config, **fields))
 
     def test_it_measures_every_part_that_was_called_on_every_job(self, pipe, only_eager_and_layout, monkeypatch):
         asked = {}
@@ -120,7 +120,7 @@ class TestTuning:
             decide(installed, calls, seconds=0.0)
 
         monkeypatch.setattr(trial, "decide", noted)
-        found = tuning.tune(pipe, self.JOBS, tuning.Budget(seconds=0.0), lambda *_: None)
+        found = recipes.tune(pipe, self.JOBS, recipes.Budget(seconds=0.0), lambda *_: None)
         assert set(asked) == {"transformer", "vae.decode", "text_encoder", "text_encoder_2"}
         assert asked["transformer"] == [(1, 64, 16), (1, 96, 16)]
         assert found.fingerprint == recipe.fingerprint_of(pipe)
@@ -141,10 +141,10 @@ class TestTuning:
             return dataclasses.replace(measured(picture, reference, *args, **kwargs), psnr=20.0)
 
         monkeypatch.setattr(quality, "difference", worse)
-        found = tuning.tune(pipe, self.JOBS[:1], tuning.Budget(min_psnr=40, seconds=0.0), lambda *_: None)
+        found = recipes.tune(pipe, self.JOBS[:1], recipes.Budget(min_psnr=40, seconds=0.0), lambda *_: None)
         assert found.choices["vae.decode"].how == "eager"
         assert "20.0 dB with it, and 40 dB were asked for" in found.figures["parts"]["vae.decode"]["why"]
 
     def test_without_jobs_there_is_nothing_to_tune(self, pipe):
         with pytest.raises(ConfigError, match="at least one prompt"):
-            tuning.tune(pipe, [], tuning.Budget(), lambda *_: None)
+            recipes.tune(pipe, [], recipes.Budget(), lambda *_: None)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tritium.bench.functions import Case, drawer, shapes_of
+from tritium.bench.layer_functions import Case, drawer, shapes_of
 from tritium.layers.attention.candidates import able, candidates
 from tritium.layers.attention.forward import attention_forward
 from tritium.layers.attention.request import Request

@@ -11,9 +11,9 @@ import torch
 from tritium import compat, measure
 from tritium.bench import sides
 from tritium.bench.families.images import FLUX_512
-from tritium.bench.keep import Clock, Store
 from tritium.bench.results import OURS, YARDSTICK, Row
 from tritium.bench.run import Notify, Settings, build, call_of, release, start_compiler, tensor_of
+from tritium.bench.store import Clock, Store
 from tritium.compiler.backend import Backend
 from tritium.compiler.explain import explain
 from tritium.config import CompilationConfig

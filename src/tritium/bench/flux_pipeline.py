@@ -15,10 +15,10 @@ import torch
 from tritium import compat, measure
 from tritium.api import Handle
 from tritium.bench import quality, sides
-from tritium.bench.keep import Clock, Store
 from tritium.bench.results import YARDSTICK, Row
 from tritium.bench.run import EAGER, Notify, Settings, start_compiler
 from tritium.bench.sides import OPTIMIZED
+from tritium.bench.store import Clock, Store
 from tritium.bench.transformers import cast_as_loading_does, diffusers, seeded
 from tritium.bench.workload import SEED, drawing
 

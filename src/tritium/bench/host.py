@@ -15,9 +15,9 @@ from torch.nn import functional
 
 from tritium import measure, ops
 from tritium.bench import sides
-from tritium.bench.keep import Store
 from tritium.bench.results import OURS, YARDSTICK, Row
 from tritium.bench.run import EAGER, Notify, Settings, host_us, release, start_compiler, tensor_of
+from tritium.bench.store import Store
 from tritium.bench.workload import drawing
 from tritium.compiler.backend import Backend
 from tritium.compiler.explain import explain

@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 from torch import nn
 
 from tritium import ops
-from tritium.bench.functions import Case, drawer, shapes_of
+from tritium.bench.layer_functions import Case, drawer, shapes_of
 from tritium.layers.activation import get_activation_layer
 from tritium.layers.group_norm import group_norm_silu
 from tritium.layers.layer_norm import fast_layernorm, layernorm_scale_shift

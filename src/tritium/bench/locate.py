@@ -4,7 +4,7 @@ Every module that Tritium compiled runs alone, on the arguments of an eager imag
 over "the first n blocks compiled, the rest eager" at the end of the denoiser would be less reliable and no cheaper: later blocks
 amplify or hide the error of an earlier one, a bound needs a float64 run of the whole model, and each probe runs all blocks, while
 equal blocks share one compilation and cost one call each. Inside the module at fault every probe is a compilation, so there
-bisection pays: see `fault`.
+bisection pays: see `bisect`.
 
 Errors that no module shows alone, such as a result that a later call overwrites, or rounding that adds up, are searched by
 bisection over images with the first n modules compiled.
@@ -12,6 +12,7 @@ bisection over images with the first n modules compiled.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,9 +23,8 @@ from torch import nn
 
 from tritium import fidelity
 from tritium.api import Handle
-from tritium.bench import fault
-from tritium.bench.drawing import Job, draw
-from tritium.bench.fault import Call, Fault
+from tritium.bench.bisect import Call, Fault, bisect, copied, find_fault
+from tritium.bench.generation import Job, generate
 from tritium.pipelines.installed import Installed
 from tritium.pipelines.parts import Target
 from tritium.pipelines.plan import Choice
@@ -69,7 +69,7 @@ class Location:
     first: Checked | None = None
     fault: Fault | None = None
     # The result of the search over images, if no module alone is at fault.
-    pictures: str | None = None
+    images: str | None = None
 
     @property
     def outside(self) -> list[Checked]:
@@ -81,7 +81,7 @@ class Location:
         if self.first is None:
             largest = max(self.checked, key=lambda entry: entry.size)
             text = f"all {len(self.checked)} compiled modules are inside the bound; the largest is {largest}"
-            return f"{text}\n{self.pictures}" if self.pictures else text
+            return f"{text}\n{self.images}" if self.images else text
         lines = [f"{self.first}; {self.fault}"]
         others = self.outside[1:]
         if others:
@@ -94,8 +94,8 @@ class Location:
     def to_dict(self) -> dict[str, Any]:
         return {
             "first": None if self.first is None else self.first.to_dict(),
-            "fault": None if self.fault is None else self.fault.to_dict(),
-            "pictures": self.pictures,
+            "fault": None if self.fault is None else dataclasses.asdict(self.fault),
+            "images": self.images,
             "modules": [entry.to_dict() for entry in self.checked],
             "in_words": str(self),
         }
@@ -128,7 +128,7 @@ def locate(handle: Handle, job: Job, notify: Notify, is_past: Callable[[], bool]
     """
     choices = handle.choices
     try:
-        notify("the calls of an eager picture", 0.0)
+        notify("the calls of an eager image", 0.0)
         kept = _first_calls(handle, job)
         checked = tuple(_check(kept, notify))
         place = next((place for place, entry in enumerate(checked) if entry.size > 1), None)
@@ -136,8 +136,8 @@ def locate(handle: Handle, job: Job, notify: Notify, is_past: Callable[[], bool]
             notify(f"{checked[place].name}: which site", 0.7)
             return Location(checked=checked, first=checked[place], fault=_fault(kept[place], handle))
         if kept and is_past is not None:
-            notify("every module is inside the bound: which of them changes the picture", 0.7)
-            return Location(checked=checked, pictures=_by_pictures(kept, is_past))
+            notify("every module is inside the bound: which of them changes the image", 0.7)
+            return Location(checked=checked, images=_by_images(kept, is_past))
         return Location(checked=checked)
     finally:
         for name, choice in choices.items():
@@ -157,7 +157,7 @@ def _first_calls(handle: Handle, job: Job) -> list[_Kept]:
             hook = _keeping(kept, installed, target, choice)
             hooks.append(target.module.register_forward_pre_hook(hook, with_kwargs=True))
     try:
-        draw(handle.pipe, job)
+        generate(handle.pipe, job)
     finally:
         for registered in hooks:
             registered.remove()
@@ -168,7 +168,7 @@ def _keeping(kept: list[_Kept], installed: Installed, target: Target, choice: Ch
     def keep(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if all(known.target.module is not target.module for known in kept):
             # The pipeline continues with these tensors, and may write into them.
-            copied_args, copied_kwargs = fault.copied((args, kwargs))
+            copied_args, copied_kwargs = copied((args, kwargs))
             kept.append(_Kept(installed, target, choice, copied_args, copied_kwargs))
 
     return keep
@@ -189,7 +189,7 @@ def _check(kept: Sequence[_Kept], notify: Notify) -> Iterator[Checked]:
 
 def _call(entry: _Kept) -> Call:
     module = entry.target.module
-    args, kwargs = fault.copied((entry.args, entry.kwargs))
+    args, kwargs = copied((entry.args, entry.kwargs))
     with torch.no_grad():
         eager = module._call_impl(*args, **kwargs)
     return Call(module, entry.args, entry.kwargs, eager, fidelity.in_float64(module, entry.args, entry.kwargs))
@@ -202,10 +202,10 @@ def _fault(entry: _Kept, handle: Handle) -> Fault:
     call = _call(entry)
     # With the weight layout of the choice.
     with entry.installed.using(entry.choice, among=()):
-        return fault.find(call, handle.plan.config, handle.plan.dynamic)
+        return find_fault(call, handle.plan.config, handle.plan.dynamic)
 
 
-def _by_pictures(kept: Sequence[_Kept], is_past: Callable[[], bool]) -> str:
+def _by_images(kept: Sequence[_Kept], is_past: Callable[[], bool]) -> str:
     """Name the module with which an image exceeds the thresholds, when it joins the modules called before it."""
 
     def past_with(number: int) -> bool:
@@ -216,7 +216,7 @@ def _by_pictures(kept: Sequence[_Kept], is_past: Callable[[], bool]) -> str:
 
     if past_with(0):
         return (
-            "two eager pictures differ past the thresholds: the pipeline itself does not repeat, and cannot be verified"
+            "two eager images differ past the thresholds: the pipeline itself does not repeat, and cannot be verified"
         )
     if not past_with(len(kept)):
         for entry in kept:
@@ -225,9 +225,9 @@ def _by_pictures(kept: Sequence[_Kept], is_past: Callable[[], bool]) -> str:
             return (
                 "the image exceeds the thresholds only where a part is one program: no module of it alone is at fault"
             )
-        return "drawn once more the picture is inside the thresholds: the result changes from call to call"
-    last = kept[fault.bisect(len(kept), past_with)]
+        return "generated once more the image is inside the thresholds: the result changes from call to call"
+    last = kept[bisect(len(kept), past_with)]
     return (
-        f"pictures go past the thresholds when {last.name} ({last.kind}) is compiled besides what is called before it: rounding "
+        f"images go past the thresholds when {last.name} ({last.kind}) is compiled besides what is called before it: rounding "
         "that adds up to more than the thresholds allow, or something that one call leaves to the next"
     )

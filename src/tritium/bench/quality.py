@@ -56,15 +56,15 @@ class Difference:
 
 
 def difference(
-    picture: Tensor, reference: Tensor, latents: tuple[Tensor, Tensor] | None = None, *, perceptual: bool = False
+    image: Tensor, reference: Tensor, latents: tuple[Tensor, Tensor] | None = None, *, perceptual: bool = False
 ) -> Difference:
     """Compare an image with its reference; `latents` is the same pair before decoding."""
-    if picture.shape != reference.shape:
-        raise ShapeError(f"pictures of {tuple(picture.shape)} and {tuple(reference.shape)} cannot be compared")
-    a, b = picture.detach().double().cpu(), reference.detach().double().cpu()
+    if image.shape != reference.shape:
+        raise ShapeError(f"images of {tuple(image.shape)} and {tuple(reference.shape)} cannot be compared")
+    a, b = image.detach().double().cpu(), reference.detach().double().cpu()
     if not b.isfinite().all():
         raise PipelineError(
-            "the picture to compare with holds values that are no numbers: nothing can be said about another"
+            "the image to compare with holds values that are no numbers: nothing can be said about another"
         )
     not_numbers = sum(int((~found.isfinite()).sum()) for found in (a, *(latents or ())[:1]))
     # The largest difference that a pixel can have.

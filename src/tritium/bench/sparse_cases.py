@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from tritium.bench.functions import Case, drawer, shapes_of
+from tritium.bench.layer_functions import Case, drawer, shapes_of
 from tritium.layers.attention.candidates import able, candidates
 from tritium.layers.attention.request import Request
 from tritium.layers.sparse import masks

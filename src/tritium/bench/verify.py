@@ -11,7 +11,7 @@ from typing import Any
 from tritium import compat, device
 from tritium.api import Handle, optimize
 from tritium.bench import quality
-from tritium.bench.drawing import Drawn, Job, draw
+from tritium.bench.generation import Image, Job, generate
 from tritium.bench.locate import Location, locate
 from tritium.bench.quality import Difference
 from tritium.errors import ConfigError
@@ -41,11 +41,11 @@ class Thresholds:
             if limit is not None and math.isnan(limit):
                 raise ConfigError(f"{name} must be a number, got {limit}")
         if self.min_ssim is not None and self.min_ssim > 1:
-            raise ConfigError(f"min_ssim {self.min_ssim:g} cannot be reached: equal pictures have 1")
+            raise ConfigError(f"min_ssim {self.min_ssim:g} cannot be reached: equal images have 1")
         for name in ("max_difference", "max_latent_l2", "max_lpips"):
             limit = getattr(self, name)
             if limit is not None and limit < 0:
-                raise ConfigError(f"{name} {limit:g} cannot be reached: equal pictures have 0")
+                raise ConfigError(f"{name} {limit:g} cannot be reached: equal images have 0")
         obstacle = quality.lpips_obstacle() if self.max_lpips is not None else None
         if obstacle is not None:
             raise ConfigError(f"LPIPS cannot be measured here: {obstacle}")
@@ -153,13 +153,13 @@ def verify(
         plan = recipe.load(Path(plan)).plan_for(pipe, accept_differences=accept_differences)
     drawing = 0.6 if find_cause else 1.0
     steps = _Steps(notify)
-    eager = [steps.draw(pipe, job, "eager", drawing * 0.5 * n / len(jobs)) for n, job in enumerate(jobs)]
+    eager = [steps.generate(pipe, job, "eager", drawing * 0.5 * n / len(jobs)) for n, job in enumerate(jobs)]
     # This function reports progress, so parts must not report it again.
     with optimize(pipe, (plan or Plan()).with_(progress=False)) as handle, LEDGER.observed(steps.compiling):
         rows = []
         for n, (job, expected) in enumerate(zip(jobs, eager, strict=True)):
-            drawn = steps.draw(pipe, job, "accelerated", drawing * (0.5 + 0.5 * n / len(jobs)))
-            rows.append(_row(job, drawn, expected, thresholds))
+            image = steps.generate(pipe, job, "accelerated", drawing * (0.5 + 0.5 * n / len(jobs)))
+            rows.append(_row(job, image, expected, thresholds))
         choices = {name: str(choice) for name, choice in handle.choices.items()}
         location = _locate(handle, rows, eager, thresholds, steps.after(drawing)) if find_cause else None
     return Verified(
@@ -183,9 +183,9 @@ class _Steps:
         self._share = share
         self._notify(what, share)
 
-    def draw(self, pipe: Any, job: Job, how: str, share: float) -> Drawn:
+    def generate(self, pipe: Any, job: Job, how: str, share: float) -> Image:
         self.tell(f"{how}: {job.prompt!r}, seed {job.seed}", share)
-        return draw(pipe, job)
+        return generate(pipe, job)
 
     def compiling(self, function: str, seconds: float | None) -> None:
         if seconds is None:
@@ -196,8 +196,8 @@ class _Steps:
         return lambda what, share: self.tell(what, begin + (1 - begin) * share)
 
 
-def _row(job: Job, drawn: Drawn, expected: Drawn, thresholds: Thresholds) -> Row:
-    found = _difference(drawn, expected)
+def _row(job: Job, image: Image, expected: Image, thresholds: Thresholds) -> Row:
+    found = _difference(image, expected)
     height, width = expected.pixels.shape[-2:]
     return Row(
         job=job,
@@ -206,24 +206,24 @@ def _row(job: Job, drawn: Drawn, expected: Drawn, thresholds: Thresholds) -> Row
         difference=found,
         broken=tuple(thresholds.broken_by(found)),
         eager_seconds=expected.seconds,
-        seconds=drawn.seconds,
+        seconds=image.seconds,
     )
 
 
-def _difference(drawn: Drawn, expected: Drawn) -> Difference:
+def _difference(image: Image, expected: Image) -> Difference:
     latents = None
-    if drawn.latents is not None and expected.latents is not None:
-        latents = (drawn.latents, expected.latents)
-    return quality.difference(drawn.pixels, expected.pixels, latents, perceptual=True)
+    if image.latents is not None and expected.latents is not None:
+        latents = (image.latents, expected.latents)
+    return quality.difference(image.pixels, expected.pixels, latents, perceptual=True)
 
 
 def _locate(
-    handle: Handle, rows: Sequence[Row], eager: Sequence[Drawn], thresholds: Thresholds, notify: Notify
+    handle: Handle, rows: Sequence[Row], eager: Sequence[Image], thresholds: Thresholds, notify: Notify
 ) -> Location:
     """Search the job with the worst image."""
     row, expected = min(zip(rows, eager, strict=True), key=lambda pair: (not pair[0].broken, pair[0].difference.psnr))
 
     def is_past() -> bool:
-        return bool(thresholds.broken_by(_difference(draw(handle.pipe, row.job), expected)))
+        return bool(thresholds.broken_by(_difference(generate(handle.pipe, row.job), expected)))
 
     return locate(handle, row.job, notify, is_past if row.broken else None)

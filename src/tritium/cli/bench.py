@@ -10,15 +10,15 @@ from typing import Annotated, Any
 import typer
 
 from tritium import device
-from tritium.bench import drawing, functions, run, whole, workloads
-from tritium.bench import sizes as many_sizes
+from tritium.bench import decoder_sizes as many_sizes
+from tritium.bench import generation, layer_functions, pipelines, run, workloads
 from tritium.bench.decoders import Decoder
 from tritium.bench.results import Comparison, Results, Row, compare
 from tritium.bench.workload import Workload
 from tritium.cli import progress, suites, table
 from tritium.errors import ConfigError
 
-_NAMES = ", ".join((*workloads.WORKLOADS, *functions.NAMES))
+_NAMES = ", ".join((*workloads.WORKLOADS, *layer_functions.NAMES))
 
 
 def command(
@@ -176,11 +176,11 @@ def _refuse_in_suite(suite: str, **options: Any) -> None:
 
 def _runner(name: str, *, sizes: bool) -> Callable[[run.Settings, run.Notify], run.Outcome]:
     """Return the function that measures a workload; raise for an unknown one before measuring."""
-    if whole.is_pipeline(name):
-        return functools.partial(whole.run, name)
-    if functions.is_function(name):
-        return functools.partial(functions.run, name)
-    found = workloads.find(name, (drawing.EXAMPLE, *functions.NAMES))
+    if pipelines.is_pipeline(name):
+        return functools.partial(pipelines.run, name)
+    if layer_functions.is_function(name):
+        return functools.partial(layer_functions.run, name)
+    found = workloads.find(name, (generation.EXAMPLE, *layer_functions.NAMES))
     if sizes and not any(isinstance(workload, Decoder) for workload in found):
         raise ConfigError(f"--sizes concerns decoders, and {name} is none")
     return functools.partial(_run_all, found, sizes=sizes)
@@ -188,7 +188,7 @@ def _runner(name: str, *, sizes: bool) -> Callable[[run.Settings, run.Notify], r
 
 def _check_regime(name: str, settings: run.Settings) -> None:
     """Raise for a workload without regimes before measuring."""
-    if whole.is_pipeline(name) or functions.is_function(name):
+    if pipelines.is_pipeline(name) or layer_functions.is_function(name):
         raise ConfigError(f"--regime concerns models with static and dynamic sizes, and {name} is none")
     for workload in workloads.find(name):
         run.regimes_of(workload, settings)

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tritium import fusions as catalogue
-from tritium.bench import drawing, run, whole, workloads
+from tritium.bench import generation, pipelines, run, workloads
 from tritium.cli import progress
 from tritium.cli.bench import known_device
 from tritium.config import CompilationConfig
@@ -82,7 +82,7 @@ def _explain(
     if dump is not None:
         _check_folder(dump)
     settings = run.Settings(device_type=known_device(device_type), config=config)
-    explained = _of_pipeline if whole.is_pipeline(name) else _of_model
+    explained = _of_pipeline if pipelines.is_pipeline(name) else _of_model
     headline, report = explained(name, settings, config, kernels=html is not None)
     if html is not None:
         report.to_html(html, title=headline)
@@ -100,23 +100,23 @@ def _explain(
 def _of_pipeline(name: str, settings: run.Settings, config: CompilationConfig, *, kernels: bool) -> tuple[str, Report]:
     """Return a headline and the report over all components of a pipeline that generates one image."""
     tritium: Any = importlib.import_module("tritium")
-    job = whole.jobs_for(name)[0]
+    job = pipelines.jobs_for(name)[0]
     with progress.shown() as notify:
         notify(f"loading {name}", 0.0)
-        pipe = drawing.load(name, settings.device_type)
+        pipe = generation.load(name, settings.device_type)
         pipe.set_progress_bar_config(disable=True)
-        notify("first picture, with compilation", 0.1)
+        notify("first image, with compilation", 0.1)
         with tritium.optimize(pipe, Plan(config=config, progress=False)) as handle:
-            drawing.draw(pipe, job)
-            notify("another picture", 0.8)
-            drawing.draw(pipe, job)
-            report: Report = tritium.explain(handle, call=(lambda: drawing.draw(pipe, job)) if kernels else None)
-    return f"{Path(name).name}: {type(pipe).__name__}, one picture of {job.prompt!r}", report
+            generation.generate(pipe, job)
+            notify("another image", 0.8)
+            generation.generate(pipe, job)
+            report: Report = tritium.explain(handle, call=(lambda: generation.generate(pipe, job)) if kernels else None)
+    return f"{Path(name).name}: {type(pipe).__name__}, one image of {job.prompt!r}", report
 
 
 def _of_model(name: str, settings: run.Settings, config: CompilationConfig, *, kernels: bool) -> tuple[str, Report]:
     """Return a headline and the report of one call of a workload's model."""
-    workload, *others = workloads.find(name, (drawing.EXAMPLE,))
+    workload, *others = workloads.find(name, (generation.EXAMPLE,))
     if others:
         raise ConfigError(f"{name} is {1 + len(others)} workloads; explain takes one model")
     with progress.shown() as notify:

@@ -13,10 +13,10 @@ import typer
 
 import tritium
 from tritium import config, example
-from tritium.bench import drawing, pictures, quality, whole
-from tritium.bench.drawing import Job
-from tritium.bench.pictures import Panel
-from tritium.bench.whole import Compared
+from tritium.bench import generation, images, pipelines, quality
+from tritium.bench.generation import Job
+from tritium.bench.images import Panel
+from tritium.bench.pipelines import Compared
 from tritium.cli import progress
 from tritium.cli.bench import known_device
 from tritium.errors import ConfigError
@@ -55,36 +55,36 @@ def command(
     job = Job(prompt=known_prompt(prompt, model), width=width, height=height, steps=steps, seed=seed)
     if not output.parent.is_dir():
         raise ConfigError(f"-o {output}: there is no folder {output.parent}; create it first, or write elsewhere")
-    pictures.check_writable(output)
+    images.check_writable(output)
     where = known_device(device_type)
     with _short_of_memory(size), progress.shown() as notify:
         notify(f"loading {model}", 0.0)
-        pipe = drawing.load(model, where)
+        pipe = generation.load(model, where)
         pipe.set_progress_bar_config(disable=True)
         if eager:
             notify("drawing eagerly", 0.2)
-            plain = drawing.draw(pipe, job)
-            pictures.save(plain.pixels[0], output)
+            plain = generation.generate(pipe, job)
+            images.save(plain.pixels[0], output)
             _tell({"output": str(output), "seconds": {"eager": plain.seconds}}, json=json)
             return
         notify("first accelerated picture, with compilation", 0.2)
         plan: Any = recipe if recipe is not None else Plan(progress=not json)
         with tritium.optimize(pipe, plan, artifacts=artifacts, accept_differences=accept_differences) as handle:
-            first = drawing.draw(pipe, job)
+            first = generation.generate(pipe, job)
             compared = None
             if compare:
                 notify("drawing eagerly and accelerated in turns", 0.7)
-                compared = whole.compare(pipe, handle, job)
+                compared = pipelines.compare(pipe, handle, job)
             summary = str(handle)
     found: dict[str, Any] = {"output": str(output), "seconds": {"first": first.seconds}}
     if compared is None:
-        pictures.save(first.pixels[0], output)
+        images.save(first.pixels[0], output)
     else:
         difference = _difference(compared)
         found["seconds"] |= {"eager": compared.eager.seconds, "tritium": compared.ours.seconds}
         found["difference"] = difference.to_dict()
         summary += f"\n{difference}"
-        pictures.save_rows([panels(compared, job)], output)
+        images.save_rows([panels(compared, job)], output)
     _tell(found, json=json, summary=summary)
 
 
@@ -93,7 +93,7 @@ _LONGEST_SIDE = 2**16
 
 
 def _known_size(size: str) -> tuple[int, int]:
-    width, height = drawing.parse_size(size)
+    width, height = generation.parse_size(size)
     if max(width, height) > _LONGEST_SIDE:
         raise ConfigError(f"--size {size}: a side has at most {_LONGEST_SIDE} pixels")
     return width, height
@@ -101,7 +101,7 @@ def _known_size(size: str) -> tuple[int, int]:
 
 def known_prompt(prompt: str | None, model: str) -> str:
     """Return the prompt; for the example model, check that it was trained on all words."""
-    if model != drawing.EXAMPLE:
+    if model != generation.EXAMPLE:
         if not prompt:
             raise ConfigError(f"model {model!r} needs a prompt")
         return prompt
@@ -137,9 +137,9 @@ def panels(compared: Compared, job: Job) -> list[Panel]:
             ("Tritium", f"{ours.seconds:.2f} s, {eager.seconds / ours.seconds:.2f} times as fast", f"seed {job.seed}"),
         ),
         Panel(
-            pictures.amplified(ours.pixels[0], eager.pixels[0]),
+            images.amplified(ours.pixels[0], eager.pixels[0]),
             (
-                f"difference, {pictures.AMPLIFIED} times",
+                f"difference, {images.AMPLIFIED} times",
                 f"PSNR {found.psnr:.1f} dB, SSIM {found.ssim:.4f}",
                 f"largest {found.largest:.1e}",
             ),

@@ -9,8 +9,8 @@ import typer
 
 from tritium.bench import compile_time, flux_pipeline, host, run, summary
 from tritium.bench.families import find, measuring
-from tritium.bench.keep import Clock, Store
 from tritium.bench.results import Row
+from tritium.bench.store import Clock, Store
 from tritium.cli import progress, table
 from tritium.errors import ConfigError, nearest
 

@@ -72,7 +72,7 @@ def of_results(results: Results) -> Table:
     with_memory = any(row.peak_memory_bytes is not None for row in results.rows)
     for name in ("workload", "variant"):
         table.add_column(name, no_wrap=True)
-    with_pictures = any(row.ssim is not None for row in results.rows)
+    with_images = any(row.ssim is not None for row in results.rows)
     with_static = any(row.against_static is not None for row in results.rows)
     with_errors = any(row.error_f64 is not None for row in results.rows)
     eager_errors = {row.workload: row.error_f64 for row in results.rows if row.variant == "eager"}
@@ -87,7 +87,7 @@ def of_results(results: Results) -> Table:
         *["recompiles"] * with_recompiles,
         *["in Inductor s"] * with_inductor,
         *["of static"] * with_static,
-        *["PSNR dB", "SSIM"] * with_pictures,
+        *["PSNR dB", "SSIM"] * with_images,
         *["peak GiB"] * with_memory,
     ):
         table.add_column(name, justify="right", no_wrap=True)
@@ -101,7 +101,7 @@ def of_results(results: Results) -> Table:
         cells += [str(row.recompiles) if row.recompiles is not None else "-"] * with_recompiles
         cells += [f"{row.inductor_s:.1f}" if row.inductor_s is not None else "-"] * with_inductor
         cells += [f"{row.against_static:.2f}x" if row.against_static is not None else "-"] * with_static
-        cells += [*_picture_cells(row)] * with_pictures
+        cells += [*_image_cells(row)] * with_images
         cells += [f"{row.peak_memory_bytes / 2**30:.2f}" if row.peak_memory_bytes is not None else "-"] * with_memory
         table.add_row(*cells)
         last = row.workload
@@ -133,14 +133,14 @@ def _error(row: Row, eager: float | None) -> str:
     return f"{row.error_f64:.1e}" + (f" {row.error_f64 / eager:.2f}x" if eager else "")
 
 
-def _picture_cells(row: Row) -> list[str]:
+def _image_cells(row: Row) -> list[str]:
     if row.ssim is None:
         return ["-", "-"]
     return ["equal" if row.psnr is None else f"{row.psnr:.1f}", f"{row.ssim:.4f}"]
 
 
 def _start(row: Row) -> str:
-    told = f"{row.workload}: {row.restart_s:.1f} s to the first picture of another process with compile artifacts"
+    told = f"{row.workload}: {row.restart_s:.1f} s to the first image of another process with compile artifacts"
     if row.cold_start_s is None:
         return told
     assert row.restart_s is not None

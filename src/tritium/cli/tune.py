@@ -20,8 +20,8 @@ from rich.table import Table
 
 from tritium import device, ops
 from tritium import tuning as tuned
-from tritium.bench import drawing, tuning, whole
-from tritium.bench.drawing import Job
+from tritium.bench import generation, pipelines, recipes
+from tritium.bench.generation import Job
 from tritium.bench.run import DTYPES
 from tritium.cli import progress
 from tritium.cli.bench import check_writable, known_device
@@ -76,11 +76,11 @@ def command(
     Ops: compares their kernels with Inductor's, inside compiled blocks, for the shapes of known models. Later
     compilations read the table and measure nothing.
     """
-    if names and whole.is_pipeline(names[0]):
+    if names and pipelines.is_pipeline(names[0]):
         if len(names) > 1 or dtype or to or show:
             raise ConfigError("tune takes one pipeline, or ops; --to, --show and --dtype concern ops")
         jobs = _jobs(names[0], prompts, sizes, steps)
-        budget = tuning.Budget(min_psnr=40.0 if min_psnr is None else min_psnr, seconds=seconds)
+        budget = recipes.Budget(min_psnr=40.0 if min_psnr is None else min_psnr, seconds=seconds)
         _tune_pipeline(names[0], jobs, budget, output or Path("recipe.json"), known_device(device_type), json=json)
         return
     given = {"--output": output, "--min-psnr": min_psnr, "--prompt": prompts, "--size": sizes, "--steps": steps}
@@ -88,7 +88,7 @@ def command(
     if superfluous:
         if names and names[0] not in ops.catalog():
             # Other options show that a pipeline was meant.
-            drawing.check_model(names[0])
+            generation.check_model(names[0])
         raise ConfigError(f"{', '.join(superfluous)} concern a pipeline ('example' or a folder), and none was named")
     chosen = names or []
     for name in chosen:
@@ -146,8 +146,8 @@ def _jobs(model: str, prompts: list[str] | None, sizes: list[str] | None, steps:
     """Return a job for every prompt in every size."""
     said = [known_prompt(prompt, model) for prompt in prompts] if prompts else None
     if said is None:
-        said = [job.prompt for job in whole.jobs_for(model)][:2]
-    measured = [drawing.parse_size(size) for size in sizes] if sizes else [(None, None)]
+        said = [job.prompt for job in pipelines.jobs_for(model)][:2]
+    measured = [generation.parse_size(size) for size in sizes] if sizes else [(None, None)]
     return [
         Job(prompt=prompt, width=width, height=height, steps=steps, seed=seed)
         for seed, prompt in enumerate(said)
@@ -155,13 +155,15 @@ def _jobs(model: str, prompts: list[str] | None, sizes: list[str] | None, steps:
     ]
 
 
-def _tune_pipeline(model: str, jobs: list[Job], budget: tuning.Budget, output: Path, where: str, *, json: bool) -> None:
+def _tune_pipeline(
+    model: str, jobs: list[Job], budget: recipes.Budget, output: Path, where: str, *, json: bool
+) -> None:
     check_writable(output)
     with progress.shown() as notify:
         notify(f"loading {model}", 0.0)
-        pipe = drawing.load(model, where)
+        pipe = generation.load(model, where)
         pipe.set_progress_bar_config(disable=True)
-        recipe = tuning.tune(pipe, jobs, budget, notify)
+        recipe = recipes.tune(pipe, jobs, budget, notify)
     recipe.save(output)
     if json:
         print(json_format.dumps(recipe.to_dict(), indent=2))

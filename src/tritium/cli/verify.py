@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tritium.bench import verify
-from tritium.bench.drawing import EXAMPLE, Job, load, parse_size
+from tritium.bench.generation import EXAMPLE, Job, load, parse_size
 from tritium.bench.quality import Difference
 from tritium.bench.verify import Row, Thresholds, Verified
 from tritium.cli import progress
@@ -39,13 +39,13 @@ def command(
     accept_differences: Annotated[
         bool, typer.Option("--accept-differences", help="Use a recipe although it was measured for something else.")
     ] = False,
-    prompt: Annotated[list[str] | None, typer.Option(help="What to draw; may be given several times.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="What to generate; may be given several times.")] = None,
     size: Annotated[
         list[str] | None, typer.Option(metavar="WxH", help="Multiples of 16; may be given several times.")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Denoising steps; without it, the pipeline's own number.")] = None,
     seed: Annotated[list[int] | None, typer.Option(help="May be given several times; 0 if not at all.")] = None,
-    min_psnr: Annotated[float, typer.Option(metavar="DB", help="inf asks for equal pictures.")] = verify.MIN_PSNR,
+    min_psnr: Annotated[float, typer.Option(metavar="DB", help="inf asks for equal images.")] = verify.MIN_PSNR,
     min_ssim: Annotated[float | None, typer.Option(metavar="0..1", help="Structural similarity; equal is 1.")] = None,
     max_difference: Annotated[
         float | None, typer.Option(metavar="0..1", help="The largest difference of a pixel; white is 1 above black.")

@@ -18,10 +18,10 @@ from tritium.api import Handle
 from tritium.bench import sides
 from tritium.bench.families import FAMILIES, FEW, find
 from tritium.bench.families.family import Family
-from tritium.bench.keep import Clock, Store
 from tritium.bench.results import OURS, YARDSTICK, Row
 from tritium.bench.run import EAGER, TREES, Notify, Settings, build, call_of, release, start_compiler, tensor_of
 from tritium.bench.sides import OPTIMIZED
+from tritium.bench.store import Clock, Store
 from tritium.bench.workload import Built
 from tritium.config import CompilationConfig
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from tritium import measure
 from tritium.api import Handle, optimize
 from tritium.bench import quality
-from tritium.bench.drawing import Drawn, Job, draw
+from tritium.bench.generation import Image, Job, generate
 from tritium.errors import ConfigError, PipelineError
 from tritium.pipelines import hooks, trial
 from tritium.pipelines.plan import Choice, Plan
@@ -40,7 +40,7 @@ def tune(pipe: Any, jobs: Sequence[Job], budget: Budget, notify: Notify) -> Reci
     """Try every choice for each part, on real calls of all jobs, and keep the fastest inside the budget."""
     if not jobs:
         raise ConfigError("nothing to tune for: give at least one prompt and one size")
-    notify("eager pictures", 0.0)
+    notify("eager images", 0.0)
     reference, calls = _eager(pipe, jobs)
     figures: dict[str, Any] = {"parts": {}, "jobs": [job.to_dict() for job in jobs]}
     chosen: dict[str, Choice] = {}
@@ -63,24 +63,24 @@ def tune(pipe: Any, jobs: Sequence[Job], budget: Budget, notify: Notify) -> Reci
                 trial.decide(installed, calls[name], seconds=budget.seconds)
             chosen[name] = installed.choice
             figures["parts"][name] = {"milliseconds": installed.measured, "why": installed.why}
-        notify("comparing pictures", 0.75)
+        notify("comparing images", 0.75)
         found = _inside(handle, pipe, jobs, reference, chosen, budget.min_psnr, figures)
-        notify("timing whole pictures", 0.9)
+        notify("timing whole images", 0.9)
         figures["pictures"] = _whole(handle, pipe, jobs, chosen, budget.seconds)
     figures["difference"] = found.to_dict()
     return Recipe(choices=chosen, figures=figures, fingerprint=fingerprint_of(pipe))
 
 
-def _eager(pipe: Any, jobs: Sequence[Job]) -> tuple[list[Drawn], dict[str, list[trial.Call]]]:
+def _eager(pipe: Any, jobs: Sequence[Job]) -> tuple[list[Image], dict[str, list[trial.Call]]]:
     """Return eager images, and one call of every part in every job."""
     calls: dict[str, list[trial.Call]] = {}
-    drawn = []
+    image = []
     with optimize(pipe, Plan(progress=False, **_all_eager(pipe))) as handle:
         for job in jobs:
             for name in handle.choices:
                 handle.part(name).entry.before_first = _keeping(calls.setdefault(name, []))
-            drawn.append(draw(pipe, job))
-    return drawn, calls
+            image.append(generate(pipe, job))
+    return image, calls
 
 
 def _all_eager(pipe: Any) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def _inside(
     handle: Handle,
     pipe: Any,
     jobs: Sequence[Job],
-    reference: Sequence[Drawn],
+    reference: Sequence[Image],
     chosen: dict[str, Choice],
     min_psnr: float,
     figures: dict[str, Any],
@@ -116,21 +116,21 @@ def _inside(
         worst = min(alone, key=alone.__getitem__)
         chosen[worst] = Choice(how="eager")
         figures["parts"][worst]["why"] = (
-            f"left alone: pictures had a PSNR of {found.psnr:.1f} dB with it, and {min_psnr:g} dB were asked for"
+            f"left alone: images had a PSNR of {found.psnr:.1f} dB with it, and {min_psnr:g} dB were asked for"
         )
 
 
 def _difference(
-    handle: Handle, pipe: Any, jobs: Sequence[Job], reference: Sequence[Drawn], chosen: dict[str, Choice]
+    handle: Handle, pipe: Any, jobs: Sequence[Job], reference: Sequence[Image], chosen: dict[str, Choice]
 ) -> quality.Difference:
     handle.use({name: chosen.get(name, Choice(how="eager")) for name in handle.choices})
     found = []
     for job, expected in zip(jobs, reference, strict=True):
-        drawn = draw(pipe, job)
+        image = generate(pipe, job)
         latents = None
-        if drawn.latents is not None and expected.latents is not None:
-            latents = (drawn.latents, expected.latents)
-        found.append(quality.difference(drawn.pixels, expected.pixels, latents))
+        if image.latents is not None and expected.latents is not None:
+            latents = (image.latents, expected.latents)
+        found.append(quality.difference(image.pixels, expected.pixels, latents))
     return quality.worst(found)
 
 
@@ -138,13 +138,13 @@ def _whole(handle: Handle, pipe: Any, jobs: Sequence[Job], chosen: dict[str, Cho
     """Measure seconds and memory of all jobs, eager and as chosen, interleaved."""
     ways = {"eager": dict.fromkeys(handle.choices, Choice(how="eager")), "recipe": chosen}
 
-    def draw_all() -> None:
+    def generate_all() -> None:
         for job in jobs:
-            draw(pipe, job)
+            generate(pipe, job)
 
     device_type = pipe.device.type
     timings = measure.interleave(
-        dict.fromkeys(ways, draw_all),
+        dict.fromkeys(ways, generate_all),
         device_type,
         seconds=seconds,
         warmup=1,
@@ -153,6 +153,6 @@ def _whole(handle: Handle, pipe: Any, jobs: Sequence[Job], chosen: dict[str, Cho
     figures: dict[str, Any] = {}
     for name, choices in ways.items():
         handle.use(choices)
-        peak = measure.peak_memory(draw_all, device_type)
+        peak = measure.peak_memory(generate_all, device_type)
         figures[name] = {"seconds": timings[name].median_ms / 1e3 / len(jobs), "peak_memory_bytes": peak}
     return {**figures, "ratio": timings["eager"].median_ms / timings["recipe"].median_ms}

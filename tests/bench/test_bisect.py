@@ -14,8 +14,8 @@ from torch import nn
 from changed import wrong_fusion, wrong_provider
 from tritium import CompilationConfig, FusionPatterns, fidelity
 from tritium.api import optimize
-from tritium.bench import fault
-from tritium.bench.drawing import Job
+from tritium.bench.bisect import Call, find_fault
+from tritium.bench.generation import Job
 from tritium.bench.locate import Checked, Location, locate
 from tritium.catalog import Entry
 from tritium.compiler import pipeline
@@ -98,7 +98,7 @@ class TestPipelines:
         assert str(found) == "nothing to locate: no part of the pipeline is compiled"
 
 
-class TestPictures:
+class TestImages:
     """What no module shows alone is searched by drawing."""
 
     def test_an_error_of_the_whole_program_alone(self):
@@ -109,23 +109,23 @@ class TestPictures:
             )
 
         found = located(CompilationConfig(engine="eager"), is_past)
-        assert "only where a part is one program" in found.pictures
+        assert "only where a part is one program" in found.images
 
-    def test_the_module_that_takes_a_picture_out_is_named(self):
+    def test_the_module_that_takes_a_image_out_is_named(self):
         def is_past(pipe):
             suspect = pipe.transformer.transformer_blocks[1]
             return lambda: suspect._compiled_call_impl is not None
 
         found = located(CompilationConfig(engine="eager"), is_past)
-        assert "when transformer.transformer_blocks.1 (FluxTransformerBlock) is compiled" in found.pictures
-        assert found.pictures in str(found)
+        assert "when transformer.transformer_blocks.1 (FluxTransformerBlock) is compiled" in found.images
+        assert found.images in str(found)
 
     @pytest.mark.parametrize(
         ("answer", "text"), [(True, "the pipeline itself does not repeat"), (False, "changes from call to call")]
     )
     def test_what_does_not_repeat_is_said(self, answer, text):
         found = located(CompilationConfig(engine="eager"), lambda pipe: lambda: answer)
-        assert text in found.pictures
+        assert text in found.images
 
 
 class Norms(nn.Module):
@@ -142,12 +142,12 @@ class Norms(nn.Module):
 
 def call_of(module, *args):
     module.requires_grad_(requires_grad=False)
-    return fault.Call(module, args, {}, module(*args), fidelity.in_float64(module, args, {}))
+    return Call(module, args, {}, module(*args), fidelity.in_float64(module, args, {}))
 
 
 def blamed(config, module=None):
     torch.manual_seed(0)
-    return fault.find(call_of(module or Norms(), torch.randn(3, 8)), config, dynamic=False)
+    return find_fault(call_of(module or Norms(), torch.randn(3, 8)), config, dynamic=False)
 
 
 def test_no_numbers_are_outside_and_no_number_in_json():

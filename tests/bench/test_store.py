@@ -8,8 +8,8 @@ import json
 import pytest
 
 from result_rows import ROW
-from tritium.bench.keep import Clock, Store
 from tritium.bench.results import Results
+from tritium.bench.store import Clock, Store
 
 
 def test_rows_of_the_same_device_and_versions_stay(tmp_path):

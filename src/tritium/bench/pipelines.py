@@ -19,8 +19,8 @@ from typing import Any
 
 from tritium import compat, envs, measure
 from tritium.api import Handle, optimize
-from tritium.bench import drawing, quality
-from tritium.bench.drawing import Drawn, Job
+from tritium.bench import generation, quality
+from tritium.bench.generation import Image, Job
 from tritium.bench.results import OURS, YARDSTICK, Row
 from tritium.bench.run import EAGER, GRAPHS, PREPARED, TREES, Notify, Outcome, Settings, start_compiler
 from tritium.errors import ConfigError
@@ -42,12 +42,12 @@ _PATIENCE = 1800
 
 def is_pipeline(name: str) -> bool:
     """Return True for the name of a pipeline: the example, or a folder."""
-    return name == drawing.EXAMPLE or (Path(name) / "model_index.json").is_file()
+    return name == generation.EXAMPLE or (Path(name) / "model_index.json").is_file()
 
 
 def jobs_for(name: str) -> list[Job]:
     """List the jobs of a pipeline: its plain call, on prompts it was trained for."""
-    if name == drawing.EXAMPLE:
+    if name == generation.EXAMPLE:
         return [Job(prompt=prompt, seed=seed) for seed, prompt in enumerate(PROMPTS)]
     prompts = ("a red apple on a wooden table", "a lighthouse at night, long exposure")
     return [Job(prompt=prompt, seed=seed) for seed, prompt in enumerate(prompts)]
@@ -56,12 +56,12 @@ def jobs_for(name: str) -> list[Job]:
 def run(name: str, settings: Settings, notify: Notify) -> Outcome:
     """Measure a pipeline: time of an image, first images cold and with artifacts, differences from eager."""
     settings.refuse_options_of_models(name, "is a whole pipeline")
-    label = name if name == drawing.EXAMPLE else Path(name).name
+    label = name if name == generation.EXAMPLE else Path(name).name
     notify(f"{label}: loading", 0.0)
-    pipe = drawing.load(name, settings.device_type, settings.dtype)
+    pipe = generation.load(name, settings.device_type, settings.dtype)
     pipe.set_progress_bar_config(disable=True)
     jobs = jobs_for(name)
-    drawn: dict[str, list[Drawn]] = {}
+    images: dict[str, list[Image]] = {}
     first: dict[str, float] = {}
     restart: dict[str, Any] = {}
     # torch.compile compiles the parts that Tritium compiles by default.
@@ -72,11 +72,11 @@ def run(name: str, settings: Settings, notify: Notify) -> Outcome:
         if settings.cold:
             start_compiler(settings.device_type)
         for index, variant in enumerate(sorted(ways, key=[EAGER, OURS, GRAPHS, YARDSTICK].index)):
-            notify(f"{label}: first picture, {variant}", PREPARED * index / len(ways))
+            notify(f"{label}: first image, {variant}", PREPARED * index / len(ways))
             handle.use(ways[variant])
             with compat.inductor.empty_cache() if settings.cold and variant != EAGER else contextlib.nullcontext():
-                first[variant] = drawing.draw(pipe, jobs[0]).seconds
-            drawn[variant] = [drawing.draw(pipe, job) for job in jobs]
+                first[variant] = generation.generate(pipe, jobs[0]).seconds
+            images[variant] = [generation.generate(pipe, job) for job in jobs]
         if keeps:
             saved, moved = Path(folder) / "saved", Path(folder) / "moved"
             for field, what, files in (
@@ -85,7 +85,7 @@ def run(name: str, settings: Settings, notify: Notify) -> Outcome:
             ):
                 if saved.exists():
                     saved.rename(moved)
-                notify(f"{label}: first picture of another process, {what}", PREPARED)
+                notify(f"{label}: first image of another process, {what}", PREPARED)
                 starts = [
                     _restart(name, settings, jobs[0], **files) for _ in range(_RESTARTS if "artifacts" in files else 1)
                 ]
@@ -102,16 +102,18 @@ def run(name: str, settings: Settings, notify: Notify) -> Outcome:
                     mode=None if variant == EAGER else settings.mode,
                     dtype=str(settings.dtype).removeprefix("torch."),
                     shrunk=False,
-                    note=_note(drawn[EAGER][0], len(jobs)),
-                    shapes={"pixels": list(drawn[EAGER][0].pixels.shape)},
+                    note=_note(images[EAGER][0], len(jobs)),
+                    shapes={"pixels": list(images[EAGER][0].pixels.shape)},
                     **asdict(timings[variant]),
                     ratio=timings[YARDSTICK].median_ms / timings[variant].median_ms if YARDSTICK in timings else None,
                     first_call_s=first[variant],
                     first_call_cold=settings.cold,
-                    peak_memory_bytes=measure.peak_memory(lambda: drawing.draw(pipe, jobs[0]), settings.device_type),
+                    peak_memory_bytes=measure.peak_memory(
+                        lambda: generation.generate(pipe, jobs[0]), settings.device_type
+                    ),
                     disturbed=load.disturbed if load is not None else None,
                     **(restart if variant == OURS else {}),
-                    **_differences(drawn[variant], drawn[EAGER]),
+                    **_differences(images[variant], images[EAGER]),
                 )
             )
     settings.on_rows(rows)
@@ -140,8 +142,8 @@ def _variants(settings: Settings) -> list[str]:
 class Compared:
     """Images of one job, eager and optimized, with the median seconds of interleaved runs."""
 
-    eager: Drawn
-    ours: Drawn
+    eager: Image
+    ours: Image
 
 
 def compare(pipe: Any, handle: Handle, job: Job) -> Compared:
@@ -151,13 +153,13 @@ def compare(pipe: Any, handle: Handle, job: Job) -> Compared:
     """
     ours = handle.choices
     ways = {EAGER: dict.fromkeys(ours, Choice(how="eager")), OURS: ours}
-    drawn: dict[str, Drawn] = {}
+    images: dict[str, Image] = {}
     for name, way in ways.items():
         handle.use(way)
-        drawn[name] = drawing.draw(pipe, job)
-    quick = max(found.seconds for found in drawn.values()) < _QUICK
+        images[name] = generation.generate(pipe, job)
+    quick = max(found.seconds for found in images.values()) < _QUICK
     timings = measure.interleave(
-        dict.fromkeys(ways, lambda: drawing.draw(pipe, job)),
+        dict.fromkeys(ways, lambda: generation.generate(pipe, job)),
         pipe.device.type,
         rounds=2 if quick else 1,
         warmup=0,
@@ -165,7 +167,7 @@ def compare(pipe: Any, handle: Handle, job: Job) -> Compared:
         prepare=lambda name: handle.use(ways[name]),
     )
     handle.use(ours)
-    timed = {name: replace(found, seconds=timings[name].median_ms / 1e3) for name, found in drawn.items()}
+    timed = {name: replace(found, seconds=timings[name].median_ms / 1e3) for name, found in images.items()}
     return Compared(timed[EAGER], timed[OURS])
 
 
@@ -182,7 +184,7 @@ def _timed(
     what = f"{label}: timing {', '.join(variants)} in turns"
     meter = measure.LoadMeter()
     timings = measure.interleave(
-        dict.fromkeys(variants, lambda: drawing.draw(pipe, job)),
+        dict.fromkeys(variants, lambda: generation.generate(pipe, job)),
         settings.device_type,
         seconds=settings.seconds,
         warmup=1,
@@ -193,20 +195,20 @@ def _timed(
     return timings, meter.read()
 
 
-def _differences(drawn: list[Drawn], reference: list[Drawn]) -> dict[str, Any]:
+def _differences(images: list[Image], reference: list[Image]) -> dict[str, Any]:
     found = [
         quality.difference(ours.pixels, theirs.pixels, None if ours.latents is None else (ours.latents, theirs.latents))  # type: ignore[arg-type]
-        for ours, theirs in zip(drawn, reference, strict=True)
+        for ours, theirs in zip(images, reference, strict=True)
     ]
     worst = quality.worst(found)
     l2 = worst.latent_l2
     if l2 is None:
-        l2 = max(measure.relative_l2(a.pixels, b.pixels) for a, b in zip(drawn, reference, strict=True))
+        l2 = max(measure.relative_l2(a.pixels, b.pixels) for a, b in zip(images, reference, strict=True))
     return {"relative_l2": l2, "psnr": worst.to_dict()["psnr"], "ssim": worst.ssim}
 
 
-def _note(drawn: Drawn, jobs: int) -> str:
-    height, width = drawn.pixels.shape[-2:]
+def _note(images: Image, jobs: int) -> str:
+    height, width = images.pixels.shape[-2:]
     return f"a picture of {width} x {height}; differences are the worst of {jobs} pictures"
 
 
@@ -225,7 +227,7 @@ def _restart(
     with tempfile.TemporaryDirectory() as cache:
         # Both the interpreter and the program are this package's.
         child = subprocess.run(
-            [sys.executable, "-m", "tritium.bench.restart"],
+            [sys.executable, "-m", "tritium.bench.first_image"],
             input=json.dumps(order),
             capture_output=True,
             text=True,

@@ -30,9 +30,9 @@ class Panel:
     lines: tuple[str, ...]
 
 
-def amplified(picture: Tensor, reference: Tensor) -> Tensor:
+def amplified(image: Tensor, reference: Tensor) -> Tensor:
     """Show the difference of two images on middle grey, `AMPLIFIED` times as large."""
-    return (0.5 + AMPLIFIED * (picture - reference) / 2).clamp(0, 1)
+    return (0.5 + AMPLIFIED * (image - reference) / 2).clamp(0, 1)
 
 
 def check_writable(path: Path) -> Path:
@@ -40,7 +40,7 @@ def check_writable(path: Path) -> Path:
     formats = {".png", ".jpg", ".jpeg", ".webp"}
     if path.suffix.lower() not in formats:
         raise ConfigError(
-            f"{path} has no ending that says what picture to write; use one of {', '.join(sorted(formats))}"
+            f"{path} has no ending that says what image to write; use one of {', '.join(sorted(formats))}"
         )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,11 +61,11 @@ def save(pixels: Tensor, path: Path) -> None:
 def save_rows(rows: Sequence[Sequence[Panel]], path: Path) -> None:
     """Write rows of images with their captions."""
     pil: Any = _pil("Image")
-    drawn = [_row(row) for row in rows]
-    width, height = max(image.width for image in drawn), sum(image.height for image in drawn)
+    images = [_row(row) for row in rows]
+    width, height = max(image.width for image in images), sum(image.height for image in images)
     sheet = pil.new("RGB", (width, height), "white")
     top = 0
-    for image in drawn:
+    for image in images:
         sheet.paste(image, (0, top))
         top += image.height
     sheet.save(path)
@@ -112,4 +112,4 @@ def _pil(name: str) -> Any:
     try:
         return importlib.import_module(f"PIL.{name}")
     except ModuleNotFoundError as error:
-        raise MissingExtra("pillow", "diffusers", "writing pictures") from error
+        raise MissingExtra("pillow", "diffusers", "writing images") from error

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import small_pipelines
 from tritium import Choice
-from tritium.bench.drawing import Job
+from tritium.bench.generation import Job
 from tritium.bench.results import Results
 from tritium.cli.app import app
 from tritium.errors import ConfigError
@@ -39,8 +39,8 @@ class TestRun:
         done = draw(folder, "-o", tmp_path / "out.png")
         assert done.exit_code == 0, done.output
         assert "transformer" in done.stdout
-        with Image.open(tmp_path / "out.png") as picture:
-            assert picture.size == (32, 32)
+        with Image.open(tmp_path / "out.png") as image:
+            assert image.size == (32, 32)
 
     def test_a_missing_folder_is_refused_and_not_made(self, folder, tmp_path):
         done = draw(folder, "-o", tmp_path / "missing" / "out.png")
@@ -56,7 +56,7 @@ class TestRun:
         assert "a side has at most 65536 pixels" in done.stderr
 
     def test_too_little_memory_is_one_line(self, folder, tmp_path, monkeypatch):
-        monkeypatch.setattr("tritium.bench.drawing.draw", lambda *_: torch.empty(2**60))
+        monkeypatch.setattr("tritium.bench.generation.generate", lambda *_: torch.empty(2**60))
         done = draw(folder, "--eager", "-o", tmp_path / "out.png")
         assert done.exit_code == 2
         assert "--size 32x32 does not fit into memory" in done.stderr
@@ -75,8 +75,8 @@ class TestRun:
         assert set(found["seconds"]) == {"eager", "tritium", "first"}
         # Rewrites on engine `eager` are what the model computes, in its own order.
         assert found["difference"]["psnr"] is None or found["difference"]["psnr"] > 80
-        with Image.open(tmp_path / "out.png") as picture:
-            assert picture.width > 3 * 256
+        with Image.open(tmp_path / "out.png") as image:
+            assert image.width > 3 * 256
 
     def test_it_draws_without_tritium(self, folder, tmp_path):
         done = draw(folder, "--eager", "--json", "-o", tmp_path / "out.png")
@@ -95,8 +95,8 @@ class TestRun:
     def test_the_example_draws_its_first_prompt(self, tmp_path):
         done = invoke("run", "--eager", "--steps", 1, "-o", tmp_path / "out.png")
         assert done.exit_code == 0, done.output
-        with Image.open(tmp_path / "out.png") as picture:
-            assert picture.size == (128, 128)
+        with Image.open(tmp_path / "out.png") as image:
+            assert image.size == (128, 128)
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -157,7 +157,7 @@ class TestRun:
 
 class TestBench:
     def test_a_folder_is_a_workload(self, folder, tmp_path, monkeypatch):
-        monkeypatch.setattr("tritium.bench.whole.jobs_for", small_jobs)
+        monkeypatch.setattr("tritium.bench.pipelines.jobs_for", small_jobs)
         done = invoke(
             "bench", folder, "--warm", "--against", "eager", "--seconds", 0, "--json", tmp_path / "found.json"
         )
@@ -248,7 +248,7 @@ class TestTune:
 
 class TestExplain:
     def test_a_pipeline_is_explained_with_its_components(self, folder, monkeypatch):
-        monkeypatch.setattr("tritium.bench.whole.jobs_for", small_jobs)
+        monkeypatch.setattr("tritium.bench.pipelines.jobs_for", small_jobs)
         done = invoke("explain", folder, "--json")
         assert done.exit_code == 0, done.output
         found = json.loads(done.stdout)
@@ -256,10 +256,10 @@ class TestExplain:
         assert found["sites"]["rope"]["declined"] == 0
 
     def test_as_a_page(self, folder, tmp_path, monkeypatch):
-        monkeypatch.setattr("tritium.bench.whole.jobs_for", small_jobs)
+        monkeypatch.setattr("tritium.bench.pipelines.jobs_for", small_jobs)
         done = invoke("explain", folder, "--html", tmp_path / "report.html")
         assert done.exit_code == 0, done.output
-        assert "FluxPipeline, one picture of" in (tmp_path / "report.html").read_text()
+        assert "FluxPipeline, one image of" in (tmp_path / "report.html").read_text()
 
 
 def test_prompts_of_the_example_are_known_words():

@@ -5,16 +5,16 @@ import dataclasses
 import torch
 
 import tritium
-from tritium.bench import run, sizes
+from tritium.bench import decoder_sizes, run
 from tritium.bench.decoders import VAE_LIKE
 
 SETTINGS = run.Settings(cold=False, seconds=0.0, config=tritium.CompilationConfig(engine="eager"))
 
 
 def test_ten_sizes_after_two_compile_nothing():
-    rows = sizes.run(VAE_LIKE, SETTINGS, lambda what, share: None).rows
+    rows = decoder_sizes.run(VAE_LIKE, SETTINGS, lambda what, share: None).rows
     assert {row.recompiles for row in rows} == {0}
-    assert len(rows) == 2 * len(sizes.TIMED)
+    assert len(rows) == 2 * len(decoder_sizes.TIMED)
     for ours, own in zip(rows[::2], rows[1::2], strict=True):
         assert ours.workload == own.workload
         assert own.against_static == 1.0
@@ -29,5 +29,5 @@ def test_compilations_of_further_sizes_are_counted():
             return latents * 2 if latents.shape[-1] > 5 else latents * 3
 
     workload = dataclasses.replace(VAE_LIKE, make=lambda config: Branching(), dims=None)
-    rows = sizes.run(workload, SETTINGS, lambda what, share: None).rows
+    rows = decoder_sizes.run(workload, SETTINGS, lambda what, share: None).rows
     assert rows[0].recompiles > 0

@@ -54,7 +54,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class Image:
     """The result of a job."""
 
     # [B, C, H, W] in 0..1; the frames of a video are a batch.
@@ -114,7 +114,7 @@ def check_model(name: str) -> None:
         raise ConfigError(f"{name!r} is no diffusers pipeline: its model_index.json names no class of one")
 
 
-def draw(pipe: Any, job: Job) -> Drawn:
+def generate(pipe: Any, job: Job) -> Image:
     """Run a job. The same job on the same pipeline starts from the same noise."""
     latents: list[Tensor] = []
 
@@ -138,7 +138,7 @@ def draw(pipe: Any, job: Job) -> Drawn:
     output = pipe(**arguments)
     device.synchronize(pipe.device.type)
     seconds = time.perf_counter() - start
-    return Drawn(_pixels(output), latents[0].detach().clone() if latents else None, seconds)
+    return Image(_pixels(output), latents[0].detach().clone() if latents else None, seconds)
 
 
 def _pixels(output: Any) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tritium import tuning
-from tritium.bench import functions, run
+from tritium.bench import layer_functions, run
 from tritium.errors import ConfigError
 from tritium.layers.attention import choice
 
@@ -18,7 +18,7 @@ def nothing_known(monkeypatch, tmp_path):
 
 
 def cases(name):
-    return list(functions.cases(name, "cpu", torch.float32, small=True))
+    return list(layer_functions.cases(name, "cpu", torch.float32, small=True))
 
 
 @pytest.mark.parametrize(("name", "variants"), [("attention", {"tritium"}), ("layers", {"inductor", "tritium"})])
@@ -69,13 +69,13 @@ def test_rows_are_against_the_yardstick_that_the_note_names(monkeypatch):
             return x @ x
 
         variants = {"plain": lambda: x @ x, "tritium": lambda: x @ x * 1.1, "broken": broken, "slow": slow}
-        yield functions.Case("one", variants, "plain", "64 rows", {"x": [64, 64]}, frozenset({"broken", "slow"}))
+        yield layer_functions.Case("one", variants, "plain", "64 rows", {"x": [64, 64]}, frozenset({"broken", "slow"}))
 
     from tritium.bench import layer_cases
 
     monkeypatch.setattr(layer_cases, "cases", made)
     told = []
-    outcome = functions.run("layers", run.Settings(seconds=0.0), lambda what, share: told.append(what))
+    outcome = layer_functions.run("layers", run.Settings(seconds=0.0), lambda what, share: told.append(what))
     assert [row.variant for row in outcome.rows] == ["plain", "tritium"]
     assert outcome.rows[0].ratio == 1.0
     assert outcome.rows[1].relative_l2 == pytest.approx(0.1, rel=1e-3)
@@ -92,15 +92,15 @@ def test_a_variant_that_is_not_optional_may_not_fail(monkeypatch):
         def broken():
             raise RuntimeError("no kernel")
 
-        yield functions.Case("one", {"plain": lambda: torch.ones(1), "tritium": broken}, "plain", "", {})
+        yield layer_functions.Case("one", {"plain": lambda: torch.ones(1), "tritium": broken}, "plain", "", {})
 
     from tritium.bench import layer_cases
 
     monkeypatch.setattr(layer_cases, "cases", made)
     with pytest.raises(RuntimeError, match="no kernel"):
-        functions.run("layers", run.Settings(seconds=0.0), lambda what, share: None)
+        layer_functions.run("layers", run.Settings(seconds=0.0), lambda what, share: None)
 
 
 def test_options_of_models_are_refused():
     with pytest.raises(ConfigError, match="attention measures functions"):
-        functions.run("attention", run.Settings(exact=True), lambda what, share: None)
+        layer_functions.run("attention", run.Settings(exact=True), lambda what, share: None)

@@ -1,4 +1,4 @@
-"""Time the first image of a new process, with or without compile artifacts: `python -m tritium.bench.restart`, JSON on stdin.
+"""Time the first image of a new process, with or without compile artifacts: `python -m tritium.bench.first_image`, JSON on stdin.
 
 Seconds count from `optimize` to the image, which is how long a service waits after its model is loaded. Modules are
 imported before, also those of the compiler: `tritium.api` imports them.
@@ -15,21 +15,21 @@ from pathlib import Path
 import torch
 
 from tritium.api import optimize
-from tritium.bench import drawing
-from tritium.bench.drawing import Job
+from tritium.bench import generation
+from tritium.bench.generation import Job
 from tritium.pipelines.plan import Plan
 
 
 def main() -> None:
     order = json.load(sys.stdin)
-    pipe = drawing.load(order["name"], order["device"], getattr(torch, order["dtype"]))
+    pipe = generation.load(order["name"], order["device"], getattr(torch, order["dtype"]))
     pipe.set_progress_bar_config(disable=True)
     # Artifacts that are refused would be measured as a cold start.
     warnings.simplefilter("error", RuntimeWarning)
     start = time.perf_counter()
     handle = optimize(pipe, Plan(progress=False), artifacts=Path(order["artifacts"]) if order["artifacts"] else None)
     warnings.resetwarnings()
-    drawing.draw(pipe, Job(**order["job"]))
+    generation.generate(pipe, Job(**order["job"]))
     seconds = time.perf_counter() - start
     if order["save"]:
         handle.save(Path(order["save"]))
