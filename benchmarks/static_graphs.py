@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 import tritium
-from tritium import Backend, CompilationConfig, Plan, Shapes, compat, device, turns
+from tritium import Backend, CompilationConfig, Plan, Shapes, compat, device, measure
 from tritium.bench import generation
 from tritium.bench.generation import Job
 
@@ -80,7 +80,7 @@ def shapes(
         warm_up_s = time.perf_counter() - start
         graphs, memory = compat.dynamo.graphs_compiled(), allocated(where)
         differing = 0
-        with turns.turn(where):
+        with measure.gpu_lock(where):
             start = time.perf_counter()
             for _ in range(calls):
                 key, draw = order.choice(list(given)), order.randrange(DRAWS)

@@ -6,19 +6,32 @@ turn, in balanced orders, until the time is up, and never one after the other.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import math
+import os
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import torch
 
-from tritium import device, turns
+from tritium import device
 
 # With fewer samples, quartiles are meaningless.
 MINIMUM_ROUNDS = 5
+
+# Seconds to wait for the GPU before timing anyway: a process stopped while it holds the lock must not block others
+# forever, and an overlapping timing is only less exact.
+PATIENCE = 300.0
+
+# Also true in a thread that runs in a copy of the holder's context, while the holder waits for that thread.
+_HOLDS_GPU = contextvars.ContextVar("holds_gpu", default=False)
 
 # Runs a function several times and returns the milliseconds of each run.
 Stopwatch = Callable[[Callable[[], Any], int], list[float]]
@@ -52,6 +65,44 @@ class Timing:
         return cls(median, lower, upper, len(samples), statistics.fmean(middle))
 
 
+@contextlib.contextmanager
+def gpu_lock(device_type: str) -> Iterator[None]:
+    """Time on the GPU alone: other processes of this user and other threads wait. Reentrant; a CPU has no lock.
+
+    Compiling leaves a GPU idle, so several benchmarks can run in parallel as long as their timings do not overlap.
+    """
+    if device_type != "cuda" or _HOLDS_GPU.get() or os.name != "posix":
+        yield
+        return
+    deadline = time.monotonic() + PATIENCE
+    with (Path(tempfile.gettempdir()) / f"tritium-{os.getuid()}-gpu.lock").open("a") as file:
+        while _is_locked_elsewhere(file):
+            if time.monotonic() > deadline:
+                message = f"tritium: the GPU was measured on for {PATIENCE:g} s; timings may now be disturbed"
+                warnings.warn(message, RuntimeWarning, stacklevel=3)
+                break
+            time.sleep(0.02)
+        token = _HOLDS_GPU.set(True)
+        try:
+            yield
+        finally:
+            _HOLDS_GPU.reset(token)
+
+
+def _is_locked_elsewhere(file: IO[str]) -> bool:
+    """Lock a file for this handle; return True if another handle of any process has it locked."""
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        # The file system does not support locks.
+        pass
+    return False
+
+
 def interleave(
     variants: Mapping[str, Callable[[], Any]],
     device_type: str,
@@ -82,7 +133,7 @@ def interleave(
     if (seconds is None) == (rounds is None):
         raise ValueError("say either seconds or rounds")
     stopwatch = stopwatch or stopwatch_for(device_type)
-    with turns.turn(device_type):
+    with gpu_lock(device_type):
         return _interleave(variants, device_type, seconds, rounds, warmup, burst, stopwatch, prepare, on_round)
 
 

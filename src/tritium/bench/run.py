@@ -18,7 +18,7 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from tritium import compat, device, fidelity, measure, ops, turns
+from tritium import compat, device, fidelity, measure, ops
 from tritium.bench.profile import fusion_gain, operator_time, profile
 from tritium.bench.results import OURS, YARDSTICK, Row
 from tritium.bench.workload import Built, Regime, Workload, label
@@ -301,7 +301,7 @@ def call_of(model: Any, inputs: Mapping[str, Any]) -> Callable[[], Any]:
 def host_us(call: Callable[[], Any], device_type: str, calls: int = 20) -> float:
     """Return the median microseconds until a call returns. The device is idle at the start, so no queue blocks the host."""
     taken = []
-    with turns.turn(device_type):
+    with measure.gpu_lock(device_type):
         for _ in range(calls):
             device.synchronize(device_type)
             start = time.perf_counter()

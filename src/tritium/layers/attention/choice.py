@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import hashlib
 import math
@@ -20,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from tritium import compat, device, envs, fidelity, measure, turns
+from tritium import compat, device, envs, fidelity, measure
 from tritium.compat import attention as compat_attention
 from tritium.errors import ArgumentError, ArgumentTypeError, nearest
 from tritium.layers.attention import table
@@ -138,7 +139,7 @@ def recall(where: torch.device, key: str, measured: Callable[[], Row | None] | N
     if row is not None or measured is None or not _can_measure(where):
         return row
     # While this thread waited, another process or thread may have measured the same key.
-    with turns.turn(where.type), _LOCK:
+    with measure.gpu_lock(where.type), _LOCK:
         row = _known(name, key)
         if row is None:
             row = _elsewhere(measured)
@@ -230,7 +231,8 @@ def _can_measure(where: torch.device) -> bool:
 def _elsewhere(work: Callable[[], Row | None]) -> Row | None:
     """Run a function in a new thread, where no tracing, recording or gradient mode is active."""
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(turns.lent(work)).result()
+        # The copied context holds the GPU lock that this thread holds.
+        return pool.submit(contextvars.copy_context().run, work).result()
 
 
 def compare(request: Request, where: torch.device, *, tracing: bool = False, key: str | None = None) -> Row | None:

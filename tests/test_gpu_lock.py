@@ -1,0 +1,120 @@
+"""Timing on the GPU excludes other threads and processes. The lock is a file, so no GPU is needed here."""
+
+import contextvars
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+import pytest
+import torch
+
+from tritium import measure
+from tritium.layers.attention import choice
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+def held_elsewhere(seconds=0.3):
+    """True if another process waits for the lock for so long."""
+    program = (
+        "import sys, tempfile, warnings; from tritium import measure; tempfile.tempdir = sys.argv[1]\n"
+        "measure.PATIENCE = float(sys.argv[2])\n"
+        "with warnings.catch_warnings(record=True) as caught, measure.gpu_lock('cuda'): print(len(caught))"
+    )
+    command = [sys.executable, "-c", program, tempfile.gettempdir(), str(seconds)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    return done.stdout.strip() == "1"
+
+
+def is_held():
+    return measure._HOLDS_GPU.get()
+
+
+def run_in_thread(work):
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def test_another_process_waits_until_the_outer_lock_is_released():
+    with measure.gpu_lock("cuda"):
+        with measure.gpu_lock("cuda"), measure.gpu_lock("cuda"):
+            pass
+        assert is_held()
+        assert held_elsewhere()
+    assert not is_held()
+    assert not held_elsewhere()
+
+
+def test_another_thread_waits():
+    order, started = [], threading.Event()
+
+    def second():
+        started.set()
+        with measure.gpu_lock("cuda"):
+            order.append("second")
+
+    with measure.gpu_lock("cuda"):
+        thread = run_in_thread(second)
+        started.wait()
+        time.sleep(0.1)
+        order.append("first")
+    thread.join(10)
+    assert order == ["first", "second"]
+
+
+def test_a_thread_in_a_copied_context_shares_the_lock():
+    with measure.gpu_lock("cuda"):
+        held, context = [], contextvars.copy_context()
+        run_in_thread(lambda: held.append(context.run(is_held))).join(10)
+        assert held == [True]
+        assert is_held()
+
+
+def test_an_error_releases_the_lock():
+    with pytest.raises(ValueError, match="mine"), measure.gpu_lock("cuda"):
+        raise ValueError("mine")
+    assert not is_held()
+    assert not held_elsewhere()
+
+
+def test_waiting_has_a_limit(monkeypatch):
+    monkeypatch.setattr(measure, "PATIENCE", 0.05)
+    ran = []
+
+    def impatient():
+        with pytest.warns(RuntimeWarning, match="the GPU was measured on for 0.05 s"), measure.gpu_lock("cuda"):
+            ran.append(is_held())
+
+    with measure.gpu_lock("cuda"):
+        run_in_thread(impatient).join(10)
+    assert ran == [True]
+    assert not is_held()
+
+
+def test_a_cpu_has_no_lock():
+    with measure.gpu_lock("cpu"):
+        assert not is_held()
+        assert not held_elsewhere()
+
+
+def test_attention_is_compared_under_the_lock(monkeypatch):
+    """Also where the caller holds it: another thread measures."""
+    monkeypatch.setattr(choice, "_can_measure", lambda where: True)
+    monkeypatch.setattr(choice, "_device_name", lambda where: "a GPU")
+    held = []
+
+    def measured():
+        with measure.gpu_lock("cuda"):
+            held.append(is_held())
+
+    choice.recall(torch.device("cuda"), "a key", measured)
+    assert not is_held()
+    with measure.gpu_lock("cuda"):
+        choice.recall(torch.device("cuda"), "a key", measured)
+    assert held == [True, True]
