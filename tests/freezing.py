@@ -1,12 +1,12 @@
-"""What tests of folded values share."""
+"""What tests of frozen values share."""
 
 from tritium.compiler.passes import freezing
 
 
-def count_folding(monkeypatch) -> list[int]:
-    """A list that grows by one whenever folded values are computed."""
+def count_freezing(monkeypatch) -> list[int]:
+    """A list that grows by one whenever frozen values are computed."""
     runs: list[int] = []
-    original = freezing.FoldedValues.of
+    original = freezing.FrozenValues.of
 
     def counted(self, sources):
         program = self.program
@@ -16,5 +16,5 @@ def count_folding(monkeypatch) -> list[int]:
         finally:
             self.program = program
 
-    monkeypatch.setattr(freezing.FoldedValues, "of", counted)
+    monkeypatch.setattr(freezing.FrozenValues, "of", counted)
     return runs

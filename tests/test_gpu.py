@@ -118,8 +118,8 @@ def test_a_kernel_that_does_not_compile_leaves_its_graph_to_inductor(monkeypatch
     assert tritium.explain(compiled).failures[0]["part"] == "lowering"
 
 
-def test_folding_on_the_gpu():
-    class Folds(torch.nn.Module):
+def test_freezing_on_the_gpu():
+    class Freezes(torch.nn.Module):
         def __init__(self):
             super().__init__()
             self.q = torch.nn.Linear(64, 64)
@@ -128,14 +128,14 @@ def test_folding_on_the_gpu():
         def forward(self, x):
             return torch.nn.functional.linear(x, torch.cat([self.q.weight, self.k.weight]))
 
-    model, x = Folds().cuda(), torch.randn(5, 64, device="cuda")
+    model, x = Freezes().cuda(), torch.randn(5, 64, device="cuda")
     config = tritium.CompilationConfig(enable_freezing=True)
     with torch.inference_mode():
         compiled = torch.compile(model, backend=tritium.Backend(config))
         compiled(x)
         model.q.weight.mul_(2)
         torch.testing.assert_close(compiled(x), model(x), rtol=1e-3, atol=1e-4)
-    assert tritium.explain(compiled).folded[0]["declined"] is None
+    assert tritium.explain(compiled).frozen[0]["declined"] is None
 
 
 def test_kernels_are_timed_on_the_device(tmp_path):

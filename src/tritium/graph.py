@@ -57,6 +57,13 @@ def value_of(node: fx.Node) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
 
 
+def call(node: fx.Node, *args: Any, **kwargs: Any) -> Any:
+    """Call the function or method of a node on these arguments."""
+    if isinstance(node.target, str):
+        return getattr(args[0], node.target)(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)
+
+
 def same_size(left: Any, right: Any) -> bool:
     """Return True if two sizes are equal for all symbol values; `==` would add a guard and recompiles."""
     return left is right or statically_known_true(left == right)

@@ -595,7 +595,7 @@ class TestCapture:
                 model.blocks[3].down.weight.add_(0.1)
         # The blocks, and the layers before and behind them.
         assert counts(reuse(compiled)[0])[1] == 2
-        assert len(tritium.explain(compiled).folded) == 8
+        assert len(tritium.explain(compiled).frozen) == 8
 
 
 QUICK = {"flux", "wan"}

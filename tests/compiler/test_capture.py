@@ -464,7 +464,7 @@ class TestWeights:
         gc.collect()
         assert watched() is None
 
-    def test_folded_weights_are_weights(self, device):
+    def test_frozen_weights_are_weights(self, device):
         class Scaled(nn.Module):
             def __init__(self):
                 super().__init__()
@@ -481,7 +481,7 @@ class TestWeights:
             model.scale.mul_(2)
         assert f(x).tolist() == [[12.0] * 4] * 2
         report = tritium.explain(f)
-        assert report.folded
+        assert report.frozen
         assert [entry["bucket"] for entry in report.captures] == ["x 2x4 float32"]
 
     def test_parameters_are_not_part_of_the_key(self, device, config, monkeypatch):

@@ -14,7 +14,7 @@ from torch import nn
 
 import tritium
 from fidelity import assert_no_worse
-from freezing import count_folding
+from freezing import count_freezing
 from small_codecs import CODECS, wan
 from tritium import compat
 from tritium.compiler.passes import freezing
@@ -110,7 +110,7 @@ def test_numbers_and_strides_of_stock_models(name, dynamic):
     assert entered - 1 <= converted_in <= entered
     assert converted_out == exited
     assert sum(found["left_alone"].values()) == left
-    assert len(tritium.explain(compiled).folded) == done
+    assert len(tritium.explain(compiled).frozen) == done
 
 
 @pytest.mark.usefixtures("anywhere")
@@ -340,7 +340,7 @@ class TestWeights:
         compiled = torch.compile(model, backend=tritium.Backend(EAGER.with_(enable_freezing=enable_freezing)))
         with mode():
             before = compiled(x)
-        assert len(tritium.explain(compiled).folded) == 3
+        assert len(tritium.explain(compiled).frozen) == 3
         with torch.no_grad():
             CHANGES[change](model.convs[1])
         with mode():
@@ -350,14 +350,14 @@ class TestWeights:
 
     def test_they_are_laid_out_once(self, monkeypatch):
         model, x = Stack(), picture()
-        runs = count_folding(monkeypatch)
+        runs = count_freezing(monkeypatch)
         compiled = compile_eagerly(model)
         with torch.inference_mode():
             for _ in range(3):
                 compiled(x)
         assert len(runs) == 1
 
-    def test_without_freezing_nothing_else_is_folded(self):
+    def test_without_freezing_nothing_else_is_frozen(self):
         class Scaled(Stack):
             def forward(self, x):
                 return super().forward(x) * (self.norm.weight.exp() + 1)[:, None, None]
@@ -365,7 +365,7 @@ class TestWeights:
         compiled = compile_eagerly(Scaled())
         with torch.no_grad():
             compiled(picture())
-        sources = [source for entry in tritium.explain(compiled).folded for source in entry["sources"]]
+        sources = [source for entry in tritium.explain(compiled).frozen for source in entry["sources"]]
         assert sources == [f"self.convs.{index}.weight" for index in range(3)]
 
     def test_equal_blocks_keep_their_own(self):
@@ -383,7 +383,7 @@ class TestWeights:
         with torch.no_grad():
             torch.testing.assert_close(compiled(x), model(x))
             assert compiled(x).stride() == model(x).stride()
-        assert tritium.explain(compiled).folded == []
+        assert tritium.explain(compiled).frozen == []
 
     def test_those_that_cannot_be_tracked_are_laid_out_on_every_call(self):
         with torch.inference_mode():
@@ -392,7 +392,7 @@ class TestWeights:
             torch.testing.assert_close(compiled(x), model(x))
             model.convs[0].weight.mul_(2)
             torch.testing.assert_close(compiled(x), model(x))
-        assert {entry["declined"] for entry in tritium.explain(compiled).folded} == {freezing.UNTRACKED}
+        assert {entry["declined"] for entry in tritium.explain(compiled).frozen} == {freezing.UNTRACKED}
 
     def test_a_fused_lora_is_seen(self):
         peft = pytest.importorskip("peft")
@@ -680,4 +680,4 @@ def test_on_a_gpu(name, dynamic):
         assert_no_worse(first(compiled(**inputs)), expected, truth, name)
     done = EXPECTED[name][0]
     assert entry_of(compiled)["summary"].startswith(f"{done} of {done} convolutions channels-last")
-    assert len(tritium.explain(compiled).folded) == done
+    assert len(tritium.explain(compiled).frozen) == done

@@ -1,4 +1,4 @@
-"""Folding is a promise about speed, never about answers."""
+"""Freezing is a promise about speed, never about answers."""
 
 import gc
 
@@ -7,13 +7,14 @@ import torch
 from torch import nn
 
 import tritium
-from freezing import count_folding
+from freezing import count_freezing
+from tritium.compat.peft import MERGES
 from tritium.compiler.passes import freezing
 
-FOLD = tritium.CompilationConfig(engine="eager", enable_freezing=True)
+FREEZE = tritium.CompilationConfig(engine="eager", enable_freezing=True)
 
 
-class Folds(nn.Module):
+class Freezes(nn.Module):
     """A fused projection and an effective scale, both made from parameters and a buffer alone."""
 
     def __init__(self, width: int = 8) -> None:
@@ -27,34 +28,34 @@ class Folds(nn.Module):
         return nn.functional.linear(x * (1 + self.scale.exp()), weight)
 
 
-def compile_folding(model, **kwargs):
-    return torch.compile(model, backend=tritium.Backend(FOLD), **kwargs)
+def compile_freezing(model, **kwargs):
+    return torch.compile(model, backend=tritium.Backend(FREEZE), **kwargs)
 
 
-def folded(compiled) -> list[dict]:
-    return [entry for entry in tritium.explain(compiled).folded if entry["declined"] is None]
+def frozen(compiled) -> list[dict]:
+    return [entry for entry in tritium.explain(compiled).frozen if entry["declined"] is None]
 
 
-def test_the_report_lists_what_was_folded():
-    model, x = Folds(), torch.randn(3, 8)
+def test_the_report_lists_what_was_frozen():
+    model, x = Freezes(), torch.randn(3, 8)
     with torch.no_grad():
-        compiled = compile_folding(model)
+        compiled = compile_freezing(model)
         torch.testing.assert_close(compiled(x), model(x))
-    entries = folded(compiled)
+    entries = frozen(compiled)
     assert [entry["sources"] for entry in entries] == [["self.q.weight", "self.k.weight"], ["self.scale"]]
     assert [entry["bytes"] for entry in entries] == [16 * 8 * 4, 8 * 4]
     assert "self.q.weight" in str(tritium.explain(compiled))
-    off = torch.compile(model, backend=tritium.Backend(FOLD.with_(enable_freezing=False)))
+    off = torch.compile(model, backend=tritium.Backend(FREEZE.with_(enable_freezing=False)))
     with torch.no_grad():
         off(x)
-    assert tritium.explain(off).records[-1].folded == []
+    assert tritium.explain(off).records[-1].frozen == []
 
 
 def test_it_is_computed_once(monkeypatch):
-    model, x = Folds(), torch.randn(3, 8)
-    runs = count_folding(monkeypatch)
+    model, x = Freezes(), torch.randn(3, 8)
+    runs = count_freezing(monkeypatch)
     with torch.no_grad():
-        compiled = compile_folding(model)
+        compiled = compile_freezing(model)
         for _ in range(4):
             compiled(x)
         assert len(runs) == 1
@@ -65,11 +66,11 @@ def test_it_is_computed_once(monkeypatch):
 
 
 def test_two_equal_blocks_keep_their_own_values():
-    first, second, x = Folds(), Folds(), torch.randn(3, 8)
+    first, second, x = Freezes(), Freezes(), torch.randn(3, 8)
     with torch.no_grad():
         expected = first(x), second(x)
         for model in (first, second):
-            model.compile(backend=tritium.Backend(FOLD))
+            model.compile(backend=tritium.Backend(FREEZE))
         for _ in range(2):
             torch.testing.assert_close((first(x), second(x)), expected)
     assert len(tritium.explain().records) == 1
@@ -78,8 +79,8 @@ def test_two_equal_blocks_keep_their_own_values():
 CHANGES = {
     "in place": lambda model: model.q.weight.mul_(2),
     "in place on a buffer": lambda model: model.scale.add_(1),
-    "load_state_dict": lambda model: model.load_state_dict(Folds().state_dict()),
-    "load_state_dict(assign=True)": lambda model: model.load_state_dict(Folds().state_dict(), assign=True),
+    "load_state_dict": lambda model: model.load_state_dict(Freezes().state_dict()),
+    "load_state_dict(assign=True)": lambda model: model.load_state_dict(Freezes().state_dict(), assign=True),
     "a new parameter": lambda model: setattr(model.q, "weight", nn.Parameter(torch.randn(8, 8))),
     "new data": lambda model: setattr(model.q.weight, "data", torch.randn(8, 8)),
     "copy_": lambda model: model.q.weight.copy_(torch.randn(8, 8)),
@@ -95,11 +96,11 @@ def _optimise(model) -> None:
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_of_weights_is_seen(change, mode):
-    model, x = Folds(), torch.randn(3, 8)
-    compiled = compile_folding(model)
+    model, x = Freezes(), torch.randn(3, 8)
+    compiled = compile_freezing(model)
     with mode():
         before = compiled(x)
-    assert folded(compiled)
+    assert frozen(compiled)
     with torch.no_grad():
         CHANGES[change](model)
     with mode():
@@ -109,9 +110,9 @@ def test_a_change_of_weights_is_seen(change, mode):
 
 
 def test_a_change_under_inference_mode_is_seen():
-    model, x = Folds(), torch.randn(3, 8)
+    model, x = Freezes(), torch.randn(3, 8)
     with torch.inference_mode():
-        compiled = compile_folding(model)
+        compiled = compile_freezing(model)
         compiled(x)
         model.q.weight.mul_(3)
         torch.testing.assert_close(compiled(x), model(x))
@@ -119,9 +120,9 @@ def test_a_change_under_inference_mode_is_seen():
 
 def test_new_data_at_an_old_address_is_seen():
     """The allocator hands out the same memory again; the storage is another one all the same."""
-    model, x = Folds(), torch.randn(3, 8)
+    model, x = Freezes(), torch.randn(3, 8)
     with torch.no_grad():
-        compiled = compile_folding(model)
+        compiled = compile_freezing(model)
         compiled(x)
         for value in range(20):
             # What was there before has no other owner, and is free at once.
@@ -129,18 +130,18 @@ def test_new_data_at_an_old_address_is_seen():
             torch.testing.assert_close(compiled(x), model(x))
 
 
-def test_inference_weights_cannot_be_tracked_and_are_not_folded():
+def test_inference_weights_cannot_be_tracked_and_are_not_frozen():
     with torch.inference_mode():
-        model, x = Folds(), torch.randn(3, 8)
-        compiled = compile_folding(model)
+        model, x = Freezes(), torch.randn(3, 8)
+        compiled = compile_freezing(model)
         torch.testing.assert_close(compiled(x), model(x))
         model.q.weight.mul_(2)
         torch.testing.assert_close(compiled(x), model(x))
-    assert folded(compiled) == []
-    assert {entry["declined"] for entry in tritium.explain(compiled).folded} == {freezing.UNTRACKED}
+    assert frozen(compiled) == []
+    assert {entry["declined"] for entry in tritium.explain(compiled).frozen} == {freezing.UNTRACKED}
 
 
-class TestWhatIsNotFolded:
+class TestWhatIsNotFrozen:
     def check(self, function, *parameters) -> list[dict]:
         class Model(nn.Module):
             def __init__(self):
@@ -153,10 +154,10 @@ class TestWhatIsNotFolded:
 
         model, x = Model(), torch.randn(2, 4)
         with torch.no_grad():
-            compiled = compile_folding(model)
+            compiled = compile_freezing(model)
             self.result = compiled(x)
         self.model, self.x, self.compiled = model, x, compiled
-        return tritium.explain(compiled).folded
+        return tritium.explain(compiled).frozen
 
     def test_a_view(self):
         assert self.check(lambda self, x: x @ self.w.t()) == []
@@ -201,31 +202,31 @@ class TestWhatIsNotFolded:
 
 
 def test_dynamic_shapes():
-    model = Folds()
+    model = Freezes()
     with torch.no_grad():
-        compiled = compile_folding(model, dynamic=True)
+        compiled = compile_freezing(model, dynamic=True)
         for rows in (3, 7, 1, 63):
             x = torch.randn(rows, 8)
             torch.testing.assert_close(compiled(x), model(x))
-    assert folded(compiled)
+    assert frozen(compiled)
 
 
 def test_forgotten_models_leave_no_values_behind():
-    model, x = Folds(), torch.randn(3, 8)
+    model, x = Freezes(), torch.randn(3, 8)
     values = []
-    original = freezing.FoldedValues.__init__
+    original = freezing.FrozenValues.__init__
 
-    class Spy(freezing.FoldedValues):
+    class Spy(freezing.FrozenValues):
         def __init__(self, program):
             original(self, program)
             values.append(self)
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(freezing, "FoldedValues", Spy)
-        model.compile(backend=tritium.Backend(FOLD))
+        patch.setattr(freezing, "FrozenValues", Spy)
+        model.compile(backend=tritium.Backend(FREEZE))
         model(x)
-        other = Folds()
-        other.compile(backend=tritium.Backend(FOLD))
+        other = Freezes()
+        other.compile(backend=tritium.Backend(FREEZE))
         other(x)
         assert len(values[0]._entries) == 2
         del other
@@ -259,7 +260,7 @@ class TestPeft:
     @pytest.mark.parametrize("enable_freezing", [True, False])
     def test_fuse_and_unfuse(self, adapted, enable_freezing):
         x = torch.randn(3, 8)
-        backend = tritium.Backend(FOLD.with_(enable_freezing=enable_freezing))
+        backend = tritium.Backend(FREEZE.with_(enable_freezing=enable_freezing))
         with torch.no_grad():
             compiled = torch.compile(adapted, backend=backend)
             plain = compiled(x)
@@ -272,17 +273,17 @@ class TestPeft:
             adapted.proj.scaling["default"] *= 3
             adapted.proj.merge(safe_merge=True)
             torch.testing.assert_close(compiled(x), adapted(x))
-        assert bool(folded(compiled)) is enable_freezing
+        assert bool(frozen(compiled)) is enable_freezing
 
     def test_layers_defined_later_are_watched_too(self, adapted):
         from peft.tuners.tuners_utils import BaseTunerLayer
 
-        freezing.MERGES.now()
+        MERGES.now()
 
         class Later(BaseTunerLayer):
             def merge(self, *args, **kwargs):
                 return "merged"
 
-        count = freezing.MERGES.now()
+        count = MERGES.now()
         assert Later.merge(object.__new__(Later)) == "merged"
-        assert freezing.MERGES.now() == count + 1
+        assert MERGES.now() == count + 1

@@ -11,7 +11,7 @@ from small_models import Block, Stack, block_inputs, flux, flux_inputs
 pytestmark = pytest.mark.codegen
 
 
-class Folds(nn.Module):
+class Freezes(nn.Module):
     def __init__(self, width: int = 16) -> None:
         super().__init__()
         self.q = nn.Linear(width, width)
@@ -77,23 +77,23 @@ def test_gradients_through_inductor():
     assert tritium.explain(compiled).sites["rms_norm"].declined == 1
 
 
-def test_folded_values_reach_inductor_and_follow_the_weights():
+def test_frozen_values_reach_inductor_and_follow_the_weights():
     config = tritium.CompilationConfig(enable_freezing=True)
-    first, second, x = Folds(), Folds(), torch.randn(5, 16)
+    first, second, x = Freezes(), Freezes(), torch.randn(5, 16)
     with torch.no_grad():
         expected = first(x), second(x)
         for model in (first, second):
             model.compile(backend=tritium.Backend(config), dynamic=True)
         torch.testing.assert_close((first(x), second(x)), expected)
         first.q.weight.add_(1)
-        second.load_state_dict(Folds().state_dict())
+        second.load_state_dict(Freezes().state_dict())
         for rows in (5, 9):
             x = torch.randn(rows, 16)
-            torch.testing.assert_close(first(x), Folds.forward(first, x))
-            torch.testing.assert_close(second(x), Folds.forward(second, x))
+            torch.testing.assert_close(first(x), Freezes.forward(first, x))
+            torch.testing.assert_close(second(x), Freezes.forward(second, x))
     report = tritium.explain(first)
     assert len(tritium.explain().records) == 1
-    assert [entry["declined"] for entry in report.folded] == [None]
+    assert [entry["declined"] for entry in report.frozen] == [None]
     assert not any("aten.cat" in kernel["ops"] for kernel in report.kernels)
 
 

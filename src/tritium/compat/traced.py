@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,28 @@ def statically_known(condition: Any) -> bool:
         return condition
     shapes: Any = importlib.import_module("torch.fx.experimental.symbolic_shapes")
     return bool(shapes.statically_known_true(condition))
+
+
+class _ImpureError(Exception):
+    """An operator gives different results on repeated runs, or writes to memory."""
+
+
+def is_pure(function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    """Return True if a call of a function on fake tensors uses no random numbers and writes to no memory."""
+    mode_class: Any = importlib.import_module("torch.utils._python_dispatch").TorchDispatchMode
+
+    class PurityCheck(mode_class):  # type: ignore[misc]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if torch.Tag.nondeterministic_seeded in func.tags or func._schema.is_mutable:
+                raise _ImpureError(str(func))
+            return func(*args, **(kwargs or {}))
+
+    try:
+        with PurityCheck(), torch.no_grad():
+            function(*arguments, **options)
+    except _ImpureError:
+        return False
+    return True
 
 
 def fake_results(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:

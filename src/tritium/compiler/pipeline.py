@@ -4,7 +4,7 @@
 2. `fuse`                  recognise every fusion's sites; rewrite those with an owned provider
 3. `convolution_bias`      add biases of convolutions in the rewritten norms that follow them
 4. plug-ins' passes        sorted by name, then those passed to the backend, in that order
-5. fold                    freeze the parameter-only part (enable_freezing), or the values in it that a pass marked
+5. freezing                freeze the parameter-only part (enable_freezing), or the values in it that a pass marked
 6. reuse_blocks            cut at repeated blocks, so that each distinct piece is lowered once
 7. lower                   Inductor compiles with the merged requests, and `tiling_policy` tiles its Triton kernels;
                            or engine `eager` runs the graph without code generation
@@ -40,9 +40,9 @@ from tritium.compiler.identity import identity
 from tritium.compiler.interface import check_interface
 from tritium.compiler.lower import Attempt, Lowered, Lowering, lower
 from tritium.compiler.observe import settings_digest
-from tritium.compiler.passes import convolution_bias, fuse
+from tritium.compiler.passes import convolution_bias, freezing, fuse
 from tritium.compiler.passes.channels_last import convert
-from tritium.compiler.passes.freezing import Folding, fold_parameters, marked_for_folding
+from tritium.compiler.passes.freezing import FrozenPart
 from tritium.config import CompilationConfig
 from tritium.errors import RequestConflict, TritiumError, UnrequestedConfig
 from tritium.fusions import Fusion
@@ -86,7 +86,7 @@ class Compilation:
     # Inductor settings from torch.compile(mode=, options=).
     user_settings: Mapping[str, Any]
     requests: dict[str, tuple[Any, str]] = field(default_factory=dict)
-    folding: Folding | None = None
+    frozen: FrozenPart | None = None
 
     def __post_init__(self) -> None:
         # Work on a copy: Dynamo still reads its graph afterwards.
@@ -104,17 +104,17 @@ class Compilation:
         for entry in self.passes:
             self._run_pass(entry)
         self.record.sites = self.context.sites
-        marked = marked_for_folding(self.gm.graph)
+        marked = freezing.marked(self.gm.graph)
         if self.config.enable_freezing:
-            self._fold(None)
+            self._freeze(None)
         elif marked:
-            self._fold(marked)
+            self._freeze(marked)
         self._draw()
         if self.config.graphs == "off":
             compiled = self._engine()
         else:
             compiled = capture.captured(self.gm, self._engine, self._engines_of_pieces, self.config, self.record)
-        return self.folding.wrap(compiled) if self.folding is not None else compiled
+        return self.frozen.wrap(compiled) if self.frozen is not None else compiled
 
     def _engine(self) -> Callable[..., Any]:
         programs = self._in_blocks([self.gm])
@@ -243,26 +243,26 @@ class Compilation:
             stacklevel=2,
         )
 
-    # --- fold and lower ---
+    # --- freeze and lower ---
 
-    def _fold(self, only: Sequence[fx.Node] | None) -> None:
+    def _freeze(self, only: Sequence[fx.Node] | None) -> None:
         before = copied(self.gm.graph)
-        self.log.note(self.gm.graph, "fold", "before")
-        record = PassRecord("fold")
+        self.log.note(self.gm.graph, freezing.NAME, "before")
+        record = PassRecord(freezing.NAME)
         self.record.passes.append(record)
         start = time.perf_counter()
         try:
-            self.folding, self.record.folded = fold_parameters(self.gm.graph, self.example_inputs, only)
+            self.frozen, self.record.frozen = freezing.freeze(self.gm.graph, self.example_inputs, only)
         except Exception as error:  # noqa: BLE001 - freezing is optional: report the error and keep the graph
             self.gm.graph = before
             record.failed = brief(error)
-            self._fail("fold", error, [("before", before)])
+            self._fail(freezing.NAME, error, [("before", before)])
         record.seconds = time.perf_counter() - start
-        if self.folding is not None:
+        if self.frozen is not None:
             record.changed = True
             self.gm.recompile()
-            self.example_inputs = [*self.example_inputs, *self.folding.example_values]
-        self.log.note(self.gm.graph, "fold", "after")
+            self.example_inputs = [*self.example_inputs, *self.frozen.example_values]
+        self.log.note(self.gm.graph, freezing.NAME, "after")
 
     def _draw(self) -> None:
         try:
@@ -316,9 +316,9 @@ class Compilation:
         """Yield an attempt with the original graph and no requests, unless nothing was changed or requested."""
         changed = any(entry.changed or entry.requests or entry.failed for entry in self.record.passes)
         key = self._identity(self.gm.graph)
-        if self.folding is not None:
-            self.example_inputs = self.example_inputs[: -len(self.folding.example_values)]
-            self.folding = None
+        if self.frozen is not None:
+            self.example_inputs = self.example_inputs[: -len(self.frozen.example_values)]
+            self.frozen = None
         self.record.sites = [site.declined("lowering failed, see failures") for site in self.record.sites]
         if changed:
             untouched = with_graph(self.dynamo, copied(self.dynamo.graph))

@@ -27,7 +27,7 @@ from tritium.report.records import (
     Drawing,
     DrawnNode,
     Failure,
-    Folded,
+    Frozen,
     GraphRecord,
     Measurement,
     Outcome,
@@ -47,7 +47,7 @@ __all__ = [
     "Drawing",
     "DrawnNode",
     "Failure",
-    "Folded",
+    "Frozen",
     "GraphRecord",
     "Ledger",
     "Measurement",
@@ -156,8 +156,8 @@ class Report:
         return [{"graph": record.graph, **entry.to_dict()} for record in self.records for entry in record.passes]
 
     @property
-    def folded(self) -> list[dict[str, Any]]:
-        return [{"graph": record.graph, **entry.to_dict()} for record in self.records for entry in record.folded]
+    def frozen(self) -> list[dict[str, Any]]:
+        return [{"graph": record.graph, **entry.to_dict()} for record in self.records for entry in record.frozen]
 
     @property
     def failures(self) -> list[dict[str, Any]]:
@@ -181,7 +181,7 @@ class Report:
             "captures": self.captures,
             "kernels": self.kernels,
             "passes": self.passes,
-            "folded": self.folded,
+            "frozen": self.frozen,
             "failures": self.failures,
         }
 

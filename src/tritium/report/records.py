@@ -107,7 +107,7 @@ class Recompile:
 
 
 @dataclass(frozen=True)
-class Folded:
+class Frozen:
     """A value that depends only on parameters and is computed when they change, not on every call."""
 
     value: str
@@ -248,7 +248,7 @@ class GraphRecord:
     needs_gradients: bool = False
     sites: list[Site] = field(default_factory=list)
     passes: list[PassRecord] = field(default_factory=list)
-    folded: list[Folded] = field(default_factory=list)
+    frozen: list[Frozen] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     captures: list[Capture] = field(default_factory=list)
     # Regions with captured graphs, so that these can be cleared; they live as long as the compiled code.

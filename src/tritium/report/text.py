@@ -29,7 +29,7 @@ def of_report(report: Report) -> str:
         _passes,
         _kernels,
         _pairs,
-        _folded,
+        _frozen,
         _failures,
     ]
     return "\n\n".join(text for section in sections if (text := section(report)))
@@ -189,7 +189,7 @@ def _kernels(report: Report) -> str:
     return _table(title, header, rows)
 
 
-def _folded(report: Report) -> str:
+def _frozen(report: Report) -> str:
     rows = [
         (
             entry["graph"],
@@ -198,9 +198,9 @@ def _folded(report: Report) -> str:
             ", ".join(entry["sources"]),
             entry["declined"] or "-",
         )
-        for entry in report.folded
+        for entry in report.frozen
     ]
-    return _table("Folded", ("graph", "value", "bytes", "from", "declined"), rows) if rows else ""
+    return _table("Frozen", ("graph", "value", "bytes", "from", "declined"), rows) if rows else ""
 
 
 def _failures(report: Report) -> str:

@@ -12,6 +12,7 @@ from tritium import compat
 from tritium.compiler.blocks.facts import Facts
 from tritium.compiler.blocks.segments import Segment, graph_of, is_item, segments_of
 from tritium.compiler.capture.spec import Spec
+from tritium.compiler.passes import freezing
 from tritium.graph import mutated_arguments, storages, value_of, with_graph
 from tritium.ops.bridge import boundaries
 
@@ -75,6 +76,6 @@ def spec_of(graph: fx.Graph, written: set[int], *, piece: int | None = None) -> 
 def _weights(placeholders: list[fx.Node]) -> Iterator[int]:
     for place, node in enumerate(placeholders):
         # Frozen values have no source, but `tensor_dict` marks them.
-        folded = node.name.startswith("folded_") and bool(node.meta.get("tensor_dict"))
-        if compat.dynamo.is_parameter_placeholder(node) or folded:
+        frozen = node.name.startswith(freezing.PREFIX) and bool(node.meta.get("tensor_dict"))
+        if compat.dynamo.is_parameter_placeholder(node) or frozen:
             yield place

@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from tritium import compat
+from tritium.compiler.passes import freezing
 from tritium.compiler.passes.channels_last.agnostic_ops import DROPOUTS, FOLLOWERS, JOINS, QUERIES
 from tritium.compiler.passes.channels_last.copy_op import CHANNELS_LAST, FORMATS, make_known_to_inductor
 from tritium.compiler.passes.channels_last.strides import (
@@ -31,7 +32,6 @@ from tritium.compiler.passes.channels_last.strides import (
     same_layout,
     tensors_of,
 )
-from tritium.compiler.passes.freezing import mark_for_folding
 from tritium.graph import argument, mutated_arguments, same_shape, same_size, spatial_convolutions, storages, value_of
 from tritium.passes import Applied, Decline, Pass, PassContext
 
@@ -386,7 +386,7 @@ class _Rewriter:
         """Clone a weight as channels-last; `contiguous` would return a 1x1 kernel with its old strides."""
         if node not in self._channels_last:
             made = self._insert(place, node, "clone", FORMATS[value_of(node).dim()])
-            mark_for_folding(made)
+            freezing.mark(made)
             # The user may have converted it already.
             self._channels_last[node] = node if same_layout(value_of(made), value_of(node)) else made
         return self._channels_last[node]

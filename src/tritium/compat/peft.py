@@ -1,0 +1,63 @@
+"""Count PEFT's merges, which write into weights without changing their version counters."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+class Merges:
+    """Count merges and unmerges of adapters in this process."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._watched = False
+
+    def now(self) -> int:
+        """Return the count; increment it when peft is first found, because earlier merges were not counted."""
+        if not self._watched and (module := sys.modules.get("peft.tuners.tuners_utils")) is not None:
+            self._watched = True
+            self.count += 1
+            self._watch(module.BaseTunerLayer)
+        return self.count
+
+    def _watch(self, layer: type) -> None:
+        for cls in _with_subclasses(layer):
+            self._wrap(cls)
+        inherited = layer.__init_subclass__
+
+        def init_subclass(cls: Any, /, **kwargs: Any) -> None:
+            inherited(**kwargs)
+            self._wrap(cls)
+
+        # setattr, because mypy considers __init_subclass__ of a class to be bound.
+        setattr(layer, "__init_subclass__", classmethod(init_subclass))  # noqa: B010
+
+    def _wrap(self, cls: type) -> None:
+        for name in ("merge", "unmerge"):
+            original = cls.__dict__.get(name)
+            if original is not None and not hasattr(original, "tritium_original"):
+                setattr(cls, name, self._counted(original))
+
+    def _counted(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.count += 1
+
+        counted.tritium_original = original  # type: ignore[attr-defined]
+        return counted
+
+
+def _with_subclasses(cls: type) -> Iterator[type]:
+    yield cls
+    sub: type
+    for sub in cls.__subclasses__():
+        yield from _with_subclasses(sub)
+
+
+MERGES = Merges()

@@ -1,0 +1,50 @@
+"""Identify tensors and their memory, and take nested values apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Return a number that two tensors share if they share memory, also for fake tensors."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return the version counter of a tensor; writes in place increment it."""
+    return int(tensor._version)
+
+
+def keep_storage_id(tensor: torch.Tensor) -> StorageWeakRef:
+    """Return an object that keeps the id of a tensor's memory from being reused, without keeping the memory."""
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def is_tensor_subclass(value: Any) -> bool:
+    """Return True for tensor subclasses that AOTAutograd unwraps, such as quantized weights."""
+    return bool(is_traceable_wrapper_subclass(value))
+
+
+def leaves_of(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+    """Return the leaves of nested containers."""
+    leaves: list[Any] = pytree.tree_leaves(value, is_leaf=is_leaf)
+    return leaves
+
+
+def flatten(
+    value: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """Return the leaves of nested containers, and a function that builds equal containers from other leaves."""
+    leaves, spec = pytree.tree_flatten(value, is_leaf=is_leaf)
+    return leaves, lambda parts: pytree.tree_unflatten(list(parts), spec)
+
+
+def is_container(value: Any) -> bool:
+    """Return True if `flatten` takes values of this type apart."""
+    return type(value) in pytree.SUPPORTED_NODES
