@@ -68,18 +68,18 @@ def test_is_a_value():
         ({"max_captures": 0}, "at least 1"),
         ({"graph_log_url": 7}, "must be one of str, None, got 7"),
         ({"fusion_patterns": {"enable_rope": False}}, "must be FusionPatterns"),
-        ({"force_provider": {"rms_norm": 3}}, "maps op names to provider names"),
+        ({"force_provider": {"rms_norm": 3}}, "must map op names to provider names"),
         ({"graph_log_url": {"a": "b"}}, "graph_log_url cannot be"),
         ({"aclgraph_only": True}, 'write CompilationConfig(graphs="only")'),
         ({"aclgraph_with_compile": True}, 'write CompilationConfig(graphs="with_compile")'),
         # What this version cannot honour is refused, never ignored.
-        ({"graphs": "only", "enable_freezing": True}, "captures it as it is"),
+        ({"graphs": "only", "enable_freezing": True}, "captures it unchanged"),
         ({"graphs": "no"}, "graphs cannot be 'no'"),
-        ({"safe_output_mode": False}, "concerns captured graphs"),
-        ({"max_captures": 8}, "concerns captured graphs"),
+        ({"safe_output_mode": False}, "applies to captured graphs"),
+        ({"max_captures": 8}, "applies to captured graphs"),
         ({"fidelity": "fast"}, "no lossy technique"),
         ({"fidelity": "exact"}, "write engine='eager' with it"),
-        ({"force_tiling": "x"}, "'x' is no kernel=tiling pair"),
+        ({"force_tiling": "x"}, "'x' is not of the form kernel=tiling"),
         # Compilations do not measure.
         ({"measure_providers": False}, "has no field 'measure_providers'"),
     ],
@@ -95,22 +95,9 @@ def test_positional_arguments_are_refused():
         CompilationConfig(True)
 
 
-def test_assigning_on_the_class_shows_the_new_form():
-    with pytest.raises(ConfigError, match=r"tritium\.Backend\(CompilationConfig\(enable_freezing=True\)\)"):
-        CompilationConfig.enable_freezing = True
-    with pytest.raises(ConfigError, match=r'graphs="only"'):
-        CompilationConfig.aclgraph_only = True
-    with pytest.raises(ConfigError, match=r"FusionPatterns\(enable_rope=False\)"):
-        CompilationConfig.fusion_patterns.enable_rope = False
-    with pytest.raises(ConfigError, match=r"PassConfig\(enable_nd_tiling_workaround=False\)"):
-        CompilationConfig.pass_config.enable_nd_tiling_workaround = False
-    assert CompilationConfig.fusion_patterns.enable_rope is True
-    assert CompilationConfig().fusion_patterns.enable_rope is True
-
-
 def test_assigning_on_an_instance_shows_the_new_form():
     config = CompilationConfig()
-    with pytest.raises(ConfigError, match=r"config\.with_\(engine='eager'\)"):
+    with pytest.raises(ConfigError, match=r"dataclasses\.replace\(\.\.\., engine='eager'\)"):
         config.engine = "eager"
     with pytest.raises(ConfigError, match="FusionPatterns is frozen"):
         config.fusion_patterns.enable_rope = False
@@ -165,11 +152,11 @@ class TestEnvironment:
             ("TRITIUM_ENGIN", "eager", "did you mean 'TRITIUM_ENGINE'"),
             ("TRITIUM_FUSION_PATTERNS__ENABLE_ROPES", "0", "did you mean 'TRITIUM_FUSION_PATTERNS__ENABLE_ROPE'"),
             ("TRITIUM_FUSION_PATTERNS_ENABLE_ROPE", "0", "did you mean 'TRITIUM_FUSION_PATTERNS__ENABLE_ROPE'"),
-            ("TRITIUM_ENABLE_FREEZING", "maybe", "no truth value"),
-            ("TRITIUM_MAX_CAPTURES", "many", "no whole number"),
+            ("TRITIUM_ENABLE_FREEZING", "maybe", "not a boolean"),
+            ("TRITIUM_MAX_CAPTURES", "many", "not an integer"),
             ("TRITIUM_ENGINE", "egaer", "did you mean 'eager'"),
-            ("TRITIUM_FORCE_PROVIDER", "rms_norm=", "no op=provider pair"),
-            ("TRITIUM_MEASURE_PROVIDERS", "0", "means nothing to tritium"),
+            ("TRITIUM_FORCE_PROVIDER", "rms_norm=", "not of the form op=provider"),
+            ("TRITIUM_MEASURE_PROVIDERS", "0", "is not a setting of tritium"),
         ],
     )
     def test_a_wrong_variable_is_an_error_that_names_it(self, monkeypatch, name, value, message):
@@ -202,7 +189,7 @@ def test_a_wrong_attention_is_noticed_and_every_right_one_is_taken(monkeypatch):
 
     assert set(ATTENTIONS) == {"runtime", "static", *(candidate.name for candidate in candidates.OWN)}
     monkeypatch.setenv("TRITIUM_ATTENTION", "banana")
-    with pytest.raises(ConfigError, match="TRITIUM_ATTENTION=banana: there is no such attention"):
+    with pytest.raises(ConfigError, match="TRITIUM_ATTENTION=banana: unknown attention implementation"):
         CompilationConfig()
     monkeypatch.setenv("TRITIUM_ATTENTION", "flahs")
     with pytest.raises(ConfigError, match="did you mean 'flash'"):

@@ -1,137 +1,78 @@
 """Tritium: fusion for diffusion.
 
-`import tritium` is cheap: it imports torch, does not start CUDA, and loads each name below on first use.
+`import tritium` is cheap: it imports torch, does not start CUDA, and loads each public name on first use.
 `optimize` imports torch's compiler, which takes a second or more.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
+import inspect
+import sys
 from typing import TYPE_CHECKING, Any
 
+# The public names. Type checkers follow these imports; `__getattr__` runs one of them when its name is first used.
 if TYPE_CHECKING:
-    from tritium import autofuse, errors
-    from tritium.api import Handle, optimize
-    from tritium.compiler.backend import Backend
-    from tritium.compiler.compile import compile
-    from tritium.compiler.explain import explain
-    from tritium.compiler.pad import pad_to
-    from tritium.config import CompilationConfig, FusionPatterns, PassConfig
-    from tritium.example import load_example
-    from tritium.fusions.fusion import Fusion, Match
-    from tritium.layers.activation import get_activation_layer
-    from tritium.layers.attention.forward import attention_forward
-    from tritium.layers.attention.stock import register_attention_backend, set_attention
-    from tritium.layers.attention.varlen import attention_forward_varlen
-    from tritium.layers.group_norm import group_norm_silu
-    from tritium.layers.layer_norm import fast_layernorm, layernorm_scale_shift
-    from tritium.layers.query_key import qk_norm_rope
-    from tritium.layers.residual import residual_norm_modulate
-    from tritium.layers.rms_norm import RMSNorm
-    from tritium.layers.rotary import rotary_position_embedding
-    from tritium.layers.scaled_add import muls_add
-    from tritium.layers.sparse.forward import sparse_attention
-    from tritium.layers.sparse.layout import SparseLayout
-    from tritium.layers.sparse.schedule import SparseAttention
-    from tritium.layers.sparse.stock import set_sparse_attention
-    from tritium.ops.bridge import custom_op
-    from tritium.ops.op import Op, Provider
-    from tritium.passes import ConfigRequest, Decline, Pass, PassContext
-    from tritium.pipelines.plan import Choice, Plan
-    from tritium.pipelines.shapes import Shapes
-    from tritium.report import Report
+    from tritium import autofuse as autofuse
+    from tritium import errors as errors
+    from tritium.api import Handle as Handle
+    from tritium.api import optimize as optimize
+    from tritium.compiler.backend import Backend as Backend
+    from tritium.compiler.compile import compile as compile
+    from tritium.compiler.explain import explain as explain
+    from tritium.compiler.pad import pad_to as pad_to
+    from tritium.config import CompilationConfig as CompilationConfig
+    from tritium.config import FusionPatterns as FusionPatterns
+    from tritium.config import PassConfig as PassConfig
+    from tritium.example import load_example as load_example
+    from tritium.fusions.fusion import Fusion as Fusion
+    from tritium.fusions.fusion import Match as Match
+    from tritium.layers.activation import get_activation_layer as get_activation_layer
+    from tritium.layers.attention.forward import attention_forward as attention_forward
+    from tritium.layers.attention.stock import register_attention_backend as register_attention_backend
+    from tritium.layers.attention.stock import set_attention as set_attention
+    from tritium.layers.attention.varlen import attention_forward_varlen as attention_forward_varlen
+    from tritium.layers.group_norm import group_norm_silu as group_norm_silu
+    from tritium.layers.layer_norm import fast_layernorm as fast_layernorm
+    from tritium.layers.layer_norm import layernorm_scale_shift as layernorm_scale_shift
+    from tritium.layers.query_key import qk_norm_rope as qk_norm_rope
+    from tritium.layers.residual import residual_norm_modulate as residual_norm_modulate
+    from tritium.layers.rms_norm import RMSNorm as RMSNorm
+    from tritium.layers.rotary import rotary_position_embedding as rotary_position_embedding
+    from tritium.layers.scaled_add import muls_add as muls_add
+    from tritium.layers.sparse.forward import sparse_attention as sparse_attention
+    from tritium.layers.sparse.layout import SparseLayout as SparseLayout
+    from tritium.layers.sparse.schedule import SparseAttention as SparseAttention
+    from tritium.layers.sparse.stock import set_sparse_attention as set_sparse_attention
+    from tritium.ops.bridge import custom_op as custom_op
+    from tritium.ops.op import Op as Op
+    from tritium.ops.op import Provider as Provider
+    from tritium.passes import ConfigRequest as ConfigRequest
+    from tritium.passes import Decline as Decline
+    from tritium.passes import Pass as Pass
+    from tritium.passes import PassContext as PassContext
+    from tritium.pipelines.plan import Choice as Choice
+    from tritium.pipelines.plan import Plan as Plan
+    from tritium.pipelines.shapes import Shapes as Shapes
+    from tritium.report import Report as Report
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "Backend": "tritium.compiler.backend",
-    "Choice": "tritium.pipelines.plan",
-    "CompilationConfig": "tritium.config",
-    "ConfigRequest": "tritium.passes",
-    "Decline": "tritium.passes",
-    "Fusion": "tritium.fusions.fusion",
-    "FusionPatterns": "tritium.config",
-    "Handle": "tritium.api",
-    "Match": "tritium.fusions.fusion",
-    "Op": "tritium.ops.op",
-    "Pass": "tritium.passes",
-    "PassConfig": "tritium.config",
-    "PassContext": "tritium.passes",
-    "Plan": "tritium.pipelines.plan",
-    "Provider": "tritium.ops.op",
-    "RMSNorm": "tritium.layers.rms_norm",
-    "Report": "tritium.report",
-    "Shapes": "tritium.pipelines.shapes",
-    "SparseAttention": "tritium.layers.sparse.schedule",
-    "SparseLayout": "tritium.layers.sparse.layout",
-    "attention_forward": "tritium.layers.attention.forward",
-    "attention_forward_varlen": "tritium.layers.attention.varlen",
-    "autofuse": "tritium",
-    "compile": "tritium.compiler.compile",
-    "custom_op": "tritium.ops.bridge",
-    "errors": "tritium",
-    "explain": "tritium.compiler.explain",
-    "fast_layernorm": "tritium.layers.layer_norm",
-    "get_activation_layer": "tritium.layers.activation",
-    "group_norm_silu": "tritium.layers.group_norm",
-    "layernorm_scale_shift": "tritium.layers.layer_norm",
-    "load_example": "tritium.example",
-    "muls_add": "tritium.layers.scaled_add",
-    "optimize": "tritium.api",
-    "pad_to": "tritium.compiler.pad",
-    "qk_norm_rope": "tritium.layers.query_key",
-    "register_attention_backend": "tritium.layers.attention.stock",
-    "residual_norm_modulate": "tritium.layers.residual",
-    "rotary_position_embedding": "tritium.layers.rotary",
-    "set_attention": "tritium.layers.attention.stock",
-    "set_sparse_attention": "tritium.layers.sparse.stock",
-    "sparse_attention": "tritium.layers.sparse.forward",
-}
 
-__all__ = [
-    "Backend",
-    "Choice",
-    "CompilationConfig",
-    "ConfigRequest",
-    "Decline",
-    "Fusion",
-    "FusionPatterns",
-    "Handle",
-    "Match",
-    "Op",
-    "Pass",
-    "PassConfig",
-    "PassContext",
-    "Plan",
-    "Provider",
-    "RMSNorm",
-    "Report",
-    "Shapes",
-    "SparseAttention",
-    "SparseLayout",
-    "attention_forward",
-    "attention_forward_varlen",
-    "autofuse",
-    "compile",
-    "custom_op",
-    "errors",
-    "explain",
-    "fast_layernorm",
-    "get_activation_layer",
-    "group_norm_silu",
-    "layernorm_scale_shift",
-    "load_example",
-    "muls_add",
-    "optimize",
-    "pad_to",
-    "qk_norm_rope",
-    "register_attention_backend",
-    "residual_norm_modulate",
-    "rotary_position_embedding",
-    "set_attention",
-    "set_sparse_attention",
-    "sparse_attention",
-]
+def _homes() -> dict[str, str]:
+    """Return the module of each public name, as the imports above give it."""
+    module = ast.parse(inspect.getsource(sys.modules[__name__]))
+    block = next(statement for statement in module.body if isinstance(statement, ast.If))
+    return {
+        name.name: str(line.module) for line in block.body if isinstance(line, ast.ImportFrom) for name in line.names
+    }
+
+
+_HOME = _homes()
+
+if not TYPE_CHECKING:
+    __all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:
@@ -146,4 +87,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted({*globals(), *_HOME})

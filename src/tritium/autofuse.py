@@ -65,10 +65,6 @@ def enabled(**parts: Any) -> Iterator[Decline | None]:
         hooks.restore_for_process(before)
 
 
-def is_enabled() -> bool:
-    return hooks.process_session() is not None
-
-
 def decisions() -> dict[str, Any]:
     """Return the decisions since `enable`: kernels, proofs, and survived errors of Inductor's analysis."""
     session = hooks.process_session()

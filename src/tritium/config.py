@@ -8,6 +8,7 @@ variable each raise a `ConfigError` that names the nearest valid one.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import re
@@ -34,75 +35,47 @@ ATTENTIONS = (
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 
+_T = TypeVar("_T")
 
-class KeywordsOnly(type):
-    """Metaclass of dataclasses that raise a `ConfigError` for positional or unknown arguments."""
 
-    def __call__(cls, *args: Any, **given: Any) -> Any:
+def keywords_only(cls: type[_T]) -> type[_T]:
+    """Make a frozen dataclass raise a `ConfigError` for a positional or unknown argument and for an assignment.
+
+    A field of the configuration that is no argument comes from its environment variable, if that is set.
+    """
+    initialize = cls.__init__
+    valid = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+
+    @functools.wraps(initialize)
+    def checked(self: _T, *args: Any, **arguments: Any) -> None:
         if args:
             raise ConfigError(f"{cls.__name__} takes keyword arguments only, got {len(args)} positional")
-        valid = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-        for name in given:
+        for name in arguments:
             if name in _FORMER_NAMES:
                 raise ConfigError(f"{cls.__name__} has no field {name!r}; write {_FORMER_NAMES[name]}")
             if name not in valid:
                 raise ConfigError(f"{cls.__name__} has no field {name!r}; {nearest(name, valid)}")
-        return super().__call__(**given)
+        initialize(self, **{**_from_environment(cls), **arguments})
 
-
-class _ConfigType(KeywordsOnly):
-    """Metaclass that reads fields from the environment and rejects assignment on the class."""
-
-    def __call__(cls, *args: Any, **given: Any) -> Any:
-        check_environment()
-        return super().__call__(*args, **{**_from_environment(cls), **given})
-
-    def __setattr__(cls, name: str, value: Any) -> None:
-        # `dataclass`, typing and abc set dunder attributes on the class while it is built.
-        if name.startswith("__"):
-            super().__setattr__(name, value)
-            return
-        example = _FORMER_NAMES.get(name, f"{cls.__name__}({name}={value!r})")
-        raise ConfigError(
-            f"{cls.__name__}.{name} cannot be assigned: a configuration is a value, one per backend; "
-            f"write tritium.Backend({example})"
-        )
-
-
-def _refuse_assignment(self: Any, name: str, value: Any) -> NoReturn:
-    owner = type(self).__name__
-    if owner == "CompilationConfig":
-        form = f"config.with_({name}={value!r})"
-    else:
-        group = "fusion_patterns" if owner == "FusionPatterns" else "pass_config"
-        form = f"tritium.Backend(CompilationConfig({group}={owner}({name}={value!r})))"
-    raise ConfigError(f"{owner} is frozen, {name!r} cannot be assigned; write {form}")
-
-
-def _refuse_deletion(self: Any, name: str) -> NoReturn:
-    raise ConfigError(f"{type(self).__name__} is frozen, {name!r} cannot be deleted")
-
-
-_C = TypeVar("_C", bound=type)
-
-
-def _speak_plainly(cls: _C) -> _C:
-    # dataclass(frozen=True) raises a FrozenInstanceError that names no alternative. Its __init__ uses
-    # object.__setattr__, so these two can be replaced afterwards.
-    type.__setattr__(cls, "__setattr__", _refuse_assignment)
-    type.__setattr__(cls, "__delattr__", _refuse_deletion)
+    for name, method in (("__init__", checked), ("__setattr__", _refuse), ("__delattr__", _refuse)):
+        setattr(cls, name, method)
     return cls
 
 
-class _Group(metaclass=_ConfigType):
+def _refuse(self: Any, name: str, *value: Any) -> NoReturn:
+    change = (
+        f"cannot be assigned; write dataclasses.replace(..., {name}={value[0]!r})" if value else "cannot be deleted"
+    )
+    raise ConfigError(f"{type(self).__name__} is frozen, {name!r} {change}")
+
+
+class _Group:
     """Base of FusionPatterns, PassConfig and CompilationConfig: check each field's type."""
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
-        for field in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            checked = _check(f"{type(self).__name__}.{field.name}", hints[field.name], value)
-            object.__setattr__(self, field.name, checked)
+        for name, value in _arguments(self).items():
+            object.__setattr__(self, name, _check(f"{type(self).__name__}.{name}", hints[name], value))
 
     def with_(self, **changes: Any) -> Self:
         """Return a copy with some fields changed.
@@ -110,10 +83,10 @@ class _Group(metaclass=_ConfigType):
         >>> CompilationConfig().with_(engine="eager").engine
         'eager'
         """
-        return type(self)(**{**_as_arguments(self), **changes})
+        return type(self)(**{**_arguments(self), **changes})
 
 
-@_speak_plainly
+@keywords_only
 @dataclass(frozen=True, kw_only=True)
 class FusionPatterns(_Group):
     """One switch per family. Disabling a family also disables larger regions that cover it."""
@@ -144,7 +117,7 @@ TILINGS = ("1d", "coalesced", "2d", "3d")
 SWITCH_OF_FAMILY = {"gelu": "enable_fast_gelu"}
 
 
-@_speak_plainly
+@keywords_only
 @dataclass(frozen=True, kw_only=True)
 class PassConfig(_Group):
     """Switches of single passes and of the parts of the tiling policy. A disabled pass is not registered."""
@@ -165,7 +138,7 @@ class PassConfig(_Group):
     enable_tiling_retry: bool = True
 
 
-@_speak_plainly
+@keywords_only
 @dataclass(frozen=True, kw_only=True)
 class CompilationConfig(_Group):
     """All settings of a backend.
@@ -199,23 +172,27 @@ class CompilationConfig(_Group):
             _check_pin(kernel, tiling)
         if self.max_captures < 1:
             raise ConfigError(f"CompilationConfig.max_captures must be at least 1, got {self.max_captures}")
-        self._refuse_what_is_not_there()
+        self._check_effects()
 
-    def _refuse_what_is_not_there(self) -> None:
+    def _check_effects(self) -> None:
         # Reject settings that would have no effect.
         for name, default in (("max_captures", 64), ("safe_output_mode", True)):
             if self.graphs == "off" and getattr(self, name) != default:
-                raise ConfigError(f"{name} concerns captured graphs, and graphs is 'off'")
+                raise ConfigError(f"{name} applies to captured graphs, and graphs='off' captures none; set graphs too")
         if self.graphs == "only" and self.enable_freezing:
-            raise ConfigError("enable_freezing changes the graph, and graphs='only' captures it as it is")
+            raise ConfigError(
+                "enable_freezing changes the graph, and graphs='only' captures it unchanged; write graphs='with_compile'"
+            )
         if self.fidelity == "fast":
-            raise ConfigError("fidelity='fast': this version has no lossy technique; it offers 'exact' and 'close'")
+            raise ConfigError("fidelity='fast': this version has no lossy technique; write 'exact' or 'close'")
         if self.fidelity == "exact" and self.engine != "eager":
             raise ConfigError(
                 "fidelity='exact': code that Inductor generates is not bit-equal to eager; write engine='eager' with it"
             )
         if self.force_tiling is not None and self.engine == "eager":
-            raise ConfigError("force_tiling concerns generated kernels, and engine='eager' generates none")
+            raise ConfigError(
+                "force_tiling applies to generated kernels, and engine='eager' generates none; drop one of them"
+            )
 
     def tiling_pins(self) -> tuple[tuple[str, str], ...]:
         """Return pairs of a kernel name and its pinned tiling."""
@@ -239,11 +216,6 @@ class CompilationConfig(_Group):
         return json.dumps(plain, sort_keys=True)
 
 
-# Reading `CompilationConfig.fusion_patterns.enable_rope` on the class, as with the earlier static class, returns the
-# default. Assigning there raises `_refuse_assignment`'s error, which shows the new form.
-type.__setattr__(CompilationConfig, "fusion_patterns", object.__new__(FusionPatterns))
-type.__setattr__(CompilationConfig, "pass_config", object.__new__(PassConfig))
-
 _GROUPS: dict[type, str] = {
     CompilationConfig: envs.PREFIX,
     FusionPatterns: envs.PREFIX + "FUSION_PATTERNS__",
@@ -266,14 +238,19 @@ def check_environment() -> None:
     known = [*environment_names(), envs.ATTENTION]
     for name in envs.tritium_variables():
         if name not in known:
-            raise ConfigError(f"environment variable {name} means nothing to tritium; {nearest(name, known)}")
+            raise ConfigError(f"environment variable {name} is not a setting of tritium; {nearest(name, known)}")
     attention = envs.get(envs.ATTENTION)
     # Names from plug-ins are unknown until they are loaded. If a plug-in is installed, the attention call checks.
     if attention and attention not in ATTENTIONS and not importlib.metadata.entry_points(group="tritium.attention"):
-        raise ConfigError(f"{envs.ATTENTION}={attention}: there is no such attention; {nearest(attention, ATTENTIONS)}")
+        raise ConfigError(
+            f"{envs.ATTENTION}={attention}: unknown attention implementation; {nearest(attention, ATTENTIONS)}"
+        )
 
 
 def _from_environment(cls: type) -> dict[str, Any]:
+    if cls not in _GROUPS:
+        return {}
+    check_environment()
     variables = envs.tritium_variables()
     hints = get_type_hints(cls)
     values = {}
@@ -283,7 +260,7 @@ def _from_environment(cls: type) -> dict[str, Any]:
     return values
 
 
-def _as_arguments(config: Any) -> dict[str, Any]:
+def _arguments(config: Any) -> dict[str, Any]:
     return {field.name: getattr(config, field.name) for field in fields(config)}
 
 
@@ -295,12 +272,12 @@ def _parse(variable: str, hint: Any, text: str) -> Any:
             return True
         if lowered in _FALSE:
             return False
-        raise ConfigError(f"{variable}={text!r} is no truth value; use 1 or 0")
+        raise ConfigError(f"{variable}={text!r} is not a boolean; use 1 or 0")
     if hint is int:
         try:
             return int(lowered)
         except ValueError:
-            raise ConfigError(f"{variable}={text!r} is no whole number") from None
+            raise ConfigError(f"{variable}={text!r} is not an integer") from None
     if get_origin(hint) is Literal:
         if lowered not in get_args(hint):
             raise ConfigError(f"{variable}={text!r}: {nearest(lowered, get_args(hint))}")
@@ -315,7 +292,7 @@ def _parse(variable: str, hint: Any, text: str) -> Any:
 def _parse_pair(variable: str, pair: str, form: str = "op=provider") -> tuple[str, str]:
     name, _, value = (part.strip() for part in pair.partition("="))
     if not name or not value:
-        raise ConfigError(f"{variable}: {pair!r} is no {form} pair")
+        raise ConfigError(f"{variable}: {pair!r} is not of the form {form}")
     return name, value
 
 
@@ -324,7 +301,7 @@ def _check_pin(kernel: str, tiling: str) -> None:
         raise ConfigError(f"force_tiling: kernel {kernel!r} cannot be tiled {tiling!r}; {nearest(tiling, TILINGS)}")
     if re.fullmatch(r"triton_[a-z]{3}_\w+_\d+", kernel) is None:
         raise ConfigError(
-            f"force_tiling: {kernel!r} is no name of a generated kernel; the report lists them, "
+            f"force_tiling: {kernel!r} is not the name of a generated kernel; use one that the report lists, "
             "as in 'triton_poi_fused_add_0'"
         )
 
@@ -367,5 +344,5 @@ def _check_pairs(name: str, value: tuple[Any, ...]) -> tuple[Any, ...]:
         raise ConfigError(f"{name} cannot be {value!r}")
     for pair in value:
         if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(part, str) for part in pair)):
-            raise ConfigError(f"{name} maps {what[field]}, got {pair!r}")
+            raise ConfigError(f"{name} must map {what[field]}, got {pair!r}")
     return value

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from tritium.config import CompilationConfig, KeywordsOnly, check_flag
+from tritium.config import CompilationConfig, check_flag, keywords_only
 from tritium.errors import ConfigError, nearest
 from tritium.pipelines.shapes import Shapes
 
@@ -18,8 +18,9 @@ HOWS: tuple[How, ...] = get_args(How)
 Graphs = Literal["off", "only", "with_compile", "auto"]
 
 
+@keywords_only
 @dataclass(frozen=True, kw_only=True)
-class Choice(metaclass=KeywordsOnly):
+class Choice:
     """The setting for one part of a pipeline.
 
     `how` selects Tritium, plain torch.compile (`inductor`), or neither (`eager`). `channels_last` converts the part's
@@ -48,8 +49,9 @@ class Choice(metaclass=KeywordsOnly):
         return dataclasses.asdict(self)
 
 
+@keywords_only
 @dataclass(frozen=True, kw_only=True)
-class Plan(metaclass=KeywordsOnly):
+class Plan:
     """The settings for a pipeline; `tritium.optimize(pipe)` uses `Plan()`.
 
     Args:

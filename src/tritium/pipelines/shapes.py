@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from tritium.config import KeywordsOnly
+from tritium.config import keywords_only
 from tritium.errors import ConfigError, nearest
 
 OnViolation = Literal["compile", "eager", "error"]
@@ -28,8 +28,9 @@ class Bucket:
         return f"{self.height} x {self.width}, batch {self.batch}{text}"
 
 
+@keywords_only
 @dataclass(frozen=True, kw_only=True)
-class Shapes(metaclass=KeywordsOnly):
+class Shapes:
     """Image sizes, batch sizes and prompt lengths that `handle.warmup()` compiles.
 
     Args:
