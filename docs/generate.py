@@ -228,8 +228,9 @@ PRODUCTS = ("cat_linear", "linear_gelu", "wide_attention")
 
 def kernels() -> str:
     """Every measured choice, from the shipped tables alone."""
-    from tritium import device, tuning
+    from tritium import device
     from tritium.tiling import tables
+    from tritium.tuning import tables as tuned
 
     text = "# Kernels and choices\n\nWhat was measured, and what follows from it, from the tables that ship with the package; "
     text += "[choosing by measuring](../performance.md#how-a-provider-is-chosen) says how. A *block* is what the op stands between "
@@ -238,7 +239,7 @@ def kernels() -> str:
     text += "*In context* is the site's time on the device inside the block, and the host column is what its launches cost more "
     text += "than those of Inductor's code. Rows marked *loop* compare with a kernel of Inductor that loops over the row; they are "
     text += "left out where Inductor holds rows of that length in registers, as it does on the H200.\n"
-    for path in sorted(tuning.SHIPPED.glob("*.json")):
+    for path in sorted(tuned.SHIPPED.glob("*.json")):
         # Reductions come below; attention's table is of candidates, not of providers.
         if path == tables.shipped_file() or path.stem.startswith("attention-"):
             continue
@@ -246,7 +247,7 @@ def kernels() -> str:
         bandwidth = device.copy_bandwidth(device.Device("", name))
         about = f", {bandwidth / 1e12:.1f} TB/s copy" if bandwidth else ""
         text += f"\n## {name}{about}\n\n"
-        rows = [kernel_row(verdict, bandwidth) for verdict in tuning.read(path).values()]
+        rows = [kernel_row(verdict, bandwidth) for verdict in tuned.load(path).rows.values() if verdict.in_block]
         text += table(
             [
                 "op",
@@ -276,7 +277,7 @@ def kernels() -> str:
 
 
 def kernel_row(verdict, bandwidth: float | None) -> list[str]:
-    order = ["inductor", *(name for name in verdict.block_ms if name != "inductor")]
+    order = ["inductor", *(name for name in verdict.ms if name != "inductor")]
     alone = [verdict.alone_us[name] for name in order if name in verdict.alone_us]
     share = ""
     costs = verdict.site().costs
@@ -287,7 +288,7 @@ def kernel_row(verdict, bandwidth: float | None) -> list[str]:
         verdict.key.shape,
         verdict.key.dtype,
         f"`{verdict.provider}`" + (", loop" if verdict.looped else ""),
-        " / ".join(f"{verdict.block_ms[name]:.3f}" for name in order),
+        " / ".join(f"{verdict.ms[name]:.3f}" for name in order),
         f"{verdict.ratio:.2f}" if len(order) > 1 else "",
         " / ".join(f"{costs[name].device_us:.1f}" for name in order),
         " / ".join(f"{costs[name].host_us - costs['inductor'].host_us:+.1f}" for name in order[1:]),

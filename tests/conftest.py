@@ -69,7 +69,7 @@ def _clean_slate(
     from tritium.report import LEDGER
 
     # What this machine's user has measured is none of a test's business.
-    monkeypatch.setattr(tuning, "user_folder", lambda: tmp_path_factory.getbasetemp() / "tuned")
+    monkeypatch.setattr(tuning.tables, "user_folder", lambda: tmp_path_factory.getbasetemp() / "tuned")
     tuning.forget()
 
     for name in [name for name in os.environ if name.startswith("TRITIUM_")]:

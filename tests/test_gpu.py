@@ -56,12 +56,12 @@ def test_flux_with_and_without_owned_kernels(dtype, provider):
 
 def test_tuning_measures_device_and_host(tmp_path, monkeypatch):
     """A row of this GPU, and a compilation that decides by it."""
-    monkeypatch.setattr(tuning, "user_folder", lambda: tmp_path)
+    monkeypatch.setattr(tuning.tables, "user_folder", lambda: tmp_path)
     key = Key.of("linear_gelu", {"tokens": 4096, "k": 512, "n": 2048}, torch.bfloat16)
-    path = tmp_path / tuning.file_name(torch.cuda.get_device_name())
+    path = tmp_path / tuning.Machine(torch.cuda.get_device_name()).file_name
     (row,) = tune.measure_keys([key], "cuda", path, lambda *what: None, seconds=0.3)
-    assert row.block_ms.keys() == row.alone_us.keys() == row.issue_us.keys() == {"inductor", "aten"}
-    assert all(time > 0 for times in (row.block_ms, row.alone_us, row.issue_us) for time in times.values())
+    assert row.ms.keys() == row.alone_us.keys() == row.issue_us.keys() == {"inductor", "aten"}
+    assert all(time > 0 for times in (row.ms, row.alone_us, row.issue_us) for time in times.values())
     linear = torch.nn.Linear(512, 2048).to("cuda", torch.bfloat16)
 
     def function(x):

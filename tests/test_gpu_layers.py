@@ -26,7 +26,7 @@ HALF = [torch.bfloat16, torch.float16]
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch, tmp_path):
-    monkeypatch.setattr(tuning, "user_folder", lambda: tmp_path)
+    monkeypatch.setattr(tuning.tables, "user_folder", lambda: tmp_path)
     choice.forget()
 
 

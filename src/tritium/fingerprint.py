@@ -24,7 +24,7 @@ from tritium import compat, device
 from tritium.errors import FingerprintError, nearest
 
 # Folders whose code decides how a graph is compiled. A change elsewhere leaves compiled code valid.
-CODE = ("compat", "compiler", "fusions", "graph.py", "ops", "tiling")
+CODE = ("compat", "compiler", "fusions", "graph.py", "ops", "tiling", "tuning")
 _SUFFIXES = {".py"}
 
 # Configuration entries that only record the origin, in addition to names that start with an underscore.

@@ -13,7 +13,7 @@ from tritium.layers.attention import choice
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch, tmp_path):
-    monkeypatch.setattr(tuning, "user_folder", lambda: tmp_path)
+    monkeypatch.setattr(tuning.tables, "user_folder", lambda: tmp_path)
     choice.forget()
 
 

@@ -387,12 +387,17 @@ class TestTune:
         def compare(key, device_type, seconds):
             asked.append((key, device_type, seconds))
             return Verdict(
-                key, "aten", {"inductor": 2.0, "aten": 1.0}, alone_us={"inductor": 9.0, "aten": 3.0}, bytes=6, torch="0"
+                key,
+                "aten",
+                {"inductor": 2.0, "aten": 1.0},
+                alone_us={"inductor": 9.0, "aten": 3.0},
+                bytes=6,
+                versions={"torch": "0"},
             )
 
         monkeypatch.setattr(tune, "compare", compare)
         monkeypatch.setattr(measure.Load, "disturbed", False)
-        monkeypatch.setattr(tuning, "user_folder", lambda: tmp_path)
+        monkeypatch.setattr(tuning.tables, "user_folder", lambda: tmp_path)
         return asked
 
     def test_all_standard_shapes_are_compared_and_kept(self, compared, tmp_path):
@@ -402,7 +407,7 @@ class TestTune:
             ("rope", "float32", "cpu", 0.5)
         ]
         (path,) = tmp_path.iterdir()
-        assert {row.provider for row in tuning.read(path).values()} == {"aten"}
+        assert {row.provider for row in tuning.load(path).rows.values()} == {"aten"}
         assert "2.00x" in result.output
         assert f"kept in {path}" in result.output.replace("\n", "")
 
@@ -419,7 +424,7 @@ class TestTune:
         assert (
             invoke("tune", "rope", "--device", "cpu", "--to", str(path), "--dtype", "bfloat16,float16").exit_code == 0
         )
-        assert {key.dtype for key in tuning.read(path)} == {"bfloat16", "float16"}
+        assert {key.dtype for key in tuning.load(path).rows} == {"bfloat16", "float16"}
         assert len(compared) == 2
 
     def test_what_is_known_is_shown_without_measuring(self, compared):
@@ -434,7 +439,7 @@ class TestTune:
         (path,) = tmp_path.iterdir()
         rows = json.loads(path.read_text())["rows"]
         # What another torch has measured is left out.
-        rows[0]["torch"] = compat.versions.version_text()
+        rows[0]["versions"]["torch"] = compat.versions.version_text()
         path.write_text(json.dumps({"rows": [None, *rows]}))
         result = invoke("tune", "--device", "cpu", "--show")
         assert result.exit_code == 0

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import tritium
-from tritium import fusions, measure, ops, tuning
+from tritium import compat, fusions, measure, ops, tuning
 from tritium.compiler import choose, tune
 from tritium.compiler.passes.fuse import fuse
 from tritium.ops import linear_gelu, rms_norm, rope
 from tritium.passes import PassContext
 from tritium.report import GraphRecord
-from tritium.tuning import Key, Machine, Verdict
+from tritium.tuning import Key, Loop, Machine, Verdict
 
 
 def context(device_type="cpu", **settings):
@@ -32,6 +32,10 @@ def complex_rope():
     }
 
 
+def key_of(op, arguments):
+    return tuning.key_of(op, op.bind(**arguments))
+
+
 def plain_norm():
     return {"x": torch.randn(2, 8), "weight": None, "eps": 1e-6, "out_dtype": None}
 
@@ -40,12 +44,12 @@ def plain_norm():
 def table(tmp_path, monkeypatch):
     """Returns a function that writes a row about this machine's CPU, and about a GPU of the same name."""
     here = Machine("machine", "9.0", 132)
-    monkeypatch.setattr(tuning, "user_folder", lambda: tmp_path)
-    monkeypatch.setattr(choose, "machine", lambda device_type: here)
+    monkeypatch.setattr(tuning.tables, "user_folder", lambda: tmp_path)
+    monkeypatch.setattr(tuning.tables, "_machine", lambda where: here)
 
-    def add(key, **block_ms):
-        row = Verdict(key, "inductor", block_ms, torch=tune.compat.versions.version_text())
-        tuning.write(tmp_path / tuning.file_name("machine"), here, [row])
+    def add(key, **ms):
+        row = Verdict(key, "inductor", ms, versions={"torch": compat.versions.version_text()})
+        tuning.store(tmp_path / here.file_name, here, [row])
 
     return add
 
@@ -54,7 +58,7 @@ class TestChoice:
     def test_a_gpu_gets_what_near_shapes_say_and_a_cpu_does_not(self, table):
         arguments = complex_rope()
         near = {**arguments, "x": arguments["x"][:, :2000], "table": arguments["table"][:2000]}
-        table(choose.key_of(rope.OP, near), inductor=1.0, aten=0.5)
+        table(key_of(rope.OP, near), inductor=1.0, aten=0.5)
         provider, why = choose.choose_provider(rope.OP, arguments, context("cuda"))
         assert provider == "aten"
         assert why.startswith("predicted 2.0")
@@ -63,7 +67,7 @@ class TestChoice:
     @pytest.mark.parametrize("graphs", ["with_compile", "auto"])
     def test_replayed_graphs_do_not_wait_for_the_host(self, table, graphs):
         arguments = complex_rope()
-        table(choose.key_of(rope.OP, arguments), inductor=0.004, aten=0.003)
+        table(key_of(rope.OP, arguments), inductor=0.004, aten=0.003)
         assert choose.choose_provider(rope.OP, arguments, context("cuda"))[0] == "inductor"
         assert choose.choose_provider(rope.OP, arguments, context("cuda", graphs=graphs))[0] == "aten"
 
@@ -90,7 +94,7 @@ class TestChoice:
     @pytest.mark.parametrize(("ms", "provider"), [(0.5, "aten"), (0.99, "inductor")])
     def test_a_measurement_decides(self, table, ms, provider):
         arguments = complex_rope()
-        table(choose.key_of(rope.OP, arguments), inductor=1.0, aten=ms)
+        table(key_of(rope.OP, arguments), inductor=1.0, aten=ms)
         chosen, why = choose.choose_provider(rope.OP, arguments, context())
         assert chosen == provider
         assert f"{1 / ms:.2f}x against Inductor in a block" in why
@@ -104,20 +108,20 @@ class TestChoice:
             "approximate": "tanh",
             "out_dtype": None,
         }
-        table(choose.key_of(linear_gelu.OP, arguments), inductor=1.0, aten=0.5)
+        table(key_of(linear_gelu.OP, arguments), inductor=1.0, aten=0.5)
         provider, why = choose.choose_provider(linear_gelu.OP, arguments, context())
         assert provider == "inductor"
         assert "only CUDA" in why
 
     def test_a_pin_beats_the_table(self, table):
         arguments = complex_rope()
-        table(choose.key_of(rope.OP, arguments), inductor=1.0, aten=0.5)
+        table(key_of(rope.OP, arguments), inductor=1.0, aten=0.5)
         provider, why = choose.choose_provider(rope.OP, arguments, context(force_provider={"rope": "inductor"}))
         assert (provider, why) == ("inductor", "pinned by force_provider='inductor'")
 
     def test_the_eager_engine_asks_no_table(self, table):
         arguments = complex_rope()
-        table(choose.key_of(rope.OP, arguments), inductor=1.0, aten=0.5)
+        table(key_of(rope.OP, arguments), inductor=1.0, aten=0.5)
         assert choose.choose_provider(rope.OP, arguments, context(engine="eager"))[0] == "reference"
 
 
@@ -128,7 +132,7 @@ def test_symbolic_sizes_are_looked_up_at_their_present_size():
     mode = FakeTensorMode(shape_env=ShapeEnv())
     torch._dynamo.mark_dynamic(x := torch.randn(1, 4608, 3, 8), 1)
     fake = {**complex_rope(), "x": mode.from_tensor(x, static_shapes=False)}
-    assert choose.key_of(rope.OP, fake).sizes()["tokens"] == 16384
+    assert key_of(rope.OP, fake).sizes()["tokens"] == 16384
     assert not mode.shape_env.guards
 
 
@@ -161,7 +165,7 @@ def test_a_first_call_measures_nothing(table, untimed, known, device_type):
     del untimed
     x, freqs = torch.randn(2, 14000, 24, 8), torch.randn(14000, 1, 4, dtype=torch.complex64)
     if known:
-        table(choose.key_of(rope.OP, complex_rope()), inductor=1.0, aten=0.5)
+        table(key_of(rope.OP, complex_rope()), inductor=1.0, aten=0.5)
     found = context(device_type)
 
     def backend(gm, example_inputs):
@@ -183,7 +187,7 @@ def test_a_first_call_measures_nothing(table, untimed, known, device_type):
 def test_generated_code_has_what_was_chosen(table):
     """Spelled in real numbers by the chosen provider: nothing falls back to ATen."""
     x, freqs = torch.randn(2, 14000, 24, 8), torch.randn(14000, 1, 4, dtype=torch.complex64)
-    table(choose.key_of(rope.OP, complex_rope()), inductor=1.0, aten=0.5)
+    table(key_of(rope.OP, complex_rope()), inductor=1.0, aten=0.5)
     with torch.inference_mode():
         compiled = torch.compile(attention, backend=tritium.Backend(), fullgraph=True)
         torch.testing.assert_close(compiled(x, freqs), attention(x, freqs))
@@ -232,11 +236,11 @@ def test_the_host_is_timed_by_calls_in_a_row(monkeypatch):
 @pytest.mark.parametrize(
     ("form", "elements", "looped"),
     [
-        ("looped", 3072, {"size": "width", "reads": 5}),
-        ("persistent", 3072, {}),
+        ("looped", 3072, Loop("width", 5)),
+        ("persistent", 3072, None),
         # A row that Inductor always holds, and one whose length is no size of the shape.
-        ("looped", 768, {}),
-        ("looped", 5120, {}),
+        ("looped", 768, None),
+        ("looped", 5120, None),
     ],
 )
 def test_a_row_names_the_size_that_inductor_looped_over(form, elements, looped):
@@ -260,14 +264,14 @@ def test_a_comparison_on_this_machine(tmp_path, monkeypatch):
     path = tmp_path / "t.json"
     (row,) = tune.measure_keys([key], "cpu", path, lambda *what: told.append(what), seconds=0.05)
     assert told == [(key, 0, 1)]
-    assert set(row.block_ms) == {"inductor", "aten"}
-    assert all(ms > 0 for ms in (*row.block_ms.values(), *row.alone_us.values()))
-    assert row.provider == tuning.winner(row, replayed=True)
+    assert set(row.ms) == {"inductor", "aten"}
+    assert all(ms > 0 for ms in (*row.ms.values(), *row.alone_us.values()))
+    assert row.provider == row.site().choose(replayed=True)
     # A CPU launches nothing.
     assert row.issue_us == {}
     # x and result of 64 rows of 8 floats, and the table of 4 tokens.
     assert row.bytes == 2 * 64 * 8 * 4 + 4 * 4 * 8
-    assert tuning.read(path) == {key: row}
+    assert dict(tuning.load(path).rows) == {key: row}
 
 
 def test_what_cannot_be_measured_is_inductor_s_with_the_reason(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from tritium.layers.attention import choice
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch, tmp_path):
     """Tables of attention in a folder of the test's own, and an empty memory."""
-    monkeypatch.setattr(tuning, "user_folder", lambda: tmp_path)
+    monkeypatch.setattr(tuning.tables, "user_folder", lambda: tmp_path)
     choice.forget()
     yield
     choice.forget()

@@ -301,7 +301,7 @@ class TestChoice:
         assert choice._fastest(row, symbolic) == "sdpa"
 
     def test_shipped_tables_say_what_their_numbers_say(self):
-        paths = sorted(tuning.SHIPPED.glob("attention-*.json"))
+        paths = sorted(tuning.tables.SHIPPED.glob("attention-*.json"))
         assert paths
         for path in paths:
             rows = table.read(path)
@@ -645,7 +645,7 @@ class TestFiles:
 
     def test_a_folder_that_cannot_be_made(self, monkeypatch, tmp_path):
         (tmp_path / "file").touch()
-        monkeypatch.setattr(tuning, "user_folder", lambda: tmp_path / "file" / "tuned")
+        monkeypatch.setattr(tuning.tables, "user_folder", lambda: tmp_path / "file" / "tuned")
         q, k, v = qkv(7, 7)
         with pytest.warns(RuntimeWarning, match="cannot be kept for the next process"):
             tritium.attention_forward(q, k, v)
@@ -662,7 +662,7 @@ class TestFiles:
     def test_a_row_of_other_types_is_left_out(self, change):
         q, k, v = qkv(7, 7)
         tritium.attention_forward(q, k, v)
-        (file,) = tuning.user_folder().glob("attention-*.json")
+        (file,) = tuning.tables.user_folder().glob("attention-*.json")
         content = json.loads(file.read_text())
         (row,) = content["rows"]
         good = row | {"key": "another"}

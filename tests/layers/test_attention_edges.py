@@ -279,7 +279,7 @@ class TestRemembered:
     def test_files_that_are_too_much(self, monkeypatch, tmp_path):
         (tmp_path / "deep.json").write_text("[" * 100_000)
         assert table.read(tmp_path / "deep.json") == {}
-        monkeypatch.setattr(tuning, "user_folder", lambda: tmp_path / ("x" * 5000))
+        monkeypatch.setattr(tuning.tables, "user_folder", lambda: tmp_path / ("x" * 5000))
         assert table.contents() == []
 
     def test_somebody_without_a_home(self, monkeypatch):

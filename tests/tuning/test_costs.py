@@ -2,7 +2,6 @@
 
 import pytest
 
-from tritium import tuning
 from tritium.tuning import Cost, Key, Site, Verdict
 from tritium.tuning.costs import EXCHANGE, LAUNCH_US
 
@@ -89,29 +88,29 @@ class TestRows:
     def test_a_narrow_gain_in_a_long_block(self, owned, alone, chosen):
         times = {"inductor": 1.0, "triton": owned}
         alone_us = {} if alone is None else {"inductor": 100.0, "triton": alone}
-        assert tuning.winner(Verdict(KEY, "inductor", times, alone_us=alone_us)) == chosen
+        assert Verdict(KEY, "inductor", times, alone_us=alone_us).site().choose() == chosen
 
     def test_times_that_contradict_each_other_leave_positive_costs(self):
         odd = Verdict(KEY, "inductor", {"inductor": 0.01, "triton": 0.03}, alone_us={"inductor": 5.0, "triton": 5.0})
         assert all(cost.device_us > 0 for cost in odd.site().costs.values())
-        assert tuning.winner(odd) == "inductor"
+        assert odd.site().choose() == "inductor"
 
     def test_a_measured_host_decides(self):
-        assert tuning.winner(row(issue_us={"inductor": 125.0, "triton": 125.4})) == "triton"
-        assert tuning.winner(row(issue_us={"inductor": 125.0, "triton": 170.4})) == "inductor"
-        assert tuning.winner(row(issue_us={"inductor": 125.0, "triton": 170.4}), replayed=True) == "triton"
+        assert row(issue_us={"inductor": 125.0, "triton": 125.4}).site().choose() == "triton"
+        assert row(issue_us={"inductor": 125.0, "triton": 170.4}).site().choose() == "inductor"
+        assert row(issue_us={"inductor": 125.0, "triton": 170.4}).site().choose(replayed=True) == "triton"
         assert "host +45.4 us, measured" in row(issue_us={"inductor": 125.0, "triton": 170.4}).why()
 
     def test_launches_stand_for_a_host_that_was_not_measured(self):
         one = {"inductor": {"generated": 1, "library": 2}, "triton": {"owned": 1, "library": 2}}
-        assert tuning.winner(row(launches=one)) == "triton"
+        assert row(launches=one).site().choose() == "triton"
         many = {"inductor": {"generated": 1, "library": 2}, "triton": {"owned": 3, "library": 2}}
         # Two launches more, 10.7 us, for 14.7 us of the device; then for 38.3.
-        assert tuning.winner(row(launches=many)) == "inductor"
-        assert tuning.winner(row(owned=0.0200, alone=9.0, launches=many)) == "triton"
+        assert row(launches=many).site().choose() == "inductor"
+        assert row(owned=0.0200, alone=9.0, launches=many).site().choose() == "triton"
         extra = 3 * LAUNCH_US["owned"] - LAUNCH_US["generated"]
         assert f"host {extra:+.1f} us, from launches" in row(launches=many).why()
 
     def test_a_measured_host_comes_before_launches(self):
         one = {"inductor": {"generated": 1, "library": 2}, "triton": {"owned": 1, "library": 2}}
-        assert tuning.winner(row(launches=one, issue_us={"inductor": 125.0, "triton": 170.4})) == "inductor"
+        assert row(launches=one, issue_us={"inductor": 125.0, "triton": 170.4}).site().choose() == "inductor"

@@ -3,7 +3,8 @@
 import pytest
 
 from tritium import compat, tuning
-from tritium.tuning import INDUCTOR, Key, Machine, Verdict
+from tritium.ops import INDUCTOR
+from tritium.tuning import Key, Loop, Machine, Verdict
 
 GPU = Machine("Some GPU", "9.0", 132)
 LIKE = Machine("Another GPU", "9.0", 130)
@@ -21,18 +22,18 @@ def verdict(of, inductor, triton, looped=False, host=None):
         {"inductor": (inductor + 20) / 1e3, "triton": (triton + 20) / 1e3},
         alone_us={"inductor": inductor, "triton": triton},
         issue_us=host or {"inductor": 100.0, "triton": 100.0},
-        looped={"size": "width", "reads": 5} if looped else {},
-        torch=compat.versions.version_text(),
+        looped=Loop("width", 5) if looped else None,
+        versions={"torch": compat.versions.version_text()},
     )
 
 
 @pytest.fixture
 def shipped(tmp_path, monkeypatch):
-    monkeypatch.setattr(tuning, "SHIPPED", tmp_path / "shipped")
-    monkeypatch.setattr(tuning, "user_folder", lambda: tmp_path / "own")
+    monkeypatch.setattr(tuning.tables, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr(tuning.tables, "user_folder", lambda: tmp_path / "own")
 
     def add(*rows, folder="shipped", machine=GPU):
-        tuning.write(tmp_path / folder / tuning.file_name(machine.name), machine, rows)
+        tuning.store(tmp_path / folder / tuning.Machine(machine.name).file_name, machine, rows)
 
     tuning.forget()
     yield add
@@ -141,7 +142,7 @@ class TestOtherDevices:
         assert decision.provider == "triton"
         assert decision.why.startswith("predicted")
         assert decision.why.endswith("measured on Some GPU")
-        assert tuning.like(LIKE) == "Some GPU"
+        assert tuning.like(LIKE) == GPU
 
     @pytest.mark.parametrize(
         "machine",

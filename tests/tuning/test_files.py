@@ -19,8 +19,10 @@ KEY = Key.of("linear_gelu", {"tokens": 4096, "k": 4096, "n": 16384}, "torch.bflo
 def verdict(key=KEY, inductor=1.0, aten=0.8, torch=None):
     times = {"inductor": inductor, "aten": aten}
     alone = {"inductor": 700.0, "aten": 500.0}
-    row = Verdict(key, "inductor", times, alone_us=alone, bytes=123, torch=torch or compat.versions.version_text())
-    return dataclasses.replace(row, provider=tuning.winner(row))
+    row = Verdict(
+        key, "inductor", times, alone_us=alone, bytes=123, versions={"torch": torch or compat.versions.version_text()}
+    )
+    return dataclasses.replace(row, provider=row.site().choose())
 
 
 def test_a_key_is_its_text():
@@ -28,7 +30,7 @@ def test_a_key_is_its_text():
     assert Key.of(KEY.op, KEY.sizes(), KEY.dtype) == KEY
 
 
-ROW = {"op": "a", "shape": "tokens=1", "dtype": "float32", "provider": "inductor", "block_ms": {"inductor": 1.0}}
+ROW = {"op": "a", "shape": "tokens=1", "dtype": "float32", "provider": "inductor", "ms": {"inductor": 1.0}}
 
 # Texts of files, and the damage of each.
 DAMAGED = {
@@ -51,15 +53,15 @@ DAMAGED = {
             {"shape": None},
             {"shape": "tokens=" + "9" * 5000},
             {"shape": "tokens=" + "9" * 400},
-            {"block_ms": {"inductor": 1e300}},
+            {"ms": {"inductor": 1e300}},
             {"provider": None},
-            {"block_ms": None},
-            {"block_ms": {}},
-            {"block_ms": {"inductor": "x"}},
-            {"block_ms": {"inductor": True}},
-            {"block_ms": {"inductor": -1.0}},
-            {"block_ms": {"inductor": float("nan")}},
-            {"block_ms": {"inductor": 0, "triton": 0}},
+            {"ms": None},
+            {"ms": {}},
+            {"ms": {"inductor": "x"}},
+            {"ms": {"inductor": True}},
+            {"ms": {"inductor": -1.0}},
+            {"ms": {"inductor": float("nan")}},
+            {"ms": {"inductor": 0, "triton": 0}},
             {"alone_us": [1]},
             {"issue_us": {"inductor": "x"}},
             {"launches": 1},
@@ -70,7 +72,7 @@ DAMAGED = {
             {"looped": {"size": "width", "reads": 1}},
             {"remarks": {"a": 1}},
             {"bytes": "many"},
-            {"torch": 2},
+            {"versions": {"torch": 2}},
         )
     },
 }
@@ -78,54 +80,54 @@ DAMAGED = {
 
 class TestFiles:
     def test_what_is_written_is_found(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(tuning, "user_folder", lambda: tmp_path)
-        tuning.write(tmp_path / tuning.file_name("Some GPU"), GPU, [verdict()])
-        assert tuning.known("Some GPU") == [verdict()]
-        assert tuning.known("Another GPU") == []
-        table = tuning.files.load(tmp_path / tuning.file_name("Some GPU"))
-        assert (table.device, table.capability, table.multiprocessors) == ("Some GPU", "9.0", 132)
+        monkeypatch.setattr(tuning.tables, "user_folder", lambda: tmp_path)
+        tuning.store(tmp_path / tuning.Machine("Some GPU").file_name, GPU, [verdict()])
+        assert tuning.known(GPU) == [verdict()]
+        assert tuning.known(Machine("Another GPU")) == []
+        table = tuning.load(tmp_path / tuning.Machine("Some GPU").file_name)
+        assert table.machine == GPU
 
     def test_a_row_replaces_the_one_before_and_leaves_the_others(self, tmp_path):
         path, other = tmp_path / "t.json", Key("rope", "tokens=1", "float32")
-        tuning.write(path, GPU, [verdict(), verdict(other)])
-        tuning.write(path, GPU, [verdict(aten=2.0)])
-        assert tuning.read(path) == {KEY: verdict(aten=2.0), other: verdict(other)}
+        tuning.store(path, GPU, [verdict(), verdict(other)])
+        tuning.store(path, GPU, [verdict(aten=2.0)])
+        assert dict(tuning.load(path).rows) == {KEY: verdict(aten=2.0), other: verdict(other)}
         assert json.loads(path.read_text())["device"] == "Some GPU"
 
     def test_rows_of_another_torch_are_not_believed(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(tuning, "user_folder", lambda: tmp_path)
-        tuning.write(tmp_path / tuning.file_name("g"), GPU, [verdict(torch="1.0")])
-        assert tuning.known("g") == []
+        monkeypatch.setattr(tuning.tables, "user_folder", lambda: tmp_path)
+        tuning.store(tmp_path / tuning.Machine("g").file_name, GPU, [verdict(torch="1.0")])
+        assert tuning.known(Machine("g")) == []
 
     @pytest.mark.parametrize("text", DAMAGED, ids=DAMAGED.values())
     def test_a_damaged_file_is_ignored_with_one_warning(self, text, tmp_path, monkeypatch):
-        monkeypatch.setattr(tuning, "user_folder", lambda: tmp_path)
-        monkeypatch.setattr(tuning, "SHIPPED", tmp_path / "nothing")
-        path = tmp_path / tuning.file_name(GPU.name)
+        monkeypatch.setattr(tuning.tables, "user_folder", lambda: tmp_path)
+        monkeypatch.setattr(tuning.tables, "SHIPPED", tmp_path / "nothing")
+        path = tmp_path / tuning.Machine(GPU.name).file_name
         path.write_text(text)
         with pytest.warns(RuntimeWarning) as told:
-            assert tuning.known(GPU.name) == []
-            assert tuning.known(GPU.name) == []
+            assert tuning.known(GPU) == []
+            assert tuning.known(GPU) == []
             # What a compilation reads.
             assert tuning.decide(GPU, KEY, ["aten"], lambda elements, reads: True).provider == "inductor"
         (warning,) = [one for one in told if "damaged" in str(one.message)]
         assert str(path) in str(warning.message)
         assert "\n" not in str(warning.message)
-        tuning.write(path, GPU, [verdict()])
-        assert tuning.known(GPU.name) == [verdict()]
+        tuning.store(path, GPU, [verdict()])
+        assert tuning.known(GPU) == [verdict()]
 
     def test_a_damaged_row_leaves_the_others(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(tuning, "user_folder", lambda: tmp_path)
-        path = tmp_path / tuning.file_name("g")
-        path.write_text(json.dumps({"rows": [None, verdict().to_dict(), {**verdict().to_dict(), "block_ms": 3}]}))
+        monkeypatch.setattr(tuning.tables, "user_folder", lambda: tmp_path)
+        path = tmp_path / tuning.Machine("g").file_name
+        path.write_text(json.dumps({"rows": [None, verdict().to_dict(), {**verdict().to_dict(), "ms": 3}]}))
         with pytest.warns(RuntimeWarning, match="row 1: None is not an object, and 1 more"):
-            assert tuning.known("g") == [verdict()]
+            assert tuning.known(Machine("g")) == [verdict()]
 
     @pytest.mark.parametrize(
         "change",
         [
-            {"block_ms": {"inductor": 1e12, "aten": 1e-300}, "alone_us": {"inductor": 1e-300, "aten": 1e12}},
-            {"block_ms": {"inductor": 1e-300, "aten": 1e12}, "issue_us": {"inductor": 1e12, "aten": 1e-300}},
+            {"ms": {"inductor": 1e12, "aten": 1e-300}, "alone_us": {"inductor": 1e-300, "aten": 1e12}},
+            {"ms": {"inductor": 1e-300, "aten": 1e12}, "issue_us": {"inductor": 1e12, "aten": 1e-300}},
             {"shape": "tokens=4096 k=4096 n=0"},
             {"shape": "tokens=999999999999999 k=4096 n=16384"},
             {"shape": "tokens=4096 k=4096+4096 n=16384"},
@@ -136,13 +138,13 @@ class TestFiles:
         ids=str,
     )
     def test_odd_rows_that_are_well_formed_decide_without_an_error(self, change, tmp_path, monkeypatch):
-        monkeypatch.setattr(tuning, "user_folder", lambda: tmp_path)
-        path = tmp_path / tuning.file_name(GPU.name)
+        monkeypatch.setattr(tuning.tables, "user_folder", lambda: tmp_path)
+        path = tmp_path / tuning.Machine(GPU.name).file_name
         path.write_text(json.dumps({"rows": [{**verdict().to_dict(), **change}]}))
         tuning.forget()
-        assert tuning.known(GPU.name)
+        assert tuning.known(GPU)
         for tokens in (1024, 4096):
-            for key in (Key.of(KEY.op, {**KEY.sizes(), "tokens": tokens}, KEY.dtype), tuning.known(GPU.name)[0].key):
+            for key in (Key.of(KEY.op, {**KEY.sizes(), "tokens": tokens}, KEY.dtype), tuning.known(GPU)[0].key):
                 decision = tuning.decide(GPU, key, ["aten"], lambda elements, reads: True)
                 assert decision.provider in ("inductor", "aten")
                 assert decision.why
@@ -150,14 +152,14 @@ class TestFiles:
     def test_fields_of_another_version_are_left_out(self, tmp_path):
         path = tmp_path / "t.json"
         path.write_text(json.dumps({"rows": [{**verdict().to_dict(), "of_another_version": 1}]}))
-        assert tuning.read(path) == {KEY: verdict()}
+        assert dict(tuning.load(path).rows) == {KEY: verdict()}
 
     def test_writers_at_once_leave_a_whole_file(self, tmp_path):
         path = tmp_path / "t.json"
         keys = [Key("op", f"tokens={size}", "float32") for size in range(20)]
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda key: tuning.write(path, GPU, [verdict(key)]), keys))
-        found = tuning.read(path)
+            list(pool.map(lambda key: tuning.store(path, GPU, [verdict(key)]), keys))
+        found = dict(tuning.load(path).rows)
         assert found
         assert set(found) <= set(keys)
         assert list(tmp_path.iterdir()) == [path]

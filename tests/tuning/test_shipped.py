@@ -15,39 +15,40 @@ from codegen import generated, launches
 from tritium import compat, envs, fusions, ops, tuning
 from tritium.compiler.choose import _holds
 from tritium.compiler.passes.fuse import fuse
+from tritium.ops import INDUCTOR
 from tritium.passes import PassContext
 from tritium.tiling import hooks, tables
 from tritium.tiling.policy import OFF
-from tritium.tuning import INDUCTOR, Key, Machine
+from tritium.tuning import Key, Machine
 from tritium.tuning.costs import LAUNCH_US, MARGIN
 from tritium.tuning.prediction import predict
 
 H200 = Machine("NVIDIA H200", "9.0", 132)
-TABLE = tuning.SHIPPED / tuning.file_name(H200.name)
-ROWS = tuning.read(TABLE)
+TABLE = tuning.tables.SHIPPED / tuning.Machine(H200.name).file_name
+ROWS = {key: row for key, row in tuning.load(TABLE).rows.items() if row.in_block}
 HOLDS = functools.partial(_holds, H200.name, tritium.CompilationConfig())
 
 SHIPPED = sorted(
-    path for path in tuning.SHIPPED.glob("*.json") if not path.stem.startswith(("attention-", "reductions"))
+    path for path in tuning.tables.SHIPPED.glob("*.json") if not path.stem.startswith(("attention-", "reductions"))
 )
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_tables_say_what_their_numbers_say(path):
-    table = tuning.files.load(path)
-    assert table.problem is None
-    assert table.device
-    assert table.capability
-    assert table.multiprocessors
+    table = tuning.load(path)
+    assert table.damage is None
+    assert table.machine.name
+    assert table.machine.capability
+    assert table.machine.multiprocessors
     assert len(table.rows) == len(json.loads(path.read_text())["rows"]) > 0
-    for key, row in table.rows.items():
+    for key, row in tuning.tables.shipped_rows(table.machine).items():
         assert key.op in ops.catalog()
-        assert row.provider == tuning.winner(row), key
-        assert set(row.block_ms) <= {INDUCTOR, *ops.providers(ops.catalog()[key.op])}
+        assert row.provider == row.site().choose(), key
+        assert set(row.ms) <= {INDUCTOR, *ops.providers(ops.catalog()[key.op])}
         # The host's time is measured or counted for every provider.
-        assert row.block_ms.keys() == (row.issue_us or row.launches).keys()
+        assert row.ms.keys() == (row.issue_us or row.launches).keys()
         assert row.bytes > 0
-        assert row.torch
+        assert row.versions["torch"]
 
 
 class TestLeaveOneOut:
@@ -76,7 +77,7 @@ class TestLeaveOneOut:
             if prediction is None:
                 without.append(row.key)
                 continue
-            pair = [(row.site().costs[name].device_us, prediction.site.costs[name].device_us) for name in row.block_ms]
+            pair = [(row.site().costs[name].device_us, prediction.site.costs[name].device_us) for name in row.ms]
             times += [abs(math.log(guessed / measured)) for measured, guessed in pair]
             (inductor, guessed), (owned, guessed_owned) = pair
             ratios.append(abs(math.log(guessed / guessed_owned / (inductor / owned))))
@@ -133,8 +134,8 @@ def test_an_opaque_operator_is_left_out_where_it_was_chosen_before():
     ):
         row = ROWS[Key("residual_norm_modulate", shape, "bfloat16")]
         measured = dataclasses.replace(row, issue_us={INDUCTOR: 152.6, "triton": 199.6})
-        assert tuning.winner(measured) == INDUCTOR
-        assert tuning.winner(measured, replayed=True) == "triton"
+        assert measured.site().choose() == INDUCTOR
+        assert measured.site().choose(replayed=True) == "triton"
 
 
 # One row of each form whose generated kernels differ. linear_gelu's provider takes CUDA tensors alone, and
@@ -160,7 +161,7 @@ class TestGeneratedCode:
         assert len(launches(found)) == ROWS[key].launches[INDUCTOR].get("generated", 0)
         changed = [kernel.reduction for kernel in decisions.kernels() if kernel.reduction and kernel.reduction.differs]
         marks = [{"size": "width", "reads": reduction.reads} for reduction in changed]
-        assert marks == ([dict(ROWS[key].looped)] if ROWS[key].looped else [])
+        assert marks == ([dataclasses.asdict(ROWS[key].looped)] if ROWS[key].looped else [])
 
     def test_launches_of_owned_kernels(self, key, monkeypatch):
         if key.op in UNSEEN:

@@ -24,7 +24,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from tritium import catalog, compat, config, device, envs, fusions, ops, tuning
-from tritium.compiler.choose import machine
 from tritium.compiler.pipeline import passes_for
 from tritium.config import CompilationConfig
 from tritium.errors import ConfigError, TritiumError
@@ -84,7 +83,7 @@ class Facts:
 
 def gather() -> Facts:
     versions = compat.versions.versions()
-    here = machine(device.default())
+    here = tuning.Machine.of(device.default())
     wanted = envs.get("CXX") or "g++"
     others = tuple(name for name in ("g++", "clang++", "c++") if name != wanted and _on_path(name))
     plain = {name: value for name, value in envs.child_environment({}).items() if name != envs.ONEDNN_ISA}
@@ -109,8 +108,8 @@ def gather() -> Facts:
         cache_error=error,
         variable_error=_variable_error(),
         broken_plugins=_broken_plugins(),
-        choices=len(tuning.known(here.name)),
-        choices_of=tuning.like(here),
+        choices=len(tuning.known(here)),
+        choices_of=other.name if (other := tuning.like(here)) is not None else None,
     )
 
 

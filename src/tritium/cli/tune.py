@@ -30,7 +30,7 @@ from tritium.compiler import tune
 from tritium.errors import ConfigError, nearest
 from tritium.ops import INDUCTOR
 from tritium.pipelines.recipe import Recipe
-from tritium.tuning import Key, Verdict
+from tritium.tuning import Key, Machine, Verdict, tables
 
 
 def command(
@@ -106,7 +106,7 @@ def command(
     keys = tune.standard_keys(chosen, dtypes, where)
     if not keys:
         raise ConfigError(f"no op that was asked for has a kernel of its own on {machine}: there is nothing to compare")
-    path = to or tuned.user_folder() / tuned.file_name(machine)
+    path = to or tables.user_folder() / Machine(machine).file_name
     with progress.shown() as notify:
 
         def tell(key: Key, index: int, count: int) -> None:
@@ -130,15 +130,15 @@ def _shown(machine: str, path: Path | None) -> list[Verdict]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             tuned.forget()
-            rows = tuned.known(machine)
+            rows = tuned.known(Machine(machine))
         for warning in caught:
             typer.echo(str(warning.message), err=True)
         return rows
-    table = tuned.files.load(path)
+    table = tuned.load(path)
     if not path.exists():
         raise ConfigError(f"cannot show {path}: there is no such file; `tritium tune --to {path}` writes it")
-    if table.problem is not None:
-        raise ConfigError(f"cannot show {path}: {table.problem}; `tritium tune --to {path}` writes it again")
+    if table.damage is not None:
+        raise ConfigError(f"cannot show {path}: {table.damage}; `tritium tune --to {path}` writes it again")
     return list(table.rows.values())
 
 
@@ -234,7 +234,7 @@ def _host(verdict: Verdict) -> str:
 
 
 def _cells(verdict: Verdict, bandwidth: float | None) -> list[str]:
-    owned = [name for name in verdict.block_ms if name != INDUCTOR]
+    owned = [name for name in verdict.ms if name != INDUCTOR]
     order = [INDUCTOR, *owned]
     share = ""
     if bandwidth and verdict.alone_us:
@@ -244,7 +244,7 @@ def _cells(verdict: Verdict, bandwidth: float | None) -> list[str]:
         verdict.key.shape,
         verdict.key.dtype,
         verdict.provider if owned else verdict.why(),
-        " / ".join(f"{verdict.block_ms[name]:.3f}" for name in order),
+        " / ".join(f"{verdict.ms[name]:.3f}" for name in order),
         f"{verdict.ratio:.2f}x" if owned else "-",
         _host(verdict),
         " / ".join(f"{verdict.alone_us[name]:.1f}" for name in order if name in verdict.alone_us),

@@ -15,13 +15,13 @@ from torch import fx
 
 from tritium import compat
 from tritium.compiler.blocks import kept
-from tritium.compiler.choose import check_pins
 from tritium.compiler.pipeline import Compilation, needs_gradients, passes_for
 from tritium.config import CompilationConfig
 from tritium.errors import ConfigError, nearest
 from tritium.fusions import Fusion
 from tritium.passes import Pass
 from tritium.report import LEDGER, GraphRecord, Recompile, parse_guard_failure
+from tritium.tuning import check_pins
 
 
 class Backend:

@@ -19,7 +19,7 @@ from tritium.passes import Pass
 def package_files() -> list[Path]:
     """Return the package's files that decide how a graph is compiled, for any set of fusions and passes."""
     package = Path(__file__).parents[1]
-    folders = [package / name for name in ("compiler", "tiling", "compat")]
+    folders = [package / name for name in ("compiler", "tiling", "tuning", "compat")]
     return [package / "graph.py", *(file for folder in folders for file in sorted(folder.rglob("*.py")))]
 
 

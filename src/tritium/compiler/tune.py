@@ -15,17 +15,17 @@ from typing import Any
 
 import torch
 
-from tritium import compat, device, measure, ops, tuning
-from tritium.compiler.choose import least_bytes, machine
+from tritium import device, measure, ops, tuning
 from tritium.compiler.explain import explain
 from tritium.config import CompilationConfig
 from tritium.errors import TritiumError
 from tritium.ops import INDUCTOR, Op
-from tritium.ops.op import Draw
+from tritium.ops.op import Draw, count
 from tritium.report import GraphRecord
 from tritium.tiling.reductions import INDUCTOR_PERSISTENT
-from tritium.tuning import Key, Verdict
+from tritium.tuning import Key, Loop, Machine, Verdict
 from tritium.tuning.prediction import LONG
+from tritium.tuning.tables import current_versions
 
 # Seconds in which the variants of a block are timed, interleaved.
 SECONDS = 1.5
@@ -61,9 +61,10 @@ def _standard(op: Op, dtype: torch.dtype, device_type: str) -> list[Mapping[str,
     def draw(*shape: int) -> torch.Tensor:
         return torch.empty(*shape, device=device_type, dtype=dtype)
 
-    if op.trial is None:
+    if op.trial is None or op.trial.alone is None:
         return []
-    able = [shape for shape in op.trial.standard if _able(op, op.trial.alone(few(shape), draw))[0]]
+    alone = op.trial.alone
+    able = [shape for shape in op.trial.standard if _able(op, alone(few(shape), draw))[0]]
     if device_type != "cpu":
         return able
     smaller = [few(shape, CPU_MOST) for shape in able]
@@ -78,7 +79,7 @@ def few(shape: Mapping[str, int | str], most: Mapping[str, int] = FEW) -> dict[s
 def compare(key: Key, device_type: str, seconds: float = SECONDS) -> Verdict:
     """Measure one key: all providers that support it, interleaved and sustained."""
     op = ops.catalog()[key.op]
-    if op.trial is None:
+    if op.trial is None or op.trial.block is None:
         raise TritiumError(f"op {key.op!r} has no trial: its providers are used where they are pinned")
     dtype: torch.dtype = getattr(torch, key.dtype)
     generator = torch.Generator(device_type).manual_seed(0)
@@ -96,6 +97,8 @@ def compare(key: Key, device_type: str, seconds: float = SECONDS) -> Verdict:
 
 def _compared(op: Op, key: Key, draw: Draw, device_type: str, seconds: float) -> Verdict:
     assert op.trial is not None
+    assert op.trial.alone is not None
+    assert op.trial.block is not None
     shape = key.sizes()
     arguments = op.trial.alone(shape, draw)
     able, remarks = _able(op, arguments)
@@ -107,16 +110,24 @@ def _compared(op: Op, key: Key, draw: Draw, device_type: str, seconds: float) ->
     row = Verdict(
         key=key,
         provider=INDUCTOR,
-        block_ms=block_ms,
+        ms=block_ms,
         alone_us=alone_us,
         # A CPU has no launches: host time is part of the block's time.
         issue_us=_issue_us(blocks, device_type) if device_type == "cuda" else {},
         looped=_looped(key, explain(sides[INDUCTOR]).records),
         bytes=least_bytes(op, arguments),
-        torch=compat.versions.version_text(),
+        versions=current_versions(),
         remarks=remarks,
     )
-    return replace(row, provider=tuning.winner(row, replayed=device_type != "cuda"))
+    return replace(row, provider=row.site().choose(replayed=device_type != "cuda"))
+
+
+def least_bytes(op: Op, arguments: Mapping[str, Any]) -> int:
+    """Return the minimum number of bytes moved: every input read once, every result written once."""
+    results = op.fake(**arguments)
+    flat = [part for value in arguments.values() for part in (value if isinstance(value, list) else [value])]
+    tensors = {id(part): part for part in (*flat, *(results if isinstance(results, tuple) else (results,)))}
+    return sum(count(part.shape) * part.element_size() for part in tensors.values() if isinstance(part, torch.Tensor))
 
 
 def _able(op: Op, arguments: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
@@ -190,15 +201,15 @@ def _issue_us(runs: Mapping[str, Callable[[], Any]], device_type: str) -> dict[s
     return {name: round(statistics.median(times), 2) for name, times in taken.items()}
 
 
-def _looped(key: Key, records: Sequence[GraphRecord]) -> dict[str, Any]:
+def _looped(key: Key, records: Sequence[GraphRecord]) -> Loop | None:
     """Return the size in a key that an Inductor kernel loops over but could hold in registers elsewhere."""
     reductions = ((kernel.get("tiling") or {}).get("reduction") for record in records for kernel in record.kernels)
     looped = [found for found in reductions if found is not None and found["form"] == "looped"]
     for name, size in key.sizes().items():
         reads = [found["reads"] for found in looped if found["elements"] == size and found["reads"]]
         if reads and isinstance(size, int) and size > INDUCTOR_PERSISTENT:
-            return {"size": name, "reads": max(reads)}
-    return {}
+            return Loop(name, max(reads))
+    return None
 
 
 def measure_keys(
@@ -217,7 +228,7 @@ def measure_keys(
         except Exception as error:  # noqa: BLE001 - a kernel compiler may raise anything; the next key may still work
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
             verdict = Verdict(
-                key, INDUCTOR, {INDUCTOR: 0.0}, torch=compat.versions.version_text(), remarks={"not measured": reason}
+                key, INDUCTOR, {INDUCTOR: 0.0}, versions=current_versions(), remarks={"not measured": reason}
             )
         load = meter.read() if device_type == "cpu" else None
         if load is not None and load.disturbed:
@@ -226,6 +237,6 @@ def measure_keys(
                 replace(verdict, remarks={DISTURBED: f"{load.foreign_cores:.1f} cores were taken by others"})
             )
             continue
-        tuning.write(path, machine(device_type), [verdict])
+        tuning.store(path, Machine.of(device_type), [verdict])
         verdicts.append(verdict)
     return verdicts

@@ -68,6 +68,27 @@ Draw = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True)
+class FirstUse:
+    """How the providers of an op are compared at the first call of a shape class: alone, on the machine that calls."""
+
+    # Returns a function that creates arguments like these, possibly fake ones, without modes of the caller; or None if
+    # nothing can be measured now.
+    alike: Callable[[Arguments], Callable[[], Mapping[str, Any]] | None]
+    # Computes the expected result of such arguments, and returns a function of a provider's result: why it is too far
+    # from that, or None.
+    check: Callable[[Arguments], Callable[[Any], str | None]]
+    # Returns the provider of a shape class without a verdict.
+    default: Callable[[Arguments], str]
+    # Returns the versions of the packages that compute, besides the device: a verdict is valid for these.
+    versions: Callable[[], Mapping[str, str]]
+    # Returns why a provider that takes the arguments is not measured, or None; the flag tells whether a function is being
+    # compiled.
+    skip: Callable[[str, Arguments, bool], str | None] | None = None
+    # The provider that is kept unless another is faster by the margin, or None.
+    preferred: str | None = None
+
+
+@dataclass(frozen=True)
 class Trial:
     """The calls with which the providers of an op are compared.
 
@@ -78,11 +99,13 @@ class Trial:
     # Returns the shape class of (possibly fake) arguments.
     shape: Callable[[Arguments], Shape]
     # Returns arguments of a shape class.
-    alone: Callable[[Any, Draw], Mapping[str, Any]]
+    alone: Callable[[Any, Draw], Mapping[str, Any]] | None = None
     # Returns a function with one site of the op, and its inputs.
-    block: Callable[[Any, Draw], tuple[Callable[..., Any], tuple[torch.Tensor, ...]]]
+    block: Callable[[Any, Draw], tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] | None = None
     # The shape classes of known models, which shipped tables cover.
-    standard: tuple[Shape, ...]
+    standard: tuple[Shape, ...] = ()
+    # None: a call measures nothing, only `tritium tune` does.
+    first_use: FirstUse | None = None
 
 
 # The width of a block's outer projections: they take little time compared to the op between them.

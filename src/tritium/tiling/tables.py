@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tritium import compat, tuning
+from tritium import compat
 from tritium.tiling.reductions import DEFAULT, Table
+from tritium.tuning import tables as tuned
 
 NAME = "reductions.json"
 
@@ -21,12 +22,12 @@ Entries = dict[str, dict[str, Any]]
 
 
 def shipped_file() -> Path:
-    return tuning.SHIPPED / NAME
+    return tuned.SHIPPED / NAME
 
 
 def own_file() -> Path:
     """Return the file with this machine's measurements."""
-    return tuning.user_folder() / NAME
+    return tuned.user_folder() / NAME
 
 
 def read(path: Path) -> Entries:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tritium.tuning.costs import INDUCTOR, Cost, Site
-from tritium.tuning.rows import Key, Verdict
+from tritium.tuning.verdict import Key, Verdict
 
 # The shortest kernels of the H200's table take 1.7 to 2.5 us, of which their bytes would take 0.2.
 FLOOR_US = 1.5
@@ -65,7 +65,7 @@ def predict(key: Key, rows: Iterable[Verdict]) -> Prediction | None:
     sites = [(row.key, row.site(), 1 / (apart + 0.25)) for row, apart in found]
     host = nearest.site()
     costs = {}
-    for provider in nearest.block_ms:
+    for provider in nearest.ms:
         known = [
             (known, site.costs[provider].device_us, weight) for known, site, weight in sites if provider in site.costs
         ]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tritium.compiler.choose import LEFT_TO_INDUCTOR, call_of, choose_provider, is_inlined
+from tritium.compiler.choose import call_of, choose_provider, is_inlined
 from tritium.compiler.passes import rewrite
 from tritium.compiler.passes.exact import NOT_EQUAL, bit_equal
 from tritium.fusions import Fusion, Match
@@ -22,6 +22,7 @@ from tritium.fusions.match import Recogniser
 from tritium.ops import INDUCTOR, Op
 from tritium.passes import Pass, PassContext
 from tritium.report import Outcome, Site
+from tritium.tuning.choice import LEFT_TO_INDUCTOR
 
 NAME = "fuse"
 

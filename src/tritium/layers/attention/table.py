@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tritium import tuning
 from tritium.compat import attention as compat_attention
+from tritium.tuning import Machine, tables
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Row:
 
 
 def file_name(device: str) -> str:
-    return f"attention-{tuning.file_name(device)}"
+    return f"attention-{Machine(device).file_name}"
 
 
 def read(path: Path) -> dict[str, Row]:
@@ -66,15 +66,15 @@ def read(path: Path) -> dict[str, Row]:
 
 def write(device: str, rows: Iterable[Row]) -> None:
     """Add rows to the user's table; the last row of a key wins."""
-    path = tuning.user_folder() / file_name(device)
+    path = tables.user_folder() / file_name(device)
     merged = read(path) | {row.key: row for row in rows}
     lines = ",\n".join(json.dumps(asdict(merged[key])) for key in sorted(merged))
-    tuning.replace_file(path, f'{{\n"device": {json.dumps(device)},\n"rows": [\n{lines}\n]\n}}\n')
+    tables.replace_file(path, f'{{\n"device": {json.dumps(device)},\n"rows": [\n{lines}\n]\n}}\n')
 
 
 def measured(device: str, key: str) -> Row | None:
     """Return the user's row for a key if it was measured with the installed versions, or None."""
-    row = read(tuning.user_folder() / file_name(device)).get(key)
+    row = read(tables.user_folder() / file_name(device)).get(key)
     return row if row is not None and dict(row.versions) == compat_attention.versions() else None
 
 
@@ -82,7 +82,7 @@ def contents() -> list[bytes]:
     """Return the current bytes of the user's tables of all devices, without parsing them."""
     found: list[bytes] = []
     try:
-        paths = sorted(tuning.user_folder().glob("attention-*.json"))
+        paths = sorted(tables.user_folder().glob("attention-*.json"))
     except OSError:
         # Treat an unreadable folder as empty; its name may be too long, for example.
         return found
@@ -100,4 +100,4 @@ def shipped(device: str, key: str) -> Row | None:
 
 @functools.cache
 def _shipped(device: str) -> dict[str, Row]:
-    return read(tuning.SHIPPED / file_name(device))
+    return read(tables.SHIPPED / file_name(device))

@@ -1,0 +1,202 @@
+"""Choose the provider of a site, with the reason.
+
+1. pinned           `force_provider` names one
+2. engine `eager`   the op's reference
+3. first use        an op that may be measured at its first call: see `first_use`
+4. tables           the provider with the shortest measured device and host time at this shape, or the shortest time
+                    predicted from measured shapes nearby
+5. otherwise        Inductor: the region is left unchanged
+
+Compiled blocks are not measured here: `tritium tune` writes the tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from tritium import ops
+from tritium.config import CompilationConfig
+from tritium.errors import ProviderError, nearest
+from tritium.ops import INDUCTOR, REFERENCE, Arguments, Op
+from tritium.tuning import tables
+from tritium.tuning.first_use import choose_at_first_use
+from tritium.tuning.prediction import Prediction, predict
+from tritium.tuning.tables import Machine
+from tritium.tuning.verdict import Key, Verdict
+
+LEFT_TO_INDUCTOR = "left to Inductor: no owned kernel is measured faster here"
+
+# Returns True if Inductor holds rows of so many elements, with so many values loaded for each position, in registers.
+Holds = Callable[[int, int], bool]
+
+
+class Decision(NamedTuple):
+    """A provider for one site, and the reason."""
+
+    provider: str
+    why: str
+
+
+def choose(op: Op, arguments: Mapping[str, Any], config: CompilationConfig, device_type: str, holds: Holds) -> Decision:
+    """Return the provider of a site and the reason.
+
+    Args:
+        op: The op that replaces the region.
+        arguments: Its arguments by name; tensors may be fake.
+        config: The configuration of the backend.
+        device_type: Where the graph runs.
+        holds: Whether Inductor holds a row in registers in this graph.
+    """
+    bound = op.bind(**arguments)
+    pinned = config.provider_for(op.name)
+    if pinned is not None:
+        return _pinned(op, pinned, bound, config)
+    if config.engine == "eager":
+        return Decision(REFERENCE, "engine 'eager' runs the op's reference")
+    if op.trial is not None and op.trial.first_use is not None:
+        return Decision(*choose_at_first_use(op, bound))
+    declines = {name: provider.decline(bound) for name, provider in ops.providers(op).items()}
+    able = [name for name, reason in declines.items() if reason is None]
+    if not able:
+        reasons = [f"{name}: {reason}" for name, reason in declines.items()]
+        return Decision(INDUCTOR, "; ".join(reasons) or LEFT_TO_INDUCTOR)
+    key = key_of(op, bound)
+    if key is None:
+        return Decision(INDUCTOR, LEFT_TO_INDUCTOR)
+    on_gpu = device_type == "cuda"
+    # A CPU has no launches: its times include the host's.
+    replayed = config.graphs != "off" or not on_gpu
+    return decide(Machine.of(device_type), key, able, holds, replayed=replayed, predicts=on_gpu)
+
+
+def key_of(op: Op, arguments: Arguments) -> Key | None:
+    """Return the key of a call, or None for an op whose providers are never compared."""
+    if op.trial is None:
+        return None
+    return Key.of(op.name, op.trial.shape(arguments), _dtype(op, vars(arguments).values()))
+
+
+def _dtype(op: Op, values: Iterable[Any]) -> torch.dtype:
+    """Return the dtype of the first tensor, in which the op computes."""
+    for value in values:
+        for part in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(part, torch.Tensor):
+                return part.dtype
+    raise TypeError(f"op {op.name!r} was called without a tensor")
+
+
+def decide(
+    machine: Machine, key: Key, able: Iterable[str], holds: Holds, *, replayed: bool = False, predicts: bool = True
+) -> Decision:
+    """Choose the provider of a site among Inductor and those that can take it.
+
+    Args:
+        machine: The device that runs the graph.
+        key: The op, the class of the shape, and the dtype.
+        able: The owned providers that can take the arguments.
+        holds: Whether Inductor holds a row in registers in this graph; rows measured against the other form are left out.
+        replayed: Whether the graph is captured and replayed, so that the host's time does not count.
+        predicts: Whether costs may be predicted from other shapes. Otherwise a row must be of this very key.
+    """
+    own, shipped = tables.own_rows(machine), tables.shipped_rows(machine)
+    if key in own:
+        return _measured(own[key], able, "on this machine", replayed=replayed)
+    if key in shipped and _of_one_form([shipped[key]], shipped, key, holds):
+        return _measured(shipped[key], able, "shipped", replayed=replayed)
+    if not predicts:
+        return _left(f"nothing was measured for {key.op}, {key.shape} on this device")
+    rows, elsewhere = shipped | own, ""
+    if not rows:
+        other = tables.like(machine)
+        if other is not None:
+            rows, elsewhere = tables.shipped_rows(other), f", measured on {other.name}"
+    prediction = predict(key, _of_one_form(rows.values(), rows, key, holds))
+    if prediction is None:
+        return _left(_nothing_near(machine, key, rows))
+    return _predicted(prediction, able, elsewhere, replayed=replayed)
+
+
+def _left(reason: str) -> Decision:
+    return Decision(INDUCTOR, f"left to Inductor: {reason}")
+
+
+def _measured(row: Verdict, able: Iterable[str], where: str, *, replayed: bool) -> Decision:
+    site = row.site()
+    provider = site.among(able).choose(replayed=replayed)
+    why = f"{row.why(replayed=replayed)}, {where}"
+    best = site.choose(replayed=replayed)
+    if best != provider:
+        why = f"provider {best!r} is fastest for such shapes and cannot take this one; {why}"
+    return _left(why) if provider == INDUCTOR else Decision(provider, why)
+
+
+def _predicted(prediction: Prediction, able: Iterable[str], elsewhere: str, *, replayed: bool) -> Decision:
+    site = prediction.site.among(able)
+    provider = site.choose(replayed=replayed)
+    if provider != INDUCTOR:
+        return Decision(provider, prediction.why(provider, replayed=replayed) + elsewhere)
+    owned = [name for name in site.costs if name != INDUCTOR]
+    if not owned:
+        return _left("no provider that was measured at such shapes can take this one")
+    best = max(owned, key=lambda name: site.ratio(name, replayed=replayed))
+    return _left(prediction.why(best, replayed=replayed) + elsewhere)
+
+
+def _of_one_form(rows: Iterable[Verdict], table: Mapping[Key, Verdict], key: Key, holds: Holds) -> list[Verdict]:
+    """Return the rows in which Inductor's code has the form that it has at a key: looped rows, or rows in registers."""
+    loop = next((row.looped for row in table.values() if row.key.op == key.op and row.looped), None)
+    if loop is None:
+        return list(rows)
+    elements = key.sizes().get(loop.size)
+    is_looped = isinstance(elements, int) and not holds(elements, loop.reads)
+    return [row for row in rows if bool(row.looped) == is_looped]
+
+
+def _nothing_near(machine: Machine, key: Key, rows: Mapping[Key, Verdict]) -> str:
+    shapes = [row for row in rows.values() if row.key.op == key.op]
+    if not shapes:
+        what = f"nothing was measured for {key.op} on {machine.name}"
+    elif predict(key, shapes) is not None:
+        what = f"{key.op} was measured against another form of Inductor's reduction than it generates for {key.shape}"
+    else:
+        what = f"no measured shape of {key.op} is near {key.shape}"
+    return f"{what}; `tritium tune` measures"
+
+
+def _pinned(op: Op, pinned: str, arguments: Arguments, config: CompilationConfig) -> Decision:
+    why = f"pinned by force_provider={pinned!r}"
+    if pinned in (INDUCTOR, REFERENCE):
+        return Decision(pinned, why)
+    owned = ops.providers(op)
+    if pinned not in owned:
+        # `check_pins` ensured that some op has this provider; this op has not.
+        return Decision(INDUCTOR, f"op {op.name!r} has no provider {pinned!r}")
+    reason = owned[pinned].decline(arguments)
+    if reason is None:
+        return Decision(pinned, why)
+    if isinstance(config.force_provider, str):
+        return Decision(INDUCTOR, f"provider {pinned!r} cannot take it: {reason}")
+    able = ", ".join([INDUCTOR, REFERENCE])
+    raise ProviderError(f"provider {pinned!r} of op {op.name!r} cannot be used: {reason}; providers that can: {able}")
+
+
+def check_pins(config: CompilationConfig) -> None:
+    """Raise a `ProviderError` for a pin of an unknown op or provider: it would otherwise have no effect."""
+    known = {name: [INDUCTOR, REFERENCE, *ops.providers(op)] for name, op in ops.catalog().items()}
+    if isinstance(config.force_provider, str):
+        every = {provider for providers in known.values() for provider in providers}
+        if config.force_provider not in every:
+            raise ProviderError(
+                f"force_provider: no op has {config.force_provider!r}; {nearest(config.force_provider, every)}"
+            )
+        return
+    for op, provider in dict(config.force_provider or ()).items():
+        if op not in known:
+            raise ProviderError(f"force_provider: there is no op {op!r}; {nearest(op, known)}")
+        if provider not in known[op]:
+            raise ProviderError(
+                f"force_provider: op {op!r} has no provider {provider!r}; it has {', '.join(known[op])}"
+            )

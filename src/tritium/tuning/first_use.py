@@ -1,0 +1,252 @@
+"""Choose the provider of an op that may be measured at the first call of a shape class.
+
+A verdict comes from memory or the user's table, otherwise from a measurement: in a thread without modes of the caller,
+under the GPU's lock, and stored for later processes. If nothing can be measured, the shipped table decides, then the
+op's default.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+
+from tritium import compat, device, ops, turns
+from tritium.ops import Arguments, Op
+from tritium.ops.op import FirstUse
+from tritium.tuning import tables
+from tritium.tuning.compare import faster, timed
+from tritium.tuning.tables import Machine
+from tritium.tuning.verdict import Key, Verdict
+
+T = TypeVar("T")
+
+# The preferred provider is kept unless another is faster by more than this share.
+MARGIN = 0.02
+
+# The suffix of the shape in verdicts that were measured while a function was being compiled.
+COMPILING = "compiling=1"
+
+# The most verdicts, and the most calls with their provider, that are kept in memory.
+MOST_VERDICTS = 512
+MOST_CALLS = 4096
+
+_VERDICTS: OrderedDict[tuple[str, Key], Verdict] = OrderedDict()
+_CALLS: dict[Hashable, Any] = {}
+_LOCK = threading.RLock()
+
+
+def choose_at_first_use(op: Op, arguments: Arguments, *, measures: bool = True) -> tuple[str, str]:
+    """Return the provider for a call of an op with `first_use`, and the reason.
+
+    With `measures`, the user's verdicts count, and a missing one is measured; otherwise only shipped ones do.
+    """
+    assert op.trial is not None
+    first = op.trial.first_use
+    assert first is not None
+    tensors = [value for value in vars(arguments).values() if isinstance(value, torch.Tensor)]
+    declines = {name: provider.decline(arguments) for name, provider in ops.providers(op).items()}
+    able = [name for name, reason in declines.items() if reason is None]
+    key = Key.of(op.name, op.trial.shape(arguments), tensors[0].dtype)
+    sources: list[tuple[str, Callable[[], Verdict | None]]] = [
+        ("shipped", lambda: tables.shipped(Machine.of(tensors[0].device)).rows.get(key))
+    ]
+    if measures:
+        measured = functools.partial(_verdict, op, first, arguments, tensors, declines, key)
+        sources.insert(0, ("measured on this machine", measured))
+    for origin, source in sources:
+        verdict = source()
+        # A compiled graph can need more than the call that was measured, such as symbolic sizes: the winner may decline.
+        provider = verdict.fastest(able) if verdict is not None else None
+        if verdict is not None and provider is not None:
+            return provider, f"{origin}: {', '.join(f'{name} {ms:.3g} ms' for name, ms in verdict.ms.items())}"
+    return first.default(arguments), f"{op.name} was not measured for {key.shape}"
+
+
+def _verdict(
+    op: Op,
+    first: FirstUse,
+    arguments: Arguments,
+    tensors: Sequence[torch.Tensor],
+    declines: Mapping[str, str | None],
+    key: Key,
+) -> Verdict | None:
+    where, versions = tensors[0].device, dict(first.versions())
+    # Read the caller's modes in this thread: the thread that measures has none.
+    is_symbolic = any(not isinstance(size, int) for tensor in tensors for size in tensor.shape)
+    compiling = compat.dynamo.is_compiling() or is_symbolic
+    create = first.alike(arguments)
+    if create is None:
+        return recall(where, key, versions)
+    if compiling:
+        # Providers that start a compiler are missing in this verdict, so it has a key that only compilations read.
+        known = recall(where, key, versions)
+        if known is not None:
+            return known
+        key = replace(key, shape=f"{key.shape} {COMPILING}")
+    reasons = dict(declines)
+    if first.skip is not None:
+        reasons = {name: reason or first.skip(name, arguments, compiling) for name, reason in declines.items()}
+    return recall(where, key, versions, lambda: compare(op, key, create, reasons, where))
+
+
+def recall(
+    where: torch.device,
+    key: Key,
+    versions: Mapping[str, str],
+    measure: Callable[[], Verdict | None] | None = None,
+) -> Verdict | None:
+    """Return a verdict from memory or the user's table, else measure and store it; None if it cannot be measured."""
+    machine = Machine.of(where)
+    with _LOCK:
+        verdict = _known(machine, key, versions)
+    if verdict is not None or measure is None or not _can_measure(where):
+        return verdict
+    # While this thread waited, another process or thread may have measured the same key.
+    with turns.turn(where.type), _LOCK:
+        verdict = _known(machine, key, versions)
+        if verdict is None:
+            verdict = _elsewhere(measure)
+            if verdict is not None:
+                _keep(machine, verdict)
+        return verdict
+
+
+def _known(machine: Machine, key: Key, versions: Mapping[str, str]) -> Verdict | None:
+    verdict = _VERDICTS.get((machine.name, key))
+    if verdict is None:
+        row = tables.own(machine).rows.get(key)
+        verdict = row if row is not None and row.versions == versions else None
+    if verdict is not None:
+        _remember(machine, verdict)
+    return verdict
+
+
+def _keep(machine: Machine, verdict: Verdict) -> None:
+    _remember(machine, verdict)
+    try:
+        tables.store(tables.user_folder() / machine.file_name, machine, [verdict])
+    except OSError as error:
+        warnings.warn(
+            f"tritium: the verdict about {verdict.key.op} cannot be stored for later processes: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _remember(machine: Machine, verdict: Verdict) -> None:
+    _VERDICTS[machine.name, verdict.key] = verdict
+    _VERDICTS.move_to_end((machine.name, verdict.key))
+    while len(_VERDICTS) > MOST_VERDICTS:
+        _VERDICTS.popitem(last=False)
+
+
+def verdicts() -> list[Verdict]:
+    """Return the verdicts that first calls in this process used, the most recent last."""
+    return list(_VERDICTS.values())
+
+
+def known_call(call: Hashable) -> Any:
+    """Return what `once` keeps for a call, or None."""
+    return _CALLS.get(call)
+
+
+def once(call: Hashable, choose: Callable[[], T]) -> T:
+    """Return the choice for an identical earlier call, else choose and keep it.
+
+    The key of a shape class takes the host longer than a kernel launch, so calls are identified by sizes and strides.
+    """
+    chosen: T | None = _CALLS.get(call)
+    if chosen is None:
+        chosen = choose()
+        if device.is_capturing():
+            # Chosen without a measurement: the next call may be measured.
+            return chosen
+        if len(_CALLS) >= MOST_CALLS:
+            _CALLS.clear()
+        _CALLS[call] = chosen
+    return chosen
+
+
+def forget() -> None:
+    """Clear the verdicts and choices in memory; the files stay."""
+    _VERDICTS.clear()
+    _CALLS.clear()
+
+
+def identity(op: Op) -> str:
+    """Return a digest of everything but the call that choices depend on, for the cache key of a graph.
+
+    Compiled code is cached by the graph that Dynamo traced, which does not contain the choice: without the digest the
+    cache could return code for another choice.
+    """
+    assert op.trial is not None
+    assert op.trial.first_use is not None
+    versions = " ".join(map("=".join, op.trial.first_use.versions().items()))
+    return f"{' '.join(ops.providers(op))} {versions} {tables.digest(op.name)}"
+
+
+def _can_measure(where: torch.device) -> bool:
+    if where.type == "cuda":
+        # Nothing can be timed during a capture. Fake tensors may be on a device that this machine lacks.
+        return device.cuda_available() and not device.is_capturing()
+    return where.type == "cpu"
+
+
+def _elsewhere(work: Callable[[], T]) -> T:
+    """Run a function in a new thread, where no tracing, capturing or gradient mode is active."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(turns.lent(work)).result()
+
+
+def compare(
+    op: Op,
+    key: Key,
+    create: Callable[[], Mapping[str, Any]],
+    reasons: Mapping[str, str | None],
+    where: torch.device,
+) -> Verdict | None:
+    """Check and time the providers without a reason to skip them; None with a warning if none is left."""
+    assert op.trial is not None
+    first = op.trial.first_use
+    assert first is not None
+    dropped = {name: reason for name, reason in reasons.items() if reason is not None}
+    runs: dict[str, Callable[[], Any]] = {}
+    # Set no default device: it is a mode that runs Python for every operator, and penalizes providers of many operators.
+    with torch.inference_mode():
+        if where.type == "cuda":
+            torch.cuda.set_device(where)
+            # This thread uses another stream: the caller's tensors must be complete.
+            torch.cuda.synchronize()
+        arguments = op.bind(**create())
+        check = first.check(arguments)
+        for name in [name for name in reasons if name not in dropped]:
+            run = functools.partial(ops.providers(op)[name].run, arguments)
+            reason = _problem(run, check)
+            if reason is None:
+                runs[name] = run
+            else:
+                dropped[name] = reason
+        if not runs:
+            warnings.warn(f"tritium: no provider of {op.name} is close to the reference: {dropped}", stacklevel=2)
+            return None
+        ms = timed(runs, where.type)
+    rounded = {name: round(value, 5) for name, value in ms.items()}
+    return Verdict(key, faster(ms, first.preferred, MARGIN), rounded, versions=dict(first.versions()), remarks=dropped)
+
+
+def _problem(run: Callable[[], Any], check: Callable[[Any], str | None]) -> str | None:
+    try:
+        return check(run())
+    except torch.AcceleratorError:
+        # No result on a broken device can be trusted.
+        raise
+    except Exception as error:  # noqa: BLE001 - kernels raise many types: the provider is dropped with the reason in the table
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"

@@ -1,0 +1,217 @@
+"""Tables of verdicts: one JSON file per device, from the package and from the user's cache folder.
+
+A file is always replaced as a whole, and a damaged one loses only its damaged rows. A row of the user is valid for the
+versions it was measured with; rows of other versions stay in the file unused. Shipped rows are valid for all versions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from tritium import compat, device, envs
+from tritium.tuning.parse import parse
+from tritium.tuning.verdict import Key, Verdict
+
+SHIPPED = Path(__file__).parent
+
+# A GPU has another's rates if it has its compute capability and as many multiprocessors, give or take this share.
+SAME_MULTIPROCESSORS = 0.1
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The device that a table is about, or that runs a graph."""
+
+    name: str = ""
+    capability: str | None = None
+    multiprocessors: int | None = None
+
+    @classmethod
+    def of(cls, where: str | torch.device) -> Machine:
+        """Return the machine of a device, or of the current device of a type."""
+        return _machine(torch.device(where))
+
+    def is_like(self, other: Machine) -> bool:
+        """Return True if kernels reach the same shares of bandwidth and arithmetic on both."""
+        if not self.multiprocessors or not other.multiprocessors or self.capability != other.capability:
+            return False
+        return abs(self.multiprocessors / other.multiprocessors - 1) <= SAME_MULTIPROCESSORS
+
+    @property
+    def file_name(self) -> str:
+        """The name of the device's files.
+
+        >>> Machine("NVIDIA H200").file_name
+        'nvidia-h200.json'
+        """
+        return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-") + ".json"
+
+
+@functools.cache
+def _machine(where: torch.device) -> Machine:
+    found = device.describe(where.type, where.index)
+    return Machine(found.name, found.capability, device.multiprocessors(where.type, where.index))
+
+
+@dataclass(frozen=True)
+class Table:
+    """The content of a file; `damage` is None unless a part of it could not be read."""
+
+    rows: Mapping[Key, Verdict] = field(default_factory=dict)
+    machine: Machine = Machine()
+    damage: str | None = None
+
+
+def user_folder() -> Path:
+    """Return the folder of this machine's own tables."""
+    return envs.cache_home() / "tritium" / "tuning"
+
+
+def current_versions() -> dict[str, str]:
+    """Return the versions on which the times of compiled blocks depend: another torch generates other code."""
+    return {"torch": compat.versions.version_text()}
+
+
+def load(path: Path) -> Table:
+    """Read a table; a file that does not exist has no rows. An unchanged file is not parsed again."""
+    try:
+        stat = path.stat()
+        return _load(path, (stat.st_ino, stat.st_mtime_ns, stat.st_size))
+    except FileNotFoundError:
+        return Table()
+    except OSError as error:
+        return Table(damage=f"it cannot be read ({error.strerror or error})")
+
+
+@functools.lru_cache(maxsize=16)
+def _load(path: Path, version: tuple[int, ...]) -> Table:
+    del version
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    # A UnicodeDecodeError is a ValueError; deep nesting exhausts the parser's stack.
+    except (ValueError, RecursionError) as error:
+        return Table(damage=f"it is not JSON ({_first_line(error)})")
+    entries = content.get("rows") if isinstance(content, dict) else None
+    if not isinstance(entries, list):
+        return Table(damage="it has no list of rows")
+    rows: dict[Key, Verdict] = {}
+    damage = []
+    for place, entry in enumerate(entries, start=1):
+        try:
+            verdict = Verdict.from_dict(entry)
+        except (TypeError, ValueError) as error:
+            damage.append(f"row {place}: {_first_line(error)}")
+        else:
+            rows[verdict.key] = verdict
+    # Without a valid description of its device, a table serves that device alone.
+    machine = Machine()
+    with contextlib.suppress(TypeError):
+        machine = parse(Machine, {**content, "name": content.get("device", "")})
+    more = f", and {len(damage) - 1} more" if len(damage) > 1 else ""
+    return Table(rows, machine, f"{damage[0]}{more}" if damage else None)
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:120] if text else type(error).__name__
+
+
+def store(path: Path, machine: Machine, verdicts: Iterable[Verdict]) -> None:
+    """Add rows to a table; the last row of a key wins, and a concurrent reader sees a whole file."""
+    merged = {**load(path).rows, **{verdict.key: verdict for verdict in verdicts}}
+    rows = [merged[key].to_dict() for key in sorted(merged, key=lambda key: (key.op, key.dtype, key.shape))]
+    about = {"device": machine.name, "capability": machine.capability, "multiprocessors": machine.multiprocessors}
+    lines = [f"{json.dumps(name)}: {json.dumps(value)},\n" for name, value in about.items() if value]
+    text = ",\n".join(map(json.dumps, rows))
+    replace_file(path, "{\n" + "".join(lines) + f'"rows": [\n{text}\n]\n}}\n')
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file through a temporary one: a concurrent reader sees the old text or the new, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".json")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(temporary).replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            Path(temporary).unlink()
+        raise
+
+
+def shipped(machine: Machine) -> Table:
+    """Return the package's table of a device."""
+    return load(SHIPPED / machine.file_name)
+
+
+def own(machine: Machine) -> Table:
+    """Return the user's table of a device, with a warning if it is damaged."""
+    path = user_folder() / machine.file_name
+    table = load(path)
+    if table.damage is not None:
+        _warn(path, table.damage)
+    return table
+
+
+@functools.lru_cache(maxsize=16)
+def _warn(path: Path, damage: str) -> None:
+    warnings.warn(
+        f"tritium: the table {path} is damaged and what is damaged is ignored: {damage}; `tritium tune` writes it again",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def own_rows(machine: Machine) -> dict[Key, Verdict]:
+    """Return the user's rows about compiled blocks that the installed versions generate."""
+    rows = own(machine).rows.values()
+    return {row.key: row for row in rows if row.in_block and row.versions == current_versions()}
+
+
+def shipped_rows(machine: Machine) -> dict[Key, Verdict]:
+    """Return the package's rows about compiled blocks."""
+    return {key: row for key, row in shipped(machine).rows.items() if row.in_block}
+
+
+def known(machine: Machine) -> list[Verdict]:
+    """Return every row about compiled blocks that is valid on a device, this machine's own before shipped ones."""
+    return list((shipped_rows(machine) | own_rows(machine)).values())
+
+
+def like(machine: Machine) -> Machine | None:
+    """Return the first device with a shipped table and the rates of this one, or None."""
+    others = (load(path).machine for path in sorted(SHIPPED.glob("*.json")))
+    return next((other for other in others if machine.is_like(other)), None)
+
+
+def digest(op: str) -> str:
+    """Return a digest of the user's rows of an op, on all devices: part of the cache key of a graph that contains a choice."""
+    content = hashlib.sha256()
+    paths: list[Path] = []
+    # An unreadable folder is empty; its name may be too long, for example.
+    with contextlib.suppress(OSError):
+        paths = sorted(user_folder().glob("*.json"))
+    for path in paths:
+        for key, row in load(path).rows.items():
+            if key.op == op:
+                content.update(f"{path.name} {json.dumps(row.to_dict(), sort_keys=True)}\n".encode())
+    return content.hexdigest()[:16]
+
+
+def forget() -> None:
+    """Read the files again, and warn again about damaged ones."""
+    _load.cache_clear()
+    _warn.cache_clear()

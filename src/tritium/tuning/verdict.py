@@ -1,0 +1,179 @@
+"""One tuning result: its key, the times of each provider, and the costs of the site that follow from them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+from tritium.tuning.costs import INDUCTOR, LAUNCH_US, MARGIN, NOISE, Cost, Site, launches_us
+from tritium.tuning.parse import parse
+
+# Characters of a part of a key, and digits of a size in it: more would overflow a float.
+LONGEST = 500
+LONGEST_SIZE = 15
+
+# A time above this, in any unit here, is not a measurement.
+LONGEST_TIME = 1e12
+
+
+@dataclass(frozen=True)
+class Key:
+    """The subject of a verdict: an op, the class of its shape, and the dtype."""
+
+    op: str
+    shape: str
+    dtype: str
+
+    @classmethod
+    def of(cls, op: str, shape: Mapping[str, int | str], dtype: Any) -> Key:
+        """Return the key of an op for one class of shapes.
+
+        >>> Key.of("rms_norm", {"tokens": 4096, "norm": "rms"}, "torch.bfloat16")
+        Key(op='rms_norm', shape='tokens=4096 norm=rms', dtype='bfloat16')
+        """
+        text = " ".join(f"{name}={size}" for name, size in shape.items())
+        return cls(op, text, str(dtype).removeprefix("torch."))
+
+    def sizes(self) -> dict[str, int | str]:
+        """Return the shape as a mapping.
+
+        >>> Key("rms_norm", "tokens=4096 norm=rms", "bfloat16").sizes()
+        {'tokens': 4096, 'norm': 'rms'}
+        """
+        pairs = (pair.partition("=") for pair in self.shape.split())
+        return {name: int(size) if size.isdecimal() else size for name, _, size in pairs}
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The size of a key that an Inductor kernel loops over, and the values it loads for each position."""
+
+    size: str
+    reads: int
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The winner for one key, median times per provider, and why others were not measured.
+
+    Providers of most ops are compared inside a compiled block, where `inductor` is one of them. Ops that are measured at
+    their first call are compared alone.
+    """
+
+    key: Key
+    # The provider that these numbers choose; on a GPU, for a graph that is not replayed.
+    provider: str
+    # Milliseconds on the device, by provider: of the compiled block, or of the op if it is compared alone.
+    ms: Mapping[str, float]
+    # For a block: microseconds of the op alone on the device.
+    alone_us: Mapping[str, float] = field(default_factory=dict)
+    # Microseconds in which the host issues a call of the block without waiting for it. Rows without it have launches.
+    issue_us: Mapping[str, float] = field(default_factory=dict)
+    # Launches of the block by kind, counted in generated code; the host's time is their number times the time of one.
+    launches: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    # None if Inductor's kernel holds rows in registers or reduces nothing. The row says nothing about a graph in which
+    # Inductor's kernel is of the other form.
+    looped: Loop | None = None
+    # The fewest bytes the op must move: inputs once, outputs once.
+    bytes: int = 0
+    # Versions of the packages that the times depend on, at least torch.
+    versions: Mapping[str, str] = field(default_factory=dict)
+    # Why a provider was not measured, or was dropped.
+    remarks: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for numbers that cannot be measurements."""
+        if max(map(len, (*vars(self.key).values(), self.provider))) > LONGEST:
+            raise ValueError(f"op, shape, dtype and provider have at most {LONGEST} characters")
+        if re.search(rf"\d{{{LONGEST_SIZE + 1}}}", self.key.shape):
+            raise ValueError(f"a size has more than {LONGEST_SIZE} digits")
+        if not self.ms:
+            raise ValueError("ms has no times")
+        for name in ("ms", "alone_us", "issue_us"):
+            times = getattr(self, name).values()
+            # A key that could not be measured has Inductor's entry alone, and no time.
+            if not all(0 <= time <= LONGEST_TIME for time in times) or (len(times) > 1 and not all(times)):
+                raise ValueError(f"{name} has a value that is not a time")
+        for counts in self.launches.values():
+            if not counts.keys() <= LAUNCH_US.keys() or min(counts.values(), default=0) < 0:
+                raise ValueError(f"launches are not counts by kind: {', '.join(LAUNCH_US)}")
+        if self.looped is not None and not isinstance(self.key.sizes().get(self.looped.size), int):
+            raise ValueError("looped has no size of the shape")
+
+    @property
+    def in_block(self) -> bool:
+        """True if the providers were compared in a compiled block."""
+        return INDUCTOR in self.ms
+
+    @property
+    def owned(self) -> list[str]:
+        return [name for name in self.ms if name != INDUCTOR]
+
+    @property
+    def ratio(self) -> float:
+        """How much faster the block is on the device with the best owned provider than with Inductor's code."""
+        return self.ms[INDUCTOR] / min(self.ms[name] for name in self.owned) if self.owned else 0.0
+
+    def fastest(self, able: Iterable[str]) -> str | None:
+        """Return the winner, or the fastest other provider if the winner declines; None if all of them decline."""
+        names = set(able)
+        order = [self.provider, *sorted(self.ms, key=self.ms.__getitem__)]
+        return next((name for name in order if name in names), None)
+
+    def site(self) -> Site:
+        """Return what the site alone costs inside the block.
+
+        An owned kernel takes as long in the block as alone, so the block less that time is the time of its neighbours.
+        Inductor's block less the neighbours is the time of Inductor's code in context.
+        """
+        block = {name: ms * 1e3 for name, ms in self.ms.items()}
+        alone = [block[name] - self.alone_us[name] for name in self.owned if name in self.alone_us]
+        # Each block takes longer than its neighbours, whatever the noise of the times alone.
+        neighbours = max(0.0, min([*alone, *(0.99 * us for us in block.values())])) if alone else 0.0
+        noise = NOISE * block[INDUCTOR]
+        host, block_host, source = self._host_us()
+        costs = {}
+        for name, us in block.items():
+            same = abs(us - block[INDUCTOR]) < noise
+            costs[name] = Cost((block[INDUCTOR] if same else us) - neighbours, host[name])
+        return Site(costs, noise, MARGIN * block_host, source)
+
+    def _host_us(self) -> tuple[dict[str, float], float, str]:
+        """Return the host's time of the site by provider, that of the block with Inductor's code, and the source."""
+        counts = [self.launches.get(name, {}) for name in self.ms]
+        shared = launches_us({kind: min(count.get(kind, 0) for count in counts) for kind in LAUNCH_US})
+        modelled = {name: launches_us(self.launches.get(name, {})) for name in self.ms}
+        own = max(modelled[INDUCTOR] - shared, LAUNCH_US["generated"])
+        if self.issue_us.keys() >= self.ms.keys():
+            base = self.issue_us[INDUCTOR]
+            return {name: own + self.issue_us[name] - base for name in self.ms}, base, "measured"
+        if not self.launches.keys() >= self.ms.keys():
+            return dict.fromkeys(self.ms, own), own, ""
+        base = modelled[INDUCTOR]
+        return {name: own + us - base for name, us in modelled.items()}, base, "from launches"
+
+    def why(self, *, replayed: bool = False) -> str:
+        """Return the reason that reports give."""
+        if not self.owned:
+            return "; ".join(f"{name}: {remark}" for name, remark in self.remarks.items()) or "nothing else can take it"
+        best = min(self.owned, key=self.ms.__getitem__)
+        text = (
+            f"measured {self.ratio:.2f}x against Inductor in a block "
+            f"({best} {self.ms[best]:.3f}, inductor {self.ms[INDUCTOR]:.3f} ms"
+        )
+        if replayed:
+            return f"{text}; replayed: the host's time does not count)"
+        return f"{text}; {self.site().host_text(best)})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row of a file, without empty fields."""
+        fields = asdict(self)
+        row = {**fields.pop("key"), **fields}
+        return {name: value for name, value in row.items() if value not in ({}, None, 0)}
+
+    @classmethod
+    def from_dict(cls, row: Any) -> Self:
+        """Return the verdict of a row; raise TypeError or ValueError for anything else."""
+        return parse(cls, {**row, "key": row} if isinstance(row, dict) else row)
