@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tritium import tuning, turns
+from tritium import measure, tuning
 from tritium.ops import Op, Provider
 from tritium.ops.op import FirstUse, Trial, octave
 from tritium.tuning import Key, Machine, Verdict, first_use, tables
@@ -209,14 +209,14 @@ class TestModes:
         monkeypatch.setattr(tables, "_machine", lambda where: Machine("a GPU"))
         seen = []
 
-        def measure():
-            with turns.turn("cuda"):
-                seen.append(turns.held())
+        def compared():
+            with measure.gpu_lock("cuda"):
+                seen.append(measure._HOLDS_GPU.get())
 
-        tuning.recall(torch.device("cuda"), KEY, {}, measure)
-        assert not turns.held()
-        with turns.turn("cuda"):
-            tuning.recall(torch.device("cuda"), KEY, {}, measure)
+        tuning.recall(torch.device("cuda"), KEY, {}, compared)
+        assert not measure._HOLDS_GPU.get()
+        with measure.gpu_lock("cuda"):
+            tuning.recall(torch.device("cuda"), KEY, {}, compared)
         assert seen == [True, True]
 
 

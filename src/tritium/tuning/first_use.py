@@ -7,6 +7,7 @@ op's default.
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import threading
 import warnings
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tritium import compat, device, ops, turns
+from tritium import compat, device, measure, ops
 from tritium.ops import Arguments, Op
 from tritium.ops.op import FirstUse
 from tritium.tuning import tables
@@ -101,19 +102,19 @@ def recall(
     where: torch.device,
     key: Key,
     versions: Mapping[str, str],
-    measure: Callable[[], Verdict | None] | None = None,
+    compared: Callable[[], Verdict | None] | None = None,
 ) -> Verdict | None:
     """Return a verdict from memory or the user's table, else measure and store it; None if it cannot be measured."""
     machine = Machine.of(where)
     with _LOCK:
         verdict = _known(machine, key, versions)
-    if verdict is not None or measure is None or not _can_measure(where):
+    if verdict is not None or compared is None or not _can_measure(where):
         return verdict
     # While this thread waited, another process or thread may have measured the same key.
-    with turns.turn(where.type), _LOCK:
+    with measure.gpu_lock(where.type), _LOCK:
         verdict = _known(machine, key, versions)
         if verdict is None:
-            verdict = _elsewhere(measure)
+            verdict = _elsewhere(compared)
             if verdict is not None:
                 _keep(machine, verdict)
         return verdict
@@ -203,7 +204,8 @@ def _can_measure(where: torch.device) -> bool:
 def _elsewhere(work: Callable[[], T]) -> T:
     """Run a function in a new thread, where no tracing, capturing or gradient mode is active."""
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(turns.lent(work)).result()
+        # The copied context holds the GPU lock that this thread holds.
+        return pool.submit(contextvars.copy_context().run, work).result()
 
 
 def compare(
