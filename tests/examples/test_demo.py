@@ -14,7 +14,8 @@ def test_the_demo_writes_images_and_a_report(capsys, tmp_path):
     printed = capsys.readouterr().out
     for prompt in PROMPTS:
         assert prompt in printed
-    assert "PSNR" in printed
+    assert tuple(demo.PROMPTS) == PROMPTS
+    assert printed.count("PSNR") == len(PROMPTS)
     assert "transformer" in printed
     with Image.open(tmp_path / "compare.png") as sheet:
         assert sheet.width > 3 * 256

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 import checkout
+import scripts
 
-PLUGIN = Path(__file__).parent.parent / "examples" / "plugin"
+PLUGIN = scripts.ROOT / "examples" / "plugin"
 
 PROGRAM = """
 import json, torch, tritium
