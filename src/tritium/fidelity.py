@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
+
+from tritium import compat
 
 _TIMES_EAGER = 2
 _EPS = 16
@@ -87,7 +88,7 @@ def largest_excess(actual: Any, eager: Any, exact: Any) -> float | None:
 
 def tensors(result: Any) -> list[Tensor]:
     """Return the tensors in a module's result, in order."""
-    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in compat.tensors.leaves_of(result) if isinstance(leaf, Tensor)]
 
 
 def in_float64(
@@ -103,13 +104,13 @@ def in_float64(
     Models cast to float32 by name. With such a cast the float64 run would share eager's error, and an equally exact
     result would violate the bound.
     """
-    wide = copy.deepcopy(module)._apply(_widened)
+    wide = compat.modules.map_tensors(copy.deepcopy(module), _widened)
     for inner in wide.modules():
         # Tensor attributes that are neither parameters nor buffers.
         for name, value in list(vars(inner).items()):
             if isinstance(value, Tensor):
                 setattr(inner, name, _widened(value))
-    wide_args, wide_kwargs = pytree.tree_map_only(Tensor, _widened, (tuple(args), dict(kwargs)))
+    wide_args, wide_kwargs = compat.tensors.map_tensors(_widened, (tuple(args), dict(kwargs)))
     with _float64_by_default(), _Widening(), torch.no_grad():
         return call(wide)(*wide_args, **wide_kwargs)
 

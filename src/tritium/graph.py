@@ -12,6 +12,8 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_symbols, statically_known_true
 
+from tritium import compat
+
 # With fewer nodes per convolution, a graph is a decoder or UNet and not a transformer with a patch embedding.
 NODES_PER_CONVOLUTION = 300
 
@@ -113,8 +115,7 @@ def mutated_arguments(node: fx.Node) -> list[fx.Node]:
     if isinstance(out, (tuple, list)):
         return [part for part in out if isinstance(part, fx.Node)]
     in_place = node.target in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
-    schema = getattr(node.target, "_schema", None)
-    mutable = schema is not None and schema.is_mutable
+    mutable = compat.operators.is_mutable(node.target)
     if in_place or mutable or argument_flag(node, "inplace"):
         return [arg for arg in node.args[:1] if isinstance(arg, fx.Node)] if not mutable else list(node.all_input_nodes)
     return []
@@ -142,7 +143,7 @@ def storages(nodes: Sequence[fx.Node]) -> set[int]:
 def _storages(nodes: Sequence[fx.Node]) -> Iterator[int]:
     for node in nodes:
         for value in _tensors(value_of(node)):
-            yield value.untyped_storage()._cdata
+            yield compat.tensors.storage_id(value)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -159,8 +160,7 @@ def copied(graph: fx.Graph) -> fx.Graph:
     nodes: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         nodes[node] = copy.node_copy(node, lambda source: nodes[source])
-        if hasattr(node, "_dynamo_source"):
-            nodes[node]._dynamo_source = node._dynamo_source
+        compat.operators.copy_source(nodes[node], node)
     return copy
 
 

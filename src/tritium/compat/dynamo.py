@@ -353,11 +353,6 @@ def why_not_traced(error: Exception) -> str | None:
 _ADVICE = "Consider annotating your code using torch._check*(). "
 
 
-def hooks_registered() -> int:
-    """Return the number of module hooks registered in this process so far; each registration increases it."""
-    return int(torch.utils.hooks.RemovableHandle.next_id)
-
-
 def passes_through(error: Exception) -> bool:
     """Return True for exceptions of Dynamo's control flow or of the user, not failures of a backend."""
     exc = importlib.import_module("torch._dynamo.exc")

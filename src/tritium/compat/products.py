@@ -49,3 +49,8 @@ def lower_to_product_in_place(overload: Any) -> None:
             return lowering.lowerings[torch.ops.aten.addmm.default](total, left, right)
         ir.FallbackKernel.create(torch.ops.aten.addmm_.default, total, left, right)
         return total
+
+
+def linear_gelu(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Return the tanh GELU of `F.linear(rows, weight, bias)`, computed in the product's epilogue on a GPU."""
+    return torch._addmm_activation(bias, rows, weight.t(), use_gelu=True)

@@ -1,14 +1,33 @@
-"""Identify tensors and their memory, and take nested values apart."""
+"""Identify tensors and their memory, take nested values apart, and intercept operators."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+__all__ = [
+    "TorchDispatchMode",
+    "copy_all",
+    "fake_mode",
+    "flatten",
+    "is_container",
+    "is_intercepted",
+    "is_tensor_subclass",
+    "is_zero_tensor",
+    "keep_storage_id",
+    "leaves_of",
+    "map_tensors",
+    "python_decompositions",
+    "storage_id",
+    "version_of",
+]
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -48,3 +67,34 @@ def flatten(
 def is_container(value: Any) -> bool:
     """Return True if `flatten` takes values of this type apart."""
     return type(value) in pytree.SUPPORTED_NODES
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """Return equal containers with the results of a function in place of the tensors."""
+    return pytree.tree_map_only(torch.Tensor, function, value)
+
+
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy tensors to others of the same layouts, with few launches on a GPU."""
+    torch._foreach_copy_(targets, sources)
+
+
+def is_zero_tensor(tensor: torch.Tensor) -> bool:
+    """Return True for autograd's tensors of zeros without memory."""
+    return bool(tensor._is_zerotensor())
+
+
+def is_intercepted() -> bool:
+    """Return True if a dispatch mode, such as that of a trace, intercepts operators."""
+    return torch._C._len_torch_dispatch_stack() != 0
+
+
+def fake_mode(**options: Any) -> Any:
+    """Return a mode in which operators compute sizes, dtypes and strides only."""
+    return importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode(**options)
+
+
+def python_decompositions() -> AbstractContextManager[Any]:
+    """Compute composite operators as traces do: before torch 2.13 `linear` in C++ takes no symbolic sizes."""
+    dispatch: Any = importlib.import_module("torch._dispatch.python")
+    return dispatch.enable_python_dispatcher()  # type: ignore[no-any-return]

@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tritium.compat.operators import is_mutable
+from tritium.compat.tensors import TorchDispatchMode, leaves_of, map_tensors, python_decompositions
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -55,11 +57,13 @@ class _ImpureError(Exception):
 
 def is_pure(function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
     """Return True if a call of a function on fake tensors uses no random numbers and writes to no memory."""
-    mode_class: Any = importlib.import_module("torch.utils._python_dispatch").TorchDispatchMode
 
-    class PurityCheck(mode_class):  # type: ignore[misc]
+    class PurityCheck(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]
+
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if torch.Tag.nondeterministic_seeded in func.tags or func._schema.is_mutable:
+            if torch.Tag.nondeterministic_seeded in func.tags or is_mutable(func):
                 raise _ImpureError(str(func))
             return func(*args, **(kwargs or {}))
 
@@ -74,18 +78,12 @@ def is_pure(function: Callable[..., Any], arguments: Sequence[Any], options: Map
 def fake_results(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     """Call a function on fake tensors instead of real ones, and return its fake results."""
     fakes: Any = importlib.import_module("torch._subclasses.fake_tensor")
-    modes = [leaf.fake_mode for leaf in tree_leaves(dict(arguments)) if isinstance(leaf, fakes.FakeTensor)]
+    modes = [leaf.fake_mode for leaf in leaves_of(dict(arguments)) if isinstance(leaf, fakes.FakeTensor)]
     if modes:
-        with _python_decompositions(), modes[0]:
+        with python_decompositions(), modes[0]:
             return function(**arguments)
     with torch.no_grad(), fakes.FakeTensorMode() as mode:
-        return function(**tree_map_only(torch.Tensor, mode.from_tensor, dict(arguments)))
-
-
-def _python_decompositions() -> contextlib.AbstractContextManager[Any]:
-    """Compute composite operators as traces do: before torch 2.13 `linear` in C++ takes no symbolic sizes."""
-    dispatch: Any = importlib.import_module("torch._dispatch.python")
-    return dispatch.enable_python_dispatcher()  # type: ignore[no-any-return]
+        return function(**map_tensors(mode.from_tensor, dict(arguments)))
 
 
 def remember_kernel_accesses() -> None:

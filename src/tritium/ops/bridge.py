@@ -22,6 +22,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import fx
 
+from tritium import compat
 from tritium.errors import CustomOpError
 
 OutputMeta = Sequence[str] | Callable[..., Any]
@@ -57,7 +58,7 @@ class CustomOp:
 
     @property
     def overload(self) -> Any:
-        return self.definition._opoverload
+        return compat.operators.overload_of(self.definition)
 
     def files(self) -> list[Path]:
         """The source files of this op's kernels and fake, for cache keys.

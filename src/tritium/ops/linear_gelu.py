@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - the conventional name
 
+from tritium import compat
 from tritium.ops.op import NARROW, Arguments, Draw, Op, Provider, Sample, Shape, Trial, count, octave
 
 
@@ -40,7 +41,7 @@ def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
 def run_aten(given: Arguments) -> torch.Tensor:
     """Call cuBLAS, which computes the activation in the product's epilogue, on the float32 sums."""
     x, weight = given.x, given.weight
-    rows = torch._addmm_activation(given.bias, x.reshape(-1, x.shape[-1]), weight.t(), use_gelu=True)
+    rows = compat.products.linear_gelu(x.reshape(-1, x.shape[-1]), weight, given.bias)
     return rows.view(*x.shape[:-1], weight.shape[0])
 
 

@@ -37,14 +37,14 @@ class Hooks:
 
     def present(self) -> Hashable:
         """Return a key that changes if a hook is added, removed or replaced."""
-        if compat.dynamo.hooks_registered() != self._registered or any(
+        if compat.modules.hooks_registered() != self._registered or any(
             tuple(map(id, hooks.values())) != known for hooks, known in self._held
         ):
             self._read()
         return self._present
 
     def _read(self) -> None:
-        self._registered = compat.dynamo.hooks_registered()
+        self._registered = compat.modules.hooks_registered()
         # Include hooks of the module itself: its whole call is traced.
         found = {
             (path, name): hooks

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import fx
 
+from tritium import compat
 from tritium.fusions.expression import Canonicaliser, Expr, add, builder, dtype_of, mul, shape_of
 from tritium.graph import argument
 
@@ -60,7 +61,7 @@ def _rms_norm(canon: Canonicaliser, node: fx.Node) -> Expr | None:
     return Expr("mul", (Expr("mul", (operand, inverse)), weight), node)
 
 
-@builder(F.gelu, torch._C._nn.gelu)
+@builder(F.gelu, compat.operators.NN.gelu)
 def _gelu(canon: Canonicaliser, node: fx.Node) -> Expr | None:
     approximate = argument(node, 1, "approximate", "none")
     return Expr("gelu", (canon.of(node.args[0]),), node, attrs=(approximate,))
@@ -84,7 +85,7 @@ for _name, _targets in {
     builder(*_targets)(_unary(_name))
 
 
-@builder(F.linear, torch._C._nn.linear)
+@builder(F.linear, compat.operators.NN.linear)
 def _linear(canon: Canonicaliser, node: fx.Node) -> Expr | None:
     weight, bias = (canon.of(argument(node, index, name)) for index, name in ((1, "weight"), (2, "bias")))
     return Expr("linear", (canon.of(node.args[0]), weight, bias), node)

@@ -1,0 +1,101 @@
+"""Private attributes of modules, of torch.compile's wrappers, and of diffusers' and accelerate's classes."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+M = TypeVar("M", bound=nn.Module)
+
+# The attribute of a module with the function that a call of the module runs; if it is None, a call is not compiled.
+COMPILED_CALL = "_compiled_call_impl"
+
+
+def eager_call(module: nn.Module) -> Callable[..., Any]:
+    """Return the uncompiled call of a module: its forward between its hooks."""
+    return module._call_impl
+
+
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """Return the function that a call of the module runs instead of `eager_call`, or None."""
+    return module._compiled_call_impl
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """Return True for the wrapper that `torch.compile(module)` creates."""
+    return isinstance(module, importlib.import_module("torch._dynamo").OptimizedModule)
+
+
+def unwrapped(module: Any) -> Any:
+    """Return the module inside the wrapper of `torch.compile(module)`; any other object is returned unchanged."""
+    return getattr(module, "_orig_mod", module)
+
+
+# The attribute of torch.compile's wrappers with the function that they wrap.
+WRAPPED_FUNCTION = "_torchdynamo_orig_callable"
+
+
+def wraps_compiled(function: Any) -> bool:
+    """Return True for a function that torch.compile returned."""
+    return hasattr(function, WRAPPED_FUNCTION)
+
+
+def class_call_is_compiled(module: nn.Module) -> bool:
+    """Return True if the forward or the call of a module's class was compiled."""
+    return any(wraps_compiled(getattr(type(module), name)) for name in ("forward", "_call_impl"))
+
+
+def map_tensors(module: M, function: Callable[[torch.Tensor], torch.Tensor]) -> M:
+    """Replace every parameter and buffer of a module, as `module.to` does, and return the module."""
+    module._apply(function)  # type: ignore[no-untyped-call]
+    return module
+
+
+def tensors_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the dictionaries of a module's own parameters and of its own buffers, by name."""
+    return module._parameters, module._buffers
+
+
+def replace_children(module: nn.Module, children: Mapping[str, nn.Module]) -> None:
+    """Replace children of a shallow copy of a module without a change to the original."""
+    module._modules = {**module._modules, **children}
+
+
+def is_convolution(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.conv._ConvNd)
+
+
+def hooks_registered() -> int:
+    """Return the number of module hooks registered in this process so far; each registration increases it."""
+    return int(torch.utils.hooks.RemovableHandle.next_id)
+
+
+def kept_in_float32(model: Any) -> set[str] | None:
+    """Return the names of modules that diffusers keeps in float32; None for a model without this list."""
+    if not hasattr(model, "_keep_in_fp32_modules"):
+        return None
+    return set(model._keep_in_fp32_modules or ())
+
+
+def repeated_blocks(module: nn.Module) -> tuple[str, ...]:
+    """Return the classes that a diffusers model names for `compile_repeated_blocks`."""
+    return tuple(getattr(module, "_repeated_blocks", None) or ())
+
+
+def accelerate_hook(module: nn.Module) -> Any:
+    """Return accelerate's hook on a module, or None."""
+    return getattr(module, "_hf_hook", None)
+
+
+def diffusers_hooks(module: nn.Module) -> list[str]:
+    """Return the names of diffusers' hooks on a module."""
+    registry: Any = getattr(module, "_diffusers_hook", None)
+    return sorted(registry.hooks) if registry is not None else []
+
+
+# The attribute of a pipeline with the arguments of its progress bar.
+PROGRESS_BAR = "_progress_bar_config"

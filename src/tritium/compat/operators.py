@@ -1,0 +1,51 @@
+"""Classes, names and schemas of torch's operators, and attributes that Dynamo sets on graph nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import _get_qualified_name
+
+OpOverload = torch._ops.OpOverload
+OpOverloadPacket = torch._ops.OpOverloadPacket
+HigherOrderOperator = torch._ops.HigherOrderOperator
+
+# The functions of torch.nn that are implemented in C++: `F.linear` is one of them.
+NN: Any = torch._C._nn
+
+
+def name_of(overload: OpOverload) -> str:
+    """Return the name of an operator without namespace and overload: `mul`."""
+    return str(overload._opname)
+
+
+def qualified_name(function: Any) -> str:
+    """Return the path by which generated code calls a function: `torch.nn.functional.rms_norm`."""
+    return _get_qualified_name(function)
+
+
+def is_mutable(target: Any) -> bool:
+    """Return True for an operator that writes to an argument, according to its schema."""
+    schema = getattr(target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+def overload_of(definition: Any) -> OpOverload:
+    """Return the operator that `torch.library.custom_op` defined."""
+    overload: OpOverload = definition._opoverload
+    return overload
+
+
+def is_erased(node: fx.Node) -> bool:
+    """Return True if a node was erased from its graph."""
+    return bool(node._erased)
+
+
+def copy_source(node: fx.Node, original: fx.Node) -> bool:
+    """Copy Dynamo's source of a graph input to another node; return False if there is none."""
+    if not hasattr(original, "_dynamo_source"):
+        return False
+    node._dynamo_source = original._dynamo_source
+    return True
