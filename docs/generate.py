@@ -12,6 +12,7 @@ import json
 import re
 import shutil
 import sys
+import typing
 from collections.abc import Callable
 from pathlib import Path
 
@@ -144,6 +145,40 @@ def passes() -> str:
         body = f"```\n{rest.strip()}\n```" if rest.strip().startswith("Before:") else rest.strip()
         text += f"\n## {entry.name}\n\n{headline}\n\n{body}\n"
     return text
+
+
+def techniques() -> str:
+    from tritium import techniques as catalogue
+
+    text = "# Techniques\n\nOne file or folder each in `src/tritium/techniques`; this page is generated from them. A technique is set for all parts that can have "
+    text += "it by `Plan(<name>=...)`, and for one part by `Choice(<name>=...)`. [A technique](../extending.md#a-technique) says how to add one.\n"
+    for technique in catalogue.catalog().values():
+        hints = typing.get_type_hints(technique.config)
+        fields = [
+            [
+                f"`{field.name}`",
+                values(hints[field.name]),
+                "" if field.default is dataclasses.MISSING else f"`{field.default!r}`",
+            ]
+            for field in dataclasses.fields(technique.config)
+        ]
+        text += f"\n## {technique.name}\n\n{inspect.getdoc(sys.modules[technique.config.__module__])}\n\n"
+        text += f"`{technique.config.__name__}`: {inspect.getdoc(technique.config)}\n\n"
+        text += table(["field", "values", "default"], fields) + "\n" if fields else ""
+        facts = {
+            "without a setting": "not applied" if technique.default is None else f"`{technique.default}`",
+            "applied after": ", ".join(f"`{name}`" for name in technique.after) or "no other",
+            "needs the scheduler": "yes" if technique.needs_scheduler else "no",
+        }
+        text += table(["", ""], [[name, value] for name, value in facts.items()])
+    return text
+
+
+def values(hint) -> str:
+    """The values that a field takes."""
+    if typing.get_origin(hint) is typing.Literal:
+        return ", ".join(f"`{value!r}`" for value in typing.get_args(hint))
+    return f"`{getattr(hint, '__name__', hint)}`".replace("|", "or")
 
 
 def errors() -> str:
@@ -374,7 +409,9 @@ def main() -> int:
         return 1 if stale else 0
     for path, text in wanted.items():
         path.write_text(text, encoding="utf-8")
-    pages = {f"{page.__name__}.md": page() for page in (configuration, ops, kernels, passes, errors, support)}
+    pages = {
+        f"{page.__name__}.md": page() for page in (configuration, ops, kernels, passes, techniques, errors, support)
+    }
     pages["fusions/index.md"] = fusions()
     pages |= {f"fusions/{fusion.name}.md": fusion_page(fusion) for fusion in catalog().values()}
     pages |= api()

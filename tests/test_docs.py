@@ -65,6 +65,18 @@ def test_the_page_of_ops_says_what_each_computes(generate):
         assert "arguments to try it on" not in generate.meaning(op)
 
 
+def test_the_page_of_techniques_has_each_with_its_fields(generate):
+    from tritium import techniques
+
+    page = generate.techniques()
+    for name, technique in techniques.catalog().items():
+        _, _, section = page.partition(f"\n## {name}\n")
+        section = section.partition("\n## ")[0]
+        assert f"`{technique.config.__name__}`: {inspect.getdoc(technique.config)}" in section
+        assert all(f"| `{field.name}` |" in section for field in dataclasses.fields(technique.config))
+    assert "| `mode` | `'off'`, `'only'`, `'with_compile'`, `'auto'` |" in page
+
+
 def test_the_pages_have_the_parts_that_are_generated_for_them(generate):
     readme, performance, notes = (path.read_text(encoding="utf-8") for path in generate.PAGES)
     assert "<!-- generated: gains -->" in readme
