@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import pkgutil
 import re
 
 import pytest
@@ -213,3 +214,32 @@ def test_the_messages_of_the_troubleshooting_page_are_those_of_the_package():
     ]
     assert len(messages) > 15
     assert [message for message in messages if message.strip(" ,;") not in source] == []
+
+
+PAGES = sorted(path for path in ROOT.rglob("*.md") if not {"reference", ".venv", "weights"} & set(path.parts))
+# Entry point groups that are no modules.
+GROUPS = {"tritium.providers", "tritium.attention"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_the_names_and_files_of_a_page_exist(page):
+    text = page.read_text(encoding="utf-8")
+    names = {name for name in re.findall(r"\btritium(?:\.[A-Za-z_]\w*)+", text) if name not in GROUPS}
+    assert [name for name in sorted(names) if not exists(name)] == []
+    folders = "|".join(path.name for path in (*ROOT.iterdir(), *(ROOT / "src" / "tritium").iterdir()) if path.is_dir())
+    files = re.findall(rf"`((?:{folders})/[\w./-]*)`", text)
+    roots = (ROOT, ROOT / "src" / "tritium", ROOT / "benchmarks")
+    assert [file for file in files if not any((root / file).exists() for root in roots)] == []
+
+
+def exists(name):
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def test_the_readme_takes_a_minute_to_its_table():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(readme.partition("<!-- generated: gains -->")[0].split()) < 500
