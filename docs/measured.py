@@ -21,7 +21,7 @@ NOTHING = "No results have been committed yet.\n"
 SUITES = ("-families", "-pipeline", "-compile-time", "-host")
 KERNELS = "-dynamic-kernels"
 
-# Since then a denoiser is one program, graphs="auto" is the default, and generated code launches owned kernels.
+DEFAULTS = "(a denoiser as one program, automatic static graphs, owned kernels launched by generated code)"
 DEFAULTS_SINCE = "2026-11-18T20:00:00+00:00"
 
 
@@ -97,7 +97,7 @@ def gains() -> str:
     if old:
         which = "All rows were" if not new else "These rows were"
         names = "" if not new else f": {'; '.join(old)}"
-        text += f"\n{which} measured before the current defaults, and not again since{names}.\n"
+        text += f"\n{which} measured before the current defaults {DEFAULTS}, and not again since{names}.\n"
     return text
 
 
