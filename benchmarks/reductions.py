@@ -1,6 +1,6 @@
 """Time the forms of a reduction on this GPU, and write the table that the tiling policy reads.
 
-    python benchmarks/reductions.py --json results.json --table src/tritium/tuning/reductions.json
+    python benchmarks/reductions.py --json results.json --table src/tritium/tuning/nvidia-h200.json
 
 Each function is compiled once for each form, with empty caches, by forcing the form through the policy. The calls of a
 form are captured in a CUDA graph, with inputs that together exceed the L2 cache, and the forms are timed interleaved.
@@ -30,9 +30,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from tritium import compat, device, measure
-from tritium.tiling import hooks, reductions, tables
+from tritium.tiling import hooks, reductions
 from tritium.tiling.policy import OFF, Decisions
-from tritium.tiling.reductions import INDUCTOR_WHOLE, MOST_PERSISTENT, Limit, Table, Timing
+from tritium.tiling.reductions import MOST_PERSISTENT, Timing
+from tritium.tuning import Limit, Machine, ReductionLimits, tables
+from tritium.tuning.reductions import INDUCTOR_WHOLE
 
 ELEMENTS = (1536, 2048, 3072, 4096, 5120, 6144, 8192, 12288, 16384)
 ROWS = 4096
@@ -43,10 +45,10 @@ GROUPS = (1 << 21, 1 << 23, 1 << 25)
 # A form is forced by a table that excludes all others.
 EVERYTHING = 1 << 40
 FORCED = {
-    "persistent": Table(persistent_up_to=(Limit(64, MOST_PERSISTENT),), whole_up_to=EVERYTHING),
-    "looped": Table(persistent_up_to=(Limit(64, 0),), whole_up_to=EVERYTHING),
-    "split": Table(whole_up_to=INDUCTOR_WHOLE, split_below_rows=EVERYTHING),
-    "cooperative": Table(whole_up_to=INDUCTOR_WHOLE, cooperative_up_to_rows=64),
+    "persistent": ReductionLimits(persistent_up_to=(Limit(64, MOST_PERSISTENT),), whole_up_to=EVERYTHING),
+    "looped": ReductionLimits(persistent_up_to=(Limit(64, 0),), whole_up_to=EVERYTHING),
+    "split": ReductionLimits(whole_up_to=INDUCTOR_WHOLE, split_below_rows=EVERYTHING),
+    "cooperative": ReductionLimits(whole_up_to=INDUCTOR_WHOLE, cooperative_up_to_rows=64),
 }
 
 # The inputs must exceed this size together, so that each call reads from memory: twice the L2 cache of an H200.
@@ -106,7 +108,7 @@ def cases(*, quick: bool) -> Iterator[Case]:
 def compiled(case: Case, form: str, inputs: Sequence[torch.Tensor]) -> tuple[Callable[..., Any], Decisions]:
     """Return the function with its reductions in one form, after one call."""
     torch._dynamo.reset()
-    policy = dataclasses.replace(OFF, choose_reduction=True, reduction_table=FORCED[form])
+    policy = dataclasses.replace(OFF, choose_reduction=True, reduction_limits=FORCED[form])
     with hooks.active(policy) as decisions, compat.inductor.inductor_patched({"fx_graph_cache": False}):
         function = torch.compile(case.function, fullgraph=True, dynamic=False)
         function(*inputs)
@@ -183,9 +185,9 @@ def line(row: dict[str, Any]) -> str:
     return f"{row['case']:15} {row['rows']:5} x {row['elements']:9,}  {forms}{remarks}"
 
 
-def entry_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def limits_of(rows: Sequence[dict[str, Any]]) -> ReductionLimits:
     timings = [Timing(row["rows"], row["elements"], row["reads"], row["ms"]) for row in rows]
-    return reductions.table_of(timings, compat.versions.version_text())
+    return reductions.limits_of(timings, tables.current_versions())
 
 
 def main() -> None:
@@ -194,7 +196,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=80.0, help="nothing is compiled after so many seconds")
     parser.add_argument("--each", type=float, default=0.2, help="seconds of timing for each function")
     parser.add_argument("--json", type=Path, help="where to write what was measured")
-    parser.add_argument("--table", type=Path, help="where to write the device's entry of the table")
+    parser.add_argument("--table", type=Path, help="the device's table, which gets the limits")
     arguments = parser.parse_args()
     if not device.cuda_available():
         raise SystemExit("there is no GPU to time reductions on")
@@ -211,15 +213,16 @@ def main() -> None:
                 continue
             rows.append(timed(case, arguments.each))
             print(line(rows[-1]), flush=True)
-    name, entry = device.describe("cuda").name, entry_of(rows)
+    machine, limits = Machine.of("cuda"), limits_of(rows)
     print(f"\n{time.perf_counter() - start:.0f} s" + (f"; no time for {', '.join(missing)}" if missing else ""))
-    print(f"{name}: {json.dumps(entry)}")
+    entry = limits.to_dict()
+    print(f"{machine.name}: {json.dumps(entry)}")
     if arguments.json is not None:
-        content = {"device": name, "torch": torch.__version__, "rows": rows, "missing": missing, "table": entry}
+        content = {"device": machine.name, "torch": torch.__version__, "rows": rows, "missing": missing, "table": entry}
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if arguments.table is not None:
-        tables.write(arguments.table, name, entry)
+        tables.store(arguments.table, machine, reductions=limits)
 
 
 if __name__ == "__main__":

@@ -264,8 +264,7 @@ PRODUCTS = ("cat_linear", "linear_gelu", "wide_attention")
 def kernels() -> str:
     """Every measured choice, from the shipped tables alone."""
     from tritium import device
-    from tritium.tiling import tables
-    from tritium.tuning import tables as tuned
+    from tritium.tuning import tables
 
     text = "# Kernels and choices\n\nWhat was measured, and what follows from it, from the tables that ship with the package; "
     text += "[choosing by measuring](../performance.md#how-a-provider-is-chosen) says how. A *block* is what the op stands between "
@@ -274,15 +273,12 @@ def kernels() -> str:
     text += "*In context* is the site's time on the device inside the block, and the host column is what its launches cost more "
     text += "than those of Inductor's code. Rows marked *loop* compare with a kernel of Inductor that loops over the row; they are "
     text += "left out where Inductor holds rows of that length in registers, as it does on the H200.\n"
-    for path in sorted(tuned.SHIPPED.glob("*.json")):
-        # Reductions come below; attention's table is of candidates, not of providers.
-        if path == tables.shipped_file() or path.stem.startswith("attention-"):
-            continue
-        name = json.loads(path.read_text(encoding="utf-8"))["device"]
+    for path in sorted(tables.SHIPPED.glob("*.json")):
+        name = tables.load(path).machine.name
         bandwidth = device.copy_bandwidth(device.Device("", name))
         about = f", {bandwidth / 1e12:.1f} TB/s copy" if bandwidth else ""
         text += f"\n## {name}{about}\n\n"
-        rows = [kernel_row(verdict, bandwidth) for verdict in tuned.load(path).rows.values() if verdict.in_block]
+        rows = [kernel_row(verdict, bandwidth) for verdict in tables.load(path).rows.values() if verdict.in_block]
         text += table(
             [
                 "op",
@@ -302,12 +298,14 @@ def kernels() -> str:
     text += "\n## Reductions\n\nRows that generated kernels hold in registers although Inductor would walk over them, and rows that they leave "
     text += "whole although Inductor would cut them; [tiling](../tiling.md) says more.\n\n"
     rows = []
-    for name in sorted(tables.read(tables.shipped_file())):
-        entry = tables.table_for(name)
+    for content in map(tables.load, sorted(tables.SHIPPED.glob("*.json"))):
+        limits = content.reductions
+        if limits is None:
+            continue
         held = "; ".join(
-            f"up to {limit.elements:,} elements with {limit.reads} loads" for limit in entry.persistent_up_to
+            f"up to {limit.elements:,} elements with {limit.reads} loads" for limit in limits.persistent_up_to
         )
-        rows.append([name, held, f"up to {entry.whole_up_to:,} elements", entry.torch])
+        rows.append([content.machine.name, held, f"up to {limits.whole_up_to:,} elements", limits.versions["torch"]])
     return text + table(["device", "held in registers", "left whole", "measured with torch"], rows)
 
 

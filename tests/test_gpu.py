@@ -10,8 +10,8 @@ from fidelity import assert_no_worse
 from small_models import Block, Stack, block_inputs, flux, flux_inputs
 from tritium import tuning
 from tritium.bench import quality
-from tritium.compiler import tune
-from tritium.tuning import Key
+from tritium.compiler.compile import compile_pinned
+from tritium.tuning import Key, compare
 
 pytestmark = pytest.mark.gpu
 
@@ -59,7 +59,7 @@ def test_tuning_measures_device_and_host(tmp_path, monkeypatch):
     monkeypatch.setattr(tuning.tables, "user_folder", lambda: tmp_path)
     key = Key.of("linear_gelu", {"tokens": 4096, "k": 512, "n": 2048}, torch.bfloat16)
     path = tmp_path / tuning.Machine(torch.cuda.get_device_name()).file_name
-    (row,) = tune.measure_keys([key], "cuda", path, lambda *what: None, seconds=0.3)
+    (row,) = compare.measure_keys([key], "cuda", path, lambda *what: None, compile_pinned, seconds=0.3)
     assert row.ms.keys() == row.alone_us.keys() == row.issue_us.keys() == {"inductor", "aten"}
     assert all(time > 0 for times in (row.ms, row.alone_us, row.issue_us) for time in times.values())
     linear = torch.nn.Linear(512, 2048).to("cuda", torch.bfloat16)

@@ -17,8 +17,8 @@ from tritium.bench.results import Results, Row
 from tritium.bench.workload import Built
 from tritium.cli import progress
 from tritium.cli.app import app
-from tritium.compiler import tune
 from tritium.tuning import Verdict
+from tritium.tuning import compare as comparison
 
 ROW = Row(
     workload="flux",
@@ -384,7 +384,8 @@ class TestTune:
         """Replaces the measuring; what was asked for is kept."""
         asked = []
 
-        def compare(key, device_type, seconds):
+        def compare(key, device_type, compiler, seconds):
+            assert compiler is not None
             asked.append((key, device_type, seconds))
             return Verdict(
                 key,
@@ -395,7 +396,7 @@ class TestTune:
                 versions={"torch": "0"},
             )
 
-        monkeypatch.setattr(tune, "compare", compare)
+        monkeypatch.setattr(comparison, "compare_in_block", compare)
         monkeypatch.setattr(measure.Load, "disturbed", False)
         monkeypatch.setattr(tuning.tables, "user_folder", lambda: tmp_path)
         return asked

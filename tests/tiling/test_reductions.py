@@ -14,15 +14,18 @@ import scripts
 import tritium
 from codegen import generated, launches, sources
 from tiling.patterns import TRANSFORMER
-from tritium import compat, device
+from tritium import compat
 from tritium.compiler import lower
 from tritium.report import GraphRecord, PassRecord
-from tritium.tiling import hooks, reductions, tables
+from tritium.tiling import hooks, reductions
 from tritium.tiling.policy import OFF, TilingPolicy, policy_of
-from tritium.tiling.reductions import DEFAULT, Limit, Reduction, Table, Timing, cut, walk
+from tritium.tiling.reductions import Reduction, Timing, cut, walk
+from tritium.tuning import Limit, Machine, ReductionLimits, tables
+from tritium.tuning.parse import parse
+from tritium.tuning.reductions import INDUCTOR_LIMITS
 
-PERSISTENT = Table(persistent_up_to=(Limit(8, 16384),), whole_up_to=16384)
-WHOLE = Table(whole_up_to=16384)
+PERSISTENT = ReductionLimits(persistent_up_to=(Limit(8, 16384),), whole_up_to=16384)
+WHOLE = ReductionLimits(whole_up_to=16384)
 
 
 def bf16(*shape):
@@ -51,7 +54,7 @@ GROUPS = group_norm, (bf16(1, 128, 512, 512), bf16(128), bf16(128))
 def with_table(case, table, **others):
     """The observer of generated kernels, and the choice for each kernel that reduces."""
     function, inputs = case
-    policy = dataclasses.replace(OFF, choose_reduction=True, reduction_table=table)
+    policy = dataclasses.replace(OFF, choose_reduction=True, reduction_limits=table)
     with hooks.active(policy) as decisions:
         observer = generated(function, *inputs, **others)
     return observer, [kernel.reduction for kernel in decisions.kernels() if kernel.reduction is not None]
@@ -64,11 +67,12 @@ def kinds(observer):
 
 @pytest.fixture
 def own_tables(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "shipped_file", lambda: tmp_path / "shipped.json")
-    monkeypatch.setattr(tables, "own_file", lambda: tmp_path / "own.json")
-    tables.forget()
-    yield tmp_path
-    tables.forget()
+    monkeypatch.setattr(tables, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr(tables, "user_folder", lambda: tmp_path / "own")
+
+
+def write(folder, device, limits):
+    tables.store(folder / Machine(device).file_name, Machine(device), reductions=limits)
 
 
 class TestRules:
@@ -80,7 +84,7 @@ class TestRules:
                 assert walk(dataclasses.replace(self.ROW, elements=elements), inductor).form == inductor
 
     def test_a_table_raises_the_limit(self):
-        table = Table(persistent_up_to=(Limit(2, 8192), Limit(4, 4096)))
+        table = ReductionLimits(persistent_up_to=(Limit(2, 8192), Limit(4, 4096)))
         forms = [
             walk(dataclasses.replace(self.ROW, elements=elements, reads=reads), "looped", table).form
             for elements, reads in [(8192, 1), (8192, 2), (8192, 3), (4096, 3), (1536, 5)]
@@ -125,15 +129,15 @@ class TestRules:
 
     def test_a_table_moves_the_limits_of_cutting(self):
         few = Reduction(300, 1 << 20, multiprocessors=132)
-        assert cut(few, 1, Table(split_below_rows=512)).parts == 2
-        assert cut(dataclasses.replace(few, rows=8), 1, Table(split_below_rows=512)).parts == 66
-        assert cut(dataclasses.replace(few, rows=128), 4, Table(split_below_rows=100)).form == "looped"
+        assert cut(few, 1, ReductionLimits(split_below_rows=512)).parts == 2
+        assert cut(dataclasses.replace(few, rows=8), 1, ReductionLimits(split_below_rows=512)).parts == 66
+        assert cut(dataclasses.replace(few, rows=128), 4, ReductionLimits(split_below_rows=100)).form == "looped"
         assert cut(Reduction(128, 12288), 2, WHOLE).form == "looped"
         assert cut(Reduction(128, 16385), 3, WHOLE).form == "split"
 
     @pytest.mark.parametrize(("count", "together"), [(32, True), (66, True), (67, False), (128, False)])
     def test_blocks_that_wait_for_each_other_all_run_at_once(self, count, together):
-        table = Table(cooperative_up_to_rows=1000, cooperative_from=1 << 18)
+        table = ReductionLimits(cooperative_up_to_rows=1000, cooperative_from=1 << 18)
         choice = cut(Reduction(count, 1 << 20, multiprocessors=132), 4, table)
         assert (choice.form == "cooperative") == together
         assert cut(Reduction(32, 1 << 17, multiprocessors=132), 4, table).form == "split"
@@ -148,7 +152,7 @@ class TestGeneratedCode:
     @pytest.mark.parametrize("elements", [1536, 5120, 16384])
     def test_persistent_rows_have_no_loop(self, elements):
         case = rows(4096, elements)
-        looped, (before,) = with_table(case, DEFAULT)
+        looped, (before,) = with_table(case, INDUCTOR_LIMITS)
         persistent, (after,) = with_table(case, PERSISTENT)
         assert (kinds(looped), kinds(persistent)) == (["red"], ["per"])
         assert "for r0_offset in" in sources(looped)[0]
@@ -174,7 +178,7 @@ class TestGeneratedCode:
 
     def test_rows_are_cut_where_the_table_says_so(self):
         case = rows(4096, 8192)
-        observer, choices = with_table(case, Table(whole_up_to=4096, split_below_rows=8192))
+        observer, choices = with_table(case, ReductionLimits(whole_up_to=4096, split_below_rows=8192))
         assert len(launches(observer)) > 1
         first = choices[0]
         assert (first.form, first.inductor, first.parts, first.rows, first.elements) == (
@@ -187,19 +191,19 @@ class TestGeneratedCode:
 
     def test_huge_groups_are_cut_as_inductor_does(self):
         plain = generated(GROUPS[0], *GROUPS[1])
-        observer, choices = with_table(GROUPS, DEFAULT)
+        observer, choices = with_table(GROUPS, INDUCTOR_LIMITS)
         assert sources(observer) == sources(plain)
         assert [choice.differs for choice in choices] == [False, False]
 
     def test_huge_groups_in_one_kernel(self):
         plain = generated(GROUPS[0], *GROUPS[1])
-        observer, (choice,) = with_table(GROUPS, Table(cooperative_up_to_rows=32, cooperative_from=1))
+        observer, (choice,) = with_table(GROUPS, ReductionLimits(cooperative_up_to_rows=32, cooperative_from=1))
         assert "rsplit_id" in sources(observer)[0]
         assert (choice.form, choice.inductor) == ("cooperative", "split")
         assert len(launches(observer)) < len(launches(plain))
 
     def test_parts_do_not_wait_for_each_other_where_sizes_are_dynamic(self):
-        table = Table(cooperative_up_to_rows=32, cooperative_from=1)
+        table = ReductionLimits(cooperative_up_to_rows=32, cooperative_from=1)
         observer, _ = with_table(GROUPS, table, dynamic={0: (2, 3)})
         assert not any("rsplit_id" in source for source in sources(observer))
         assert kinds(observer)[:2] == ["red", "per"]
@@ -214,7 +218,7 @@ class TestGeneratedCode:
     def test_rows_are_cut_as_inductor_does_where_sizes_are_dynamic(self):
         function = lambda x: F.layer_norm(x, (x.shape[-1],))  # noqa: E731
         case = function, (bf16(128, 12288),)
-        observer, _ = with_table(case, DEFAULT, dynamic={0: (1,)})
+        observer, _ = with_table(case, INDUCTOR_LIMITS, dynamic={0: (1,)})
         assert sources(observer) == sources(generated(function, *case[1], dynamic={0: (1,)}))
         assert len(launches(observer)) > 1
 
@@ -277,20 +281,20 @@ class TestGeneratedCode:
         pattern = TRANSFORMER[name]
         case, sizes = (pattern.function, pattern.inputs()), pattern.dynamic if dynamic else None
         plain = generated(*case[:1], *case[1], dynamic=sizes)
-        observer, choices = with_table(case, DEFAULT, dynamic=sizes)
+        observer, choices = with_table(case, INDUCTOR_LIMITS, dynamic=sizes)
         assert sources(observer) == sources(plain)
         assert not any(choice.differs for choice in choices)
 
     @pytest.mark.parametrize("elements", [1536, 3072, 5120, 16384])
     def test_norms_of_many_rows_are_as_they_were(self, elements):
         case = rows(4096, elements)
-        observer, _ = with_table(case, DEFAULT)
+        observer, _ = with_table(case, INDUCTOR_LIMITS)
         assert sources(observer) == sources(generated(case[0], *case[1]))
 
     def test_off_is_inductor(self):
         case = rows(128, 12288)
         plain = generated(case[0], *case[1])
-        policy = TilingPolicy(choose_reduction=False, reduction_table=PERSISTENT)
+        policy = TilingPolicy(choose_reduction=False, reduction_limits=PERSISTENT)
         with hooks.active(policy) as decisions:
             assert sources(generated(case[0], *case[1])) == sources(plain)
         assert all(kernel.reduction is None for kernel in decisions.kernels())
@@ -302,8 +306,7 @@ class TestGeneratedCode:
 class TestReached:
     def test_by_autofuse(self, own_tables):
         case = rows(128, 12288)
-        tables.write(tables.shipped_file(), device.describe("cuda").name, {"whole_up_to": 16384})
-        tables.forget()
+        write(tables.SHIPPED, Machine.of("cuda").name, WHOLE)
         with tritium.autofuse.enabled() as declined:
             assert declined is None
             assert kinds(generated(case[0], *case[1])) == ["red"]
@@ -353,79 +356,63 @@ class TestReached:
         assert [vars(choices)[name] for name in names] == before
 
 
-ENTRY = {"torch": compat.versions.version_text(), "persistent_up_to": [{"reads": 3, "elements": 8192}]}
+CURRENT = tables.current_versions()
+HELD = ReductionLimits(persistent_up_to=(Limit(3, 8192),), versions=CURRENT)
 
 
 class TestTables:
-    def test_the_device_s_entry_is_used(self, own_tables, monkeypatch):
-        monkeypatch.setattr(hooks.device, "describe", lambda *_: hooks.device.Device("cuda", "Some GPU"))
+    def test_the_device_s_limits_are_used(self, own_tables, monkeypatch):
+        monkeypatch.setattr(tables, "_machine", lambda where: Machine("Some GPU"))
         case = rows(4096, 3072)
         with tritium.autofuse.enabled():
             assert kinds(generated(case[0], *case[1])) == ["red"]
-        tables.write(tables.shipped_file(), "Some GPU", ENTRY)
-        tables.write(tables.shipped_file(), "Another GPU", {"whole_up_to": 8192})
+        write(tables.SHIPPED, "Some GPU", HELD)
+        write(tables.SHIPPED, "Another GPU", ReductionLimits(whole_up_to=4096))
         with tritium.autofuse.enabled():
             assert kinds(generated(case[0], *case[1])) == ["per"]
-        assert tables.table_for("Another GPU") == Table(whole_up_to=8192)
-        assert tables.table_for("A third GPU") == DEFAULT
+        assert tables.reduction_limits(Machine("Another GPU")) == ReductionLimits(whole_up_to=4096)
+        assert tables.reduction_limits(Machine("A third GPU")) == INDUCTOR_LIMITS
 
-    def test_this_machine_s_own_comes_first_if_it_is_of_this_torch(self, own_tables):
-        tables.write(tables.shipped_file(), "g", ENTRY)
-        tables.write(tables.own_file(), "g", {"torch": "1.0", "whole_up_to": 1})
-        assert tables.table_for("g").limit(3) == 8192
-        tables.write(tables.own_file(), "g", {"torch": compat.versions.version_text(), "whole_up_to": 1})
-        assert tables.table_for("g").whole_up_to == 1
+    def test_this_machine_s_own_come_first_if_they_are_of_this_torch(self, own_tables):
+        write(tables.SHIPPED, "g", HELD)
+        write(tables.user_folder(), "g", ReductionLimits(whole_up_to=1, versions={"torch": "1.0"}))
+        assert tables.reduction_limits(Machine("g")).limit(3) == 8192
+        write(tables.user_folder(), "g", ReductionLimits(whole_up_to=1, versions=CURRENT))
+        assert tables.reduction_limits(Machine("g")).whole_up_to == 1
 
     @pytest.mark.parametrize(
-        "text",
-        [
-            "",
-            "{",
-            "[]",
-            "[" * 200_000,
-            '{"g": 1}',
-            '{"g": null}',
-            '{"g": {"no": 1}}',
-            '{"g": {"whole_up_to": "x"}}',
-            '{"g": {"torch": 2}}',
-            '{"g": {"persistent_up_to": 3}}',
-            '{"g": {"persistent_up_to": [3]}}',
-            '{"g": {"persistent_up_to": [{"reads": 3, "elements": null}]}}',
-        ],
-        ids=str.__len__,
+        "entry",
+        [1, None, {"whole_up_to": "x"}, {"versions": {"torch": 2}}, {"persistent_up_to": 3}, {"persistent_up_to": [3]}]
+        + [{"persistent_up_to": [{"reads": 3, "elements": value}]} for value in (None, True, 0.5)],
+        ids=str,
     )
-    def test_a_damaged_file_is_ignored_with_one_warning(self, text, own_tables):
-        tables.own_file().write_text(text)
-        tables.forget()
+    def test_damaged_limits_are_ignored_with_one_warning(self, entry, own_tables):
+        tables.user_folder().mkdir()
+        path = tables.user_folder() / "g.json"
+        path.write_text(json.dumps({"rows": [], "reductions": entry}))
         with pytest.warns(RuntimeWarning) as told:
-            assert tables.table_for("g") == DEFAULT
-            assert tables.table_for("g").limit(3) is None
+            assert tables.reduction_limits(Machine("g")) == INDUCTOR_LIMITS
+            assert tables.reduction_limits(Machine("g")).limit(3) is None
         (warning,) = told
-        assert str(tables.own_file()) in str(warning.message)
-
-    def test_a_damaged_entry_leaves_the_others(self, own_tables):
-        tables.own_file().write_text(json.dumps({"g": ENTRY, "h": None}))
-        tables.forget()
-        with pytest.warns(RuntimeWarning, match="the entry of 'h'"):
-            assert tables.table_for("g").limit(3) == 8192
+        assert f"{path} is damaged and what is damaged is ignored: reductions: " in str(warning.message)
 
     def test_tables_are_in_the_cache_key(self, own_tables):
         base = TilingPolicy()
         off = TilingPolicy(choose_reduction=False)
-        keys = {base.identity, off.identity, TilingPolicy(reduction_table=PERSISTENT).identity}
-        tables.write(tables.shipped_file(), "g", ENTRY)
+        keys = {base.identity, off.identity, TilingPolicy(reduction_limits=PERSISTENT).identity}
+        write(tables.SHIPPED, "g", HELD)
         keys.add(TilingPolicy().identity)
-        assert len(keys) == 4
+        write(tables.user_folder(), "g", ReductionLimits(whole_up_to=1, versions=CURRENT))
+        keys.add(TilingPolicy().identity)
+        assert len(keys) == 5
         assert TilingPolicy(choose_reduction=False).identity == off.identity
 
 
 def test_what_is_shipped_follows_from_what_was_measured():
-    shipped = tables.read(tables.shipped_file())
-    assert set(shipped) == set(json.loads(tables.shipped_file().read_text()))
-    assert set(shipped) == {"NVIDIA H200"}
+    shipped = {path.stem: tables.load(path).reductions for path in tables.SHIPPED.glob("nvidia-*.json")}
     measured = json.loads((scripts.ROOT / "benchmarks/results/reductions/h200.json").read_text())
     timings = [Timing(row["rows"], row["elements"], row["reads"], row["ms"]) for row in measured["rows"]]
-    assert shipped["NVIDIA H200"] == reductions.table_of(timings, "2.11")
+    assert shipped == {"nvidia-h200": reductions.limits_of(timings, {"torch": "2.11"})}
 
 
 @pytest.fixture(scope="module")
@@ -443,7 +430,7 @@ class TestSweep:
         inputs = [bf16(*shape) for shape in (case.shape, *case.others)]
         code = set()
         for form in case.forms:
-            policy = dataclasses.replace(OFF, choose_reduction=True, reduction_table=sweep.FORCED[form])
+            policy = dataclasses.replace(OFF, choose_reduction=True, reduction_limits=sweep.FORCED[form])
             with hooks.active(policy) as decisions:
                 observer = generated(case.function, *inputs)
             assert sweep.taken(decisions, case, form) is not None, form
@@ -481,17 +468,17 @@ class TestSweep:
             Timing(32, 1 << 23, 1, {"looped": 9.0, "split": 1.0, "cooperative": 0.8}),
             Timing(32, 1 << 25, 1, {"looped": 9.0, "split": 1.0, "cooperative": 0.8}),
         ]
-        entry = reductions.table_of(timings, "2.11")
-        assert entry == {
-            "torch": "2.11",
-            "persistent_up_to": [{"reads": 2, "elements": 5120}, {"reads": 3, "elements": 1024}],
+        limits = reductions.limits_of(timings, {"torch": "2.11"})
+        assert limits.to_dict() == {
+            "versions": {"torch": "2.11"},
+            "persistent_up_to": ({"reads": 2, "elements": 5120}, {"reads": 3, "elements": 1024}),
             "whole_up_to": 12288,
             "cooperative_up_to_rows": 32,
             "cooperative_from": 1 << 23,
         }
-        assert Table.from_dict(json.loads(json.dumps(entry))).limit(3) == 1024
+        assert parse(ReductionLimits, json.loads(json.dumps(limits.to_dict()))) == limits
 
     def test_what_was_not_measured_is_not_in_it(self):
-        assert reductions.table_of([], "2.11") == {"torch": "2.11"}
+        assert reductions.limits_of([], {}) == INDUCTOR_LIMITS
         split_is_faster = [Timing(128, 12288, 3, {"looped": 1.0, "split": 0.5})]
-        assert reductions.table_of(split_is_faster, "2.11")["whole_up_to"] == 8192
+        assert reductions.limits_of(split_is_faster, {}).whole_up_to == 8192

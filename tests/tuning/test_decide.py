@@ -41,7 +41,9 @@ def shipped(tmp_path, monkeypatch):
 
 
 def decide(of, able=("triton",), machine=GPU, looped_above=1 << 40, **options):
-    return tuning.decide(machine, of, able, lambda elements, reads: elements <= looped_above, **options)
+    return tuning.decide(
+        machine, of, able, tuning.ReductionLimits(persistent_up_to=(tuning.Limit(9, looped_above),)), **options
+    )
 
 
 class TestMeasured:

@@ -10,7 +10,7 @@ import torch
 from tritium import measure, tuning
 from tritium.ops import Op, Provider
 from tritium.ops.op import FirstUse, Trial, octave
-from tritium.tuning import Key, Machine, Verdict, first_use, tables
+from tritium.tuning import Key, Machine, Verdict, compare, first_use, tables
 
 HERE = Machine.of("cpu")
 
@@ -65,7 +65,7 @@ def timed(monkeypatch):
         asked.append(list(runs))
         return {name: ms.get(name, 1.0) for name in runs}
 
-    monkeypatch.setattr(first_use, "timed", timed)
+    monkeypatch.setattr(compare, "timed", timed)
     ms["asked"] = asked
     return ms
 
@@ -175,21 +175,20 @@ class TestModes:
         assert kind is torch.Tensor
 
     def test_a_verdict_of_a_compilation_has_another_key_and_is_the_second_choice(self, timed, monkeypatch):
-        flags = []
+        flags, compiling = [], [True]
         op = op_of(provider("a"), provider("b"), skip=lambda name, given, compiling: flags.append(compiling))
-        monkeypatch.setattr(first_use.compat.dynamo, "is_compiling", lambda: True)
-        choose(op)
-        choose(op)
-        assert len(timed["asked"]) == 1
+        monkeypatch.setattr(first_use.compat.dynamo, "is_compiling", lambda: compiling[0])
+        assert [choose(op)[0], choose(op)[0]] == ["a", "a"]
         assert [verdict.key.shape for verdict in tuning.verdicts()] == ["size=64 compiling=1"]
-        monkeypatch.undo()
-        assert flags == [True] * 4
-        monkeypatch.setattr(tables, "user_folder", lambda: tables.SHIPPED)
-        timed.update(b=0.5)
-        monkeypatch.setattr(first_use, "timed", lambda runs, where: {"a": 1.0, "b": 0.5})
+        assert len(timed["asked"]) == 1
+        assert all(flags)
+        timed["b"] = 0.5
+        compiling[0] = False
         assert choose(op)[0] == "b"
-        monkeypatch.setattr(first_use.compat.dynamo, "is_compiling", lambda: True)
+        assert flags[-2:] == [False, False]
+        compiling[0] = True
         assert choose(op)[0] == "b"
+        assert len(timed["asked"]) == 2
 
     def test_nothing_is_measured_during_a_capture(self, monkeypatch):
         monkeypatch.setattr(first_use.device, "cuda_available", lambda: True)

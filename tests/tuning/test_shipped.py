@@ -13,11 +13,10 @@ import torch
 import tritium
 from codegen import generated, launches
 from tritium import compat, envs, fusions, ops, tuning
-from tritium.compiler.choose import _holds
 from tritium.compiler.passes.fuse import fuse
 from tritium.ops import INDUCTOR
 from tritium.passes import PassContext
-from tritium.tiling import hooks, tables
+from tritium.tiling import hooks
 from tritium.tiling.policy import OFF
 from tritium.tuning import Key, Machine
 from tritium.tuning.costs import LAUNCH_US, MARGIN
@@ -26,11 +25,9 @@ from tritium.tuning.prediction import predict
 H200 = Machine("NVIDIA H200", "9.0", 132)
 TABLE = tuning.tables.SHIPPED / tuning.Machine(H200.name).file_name
 ROWS = {key: row for key, row in tuning.load(TABLE).rows.items() if row.in_block}
-HOLDS = functools.partial(_holds, H200.name, tritium.CompilationConfig())
+LIMITS = tuning.tables.reduction_limits(H200)
 
-SHIPPED = sorted(
-    path for path in tuning.tables.SHIPPED.glob("*.json") if not path.stem.startswith(("attention-", "reductions"))
-)
+SHIPPED = sorted(path for path in tuning.tables.SHIPPED.glob("*.json") if not path.stem.startswith("attention-"))
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -93,8 +90,8 @@ class TestSDXL:
     def test_residuals_and_norms_are_inductor_s(self, tokens, width):
         """No row shows a gain where Inductor holds rows in registers: 640 by its own rule, 1280 by the tiling policy."""
         key = Key("residual_norm_modulate", f"tokens={tokens} width={width} norm=layer", "bfloat16")
-        assert HOLDS(width, 5)
-        assert tuning.decide(H200, key, ["triton"], HOLDS).provider == INDUCTOR
+        assert LIMITS.holds(width, 5)
+        assert tuning.decide(H200, key, ["triton"], LIMITS).provider == INDUCTOR
 
     def test_the_one_row_that_was_held_in_registers_is_inductor_s(self):
         held = {key: row for key, row in ROWS.items() if key.op == "residual_norm_modulate" and not row.looped}
@@ -102,7 +99,7 @@ class TestSDXL:
         assert key.shape == "tokens=256 width=384 norm=layer"
         costs = row.site().costs
         assert [round(costs[name].device_us, 1) for name in (INDUCTOR, "triton")] == [1.7, 2.2]
-        assert tuning.decide(H200, key, ["triton"], HOLDS).provider == INDUCTOR
+        assert tuning.decide(H200, key, ["triton"], LIMITS).provider == INDUCTOR
 
     @pytest.mark.parametrize(
         ("pixels", "channels"), [(32768, 320), (32768, 640), (8192, 640), (8192, 1280), (2048, 1280)]
@@ -110,7 +107,7 @@ class TestSDXL:
     @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
     def test_group_norms_are_fused(self, pixels, channels, layout):
         key = Key("group_norm_silu", f"pixels={pixels} channels={channels} groups=32 layout={layout}", "bfloat16")
-        decision = tuning.decide(H200, key, ["triton"], HOLDS)
+        decision = tuning.decide(H200, key, ["triton"], LIMITS)
         assert decision.provider == "triton"
         assert decision.why.startswith("predicted")
 
@@ -122,7 +119,7 @@ class TestSDXL:
         assert costs["triton"].host_us - costs[INDUCTOR].host_us == pytest.approx(
             3 * LAUNCH_US["owned"] - 4 * LAUNCH_US["generated"]
         )
-        assert tuning.decide(H200, key, ["triton"], HOLDS).provider == "triton"
+        assert tuning.decide(H200, key, ["triton"], LIMITS).provider == "triton"
 
 
 def test_an_opaque_operator_is_left_out_where_it_was_chosen_before():
@@ -155,7 +152,7 @@ class TestGeneratedCode:
     def test_launches_of_inductor_and_the_form_of_its_reduction(self, key):
         """Also that a row is marked whose kernel was a loop, and is none under the reductions that ship."""
         block, inputs = ops.catalog()[key.op].trial.block(key.sizes(), drawn)
-        policy = dataclasses.replace(OFF, choose_reduction=True, reduction_table=tables.table_for(H200.name))
+        policy = dataclasses.replace(OFF, choose_reduction=True, reduction_limits=LIMITS)
         with hooks.active(policy) as decisions:
             found = generated(block, *inputs)
         assert len(launches(found)) == ROWS[key].launches[INDUCTOR].get("generated", 0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json as json_format
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -26,11 +26,11 @@ from tritium.bench.run import DTYPES
 from tritium.cli import progress
 from tritium.cli.bench import check_writable, known_device
 from tritium.cli.run import known_prompt
-from tritium.compiler import tune
+from tritium.compiler.compile import compile_pinned
 from tritium.errors import ConfigError, nearest
 from tritium.ops import INDUCTOR
 from tritium.pipelines.recipe import Recipe
-from tritium.tuning import Key, Machine, Verdict, tables
+from tritium.tuning import Key, Machine, Verdict, compare, tables
 
 
 def command(
@@ -45,7 +45,7 @@ def command(
     device_type: Annotated[str | None, typer.Option("--device", help="cuda or cpu; the GPU if there is one.")] = None,
     seconds: Annotated[
         float, typer.Option(min=0.1, help="How long the variants of a block take turns.")
-    ] = tune.SECONDS,
+    ] = compare.SECONDS,
     to: Annotated[
         Path | None,
         typer.Option(
@@ -94,8 +94,8 @@ def command(
     for name in chosen:
         if name not in ops.catalog():
             raise ConfigError(f"there is no op {name!r}; {nearest(name, ops.catalog())}")
-        if ops.catalog()[name].trial is None:
-            able = [op.name for op in ops.catalog().values() if op.trial is not None]
+        if not _standard(name):
+            able = list(filter(_standard, ops.catalog()))
             raise ConfigError(f"op {name!r} has nothing to compare; ops that have: {', '.join(able)}")
     where = known_device(device_type)
     machine = device.describe(where).name
@@ -103,7 +103,7 @@ def command(
         _print(machine, _shown(machine, to), json=json)
         return
     dtypes = _dtypes(dtype or ("bfloat16" if where == "cuda" else "float32"))
-    keys = tune.standard_keys(chosen, dtypes, where)
+    keys = compare.standard_keys(chosen, dtypes, where)
     if not keys:
         raise ConfigError(f"no op that was asked for has a kernel of its own on {machine}: there is nothing to compare")
     path = to or tables.user_folder() / Machine(machine).file_name
@@ -112,9 +112,9 @@ def command(
         def tell(key: Key, index: int, count: int) -> None:
             notify(f"{key.op}, {key.shape}, {key.dtype}", index / count)
 
-        verdicts = tune.measure_keys(keys, where, path, tell, seconds)
+        verdicts = compare.measure_keys(keys, where, path, tell, compile_pinned, seconds)
     _print(machine, verdicts, json=json)
-    disturbed = sum(tune.DISTURBED in verdict.remarks for verdict in verdicts)
+    disturbed = sum(compare.DISTURBED in verdict.remarks for verdict in verdicts)
     typer.echo(f"kept in {path}", err=json)
     if disturbed:
         typer.echo(
@@ -122,6 +122,11 @@ def command(
             err=json,
         )
         raise typer.Exit(1)
+
+
+def _standard(name: str) -> tuple[Mapping[str, int | str], ...]:
+    trial = ops.catalog()[name].trial
+    return trial.standard if trial is not None else ()
 
 
 def _shown(machine: str, path: Path | None) -> list[Verdict]:

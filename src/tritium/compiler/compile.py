@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
 
 from tritium.compiler.backend import Backend
 from tritium.compiler.dynamic_dims import DynamicDims, marking
+from tritium.compiler.explain import explain
 from tritium.config import CompilationConfig
 from tritium.errors import ConfigError
+from tritium.report import GraphRecord
 
 T = TypeVar("T")
 
@@ -89,3 +91,12 @@ def _compile_module(
         # torch.compile's wrapper calls this attribute.
         optimized.forward = marking(optimized.forward, inspect.signature(model.forward), dynamic_dims)
     return optimized
+
+
+def compile_pinned(
+    function: Callable[..., Any], providers: Mapping[str, str]
+) -> tuple[Callable[..., Any], Callable[[], Sequence[GraphRecord]]]:
+    """Compile a function with a provider pinned by op; return it, and a function that returns the records of its graphs."""
+    backend = Backend(CompilationConfig(force_provider=dict(providers)))
+    compiled: Callable[..., Any] = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
+    return compiled, lambda: explain(compiled).records

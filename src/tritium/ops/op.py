@@ -63,6 +63,9 @@ class Sample:
 # The properties on which the cost of an op depends: sizes, rounded to classes, and named variants.
 Shape = Mapping[str, int | str]
 
+# A function with one site of an op, and its inputs.
+Block = tuple[Callable[..., Any], tuple[torch.Tensor, ...]]
+
 # Returns a tensor of normally distributed values, with the dtype and device that are being measured.
 Draw = Callable[..., torch.Tensor]
 
@@ -100,8 +103,7 @@ class Trial:
     shape: Callable[[Arguments], Shape]
     # Returns arguments of a shape class.
     alone: Callable[[Any, Draw], Mapping[str, Any]] | None = None
-    # Returns a function with one site of the op, and its inputs.
-    block: Callable[[Any, Draw], tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] | None = None
+    block: Callable[[Any, Draw], Block] | None = None
     # The shape classes of known models, which shipped tables cover.
     standard: tuple[Shape, ...] = ()
     # None: a call measures nothing, only `tritium tune` does.

@@ -27,11 +27,13 @@ import sympy
 
 from tritium import compat, device
 from tritium.tiling import choose as choosing
-from tritium.tiling import reductions, tables
+from tritium.tiling import reductions
 from tritium.tiling.divisibility import is_multiple
 from tritium.tiling.narrow import Facts, narrowed
 from tritium.tiling.policy import Decisions, KernelTiling, TilingPolicy, printed
-from tritium.tiling.reductions import Choice, Form, Reduction, Table
+from tritium.tiling.reductions import Choice, Form, Reduction
+from tritium.tuning import Machine, tables
+from tritium.tuning.reductions import ReductionLimits
 
 
 @dataclass(frozen=True)
@@ -358,7 +360,7 @@ def _split_factor(original: Any) -> Any:
             elements=int(reduction_numel_hint),
             multiprocessors=compat.tiling.target_multiprocessors(device),
         )
-        choice = reductions.cut(reduction, parts, _table(session))
+        choice = reductions.cut(reduction, parts, _limits(session))
         if choice.differs:
             session.decisions.cut(choice)
         return choice.parts if choice.form == "split" else 1
@@ -397,7 +399,7 @@ def _use_persistent(original: Any) -> Any:
             return answer
         inductor: Form = "persistent" if answer else "looped"
         try:
-            choice = reductions.walk(_reduction(features), inductor, _table(session))
+            choice = reductions.walk(_reduction(features), inductor, _limits(session))
             before = _cut_before(session, features.numel, features.reduction_numel)
         except Exception as error:
             if compat.dynamo.steers_dynamo(error):
@@ -437,8 +439,8 @@ def _reduces(session: Session, target: Any = None) -> bool:
     return session.policy.choose_reduction and target.type == "cuda"
 
 
-def _table(session: Session) -> Table:
-    return session.policy.reduction_table or tables.table_for(device.describe("cuda").name)
+def _limits(session: Session) -> ReductionLimits:
+    return session.policy.reduction_limits or tables.reduction_limits(Machine.of("cuda"))
 
 
 def _describe_graph(original: Any) -> Any:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from tritium.config import CompilationConfig
-from tritium.tiling import tables
-from tritium.tiling.reductions import Choice, Table
+from tritium.tiling.reductions import Choice
+from tritium.tuning import tables
+from tritium.tuning.reductions import ReductionLimits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +39,8 @@ class TilingPolicy:
     retry_analysis: bool = True
     # Kernel name and choice.
     pins: tuple[tuple[str, str], ...] = ()
-    # Replaces the table of the device.
-    reduction_table: Table | None = None
+    # Replaces the measured limits of the device.
+    reduction_limits: ReductionLimits | None = None
 
     @property
     def is_on(self) -> bool:
@@ -48,8 +49,12 @@ class TilingPolicy:
     @functools.cached_property
     def identity(self) -> str:
         """Return a digest for cache keys: the switches, the tables and the text of every file of this folder."""
-        measured = tables.entries() if self.choose_reduction and self.reduction_table is None else {}
-        deciding = {"policy": dataclasses.asdict(self), "measured": measured}
+        uses_tables = self.choose_reduction and self.reduction_limits is None
+        measured = tables.all_reduction_limits() if uses_tables else {}
+        deciding = {
+            "policy": dataclasses.asdict(self),
+            "measured": {name: limits.to_dict() for name, limits in measured.items()},
+        }
         digest = hashlib.sha256(json.dumps(deciding, sort_keys=True).encode())
         for file in sorted(Path(__file__).parent.glob("*.py")):
             digest.update(hashlib.sha256(file.read_bytes()).digest())

@@ -1,6 +1,6 @@
 """CHOICE: the provider of an op at a call, from verdicts: measured, shipped, or predicted.
 
-    choose(op, arguments, config, device_type, holds) -> (provider, why)
+    choose(op, arguments, config, device_type) -> (provider, why)
 
 A verdict belongs to a key: op, class of shapes, dtype. Tables of verdicts are one JSON file per device: the package ships
 those of devices it was tuned on, and the user's cache folder has those of this machine. An op declares in its `Trial` how
@@ -24,18 +24,22 @@ from __future__ import annotations
 
 from tritium.tuning import first_use, tables
 from tritium.tuning.choice import Decision, check_pins, choose, decide, key_of
-from tritium.tuning.compare import faster, timed
+from tritium.tuning.compare import Compile, faster, timed
 from tritium.tuning.costs import Cost, Site
 from tritium.tuning.first_use import choose_at_first_use, identity, known_call, once, recall, verdicts
+from tritium.tuning.reductions import Limit, ReductionLimits
 from tritium.tuning.tables import Machine, Table, known, like, load, store
 from tritium.tuning.verdict import Key, Loop, Verdict
 
 __all__ = [
+    "Compile",
     "Cost",
     "Decision",
     "Key",
+    "Limit",
     "Loop",
     "Machine",
+    "ReductionLimits",
     "Site",
     "Table",
     "Verdict",

@@ -12,7 +12,7 @@ Compiled blocks are not measured here: `tritium tune` writes the tables.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -24,13 +24,11 @@ from tritium.ops import INDUCTOR, REFERENCE, Arguments, Op
 from tritium.tuning import tables
 from tritium.tuning.first_use import choose_at_first_use
 from tritium.tuning.prediction import Prediction, predict
+from tritium.tuning.reductions import INDUCTOR_LIMITS, ReductionLimits
 from tritium.tuning.tables import Machine
 from tritium.tuning.verdict import Key, Verdict
 
 LEFT_TO_INDUCTOR = "left to Inductor: no owned kernel is measured faster here"
-
-# Returns True if Inductor holds rows of so many elements, with so many values loaded for each position, in registers.
-Holds = Callable[[int, int], bool]
 
 
 class Decision(NamedTuple):
@@ -40,16 +38,8 @@ class Decision(NamedTuple):
     why: str
 
 
-def choose(op: Op, arguments: Mapping[str, Any], config: CompilationConfig, device_type: str, holds: Holds) -> Decision:
-    """Return the provider of a site and the reason.
-
-    Args:
-        op: The op that replaces the region.
-        arguments: Its arguments by name; tensors may be fake.
-        config: The configuration of the backend.
-        device_type: Where the graph runs.
-        holds: Whether Inductor holds a row in registers in this graph.
-    """
+def choose(op: Op, arguments: Mapping[str, Any], config: CompilationConfig, device_type: str) -> Decision:
+    """Return the provider for a call of an op, and the reason; tensors may be fake."""
     bound = op.bind(**arguments)
     pinned = config.provider_for(op.name)
     if pinned is not None:
@@ -66,10 +56,18 @@ def choose(op: Op, arguments: Mapping[str, Any], config: CompilationConfig, devi
     key = key_of(op, bound)
     if key is None:
         return Decision(INDUCTOR, LEFT_TO_INDUCTOR)
-    on_gpu = device_type == "cuda"
-    # A CPU has no launches: its times include the host's.
-    replayed = config.graphs != "off" or not on_gpu
-    return decide(Machine.of(device_type), key, able, holds, replayed=replayed, predicts=on_gpu)
+    machine, on_gpu = Machine.of(device_type), device_type == "cuda"
+    switches = config.pass_config
+    policy = switches.enable_tiling_policy and switches.enable_reduction_choice
+    return decide(
+        machine,
+        key,
+        able,
+        tables.reduction_limits(machine) if policy else INDUCTOR_LIMITS,
+        # A CPU has no launches: its times include the host's.
+        replayed=config.graphs != "off" or not on_gpu,
+        predicts=on_gpu,
+    )
 
 
 def key_of(op: Op, arguments: Arguments) -> Key | None:
@@ -89,7 +87,13 @@ def _dtype(op: Op, values: Iterable[Any]) -> torch.dtype:
 
 
 def decide(
-    machine: Machine, key: Key, able: Iterable[str], holds: Holds, *, replayed: bool = False, predicts: bool = True
+    machine: Machine,
+    key: Key,
+    able: Iterable[str],
+    limits: ReductionLimits,
+    *,
+    replayed: bool = False,
+    predicts: bool = True,
 ) -> Decision:
     """Choose the provider of a site among Inductor and those that can take it.
 
@@ -97,14 +101,14 @@ def decide(
         machine: The device that runs the graph.
         key: The op, the class of the shape, and the dtype.
         able: The owned providers that can take the arguments.
-        holds: Whether Inductor holds a row in registers in this graph; rows measured against the other form are left out.
+        limits: The rows that Inductor holds in registers in this graph; rows measured against the other form are left out.
         replayed: Whether the graph is captured and replayed, so that the host's time does not count.
         predicts: Whether costs may be predicted from other shapes. Otherwise a row must be of this very key.
     """
     own, shipped = tables.own_rows(machine), tables.shipped_rows(machine)
     if key in own:
         return _measured(own[key], able, "on this machine", replayed=replayed)
-    if key in shipped and _of_one_form([shipped[key]], shipped, key, holds):
+    if key in shipped and _of_one_form([shipped[key]], shipped, key, limits):
         return _measured(shipped[key], able, "shipped", replayed=replayed)
     if not predicts:
         return _left(f"nothing was measured for {key.op}, {key.shape} on this device")
@@ -113,7 +117,7 @@ def decide(
         other = tables.like(machine)
         if other is not None:
             rows, elsewhere = tables.shipped_rows(other), f", measured on {other.name}"
-    prediction = predict(key, _of_one_form(rows.values(), rows, key, holds))
+    prediction = predict(key, _of_one_form(rows.values(), rows, key, limits))
     if prediction is None:
         return _left(_nothing_near(machine, key, rows))
     return _predicted(prediction, able, elsewhere, replayed=replayed)
@@ -145,13 +149,15 @@ def _predicted(prediction: Prediction, able: Iterable[str], elsewhere: str, *, r
     return _left(prediction.why(best, replayed=replayed) + elsewhere)
 
 
-def _of_one_form(rows: Iterable[Verdict], table: Mapping[Key, Verdict], key: Key, holds: Holds) -> list[Verdict]:
+def _of_one_form(
+    rows: Iterable[Verdict], table: Mapping[Key, Verdict], key: Key, limits: ReductionLimits
+) -> list[Verdict]:
     """Return the rows in which Inductor's code has the form that it has at a key: looped rows, or rows in registers."""
     loop = next((row.looped for row in table.values() if row.key.op == key.op and row.looped), None)
     if loop is None:
         return list(rows)
     elements = key.sizes().get(loop.size)
-    is_looped = isinstance(elements, int) and not holds(elements, loop.reads)
+    is_looped = isinstance(elements, int) and not limits.holds(elements, loop.reads)
     return [row for row in rows if bool(row.looped) == is_looped]
 
 

@@ -1,21 +1,69 @@
-"""Compare providers: time them interleaved, and pick the fastest unless another is preferred."""
+"""Compare the providers of an op: alone at a first call, or in a compiled block and alone for `tritium tune`.
+
+A comparison in a block needs a compiler, which the caller passes: this module imports none.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from tritium import measure
+import torch
+
+from tritium import device, measure, ops
+from tritium.errors import TritiumError
+from tritium.ops import INDUCTOR, Op
+from tritium.ops.op import Block, Draw, count
+from tritium.report import GraphRecord
+from tritium.tuning import tables
+from tritium.tuning.prediction import LONG
+from tritium.tuning.reductions import INDUCTOR_PERSISTENT
+from tritium.tuning.verdict import Key, Loop, Verdict
 
 # A function that is slower than the fastest by this factor in its first calls is not timed further.
 HOPELESS = 2.0
 
+# The preferred provider of a first use is kept unless another is faster by more than this share.
+MARGIN = 0.02
 
-def faster(ms: Mapping[str, float], preferred: str | None, margin: float) -> str:
+# Seconds in which the variants of a block are timed, interleaved.
+SECONDS = 1.5
+
+# Small sizes that suffice to check whether a provider supports a shape.
+FEW = {"tokens": 64, "pixels": 64}
+# A CPU needs seconds where a GPU needs milliseconds, and its kernels gain nothing from more tokens.
+CPU_MOST = {"tokens": 256, "pixels": 1 << 14}
+
+# The remark of a row that was measured while other processes used the CPU.
+DISTURBED = "disturbed"
+
+CAPTURED_CALLS = 10
+# Few enough launches that the device's queue never fills, which would make the host wait.
+ISSUED_CALLS = 10
+ISSUE_ROUNDS = 30
+
+Runs = Mapping[str, Callable[[], Any]]
+
+# Compiles a function with a provider pinned by op; returns it, and a function that returns the records of its graphs.
+Compile = Callable[
+    [Callable[..., Any], Mapping[str, str]], tuple[Callable[..., Any], Callable[[], Sequence[GraphRecord]]]
+]
+
+# Called with the key to be measured next, its index, and the number of keys.
+Notify = Callable[[Key, int, int], None]
+
+
+def faster(ms: Mapping[str, float], preferred: str | None, margin: float = MARGIN) -> str:
     """Return the fastest name, or the preferred one unless another is faster by more than the margin.
 
-    >>> faster({"sdpa": 1.01, "cudnn": 1.0}, "sdpa", 0.02), faster({"sdpa": 1.03, "cudnn": 1.0}, "sdpa", 0.02)
+    >>> faster({"sdpa": 1.01, "cudnn": 1.0}, "sdpa"), faster({"sdpa": 1.03, "cudnn": 1.0}, "sdpa")
     ('sdpa', 'cudnn')
     """
     best = min(ms, key=ms.__getitem__)
@@ -24,7 +72,7 @@ def faster(ms: Mapping[str, float], preferred: str | None, margin: float) -> str
     return best
 
 
-def timed(runs: Mapping[str, Callable[[], Any]], device_type: str) -> dict[str, float]:
+def timed(runs: Runs, device_type: str) -> dict[str, float]:
     """Return the median ms of interleaved runs; much slower ones (`HOPELESS`) run only briefly."""
     first = measure.interleave(runs, device_type, rounds=2, warmup=1)
     limit = HOPELESS * min(timing.median_ms for timing in first.values())
@@ -32,3 +80,252 @@ def timed(runs: Mapping[str, Callable[[], Any]], device_type: str) -> dict[str, 
     rounds = measure.cycle(len(close)) * max(1, 6 // measure.cycle(len(close)))
     again = measure.interleave(close, device_type, rounds=rounds, warmup=0, burst=5 if device_type == "cuda" else 1)
     return {name: (again if name in again else first)[name].median_ms for name in runs}
+
+
+def compare_alone(
+    op: Op,
+    key: Key,
+    create: Callable[[], Mapping[str, Any]],
+    reasons: Mapping[str, str | None],
+    where: torch.device,
+) -> Verdict | None:
+    """Check and time the providers without a reason to skip them; None with a warning if none is left."""
+    assert op.trial is not None
+    first = op.trial.first_use
+    assert first is not None
+    remarks = {name: reason for name, reason in reasons.items() if reason is not None}
+    runs: dict[str, Callable[[], Any]] = {}
+    # Set no default device: it is a mode that runs Python for every operator, and penalizes providers of many operators.
+    with torch.inference_mode():
+        if where.type == "cuda":
+            torch.cuda.set_device(where)
+            # This thread uses another stream: the caller's tensors must be complete.
+            torch.cuda.synchronize()
+        arguments = op.bind(**create())
+        check = first.check(arguments)
+        for name in [name for name in reasons if name not in remarks]:
+            run = functools.partial(ops.providers(op)[name].run, arguments)
+            reason = _problem(run, check)
+            if reason is None:
+                runs[name] = run
+            else:
+                remarks[name] = reason
+        if not runs:
+            warnings.warn(f"tritium: no provider of {op.name} is close to the reference: {remarks}", stacklevel=2)
+            return None
+        ms = timed(runs, where.type)
+    rounded = {name: round(value, 5) for name, value in ms.items()}
+    return Verdict(key, faster(ms, first.preferred), rounded, versions=dict(first.versions()), remarks=remarks)
+
+
+def _problem(run: Callable[[], Any], check: Callable[[Any], str | None]) -> str | None:
+    try:
+        return check(run())
+    except torch.AcceleratorError:
+        # No result on a broken device can be trusted.
+        raise
+    except Exception as error:  # noqa: BLE001 - kernels raise many types: the provider is dropped with the reason
+        return _brief(error)
+
+
+def _brief(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+
+
+def standard_keys(names: Sequence[str], dtypes: Sequence[torch.dtype], device_type: str) -> list[Key]:
+    """Return keys for the shapes of known models, for ops with an owned provider on the device."""
+    catalog = ops.catalog()
+    return [
+        Key.of(name, shape, dtype)
+        for name in names or catalog
+        for dtype in dtypes
+        for shape in _standard(catalog[name], dtype, device_type)
+    ]
+
+
+def _standard(op: Op, dtype: torch.dtype, device_type: str) -> list[Mapping[str, int | str]]:
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.empty(*shape, device=device_type, dtype=dtype)
+
+    def is_taken(shape: Mapping[str, int | str]) -> bool:
+        return None in _declines(op, _calls(op)[0](few(shape), draw)).values()
+
+    able = [shape for shape in (op.trial.standard if op.trial is not None else ()) if is_taken(shape)]
+    if device_type != "cpu":
+        return able
+    smaller = [few(shape, CPU_MOST) for shape in able]
+    return [shape for index, shape in enumerate(smaller) if shape not in smaller[:index]]
+
+
+def _calls(op: Op) -> tuple[Callable[[Any, Draw], Mapping[str, Any]], Callable[[Any, Draw], Block]]:
+    trial = op.trial
+    if trial is None or trial.alone is None or trial.block is None:
+        raise TritiumError(f"providers of op {op.name!r} are not compared in a block: its trial has none")
+    return trial.alone, trial.block
+
+
+def few(shape: Mapping[str, int | str], most: Mapping[str, int] = FEW) -> dict[str, int | str]:
+    """Return a shape reduced to at most the given number of tokens or pixels."""
+    return {name: min(int(size), most[name]) if name in LONG else size for name, size in shape.items()}
+
+
+def _declines(op: Op, arguments: Mapping[str, Any]) -> dict[str, str | None]:
+    return {name: provider.decline(op.bind(**arguments)) for name, provider in ops.providers(op).items()}
+
+
+def compare_in_block(key: Key, device_type: str, compiler: Compile, seconds: float = SECONDS) -> Verdict:
+    """Measure one key: all providers that support it, interleaved and sustained."""
+    op = ops.catalog()[key.op]
+    dtype: torch.dtype = getattr(torch, key.dtype)
+    generator = torch.Generator(device_type).manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device_type).to(dtype)
+
+    try:
+        with torch.inference_mode():
+            return _compare(op, key, draw, device_type, compiler, seconds)
+    finally:
+        # All shapes share one code object: without a reset, Dynamo would reach its recompile limit.
+        torch.compiler.reset()
+
+
+def _compare(op: Op, key: Key, draw: Draw, device_type: str, compiler: Compile, seconds: float) -> Verdict:
+    alone, block_of = _calls(op)
+    arguments = alone(key.sizes(), draw)
+    declines = _declines(op, arguments)
+    able = [name for name, reason in declines.items() if reason is None]
+    block, inputs = block_of(key.sizes(), draw)
+    compiled = {name: _compiled(op, block, inputs, name, compiler) for name in (INDUCTOR, *able)}
+    blocks = {name: functools.partial(run, *inputs) for name, (run, _) in compiled.items()}
+    ms = _medians(blocks, device_type, seconds, 1.0)
+    alone_us = _medians(_alone(op, arguments, able), device_type, seconds / 3, 1e3)
+    row = Verdict(
+        key=key,
+        provider=INDUCTOR,
+        ms=ms,
+        alone_us=alone_us,
+        # A CPU has no launches: host time is part of the block's time.
+        issue_us=_issue_us(blocks, device_type) if device_type == "cuda" else {},
+        looped=_loop(key, compiled[INDUCTOR][1]),
+        bytes=least_bytes(op, arguments),
+        versions=tables.current_versions(),
+        remarks={name: reason for name, reason in declines.items() if reason is not None},
+    )
+    return replace(row, provider=row.site().choose(replayed=device_type != "cuda"))
+
+
+def _compiled(
+    op: Op, block: Callable[..., Any], inputs: tuple[Any, ...], provider: str, compiler: Compile
+) -> tuple[Callable[..., Any], Sequence[GraphRecord]]:
+    compiled, records_of = compiler(block, {op.name: provider})
+    compiled(*inputs)
+    records = records_of()
+    if provider != INDUCTOR:
+        sites = [site for record in records for site in record.sites if site.fusion == op.name]
+        if not any(f"{provider!r}" in site.reason and site.outcome != "declined" for site in sites):
+            raise TritiumError(f"the block of op {op.name!r} has no site that provider {provider!r} takes: {sites}")
+    return compiled, records
+
+
+def _alone(op: Op, arguments: Mapping[str, Any], able: Sequence[str]) -> dict[str, Callable[[], Any]]:
+    values = tuple(arguments.values())
+    reference = torch.compile(op.reference, fullgraph=True, dynamic=False)
+    runs: dict[str, Callable[[], Any]] = {INDUCTOR: functools.partial(reference, *values)}
+    for name in able:
+        provider = ops.providers(op)[name]
+        run: Callable[..., Any] = functools.partial(op.overload, provider=name)
+        if provider.traced or provider.inlined:
+            run = torch.compile(run, fullgraph=True, dynamic=False)
+        runs[name] = functools.partial(run, *values)
+    return runs
+
+
+def _medians(runs: Runs, device_type: str, seconds: float, unit: float) -> dict[str, float]:
+    """Return each run's median time in milliseconds times `unit`; on a GPU only device time."""
+    calls = CAPTURED_CALLS if device_type == "cuda" else 1
+    replays = {name: _captured(run, calls) for name, run in runs.items()} if device_type == "cuda" else runs
+    timings = measure.interleave(replays, device_type, seconds=seconds, burst=3 if calls > 1 else 1, warmup=3)
+    return {name: round(timing.median_ms / calls * unit, 4) for name, timing in timings.items()}
+
+
+def _captured(run: Callable[[], Any], calls: int) -> Callable[[], Any]:
+    """Capture several calls as one static graph: kernels of a few microseconds would measure the host."""
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            run()
+    return graph.replay
+
+
+def _issue_us(runs: Runs, device_type: str) -> dict[str, float]:
+    """Return the microseconds that the host needs to issue a call of each run, without synchronizing.
+
+    Calls follow each other as in a host-bound model; the runs are interleaved.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for place in range(ISSUE_ROUNDS):
+        for name in measure.order_of_round(list(runs), place):
+            device.synchronize(device_type)
+            start = time.perf_counter()
+            for _ in range(ISSUED_CALLS):
+                runs[name]()
+            samples[name].append((time.perf_counter() - start) / ISSUED_CALLS * 1e6)
+    device.synchronize(device_type)
+    return {name: round(statistics.median(times), 2) for name, times in samples.items()}
+
+
+def _loop(key: Key, records: Sequence[GraphRecord]) -> Loop | None:
+    """Return the size in a key that an Inductor kernel loops over but could hold in registers elsewhere."""
+    reductions = ((kernel.get("tiling") or {}).get("reduction") for record in records for kernel in record.kernels)
+    looped = [reduction for reduction in reductions if reduction is not None and reduction["form"] == "looped"]
+    for name, size in key.sizes().items():
+        reads = [reduction["reads"] for reduction in looped if reduction["elements"] == size and reduction["reads"]]
+        if reads and isinstance(size, int) and size > INDUCTOR_PERSISTENT:
+            return Loop(name, max(reads))
+    return None
+
+
+def least_bytes(op: Op, arguments: Mapping[str, Any]) -> int:
+    """Return the minimum number of bytes moved: every input read once, every result written once."""
+    results = op.fake(**arguments)
+    flat = [part for value in arguments.values() for part in (value if isinstance(value, list) else [value])]
+    tensors = {id(part): part for part in (*flat, *(results if isinstance(results, tuple) else (results,)))}
+    return sum(count(part.shape) * part.element_size() for part in tensors.values() if isinstance(part, torch.Tensor))
+
+
+def measure_keys(
+    keys: Sequence[Key],
+    device_type: str,
+    path: Path,
+    notify: Notify,
+    compiler: Compile,
+    seconds: float = SECONDS,
+) -> list[Verdict]:
+    """Measure keys and write each row at once; a key that cannot be measured gets Inductor and the reason.
+
+    If other processes used the CPU during a measurement, its row is returned with a remark and not written.
+    """
+    verdicts = []
+    for index, key in enumerate(keys):
+        notify(key, index, len(keys))
+        meter = measure.LoadMeter()
+        try:
+            verdict = compare_in_block(key, device_type, compiler, seconds)
+        except Exception as error:  # noqa: BLE001 - a kernel compiler may raise anything; the next key may still work
+            remarks = {"not measured": _brief(error)}
+            verdict = Verdict(key, INDUCTOR, {INDUCTOR: 0.0}, versions=tables.current_versions(), remarks=remarks)
+        load = meter.read() if device_type == "cpu" else None
+        if load is not None and load.disturbed:
+            # Under load, threads that wait for each other become many times slower, by different factors.
+            remarks = {DISTURBED: f"{load.foreign_cores:.1f} cores were taken by others"}
+            verdicts.append(replace(verdict, remarks=remarks))
+            continue
+        tables.store(path, tables.Machine.of(device_type), [verdict])
+        verdicts.append(verdict)
+    return verdicts

@@ -23,14 +23,11 @@ from tritium import compat, device, measure, ops
 from tritium.ops import Arguments, Op
 from tritium.ops.op import FirstUse
 from tritium.tuning import tables
-from tritium.tuning.compare import faster, timed
+from tritium.tuning.compare import compare_alone
 from tritium.tuning.tables import Machine
 from tritium.tuning.verdict import Key, Verdict
 
 T = TypeVar("T")
-
-# The preferred provider is kept unless another is faster by more than this share.
-MARGIN = 0.02
 
 # The suffix of the shape in verdicts that were measured while a function was being compiled.
 COMPILING = "compiling=1"
@@ -95,7 +92,7 @@ def _verdict(
     reasons = dict(declines)
     if first.skip is not None:
         reasons = {name: reason or first.skip(name, arguments, compiling) for name, reason in declines.items()}
-    return recall(where, key, versions, lambda: compare(op, key, create, reasons, where))
+    return recall(where, key, versions, lambda: compare_alone(op, key, create, reasons, where))
 
 
 def recall(
@@ -206,49 +203,3 @@ def _elsewhere(work: Callable[[], T]) -> T:
     with ThreadPoolExecutor(1) as pool:
         # The copied context holds the GPU lock that this thread holds.
         return pool.submit(contextvars.copy_context().run, work).result()
-
-
-def compare(
-    op: Op,
-    key: Key,
-    create: Callable[[], Mapping[str, Any]],
-    reasons: Mapping[str, str | None],
-    where: torch.device,
-) -> Verdict | None:
-    """Check and time the providers without a reason to skip them; None with a warning if none is left."""
-    assert op.trial is not None
-    first = op.trial.first_use
-    assert first is not None
-    dropped = {name: reason for name, reason in reasons.items() if reason is not None}
-    runs: dict[str, Callable[[], Any]] = {}
-    # Set no default device: it is a mode that runs Python for every operator, and penalizes providers of many operators.
-    with torch.inference_mode():
-        if where.type == "cuda":
-            torch.cuda.set_device(where)
-            # This thread uses another stream: the caller's tensors must be complete.
-            torch.cuda.synchronize()
-        arguments = op.bind(**create())
-        check = first.check(arguments)
-        for name in [name for name in reasons if name not in dropped]:
-            run = functools.partial(ops.providers(op)[name].run, arguments)
-            reason = _problem(run, check)
-            if reason is None:
-                runs[name] = run
-            else:
-                dropped[name] = reason
-        if not runs:
-            warnings.warn(f"tritium: no provider of {op.name} is close to the reference: {dropped}", stacklevel=2)
-            return None
-        ms = timed(runs, where.type)
-    rounded = {name: round(value, 5) for name, value in ms.items()}
-    return Verdict(key, faster(ms, first.preferred, MARGIN), rounded, versions=dict(first.versions()), remarks=dropped)
-
-
-def _problem(run: Callable[[], Any], check: Callable[[Any], str | None]) -> str | None:
-    try:
-        return check(run())
-    except torch.AcceleratorError:
-        # No result on a broken device can be trusted.
-        raise
-    except Exception as error:  # noqa: BLE001 - kernels raise many types: the provider is dropped with the reason in the table
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"

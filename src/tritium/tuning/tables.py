@@ -22,6 +22,7 @@ import torch
 
 from tritium import compat, device, envs
 from tritium.tuning.parse import parse
+from tritium.tuning.reductions import INDUCTOR_LIMITS, ReductionLimits
 from tritium.tuning.verdict import Key, Verdict
 
 SHIPPED = Path(__file__).parent
@@ -71,6 +72,7 @@ class Table:
 
     rows: Mapping[Key, Verdict] = field(default_factory=dict)
     machine: Machine = Machine()
+    reductions: ReductionLimits | None = None
     damage: str | None = None
 
 
@@ -115,12 +117,18 @@ def _load(path: Path, version: tuple[int, ...]) -> Table:
             damage.append(f"row {place}: {_first_line(error)}")
         else:
             rows[verdict.key] = verdict
+    reductions = None
+    if "reductions" in content:
+        try:
+            reductions = parse(ReductionLimits, content["reductions"])
+        except TypeError as error:
+            damage.append(f"reductions: {_first_line(error)}")
     # Without a valid description of its device, a table serves that device alone.
     machine = Machine()
     with contextlib.suppress(TypeError):
         machine = parse(Machine, {**content, "name": content.get("device", "")})
     more = f", and {len(damage) - 1} more" if len(damage) > 1 else ""
-    return Table(rows, machine, f"{damage[0]}{more}" if damage else None)
+    return Table(rows, machine, reductions, f"{damage[0]}{more}" if damage else None)
 
 
 def _first_line(error: Exception) -> str:
@@ -128,11 +136,20 @@ def _first_line(error: Exception) -> str:
     return text.splitlines()[0][:120] if text else type(error).__name__
 
 
-def store(path: Path, machine: Machine, verdicts: Iterable[Verdict]) -> None:
-    """Add rows to a table; the last row of a key wins, and a concurrent reader sees a whole file."""
-    merged = {**load(path).rows, **{verdict.key: verdict for verdict in verdicts}}
+def store(
+    path: Path, machine: Machine, verdicts: Iterable[Verdict] = (), reductions: ReductionLimits | None = None
+) -> None:
+    """Add rows to a table, or replace its limits; the last row of a key wins."""
+    table = load(path)
+    merged = {**table.rows, **{verdict.key: verdict for verdict in verdicts}}
+    limits = reductions or table.reductions
     rows = [merged[key].to_dict() for key in sorted(merged, key=lambda key: (key.op, key.dtype, key.shape))]
-    about = {"device": machine.name, "capability": machine.capability, "multiprocessors": machine.multiprocessors}
+    about = {
+        "device": machine.name,
+        "capability": machine.capability,
+        "multiprocessors": machine.multiprocessors,
+        "reductions": limits.to_dict() if limits is not None else None,
+    }
     lines = [f"{json.dumps(name)}: {json.dumps(value)},\n" for name, value in about.items() if value]
     text = ",\n".join(map(json.dumps, rows))
     replace_file(path, "{\n" + "".join(lines) + f'"rows": [\n{text}\n]\n}}\n')
@@ -173,6 +190,20 @@ def _warn(path: Path, damage: str) -> None:
         RuntimeWarning,
         stacklevel=2,
     )
+
+
+def reduction_limits(machine: Machine) -> ReductionLimits:
+    """Return the limits of a device: this machine's own before shipped ones, else those of Inductor."""
+    own_limits = own(machine).reductions
+    if own_limits is not None and own_limits.versions == current_versions():
+        return own_limits
+    return shipped(machine).reductions or INDUCTOR_LIMITS
+
+
+def all_reduction_limits() -> dict[str, ReductionLimits]:
+    """Return the limits of every device that has a table, without a query for the device of this process."""
+    paths = [path for folder in (SHIPPED, user_folder()) for path in sorted(folder.glob("*.json"))]
+    return {name: reduction_limits(Machine(name)) for name in sorted({path.stem for path in paths})}
 
 
 def own_rows(machine: Machine) -> dict[Key, Verdict]:

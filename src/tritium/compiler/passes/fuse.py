@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from tritium.compiler.choose import call_of, choose_provider, is_inlined
+from tritium import ops, tuning
 from tritium.compiler.passes import rewrite
+from tritium.compiler.passes.arguments import as_fake
 from tritium.compiler.passes.exact import NOT_EQUAL, bit_equal
 from tritium.fusions import Fusion, Match
 from tritium.fusions.fusion import FusionFailed, blamed
@@ -68,8 +69,7 @@ class Judged:
     def compute(self, value: Callable[[Any], Any]) -> tuple[torch.Tensor, ...]:
         """Return replacements for the match's values, given the values of its arguments."""
         assert self.op is not None
-        target, options = call_of(self.op, self.provider)
-        made = target(*map(value, self.arguments.values()), **options)
+        made = self.op.overload(*map(value, self.arguments.values()), provider=self.provider)
         results = made if isinstance(made, tuple) else (made,)
         if not self.match.shown:
             return results
@@ -105,7 +105,7 @@ def fuse(graph: fx.Graph, context: PassContext, fusions: Iterable[Fusion]) -> No
     # Rewrite the last site first, so that the inputs of a site have not been replaced yet.
     for site in sorted((site for site in judged if site.is_rewritten), key=place, reverse=True):
         assert site.op is not None
-        rewrite.replace(site.match, site.arguments, *call_of(site.op, site.provider))
+        rewrite.replace(site.match, site.arguments, site.op.overload, {"provider": site.provider})
 
 
 def _take_over(judged: list[Judged]) -> None:
@@ -138,14 +138,16 @@ def _judge(fusion: Fusion, match: Match, reason: str | None, context: PassContex
     if op is None:
         return Judged(fusion, match, "inductor", LEFT_TO_INDUCTOR)
     arguments = fusion.arguments_of(match)
-    provider, why = choose_provider(op, arguments, context)
+    fakes = {name: as_fake(value) for name, value in arguments.items()}
+    provider, why = tuning.choose(op, fakes, context.config, context.device_type)
     if provider == INDUCTOR:
         return Judged(fusion, match, "inductor", why)
     reason = rewrite.obstacle(match) or rewrite.changed_meta(match, op, arguments)
     if reason is not None:
         return Judged(fusion, match, "declined", reason)
     # An inlined provider becomes part of the code that Inductor generates, so its outcome is `inductor`.
-    outcome: Outcome = "inductor" if is_inlined(op, provider) else "fused"
+    implementation = ops.providers(op).get(provider)
+    outcome: Outcome = "inductor" if implementation is not None and implementation.inlined else "fused"
     return Judged(fusion, match, outcome, why, op, arguments, provider)
 
 

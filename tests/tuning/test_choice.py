@@ -9,12 +9,12 @@ import torch
 
 import tritium
 from tritium import compat, fusions, measure, ops, tuning
-from tritium.compiler import choose, tune
+from tritium.compiler.compile import compile_pinned
 from tritium.compiler.passes.fuse import fuse
 from tritium.ops import linear_gelu, rms_norm, rope
 from tritium.passes import PassContext
 from tritium.report import GraphRecord
-from tritium.tuning import Key, Loop, Machine, Verdict
+from tritium.tuning import Key, Loop, Machine, Verdict, choice, compare
 
 
 def context(device_type="cpu", **settings):
@@ -30,6 +30,10 @@ def complex_rope():
         "merge_heads": False,
         "out_dtype": None,
     }
+
+
+def choose(op, arguments, context):
+    return tuning.choose(op, arguments, context.config, context.device_type)
 
 
 def key_of(op, arguments):
@@ -59,35 +63,37 @@ class TestChoice:
         arguments = complex_rope()
         near = {**arguments, "x": arguments["x"][:, :2000], "table": arguments["table"][:2000]}
         table(key_of(rope.OP, near), inductor=1.0, aten=0.5)
-        provider, why = choose.choose_provider(rope.OP, arguments, context("cuda"))
+        provider, why = choose(rope.OP, arguments, context("cuda"))
         assert provider == "aten"
         assert why.startswith("predicted 2.0")
-        assert choose.choose_provider(rope.OP, arguments, context("cpu"))[0] == "inductor"
+        assert choose(rope.OP, arguments, context("cpu"))[0] == "inductor"
 
     @pytest.mark.parametrize("graphs", ["with_compile", "auto"])
     def test_replayed_graphs_do_not_wait_for_the_host(self, table, graphs):
         arguments = complex_rope()
         table(key_of(rope.OP, arguments), inductor=0.004, aten=0.003)
-        assert choose.choose_provider(rope.OP, arguments, context("cuda"))[0] == "inductor"
-        assert choose.choose_provider(rope.OP, arguments, context("cuda", graphs=graphs))[0] == "aten"
+        assert choose(rope.OP, arguments, context("cuda"))[0] == "inductor"
+        assert choose(rope.OP, arguments, context("cuda", graphs=graphs))[0] == "aten"
 
-    def test_inductor_holds_rows_by_its_rule_or_by_the_tiling_policy(self):
-        held = functools.partial(choose._holds, "NVIDIA H200")
-        assert held(tritium.CompilationConfig(), 1024, 99)
-        assert held(tritium.CompilationConfig(), 5120, 5)
-        assert not held(tritium.CompilationConfig(), 5121, 5)
-        off = tritium.CompilationConfig(pass_config=tritium.PassConfig(enable_reduction_choice=False))
-        assert not held(off, 5120, 5)
-        assert not choose._holds("another GPU", tritium.CompilationConfig(), 5120, 5)
+    def test_inductor_holds_rows_by_its_rule_or_by_the_tiling_policy(self, monkeypatch):
+        """The limits that decide are those of the device, unless the policy is off."""
+        monkeypatch.setattr(tuning.tables, "_machine", lambda where: Machine("NVIDIA H200", "9.0", 132))
+        limits = []
+        monkeypatch.setattr(choice, "decide", lambda machine, key, able, found, **options: limits.append(found))
+        for switches in ({}, {"enable_reduction_choice": False}, {"enable_tiling_policy": False}):
+            config = tritium.CompilationConfig(pass_config=tritium.PassConfig(**switches))
+            tuning.choose(rope.OP, complex_rope(), config, "cuda")
+        held = [(found.holds(1024, 99), found.holds(5120, 5), found.holds(5121, 5)) for found in limits]
+        assert held == [(True, True, False), (True, False, False), (True, False, False)]
 
     def test_an_op_that_is_never_compared_is_left_to_inductor(self):
-        provider, why = choose.choose_provider(rms_norm.OP, plain_norm(), context())
+        provider, why = choose(rms_norm.OP, plain_norm(), context())
         assert provider == "inductor"
         assert "runs on cpu" in why
 
     def test_without_a_measurement_inductor_keeps_it_and_says_so(self, table):
         del table
-        provider, why = choose.choose_provider(rope.OP, complex_rope(), context())
+        provider, why = choose(rope.OP, complex_rope(), context())
         assert provider == "inductor"
         assert why.startswith("left to Inductor: nothing was measured for rope")
 
@@ -95,7 +101,7 @@ class TestChoice:
     def test_a_measurement_decides(self, table, ms, provider):
         arguments = complex_rope()
         table(key_of(rope.OP, arguments), inductor=1.0, aten=ms)
-        chosen, why = choose.choose_provider(rope.OP, arguments, context())
+        chosen, why = choose(rope.OP, arguments, context())
         assert chosen == provider
         assert f"{1 / ms:.2f}x against Inductor in a block" in why
         assert why.endswith("on this machine")
@@ -109,20 +115,20 @@ class TestChoice:
             "out_dtype": None,
         }
         table(key_of(linear_gelu.OP, arguments), inductor=1.0, aten=0.5)
-        provider, why = choose.choose_provider(linear_gelu.OP, arguments, context())
+        provider, why = choose(linear_gelu.OP, arguments, context())
         assert provider == "inductor"
         assert "only CUDA" in why
 
     def test_a_pin_beats_the_table(self, table):
         arguments = complex_rope()
         table(key_of(rope.OP, arguments), inductor=1.0, aten=0.5)
-        provider, why = choose.choose_provider(rope.OP, arguments, context(force_provider={"rope": "inductor"}))
+        provider, why = choose(rope.OP, arguments, context(force_provider={"rope": "inductor"}))
         assert (provider, why) == ("inductor", "pinned by force_provider='inductor'")
 
     def test_the_eager_engine_asks_no_table(self, table):
         arguments = complex_rope()
         table(key_of(rope.OP, arguments), inductor=1.0, aten=0.5)
-        assert choose.choose_provider(rope.OP, arguments, context(engine="eager"))[0] == "reference"
+        assert choose(rope.OP, arguments, context(engine="eager"))[0] == "reference"
 
 
 def test_symbolic_sizes_are_looked_up_at_their_present_size():
@@ -154,7 +160,12 @@ def untimed(monkeypatch):
         return refuse(command) if str(command[0]) == sys.executable else run(command, *arguments, **options)
 
     monkeypatch.setattr(subprocess, "run", compilers_alone)
-    for owner, name in ((measure, "interleave"), (measure, "first_call"), (tune, "compare"), (tune, "measure_keys")):
+    for owner, name in (
+        (measure, "interleave"),
+        (measure, "first_call"),
+        (compare, "compare_in_block"),
+        (compare, "measure_keys"),
+    ):
         monkeypatch.setattr(owner, name, refuse)
 
 
@@ -211,25 +222,27 @@ class Busy(Quiet):
 def test_a_verdict_of_a_busy_cpu_is_not_kept(tmp_path, monkeypatch):
     key = Key.of("rope", {"tokens": 64, "width": 8, "mode": "complex"}, torch.float32)
     monkeypatch.setattr(
-        tune, "compare", lambda key, where, seconds: Verdict(key, "aten", {"inductor": 2.0, "aten": 1.0})
+        compare,
+        "compare_in_block",
+        lambda key, where, compiler, seconds: Verdict(key, "aten", {"inductor": 2.0, "aten": 1.0}),
     )
-    monkeypatch.setattr(tune.measure, "LoadMeter", Busy)
-    (row,) = tune.measure_keys([key], "cpu", tmp_path / "t.json", lambda *what: None)
-    assert row.remarks == {tune.DISTURBED: "1.5 cores were taken by others"}
+    monkeypatch.setattr(compare.measure, "LoadMeter", Busy)
+    (row,) = compare.measure_keys([key], "cpu", tmp_path / "t.json", lambda *what: None, compile_pinned)
+    assert row.remarks == {compare.DISTURBED: "1.5 cores were taken by others"}
     assert not (tmp_path / "t.json").exists()
 
 
 def test_the_host_is_timed_by_calls_in_a_row(monkeypatch):
     """No call waits for the one before: the device is waited for between bursts alone, and the runs take turns."""
     events = []
-    monkeypatch.setattr(tune.device, "synchronize", lambda device_type: events.append("wait"))
+    monkeypatch.setattr(compare.device, "synchronize", lambda device_type: events.append("wait"))
     names = ("inductor", "triton")
-    found = tune._issue_us({name: functools.partial(events.append, name) for name in names}, "cuda")
+    found = compare._issue_us({name: functools.partial(events.append, name) for name in names}, "cuda")
     assert found.keys() == set(names)
     bursts = " ".join(events).split("wait")
-    assert len(bursts) - 2 == len(names) * tune.ISSUE_ROUNDS
+    assert len(bursts) - 2 == len(names) * compare.ISSUE_ROUNDS
     for burst in bursts[1:-1]:
-        assert burst.split() in [[name] * tune.ISSUED_CALLS for name in names]
+        assert burst.split() in [[name] * compare.ISSUED_CALLS for name in names]
     assert bursts[1].split() == bursts[4].split() != bursts[2].split()
 
 
@@ -253,16 +266,16 @@ def test_a_row_names_the_size_that_inductor_looped_over(form, elements, looped):
         {"name": "c", "tiling": {"reduction": reduction}},
     ]
     record = GraphRecord("0/0", "block", "inductor", "cuda", kernels=kernels)
-    assert tune._looped(key, [record]) == looped
+    assert compare._loop(key, [record]) == looped
 
 
 @pytest.mark.codegen
 def test_a_comparison_on_this_machine(tmp_path, monkeypatch):
-    monkeypatch.setattr(tune.measure, "LoadMeter", Quiet)
+    monkeypatch.setattr(compare.measure, "LoadMeter", Quiet)
     key = Key.of("rope", {"tokens": 64, "width": 8, "mode": "complex"}, torch.float32)
     told = []
     path = tmp_path / "t.json"
-    (row,) = tune.measure_keys([key], "cpu", path, lambda *what: told.append(what), seconds=0.05)
+    (row,) = compare.measure_keys([key], "cpu", path, lambda *what: told.append(what), compile_pinned, seconds=0.05)
     assert told == [(key, 0, 1)]
     assert set(row.ms) == {"inductor", "aten"}
     assert all(ms > 0 for ms in (*row.ms.values(), *row.alone_us.values()))
@@ -278,10 +291,10 @@ def test_what_cannot_be_measured_is_inductor_s_with_the_reason(tmp_path, monkeyp
     def broken(*arguments):
         raise RuntimeError("no such luck\nat all")
 
-    monkeypatch.setattr(tune, "compare", broken)
-    monkeypatch.setattr(tune.measure, "LoadMeter", Quiet)
+    monkeypatch.setattr(compare, "compare_in_block", broken)
+    monkeypatch.setattr(compare.measure, "LoadMeter", Quiet)
     key = Key.of("rope", {"tokens": 64, "width": 8, "mode": "complex"}, torch.float32)
-    (row,) = tune.measure_keys([key], "cpu", tmp_path / "t.json", lambda *what: None)
+    (row,) = compare.measure_keys([key], "cpu", tmp_path / "t.json", lambda *what: None, compile_pinned)
     assert row.provider == "inductor"
     assert row.why() == "not measured: RuntimeError: no such luck"
 
@@ -297,7 +310,7 @@ STANDARD = [
 @pytest.mark.parametrize("key", STANDARD, ids=lambda key: f"{key.op}, {key.shape}")
 def test_blocks_have_the_site_they_are_about(key):
     """With few tokens, on the CPU, with engine `eager`: a block of each form is recognised as what it stands for."""
-    op, small = ops.catalog()[key.op], tune.few(key.sizes())
+    op, small = ops.catalog()[key.op], compare.few(key.sizes())
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape):
@@ -314,6 +327,6 @@ def test_blocks_have_the_site_they_are_about(key):
 
 
 def test_standard_keys_are_those_that_can_be_compared_here():
-    keys = tune.standard_keys([], [torch.float32], "cpu")
+    keys = compare.standard_keys([], [torch.float32], "cpu")
     assert {key.op for key in keys} == {"cat_linear", "rope"}
     assert all(key.dtype == "float32" for key in keys)
