@@ -224,11 +224,10 @@ def test_the_choice_of_a_call_is_kept_but_not_during_a_capture(monkeypatch):
     monkeypatch.setattr(first_use.device, "is_capturing", lambda: True)
     for _ in range(2):
         tuning.once("call", lambda: chosen.append(1) or "a")
-    assert tuning.known_call("call") is None
+    assert len(chosen) == 2
     monkeypatch.setattr(first_use.device, "is_capturing", lambda: False)
     for _ in range(2):
         tuning.once("call", lambda: chosen.append(1) or "a")
-    assert tuning.known_call("call") == "a"
     assert len(chosen) == 3
 
 

@@ -26,7 +26,7 @@ from tritium.tuning import first_use, tables
 from tritium.tuning.choice import Decision, check_pins, choose, decide, key_of
 from tritium.tuning.compare import Compile, faster, timed
 from tritium.tuning.costs import Cost, Site
-from tritium.tuning.first_use import choose_at_first_use, identity, known_call, once, recall, verdicts
+from tritium.tuning.first_use import choose_at_first_use, identity, once, recall, verdicts
 from tritium.tuning.reductions import Limit, ReductionLimits
 from tritium.tuning.tables import Machine, Table, known, like, load, store
 from tritium.tuning.verdict import Key, Loop, Verdict
@@ -52,7 +52,6 @@ __all__ = [
     "identity",
     "key_of",
     "known",
-    "known_call",
     "like",
     "load",
     "once",

@@ -8,11 +8,9 @@ op's default.
 from __future__ import annotations
 
 import contextvars
-import functools
 import threading
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -21,7 +19,6 @@ import torch
 
 from tritium import compat, device, measure, ops
 from tritium.ops import Arguments, Op
-from tritium.ops.op import FirstUse
 from tritium.tuning import tables
 from tritium.tuning.compare import compare_alone
 from tritium.tuning.tables import Machine
@@ -32,11 +29,11 @@ T = TypeVar("T")
 # The suffix of the shape in verdicts that were measured while a function was being compiled.
 COMPILING = "compiling=1"
 
-# The most verdicts, and the most calls with their provider, that are kept in memory.
-MOST_VERDICTS = 512
+# The most calls whose choice is kept in memory.
 MOST_CALLS = 4096
 
-_VERDICTS: OrderedDict[tuple[str, Key], Verdict] = OrderedDict()
+# By the name of the device and the key, the most recently used last.
+_VERDICTS: dict[tuple[str, Key], Verdict] = {}
 _CALLS: dict[Hashable, Any] = {}
 _LOCK = threading.RLock()
 
@@ -50,49 +47,31 @@ def choose_at_first_use(op: Op, arguments: Arguments, *, measures: bool = True) 
     first = op.trial.first_use
     assert first is not None
     tensors = [value for value in vars(arguments).values() if isinstance(value, torch.Tensor)]
+    where, key = tensors[0].device, Key.of(op.name, op.trial.shape(arguments), tensors[0].dtype)
     declines = {name: provider.decline(arguments) for name, provider in ops.providers(op).items()}
     able = [name for name, reason in declines.items() if reason is None]
-    key = Key.of(op.name, op.trial.shape(arguments), tensors[0].dtype)
-    sources: list[tuple[str, Callable[[], Verdict | None]]] = [
-        ("shipped", lambda: tables.shipped(Machine.of(tensors[0].device)).rows.get(key))
-    ]
-    if measures:
-        measured = functools.partial(_verdict, op, first, arguments, tensors, declines, key)
-        sources.insert(0, ("measured on this machine", measured))
-    for origin, source in sources:
-        verdict = source()
-        # A compiled graph can need more than the call that was measured, such as symbolic sizes: the winner may decline.
-        provider = verdict.fastest(able) if verdict is not None else None
-        if verdict is not None and provider is not None:
-            return provider, f"{origin}: {', '.join(f'{name} {ms:.3g} ms' for name, ms in verdict.ms.items())}"
-    return first.default(arguments), f"{op.name} was not measured for {key.shape}"
-
-
-def _verdict(
-    op: Op,
-    first: FirstUse,
-    arguments: Arguments,
-    tensors: Sequence[torch.Tensor],
-    declines: Mapping[str, str | None],
-    key: Key,
-) -> Verdict | None:
-    where, versions = tensors[0].device, dict(first.versions())
     # Read the caller's modes in this thread: the thread that measures has none.
     is_symbolic = any(not isinstance(size, int) for tensor in tensors for size in tensor.shape)
     compiling = compat.dynamo.is_compiling() or is_symbolic
-    create = first.alike(arguments)
-    if create is None:
-        return recall(where, key, versions)
-    if compiling:
-        # Providers that start a compiler are missing in this verdict, so it has a key that only compilations read.
-        known = recall(where, key, versions)
-        if known is not None:
-            return known
-        key = replace(key, shape=f"{key.shape} {COMPILING}")
-    reasons = dict(declines)
-    if first.skip is not None:
-        reasons = {name: reason or first.skip(name, arguments, compiling) for name, reason in declines.items()}
-    return recall(where, key, versions, lambda: compare_alone(op, key, create, reasons, where))
+    verdict, origin = None, "measured on this machine"
+    if measures:
+        versions = dict(first.versions())
+        create = first.alike(arguments)
+        verdict = recall(where, key, versions) if create is None or compiling else None
+        if create is not None and verdict is None:
+            reasons = declines
+            if first.skip is not None:
+                reasons = {name: reason or first.skip(name, arguments, compiling) for name, reason in declines.items()}
+            # Providers that start a compiler are missing in the verdict of a compilation: only compilations read it.
+            exact = replace(key, shape=f"{key.shape} {COMPILING}") if compiling else key
+            verdict = recall(where, exact, versions, lambda: compare_alone(op, exact, create, reasons, where))
+    # A compiled graph can need more than the call that was measured, such as symbolic sizes: the winner may decline.
+    if verdict is None or verdict.fastest(able) is None:
+        verdict, origin = tables.shipped(Machine.of(where)).rows.get(key), "shipped"
+    provider = verdict.fastest(able) if verdict is not None else None
+    if verdict is None or provider is None:
+        return first.default(arguments), f"{op.name} was not measured for {key.shape}"
+    return provider, f"{origin}: {', '.join(f'{name} {ms:.3g} ms' for name, ms in verdict.ms.items())}"
 
 
 def recall(
@@ -118,17 +97,17 @@ def recall(
 
 
 def _known(machine: Machine, key: Key, versions: Mapping[str, str]) -> Verdict | None:
-    verdict = _VERDICTS.get((machine.name, key))
+    verdict = _VERDICTS.pop((machine.name, key), None)
     if verdict is None:
         row = tables.own(machine).rows.get(key)
         verdict = row if row is not None and row.versions == versions else None
     if verdict is not None:
-        _remember(machine, verdict)
+        _VERDICTS[machine.name, key] = verdict
     return verdict
 
 
 def _keep(machine: Machine, verdict: Verdict) -> None:
-    _remember(machine, verdict)
+    _VERDICTS[machine.name, verdict.key] = verdict
     try:
         tables.store(tables.user_folder() / machine.file_name, machine, [verdict])
     except OSError as error:
@@ -139,21 +118,9 @@ def _keep(machine: Machine, verdict: Verdict) -> None:
         )
 
 
-def _remember(machine: Machine, verdict: Verdict) -> None:
-    _VERDICTS[machine.name, verdict.key] = verdict
-    _VERDICTS.move_to_end((machine.name, verdict.key))
-    while len(_VERDICTS) > MOST_VERDICTS:
-        _VERDICTS.popitem(last=False)
-
-
 def verdicts() -> list[Verdict]:
     """Return the verdicts that first calls in this process used, the most recent last."""
     return list(_VERDICTS.values())
-
-
-def known_call(call: Hashable) -> Any:
-    """Return what `once` keeps for a call, or None."""
-    return _CALLS.get(call)
 
 
 def once(call: Hashable, choose: Callable[[], T]) -> T:

@@ -26,6 +26,9 @@ LONG = ("tokens", "pixels")
 # Sizes that select code instead of adding work.
 FORMS = ("groups", "parts")
 
+# A size that equals `tokens`.
+SAME = "same"
+
 # A shape is near a measured one if no size differs by more than these factors: sizes of LONG, and others.
 NEAR_LONG = 64
 NEAR = 4
@@ -93,56 +96,35 @@ def work(key: Key) -> int:
     >>> work(Key("cat_linear", "tokens=2 k=3+4 n=5", "bfloat16")), work(Key("attention", "tokens=8 keys=same width=2", "bfloat16"))
     (70, 128)
     """
-    product = 1
-    for name, size in key.sizes().items():
-        if name in FORMS:
-            continue
-        if isinstance(size, int):
-            product *= max(1, size)
-        elif _parts(size) is not None:
-            product *= sum(_parts(size) or ())
-        elif name == "keys":
-            # As many keys as there are queries.
-            product *= int(key.sizes().get("tokens", 1))
-    return product
+    sizes = {name: sum(numbers) for name, numbers in key.numbers().items() if name not in FORMS and numbers}
+    # As many keys as there are queries.
+    if key.sizes().get("keys") == SAME:
+        sizes["keys"] = sizes.get("tokens", 1)
+    return math.prod(max(1, size) for size in sizes.values())
 
 
 def is_comparable(known: Key, wanted: Key) -> bool:
-    """Whether two keys are of one op, one dtype size, and the same forms."""
+    """Return True if two keys are of one op, one dtype size, and the same forms."""
     dtypes = known.dtype == wanted.dtype or (known.dtype in HALF and wanted.dtype in HALF)
     return known.op == wanted.op and dtypes and _forms(known) == _forms(wanted)
 
 
 def _forms(key: Key) -> list[tuple[str, int | str]]:
-    return [(name, size if name in FORMS else _form(size)) for name, size in key.sizes().items()]
-
-
-def _form(size: int | str) -> int | str:
-    """Return what must be equal of a size: the number of its numbers, or the name that it is."""
-    return len(_numbers(size)) or size
+    """Return what must be equal: named variants, sizes in FORMS, and how many numbers each other size has."""
+    numbers = key.numbers()
+    return [(name, size if name in FORMS else len(numbers[name]) or size) for name, size in key.sizes().items()]
 
 
 def distance(known: Key, wanted: Key) -> float | None:
     """Return how far two shapes of one form are apart: squared octaves, fewer along tokens; None if that is too far."""
-    total = 0.0
-    theirs = wanted.sizes()
-    for name, size in known.sizes().items():
+    total, theirs = 0.0, wanted.numbers()
+    for name, sizes in known.numbers().items():
         if name in FORMS:
             continue
-        for one, other in zip(_numbers(size), _numbers(theirs[name]), strict=True):
+        is_long = name in LONG
+        for one, other in zip(sizes, theirs[name], strict=True):
             octaves = abs(math.log2(max(1, one) / max(1, other)))
-            is_long = name in LONG
             if octaves > math.log2(NEAR_LONG if is_long else NEAR):
                 return None
             total += (octaves / 2 if is_long else octaves) ** 2
     return total
-
-
-def _numbers(size: int | str) -> Sequence[int]:
-    return (size,) if isinstance(size, int) else _parts(size) or ()
-
-
-def _parts(size: int | str) -> list[int] | None:
-    """Return the numbers of a size like "4096+16384"; None for a name."""
-    pieces = str(size).split("+")
-    return [int(piece) for piece in pieces] if len(pieces) > 1 and all(map(str.isdecimal, pieces)) else None

@@ -45,6 +45,18 @@ class Key:
         pairs = (pair.partition("=") for pair in self.shape.split())
         return {name: int(size) if size.isdecimal() else size for name, _, size in pairs}
 
+    def numbers(self) -> dict[str, list[int]]:
+        """Return the numbers of each size; none for a name.
+
+        >>> Key("cat_linear", "tokens=64 k=4096+16384 layout=rows", "bfloat16").numbers()
+        {'tokens': [64], 'k': [4096, 16384], 'layout': []}
+        """
+        pieces = {name: str(size).split("+") for name, size in self.sizes().items()}
+        return {
+            name: [int(piece) for piece in texts] if all(map(str.isdecimal, texts)) else []
+            for name, texts in pieces.items()
+        }
+
 
 @dataclass(frozen=True)
 class Loop:

@@ -50,14 +50,8 @@ def block(shape: Any, draw: Draw) -> tuple[Callable[..., Any], tuple[torch.Tenso
         for size in ((channels, few), (few, channels))
     )
 
-    def between(
-        x: torch.Tensor,
-        kept: torch.Tensor,
-        inner: torch.Tensor,
-        bias: torch.Tensor,
-        weight: torch.Tensor,
-        outer: torch.Tensor,
-    ) -> torch.Tensor:
+    def between(*inputs: torch.Tensor) -> torch.Tensor:
+        x, kept, inner, bias, weight, outer = inputs
         x = F.conv3d(x, inner, bias)
         x = F.silu(F.normalize(x, dim=1) * channels**0.5 * weight + 0.0)
         return F.conv3d(F.pad(torch.cat([kept, x], dim=2), (1, 1, 1, 1, 0, 0)), outer)

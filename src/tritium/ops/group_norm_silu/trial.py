@@ -44,14 +44,8 @@ def block(shape: Any, draw: Draw) -> tuple[Callable[..., Any], tuple[torch.Tenso
     if shape["layout"] == "channels_last":
         inner, outer = (weight.to(memory_format=torch.channels_last) for weight in (inner, outer))
 
-    def between(
-        x: torch.Tensor,
-        inner: torch.Tensor,
-        offset: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
-        outer: torch.Tensor,
-    ) -> torch.Tensor:
+    def between(*inputs: torch.Tensor) -> torch.Tensor:
+        x, inner, offset, weight, bias, outer = inputs
         x = F.conv2d(x, inner, offset)
         return F.conv2d(F.silu(F.group_norm(x, groups, weight, bias, 1e-6)), outer)
 

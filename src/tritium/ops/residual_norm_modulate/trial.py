@@ -41,15 +41,8 @@ def block(shape: Any, draw: Draw) -> tuple[Callable[..., Any], tuple[torch.Tenso
     inner, outer = draw(width, NARROW) / NARROW**0.5, draw(NARROW, width) / width**0.5
     inputs = (given["x"], draw(1, shape["tokens"], NARROW), inner, outer)
 
-    def between(
-        x: torch.Tensor,
-        y: torch.Tensor,
-        inner: torch.Tensor,
-        outer: torch.Tensor,
-        gate: torch.Tensor,
-        scale: torch.Tensor,
-        shift: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def between(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y, inner, outer, gate, scale, shift = inputs
         x = x + gate * F.linear(y, inner)
         normed = (
             F.layer_norm(x, (width,), eps=1e-6) if shape["norm"] == "layer" else F.rms_norm(x, (width,), None, 1e-6)
