@@ -30,9 +30,9 @@ def child(workload: str, start: str, folder: Path, *, save: bool) -> None:
     import torch
 
     from tritium import Backend, compat, device, explain
+    from tritium.artifacts import files as artifacts
+    from tritium.artifacts.fingerprint import Fingerprint
     from tritium.bench import workloads
-    from tritium.compiler import artifacts
-    from tritium.fingerprint import Fingerprint
 
     where = device.default()
     (found,) = workloads.find(workload)

@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from tritium import compat, device, measure
+from tritium.report.tiling import ReductionChoice
 from tritium.tiling import hooks, reductions
 from tritium.tiling.policy import OFF, Decisions
 from tritium.tiling.reductions import MOST_PERSISTENT, Timing
@@ -115,7 +116,7 @@ def compiled(case: Case, form: str, inputs: Sequence[torch.Tensor]) -> tuple[Cal
     return function, decisions
 
 
-def taken(decisions: Decisions, case: Case, form: str) -> reductions.Choice | None:
+def taken(decisions: Decisions, case: Case, form: str) -> ReductionChoice | None:
     """Return the choice for the rows of a case if it has the requested form, else None."""
     choices = [kernel.reduction for kernel in decisions.kernels() if kernel.reduction is not None]
     if form == "split":

@@ -25,8 +25,10 @@ from torch.utils._pytree import tree_map
 
 from tritium import compat
 from tritium import device as device_module
-from tritium.compiler.observe import KernelObserver
+from tritium.ops import triton_launch
+from tritium.ops.op import NAMESPACE
 from tritium.report import kernel_dump
+from tritium.report.observer import KernelObserver
 
 H200 = types.SimpleNamespace(
     name="NVIDIA H200",
@@ -135,7 +137,7 @@ def generated(
 
     `rewrite` changes Dynamo's graph before Inductor gets it.
     """
-    observer = KernelObserver(device)
+    observer = KernelObserver(device, NAMESPACE, triton_launch.op_of)
     torch._dynamo.reset()
     WRAPPERS.clear()
     marks = [(inputs[index], dim) for index, dims in (dynamic or {}).items() for dim in dims]
@@ -168,7 +170,7 @@ def generated(
 
 def launches(observer: KernelObserver) -> list[str]:
     """The kernels that were generated, one entry for each launch."""
-    return [kernel["name"] for kernel in observer.kernels if kernel["kind"] == "generated"]
+    return [kernel.name for kernel in observer.kernels if kernel.kind == "generated"]
 
 
 class _Called(Exception):
@@ -226,8 +228,8 @@ def owned_calls() -> list[str]:
 
 
 def sources(observer: KernelObserver) -> list[str]:
-    return [kernel["source"] for kernel in observer.dissection.found]
+    return [kernel.source for kernel in observer.dissection.kernels]
 
 
 def folders(observer: KernelObserver, folder: Path) -> list[Path]:
-    return kernel_dump.write(folder, observer.dissection.found, observer.kernels)
+    return kernel_dump.write(folder, observer.dissection.kernels, observer.kernels)

@@ -157,8 +157,8 @@ def test_kernels_are_timed_on_the_device(tmp_path):
 OWN_KERNELS = """
 import hashlib, json
 import torch, tritium
-from tritium.compiler import artifacts
-from tritium.fingerprint import Fingerprint
+from tritium.artifacts import files as artifacts
+from tritium.artifacts.fingerprint import Fingerprint
 
 here = Fingerprint.current({"norm": {"channels": 64}}, "cuda")
 found = artifacts.load(file, here) if verb == "load" else None

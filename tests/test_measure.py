@@ -202,3 +202,10 @@ def test_device_events_see_the_work_of_the_device():
     timings = measure.interleave({"small": lambda: small @ small, "large": lambda: large @ large}, "cuda", rounds=10)
     assert timings["large"].median_ms > timings["small"].median_ms
     assert measure.peak_memory(lambda: torch.empty(2**20, device="cuda"), "cuda") >= 2**22
+
+
+def test_roofs_are_rates():
+    roofs = measure.roofs("cpu", torch.float32, runs=1)
+    assert 1e8 < roofs.bytes_per_s < 1e13
+    assert 1e8 < roofs.flops_per_s < 1e15
+    assert roofs.dtype == "float32"

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from tritium.api import optimize as optimize
     from tritium.compiler.backend import Backend as Backend
     from tritium.compiler.compile import compile as compile
-    from tritium.compiler.explain import explain as explain
     from tritium.compiler.pad import pad_to as pad_to
     from tritium.config import CompilationConfig as CompilationConfig
     from tritium.config import FusionPatterns as FusionPatterns
@@ -56,6 +55,7 @@ if TYPE_CHECKING:
     from tritium.pipelines.plan import Plan as Plan
     from tritium.pipelines.shapes import Shapes as Shapes
     from tritium.report import Report as Report
+    from tritium.report.explain import explain as explain
 
 __version__ = "0.1.0"
 

@@ -17,8 +17,7 @@ from typing import Any, Self
 from torch import nn
 
 from tritium import compat
-from tritium.compiler import artifacts as compiled_files
-from tritium.compiler.explain import explain
+from tritium.artifacts import files as compiled_files
 from tritium.errors import ArtifactError, ConfigError, PipelineError, ReportError, nearest
 from tritium.pipelines import account, claims, collector, hooks, parts, recipe, trial
 from tritium.pipelines.bare import BareModel
@@ -28,6 +27,7 @@ from tritium.pipelines.plan import Choice, Plan, choice_of
 from tritium.pipelines.progress import Progress
 from tritium.pipelines.warm_up import warm_up
 from tritium.report import Component, Report, Violation, text
+from tritium.report.explain import explain
 
 # Import at startup and not in the first call, where a user waits for an image.
 compat.inductor.import_compiler()

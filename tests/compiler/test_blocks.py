@@ -640,7 +640,7 @@ with torch.no_grad():
 print(json.dumps({
     "hits": counters["inductor"]["fxgraph_cache_hit"], "misses": counters["inductor"]["fxgraph_cache_miss"],
     "summary": entry.summary, "failures": len(record.failures), "order": record.order,
-    "kernels": record.kernels, "from": record.kernels_from,
+    "kernels": [kernel.to_dict() for kernel in record.kernels], "from": record.kernels_from,
 }))
 """
 
@@ -654,7 +654,7 @@ def test_generated_code():
     (record,) = tritium.explain(compiled).records
     assert counts(reuse(compiled)[0]) == (10, 4)
     assert not record.failures
-    assert {(kernel["piece"], kernel["count"]) for kernel in record.kernels} == {(0, 1), (1, 1), (2, 7), (3, 1)}
+    assert {(kernel.piece, kernel.count) for kernel in record.kernels} == {(0, 1), (1, 1), (2, 7), (3, 1)}
 
 
 @pytest.mark.thorough

@@ -72,15 +72,15 @@ class TestClasses:
         observer = codegen.generated(function, *given)
         assert len(codegen.launches(observer)) == count == 1
         (kernel,) = observer.kernels
-        assert kernel["bytes_written"] == size(function(*given))
-        assert kernel["bytes_read"] <= size(tuple(given))
+        assert kernel.bytes_written == size(function(*given))
+        assert kernel.bytes_read <= size(tuple(given))
         assert observer.fallbacks == []
 
     def test_on_a_cpu(self, kind, code, count, also):
         function, given = function_of(code, inputs())
         observer = codegen.generated(function, *given, device="cpu")
         result = size(function(*given))
-        between = sum(kernel["bytes_written"] for kernel in observer.kernels) - result
+        between = sum(kernel.bytes_written for kernel in observer.kernels) - result
         assert observer.fallbacks == []
         if also == "nothing":
             assert between == 0
@@ -136,9 +136,9 @@ def test_what_stays_apart(case, code, count, reason):
     assert len(codegen.launches(observer)) == count
     words = re.findall(r"`([^`]+)`", reason)[0]
     if count == 1:
-        assert words in {kernel["ops"][0] for kernel in observer.kernels if kernel["kind"] == "library"}
+        assert words in {kernel.ops[0] for kernel in observer.kernels if kernel.kind == "library"}
     else:
-        assert words in {pair["reason"] for pair in observer.not_fused_pairs}
+        assert words in {pair.reason for pair in observer.not_fused_pairs}
 
 
 def test_inductor_s_setting_puts_the_roundings_back():

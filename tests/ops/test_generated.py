@@ -94,7 +94,7 @@ def test_generated_code_calls_no_operator_of_ours(op, provider):
         assert codegen.owned_calls() == [], sample.label
         assert "'fp64'" not in wrapper, sample.label
         kernels = launched(wrapper)
-        owned = [kernel for kernel in observer.kernels if kernel["kind"] == "owned"]
+        owned = [kernel for kernel in observer.kernels if kernel.kind == "owned"]
         assert [kernel["name"].rpartition("_")[0] for kernel in owned] == kernels
         assert {kernel["ops"][0] for kernel in owned} <= {f"tritium.{op.name}"}
         labels[sample.label] = kernels

@@ -233,7 +233,7 @@ def test_its_kernels_compile_for_hopper(name):
 
     function, calls, dynamic = DYNAMIC[name]
     observer = codegen.generated(function, *calls[0], dynamic=dynamic)
-    owned = {kernel["name"] for kernel in observer.kernels if kernel["kind"] == "owned"}
+    owned = {kernel.name for kernel in observer.kernels if kernel.kind == "owned"}
     assert owned
     for kernel in owned:
         text = rf"^{kernel} = async_compile\.triton\('\w+', '''(.*?)'''"

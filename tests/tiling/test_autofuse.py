@@ -238,10 +238,10 @@ class TestBackend:
         assert kernel.dims == 2
         assert policy.changed
         (entry,) = record.kernels
-        assert entry["tiling"]["choice"] == "2d"
-        assert "ps an element" in entry["tiling"]["reason"]
-        assert entry["tiling"]["sizes"].endswith("index expressions with dynamic sizes in 32 bits")
-        json.dumps(record.kernels)
+        assert entry.tiling.choice == "2d"
+        assert "ps an element" in entry.tiling.reason
+        assert entry.tiling.sizes.endswith("index expressions with dynamic sizes in 32 bits")
+        json.dumps([kernel.to_dict() for kernel in record.kernels])
 
     def test_each_part_has_its_switch(self):
         def body(**parts):
@@ -255,21 +255,21 @@ class TestBackend:
         assert body(enable_divisibility_proof=False, enable_nd_tiling_workaround=False) == (unproven, True)
         (kernel,), record, _ = self.compiled(pass_config=switches(enable_nd_tiling_workaround=False))
         assert kernel.dims == 1
-        assert record.kernels[0]["tiling"]["reason"] == "choosing tilings is switched off"
+        assert record.kernels[0].tiling.reason == "choosing tilings is switched off"
 
     def test_all_switched_off(self):
         names = ("nd_tiling_workaround", "divisibility_proof", "narrow_sizes", "reduction_choice", "tiling_retry")
         off = switches(**{f"enable_{name}": False for name in names})
         (kernel,), record, policy = self.compiled(pass_config=off)
         assert policy.declined == "switched off"
-        assert record.kernels[0]["tiling"] is None
+        assert record.kernels[0].tiling is None
         assert "_i32" not in kernel.source
         assert policy_of(tritium.CompilationConfig(pass_config=off)) == OFF
 
     def test_it_can_be_switched_off_and_a_pin_acts_alone(self):
         off = tritium.PassConfig(enable_tiling_policy=False)
         (kernel,), record, policy = self.compiled(pass_config=off)
-        assert (kernel.dims, policy.declined, record.kernels[0]["tiling"]) == (1, "switched off", None)
+        assert (kernel.dims, policy.declined, record.kernels[0].tiling) == (1, "switched off", None)
         LEDGER.clear()
         (kernel,), _, _ = self.compiled(pass_config=off, force_tiling=f"{PAD}=3d")
         assert kernel.grid == "Grid3D"

@@ -334,7 +334,7 @@ class TestReached:
         monkeypatch.setattr(codegen, "KernelObserver", Observer)
         observer, (choice,) = with_table(rows(128, 12288), WHOLE)
         (kernel,) = observer.kernels
-        assert json.loads(json.dumps(kernel["tiling"]["reduction"])) == dataclasses.asdict(choice)
+        assert kernel.tiling.reduction == choice
         record = GraphRecord("graph 0", "norm", "inductor", "cuda", kernels=[kernel])
         entry = PassRecord(lower.TILING)
         lower._describe_tiling(OFF, entry, record)

@@ -169,7 +169,7 @@ class TestGeneratedCode:
         (provider,) = ROWS[key].owned
         context = PassContext(tritium.CompilationConfig(force_provider={key.op: provider}), "cuda")
         rewrite = functools.partial(fuse, context=context, fusions=fusions.catalog().values())
-        kinds = Counter(kernel["kind"] for kernel in generated(block, *inputs, rewrite=rewrite).kernels)
+        kinds = Counter(kernel.kind for kernel in generated(block, *inputs, rewrite=rewrite).kernels)
         counted = ROWS[key].launches[provider]
         assert [kinds[kind] for kind in ("generated", "owned")] == [
             counted.get(kind, 0) for kind in ("generated", "owned")

@@ -15,8 +15,8 @@ from tritium.bench.results import OURS, YARDSTICK, Row
 from tritium.bench.run import Notify, Settings, build, call_of, release, start_compiler, tensor_of
 from tritium.bench.store import Clock, Store
 from tritium.compiler.backend import Backend
-from tritium.compiler.explain import explain
 from tritium.config import CompilationConfig
+from tritium.report.explain import explain
 
 # The backend with one compilation for equal blocks.
 REUSED = f"{OURS} reuse_blocks"

@@ -20,9 +20,9 @@ from tritium.bench.run import EAGER, Notify, Settings, host_us, release, start_c
 from tritium.bench.store import Store
 from tritium.bench.workload import drawing
 from tritium.compiler.backend import Backend
-from tritium.compiler.explain import explain
 from tritium.config import CompilationConfig
 from tritium.errors import TritiumError
+from tritium.report.explain import explain
 
 OP = "residual_norm_modulate"
 PRODUCTS = "products alone"

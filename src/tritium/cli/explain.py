@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tritium import disk
 from tritium import fusions as catalogue
 from tritium.bench import generation, pipelines, run, workloads
 from tritium.cli import progress
@@ -23,7 +24,6 @@ from tritium.errors import ConfigError
 from tritium.fusions import Fusion
 from tritium.pipelines.plan import Plan
 from tritium.report import Report
-from tritium.report import html as page
 
 _NAMES = ", ".join(workloads.WORKLOADS)
 
@@ -73,7 +73,7 @@ def _explain(
 ) -> None:
     if html is not None:
         # Check before minutes of compiling.
-        page.check_writable(html)
+        disk.check_writable(html)
     # Without the option the environment decides, as for a Backend; an unknown name raises a ConfigError.
     given: dict[str, Any] = {} if engine is None else {"engine": engine}
     config = CompilationConfig(**given)

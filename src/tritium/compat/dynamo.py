@@ -293,6 +293,16 @@ def size_hint(size: Any) -> int | None:
     return int(hint) if isinstance(hint, int) else None
 
 
+def known_size(size: Any) -> Any:
+    """Return a number, or the hint of a symbolic one; raise a `TypeError` for a size that depends on data."""
+    if isinstance(size, (int, float)):
+        return size
+    hint = size_hint(size)
+    if hint is None:
+        raise TypeError(f"{size} is not known before the model runs")
+    return hint
+
+
 def describe_new_input(node: fx.Node, *, is_static: bool) -> None:
     """Add to a placeholder that Dynamo did not create the attributes that AOTAutograd expects."""
     node._dynamo_source = None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
@@ -42,6 +43,23 @@ WRAPPED_FUNCTION = "_torchdynamo_orig_callable"
 def wraps_compiled(function: Any) -> bool:
     """Return True for a function that torch.compile returned."""
     return hasattr(function, WRAPPED_FUNCTION)
+
+
+def codes(function: Any) -> Iterator[CodeType]:
+    """Yield the code objects of a function or method, also behind wrappers."""
+    seen: set[int] = set()
+    stack = [function]
+    while stack:
+        current = stack.pop()
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        inner = (getattr(current, name, None) for name in ("__wrapped__", WRAPPED_FUNCTION, "__func__", "func"))
+        stack += [entry for entry in inner if callable(entry)]
+        code = getattr(current, "__code__", None)
+        # Skip the wrapper's code, which is the same for every function that torch.compile wraps.
+        if isinstance(code, CodeType) and not wraps_compiled(current):
+            yield code
 
 
 def class_call_is_compiled(module: nn.Module) -> bool:

@@ -16,6 +16,11 @@ HigherOrderOperator = torch._ops.HigherOrderOperator
 NN: Any = torch._C._nn
 
 
+def operator_of(node: fx.Node) -> OpOverload | None:
+    """Return the operator that a node calls; None for Python functions, methods, inputs and outputs."""
+    return node.target if isinstance(node.target, OpOverload) else None
+
+
 def name_of(overload: OpOverload) -> str:
     """Return the name of an operator without namespace and overload: `mul`."""
     return str(overload._opname)

@@ -15,10 +15,15 @@ from typing import Any, Literal
 from torch import fx
 
 from tritium import compat
-from tritium.compiler import libraries
-from tritium.compiler.dissect import Dissection
-from tritium.compiler.observe import KernelObserver, code_key, store, store_key
+from tritium.artifacts import libraries
+from tritium.artifacts.observations import code_key, store, store_key
+from tritium.ops import triton_launch
+from tritium.ops.op import NAMESPACE
 from tritium.report import Failure, GraphRecord, PassRecord, SharedPiece
+from tritium.report.kernel_dump import KernelSource
+from tritium.report.kernel_dump.dissection import Dissection
+from tritium.report.observation import Observation
+from tritium.report.observer import KernelObserver
 from tritium.tiling import hooks
 from tritium.tiling.policy import OFF, Decisions, TilingPolicy
 
@@ -48,7 +53,7 @@ class Lowering:
     dissection: Dissection = field(default_factory=Dissection)
 
     @property
-    def unfinished(self) -> list[dict[str, Any]]:
+    def unfinished(self) -> list[KernelSource]:
         """The kernels generated before the attempt failed."""
         return self.dissection.unfinished()
 
@@ -58,7 +63,7 @@ class Lowered:
     """Compiled code, and the observation of its generation in this or an earlier process, or None."""
 
     run: Callable[..., Any]
-    observation: Mapping[str, Any] | None = None
+    observation: Observation | None = None
     source: Literal["codegen", "store"] = "codegen"
 
 
@@ -87,7 +92,7 @@ def lower(attempt: Lowering, record: GraphRecord) -> Lowered:
     own = settings[SALT] if SALT in settings else compat.inductor.setting(SALT)
     settings[SALT] = compat.inductor.salted_pass(attempt.identity, own)
     libraries.install()
-    observer = KernelObserver(record.device_type)
+    observer = KernelObserver(record.device_type, NAMESPACE, triton_launch.op_of)
     attempt.dissection = observer.dissection
     tiling = PassRecord(TILING, declined=_why_untiled(attempt.tiling, record.device_type))
     record.passes = [*(entry for entry in record.passes if entry.name != TILING), tiling]
@@ -110,8 +115,8 @@ def lower(attempt: Lowering, record: GraphRecord) -> Lowered:
 
 
 def _observation(
-    observer: KernelObserver, key: str, known: dict[str, Any] | None
-) -> tuple[dict[str, Any] | None, Literal["codegen", "store"]]:
+    observer: KernelObserver, key: str, known: Observation | None
+) -> tuple[Observation | None, Literal["codegen", "store"]]:
     """Return and store the observation of code generation, or return the one of an earlier process."""
     if observer.saw_codegen:
         observation = observer.observation()
@@ -128,7 +133,7 @@ def _observation(
     return known, "store"
 
 
-def _expected(known: Mapping[str, Any] | None, device_type: str) -> bool:
+def _expected(known: Observation | None, device_type: str) -> bool:
     """Return True if Inductor's cache should contain a GPU graph, compiled by an earlier process."""
     return (
         known is not None
@@ -171,19 +176,11 @@ def _tiled(policy: TilingPolicy, entry: PassRecord, record: GraphRecord) -> Iter
 
 
 def _describe_tiling(policy: TilingPolicy, entry: PassRecord, record: GraphRecord) -> None:
-    tilings = [found for kernel in record.kernels if (found := kernel.get("tiling")) is not None]
-    entry.changed = any(
-        found["choice"] != "coalesced" or found["sizes"] or _reduces_otherwise(found) for found in tilings
-    )
-    names = {kernel["name"] for kernel in record.kernels}
+    entry.changed = any(kernel.tiling is not None and kernel.tiling.differs for kernel in record.kernels)
+    names = {kernel.name for kernel in record.kernels}
     unmet = [kernel for kernel, _ in policy.pins if kernel not in names]
     if unmet and entry.declined is None and record.kernels_from != "none":
         entry.declined = f"force_tiling: this graph has no kernel {', '.join(unmet)}"
-
-
-def _reduces_otherwise(tiling: Mapping[str, Any]) -> bool:
-    reduction = tiling.get("reduction")
-    return reduction is not None and reduction["form"] != reduction["inductor"]
 
 
 def _why_untiled(policy: TilingPolicy, device_type: str) -> str | None:

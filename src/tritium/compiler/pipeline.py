@@ -26,6 +26,7 @@ from torch import fx
 
 from tritium import compat
 from tritium import fusions as fusion_catalogue
+from tritium.artifacts.digest import identity, settings_digest
 from tritium.catalog import Entry, plugins, unique
 from tritium.compiler.blocks import stage as blocks
 from tritium.compiler.blocks.kept import Compiled
@@ -34,12 +35,8 @@ from tritium.compiler.blocks.stitch import boxed
 from tritium.compiler.capture import stage as capture
 from tritium.compiler.capture.key import modes
 from tritium.compiler.capture.split import Piece
-from tritium.compiler.draw import draw
-from tritium.compiler.dump import GraphLog, file_name
-from tritium.compiler.identity import identity
 from tritium.compiler.interface import check_interface
 from tritium.compiler.lower import Attempt, Lowered, Lowering, lower
-from tritium.compiler.observe import settings_digest
 from tritium.compiler.passes import convolution_bias, freezing, fuse
 from tritium.compiler.passes.channels_last import convert
 from tritium.compiler.passes.freezing import FrozenPart
@@ -49,6 +46,9 @@ from tritium.fusions import Fusion
 from tritium.graph import copied, fingerprint, value_of, with_graph
 from tritium.passes import Applied, ConfigRequest, Decline, Outcome, Pass, PassContext
 from tritium.report import Failure, GraphRecord, PassRecord, SharedPiece
+from tritium.report.diagram import diagram
+from tritium.report.graph_log import GraphLog, file_name
+from tritium.report.kernel_dump import KernelSource
 from tritium.tiling.policy import policy_of
 
 NEEDS_GRADIENTS = (
@@ -109,7 +109,7 @@ class Compilation:
             self._freeze(None)
         elif marked:
             self._freeze(marked)
-        self._draw()
+        self._keep_diagram()
         if self.config.graphs == "off":
             compiled = self._engine()
         else:
@@ -231,7 +231,7 @@ class Compilation:
         part: str,
         error: Exception,
         graphs: Sequence[tuple[str, fx.Graph]],
-        kernels: Sequence[Mapping[str, Any]] = (),
+        kernels: Sequence[KernelSource] = (),
     ) -> None:
         otherwise = compat.inductor.cache_dir() / "tritium" / "failures" / file_name(self.record.label)
         where = self.log.failed(graphs, part, otherwise, kernels)
@@ -264,11 +264,11 @@ class Compilation:
             self.example_inputs = [*self.example_inputs, *self.frozen.example_values]
         self.log.note(self.gm.graph, freezing.NAME, "after")
 
-    def _draw(self) -> None:
+    def _keep_diagram(self) -> None:
         try:
-            self.record.drawing = draw(self.dynamo.graph, self.gm.graph)
+            self.record.diagram = diagram(self.dynamo.graph, self.gm.graph)
         except Exception as error:  # noqa: BLE001 - a failed diagram must not stop a model from running
-            self.record.failures.append(Failure("drawing", brief(error)))
+            self.record.failures.append(Failure("diagram", brief(error)))
 
     def _lower(self) -> Callable[..., Any]:
         originals = [("original", self.dynamo.graph)]

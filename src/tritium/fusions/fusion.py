@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ from tritium.errors import TritiumError
 from tritium.fusions.expression import Expr, dtype_of, shape_of
 from tritium.graph import value_of
 from tritium.ops import Op
+from tritium.report.graph_text import source_line
 
 
 @dataclass(frozen=True)
@@ -78,17 +77,6 @@ class Match:
     def source_line(self) -> str:
         """Return the line of the model this came from, as `normalization.py:553 in forward`."""
         return source_line(self.root)
-
-
-def source_line(node: fx.Node) -> str:
-    """Return a node's line in the model, as `normalization.py:553 in forward`; empty if unknown."""
-    places = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', node.meta.get("stack_trace") or "")
-    if not places:
-        return ""
-    # Prefer the model's line to torch's wrapper around an operator.
-    own = [place for place in places if "/torch/" not in place[0].replace("\\", "/")]
-    file, line, function = (own or places)[-1]
-    return f"{Path(file).name}:{line} in {function}"
 
 
 def _held(things: Iterable[Any]) -> Iterator[fx.Node]:

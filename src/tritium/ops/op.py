@@ -16,6 +16,8 @@ import torch
 from tritium import compat
 from tritium.errors import CatalogError, ProviderError
 from tritium.ops import triton_launch
+from tritium.report import flops
+from tritium.report.ledger import FAILED_PROVIDERS
 
 NAMESPACE = "tritium"
 
@@ -200,19 +202,15 @@ class Op:
         return tuple(part.contiguous() for part in result) if isinstance(result, tuple) else result.contiguous()
 
 
-# Providers that failed while running, with the reason; the op's reference replaces them.
-_FAILED: dict[tuple[str, str], str] = {}
-
-
 def failed_providers() -> dict[tuple[str, str], str]:
     """Return the reason for each (op, provider) that failed while running and was turned off."""
-    return dict(_FAILED)
+    return dict(FAILED_PROVIDERS)
 
 
 def launch_provider(op: Op, providers: Mapping[str, Provider], *arguments: Any, provider: str, **named: Any) -> Result:
     chosen = providers.get(provider)
     key = (op.name, provider)
-    if chosen is None or key in _FAILED:
+    if chosen is None or key in FAILED_PROVIDERS:
         if chosen is None and provider != REFERENCE:
             raise ProviderError(f"op {op.name!r} has no provider {provider!r}; it has {', '.join(providers) or 'none'}")
         return op.compute(*arguments, **named)
@@ -222,9 +220,9 @@ def launch_provider(op: Op, providers: Mapping[str, Provider], *arguments: Any, 
         # Running the reference cannot help: a broken device returns wrong results, a full one fails again.
         raise
     except Exception as error:  # noqa: BLE001 - compilers raise many types; the failure is reported and warned about
-        _FAILED[key] = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+        FAILED_PROVIDERS[key] = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
         warnings.warn(
-            f"tritium: provider {provider!r} of op {op.name!r} failed and is turned off ({_FAILED[key]}); "
+            f"tritium: provider {provider!r} of op {op.name!r} failed and is turned off ({FAILED_PROVIDERS[key]}); "
             "its reference computes instead",
             RuntimeWarning,
             stacklevel=2,
@@ -244,6 +242,7 @@ class Registration:
             # other layouts; with the tag Inductor writes the right layout, often in the kernel before.
             tags = (torch.Tag.flexible_layout if op.any_layout else torch.Tag.needs_fixed_stride_order,)
             self._library.define(f"{op.name}{inputs[:-1]}, *, str provider) -> {outputs}", tags=tags)
+            flops.REFERENCES[op.qualified_name] = op.reference
             launch = functools.partial(launch_provider, op, providers[op.name])
             self._library.impl(op.name, launch, "CompositeExplicitAutograd")
             torch.library.register_fake(op.qualified_name, _fake_of(op), lib=self._library)

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from tritium.artifacts.fingerprint import Fingerprint
 from tritium.errors import ConfigError, FingerprintError, RecipeError, RecipeMismatch
-from tritium.fingerprint import Fingerprint
 from tritium.pipelines.plan import Choice, Plan
 
 FORMAT = 1

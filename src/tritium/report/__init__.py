@@ -19,13 +19,13 @@ from tritium import compat, device
 from tritium.errors import ReportError
 from tritium.report import text
 from tritium.report.ledger import LEDGER, CompilationObserver, Ledger
+from tritium.report.observation import merged
 from tritium.report.recompiles import parse_guard_failure
 from tritium.report.records import (
     SEED_FAMILIES,
     Capture,
     Component,
-    Drawing,
-    DrawnNode,
+    Diagram,
     Failure,
     Frozen,
     GraphRecord,
@@ -44,8 +44,7 @@ __all__ = [
     "Capture",
     "CompilationObserver",
     "Component",
-    "Drawing",
-    "DrawnNode",
+    "Diagram",
     "Failure",
     "Frozen",
     "GraphRecord",
@@ -101,12 +100,8 @@ class Report:
 
     @property
     def fallbacks(self) -> list[dict[str, Any]]:
-        found: dict[tuple[str, str], dict[str, Any]] = {}
-        for entry in itertools.chain.from_iterable(record.fallbacks for record in self.records):
-            known = found.setdefault((entry["op"], entry["reason"]), {**entry, "count": 0, "arguments": Counter()})
-            known["count"] += entry["count"]
-            known["arguments"].update(entry.get("arguments", {}))
-        return [{**entry, "arguments": dict(entry["arguments"])} for entry in found.values()]
+        entries = merged(entry for record in self.records for entry in record.fallbacks)
+        return [entry.to_dict() for entry in entries]
 
     @property
     def attention(self) -> list[dict[str, Any]]:
@@ -118,13 +113,13 @@ class Report:
         """Operators of Inductor's graphs that became generated code, most frequent first."""
         total: Counter[str] = Counter()
         for entry in itertools.chain.from_iterable(record.lowered for record in self.records):
-            total[entry["op"]] += entry["count"]
+            total[entry.op] += entry.count
         return [{"op": op, "count": count} for op, count in total.most_common()]
 
     @property
     def not_fused(self) -> list[dict[str, Any]]:
         """Pairs of generated kernels that share or pass data, with Inductor's reason for not fusing them."""
-        return [{"graph": record.graph, **pair} for record in self.records for pair in record.not_fused]
+        return self._by_graph("not_fused")
 
     @property
     def recompiles(self) -> list[dict[str, str | None]]:
@@ -145,23 +140,29 @@ class Report:
 
     @property
     def captures(self) -> list[dict[str, Any]]:
-        return [{"graph": record.graph, **entry.to_dict()} for record in self.records for entry in record.captures]
+        return self._by_graph("captures")
 
     @property
     def kernels(self) -> list[dict[str, Any]]:
-        return [{"graph": record.graph, **kernel} for record in self.records for kernel in record.kernels]
+        return self._by_graph("kernels")
 
     @property
     def passes(self) -> list[dict[str, Any]]:
-        return [{"graph": record.graph, **entry.to_dict()} for record in self.records for entry in record.passes]
+        return self._by_graph("passes")
 
     @property
     def frozen(self) -> list[dict[str, Any]]:
-        return [{"graph": record.graph, **entry.to_dict()} for record in self.records for entry in record.frozen]
+        return self._by_graph("frozen")
 
     @property
     def failures(self) -> list[dict[str, Any]]:
-        return [{"graph": record.graph, **entry.to_dict()} for record in self.records for entry in record.failures]
+        return self._by_graph("failures")
+
+    def _by_graph(self, name: str) -> list[dict[str, Any]]:
+        """Return one list of all records as data, each entry with its graph."""
+        return [
+            {"graph": record.graph, **entry.to_dict()} for record in self.records for entry in getattr(record, name)
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -207,18 +208,11 @@ class Report:
         """Write a self-contained HTML page. The file is written completely or not at all."""
         from tritium.report import html
 
-        sites = [
-            {"graph": record.graph, **dataclasses.asdict(site)} for record in self.records for site in record.sites
-        ]
-        drawings = [
-            {"graph": record.graph, "function": record.function, **record.drawing.to_dict()}
-            for record in self.records
-            if record.drawing is not None
-        ]
-        data = {**self.to_dict(), "bandwidth": self._bandwidth(), "site_list": sites, "drawings": drawings}
-        html.write(path, html.render(data, title))
+        html.write(Path(path), html.render(self, title))
 
-    def _bandwidth(self) -> float | None:
+    @property
+    def bandwidth(self) -> float | None:
+        """Bytes per second of a large copy on the device, measured here or earlier; None if unknown."""
         if self.measurement is not None:
             return self.measurement.roofs.bytes_per_s
         return device.copy_bandwidth(device.Device(self.device["type"], self.device["name"]))

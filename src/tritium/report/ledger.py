@@ -15,7 +15,11 @@ from tritium.report.records import GraphRecord
 CompilationObserver = Callable[[str, float | None], None]
 
 # Graphs with a stored diagram, at most about 200 KB each; later graphs are only counted.
-MOST_DRAWINGS = 16
+MOST_DIAGRAMS = 16
+
+
+# Providers of ops that failed while running, by op and provider, with the reason. Their references replace them.
+FAILED_PROVIDERS: dict[tuple[str, str], str] = {}
 
 
 class Ledger:
@@ -51,8 +55,8 @@ class Ledger:
             self._records = [
                 kept for kept in self._records if not (kept.graph == record.graph and kept.code == record.code)
             ]
-            if sum(kept.drawing is not None for kept in self._records) >= MOST_DRAWINGS:
-                record.drawing = None
+            if sum(kept.diagram is not None for kept in self._records) >= MOST_DIAGRAMS:
+                record.diagram = None
             self._records.append(record)
         for observer in list(self._observers):
             observer(record.function, record.seconds)

@@ -6,7 +6,6 @@ import dataclasses
 import re
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
@@ -14,6 +13,8 @@ from typing import Any, Literal
 
 from tritium import measure
 from tritium.report import kernel_dump
+from tritium.report.graph_text import GraphNode
+from tritium.report.observation import Fallback, Kernel, LoweredOp, Observation, Pair
 from tritium.report.suggestions import suggest
 
 SEED_FAMILIES = ("rms_norm", "rope", "adalayernorm", "gelu", "mul_add")
@@ -51,6 +52,10 @@ class SiteCounts:
     def recognised(self) -> int:
         return self.fused + self.inductor
 
+    @property
+    def total(self) -> int:
+        return self.recognised + self.declined
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "fused": self.fused,
@@ -73,6 +78,16 @@ class PassRecord:
     # The pass's summary, if any, and the number of places it left unchanged, by reason.
     summary: str | None = None
     left_alone: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def notes(self) -> str:
+        """The requests, changes and declines, as one line of text."""
+        notes = [f"{request['settings']} because {request['because']}" for request in self.requests]
+        notes += [self.summary] if self.summary else []
+        notes += [f"{count}x left alone: {reason}" for reason, count in self.left_alone.items()]
+        notes += [f"declined: {self.declined}"] if self.declined else []
+        notes += [f"FAILED: {self.failed}"] if self.failed else []
+        return "; ".join(notes)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -164,30 +179,20 @@ class Capture:
         return dict(self.__dict__)
 
 
-@dataclass(frozen=True, slots=True)
-class DrawnNode:
-    """A node of a graph as strings, so that it keeps nothing of the model alive."""
-
-    name: str
-    target: str
-    type: str
-    inputs: tuple[str, ...]
-    source_line: str = ""
-
-
 @dataclass(frozen=True)
-class Drawing:
+class Diagram:
     """A part of one graph, from Dynamo and after the passes."""
 
     # The path of the block in the diagram, or None if it shows the graph from the beginning.
     block: str | None
-    before: tuple[DrawnNode, ...]
-    after: tuple[DrawnNode, ...]
+    before: tuple[GraphNode, ...]
+    after: tuple[GraphNode, ...]
     # Number of nodes of that part that are omitted because it is too large.
     left_out: int = 0
 
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+    @property
+    def is_changed(self) -> bool:
+        return self.before != self.after
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,19 +258,18 @@ class GraphRecord:
     captures: list[Capture] = field(default_factory=list)
     # Regions with captured graphs, so that these can be cleared; they live as long as the compiled code.
     regions: list[weakref.ref[Any]] = field(default_factory=list)
-    fallbacks: list[dict[str, Any]] = field(default_factory=list)
-    kernels: list[dict[str, Any]] = field(default_factory=list)
-    # Operators that became generated code, and unfused pairs of kernels that exchange data.
-    lowered: list[dict[str, Any]] = field(default_factory=list)
-    not_fused: list[dict[str, Any]] = field(default_factory=list)
+    kernels: list[Kernel] = field(default_factory=list)
+    fallbacks: list[Fallback] = field(default_factory=list)
+    lowered: list[LoweredOp] = field(default_factory=list)
+    not_fused: list[Pair] = field(default_factory=list)
     kernels_from: Literal["codegen", "store", "none"] = "none"
-    # The kernels' source code, packed by `whitebox`.
-    sources: str = ""
+    # The source code of the kernels, packed by `kernel_dump`, one entry per observation.
+    sources: list[str] = field(default_factory=list)
     # Numbers of the pieces in the order of a call; empty if the graph was compiled whole.
     order: list[int] = field(default_factory=list)
     recompile: Recompile | None = None
     seconds: float = 0.0
-    drawing: Drawing | None = None
+    diagram: Diagram | None = None
     # Runs of the graph per measured call; None if nothing was measured.
     runs: float | None = None
     code: weakref.ref[CodeType] | None = None
@@ -285,6 +289,13 @@ class GraphRecord:
     def label(self) -> str:
         return f"{self.function}-{self.graph}"
 
+    def kernels_by_name(self) -> dict[str, list[Kernel]]:
+        """Return the kernels by name: equal blocks generate the same kernel repeatedly."""
+        named: dict[str, list[Kernel]] = {}
+        for kernel in self.kernels:
+            named.setdefault(kernel.name, []).append(kernel)
+        return named
+
     def why_no_kernels(self) -> str | None:
         """Return why no kernels of a graph that Inductor compiled can be dumped, or None."""
         if self.kernels_from != "none" or self.engine != "inductor":
@@ -297,14 +308,13 @@ class GraphRecord:
         )
 
     def write_kernels(self, folder: Path) -> list[Path]:
-        """Write a folder per generated kernel; see `whitebox`."""
-        if not self.sources:
-            return []
+        """Write a folder per generated kernel; see `kernel_dump`."""
         inner = folder / re.sub(r"[^A-Za-z0-9_.-]+", "_", self.label).strip("_")
-        return kernel_dump.write(inner, kernel_dump.unpack(self.sources), self.kernels)
+        kernels = [kernel for packed in self.sources for kernel in kernel_dump.unpack(packed)]
+        return kernel_dump.write(inner, kernels, self.kernels)
 
     def observed(
-        self, observation: Mapping[str, Any], source: Literal["codegen", "store"], piece: SharedPiece | None = None
+        self, observation: Observation, source: Literal["codegen", "store"], piece: SharedPiece | None = None
     ) -> None:
         """Add an observation of code generation, from this or an earlier process.
 
@@ -312,20 +322,19 @@ class GraphRecord:
         """
         if piece is None:
             self.forget_pieces()
-        known = kernel_dump.unpack(self.sources) if self.sources else []
-        self.sources = (
-            kernel_dump.pack([*known, *kernel_dump.unpack(observation["sources"])]) if known else observation["sources"]
-        )
-        self.kernels = [*self.kernels, *_launched(observation["kernels"], piece, self.kernels)]
-        times = piece.count if piece is not None else 1
-        for name in ("fallbacks", "lowered", "not_fused"):
-            setattr(self, name, [*getattr(self, name), *(_repeated(entry, times) for entry in observation[name])])
+        number, count = (piece.number, piece.count) if piece is not None else (None, 1)
+        first = 1 + max((kernel.region for kernel in self.kernels if kernel.region is not None), default=-1)
+        self.kernels = [*self.kernels, *(kernel.in_piece(number, count, first) for kernel in observation.kernels)]
+        self.fallbacks = [*self.fallbacks, *(entry.times(count) for entry in observation.fallbacks)]
+        self.lowered = [*self.lowered, *(entry.times(count) for entry in observation.lowered)]
+        self.not_fused = [*self.not_fused, *(entry.times(count) for entry in observation.not_fused)]
+        self.sources = [*self.sources, observation.sources]
         self.kernels_from = "codegen" if "codegen" in (source, self.kernels_from) else source
 
     def forget_pieces(self) -> None:
         """Drop all observations of code generation, before the graph is compiled whole."""
         self.kernels, self.fallbacks, self.lowered, self.not_fused = [], [], [], []
-        self.sources, self.kernels_from, self.order = "", "none", []
+        self.sources, self.kernels_from, self.order = [], "none", []
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -340,23 +349,3 @@ class GraphRecord:
             "kernels_from": self.kernels_from,
             "runs": self.runs,
         }
-
-
-def _launched(
-    kernels: Iterable[Mapping[str, Any]], piece: SharedPiece | None, known: Iterable[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """Return kernels with their piece, launches per call of the graph, and renumbered regions."""
-    first = 1 + max((kernel["region"] for kernel in known if kernel["region"] is not None), default=-1)
-    own = {"piece": piece.number, "count": piece.count} if piece is not None else {"piece": None, "count": 1}
-    return [
-        {**kernel, **own, "region": kernel["region"] + first if kernel["region"] is not None else None}
-        for kernel in kernels
-    ]
-
-
-def _repeated(entry: Mapping[str, Any], times: int) -> dict[str, Any]:
-    """Return the entry of one piece, multiplied by the number of pieces that share its code."""
-    counted = (
-        {"arguments": {key: count * times for key, count in entry["arguments"].items()}} if "arguments" in entry else {}
-    )
-    return {**entry, **counted, "count": entry["count"] * times}

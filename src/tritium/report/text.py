@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tritium import compat
+from tritium.report.observation import Kernel
+from tritium.report.units import bytes_text
 
 if TYPE_CHECKING:
     from tritium.report import Report
@@ -89,18 +92,14 @@ def _operators(report: Report) -> str:
 
 
 def _pairs(report: Report) -> str:
-    pairs = sorted(report.not_fused, key=lambda pair: -pair["count"] * (pair["bytes_passed"] + pair["bytes_shared"]))
+    pairs = [(record.graph, pair) for record in report.records for pair in record.not_fused]
+    pairs.sort(key=lambda entry: -entry[1].count * (entry[1].bytes_passed + entry[1].bytes_shared))
     rows = [
         (
-            pair["graph"],
-            pair["first"],
-            pair["second"],
-            f"{pair['count']}x",
-            _bytes(pair["bytes_passed"]),
-            _bytes(pair["bytes_shared"]),
-            pair["reason"],
+            *(graph, pair.first, pair.second, f"{pair.count}x"),
+            *(bytes_text(pair.bytes_passed), bytes_text(pair.bytes_shared), pair.reason),
         )
-        for pair in pairs[:MOST_PAIRS]
+        for graph, pair in pairs[:MOST_PAIRS]
     ]
     title = "Not fused (pairs of kernels: the second reads what the first writes, or both read the same)"
     if len(pairs) > MOST_PAIRS:
@@ -140,7 +139,7 @@ def _captures(report: Report) -> str:
         (
             entry["graph"] if entry["piece"] is None else f"{entry['graph']} piece {entry['piece']}",
             entry["hits"],
-            _bytes(entry["bytes"]),
+            bytes_text(entry["bytes"]),
             "not captured" if entry["declined"] else "copied" if entry["copies"] else "lent",
             entry["bucket"] + (f": {entry['declined']}" if entry["declined"] else ""),
         )
@@ -150,43 +149,43 @@ def _captures(report: Report) -> str:
 
 
 def _passes(report: Report) -> str:
-    rows = []
-    for entry in report.passes:
-        notes = [f"{request['settings']} because {request['because']}" for request in entry["requests"]]
-        notes += [entry["summary"]] if entry["summary"] else []
-        notes += [f"{count}x left alone: {reason}" for reason, count in entry["left_alone"].items()]
-        if entry["declined"]:
-            notes.append(f"declined: {entry['declined']}")
-        if entry["failed"]:
-            notes.append(f"FAILED: {entry['failed']}")
-        changed = "yes" if entry["changed"] else "no"
-        rows.append((entry["graph"], entry["name"], changed, f"{entry['seconds']:.3f}", "; ".join(notes) or "-"))
+    rows = [
+        (record.graph, entry.name, "yes" if entry.changed else "no", f"{entry.seconds:.3f}", entry.notes or "-")
+        for record in report.records
+        for entry in record.passes
+    ]
     return _table("Passes", ("graph", "pass", "changed", "seconds", "requests, declines"), rows) if rows else ""
 
 
 def _kernels(report: Report) -> str:
-    if not report.kernels:
+    if not any(record.kernels for record in report.records):
         missing = [record.graph for record in report.records if record.engine == "inductor"]
         return f"Kernels: none recorded for graph {', '.join(missing)}" if missing else ""
-    # Equal blocks generate the same kernel repeatedly: show it in one row.
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for kernel in report.kernels:
-        groups.setdefault((kernel["graph"], kernel["name"]), []).append(kernel)
-    rows = []
-    for place, same in groups.items():
-        kernel = same[0]
-        moved = _bytes(kernel["bytes_read"] + kernel["bytes_written"])
-        taken = [entry["measured_us"] for entry in same if entry["measured_us"] is not None]
-        us = f"{sum(taken) / len(taken):.1f}" if taken else "-"
-        times = sum(entry["count"] for entry in same)
-        rows.append([*place, f"{times}x", us, moved, _bytes(kernel["ideal_bytes"]), " ".join(kernel["ops"])])
-    launches = sum(kernel["count"] for kernel in report.kernels)
-    title = f"Kernels ({launches} launches; region = bytes the whole memory-bound region must move)"
     header = ["graph", "kernel", "times", "us each", "moves", "region", "operators"]
+    rows = [
+        [record.graph, *_kernel_row(kernels)]
+        for record in report.records
+        for kernels in record.kernels_by_name().values()
+    ]
+    launches = sum(kernel.count for record in report.records for kernel in record.kernels)
+    title = f"Kernels ({launches} launches; region = bytes the whole memory-bound region must move)"
     if report.measurement is None:
         for row in [header, *rows]:
             del row[3]
     return _table(title, header, rows)
+
+
+def _kernel_row(kernels: Sequence[Kernel]) -> list[str]:
+    first = kernels[0]
+    times = [kernel.measured_us for kernel in kernels if kernel.measured_us is not None]
+    return [
+        first.name,
+        f"{sum(kernel.count for kernel in kernels)}x",
+        f"{statistics.fmean(times):.1f}" if times else "-",
+        bytes_text(first.bytes_moved),
+        bytes_text(first.ideal_bytes),
+        " ".join(first.ops),
+    ]
 
 
 def _frozen(report: Report) -> str:
@@ -194,7 +193,7 @@ def _frozen(report: Report) -> str:
         (
             entry["graph"],
             entry["value"],
-            _bytes(entry["bytes"]),
+            bytes_text(entry["bytes"]),
             ", ".join(entry["sources"]),
             entry["declined"] or "-",
         )
@@ -209,17 +208,6 @@ def _failures(report: Report) -> str:
         where = f" (graphs in {entry['graphs_at']})" if entry["graphs_at"] else ""
         lines.append(f"{entry['graph']} {entry['part']} turned off: {entry['reason']}{where}")
     return "\n".join(["Failures", *lines]) if lines else ""
-
-
-def _bytes(count: int | None) -> str:
-    if count is None:
-        return "-"
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError("unreachable")
 
 
 def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

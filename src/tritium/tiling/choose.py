@@ -15,8 +15,9 @@ from typing import Any
 import sympy
 
 from tritium import compat
+from tritium.report.tiling import KernelTiling
 from tritium.tiling import cost
-from tritium.tiling.policy import KernelTiling, printed
+from tritium.tiling.policy import printed
 
 Tiling = Mapping[str, sympy.Expr]
 

@@ -30,8 +30,8 @@ from tritium.tiling import choose as choosing
 from tritium.tiling import reductions
 from tritium.tiling.divisibility import is_multiple
 from tritium.tiling.narrow import Facts, narrowed
-from tritium.tiling.policy import Decisions, KernelTiling, TilingPolicy, printed
-from tritium.tiling.reductions import Choice, Form, Reduction
+from tritium.tiling.policy import Decisions, TilingPolicy, printed
+from tritium.tiling.reductions import Reduction
 from tritium.tuning import Machine, tables
 from tritium.tuning.reductions import ReductionLimits
 
@@ -404,7 +404,7 @@ def _use_persistent(original: Any) -> Any:
         except Exception as error:
             if compat.dynamo.steers_dynamo(error):
                 raise
-            choice, before = Choice(inductor, inductor, f"the rules failed: {_brief(error)}"), None
+            choice, before = ReductionChoice(inductor, inductor, f"the rules failed: {_brief(error)}"), None
         kernel = session.decisions.of(_names(features.node_schedule))
         if kernel is not None:
             kernel.reduction = choice if before is None else choice.after(before)
@@ -428,7 +428,7 @@ def _reduction(features: Any) -> Reduction:
     )
 
 
-def _cut_before(session: Session, rows: Any, elements: Any) -> Choice | None:
+def _cut_before(session: Session, rows: Any, elements: Any) -> ReductionChoice | None:
     """Return the choice made for these rows at lowering, if it differs from Inductor's."""
     sizes = compat.tiling.hinted_size(rows), compat.tiling.hinted_size(elements)
     return None if sizes[0] is None or sizes[1] is None else session.decisions.cut_into(sizes[0], sizes[1])

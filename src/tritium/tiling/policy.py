@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import json
 import math
 from collections import deque
@@ -13,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tritium import disk
 from tritium.config import CompilationConfig
-from tritium.tiling.reductions import Choice
+from tritium.report.tiling import KernelTiling, ReductionChoice
 from tritium.tuning import tables
 from tritium.tuning.reductions import ReductionLimits
 
@@ -55,10 +55,7 @@ class TilingPolicy:
             "policy": dataclasses.asdict(self),
             "measured": {name: limits.to_dict() for name, limits in measured.items()},
         }
-        digest = hashlib.sha256(json.dumps(deciding, sort_keys=True).encode())
-        for file in sorted(Path(__file__).parent.glob("*.py")):
-            digest.update(hashlib.sha256(file.read_bytes()).digest())
-        return digest.hexdigest()
+        return disk.digest(json.dumps(deciding, sort_keys=True), *sorted(Path(__file__).parent.glob("*.py")))
 
 
 OFF = TilingPolicy(
@@ -81,27 +78,6 @@ def policy_of(config: CompilationConfig) -> TilingPolicy:
     )
 
 
-@dataclass
-class KernelTiling:
-    """The decision for one kernel."""
-
-    # Dims of the grid, outermost first, with their sizes.
-    dims: dict[str, str]
-    choice: str
-    reason: str
-    # Cost of every compared tiling, in picoseconds per element; empty if none was compared.
-    costs: dict[str, float] = field(default_factory=dict)
-    # The result of narrowing 64-bit index arithmetic; None if the kernel has none.
-    sizes: str | None = None
-    # Proven multiples, as `numerator / denominator`.
-    proofs: list[str] = field(default_factory=list)
-    # The form of its reduction; None without a reduction or if the policy does not choose it.
-    reduction: Choice | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-
 # A bound for processes that compile all day.
 MOST_DECISIONS = 4096
 
@@ -117,7 +93,7 @@ class Decisions:
         # Proofs since the last kernel was begun.
         self._recent: dict[str, None] = {}
         # Cuts that differ from Inductor's, keyed by the rows and elements of the resulting kernels.
-        self._cut: dict[tuple[int, int], Choice] = {}
+        self._cut: dict[tuple[int, int], ReductionChoice] = {}
         # Errors of Inductor's analysis after which the kernel was tiled without it.
         self.retries: deque[str] = deque(maxlen=MOST_DECISIONS)
 
@@ -125,13 +101,13 @@ class Decisions:
         self._made.append(tiling)
         self._latest[frozenset(nodes)] = tiling
 
-    def cut(self, choice: Choice) -> None:
+    def cut(self, choice: ReductionChoice) -> None:
         """Record how rows are cut, for the kernels that code generation makes of them later."""
         assert choice.rows is not None
         assert choice.elements is not None
         self._cut[choice.rows * choice.parts, math.ceil(choice.elements / choice.parts)] = choice
 
-    def cut_into(self, rows: int, elements: int) -> Choice | None:
+    def cut_into(self, rows: int, elements: int) -> ReductionChoice | None:
         """Return the recorded cut that led to a kernel of `rows` rows of `elements` elements, or None."""
         return self._cut.get((rows, elements))
 

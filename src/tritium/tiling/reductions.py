@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
 
+from tritium.report.tiling import Form, ReductionChoice
 from tritium.tuning.reductions import INDUCTOR_LIMITS, INDUCTOR_PERSISTENT, INDUCTOR_WHOLE, Limit, ReductionLimits
-
-Form = Literal["persistent", "looped", "split", "cooperative"]
 
 # Longer rows do not fit the registers of a block with 8 warps: 64 values for each of its 256 threads.
 MOST_PERSISTENT = 16_384
@@ -45,31 +43,7 @@ class Reduction:
     multiprocessors: int | None = None
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A form, the reason, and the form that Inductor would choose."""
-
-    form: Form
-    inductor: Form
-    reason: str
-    # The number of parts of each row; 1 for uncut rows. A cooperative kernel determines it at launch.
-    parts: int = 1
-    rows: int | None = None
-    elements: int | None = None
-    reads: int | None = None
-
-    @property
-    def differs(self) -> bool:
-        return self.form != self.inductor
-
-    def after(self, before: Choice) -> Choice:
-        """Combine this choice with the one made at lowering, when rows were cut or left whole."""
-        reason = f"{before.reason}; {self.reason}"
-        form = "split" if before.form == "split" else self.form
-        return replace(self, form=form, inductor=before.inductor, parts=before.parts, reason=reason)
-
-
-def walk(reduction: Reduction, inductor: Form, limits: ReductionLimits = INDUCTOR_LIMITS) -> Choice:
+def walk(reduction: Reduction, inductor: Form, limits: ReductionLimits = INDUCTOR_LIMITS) -> ReductionChoice:
     """Choose whether a whole row is held in registers or looped over.
 
     >>> row = Reduction(rows=4096, elements=3072, reads=3, bytes_per_row=18432, looped_bytes_per_row=24576)
@@ -77,8 +51,8 @@ def walk(reduction: Reduction, inductor: Form, limits: ReductionLimits = INDUCTO
     ('looped', 'persistent')
     """
 
-    def taken(form: Form, reason: str) -> Choice:
-        return Choice(form, inductor, reason, 1, reduction.rows, reduction.elements, reduction.reads)
+    def taken(form: Form, reason: str) -> ReductionChoice:
+        return ReductionChoice(form, inductor, reason, 1, reduction.rows, reduction.elements, reduction.reads)
 
     if reduction.elements is None:
         return taken(inductor, "the length of its rows is dynamic: Inductor's choice is kept")
@@ -96,7 +70,7 @@ def walk(reduction: Reduction, inductor: Form, limits: ReductionLimits = INDUCTO
     return taken("persistent", f"{values}: {once} are read once instead of {all_passes} in passes, measured faster")
 
 
-def cut(reduction: Reduction, inductor_parts: int, limits: ReductionLimits = INDUCTOR_LIMITS) -> Choice:
+def cut(reduction: Reduction, inductor_parts: int, limits: ReductionLimits = INDUCTOR_LIMITS) -> ReductionChoice:
     """Choose whether rows stay whole, are cut for a second kernel to combine, or cooperate.
 
     >>> row = Reduction(rows=128, elements=12288, multiprocessors=132)
@@ -107,8 +81,8 @@ def cut(reduction: Reduction, inductor_parts: int, limits: ReductionLimits = IND
     """
     inductor: Form = "split" if inductor_parts > 1 else "looped"
 
-    def taken(form: Form, reason: str, parts: int = 1) -> Choice:
-        return Choice(form, inductor, reason, parts, reduction.rows, reduction.elements)
+    def taken(form: Form, reason: str, parts: int = 1) -> ReductionChoice:
+        return ReductionChoice(form, inductor, reason, parts, reduction.rows, reduction.elements)
 
     rows, elements = reduction.rows, reduction.elements
     if rows is None or elements is None:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from tritium import compat, device, envs
+from tritium import compat, device, disk, envs
 from tritium.tuning.parse import parse
 from tritium.tuning.reductions import INDUCTOR_LIMITS, ReductionLimits
 from tritium.tuning.verdict import Key, Verdict
@@ -152,21 +152,7 @@ def store(
     }
     lines = [f"{json.dumps(name)}: {json.dumps(value)},\n" for name, value in about.items() if value]
     text = ",\n".join(map(json.dumps, rows))
-    replace_file(path, "{\n" + "".join(lines) + f'"rows": [\n{text}\n]\n}}\n')
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write a file through a temporary one: a concurrent reader sees the old text or the new, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".json")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(temporary).replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            Path(temporary).unlink()
-        raise
+    disk.write(path, "{\n" + "".join(lines) + f'"rows": [\n{text}\n]\n}}\n', make_folder=True)
 
 
 def shipped(machine: Machine) -> Table:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from tritium.compiler.blocks.stitch import Boxed
+from tritium.report.observation import Observation
 
 # Beyond this number the least recently used piece is evicted. A model has about six pieces per size.
 MOST = 256
@@ -18,7 +19,7 @@ class Compiled:
     """Code for a piece, and the observation of its generation."""
 
     run: Boxed
-    observation: Mapping[str, Any] | None = None
+    observation: Observation | None = None
     source: Literal["codegen", "store"] = "codegen"
 
 

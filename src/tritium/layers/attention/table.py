@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tritium import disk
 from tritium.compat import attention as compat_attention
 from tritium.tuning import Machine, tables
 
@@ -69,7 +70,7 @@ def write(device: str, rows: Iterable[Row]) -> None:
     path = tables.user_folder() / file_name(device)
     merged = read(path) | {row.key: row for row in rows}
     lines = ",\n".join(json.dumps(asdict(merged[key])) for key in sorted(merged))
-    tables.replace_file(path, f'{{\n"device": {json.dumps(device)},\n"rows": [\n{lines}\n]\n}}\n')
+    disk.write(path, f'{{\n"device": {json.dumps(device)},\n"rows": [\n{lines}\n]\n}}\n', make_folder=True)
 
 
 def measured(device: str, key: str) -> Row | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from html import escape
 
 from tritium.report.html.kernels import Kernels, Row
-from tritium.report.html.words import bytes_text, number, percent, rate
+from tritium.report.units import bytes_text, number, percent, rate
 
 WIDTH, HEIGHT = 520, 330
 _LEFT, _RIGHT, _TOP, _BOTTOM = 88, 24, 22, 46
@@ -71,7 +71,11 @@ def roofline_plot(kernels: Kernels) -> str:
 
 def bandwidth_plot(kernels: Kernels) -> str:
     """Plot bytes per launch against bytes per second for measured kernels without contractions, if any."""
-    rows = [row for row in kernels.rows if not row.flops and row.bytes_per_s and row.moved] if kernels.measured else []
+    rows = (
+        [row for row in kernels.rows if not row.kernel.flops and row.bytes_per_s and row.moved]
+        if kernels.measured
+        else []
+    )
     bandwidth = kernels.bandwidth
     if not rows or bandwidth is None:
         return ""
@@ -105,10 +109,10 @@ def _of_memory(row: Row) -> str:
 def _mark(row: Row, x: float, y: float, said: str) -> str:
     # The area of a mark is proportional to its share of the time.
     radius = 3.5 + 13 * math.sqrt(row.share or 0.0)
-    text = f"{row.name}: {said}; {percent(row.share)} of the time, {percent(row.of_limit)} of the limit"
+    text = f"{row.kernel.name}: {said}; {percent(row.share)} of the time, {percent(row.of_limit)} of the limit"
     return (
-        f'<circle class="mark {escape(row.kind)}" cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}" '
-        f'data-kernel="{escape(row.graph + " " + row.name)}"><title>{escape(text)}</title></circle>'
+        f'<circle class="mark {escape(row.kernel.kind)}" cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}" '
+        f'data-kernel="{escape(row.graph + " " + row.kernel.name)}"><title>{escape(text)}</title></circle>'
     )
 
 

@@ -1,13 +1,6 @@
-"""Format numbers for readers, and summarise a report in sentences."""
+"""Format numbers with their units."""
 
 from __future__ import annotations
-
-from collections import Counter
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from tritium.report.html.kernels import Kernels
 
 _NONE = "–"
 
@@ -84,45 +77,3 @@ def count(value: int, one: str, many: str | None = None) -> str:
     """
     noun = one if value == 1 else many or f"{one}s"
     return f"{value or 'no'} {noun}"
-
-
-def summary(data: Mapping[str, Any], kernels: Kernels) -> list[str]:
-    """Summarise the report in sentences."""
-    graphs = data["graphs"]
-    seconds = sum(graph["seconds"] for graph in graphs)
-    engines = " and ".join(sorted({graph["engine"] for graph in graphs})) or "none"
-    outcomes = Counter(site["outcome"] for site in data["site_list"])
-    compiled = f"{count(len(graphs), 'graph')} compiled in {number(seconds)} s for engine {engines}"
-    sites = (
-        f"{count(len(data['site_list']), 'site')} recognised: {outcomes['fused']} run an owned kernel, "
-        f"{outcomes['inductor']} left to Inductor, {outcomes['declined']} declined"
-    )
-    trouble = ", ".join(
-        [
-            count(len(data["recompiles"]), "recompile"),
-            count(len(data["fallbacks"]), "operator without generated code", "operators without generated code"),
-            count(len(data["failures"]), "failure"),
-        ]
-    )
-    return [f"{compiled}.", f"{sites}.", f"{trouble[0].upper()}{trouble[1:]}.", *_about_times(data, kernels)]
-
-
-def _about_times(data: Mapping[str, Any], kernels: Kernels) -> list[str]:
-    found = data["measurement"]
-    if found is None:
-        if not kernels.rows:
-            return ["No kernels are recorded, so there are no times."]
-        how = (
-            "times are estimated from the bytes that memory-bound kernels move"
-            if kernels.total_us
-            else "this device's bandwidth is not known, so there are no estimates either"
-        )
-        return [f"Nothing was measured: {how}."]
-    sentence = (
-        f"One call takes {number(found['call_ms'])} ms; {found['timed']} of {count(found['of'], 'launch', 'launches')} "
-        f"were timed under the profiler, mean of {found['calls']} calls, and take {number(kernels.total_us / 1e3)} ms together"
-    )
-    said = [f"{sentence}."]
-    if found["disturbed"]:
-        said.append("Other programs kept this machine busy meanwhile: the times are not to be trusted.")
-    return said

@@ -8,15 +8,14 @@ from collections.abc import Sequence
 from torch import fx
 
 from tritium import compat
-from tritium.compiler.dump import target_name, type_name
-from tritium.fusions.fusion import source_line
-from tritium.report import Drawing, DrawnNode
+from tritium.report.graph_text import GraphNode
+from tritium.report.records import Diagram
 
 # Maximum nodes on each side; one block of a large transformer has about 150.
 MOST_NODES = 300
 
 
-def draw(before: fx.Graph, after: fx.Graph) -> Drawing:
+def diagram(before: fx.Graph, after: fx.Graph) -> Diagram:
     """Return one block of both graphs, or without repeated blocks the beginning of both graphs."""
     block = _block(before)
     old, new = (_without_parameters(graph) for graph in (before, after))
@@ -25,10 +24,10 @@ def draw(before: fx.Graph, after: fx.Graph) -> Drawing:
         names = {node.name for node in before.nodes}
         new = _part(new, {node.name for node in old}, added={node.name for node in new} - names)
     shown_old, shown_new = old[:MOST_NODES], new[:MOST_NODES]
-    return Drawing(
+    return Diagram(
         ".".join(block) if block is not None else None,
-        tuple(map(_drawn, shown_old)),
-        tuple(map(_drawn, shown_new)),
+        tuple(map(GraphNode.of, shown_old)),
+        tuple(map(GraphNode.of, shown_new)),
         len(old) - len(shown_old) + len(new) - len(shown_new),
     )
 
@@ -72,9 +71,3 @@ def _part(nodes: list[fx.Node], inside: set[str], added: frozenset[str] | set[st
     while start > 0 and nodes[start - 1].name in added:
         start -= 1
     return nodes[start : end + 1]
-
-
-def _drawn(node: fx.Node) -> DrawnNode:
-    target = {"placeholder": "input", "output": "return"}.get(node.op) or target_name(node)
-    inputs = tuple(source.name for source in node.all_input_nodes)
-    return DrawnNode(node.name, target, type_name(node), inputs, source_line(node))

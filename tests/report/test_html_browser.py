@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from test_page import full_report, kernel, measurement
+from report_samples import full_report, kernel, measurement
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 

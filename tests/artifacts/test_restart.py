@@ -7,6 +7,7 @@ import pytest
 import tritium
 from tritium import compat
 from tritium.compiler import lower
+from tritium.report.observation import Observation
 
 
 @pytest.fixture(autouse=True)
@@ -15,18 +16,18 @@ def fresh(monkeypatch):
 
 
 def test_no_workers_for_a_graph_on_a_gpu_that_an_earlier_process_compiled():
-    assert lower._expected({"kernels": []}, "cuda")
+    assert lower._expected(Observation(), "cuda")
     with lower._without_workers():
         assert compat.inductor.setting("compile_threads") == 1
 
 
 def test_workers_for_everything_else(monkeypatch):
     assert not lower._expected(None, "cuda")
-    assert not lower._expected({"kernels": []}, "cpu")
+    assert not lower._expected(Observation(), "cpu")
     with compat.inductor.inductor_patched({"fx_graph_cache": False}):
-        assert not lower._expected({"kernels": []}, "cuda")
+        assert not lower._expected(Observation(), "cuda")
     monkeypatch.setattr(lower, "_compiled_again", ["key"])
-    assert not lower._expected({"kernels": []}, "cuda")
+    assert not lower._expected(Observation(), "cuda")
 
 
 def test_the_number_of_workers_is_no_part_of_torch_s_cache_key():

@@ -8,24 +8,18 @@ Paths are not part of it: moving a model or the package to another folder does n
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import json
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from tritium import compat, device
+from tritium import compat, device, disk
+from tritium.artifacts.digest import package_digest
 from tritium.errors import FingerprintError, nearest
-
-# Folders whose code decides how a graph is compiled. A change elsewhere leaves compiled code valid.
-CODE = ("compat", "compiler", "fusions", "graph.py", "ops", "tiling", "tuning")
-_SUFFIXES = {".py"}
 
 # Configuration entries that only record the origin, in addition to names that start with an underscore.
 _ORIGIN = {"transformers_version"}
@@ -151,30 +145,9 @@ def _named(value: object) -> str:
     return "none" if value is None else str(value)
 
 
-@functools.cache
-def package_digest() -> str:
-    """Return a digest of this package's code that does not depend on its location."""
-    root = Path(__file__).parent
-    digest = hashlib.sha256()
-    for file in package_files():
-        digest.update(file.relative_to(root).as_posix().encode() + b"\0")
-        digest.update(hashlib.sha256(file.read_bytes()).digest())
-    return digest.hexdigest()
-
-
-def package_files() -> list[Path]:
-    root = Path(__file__).parent
-    return sorted(
-        file
-        for part in CODE
-        for file in ([root / part] if part.endswith(".py") else (root / part).rglob("*"))
-        if file.suffix in _SUFFIXES
-    )
-
-
 def config_digest(config: Mapping[str, Any]) -> str:
     """Return a digest of a component's configuration without entries that record its origin."""
-    return hashlib.sha256(json.dumps(_canonical(config), sort_keys=True).encode()).hexdigest()
+    return disk.digest(json.dumps(_canonical(config), sort_keys=True))
 
 
 def _canonical(value: Any) -> Any:

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from tritium import compat, envs
-from tritium.compiler import artifacts, libraries, observe
-from tritium.compiler.artifacts import Section
+from tritium.artifacts import files as artifacts
+from tritium.artifacts import libraries, observations
+from tritium.artifacts.files import Section
+from tritium.artifacts.fingerprint import Fingerprint
 from tritium.errors import ArtifactError
-from tritium.fingerprint import Fingerprint
 from tritium.ops import triton_launch
 
 triton = pytest.importorskip("triton")
@@ -60,7 +61,7 @@ def nothing_else(monkeypatch):
     monkeypatch.setattr(compat.artifacts, "cache_artifacts", lambda: (b"bytes", 1))
     monkeypatch.setattr(compat.artifacts, "load_cache_artifacts", lambda content: True)
     monkeypatch.setattr(libraries.SHELF, "used", {})
-    monkeypatch.setattr(observe, "_used", {})
+    monkeypatch.setattr(observations, "_used", {})
 
 
 @pytest.mark.usefixtures("nothing_else", "no_interpreter")

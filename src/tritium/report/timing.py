@@ -10,19 +10,20 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from tritium import compat, device, measure
-from tritium.report import GraphRecord, Measurement
+from tritium.report.observation import Kernel
+from tritium.report.records import GraphRecord, Measurement
 
 # Calls under the profiler, after one warm-up call.
 CALLS = 3
 
 # (graph, name of the event) -> microseconds of every event, in order.
-Found = dict[tuple[str, str], list[float]]
+EventTimes = dict[tuple[str, str], list[float]]
 
 
 def time_kernels(records: Sequence[GraphRecord], call: Callable[[], Any]) -> tuple[list[GraphRecord], Measurement]:
@@ -31,16 +32,16 @@ def time_kernels(records: Sequence[GraphRecord], call: Callable[[], Any]) -> tup
     device_type = "cuda" if "cuda" in types else "cpu"
     meter = measure.LoadMeter()
     plain = [_milliseconds(call, device_type) for _ in range(CALLS)]
-    names = {kernel["name"] for record in records for kernel in record.kernels if kernel.get("kind") == "generated"}
+    names = {kernel.name for record in records for kernel in record.kernels if kernel.kind == "generated"}
     with compat.profiler.visible_kernels(names):
-        found, runs = attribute(_profiled(call, device_type), device_type)
+        times, runs = attribute(_profiled(call, device_type), device_type)
     load = meter.read()
-    timed = [_timed(record, found, runs) for record in records]
+    timed = [with_times(record, times, runs) for record in records]
     kernels = [kernel for record in timed if record.runs for kernel in record.kernels]
     return timed, Measurement(
         calls=CALLS,
         call_ms=statistics.median(plain),
-        timed=sum(kernel["measured_us"] is not None for kernel in kernels),
+        timed=sum(kernel.measured_us is not None for kernel in kernels),
         of=len(kernels),
         roofs=measure.roofs(device_type, _dtype(kernels)),
         disturbed=load.disturbed if load is not None and device_type == "cpu" else None,
@@ -68,37 +69,38 @@ def _profiled(call: Callable[[], Any], device_type: str) -> Iterable[Any]:
     return events
 
 
-def attribute(events: Iterable[Any], device_type: str) -> tuple[Found, Counter[str]]:
+def attribute(events: Iterable[Any], device_type: str) -> tuple[EventTimes, Counter[str]]:
     """Return times of the events directly inside compiled graphs, and the number of runs of each graph."""
-    found: Found = {}
+    times: EventTimes = {}
     runs: Counter[str] = Counter()
     for event in sorted(events, key=lambda event: event.time_range.start):
         entered = compat.profiler.entered_region(event)
         if entered is not None:
             runs[entered] += 1
         elif event.device_type.name == "CPU" and (graph := compat.profiler.region_of(event)) is not None:
-            taken = event.device_time_total if device_type == "cuda" else event.cpu_time_total
-            found.setdefault((graph, event.name), []).append(taken)
-    return found, runs
+            microseconds = event.device_time_total if device_type == "cuda" else event.cpu_time_total
+            times.setdefault((graph, event.name), []).append(microseconds)
+    return times, runs
 
 
-def _timed(record: GraphRecord, found: Found, runs: Counter[str]) -> GraphRecord:
+def with_times(record: GraphRecord, times: EventTimes, runs: Counter[str]) -> GraphRecord:
+    """Return a copy of a record with the measured times of its kernels."""
     count = runs[record.graph]
     # Indices of the kernels with each event name, in the order of their launches in one run.
     launched: dict[str, list[int]] = {}
     for index in _launches(record):
         launched.setdefault(_event_name(record.kernels[index]), []).append(index)
-    times: dict[int, list[float]] = {}
+    of_kernel: dict[Hashable, list[float]] = {}
     for name, indices in launched.items():
-        events = found.get((record.graph, name), [])
+        events = times.get((record.graph, name), [])
         if not count or len(events) != count * len(indices) or not any(events):
             continue
         # Runs do not overlap, so every `len(indices)`-th event belongs to the same kernel.
         for place, index in enumerate(indices):
-            times.setdefault(index, []).extend(events[place :: len(indices)])
-    means = _of_one_kernel(record.kernels, times)
+            of_kernel.setdefault(_place(record, index), []).extend(events[place :: len(indices)])
+    means = {key: round(statistics.fmean(values), 2) for key, values in of_kernel.items()}
     kernels = [
-        {**kernel, "measured_us": round(statistics.fmean(means[index]), 2) if index in means else None}
+        dataclasses.replace(kernel, measured_us=means.get(_place(record, index)))
         for index, kernel in enumerate(record.kernels)
     ]
     return dataclasses.replace(record, kernels=kernels, runs=count / CALLS)
@@ -108,37 +110,28 @@ def _launches(record: GraphRecord) -> list[int]:
     """Return the indices of a record's kernels in launch order."""
     if not record.order:
         return list(range(len(record.kernels)))
-    of_piece: dict[int, list[int]] = {}
+    of_piece: dict[int | None, list[int]] = {}
     for index, kernel in enumerate(record.kernels):
-        of_piece.setdefault(kernel["piece"], []).append(index)
+        of_piece.setdefault(kernel.piece, []).append(index)
     return [index for piece in record.order for index in of_piece.get(piece, ())]
 
 
-def _of_one_kernel(kernels: Sequence[dict[str, Any]], times: dict[int, list[float]]) -> dict[int, list[float]]:
-    """Return times by index, joined for a generated kernel that one piece launches several times."""
-    joined: dict[tuple[int | None, str], list[float]] = {}
-    result = dict(times)
-    for index, found in times.items():
-        if kernels[index].get("kind") == "generated":
-            joined.setdefault((kernels[index]["piece"], kernels[index]["name"]), []).extend(found)
-    for index in times:
-        if kernels[index].get("kind") == "generated":
-            result[index] = joined[kernels[index]["piece"], kernels[index]["name"]]
-    return result
+def _place(record: GraphRecord, index: int) -> Hashable:
+    """Return the key of a launch; it is shared by the launches of a generated kernel in one piece."""
+    kernel = record.kernels[index]
+    return (kernel.piece, kernel.name) if kernel.kind == "generated" else index
 
 
-def _event_name(kernel: dict[str, Any]) -> str:
+def _event_name(kernel: Kernel) -> str:
     # Names of called operators also contain sizes.
-    if str(kernel["name"]).isidentifier():
-        return str(kernel["name"])
-    return str(kernel["ops"][0]).replace(".", "::", 1)
+    return kernel.name if kernel.name.isidentifier() else kernel.ops[0].replace(".", "::", 1)
 
 
-def _dtype(kernels: Iterable[dict[str, Any]]) -> torch.dtype:
+def _dtype(kernels: Iterable[Kernel]) -> torch.dtype:
     """Return the dtype with the most floating-point operations."""
     flops: Counter[str] = Counter()
     for kernel in kernels:
-        if kernel["flops"] and kernel["dtype"]:
-            flops[kernel["dtype"]] += kernel["flops"]
-    found = getattr(torch, flops.most_common(1)[0][0]) if flops else torch.float32
-    return found if isinstance(found, torch.dtype) and found.is_floating_point else torch.float32
+        if kernel.flops and kernel.dtype:
+            flops[kernel.dtype] += kernel.flops
+    dtype = getattr(torch, flops.most_common(1)[0][0]) if flops else torch.float32
+    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else torch.float32

@@ -8,13 +8,12 @@ instructions would kill the process and is never found.
 from __future__ import annotations
 
 import functools
-import hashlib
 import sys
 from pathlib import Path
 
 import torch
 
-from tritium import compat, device
+from tritium import compat, device, disk
 
 
 class Shelf:
@@ -47,10 +46,9 @@ def install() -> None:
 
 
 def digest(request: str) -> str:
-    return hashlib.sha256(f"{_machine()}\0{request}".encode()).hexdigest()
+    return disk.digest(*_machine(), request)
 
 
 @functools.cache
-def _machine() -> str:
-    parts = (torch.__version__, sys.implementation.cache_tag, device.cpu_name(), *device.cpu_instructions())
-    return "\0".join(map(str, parts))
+def _machine() -> tuple[str, ...]:
+    return torch.__version__, str(sys.implementation.cache_tag), device.cpu_name(), *device.cpu_instructions()

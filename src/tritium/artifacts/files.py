@@ -26,7 +26,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import struct
 from collections import Counter
 from collections.abc import Iterator
@@ -34,10 +33,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tritium import compat
-from tritium.compiler import libraries, observe
+from tritium import compat, disk
+from tritium.artifacts import libraries, observations
+from tritium.artifacts.fingerprint import Fingerprint
 from tritium.errors import ArtifactError, ArtifactMismatch, FingerprintError
-from tritium.fingerprint import Fingerprint
 from tritium.ops import triton_launch
 
 MAGIC = b"\x89TRITIUM"
@@ -131,9 +130,9 @@ def _check_caching(verb: str) -> None:
 
 def _kept() -> Iterator[Section | None]:
     """Yield Tritium's files that this process used, as sections; None for a deleted file."""
-    store = observe.store()
+    store = observations.store()
     files = [("library", digest, file) for digest, file in libraries.SHELF.used.items()]
-    files += [("record", key, store.path(key)) for key in observe.used()]
+    files += [("record", key, store.path(key)) for key in observations.used()]
     of_triton = dict.fromkeys(
         [*compat.triton_cache.triton_files(triton_launch.started()), *compat.triton_cache.launch_libraries()]
     )
@@ -156,7 +155,7 @@ def _put(section: Section, source: Path) -> None:
         return
     target = {
         "library": libraries.SHELF.path(section.name),
-        "record": observe.store().path(section.name),
+        "record": observations.store().path(section.name),
     }[section.kind]
     # Names are digests of the content's origin: an existing file has the same content.
     if not target.exists():
@@ -170,14 +169,9 @@ def _summary(path: Path, size: int, graphs: int, sections: list[Section], missin
 
 
 def _write(target: Path, content: bytes) -> None:
-    """Write a file completely or not at all, even if other processes write it too."""
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(content)
-        temporary.replace(target)
+        disk.write(target, content, make_folder=True)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise ArtifactError(f"{target} cannot be written: {error.strerror}") from error
 
 

@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from torch.compiler._cache import CacheArtifactManager
 
 from tritium import compat, device
-from tritium.compiler import artifacts, libraries, observe
-from tritium.compiler.artifacts import Section, decode, encode
+from tritium.artifacts import files as artifacts
+from tritium.artifacts import libraries, observations
+from tritium.artifacts.files import Section, decode, encode
+from tritium.artifacts.fingerprint import Fingerprint
 from tritium.errors import ArtifactError, ArtifactMismatch
-from tritium.fingerprint import Fingerprint
 
 HERE = Fingerprint(
     device="AMD EPYC",
@@ -41,8 +42,8 @@ import hashlib, json, sys
 from pathlib import Path
 import torch, tritium
 from torch._dynamo.utils import counters
-from tritium.compiler import artifacts
-from tritium.fingerprint import Fingerprint
+from tritium.artifacts import files as artifacts
+from tritium.artifacts.fingerprint import Fingerprint
 
 arguments = json.loads(sys.argv[1])
 here = Fingerprint.current({"block": {"width": 16}}, "cpu")
@@ -160,7 +161,7 @@ def test_the_next_process_compiles_nothing(tmp_path, in_process, counted_compile
 
 TINY = """
 import json, torch, warnings
-from tritium.compiler import libraries
+from tritium.artifacts import libraries
 with warnings.catch_warnings(record=True) as caught, torch.inference_mode():
     warnings.simplefilter("always")
     result = torch.compile(lambda x: x.sin() + 1, backend="tritium")(torch.ones(64))
@@ -185,7 +186,7 @@ def test_a_library_that_cannot_be_loaded_is_compiled_again(tmp_path, in_process)
 
 @pytest.mark.codegen
 def test_the_next_machine_needs_no_compiler(tmp_path, in_process):
-    start = "from tritium.compiler import artifacts\nfrom tritium.fingerprint import Fingerprint\n"
+    start = "from tritium.artifacts import files as artifacts\nfrom tritium.artifacts.fingerprint import Fingerprint\n"
     here = f"({str(tmp_path / 'file')!r}, Fingerprint.current({{}}, 'cpu'))\n"
     in_process(f"{TINY}\n{start}artifacts.save{here}", cache=tmp_path / "first", loaded=True)
     (digest,), said = json.loads(
@@ -208,11 +209,11 @@ class TestLibraries:
     def test_source(self):
         assert libraries.digest("a") == libraries.digest("a") != libraries.digest("b")
 
-    @pytest.mark.parametrize("name", ["cpu_name", "cpu_instructions"])
-    def test_cpu(self, name, monkeypatch):
+    @pytest.mark.parametrize(("name", "value"), [("cpu_name", "other"), ("cpu_instructions", ("other",))])
+    def test_cpu(self, name, value, monkeypatch):
         before = libraries.digest("a")
         libraries._machine.cache_clear()
-        monkeypatch.setattr(device, name, lambda: ("other",))
+        monkeypatch.setattr(device, name, lambda: value)
         assert libraries.digest("a") != before
 
     def test_torch(self, monkeypatch):
@@ -337,7 +338,7 @@ def test_the_whole_file_does_reach_torch(tmp_path, monkeypatch):
     assert reached == [b"pickled"]
     assert (summary.graphs, summary.libraries, summary.records, summary.size) == (3, 1, 1, path.stat().st_size)
     assert libraries.SHELF.path("ab12").read_bytes() == b""
-    assert observe.store().path("cd").read_bytes() == b"{}"
+    assert observations.store().path("cd").read_bytes() == b"{}"
     assert str(summary).startswith(f"{path}: 3 graphs, 1 libraries")
 
 
@@ -385,7 +386,7 @@ class TestSaving:
 
     def test_a_file_that_is_gone_is_counted(self, tmp_path, monkeypatch):
         monkeypatch.setattr(libraries.SHELF, "used", {"ab": tmp_path / "gone.so"})
-        monkeypatch.setattr(observe, "_used", {})
+        monkeypatch.setattr(observations, "_used", {})
         summary = artifacts.save(tmp_path / "file", HERE)
         assert (summary.libraries, summary.missing) == (0, 1)
         assert "1 files were gone" in str(summary)

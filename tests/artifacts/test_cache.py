@@ -10,7 +10,9 @@ import torch
 from torch import fx
 
 import tritium
-from tritium.compiler import identity, observe
+from tritium.artifacts import digest, observations
+from tritium.report.observation import Fallback, Kernel, LoweredOp, Observation, Pair
+from tritium.report.tiling import KernelTiling, ReductionChoice
 
 OP = """
 import torch
@@ -131,7 +133,7 @@ class TestIdentity:
     def key(self, config=None, passes=(), fusions=()) -> bytes:
         graph = fx.Graph()
         graph.output(graph.placeholder("x"))
-        return identity.identity(graph, config or tritium.CompilationConfig(), passes, fusions)
+        return digest.identity(graph, config or tritium.CompilationConfig(), passes, fusions)
 
     def test_is_stable(self):
         assert self.key() == self.key()
@@ -147,12 +149,15 @@ class TestIdentity:
         root = Path(tritium.__file__).parent / folder
         files = [file for file in root.glob("*.py") if file.name != "__init__.py"]
         assert files
-        before, original = self.key(), identity._digest_of
+        before, original = self.key(), Path.read_bytes
         for edited in files:
+            digest.package_digest.cache_clear()
             monkeypatch.setattr(
-                identity, "_digest_of", lambda file, edited=edited: b"edited" if file == edited else original(file)
+                Path, "read_bytes", lambda file, edited=edited: b"edited" if file == edited else original(file)
             )
             assert self.key() != before, edited.name
+        monkeypatch.undo()
+        digest.package_digest.cache_clear()
 
     def test_tritium_s_version(self, monkeypatch):
         before = self.key()
@@ -162,25 +167,48 @@ class TestIdentity:
     def test_torch_s_version(self, monkeypatch):
         graph = fx.Graph()
         graph.output(graph.placeholder("x"))
-        before = observe.store_key(graph, b"")
+        before = observations.store_key(graph, b"")
         monkeypatch.setattr(torch, "__version__", "2.99.0")
-        assert observe.store_key(graph, b"") != before
+        assert observations.store_key(graph, b"") != before
 
     def test_inductor_s_settings_and_our_identity(self):
         graph = fx.Graph()
         graph.output(graph.placeholder("x"))
-        before = observe.store_key(graph, b"")
-        assert observe.store_key(graph, b"other") != before
+        before = observations.store_key(graph, b"")
+        assert observations.store_key(graph, b"other") != before
         with torch._inductor.config.patch({"triton.max_tiles": 2}):
-            assert observe.store_key(graph, b"") != before
+            assert observations.store_key(graph, b"") != before
+
+
+OBSERVATION = Observation(
+    kernels=[
+        Kernel(name="k", kind="generated", ops=[], source_lines=[], bytes_read=1, bytes_written=2, ideal_bytes=3),
+        Kernel(
+            name="t",
+            kind="generated",
+            ops=["aten.mul"],
+            source_lines=["model.py:7"],
+            bytes_read=1,
+            bytes_written=2,
+            ideal_bytes=3,
+            region=1,
+            why_not_fused=["k: no"],
+            tiling=KernelTiling({"x": "8"}, "2d", "cheaper", reduction=ReductionChoice("split", "looped", "rows")),
+        ),
+    ],
+    fallbacks=[Fallback("aten.sort", 2, "no lowering", {"float32[2]": 2})],
+    lowered=[LoweredOp("aten.mul", 3)],
+    not_fused=[Pair("k", "t", 1, 8, 0, "no")],
+    sources="packed",
+)
 
 
 def test_a_damaged_store_is_ignored(tmp_path):
-    store = observe.Store(tmp_path)
-    observation = {"kernels": [{"name": "k"}], "fallbacks": [], "lowered": [], "not_fused": [], "sources": ""}
-    store.save("abc", observation)
-    assert store.load("abc") == observation
-    for text in ("", "[]", '{"kernels": [], "fallbacks": []}', "{"):
+    store = observations.Store(tmp_path)
+    store.save("abc", OBSERVATION)
+    assert store.load("abc") == OBSERVATION
+    whole = store.path("abc").read_text()
+    for text in ("", "[]", '{"kernels": [], "fallbacks": []}', "{", whole.replace("bytes_read", "read")):
         store.path("abc").write_text(text)
         assert store.load("abc") is None
     assert store.load("missing") is None
@@ -203,7 +231,7 @@ for name in ("first", "second"):
     with torch.no_grad():
         model(torch.ones(4, 8))
     (record,) = tritium.explain(model).records
-    print(record.kernels_from, *(kernel["name"] for kernel in record.kernels))
+    print(record.kernels_from, *(kernel.name for kernel in record.kernels))
     torch._dynamo.reset()
 """
 
@@ -217,11 +245,10 @@ def test_a_graph_of_other_names_finds_what_was_seen_of_its_code(tmp_path, in_pro
 
 
 def test_a_link_leads_to_an_observation_or_to_none(tmp_path):
-    store = observe.Store(tmp_path)
-    seen = {part: [] for part in observe.PARTS}
-    store.save("aa11", seen)
+    store = observations.Store(tmp_path)
+    store.save("aa11", OBSERVATION)
     store.link("bb22", "aa11")
     store.link("cc33", "dd44")
-    assert store.load("aa11") == store.linked("bb22") == seen
+    assert store.load("aa11") == store.linked("bb22") == OBSERVATION
     # Only an observation is one, and only a link leads to another.
     assert store.load("bb22") is store.linked("aa11") is store.linked("cc33") is store.linked("ee55") is None

@@ -1,0 +1,144 @@
+"""Describe generated kernels during code generation: source, loops, operators and arguments.
+
+Descriptions are text, so that they keep nothing of the graph alive and can be stored with the cache entry, for
+processes that find the kernels already compiled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import fx
+
+from tritium import compat
+from tritium.compat.kernels import KernelArgument
+from tritium.report.graph_text import GraphNode
+from tritium.report.kernel_dump.fragment import fragment, script
+from tritium.report.kernel_dump.source import Argument, KernelSource
+from tritium.report.neighbours import GeneratedKernel
+
+
+class Dissection:
+    """The kernels of one lowering, each name once."""
+
+    def __init__(self) -> None:
+        self._sources: dict[str, tuple[str, str]] = {}
+        self._launches: dict[str, Callable[[], list[KernelArgument]]] = {}
+        self.kernels: list[KernelSource] = []
+
+    def source(self, name: str, language: str, text: str) -> None:
+        self._sources[name] = (language, text)
+
+    def launch(self, name: str, arguments: Callable[[], list[KernelArgument]]) -> None:
+        self._launches.setdefault(name, arguments)
+
+    def graph(self, graph: fx.Graph, kernels: Iterable[GeneratedKernel]) -> None:
+        """Describe all kernels of a graph."""
+        first: dict[str, GeneratedKernel] = {}
+        for kernel in kernels:
+            if kernel.name in self._sources:
+                first.setdefault(kernel.name, kernel)
+        self.kernels += [self._describe(graph, kernel) for kernel in first.values()]
+
+    def unfinished(self) -> list[KernelSource]:
+        """Return the sources of an incomplete code generation, with the reason why the rest is missing."""
+        reason = "code generation failed before this kernel was launched"
+        return self.kernels or [
+            KernelSource(name=name, language=language, source=text, not_runnable=reason)
+            for name, (language, text) in self._sources.items()
+        ]
+
+    def _describe(self, graph: fx.Graph, kernel: GeneratedKernel) -> KernelSource:
+        language, source = self._sources[kernel.name]
+        device = "cuda" if language == "triton" else "cpu"
+        result = KernelSource(
+            name=kernel.name, language=language, source=source, operators=kernel.operators, device=device
+        )
+        steps: dict[str, Callable[[], None]] = {
+            "arguments": lambda: self._add_arguments(result, graph, kernel),
+            "loops.txt": lambda: _add_loops(result, kernel),
+            "fragment.py": lambda: _add_fragment(result, graph, kernel),
+        }
+        for part, step in steps.items():
+            try:
+                step()
+            except Exception as error:  # noqa: BLE001 - a failed description must not stop compilation
+                result.missing[part] = f"{type(error).__name__}: {error}"
+        if not result.arguments:
+            result.not_runnable = result.missing.get("arguments", "it is launched as part of another kernel")
+        return result
+
+    def _add_arguments(self, result: KernelSource, graph: fx.Graph, kernel: GeneratedKernel) -> None:
+        launch = self._launches.get(kernel.name)
+        if launch is not None:
+            launched = launch()
+            names = parameter_names(result.source, result.language)
+            result.arguments = _arguments(names, launched, kernel, {node.name: node for node in graph.nodes})
+            result.device = next((a.device.partition(":")[0] for a in launched if a.device), result.device)
+
+
+def parameter_names(source: str, language: str) -> list[str]:
+    """Return the parameter names of a kernel's function; for Triton only those that a launch passes."""
+    if language == "cpp":
+        start = source.rindex('extern "C"')
+        inner = source[source.index("(", start) + 1 : source.index(")", start)]
+        return [parameter.split()[-1] for parameter in inner.split(",") if parameter.strip()]
+    functions = re.findall(r"^def \w+\(([^)]*)\):", source, re.MULTILINE)
+    if not functions:
+        raise ValueError("no function in the source")
+    # The combine function of a scan comes before the kernel.
+    parameters = [parameter.strip() for parameter in functions[-1].split(",")]
+    return [parameter for parameter in parameters if parameter and "tl.constexpr" not in parameter]
+
+
+def _arguments(
+    names: Sequence[str], launched: Sequence[KernelArgument], kernel: GeneratedKernel, nodes: Mapping[str, fx.Node]
+) -> list[Argument]:
+    """Return the arguments of a launch with their parameters and the nodes whose values they hold."""
+    if len(names) < len(launched):
+        raise ValueError(f"{len(launched)} arguments for the {len(names)} parameters of the source")
+    # A buffer that is overwritten in place is passed under the name it is written as, but read under another.
+    overwritten = sorted(kernel.reads.keys() - {argument.buffer for argument in launched})
+    in_place = sum(name.startswith("in_out_ptr") for name in names)
+    before = None
+    if len(overwritten) == in_place == 1:
+        before = _held_node(compat.kernels.buffer_argument(overwritten[0]), nodes)
+    arguments = []
+    for parameter, argument in zip(names, launched, strict=False):
+        values = dataclasses.asdict(argument)
+        del values["node"]
+        if argument.kind == "tensor":
+            is_both = parameter.startswith("in_out_ptr")
+            held = _held_node(argument, nodes)
+            values["input"] = parameter.startswith("in_ptr") or (is_both and bool(overwritten))
+            values["output"] = is_both or parameter.startswith("out_ptr")
+            values["reads"] = (before if is_both else held) if values["input"] else None
+            values["writes"] = held if values["output"] else None
+        arguments.append(Argument(parameter=parameter, **values))
+    return arguments
+
+
+def _held_node(argument: KernelArgument, nodes: Mapping[str, fx.Node]) -> str | None:
+    """Return the node whose value a buffer holds exactly, not a part of it or a rearrangement; or None."""
+    node = nodes.get(argument.node or "")
+    value = node.meta.get("val") if node is not None else None
+    if not isinstance(value, torch.Tensor) or str(value.dtype).removeprefix("torch.") != argument.dtype:
+        return None
+    return argument.node if tuple(map(compat.dynamo.known_size, value.shape)) == argument.size else None
+
+
+def _add_loops(result: KernelSource, kernel: GeneratedKernel) -> None:
+    result.loops = compat.observation.loops_of(kernel.nodes)
+
+
+def _add_fragment(result: KernelSource, graph: fx.Graph, kernel: GeneratedKernel) -> None:
+    read = {argument.reads for argument in result.arguments if argument.input}
+    # If every input is a node's value, the fragment starts there; otherwise at the inputs of its operators.
+    cut = read if None not in read else set()
+    wanted = {argument.writes for argument in result.arguments if argument.output} - {None}
+    part = fragment(graph, kernel.origins, cut, wanted, also=read - {None})
+    result.fragment = script(part, kernel.name)
+    result.graph = [GraphNode.of(node) for node in part.nodes]
