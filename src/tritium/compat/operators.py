@@ -12,6 +12,9 @@ OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
 HigherOrderOperator = torch._ops.HigherOrderOperator
 
+# The attention operator for which torch has a formula of operations.
+FLASH_ATTENTION: Any = torch.ops.aten._scaled_dot_product_flash_attention
+
 # The functions of torch.nn that are implemented in C++: `F.linear` is one of them.
 NN: Any = torch._C._nn
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tritium.compat.operators import qualified_name, operator_of
+from tritium.compat.operators import operator_of, qualified_name
 from tritium.graph import value_of
 
 

@@ -10,9 +10,7 @@ import contextlib
 import functools
 import hashlib
 import json
-import os
 import re
-import tempfile
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

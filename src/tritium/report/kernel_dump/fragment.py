@@ -13,7 +13,7 @@ from torch import fx
 
 from tritium import compat
 from tritium.compat.dynamo import known_size
-from tritium.compat.operators import qualified_name, operator_of
+from tritium.compat.operators import operator_of, qualified_name
 from tritium.report.kernel_dump import benchmark
 
 _SCRIPT = '''"""The operators that {name} stands for, run one by one.
