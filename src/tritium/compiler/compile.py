@@ -19,10 +19,10 @@ import torch
 
 from tritium.compiler.backend import Backend
 from tritium.compiler.dynamic_dims import DynamicDims, marking
-from tritium.compiler.explain import explain
 from tritium.config import CompilationConfig
 from tritium.errors import ConfigError
 from tritium.report import GraphRecord
+from tritium.report.explain import explain
 
 T = TypeVar("T")
 

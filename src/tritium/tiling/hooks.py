@@ -26,6 +26,7 @@ from typing import Any
 import sympy
 
 from tritium import compat, device
+from tritium.report.tiling import Form, KernelTiling, ReductionChoice
 from tritium.tiling import choose as choosing
 from tritium.tiling import reductions
 from tritium.tiling.divisibility import is_multiple

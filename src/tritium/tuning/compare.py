@@ -282,10 +282,10 @@ def _issue_us(runs: Runs, device_type: str) -> dict[str, float]:
 
 def _loop(key: Key, records: Sequence[GraphRecord]) -> Loop | None:
     """Return the size in a key that an Inductor kernel loops over but could hold in registers elsewhere."""
-    reductions = ((kernel.get("tiling") or {}).get("reduction") for record in records for kernel in record.kernels)
-    looped = [reduction for reduction in reductions if reduction is not None and reduction["form"] == "looped"]
+    tilings = [kernel.tiling for record in records for kernel in record.kernels if kernel.tiling is not None]
+    looped = [tiling.reduction for tiling in tilings if tiling.reduction and tiling.reduction.form == "looped"]
     for name, size in key.sizes().items():
-        reads = [reduction["reads"] for reduction in looped if reduction["elements"] == size and reduction["reads"]]
+        reads = [choice.reads for choice in looped if choice.elements == size and choice.reads]
         if reads and isinstance(size, int) and size > INDUCTOR_PERSISTENT:
             return Loop(name, max(reads))
     return None

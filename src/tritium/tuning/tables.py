@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import json
 import re
 import warnings
@@ -214,16 +213,12 @@ def like(machine: Machine) -> Machine | None:
 
 def digest(op: str) -> str:
     """Return a digest of the user's rows of an op, on all devices: part of the cache key of a graph that contains a choice."""
-    content = hashlib.sha256()
     paths: list[Path] = []
     # An unreadable folder is empty; its name may be too long, for example.
     with contextlib.suppress(OSError):
         paths = sorted(user_folder().glob("*.json"))
-    for path in paths:
-        for key, row in load(path).rows.items():
-            if key.op == op:
-                content.update(f"{path.name} {json.dumps(row.to_dict(), sort_keys=True)}\n".encode())
-    return content.hexdigest()[:16]
+    rows = [(path.name, row) for path in paths for key, row in load(path).rows.items() if key.op == op]
+    return disk.digest(*(f"{name} {json.dumps(row.to_dict(), sort_keys=True)}" for name, row in rows))[:16]
 
 
 def forget() -> None:
