@@ -31,7 +31,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from tritium import compat, device, measure
 from tritium.report.tiling import ReductionChoice
-from tritium.tiling import hooks, reductions
+from tritium.tiling import reductions, session
 from tritium.tiling.policy import OFF, Decisions
 from tritium.tiling.reductions import MOST_PERSISTENT, Timing
 from tritium.tuning import Limit, Machine, ReductionLimits, tables
@@ -110,7 +110,7 @@ def compiled(case: Case, form: str, inputs: Sequence[torch.Tensor]) -> tuple[Cal
     """Return the function with its reductions in one form, after one call."""
     torch._dynamo.reset()
     policy = dataclasses.replace(OFF, choose_reduction=True, reduction_limits=FORCED[form])
-    with hooks.active(policy) as decisions, compat.inductor.inductor_patched({"fx_graph_cache": False}):
+    with session.active(policy) as decisions, compat.inductor.inductor_patched({"fx_graph_cache": False}):
         function = torch.compile(case.function, fullgraph=True, dynamic=False)
         function(*inputs)
     return function, decisions
@@ -201,9 +201,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if not device.cuda_available():
         raise SystemExit("there is no GPU to time reductions on")
-    obstacle = compat.tiling.tiling_obstacle()
-    if obstacle is not None:
-        raise SystemExit(obstacle)
+    reason = compat.tiling.decline_tiling()
+    if reason is not None:
+        raise SystemExit(reason)
     start, rows, missing = time.perf_counter(), [], []
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         # Kernels of an earlier run would hide the compile time of a form.

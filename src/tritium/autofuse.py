@@ -16,8 +16,8 @@ from typing import Any
 from tritium import compat
 from tritium.config import CompilationConfig
 from tritium.passes import Decline
-from tritium.tiling import hooks
-from tritium.tiling.policy import TilingPolicy
+from tritium.tiling import session
+from tritium.tiling.policy import Decisions, TilingPolicy
 
 
 def enable(
@@ -42,37 +42,35 @@ def enable(
         retry_analysis=retry_analysis,
         pins=pins,
     )
-    obstacle = compat.tiling.tiling_obstacle()
-    if obstacle is not None:
-        return Decline(obstacle)
-    hooks.enable_for_process(policy)
+    reason = compat.tiling.decline_tiling()
+    if reason is not None:
+        return Decline(reason)
+    session.set_for_process(session.Session(policy, Decisions()))
     return None
 
 
 def disable() -> None:
     """Restore Inductor's functions. Without `enable` this does nothing."""
-    hooks.disable_for_process()
+    session.set_for_process(None)
 
 
 @contextlib.contextmanager
 def enabled(**parts: Any) -> Iterator[Decline | None]:
     """Run `enable` inside; afterwards, also after an error, restore the earlier policy and decisions."""
-    before = hooks.process_session()
+    earlier = session.of_process()
     declined = enable(**parts)
     try:
         yield declined
     finally:
-        hooks.restore_for_process(before)
+        session.set_for_process(earlier)
 
 
 def decisions() -> dict[str, Any]:
     """Return the decisions since `enable`: kernels, proofs, and survived errors of Inductor's analysis."""
-    session = hooks.process_session()
-    if session is None:
-        return {"kernels": [], "proofs": [], "retries": []}
-    made = session.decisions
+    active = session.of_process()
+    log = active.decisions if active is not None else Decisions()
     return {
-        "kernels": [kernel.to_dict() for kernel in made.kernels()],
-        "proofs": made.proofs(),
-        "retries": list(made.retries),
+        "kernels": [kernel.to_dict() for kernel in log.kernels()],
+        "proofs": log.proofs(),
+        "retries": list(log.retries),
     }

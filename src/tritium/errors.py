@@ -128,6 +128,12 @@ class MissingWeights(TritiumError, FileNotFoundError):
     """The example pipeline's weights are missing."""
 
 
+def brief(error: BaseException) -> str:
+    """Return the type of an error and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """Return a hint for an unknown name: the nearest valid one, or all of them.
 

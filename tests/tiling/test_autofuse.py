@@ -20,45 +20,33 @@ from tritium import compat
 from tritium.errors import ConfigError
 from tritium.passes import Decline
 from tritium.report import LEDGER
-from tritium.tiling import choose, hooks
+from tritium.tiling import choose, session
 from tritium.tiling.policy import OFF, TilingPolicy, policy_of
 
 PAD = "triton_poi_fused_constant_pad_nd_0"
 
 
 def owners():
-    hooks_of_inductor = [
-        compat.tiling.divisibility_hook(),
-        compat.tiling.selection_hook(),
-        compat.tiling.coalescing_analysis(),
-        (compat.tiling.simd_scheduling(), "get_tiling_and_scores"),
-        (compat.tiling.simd_scheduling(), "codegen_node_schedule"),
-        (compat.tiling.triton_kernel(), "codegen_kernel"),
-        compat.tiling.split_hook(),
-        compat.tiling.cooperative_hook(),
-        compat.tiling.persistent_hook(),
-        (compat.tiling.graph_key(), "__init__"),
-    ]
-    # Some versions lack one of the first two.
-    return [(*hook, vars(hook[0])[hook[1]]) for hook in hooks_of_inductor if hook is not None]
+    wrapped = [hook for hook in compat.tiling.hooks() if hook.wrapper is not None]
+    return [(hook.owner, hook.attribute, vars(hook.owner)[hook.attribute]) for hook in wrapped]
 
 
 @pytest.fixture(autouse=True)
 def _nothing_stays_behind():
     yield
     tritium.autofuse.disable()
-    assert not hooks._installed
-    assert hooks.current() is None
+    assert not compat.tiling.is_wrapped()
+    assert session.current() is None
 
 
 class TestEnable:
     def test_disable_restores_every_function(self):
         before = owners()
         assert tritium.autofuse.enable() is None
-        assert hooks.process_session() is not None
+        assert session.of_process() is not None
         assert all(vars(owner)[name] is not original for owner, name, original in before)
         tritium.autofuse.disable()
-        assert hooks.process_session() is None
+        assert session.of_process() is None
         assert all(vars(owner)[name] is original for owner, name, original in before)
 
     def test_twice_is_once(self):
@@ -72,37 +60,37 @@ class TestEnable:
     def test_a_block_brings_back_what_was_there(self):
         before = owners()
         tritium.autofuse.enable(narrow_sizes=False)
-        outer = hooks.process_session()
+        outer = session.of_process()
         outer.decisions.prove("8 / 4")
         with tritium.autofuse.enabled():
-            inner = hooks.process_session()
+            inner = session.of_process()
             assert inner.policy.narrow_sizes
             with tritium.autofuse.enabled(choose_tiling=False):
-                assert not hooks.process_session().policy.choose_tiling
-            assert hooks.process_session() is inner
+                assert not session.of_process().policy.choose_tiling
+            assert session.of_process() is inner
             assert tritium.autofuse.decisions()["proofs"] == []
-        assert hooks.process_session() is outer
+        assert session.of_process() is outer
         assert tritium.autofuse.decisions()["proofs"] == ["8 / 4"]
         tritium.autofuse.disable()
         assert all(vars(owner)[name] is original for owner, name, original in before)
 
     def test_a_block_that_fails_brings_it_back_too(self):
         tritium.autofuse.enable(narrow_sizes=False)
-        outer = hooks.process_session()
+        outer = session.of_process()
         with pytest.raises(ValueError, match="theirs"), tritium.autofuse.enabled():
             raise ValueError("theirs")
-        assert hooks.process_session() is outer
+        assert session.of_process() is outer
         with pytest.raises(ConfigError), tritium.autofuse.enabled(force_tiling="2d"):
             pass
-        assert hooks.process_session() is outer
+        assert session.of_process() is outer
 
     def test_disable_inside_a_block_is_not_undone_by_leaving_it(self):
         before = owners()
         with tritium.autofuse.enabled():
             tritium.autofuse.disable()
-            assert hooks.process_session() is None
+            assert session.of_process() is None
             assert all(vars(owner)[name] is original for owner, name, original in before)
-        assert hooks.process_session() is None
+        assert session.of_process() is None
 
     def test_somebody_who_wrapped_it_too_keeps_working(self, monkeypatch):
         tritium.autofuse.enable()
@@ -112,38 +100,38 @@ class TestEnable:
         kernel.codegen_kernel = theirs
         tritium.autofuse.disable()
         assert kernel.codegen_kernel is theirs
-        assert hooks.current() is None
+        assert session.current() is None
         kernel.codegen_kernel = ours.__wrapped__
 
     def test_an_unknown_torch_is_declined_with_a_reason(self, monkeypatch):
         before = owners()
-        reason = compat.tiling.tiling_obstacle((2, 99))
-        monkeypatch.setattr(compat.tiling, "tiling_obstacle", lambda: reason)
+        reason = compat.tiling.decline_tiling((2, 99))
+        monkeypatch.setattr(compat.tiling, "decline_tiling", lambda: reason)
         declined = tritium.autofuse.enable()
         assert declined == Decline("supported on torch 2.11 to 2.15, not on 2.99")
-        assert hooks.process_session() is None
+        assert session.of_process() is None
         assert all(vars(owner)[name] is original for owner, name, original in before)
 
     @pytest.mark.parametrize("version", [(2, 10), (2, 16), (3, 0)])
-    def test_an_unsupported_version_is_an_obstacle(self, version):
-        assert compat.tiling.tiling_obstacle(version).endswith(f", not on {version[0]}.{version[1]}")
+    def test_an_unsupported_version_declines(self, version):
+        assert compat.tiling.decline_tiling(version).endswith(f", not on {version[0]}.{version[1]}")
 
     def test_this_version_is_known(self):
-        assert compat.tiling.tiling_obstacle() is None
+        assert compat.tiling.decline_tiling() is None
 
     def test_a_function_that_went_or_changed_is_noticed(self, monkeypatch):
         monkeypatch.setattr(compat.tiling.triton_kernel(), "codegen_kernel", lambda self: "")
-        assert "takes no name" in compat.tiling.tiling_obstacle()
+        assert "takes no name" in compat.tiling.decline_tiling()
         monkeypatch.delattr(compat.tiling.simd_scheduling(), "create_tiling")
-        assert "has no SIMDScheduling.create_tiling" in compat.tiling.tiling_obstacle()
+        assert "has no SIMDScheduling.create_tiling" in compat.tiling.decline_tiling()
 
     def test_a_method_that_became_static_or_the_reverse_is_noticed(self, monkeypatch):
-        owner, name = compat.tiling.split_hook()
+        owner, name = compat.tiling.inductor_choices(), "reduction_split_factor"
         split = getattr(owner, name)
         is_static = isinstance(vars(owner)[name], staticmethod)
         monkeypatch.setattr(owner, name, split if is_static else staticmethod(split))
         kinds = ("function", "static method") if is_static else ("static method", "function")
-        assert compat.tiling.tiling_obstacle().endswith("is a {}, not a {}".format(*kinds))
+        assert compat.tiling.decline_tiling().endswith("is a {}, not a {}".format(*kinds))
 
     @pytest.mark.skipif(
         compat.versions.TORCH < (2, 12), reason="torch 2.11 crashes in Dynamo after a thread has compiled"
@@ -293,7 +281,7 @@ class TestBackend:
         assert policy["declined"] == "C++ kernels have no tiles"
 
     def test_an_unknown_torch_declines(self, monkeypatch):
-        monkeypatch.setattr(compat.tiling, "tiling_obstacle", lambda: "torch 2.99 has no SIMDScheduling.create_tiling")
+        monkeypatch.setattr(compat.tiling, "decline_tiling", lambda: "torch 2.99 has no SIMDScheduling.create_tiling")
         (kernel,), _, policy = self.compiled()
         assert policy.declined == "torch 2.99 has no SIMDScheduling.create_tiling"
         assert kernel.dims == 1
@@ -333,11 +321,13 @@ class TestLatch:
         owner, name = compat.tiling.coalescing_analysis()
         monkeypatch.setattr(owner, name, self.broken)
         view = SimpleNamespace(get_nodes=lambda: [SimpleNamespace(get_name=lambda: "op7")])
-        with hooks.active(TilingPolicy()) as decisions:
+        with session.active(TilingPolicy()) as decisions:
             assert getattr(owner, name)(view) is None
         assert list(decisions.retries) == ["op7: AssertionError: numel mismatch"]
 
-    @pytest.mark.skipif(compat.tiling.selection_hook() is None, reason="the scheduler ranks tilings since torch 2.14")
+    @pytest.mark.skipif(
+        not compat.tiling.ranks_for_the_scheduler(), reason="the scheduler ranks tilings since torch 2.14"
+    )
     def test_the_ranking_that_the_scheduler_asks_for_fails(self, monkeypatch):
         scheduling = compat.tiling.simd_scheduling()
         monkeypatch.setattr(scheduling, "compute_tiling_strategy", self.broken)
@@ -348,10 +338,10 @@ class TestLatch:
         with pytest.raises(AssertionError, match="numel mismatch"):
             rank(object())
         expected = rank(None)
-        with hooks.active(TilingPolicy()) as decisions:
+        with session.active(TilingPolicy()) as decisions:
             assert rank(object()) == expected
         assert list(decisions.retries) == ["?: AssertionError: numel mismatch"]
-        with hooks.active(TilingPolicy(retry_analysis=False)), pytest.raises(AssertionError, match="numel mismatch"):
+        with session.active(TilingPolicy(retry_analysis=False)), pytest.raises(AssertionError, match="numel mismatch"):
             rank(object())
 
     def test_the_ranking_fails(self, monkeypatch):
@@ -400,7 +390,7 @@ class TestLatch:
 
     def test_our_own_mistakes_keep_inductor_s_choice(self, monkeypatch):
         monkeypatch.setattr(choose, "workload_of", self.broken)
-        monkeypatch.setattr(hooks, "narrowed", self.broken)
+        monkeypatch.setattr(session, "narrow", self.broken)
         pattern = ALL["pad_ncdhw"]
         with tritium.autofuse.enabled():
             (kernel,) = generate(pattern.function, pattern.inputs(), pattern.dynamic)
@@ -480,7 +470,7 @@ class TestIdentity:
 
     def test_every_file_of_the_policy_is_in_it(self, monkeypatch):
         base, original = TilingPolicy().identity, Path.read_bytes
-        folder = Path(hooks.__file__).parent
+        folder = Path(session.__file__).parent
         for edited in folder.glob("*.py"):
             monkeypatch.setattr(Path, "read_bytes", lambda file, e=edited: b"" if file == e else original(file))
             assert TilingPolicy().identity != base or not edited.stat().st_size, edited.name
@@ -494,16 +484,16 @@ class TestIdentity:
         assert key() is None
         with tritium.autofuse.enabled():
             assert key() == TilingPolicy().identity
-        with hooks.active(TilingPolicy(narrow_sizes=False)):
+        with session.active(TilingPolicy(narrow_sizes=False)):
             assert key() == TilingPolicy(narrow_sizes=False).identity
         assert key() is None
 
 
 def test_a_context_s_policy_goes_before_the_process_s():
-    with tritium.autofuse.enabled(narrow_sizes=True), hooks.active(TilingPolicy(narrow_sizes=False)):
-        assert not hooks.current().policy.narrow_sizes
+    with tritium.autofuse.enabled(narrow_sizes=True), session.active(TilingPolicy(narrow_sizes=False)):
+        assert not session.current().policy.narrow_sizes
         seen = []
-        thread = threading.Thread(target=lambda: seen.append(hooks.current().policy.narrow_sizes))
+        thread = threading.Thread(target=lambda: seen.append(session.current().policy.narrow_sizes))
         thread.start()
         thread.join()
         assert seen == [True]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import tritium
 from tiling.generated import generate, triton_on_cpu
 from tritium import compat
-from tritium.tiling.narrow import LARGEST, Bounds, Facts, narrowed
+from tritium.tiling.narrow import LARGEST, Bounds, Facts, narrow
 
 H, W, N = sympy.symbols("H W N", integer=True, positive=True)
 
@@ -54,7 +54,7 @@ def test_a_padding_kernel_becomes_narrow():
         "x2 = xindex // (ks0*ks1)",
         "tmp0 = tl.load(in_ptr0 + ((-1) + x0 + ((-1)*ks2) + ks2*x1 + ks2*ks3*x2), xmask)",
     )
-    done = narrowed(source, facts())
+    done = narrow(source, facts())
     assert body_of(done.source) == [
         "ks0_i32 = ks0.to(tl.int32)",
         "ks1_i32 = ks1.to(tl.int32)",
@@ -70,21 +70,21 @@ def test_a_padding_kernel_becomes_narrow():
 
 def test_a_kernel_without_sizes_is_left_alone():
     source = kernel("x0 = (xindex % 64)")
-    assert narrowed(source, facts(sizes={})).source == source
-    assert narrowed("no kernel here", facts()).source == "no kernel here"
+    assert narrow(source, facts(sizes={})).source == source
+    assert narrow("no kernel here", facts()).source == "no kernel here"
 
 
 def test_a_size_used_as_a_value_keeps_its_64_bits():
     """The mean over H and W divides by their product: a value, whatever it is bounded by."""
     source = kernel("tmp1 = ks2*ks3", "tmp2 = tmp1.to(tl.float32)", "tmp3 = (ks2*ks3).to(tl.float32)")
-    done = narrowed(source, facts())
+    done = narrow(source, facts())
     assert done.source == source
     assert (done.narrow, done.wide) == (0, 2)
 
 
 def test_a_narrow_index_used_as_a_value_is_widened_again():
     source = kernel("x0 = (xindex % ks0)", "tmp0 = x0", "tmp1 = x0 * 100000 + tmp9")
-    assert body_of(narrowed(source, facts()).source)[1:] == [
+    assert body_of(narrow(source, facts()).source)[1:] == [
         "x0 = (xindex % ks0_i32)",
         "tmp0 = x0.to(tl.int64)",
         "tmp1 = x0.to(tl.int64) * 100000 + tmp9",
@@ -95,7 +95,7 @@ def test_a_product_that_no_guard_bounds_stays_wide():
     """N x W may exceed 2^31 - 1 though no buffer does: the divisor would be another number."""
     unbounded = facts(sizes={"ks0": W, "ks1": N}, least={W: 2, N: 2}.get)
     source = kernel("x0 = xindex // (ks0*ks1)")
-    done = narrowed(source, unbounded)
+    done = narrow(source, unbounded)
     assert done.source == source
     assert done.summary == "0 of 1 index expressions with dynamic sizes in 32 bits"
 
@@ -103,12 +103,12 @@ def test_a_product_that_no_guard_bounds_stays_wide():
 def test_an_intermediate_result_that_may_overflow_keeps_the_whole_expression_wide():
     # The result is at most W, but 96 * 96 * W * H on the way is not bounded by anything.
     source = kernel("x0 = ((9216*ks2*ks3) // (9216*ks3)) % ks0")
-    assert narrowed(source, facts()).source == source
+    assert narrow(source, facts()).source == source
 
 
 def test_an_indirect_index_stays_wide():
     source = kernel("x1 = ((xindex // ks0) % ks1)", "tmp0 = tl.load(in_ptr0 + (tmp8 + ks2*x1), xmask)")
-    assert body_of(narrowed(source, facts()).source)[-1] == (
+    assert body_of(narrow(source, facts()).source)[-1] == (
         "tmp0 = tl.load(in_ptr0 + (tmp8 + ks2*x1.to(tl.int64)), xmask)"
     )
 
@@ -118,20 +118,20 @@ def test_a_symbol_of_which_nothing_is_known_stays_wide():
     source = kernel("x0 = (x2 % ks0)")
     for least in ({H: 0, W: 2}.get, {H: None, W: 2}.get, {H: -5, W: 2}.get):
         bounded = facts(sizes={"ks0": W}, limits=[96 * H * W], least=least)
-        assert narrowed(source, bounded).source == source
-    assert "ks0_i32" in narrowed(source, facts(sizes={"ks0": W}, limits=[96 * H * W])).source
+        assert narrow(source, bounded).source == source
+    assert "ks0_i32" in narrow(source, facts(sizes={"ks0": W}, limits=[96 * H * W])).source
 
 
 def test_a_variable_that_is_defined_twice_is_narrow_only_if_both_are():
     both = ["for r0_offset in tl.range(0, 8):", "    x0 = (xindex % ks0)", "    tmp0 = tl.load(in_ptr0 + (x0))"]
     again = ["for r0_offset in tl.range(0, 8):", "    x0 = (xindex % (ks0*ks1*ks2*ks3))"]
-    assert "x0 = (xindex % ks0_i32)" in narrowed(kernel(*both), facts()).source
-    assert narrowed(kernel(*both, *again), facts()).source == kernel(*both, *again)
+    assert "x0 = (xindex % ks0_i32)" in narrow(kernel(*both), facts()).source
+    assert narrow(kernel(*both, *again), facts()).source == kernel(*both, *again)
 
 
 def test_masks_keep_their_width():
     source = kernel("x0 = (xindex % ks0)", "tmp1 = x0 < ks2", "tmp2 = tl.load(in_ptr0 + (x0), tmp1 & (x0 < ks3))")
-    assert body_of(narrowed(source, facts()).source)[-2:] == [
+    assert body_of(narrow(source, facts()).source)[-2:] == [
         "tmp1 = x0.to(tl.int64) < ks2",
         "tmp2 = tl.load(in_ptr0 + (x0), tmp1 & (x0.to(tl.int64) < ks3))",
     ]
@@ -140,7 +140,7 @@ def test_masks_keep_their_width():
 def test_numbers_above_the_largest_stay_wide():
     for number in (LARGEST + 1, 2**40):
         source = kernel(f"x0 = (xindex % ks0) % {number}")
-        assert narrowed(source, facts()).source == source
+        assert narrow(source, facts()).source == source
 
 
 class TestBounds:
@@ -250,7 +250,7 @@ class TestGenerated:
         assert ["_i32" in kernel.source for kernel in kernels] == [True, False]
 
     def test_code_for_ahead_of_time_stays_wide(self, monkeypatch):
-        monkeypatch.setattr(compat.tiling, "compiles_ahead_of_time", lambda: True)
+        monkeypatch.setattr(compat.generated, "compiles_ahead_of_time", lambda: True)
         (made,) = generate(lambda x: F.pad(x, (1, 1, 1, 1)), [torch.randn(64, 32, 48)], {0: (1, 2)})
         assert "_i32" not in made.source
         assert "without guards" in self.sizes()[-1]
@@ -262,6 +262,6 @@ class TestGenerated:
         common = torch._inductor.codegen.common
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(common, "SizeArg", Argument)
-            patch.setattr(compat.tiling, "original_size", lambda size: size)
+            patch.setattr(compat.generated, "original_size", lambda size: size)
             arguments = type("Arguments", (), {"python_argdefs": lambda self: ([], [], [Argument()], [])})()
-            assert compat.tiling.kernel_sizes(type("Kernel", (), {"args": arguments})()) == {}
+            assert compat.generated.kernel_sizes(type("Kernel", (), {"args": arguments})()) == {}

@@ -17,7 +17,7 @@ from tiling.patterns import TRANSFORMER
 from tritium import compat
 from tritium.compiler import lower
 from tritium.report import GraphRecord, PassRecord
-from tritium.tiling import hooks, reductions
+from tritium.tiling import session, reductions
 from tritium.tiling.policy import OFF, TilingPolicy, policy_of
 from tritium.tiling.reductions import Reduction, Timing, cut, walk
 from tritium.tuning import Limit, Machine, ReductionLimits, tables
@@ -55,7 +55,7 @@ def with_table(case, table, **others):
     """The observer of generated kernels, and the choice for each kernel that reduces."""
     function, inputs = case
     policy = dataclasses.replace(OFF, choose_reduction=True, reduction_limits=table)
-    with hooks.active(policy) as decisions:
+    with session.active(policy) as decisions:
         observer = generated(function, *inputs, **others)
     return observer, [kernel.reduction for kernel in decisions.kernels() if kernel.reduction is not None]
 
@@ -262,7 +262,7 @@ class TestGeneratedCode:
         plain = generated(*case, dynamic=sizes)
         assert metrics.codegen_nested_reduction == before + 1
         assert "ks0" in sources(plain)[0]
-        with hooks.active(TilingPolicy()) as decisions:
+        with session.active(TilingPolicy()) as decisions:
             assert sources(generated(*case, dynamic=sizes)) == sources(plain)
         assert decisions.kernels() == []
 
@@ -270,7 +270,7 @@ class TestGeneratedCode:
         def broken(_):
             raise AssertionError("no statistics")
 
-        monkeypatch.setattr(compat.tiling, "reduction_reads", broken)
+        monkeypatch.setattr(compat.generated, "reduction_reads", broken)
         observer, (choice,) = with_table(rows(4096, 3072), PERSISTENT)
         assert kinds(observer) == ["red"]
         assert choice.reason == "the rules failed: AssertionError: no statistics"
@@ -295,10 +295,10 @@ class TestGeneratedCode:
         case = rows(128, 12288)
         plain = generated(case[0], *case[1])
         policy = TilingPolicy(choose_reduction=False, reduction_limits=PERSISTENT)
-        with hooks.active(policy) as decisions:
+        with session.active(policy) as decisions:
             assert sources(generated(case[0], *case[1])) == sources(plain)
         assert all(kernel.reduction is None for kernel in decisions.kernels())
-        with hooks.active(OFF):
+        with session.active(OFF):
             assert sources(generated(case[0], *case[1])) == sources(plain)
         assert sources(generated(case[0], *case[1])) == sources(plain)
 
@@ -329,7 +329,7 @@ class TestReached:
         class Observer(codegen.KernelObserver):
             def __init__(self, device_type):
                 super().__init__(device_type)
-                self.tilings = hooks.current().decisions
+                self.tilings = session.current().decisions
 
         monkeypatch.setattr(codegen, "KernelObserver", Observer)
         observer, (choice,) = with_table(rows(128, 12288), WHOLE)
@@ -342,15 +342,15 @@ class TestReached:
 
     def test_a_changed_choices_object_is_declined(self, monkeypatch):
         monkeypatch.setattr(compat.tiling.inductor_choices(), "reduction_split_factor", lambda device: 1)
-        assert "takes no reduction_numel_hint" in compat.tiling.tiling_obstacle()
+        assert "takes no reduction_numel_hint" in compat.tiling.decline_tiling()
         monkeypatch.delattr(compat.tiling.inductor_choices(), "should_use_cooperative_reduction")
-        assert "has no InductorChoices.should_use_cooperative_reduction" in compat.tiling.tiling_obstacle()
+        assert "has no InductorChoices.should_use_cooperative_reduction" in compat.tiling.decline_tiling()
 
     def test_everything_is_put_back(self):
         choices = compat.tiling.inductor_choices()
         names = ["reduction_split_factor", "should_use_cooperative_reduction", "should_use_persistent_reduction"]
         before = [vars(choices)[name] for name in names]
-        with hooks.active(TilingPolicy()):
+        with session.active(TilingPolicy()):
             assert [type(vars(choices)[name]) for name in names] == [type(found) for found in before]
             assert not any(vars(choices)[name] is found for name, found in zip(names, before, strict=True))
         assert [vars(choices)[name] for name in names] == before
@@ -431,7 +431,7 @@ class TestSweep:
         code = set()
         for form in case.forms:
             policy = dataclasses.replace(OFF, choose_reduction=True, reduction_limits=sweep.FORCED[form])
-            with hooks.active(policy) as decisions:
+            with session.active(policy) as decisions:
                 observer = generated(case.function, *inputs)
             assert sweep.taken(decisions, case, form) is not None, form
             others = [other for other in sweep.FORCED if other not in (form, "persistent", "looped")]

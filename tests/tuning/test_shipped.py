@@ -16,7 +16,7 @@ from tritium import compat, envs, fusions, ops, tuning
 from tritium.compiler.passes.fuse import fuse
 from tritium.ops import INDUCTOR
 from tritium.passes import PassContext
-from tritium.tiling import hooks
+from tritium.tiling import session
 from tritium.tiling.policy import OFF
 from tritium.tuning import Key, Machine
 from tritium.tuning.costs import LAUNCH_US, MARGIN
@@ -153,7 +153,7 @@ class TestGeneratedCode:
         """Also that a row is marked whose kernel was a loop, and is none under the reductions that ship."""
         block, inputs = ops.catalog()[key.op].trial.block(key.sizes(), drawn)
         policy = dataclasses.replace(OFF, choose_reduction=True, reduction_limits=LIMITS)
-        with hooks.active(policy) as decisions:
+        with session.active(policy) as decisions:
             found = generated(block, *inputs)
         assert len(launches(found)) == ROWS[key].launches[INDUCTOR].get("generated", 0)
         changed = [kernel.reduction for kernel in decisions.kernels() if kernel.reduction and kernel.reduction.differs]

@@ -6,7 +6,7 @@ import importlib
 
 from tritium.compat.products import wide_product_obstacle
 from tritium.compat.shapes import sizes_apart_obstacle
-from tritium.compat.tiling import tiling_obstacle
+from tritium.compat.tiling import decline_tiling
 from tritium.compat.versions import TORCH, Version, version_text
 
 # A part of Tritium, and the function or value of torch that it requires.
@@ -30,7 +30,7 @@ def obstacles(version: Version = TORCH) -> dict[str, str]:
     'supported on torch 2.11 to 2.15, not on 2.16'
     """
     reasons = {
-        "the tiling policy": tiling_obstacle(version),
+        "the tiling policy": decline_tiling(version),
         "attention by matrix products": wide_product_obstacle(),
         "separate symbols for equal sizes": sizes_apart_obstacle(),
     }

@@ -1,16 +1,32 @@
-"""The functions of Inductor that decide a Triton kernel's tiling, and the data that the policy reads."""
+"""The functions of Inductor that decide a Triton kernel's tiling: wrappers for a policy, and the data that it reads.
+
+SizeVarAllocator.statically_known_multiple_of    the divisibility proof, before torch 2.14
+SIMDScheduling.get_tiling_and_scores             a kernel's tiling is compared with others
+SIMDScheduling.select_tiling_with_memory         the same ranking for the scheduler, since torch 2.14: retry only
+SIMDScheduling.codegen_node_schedule             the code of one kernel: proofs inside belong to it
+TritonKernel.codegen_kernel                      indices of a finished kernel are narrowed
+InductorChoices.reduction_split_factor           the number of parts of a row
+InductorChoices.should_use_cooperative_reduction parts of a row may wait for each other inside one kernel
+InductorChoices.should_use_persistent_reduction  rows are held in registers if that was measured faster
+the coalescing analysis                          after an error the kernel is tiled without it
+FxGraphHashDetails                               the policy is part of the key of every compiled graph
+"""
 
 from __future__ import annotations
 
-import copy
+import functools
 import importlib
 import inspect
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import FunctionType
+from typing import Any, Protocol
 
+from tritium.compat import generated
 from tritium.compat.inductor import inductor_config
 from tritium.compat.versions import TORCH, Version, version_text
 
@@ -23,85 +39,281 @@ PROVES_PRODUCTS: Version = (2, 14)
 SPLIT_IS_A_METHOD: Version = (2, 14)
 
 
-_KINDS = {classmethod: "class method", staticmethod: "static method"}
+class Policy(Protocol):
+    """The decisions that `wrap` hands over, each after Inductor's own."""
+
+    @property
+    def identity(self) -> str: ...
+
+    def proves_multiple(self, numerator: Any, denominator: Any) -> bool: ...
+
+    def survives(self, error: Exception, node: str) -> bool:
+        """Return True if a kernel is tiled without the analysis after this error of it."""
+
+    def begin_kernel(self) -> None: ...
+
+    def end_kernel(self, nodes: Sequence[str]) -> None: ...
+
+    def tile(
+        self, scheduling: Any, schedule: Any, numel: Any, reduction_numel: Any, analysis: Any, answer: Any
+    ) -> tuple[Any, Any]: ...
+
+    def finish(self, kernel: Any, source: str) -> str: ...
+
+    def split(self, device: Any, rows: int, elements: int, parts: int) -> int: ...
+
+    def cooperates(self, rows: Any, elements: Any) -> bool: ...
+
+    def persists(self, features: Any, answer: bool) -> bool: ...
 
 
-@dataclass(frozen=True)
-class _Hook:
-    """A function of Inductor that the tiling policy wraps or calls, with the expected signature."""
+# Inductor also ranks tilings to decide on fusions; a policy changes only the tiling of generated code.
+_IN_CODEGEN: ContextVar[bool] = ContextVar("tritium_tiling_codegen", default=False)
+# True inside `get_tiling_and_scores`, which has a retry around `select_tiling_with_memory`.
+_RANKING: ContextVar[bool] = ContextVar("tritium_tiling_ranking", default=False)
 
-    name: str
-    owner: Any
-    attribute: str
-    parameters: tuple[str, ...] = ()
-    kind: str = "function"
 
-    def obstacle(self) -> str | None:
-        """Return how this torch's function differs from the expected one, or None."""
-        found = inspect.getattr_static(self.owner, self.attribute, None)
-        if found is None:
-            return f"torch {version_text()} has no {self.name}"
-        signature = inspect.signature(getattr(self.owner, self.attribute)).parameters
-        missing = [parameter for parameter in self.parameters if parameter not in signature]
-        if missing:
-            return f"{self.name} of torch {version_text()} takes no {', '.join(missing)}"
-        kind = _KINDS.get(type(found), "function")
-        if kind != self.kind:
-            return f"{self.name} of torch {version_text()} is a {kind}, not a {self.kind}"
+# --- the wrappers: each gets the active policy, the original function and its arguments ---
+
+
+def _multiple_of(policy: Policy, original: Any, sizes: Any, numerator: Any, denominator: Any) -> bool:
+    return bool(original(sizes, numerator, denominator)) or policy.proves_multiple(numerator, denominator)
+
+
+def _analyse(policy: Policy, original: Any, fused_node: Any) -> Any:
+    try:
+        return original(fused_node)
+    except Exception as error:
+        # Since torch 2.14 the fused node may be a view, which has no name.
+        if not policy.survives(error, fused_node.get_nodes()[0].get_name()):
+            raise
         return None
 
 
-def tiling_obstacle(version: Version = TORCH) -> str | None:
+def _rank(
+    policy: Policy,
+    original: Any,
+    scheduling: Any,
+    node_schedule: Any,
+    numel: Any,
+    reduction_numel: Any = None,
+    coalesce_analysis: Any = None,
+) -> tuple[Any, Any, Any]:
+    """Rank tilings, without the analysis if that fails. Return the result, the reduction's size and the analysis."""
+    if reduction_numel is None:
+        reduction_numel = importlib.import_module("sympy").S.One
+    rank = functools.partial(original, scheduling, node_schedule, numel, reduction_numel)
+    try:
+        return rank(coalesce_analysis), reduction_numel, coalesce_analysis
+    except Exception as error:
+        name = next(iter(node_names(node_schedule)), "?")
+        if coalesce_analysis is None or not policy.survives(error, name):
+            raise
+    return rank(None), reduction_numel, None
+
+
+def _tile(
+    policy: Policy, original: Any, scheduling: Any, schedule: Any, numel: Any, *arguments: Any, **named: Any
+) -> Any:
+    token = _RANKING.set(True)
+    try:
+        answer, reduction_numel, analysis = _rank(policy, original, scheduling, schedule, numel, *arguments, **named)
+    finally:
+        _RANKING.reset(token)
+    if not _IN_CODEGEN.get():
+        return answer
+    return policy.tile(scheduling, schedule, numel, reduction_numel, analysis, answer)
+
+
+def _select_tiling(policy: Policy, original: Any, *arguments: Any, **named: Any) -> Any:
+    return original(*arguments, **named) if _RANKING.get() else _rank(policy, original, *arguments, **named)[0]
+
+
+def _generate(policy: Policy, original: Any, scheduling: Any, kernel_features: Any) -> Any:
+    token = _IN_CODEGEN.set(True)
+    policy.begin_kernel()
+    try:
+        return original(scheduling, kernel_features)
+    finally:
+        _IN_CODEGEN.reset(token)
+        policy.end_kernel(node_names(kernel_features.node_schedule))
+
+
+def _finish(policy: Policy, original: Any, kernel: Any, name: Any = None) -> Any:
+    source = original(kernel, name)
+    # The guards that bound the indices come from the kernel's schedule; nested reductions, since torch 2.15, have nodes
+    # outside of it.
+    indexing = getattr(kernel.features, "indexing_node_schedule", None)
+    is_nested = indexing is not None and indexing is not kernel.features.node_schedule
+    return source if type(kernel) is not triton_kernel() or is_nested else policy.finish(kernel, source)
+
+
+def _split(policy: Policy, original: Any, *question: Any, inner_reduction: bool) -> int:
+    # Since torch 2.14 the arguments start with `self`.
+    parts = int(original(*question, inner_reduction=inner_reduction))
+    device, elements, rows = question[-3:]
+    # The hints are the sizes of one call. With other sizes an uncut row could be slow, and more rows than
+    # multiprocessors could deadlock in a cooperative kernel.
+    if not inner_reduction or generated.lowering_graph().sizevars.shape_env.var_to_range:
+        return parts
+    return policy.split(device, int(rows), int(elements), parts)
+
+
+def _cooperate(policy: Policy, original: Any, *question: Any) -> bool:
+    if original(*question):
+        return True
+    # The arguments are a kernel, or in newer versions its device and two sizes.
+    sizes = (question[0].numel, question[0].reduction_numel) if len(question) == 1 else question[1:]
+    return _IN_CODEGEN.get() and policy.cooperates(*sizes)
+
+
+def _persist(policy: Policy, original: Any, features: Any, cooperative_reduction: bool) -> bool:
+    answer = bool(original(features, cooperative_reduction))
+    triton = inductor_config().triton
+    # The user's settings take precedence: no persistent reductions, several forms that Inductor times, or, since torch
+    # 2.15, a fixed order of additions (`numerics="strict"`).
+    block = getattr(features, "strict_reduction_rblock", None)
+    is_set = not triton.persistent_reductions or triton.multi_kernel or (block is not None and block() is not None)
+    if is_set or cooperative_reduction or not _IN_CODEGEN.get():
+        return answer
+    return policy.persists(features, answer)
+
+
+def _describe_graph(policy: Policy, original: Any, details: Any, *arguments: Any, **named: Any) -> None:
+    original(details, *arguments, **named)
+    details.tritium_tiling = policy.identity
+
+
+# --- wrapping ---
+
+
+_KINDS = {FunctionType: "function", classmethod: "class method", staticmethod: "static method"}
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A function of Inductor that a policy calls, with the expected signature, and its wrapper if there is one."""
+
+    owner: Any
+    attribute: str
+    parameters: tuple[str, ...] = ()
+    wrapper: Callable[..., Any] | None = None
+    kind: type = FunctionType
+
+    def decline(self) -> str | None:
+        """Return how this torch's function differs from the expected one, or None."""
+        name, function = (
+            f"{self.owner.__name__}.{self.attribute}",
+            inspect.getattr_static(self.owner, self.attribute, None),
+        )
+        if function is None:
+            return f"torch {version_text()} has no {name}"
+        signature = inspect.signature(getattr(self.owner, self.attribute)).parameters
+        missing = [parameter for parameter in self.parameters if parameter not in signature]
+        if missing:
+            return f"{name} of torch {version_text()} takes no {', '.join(missing)}"
+        kind = _KINDS.get(type(function), "function")
+        if kind != _KINDS[self.kind]:
+            return f"{name} of torch {version_text()} is a {kind}, not a {_KINDS[self.kind]}"
+        return None
+
+
+def hooks() -> list[Hook]:
+    """Return the functions that a policy wraps or calls on this torch."""
+    simd, choices = simd_scheduling(), inductor_choices()
+    ranking = ("node_schedule", "numel", "reduction_numel", "coalesce_analysis")
+    persistent = ("features", "cooperative_reduction")
+    split = ("device", "reduction_numel_hint", "numel_hint", "inner_reduction")
+    wrapped = [
+        Hook(simd, "get_tiling_and_scores", ranking, _tile, classmethod),
+        Hook(simd, "create_tiling", ("pw_tiling", "reduction_tiling"), None, classmethod),
+        Hook(simd, "tiling_is_compatible", ("node_schedule", "tiling"), None, classmethod),
+        Hook(simd, "codegen_node_schedule", ("kernel_features",), _generate),
+        Hook(triton_kernel(), "codegen_kernel", ("name",), _finish),
+        Hook(*coalescing_analysis(), (), _analyse),
+        Hook(choices, "should_use_persistent_reduction", persistent, _persist, staticmethod),
+        Hook(choices, "should_use_cooperative_reduction", (), _cooperate, staticmethod),
+        Hook(
+            choices,
+            "reduction_split_factor",
+            split,
+            _split,
+            FunctionType if TORCH >= SPLIT_IS_A_METHOD else staticmethod,
+        ),
+        Hook(graph_key(), "__init__", ("gm", "example_inputs"), _describe_graph),
+    ]
+    if ranks_for_the_scheduler():
+        wrapped.append(Hook(simd, "select_tiling_with_memory", ranking, _select_tiling, classmethod))
+    if TORCH < PROVES_PRODUCTS:
+        sizes = importlib.import_module("torch._inductor.sizevars").SizeVarAllocator
+        wrapped.append(Hook(sizes, "statically_known_multiple_of", ("numerator", "denominator"), _multiple_of))
+    return wrapped
+
+
+def decline_tiling(version: Version = TORCH) -> str | None:
     """Return why the tiling policy cannot act on this torch, or None.
 
-    >>> tiling_obstacle((2, 10))
+    >>> decline_tiling((2, 10))
     'supported on torch 2.11 to 2.15, not on 2.10'
     """
     if version not in TILING_KNOWN:
         oldest, newest, this = (".".join(map(str, known)) for known in (TILING_KNOWN[0], TILING_KNOWN[-1], version))
         return f"supported on torch {oldest} to {newest}, not on {this}"
-    return next((obstacle for hook in _tiling_hooks() if (obstacle := hook.obstacle()) is not None), None)
+    return next((reason for hook in hooks() if (reason := hook.decline()) is not None), None)
 
 
-def _tiling_hooks() -> list[_Hook]:
-    simd = simd_scheduling()
-    ranking = ("node_schedule", "numel", "reduction_numel", "coalesce_analysis")
-    selection, divisibility = selection_hook(), divisibility_hook()
-    split = "function" if TORCH >= SPLIT_IS_A_METHOD else "static method"
-    hooks = [
-        _Hook("SIMDScheduling.get_tiling_and_scores", simd, "get_tiling_and_scores", ranking, "class method"),
-        _Hook("SIMDScheduling.create_tiling", simd, "create_tiling", ("pw_tiling", "reduction_tiling"), "class method"),
-        _Hook(
-            "SIMDScheduling.tiling_is_compatible",
-            simd,
-            "tiling_is_compatible",
-            ("node_schedule", "tiling"),
-            "class method",
-        ),
-        _Hook("SIMDScheduling.codegen_node_schedule", simd, "codegen_node_schedule", ("kernel_features",)),
-        _Hook("TritonKernel.codegen_kernel", triton_kernel(), "codegen_kernel", ("name",)),
-        _Hook("the coalescing analysis", *coalescing_analysis()),
-        _Hook(
-            "InductorChoices.should_use_persistent_reduction",
-            *persistent_hook(),
-            ("features", "cooperative_reduction"),
-            "static method",
-        ),
-        _Hook("InductorChoices.should_use_cooperative_reduction", *cooperative_hook(), (), "static method"),
-        _Hook(
-            "InductorChoices.reduction_split_factor",
-            *split_hook(),
-            ("device", "reduction_numel_hint", "numel_hint", "inner_reduction"),
-            split,
-        ),
-        _Hook("FxGraphHashDetails", graph_key(), "__init__", ("gm", "example_inputs")),
-    ]
-    if selection is not None:
-        hooks.append(_Hook("SIMDScheduling.select_tiling_with_memory", *selection, ranking, "class method"))
-    if divisibility is not None:
-        name = "SizeVarAllocator.statically_known_multiple_of"
-        hooks.append(_Hook(name, *divisibility, ("numerator", "denominator")))
-    return hooks
+_lock = threading.RLock()
+_users = 0
+# Owner, attribute, original and wrapper.
+_installed: list[tuple[Any, str, Any, Any]] = []
+
+
+def wrap(current: Callable[[], Policy | None]) -> None:
+    """Wrap Inductor's functions for the policy that `current` returns; without one they call the original.
+
+    Every call needs an `unwrap`; the last of them restores the functions.
+    """
+    global _users  # noqa: PLW0603 - Inductor's functions are global too
+    with _lock:
+        _users += 1
+        if _users == 1:
+            for hook in hooks():
+                if hook.wrapper is not None:
+                    _install(hook, hook.wrapper, current)
+
+
+def unwrap() -> None:
+    global _users  # noqa: PLW0603
+    with _lock:
+        _users -= 1
+        while _users == 0 and _installed:
+            owner, name, original, wrapper = _installed.pop()
+            # A later wrapper still calls this one, which without a policy calls the original.
+            if vars(owner)[name] is wrapper:
+                setattr(owner, name, original)
+
+
+def is_wrapped() -> bool:
+    return bool(_installed)
+
+
+def _install(hook: Hook, wrapper: Callable[..., Any], current: Callable[[], Policy | None]) -> None:
+    declared = vars(hook.owner)[hook.attribute]
+    original = declared.__func__ if isinstance(declared, classmethod | staticmethod) else declared
+
+    @functools.wraps(original)
+    def call(*arguments: Any, **named: Any) -> Any:
+        policy = current()
+        return original(*arguments, **named) if policy is None else wrapper(policy, original, *arguments, **named)
+
+    replacement = type(declared)(call) if original is not declared else call
+    setattr(hook.owner, hook.attribute, replacement)
+    _installed.append((hook.owner, hook.attribute, declared, replacement))
+
+
+def node_names(schedule: Sequence[Any]) -> list[str]:
+    """Return the names of the nodes of a kernel's schedule, which also has marks between them."""
+    return [node.get_name() for node in schedule if hasattr(node, "get_name")]
 
 
 # Settings that make Inductor tile kernels without its coalescing analysis.
@@ -127,21 +339,13 @@ def came_from_tiling(error: BaseException) -> bool:
     return False
 
 
-def divisibility_hook() -> tuple[Any, str] | None:
-    """Return the function that proves multiples; None if Inductor can prove products of sums."""
-    if TORCH >= PROVES_PRODUCTS:
-        return None
-    return importlib.import_module("torch._inductor.sizevars").SizeVarAllocator, "statically_known_multiple_of"
-
-
 def simd_scheduling() -> Any:
     return importlib.import_module("torch._inductor.codegen.simd").SIMDScheduling
 
 
-def selection_hook() -> tuple[Any, str] | None:
-    """Return the ranking of tilings that the scheduler calls directly; None before torch 2.14."""
-    scheduling, name = simd_scheduling(), "select_tiling_with_memory"
-    return (scheduling, name) if hasattr(scheduling, name) else None
+def ranks_for_the_scheduler() -> bool:
+    """Return True if the scheduler ranks tilings past `get_tiling_and_scores`, since torch 2.14."""
+    return hasattr(simd_scheduling(), "select_tiling_with_memory")
 
 
 def triton_kernel() -> Any:
@@ -151,77 +355,6 @@ def triton_kernel() -> Any:
 def inductor_choices() -> Any:
     """Return the class whose methods are Inductor's heuristics."""
     return importlib.import_module("torch._inductor.choices").InductorChoices
-
-
-def persistent_hook() -> tuple[Any, str]:
-    return inductor_choices(), "should_use_persistent_reduction"
-
-
-def cooperative_hook() -> tuple[Any, str]:
-    return inductor_choices(), "should_use_cooperative_reduction"
-
-
-def split_hook() -> tuple[Any, str]:
-    return inductor_choices(), "reduction_split_factor"
-
-
-def cooperative_sizes(*question: Any) -> tuple[Any, Any]:
-    """Return rows and elements from Inductor's arguments: a kernel, or in newer versions two sizes."""
-    if len(question) == 1:
-        return question[0].numel, question[0].reduction_numel
-    _, rows, elements = question
-    return rows, elements
-
-
-def hinted_size(size: Any) -> int | None:
-    """Return a size's value in the call that is compiled; None if unknown."""
-    symbols = importlib.import_module("torch.fx.experimental.symbolic_shapes")
-    if symbols.free_unbacked_symbols(size):
-        return None
-    return int(lowering_graph().sizevars.optimization_hint(size))
-
-
-def has_dynamic_sizes() -> bool:
-    """Return True if a size of the lowered graph may vary between calls."""
-    return bool(lowering_graph().sizevars.shape_env.var_to_range)
-
-
-def reduction_reads(features: Any) -> tuple[int, int, int]:
-    """Return a reduction kernel's loads per position of a row: values, bytes, and bytes in all passes."""
-    stats = features.memory_stats()
-    once, looped = stats.persistent.reads, stats.looped.reads
-    return once.count_per_thread, once.bytes_per_thread, looped.bytes_per_thread
-
-
-def keeps_order_of_additions(features: Any) -> bool:
-    """Return True if the user fixed the order of additions of a reduction kernel (`numerics="strict"`)."""
-    block = getattr(features, "strict_reduction_rblock", None)
-    return block is not None and block() is not None
-
-
-def has_nodes_of_another_stage(features: Any) -> bool:
-    """Return True if a kernel has nodes outside its schedule: nested reductions, since torch 2.15."""
-    indexing = getattr(features, "indexing_node_schedule", None)
-    return indexing is not None and indexing is not features.node_schedule
-
-
-def reduces_contiguous_rows(features: Any) -> bool:
-    return bool(features.get_reduction_hint().name == "INNER")
-
-
-def measures_reductions() -> bool:
-    """Return True if Inductor generates several forms of a reduction and times them."""
-    return bool(inductor_config().triton.multi_kernel)
-
-
-def persistence_is_allowed() -> bool:
-    return bool(inductor_config().triton.persistent_reductions)
-
-
-def target_multiprocessors(device: Any) -> int | None:
-    """Return the number of multiprocessors for which Inductor generates code."""
-    properties = importlib.import_module("torch._inductor.runtime.hints").DeviceProperties
-    return properties.create(device).multi_processor_count  # type: ignore[no-any-return]
 
 
 def graph_key() -> Any:
@@ -235,86 +368,3 @@ def coalescing_analysis() -> tuple[Any, str]:
     if hasattr(utilities, "_analyze_memory_coalescing"):
         return utilities, "_analyze_memory_coalescing"
     return importlib.import_module("torch._inductor.codegen.simd"), "analyze_memory_coalescing"
-
-
-def lowering_graph() -> Any:
-    """Return the graph that Inductor is lowering."""
-    return importlib.import_module("torch._inductor.virtualized").V.graph
-
-
-def compiles_ahead_of_time() -> bool:
-    """Return True if the code will run without Dynamo's guards."""
-    return importlib.import_module("torch._inductor.virtualized").V.aot_compilation is True
-
-
-def can_guard(size: Any) -> bool:
-    """Return True if a guard on a size is checked before the code runs."""
-    shapes = importlib.import_module("torch.fx.experimental.symbolic_shapes")
-    return not compiles_ahead_of_time() and not shapes.free_unbacked_symbols(size)
-
-
-def division_functions() -> tuple[Any, Any]:
-    """Return `FloorDiv` and `ModularIndexing`, as used in index expressions."""
-    functions = importlib.import_module("torch.utils._sympy.functions")
-    return functions.FloorDiv, functions.ModularIndexing
-
-
-def next_kernel_name(schedule: Sequence[Any]) -> str:
-    """Return the name of a new kernel of these nodes, without the part that marks reductions."""
-    utilities = importlib.import_module("torch._inductor.utils")
-    fused = utilities.get_fused_kernel_name(schedule, inductor_config().triton.descriptive_names)
-    wrapper = lowering_graph().wrapper_code
-    # A nested graph continues the outer graph's kernel numbers.
-    while hasattr(wrapper, "parent_wrapper"):
-        wrapper = wrapper.parent_wrapper
-    # Copy the counter, so that reading does not advance it.
-    return f"{fused}_{next(copy.copy(wrapper._names_iter))}"
-
-
-def kernel_sizes(kernel: Any) -> dict[str, Any]:
-    """Return the integer size arguments of a Triton kernel by name, as expressions of the graph's symbols."""
-    common = importlib.import_module("torch._inductor.codegen.common")
-    _, _, signature, _ = kernel.args.python_argdefs()
-    sizes = {
-        argument.name: original_size(argument.expr)
-        for argument in signature
-        if isinstance(argument, common.SizeArg) and argument.name.startswith("ks")
-    }
-    # A scalar that was passed as a tensor may be a fraction.
-    return {name: size for name, size in sizes.items() if getattr(size, "is_integer", False)}
-
-
-def original_size(size: Any) -> Any:
-    """Return a size without Inductor's names for products that it computes on the host."""
-    precomputed = lowering_graph().sizevars.inv_precomputed_replacements
-    utilities = importlib.import_module("torch._inductor.utils")
-    return utilities.sympy_subs(size, precomputed) if hasattr(size, "free_symbols") else size
-
-
-def kernel_extents(kernel: Any) -> dict[str, Any]:
-    """Return the number of values of each index variable of a Triton kernel."""
-    roots = {tree.name: tree.numel for tree in kernel.range_trees}
-    parts = {str(symbol): entry.length for symbol, entry in kernel.range_tree_nodes.items()}
-    return {name: original_size(extent) for name, extent in {**roots, **parts}.items()}
-
-
-def guarded_sizes(features: Any) -> list[Any]:
-    """Return the sizes that Inductor compares with 2^31 - 1, and guards, before it uses 32-bit indices."""
-    graph = lowering_graph()
-    names = {
-        name for node in features.scheduler_nodes() for name in [*node.get_buffer_names(), *node.used_buffer_names()]
-    }
-    buffers = [graph.get_buffer(name) for name in sorted(names)]
-    extents = [buffer.get_layout().storage_size() for buffer in buffers if buffer.has_tensor_output()]
-    return [original_size(size) for size in [features.numel * features.reduction_numel, *extents]]
-
-
-def least_size(symbol: Any) -> int | None:
-    """Return the smallest value of a size's symbol, or None if unknown."""
-    known = lowering_graph().sizevars.shape_env.var_to_range.get(symbol)
-    lower: Any = getattr(known, "lower", None)
-    return int(lower) if getattr(lower, "is_Integer", False) else None
-
-
-def indexes_with_32_bits(kernel: Any) -> bool:
-    return bool(kernel.index_dtype == "tl.int32")

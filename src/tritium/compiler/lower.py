@@ -24,7 +24,7 @@ from tritium.report.kernel_dump import KernelSource
 from tritium.report.kernel_dump.dissection import Dissection
 from tritium.report.observation import Observation
 from tritium.report.observer import KernelObserver
-from tritium.tiling import hooks
+from tritium.tiling import session
 from tritium.tiling.policy import OFF, Decisions, TilingPolicy
 
 # The Inductor setting whose value adds Tritium's identity to Inductor's cache key.
@@ -165,7 +165,7 @@ def _tiled(policy: TilingPolicy, entry: PassRecord, record: GraphRecord) -> Iter
     if entry.declined is not None:
         yield None
         return
-    with hooks.active(policy) as decisions:
+    with session.active(policy) as decisions:
         try:
             yield decisions
         except Exception as error:
@@ -188,4 +188,4 @@ def _why_untiled(policy: TilingPolicy, device_type: str) -> str | None:
         return "C++ kernels have no tiles"
     if not policy.is_on:
         return "switched off"
-    return compat.tiling.tiling_obstacle()
+    return compat.tiling.decline_tiling()

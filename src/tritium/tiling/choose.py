@@ -27,11 +27,10 @@ REDUCTIONS_IN_3D_MISCOMPILE: compat.versions.Version = (2, 12)
 
 @dataclass(frozen=True)
 class Question:
-    """Inductor's arguments when it tiles a kernel, and its result."""
+    """Inductor's arguments when it tiles a kernel, and its answer."""
 
-    # Inductor's scheduling class, and its size allocator with the hints and guards of sizes.
+    # Inductor's scheduling class.
     scheduling: Any
-    sizes: Any
     schedule: Sequence[Any]
     numel: sympy.Expr
     reduction_numel: sympy.Expr
@@ -39,6 +38,11 @@ class Question:
     analysis: Any
     answer: Tiling
     scores: Any
+
+    @property
+    def sizes(self) -> Any:
+        """Return Inductor's object with the hints and guards of sizes."""
+        return compat.generated.lowering_graph().sizevars
 
     @property
     def is_reduction(self) -> bool:
@@ -106,10 +110,10 @@ def _compare(question: Question, workload: cost.Workload, pin: str | None) -> An
     if kept is None:
         return _keep(question, "Inductor splits a loop of it, which the cost model does not know")
     costs: dict[cost.Cuts, float] = {}
-    refused: dict[cost.Cuts, str] = {}
+    declined: dict[cost.Cuts, str] = {}
     for cuts in cost.all_cuts(len(workload.loops), most_dims=3):
-        if cuts != kept and (why := _obstacle(question, cuts)) is not None:
-            refused[cuts] = why
+        if cuts != kept and (why := _decline(question, cuts)) is not None:
+            declined[cuts] = why
         else:
             costs[cuts] = cost.cost(workload, cuts)
     named = {_name(cuts, workload): round(price, 3) for cuts, price in sorted(costs.items(), key=lambda item: item[1])}
@@ -117,7 +121,7 @@ def _compare(question: Question, workload: cost.Workload, pin: str | None) -> An
         dims = int(pin[0])
         fitting = {cuts: price for cuts, price in costs.items() if len(cuts) == dims - 1}
         if not fitting:
-            whys = sorted({why for cuts, why in refused.items() if len(cuts) == dims - 1})
+            whys = sorted({why for cuts, why in declined.items() if len(cuts) == dims - 1})
             return _keep(question, f"pinned to {pin}, but {'; '.join(whys) or 'it has too few loops'}", named)
         return _take(question, min(fitting, key=fitting.__getitem__), "pinned", named)
     best = min(costs, key=costs.__getitem__)
@@ -157,7 +161,7 @@ def _cuts_of(question: Question, tiling: Tiling) -> cost.Cuts | None:
     return None
 
 
-def _obstacle(question: Question, cuts: cost.Cuts) -> str | None:
+def _decline(question: Question, cuts: cost.Cuts) -> str | None:
     tiling, _ = question.cut(cuts)
     if not question.scheduling.tiling_is_compatible(
         question.schedule, question.numel, question.reduction_numel, tiling
@@ -176,7 +180,7 @@ def _stays_below(sizes: Any, size: sympy.Expr, limit: int) -> bool:
     """Return True if a size stays below a limit: by proof, or by its current value and a guard."""
     if sizes.statically_known_leq(size, limit):
         return True
-    return compat.tiling.can_guard(size) and int(sizes.optimization_hint(size)) <= limit
+    return compat.generated.can_guard(size) and int(sizes.optimization_hint(size)) <= limit
 
 
 def _name(cuts: cost.Cuts, workload: cost.Workload) -> str:
@@ -213,7 +217,7 @@ def workload_of(question: Question, *, index_bits: int, multiprocessors: int | N
 
 def _divisions_by(loop: sympy.Symbol, accesses: Sequence[sympy.Expr]) -> tuple[int, int]:
     """Count divisions and remainders of a loop's index in the accesses, each once: symbolic and constant."""
-    floor_div, modular_indexing = compat.tiling.division_functions()
+    floor_div, modular_indexing = compat.generated.division_functions()
     found = {part for access in accesses for part in access.atoms(floor_div, modular_indexing) if part.has(loop)}
     symbolic = sum(sum(bool(size.free_symbols) for size in part.args[1:]) for part in found)
     constant = sum(sum(size.is_Integer and size != 1 for size in part.args[1:]) for part in found)

@@ -51,7 +51,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Narrowed:
+class NarrowKernel:
     """A kernel's text, and how many of its expressions with dynamic sizes use 32 and 64 bits."""
 
     source: str
@@ -65,12 +65,12 @@ class Narrowed:
         return f"{self.narrow} of {self.narrow + self.wide} index expressions with dynamic sizes in 32 bits"
 
 
-def narrowed(source: str, facts: Facts) -> Narrowed:
+def narrow(source: str, facts: Facts) -> NarrowKernel:
     """Return the kernel with 32-bit index arithmetic wherever the result is proven to be equal."""
     lines = source.split("\n")
     start = next((number for number, line in enumerate(lines) if _DEFINITION.match(line)), None)
     if start is None or not facts.sizes:
-        return Narrowed(source, 0, 0)
+        return NarrowKernel(source, 0, 0)
     end = start + 1
     while end < len(lines) and (not lines[end].strip() or lines[end].startswith(" ")):
         end += 1
@@ -78,14 +78,14 @@ def narrowed(source: str, facts: Facts) -> Narrowed:
     tree = ast.parse("\n".join(["def kernel():", *lines[start + 1 : end]]))
     work = _Rewrite(facts, tree)
     if not work.narrow:
-        return Narrowed(source, 0, work.wide)
+        return NarrowKernel(source, 0, work.wide)
     body = lines[start + 1 : end]
     for line, column, end_column, text in sorted(work.edits, reverse=True):
         # Line 1 is the definition; columns count bytes.
         encoded = body[line - 2].encode()
         body[line - 2] = (encoded[:column] + text.encode() + encoded[end_column:]).decode()
     copies = [f"    {name}_i32 = {name}.to(tl.int32)" for name in sorted(work.used, key=_natural)]
-    return Narrowed("\n".join([*lines[: start + 1], *copies, *body, *lines[end:]]), work.narrow, work.wide)
+    return NarrowKernel("\n".join([*lines[: start + 1], *copies, *body, *lines[end:]]), work.narrow, work.wide)
 
 
 class _Rewrite:
@@ -99,10 +99,10 @@ class _Rewrite:
         self.narrow = 0
         self.wide = 0
         definitions = list(_index_definitions(tree, facts.extents))
-        self._wide_today = self._carriers(definitions)
+        wide = self._carriers(definitions)
         proven = {id(value): self.bounds.proves(value) for _, value in definitions}
         unproven = {name for name, value in definitions if not proven[id(value)]}
-        self._narrow_names = {name for name in self._wide_today if name not in unproven}
+        self._narrow_names = {name for name in wide if name not in unproven}
         expressions = {id(value) for name, value in definitions if name not in unproven}
         uses = [index for node in ast.walk(tree) if (index := _index_use(node)) is not None]
         expressions |= {id(index) for index in uses if self.bounds.proves(index)}
@@ -200,14 +200,14 @@ class Bounds:
         return None
 
     def _product(self, one: Interval, two: Interval) -> Interval | None:
-        first, minus = self._turned(one)
-        second, again = self._turned(two)
+        first, minus = self._without_sign(one)
+        second, again = self._without_sign(two)
         if first is None or second is None:
             return None
         least, largest = first[0] * second[0], first[1] * second[1]
         return (least, largest) if minus == again else (-largest, -least)
 
-    def _turned(self, interval: Interval) -> tuple[Interval | None, bool]:
+    def _without_sign(self, interval: Interval) -> tuple[Interval | None, bool]:
         """Return the interval at or above 0 and whether it was negated; None if it contains both signs."""
         if self.at_least(interval[0], 0):
             return interval, False

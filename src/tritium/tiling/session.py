@@ -1,0 +1,236 @@
+"""Active tiling policies: one in a context or for the process, with the decisions that it makes for Inductor.
+
+`compat.tiling` wraps Inductor's functions and calls these methods, each with Inductor's own answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+
+from tritium import compat, device
+from tritium.errors import brief
+from tritium.report.tiling import Form, KernelTiling, ReductionChoice
+from tritium.tiling import choose as choosing
+from tritium.tiling import reductions
+from tritium.tiling.divisibility import is_multiple
+from tritium.tiling.narrow import Facts, narrow
+from tritium.tiling.policy import Decisions, TilingPolicy, printed
+from tritium.tiling.reductions import Reduction
+from tritium.tuning import Machine, tables
+from tritium.tuning.reductions import ReductionLimits
+
+
+@dataclass(frozen=True)
+class Session:
+    """An active policy and the record of its decisions."""
+
+    policy: TilingPolicy
+    decisions: Decisions
+
+    @property
+    def identity(self) -> str:
+        return self.policy.identity
+
+    def proves_multiple(self, numerator: Any, denominator: Any) -> bool:
+        if not self.policy.prove_divisibility:
+            return False
+        if not is_multiple(sympy.sympify(numerator), sympy.sympify(denominator)):
+            return False
+        self.decisions.prove(f"({numerator}) / ({denominator})")
+        return True
+
+    def survives(self, error: Exception, node: str) -> bool:
+        if not self.policy.retry_analysis or compat.dynamo.steers_dynamo(error):
+            return False
+        self.decisions.retries.append(f"{node}: {brief(error)}")
+        return True
+
+    def begin_kernel(self) -> None:
+        self.decisions.begin()
+
+    def end_kernel(self, nodes: Sequence[str]) -> None:
+        self.decisions.finish(nodes)
+
+    def tile(
+        self, scheduling: Any, schedule: Any, numel: Any, reduction_numel: Any, analysis: Any, answer: Any
+    ) -> tuple[Any, Any]:
+        """Return the tiling of one kernel with its scores."""
+        sizes = sympy.sympify(numel), sympy.sympify(reduction_numel)
+        question = choosing.Question(scheduling, schedule, *sizes, analysis, *answer)
+        nodes = compat.tiling.node_names(schedule)
+        try:
+            answer = choosing.choose(
+                question,
+                pin=self._pin(schedule),
+                compare=self.policy.choose_tiling,
+                index_bits=32 if self.policy.narrow_sizes else 64,
+                multiprocessors=_multiprocessors(),
+            )
+        except Exception as error:
+            if compat.dynamo.steers_dynamo(error):
+                raise
+            reason = f"the cost model failed: {brief(error)}"
+            self.decisions.decide(nodes, KernelTiling(printed(question.answer), "coalesced", reason))
+            return question.answer, question.scores
+        self.decisions.decide(nodes, answer.decision)
+        return answer.tiling, answer.scores
+
+    def _pin(self, schedule: Sequence[Any]) -> str | None:
+        if not self.policy.pins:
+            return None
+        name = compat.generated.next_kernel_name(schedule)
+        # `triton_poi_fused_add_0`: the middle part is known only with the code.
+        return next((tiling for kernel, tiling in self.policy.pins if kernel.split("_", 2)[2:] == [name]), None)
+
+    def finish(self, kernel: Any, source: str) -> str:
+        """Return the source of a finished kernel with 32-bit index arithmetic where that is proven to be equal."""
+        if not self.policy.narrow_sizes:
+            return source
+        decision = self.decisions.of(compat.tiling.node_names(kernel.features.node_schedule))
+        try:
+            source, summary = _narrow(kernel, source)
+        except Exception as error:
+            if compat.dynamo.steers_dynamo(error):
+                raise
+            summary = f"all in 64 bits: {brief(error)}"
+        if decision is not None:
+            decision.sizes = summary
+        return source
+
+    def split(self, target: Any, rows: int, elements: int, parts: int) -> int:
+        """Return the number of parts into which rows are cut; `parts` is Inductor's."""
+        if not self._reduces(target):
+            return parts
+        reduction = Reduction(
+            rows=rows, elements=elements, multiprocessors=compat.generated.target_multiprocessors(target)
+        )
+        choice = reductions.cut(reduction, parts, self._limits())
+        if choice.differs:
+            self.decisions.cut(choice)
+        return choice.parts if choice.form == "split" else 1
+
+    def cooperates(self, rows: Any, elements: Any) -> bool:
+        """Return True if the parts of these rows wait for each other inside one kernel."""
+        if not self._reduces():
+            return False
+        choice = self._earlier_cut(rows, elements)
+        kernel = self.decisions.latest
+        if choice is None or kernel is None:
+            return False
+        kernel.reduction = choice
+        # Inductor supports cooperative reductions only with one other tile dim.
+        return choice.form == "cooperative" and "y" not in kernel.dims
+
+    def persists(self, features: Any, answer: bool) -> bool:
+        """Return True if a kernel holds its rows in registers; `answer` is Inductor's."""
+        if not self._reduces():
+            return answer
+        inductor: Form = "persistent" if answer else "looped"
+        try:
+            choice = reductions.walk(_reduction(features), inductor, self._limits())
+            earlier = self._earlier_cut(features.numel, features.reduction_numel)
+        except Exception as error:
+            if compat.dynamo.steers_dynamo(error):
+                raise
+            choice, earlier = ReductionChoice(inductor, inductor, f"the rules failed: {brief(error)}"), None
+        kernel = self.decisions.of(compat.tiling.node_names(features.node_schedule))
+        if kernel is not None:
+            kernel.reduction = choice if earlier is None else choice.after(earlier)
+        return choice.form == "persistent"
+
+    def _reduces(self, target: Any = None) -> bool:
+        target = target if target is not None else compat.generated.current_device()
+        return self.policy.choose_reduction and target.type == "cuda"
+
+    def _limits(self) -> ReductionLimits:
+        return self.policy.reduction_limits or tables.reduction_limits(Machine.of("cuda"))
+
+    def _earlier_cut(self, rows: Any, elements: Any) -> ReductionChoice | None:
+        """Return the choice made for these rows at lowering, if it differs from Inductor's."""
+        sizes = compat.generated.hinted_size(rows), compat.generated.hinted_size(elements)
+        return None if sizes[0] is None or sizes[1] is None else self.decisions.cut_into(sizes[0], sizes[1])
+
+
+# --- active policies ---
+
+
+_CONTEXT: ContextVar[Session | None] = ContextVar("tritium_tiling", default=None)
+_process: Session | None = None
+_lock = threading.RLock()
+
+
+def current() -> Session | None:
+    """Return the active policy of this context, else that of the process, else None."""
+    return _CONTEXT.get() or _process
+
+
+@contextlib.contextmanager
+def active(policy: TilingPolicy) -> Iterator[Decisions]:
+    """Apply a policy to everything compiled inside the block, in this context."""
+    session = Session(policy, Decisions())
+    compat.tiling.wrap(current)
+    token = _CONTEXT.set(session)
+    try:
+        yield session.decisions
+    finally:
+        _CONTEXT.reset(token)
+        compat.tiling.unwrap()
+
+
+def set_for_process(session: Session | None) -> None:
+    """Set the session of the process, for every thread; None restores Inductor."""
+    global _process  # noqa: PLW0603 - the process has one default policy
+    with _lock:
+        before = _process
+        if session is not None and before is None:
+            compat.tiling.wrap(current)
+        _process = session
+        if session is None and before is not None:
+            compat.tiling.unwrap()
+
+
+def of_process() -> Session | None:
+    return _process
+
+
+# --- facts about kernels ---
+
+
+def _narrow(kernel: Any, source: str) -> tuple[str, str | None]:
+    sizes = compat.generated.kernel_sizes(kernel)
+    if not sizes:
+        return source, None
+    if not compat.generated.indexes_with_32_bits(kernel):
+        return source, "all in 64 bits: so is the kernel's index"
+    if compat.generated.compiles_ahead_of_time():
+        return source, "all in 64 bits: code compiled ahead of time runs without guards"
+    extents, limits = compat.generated.kernel_extents(kernel), compat.generated.guarded_sizes(kernel.features)
+    result = narrow(source, Facts(sizes, extents, limits, compat.generated.least_size))
+    return result.source, result.summary
+
+
+def _reduction(features: Any) -> Reduction:
+    length = sympy.sympify(features.reduction_numel)
+    elements = int(length) if length.is_Integer else None
+    reads, once, in_passes = compat.generated.reduction_reads(features)
+    return Reduction(
+        rows=compat.generated.hinted_size(features.numel),
+        elements=elements,
+        reads=reads,
+        bytes_per_row=once * (elements or 0),
+        looped_bytes_per_row=in_passes * (elements or 0),
+        is_contiguous=compat.generated.reduces_contiguous_rows(features),
+        multiprocessors=_multiprocessors(),
+    )
+
+
+def _multiprocessors() -> int | None:
+    target = compat.generated.current_device()
+    return device.multiprocessors(target.type, target.index)
