@@ -17,7 +17,7 @@ from tiling.patterns import TRANSFORMER
 from tritium import compat
 from tritium.compiler import lower
 from tritium.report import GraphRecord, PassRecord
-from tritium.tiling import session, reductions
+from tritium.tiling import reductions, session
 from tritium.tiling.policy import OFF, TilingPolicy, policy_of
 from tritium.tiling.reductions import Reduction, Timing, cut, walk
 from tritium.tuning import Limit, Machine, ReductionLimits, tables
