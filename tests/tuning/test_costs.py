@@ -39,7 +39,7 @@ class TestRule:
     )
     def test_both_times_decide(self, inductor, triton, chosen, replayed):
         assert site(inductor, triton, host_noise_us=0.2).choose() == chosen
-        assert site(inductor, triton, host_noise_us=0.2).choose(replayed=True) == replayed
+        assert site(inductor, triton, host_noise_us=0.2).replayed().choose() == replayed
 
     @pytest.mark.parametrize(("extra", "chosen"), [(9.9, "triton"), (10.1, "inductor")])
     def test_the_host_pays_at_most_a_third_of_what_the_device_saves(self, extra, chosen):
@@ -98,7 +98,7 @@ class TestRows:
     def test_a_measured_host_decides(self):
         assert row(issue_us={"inductor": 125.0, "triton": 125.4}).site().choose() == "triton"
         assert row(issue_us={"inductor": 125.0, "triton": 170.4}).site().choose() == "inductor"
-        assert row(issue_us={"inductor": 125.0, "triton": 170.4}).site().choose(replayed=True) == "triton"
+        assert row(issue_us={"inductor": 125.0, "triton": 170.4}).site(replayed=True).choose() == "triton"
         assert "host +45.4 us, measured" in row(issue_us={"inductor": 125.0, "triton": 170.4}).why()
 
     def test_launches_stand_for_a_host_that_was_not_measured(self):

@@ -117,10 +117,10 @@ def decide(
         other = tables.like(machine)
         if other is not None:
             rows, elsewhere = tables.shipped_rows(other), f", measured on {other.name}"
-    prediction = predict(key, _of_one_form(rows.values(), rows, key, limits))
+    prediction = predict(key, _of_one_form(rows.values(), rows, key, limits), replayed=replayed)
     if prediction is None:
         return _left(_nothing_near(machine, key, rows))
-    return _predicted(prediction, able, elsewhere, replayed=replayed)
+    return _predicted(prediction, able, elsewhere)
 
 
 def _left(reason: str) -> Decision:
@@ -128,25 +128,24 @@ def _left(reason: str) -> Decision:
 
 
 def _measured(row: Verdict, able: Iterable[str], where: str, *, replayed: bool) -> Decision:
-    site = row.site()
-    provider = site.among(able).choose(replayed=replayed)
+    site = row.site(replayed=replayed)
+    provider = site.among(able).choose()
     why = f"{row.why(replayed=replayed)}, {where}"
-    best = site.choose(replayed=replayed)
+    best = site.choose()
     if best != provider:
         why = f"provider {best!r} is fastest for such shapes and cannot take this one; {why}"
     return _left(why) if provider == INDUCTOR else Decision(provider, why)
 
 
-def _predicted(prediction: Prediction, able: Iterable[str], elsewhere: str, *, replayed: bool) -> Decision:
+def _predicted(prediction: Prediction, able: Iterable[str], elsewhere: str) -> Decision:
     site = prediction.site.among(able)
-    provider = site.choose(replayed=replayed)
+    provider = site.choose()
     if provider != INDUCTOR:
-        return Decision(provider, prediction.why(provider, replayed=replayed) + elsewhere)
+        return Decision(provider, prediction.why(provider) + elsewhere)
     owned = [name for name in site.costs if name != INDUCTOR]
     if not owned:
         return _left("no provider that was measured at such shapes can take this one")
-    best = max(owned, key=lambda name: site.ratio(name, replayed=replayed))
-    return _left(prediction.why(best, replayed=replayed) + elsewhere)
+    return _left(prediction.why(max(owned, key=site.ratio)) + elsewhere)
 
 
 def _of_one_form(

@@ -212,7 +212,7 @@ def _compare(op: Op, key: Key, draw: Draw, device_type: str, compiler: Compile, 
         versions=tables.current_versions(),
         remarks={name: reason for name, reason in declines.items() if reason is not None},
     )
-    return replace(row, provider=row.site().choose(replayed=device_type != "cuda"))
+    return replace(row, provider=row.site(replayed=device_type != "cuda").choose())
 
 
 def _compiled(

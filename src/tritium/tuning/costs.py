@@ -22,6 +22,9 @@ MARGIN = 0.03
 # Of two blocks whose times differ by less than this share, neither is faster.
 NOISE = 0.01
 
+# The reason of a site whose host time does not count.
+REPLAYED = "replayed: the host's time does not count"
+
 # Microseconds that must be saved on the device for each that the host pays more, and the other way round.
 EXCHANGE = 3
 
@@ -33,9 +36,10 @@ class Cost:
     device_us: float
     host_us: float
 
-    def wait_us(self, *, replayed: bool) -> float:
-        """Return what a caller waits for; the kernels alone where a recorded graph is replayed."""
-        return self.device_us if replayed else max(self.device_us, self.host_us)
+    @property
+    def wait_us(self) -> float:
+        """The time that a caller waits for."""
+        return max(self.device_us, self.host_us, 1e-6)
 
 
 @dataclass(frozen=True)
@@ -48,22 +52,29 @@ class Site:
     # Where the host's times come from: measured, or launches times the time of one; empty where they are assumed equal.
     host_source: str = ""
 
-    def ratio(self, provider: str, *, replayed: bool = False) -> float:
+    def ratio(self, provider: str) -> float:
         """Return how many times as long a caller waits for Inductor's code."""
-        return self._wait(INDUCTOR, replayed) / self._wait(provider, replayed)
+        return self.costs[INDUCTOR].wait_us / self.costs[provider].wait_us
 
-    def choose(self, *, replayed: bool = False) -> str:
+    def choose(self) -> str:
         """Return the provider with the shortest wait among those that are safe, or `inductor`.
 
         >>> Site({"inductor": Cost(10.0, 5.2), "triton": Cost(8.0, 5.3)}, host_noise_us=0.2).choose()
         'triton'
         >>> Site({"inductor": Cost(10.0, 5.2), "triton": Cost(8.0, 60.0)}).choose()
         'inductor'
-        >>> Site({"inductor": Cost(10.0, 5.2), "triton": Cost(8.0, 60.0)}).choose(replayed=True)
+        """
+        safe = [name for name in self.costs if name != INDUCTOR and self._is_safe(name)]
+        return min(safe, key=lambda name: self.costs[name].wait_us, default=INDUCTOR)
+
+    def replayed(self) -> Site:
+        """Return the site in a graph that is captured and replayed: the kernels alone count.
+
+        >>> Site({"inductor": Cost(10.0, 5.2), "triton": Cost(8.0, 60.0)}).replayed().choose()
         'triton'
         """
-        safe = [name for name in self.costs if name != INDUCTOR and self._is_safe(name, replayed)]
-        return min(safe, key=lambda name: self._wait(name, replayed), default=INDUCTOR)
+        costs = {name: Cost(cost.device_us, 0.0) for name, cost in self.costs.items()}
+        return Site(costs, self.device_noise_us, 0.0, REPLAYED)
 
     def among(self, providers: Iterable[str]) -> Site:
         """Return the site with `inductor` and these providers alone.
@@ -76,29 +87,23 @@ class Site:
 
     def host_text(self, provider: str) -> str:
         """Return the part of a reason that tells the host's time of a provider against Inductor's."""
-        if not self.host_source:
-            return "host not measured"
+        if self.host_source in ("", REPLAYED):
+            return self.host_source or "host not measured"
         extra = self.costs[provider].host_us - self.costs[INDUCTOR].host_us
         return f"host {extra:+.1f} us, {self.host_source}"
 
-    def _wait(self, provider: str, replayed: bool) -> float:
-        return max(self.costs[provider].wait_us(replayed=replayed), 1e-6)
-
-    def _is_safe(self, provider: str, replayed: bool) -> bool:
+    def _is_safe(self, provider: str) -> bool:
         theirs, ours = self.costs[INDUCTOR], self.costs[provider]
-        inductor_wait = self._wait(INDUCTOR, replayed)
-        if inductor_wait - self._wait(provider, replayed) < max(MARGIN * inductor_wait, 1e-9):
+        if theirs.wait_us - ours.wait_us < max(MARGIN * theirs.wait_us, 1e-9):
             return False
         device, host = theirs.device_us - ours.device_us, theirs.host_us - ours.host_us
-        if replayed:
-            return device > self.device_noise_us
         if device <= self.device_noise_us and host <= self.host_noise_us:
             return False
         return _pays(host, device, self.host_noise_us) and _pays(device, host, self.device_noise_us)
 
 
 def _pays(saved: float, other_saved: float, noise: float) -> bool:
-    """Whether a loss in one time is noise, or is paid for by the other."""
+    """Return True if a loss in one time is noise, or is paid for by the other."""
     return saved >= -noise or -saved * EXCHANGE <= other_saved
 
 

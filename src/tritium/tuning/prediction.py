@@ -45,39 +45,39 @@ class Prediction:
     count: int
     nearest: Key
 
-    def why(self, provider: str, *, replayed: bool = False) -> str:
+    def why(self, provider: str) -> str:
         """Return the reason that reports give about an owned provider."""
-        ratio = self.site.ratio(provider, replayed=replayed)
         ours, theirs = self.site.costs[provider], self.site.costs[INDUCTOR]
         plural = "s" if self.count > 1 else ""
-        host = "" if replayed else f"; {self.site.host_text(provider)}"
         return (
-            f"predicted {ratio:.2f}x from {self.count} measured shape{plural} (nearest {self.nearest.shape}; "
-            f"{provider} {ours.device_us:.1f}, inductor {theirs.device_us:.1f} us{host})"
+            f"predicted {self.site.ratio(provider):.2f}x from {self.count} measured shape{plural} (nearest "
+            f"{self.nearest.shape}; {provider} {ours.device_us:.1f}, inductor {theirs.device_us:.1f} us; "
+            f"{self.site.host_text(provider)})"
         )
 
 
-def predict(key: Key, rows: Iterable[Verdict]) -> Prediction | None:
+def predict(key: Key, rows: Iterable[Verdict], *, replayed: bool = False) -> Prediction | None:
     """Return the costs at a key by the rows of its op and forms, or None if none of them is near."""
-    near = [(row, distance(row.key, key)) for row in rows if row.owned and is_comparable(row.key, key)]
-    apart_by = [(row, apart) for row, apart in near if apart is not None and _has_rate(row, key)]
-    found = sorted(apart_by, key=lambda pair: pair[1])
-    if not found:
+    distances = [(row, distance(row.key, key)) for row in rows if row.owned and is_comparable(row.key, key)]
+    near = [(row, apart) for row, apart in distances if apart is not None and _has_rate(row, key)]
+    if not near:
         return None
-    nearest = found[0][0]
-    sites = [(row.key, row.site(), 1 / (apart + 0.25)) for row, apart in found]
-    host = nearest.site()
+    near.sort(key=lambda pair: pair[1])
+    nearest = near[0][0]
+    sites = [(row.key, row.site(), 1 / (apart + 0.25)) for row, apart in near]
+    base = nearest.site()
     costs = {}
     for provider in nearest.ms:
-        known = [
-            (known, site.costs[provider].device_us, weight) for known, site, weight in sites if provider in site.costs
+        measured = [
+            (other, site.costs[provider].device_us, weight) for other, site, weight in sites if provider in site.costs
         ]
-        costs[provider] = Cost(_device_us(key, known), host.costs[provider].host_us)
-    return Prediction(Site(costs, 0.0, host.host_noise_us, host.host_source), len(found), nearest.key)
+        costs[provider] = Cost(_device_us(key, measured), base.costs[provider].host_us)
+    site = Site(costs, 0.0, base.host_noise_us, base.host_source)
+    return Prediction(site.replayed() if replayed else site, len(near), nearest.key)
 
 
 def _has_rate(row: Verdict, key: Key) -> bool:
-    """Whether a row's times say something about the work at a key: those of kernels at the floor do not grow with it."""
+    """Return False if a row's times say nothing about the work at a key: at the floor they do not grow with it."""
     shortest = min(cost.device_us for cost in row.site().costs.values())
     return shortest >= 2 * FLOOR_US or work(key) <= work(row.key)
 

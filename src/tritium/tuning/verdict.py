@@ -134,7 +134,7 @@ class Verdict:
         order = [self.provider, *sorted(self.ms, key=self.ms.__getitem__)]
         return next((name for name in order if name in names), None)
 
-    def site(self) -> Site:
+    def site(self, *, replayed: bool = False) -> Site:
         """Return what the site alone costs inside the block.
 
         An owned kernel takes as long in the block as alone, so the block less that time is the time of its neighbours.
@@ -150,7 +150,8 @@ class Verdict:
         for name, us in block.items():
             same = abs(us - block[INDUCTOR]) < noise
             costs[name] = Cost((block[INDUCTOR] if same else us) - neighbours, host[name])
-        return Site(costs, noise, MARGIN * block_host, source)
+        site = Site(costs, noise, MARGIN * block_host, source)
+        return site.replayed() if replayed else site
 
     def _host_us(self) -> tuple[dict[str, float], float, str]:
         """Return the host's time of the site by provider, that of the block with Inductor's code, and the source."""
@@ -171,13 +172,10 @@ class Verdict:
         if not self.owned:
             return "; ".join(f"{name}: {remark}" for name, remark in self.remarks.items()) or "nothing else can take it"
         best = min(self.owned, key=self.ms.__getitem__)
-        text = (
-            f"measured {self.ratio:.2f}x against Inductor in a block "
-            f"({best} {self.ms[best]:.3f}, inductor {self.ms[INDUCTOR]:.3f} ms"
+        return (
+            f"measured {self.ratio:.2f}x against Inductor in a block ({best} {self.ms[best]:.3f}, "
+            f"inductor {self.ms[INDUCTOR]:.3f} ms; {self.site(replayed=replayed).host_text(best)})"
         )
-        if replayed:
-            return f"{text}; replayed: the host's time does not count)"
-        return f"{text}; {self.site().host_text(best)})"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row of a file, without empty fields."""

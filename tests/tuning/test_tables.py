@@ -79,7 +79,7 @@ DAMAGED = {
 
 
 class TestFiles:
-    def test_what_is_written_is_found(self, tmp_path, monkeypatch):
+    def test_a_stored_row_is_loaded(self, tmp_path, monkeypatch):
         monkeypatch.setattr(tuning.tables, "user_folder", lambda: tmp_path)
         tuning.store(tmp_path / tuning.Machine("Some GPU").file_name, GPU, [verdict()])
         assert tuning.known(GPU) == [verdict()]
@@ -94,7 +94,7 @@ class TestFiles:
         assert dict(tuning.load(path).rows) == {KEY: verdict(aten=2.0), other: verdict(other)}
         assert json.loads(path.read_text())["device"] == "Some GPU"
 
-    def test_rows_of_another_torch_are_not_believed(self, tmp_path, monkeypatch):
+    def test_rows_of_another_torch_are_ignored(self, tmp_path, monkeypatch):
         monkeypatch.setattr(tuning.tables, "user_folder", lambda: tmp_path)
         tuning.store(tmp_path / tuning.Machine("g").file_name, GPU, [verdict(torch="1.0")])
         assert tuning.known(Machine("g")) == []

@@ -1,0 +1,138 @@
+"""Comparisons of providers in a compiled block and alone, and the rows they write."""
+
+import functools
+
+import pytest
+import torch
+
+import tritium
+from tritium import ops, tuning
+from tritium.compiler.compile import compile_pinned
+from tritium.report import GraphRecord
+from tritium.tuning import Key, Loop, Verdict, compare
+
+
+class Quiet:
+    """No other process uses the CPU: the load of a test machine does not decide a test."""
+
+    disturbed, foreign_cores = False, 0.0
+
+    def read(self):
+        return self
+
+
+class Busy(Quiet):
+    disturbed, foreign_cores = True, 1.5
+
+
+def test_a_verdict_of_a_busy_cpu_is_not_kept(tmp_path, monkeypatch):
+    key = Key.of("rope", {"tokens": 64, "width": 8, "mode": "complex"}, torch.float32)
+    monkeypatch.setattr(
+        compare,
+        "compare_in_block",
+        lambda key, where, compiler, seconds: Verdict(key, "aten", {"inductor": 2.0, "aten": 1.0}),
+    )
+    monkeypatch.setattr(compare.measure, "LoadMeter", Busy)
+    (row,) = compare.measure_keys([key], "cpu", tmp_path / "t.json", lambda *what: None, compile_pinned)
+    assert row.remarks == {compare.DISTURBED: "1.5 cores were taken by others"}
+    assert not (tmp_path / "t.json").exists()
+
+
+def test_the_host_is_timed_by_calls_in_a_row(monkeypatch):
+    """No call waits for the one before: the device is waited for between bursts alone, and the runs take turns."""
+    events = []
+    monkeypatch.setattr(compare.device, "synchronize", lambda device_type: events.append("wait"))
+    names = ("inductor", "triton")
+    found = compare._issue_us({name: functools.partial(events.append, name) for name in names}, "cuda")
+    assert found.keys() == set(names)
+    bursts = " ".join(events).split("wait")
+    assert len(bursts) - 2 == len(names) * compare.ISSUE_ROUNDS
+    for burst in bursts[1:-1]:
+        assert burst.split() in [[name] * compare.ISSUED_CALLS for name in names]
+    assert bursts[1].split() == bursts[4].split() != bursts[2].split()
+
+
+@pytest.mark.parametrize(
+    ("form", "elements", "looped"),
+    [
+        ("looped", 3072, Loop("width", 5)),
+        ("persistent", 3072, None),
+        # A row that Inductor always holds, and one whose length is not a size of the shape.
+        ("looped", 768, None),
+        ("looped", 5120, None),
+    ],
+)
+def test_a_row_names_the_size_that_inductor_looped_over(form, elements, looped):
+    width = elements if elements < 5000 else 128
+    key = Key("residual_norm_modulate", f"tokens=4096 width={width} norm=layer", "bfloat16")
+    reduction = {"form": form, "elements": elements, "reads": 5}
+    kernels = [
+        {"name": "a"},
+        {"name": "b", "tiling": {"reduction": None}},
+        {"name": "c", "tiling": {"reduction": reduction}},
+    ]
+    record = GraphRecord("0/0", "block", "inductor", "cuda", kernels=kernels)
+    assert compare._loop(key, [record]) == looped
+
+
+@pytest.mark.codegen
+def test_a_comparison_on_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(compare.measure, "LoadMeter", Quiet)
+    key = Key.of("rope", {"tokens": 64, "width": 8, "mode": "complex"}, torch.float32)
+    told = []
+    path = tmp_path / "t.json"
+    (row,) = compare.measure_keys([key], "cpu", path, lambda *what: told.append(what), compile_pinned, seconds=0.05)
+    assert told == [(key, 0, 1)]
+    assert set(row.ms) == {"inductor", "aten"}
+    assert all(ms > 0 for ms in (*row.ms.values(), *row.alone_us.values()))
+    assert row.provider == row.site(replayed=True).choose()
+    # A CPU launches nothing.
+    assert row.issue_us == {}
+    # x and result of 64 rows of 8 floats, and the table of 4 tokens.
+    assert row.bytes == 2 * 64 * 8 * 4 + 4 * 4 * 8
+    assert dict(tuning.load(path).rows) == {key: row}
+
+
+def test_a_failed_measurement_is_a_row_of_inductor_with_the_reason(tmp_path, monkeypatch):
+    def broken(*arguments):
+        raise RuntimeError("no such luck\nat all")
+
+    monkeypatch.setattr(compare, "compare_in_block", broken)
+    monkeypatch.setattr(compare.measure, "LoadMeter", Quiet)
+    key = Key.of("rope", {"tokens": 64, "width": 8, "mode": "complex"}, torch.float32)
+    (row,) = compare.measure_keys([key], "cpu", tmp_path / "t.json", lambda *what: None, compile_pinned)
+    assert row.provider == "inductor"
+    assert row.why() == "not measured: RuntimeError: no such luck"
+
+
+STANDARD = [
+    Key.of(op.name, shape, torch.float32)
+    for op in ops.catalog().values()
+    if op.trial is not None
+    for shape in op.trial.standard
+]
+
+
+@pytest.mark.parametrize("key", STANDARD, ids=lambda key: f"{key.op}, {key.shape}")
+def test_blocks_have_a_site_of_their_op(key):
+    """With few tokens, on the CPU, with engine `eager`: each block has one fused site of its op."""
+    op, small = ops.catalog()[key.op], compare.few(key.sizes())
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    block, inputs = op.trial.block(small, draw)
+    with torch.inference_mode():
+        config = tritium.CompilationConfig(engine="eager")
+        compiled = torch.compile(block, backend=tritium.Backend(config), fullgraph=True)
+        torch.testing.assert_close(compiled(*inputs), block(*inputs), rtol=1e-3, atol=1e-3)
+    sites = [site for record in tritium.explain(compiled).records for site in record.sites if site.fusion == key.op]
+    assert [site.outcome for site in sites] == ["fused"], sites
+    assert dict(op.trial.shape(op.bind(**op.trial.alone(small, draw)))) == small
+
+
+def test_standard_keys_are_those_that_can_be_compared_here():
+    keys = compare.standard_keys([], [torch.float32], "cpu")
+    assert {key.op for key in keys} == {"cat_linear", "rope"}
+    assert all(key.dtype == "float32" for key in keys)
