@@ -1,17 +1,19 @@
-"""Write docs/reference from the catalogues and docs/census.json, and the generated parts of README.md and docs/performance.md.
+"""Write docs/reference from the catalogues and docs/census.json, and the generated parts of other pages.
 
-python docs/generate.py            writes the reference and the generated parts of both pages
+python docs/generate.py            writes the reference and the generated parts
 python docs/generate.py --check    exits 1 if a page is not what would be written
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import json
 import re
 import shutil
 import sys
+import tomllib
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -371,8 +373,26 @@ def support() -> str:
     return text + "\n## Fusions\n\n" + owned_providers()
 
 
+def folders() -> str:
+    """The folders and modules of the package in the order in which they may import, each with its docstring's first line."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
+    layers = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
+    lines = []
+    for module in (name for layer in reversed(layers) for name in layer.split(" | ")):
+        path = ROOT / "src" / module.replace(".", "/")
+        name, file = (
+            (f"{path.name}/", path / "__init__.py") if path.is_dir() else (f"{path.name}.py", path.with_suffix(".py"))
+        )
+        doc = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+        lines.append(f"{name:14}{doc.partition(chr(10))[0]}")
+    return "```\n" + "\n".join(lines) + "\n```\n"
+
+
 # The text that stands for `<!-- generated: NAME -->` in a page.
 PARTS: dict[str, Callable[[], str]] = {
+    "folders": folders,
     "gains": measured.gains,
     "measured models": measured.measured,
     "dynamic kernels": measured.dynamic_kernels,
@@ -380,7 +400,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "families summary": measured.families_summary,
     "pipeline": measured.pipeline,
 }
-PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "NOTES.md")
+PAGES = tuple(
+    ROOT / name for name in ("README.md", "docs/performance.md", "benchmarks/NOTES.md", "docs/architecture.md")
+)
 
 
 def filled(text: str) -> str:

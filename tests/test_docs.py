@@ -79,11 +79,21 @@ def test_the_page_of_techniques_has_each_with_its_fields(generate):
 
 
 def test_the_pages_have_the_parts_that_are_generated_for_them(generate):
-    readme, performance, notes = (path.read_text(encoding="utf-8") for path in generate.PAGES)
+    readme, performance, notes, architecture = (path.read_text(encoding="utf-8") for path in generate.PAGES)
     assert "<!-- generated: gains -->" in readme
     assert "<!-- generated: measured models -->" in notes
+    assert "<!-- generated: folders -->" in architecture
     for name in ("families summary", "families", "pipeline", "dynamic kernels"):
         assert f"<!-- generated: {name} -->" in performance
+
+
+def test_the_map_of_folders_has_every_module_of_the_package(generate):
+    package = ROOT / "src" / "tritium"
+    inside = {f"{path.name}/" for path in package.iterdir() if (path / "__init__.py").is_file()}
+    inside |= {path.name for path in package.glob("*.py") if not path.name.startswith("__")}
+    lines = generate.folders().splitlines()[1:-1]
+    assert {line.split()[0] for line in lines} == inside
+    assert all(len(line.split()) > 2 for line in lines)
 
 
 def test_a_part_is_written_between_its_marks_and_an_unknown_one_is_refused(generate, monkeypatch):
