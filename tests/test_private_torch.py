@@ -29,7 +29,6 @@ UNFINISHED = {
     "compiler/blocks/tails.py",
     "compiler/capture/inputs.py",
     "compiler/capture/outputs.py",
-    "compiler/interface.py",
     "compiler/pad.py",
     "compiler/passes/channels_last/agnostic_ops.py",
     "compiler/passes/channels_last/convert.py",

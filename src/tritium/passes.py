@@ -7,13 +7,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
 from tritium import compat
 from tritium.config import CompilationConfig
 from tritium.report import Site
+
+if TYPE_CHECKING:
+    from tritium.fusions import Fusion
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,8 @@ class PassContext:
     read_only: str | None = None
     # Inputs of the current call, for checks on real values.
     example_inputs: Sequence[Any] = ()
+    # The fusions to recognise: built-in, plug-ins', the backend's.
+    fusions: Sequence[Fusion] = ()
     # Recognised sites, for the report.
     sites: list[Site] = field(default_factory=list)
     # Parts of the running pass that disabled themselves: name and error.

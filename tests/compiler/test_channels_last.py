@@ -632,7 +632,7 @@ class TestGate:
 
     def test_registration(self, monkeypatch):
         def names(config):
-            return [entry.name for entry in passes_for(config, (), ())]
+            return [entry.name for entry in passes_for(config, ())]
 
         assert names(tritium.CompilationConfig())[:3] == ["channels_last", "fuse", "convolution_bias"]
         monkeypatch.setenv("TRITIUM_PASS_CONFIG__ENABLE_CHANNELS_LAST", "0")

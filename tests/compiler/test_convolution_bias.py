@@ -204,7 +204,7 @@ def test_no_norm_of_wan_s_decoder_is_handed_another_layout(monkeypatch):
     def rewrite(graph):
         config = tritium.CompilationConfig(force_provider=PINNED)
         context = PassContext(config, "cuda")
-        for entry in passes_for(config, (), ()):
+        for entry in passes_for(config, ()):
             entry.run(graph, context)
         taken.extend(site for site in context.sites if site.provider == "triton")
 

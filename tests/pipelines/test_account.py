@@ -12,7 +12,7 @@ import small_pipelines
 import tiny_pipeline
 import tritium
 from tritium import CompilationConfig, Plan
-from tritium.compiler import pipeline as compiler_pipeline
+from tritium.compiler import lower
 from tritium.errors import PipelineError
 from tritium.pipelines import parts
 
@@ -54,7 +54,7 @@ class TestTruth:
         def fails(*_):
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(compiler_pipeline, "lower", fails)
+        monkeypatch.setattr(lower, "_compiled", fails)
         expected = draw(pipe)
         with (
             pytest.warns(RuntimeWarning, match="No space left"),

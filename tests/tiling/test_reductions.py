@@ -336,7 +336,7 @@ class TestReached:
         (kernel,) = observer.kernels
         assert kernel.tiling.reduction == choice
         record = GraphRecord("graph 0", "norm", "inductor", "cuda", kernels=[kernel])
-        entry = PassRecord(lower.TILING)
+        entry = PassRecord("tiling_policy")
         lower._describe_tiling(OFF, entry, record)
         assert entry.changed
 

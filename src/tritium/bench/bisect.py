@@ -21,11 +21,9 @@ from torch.utils import _pytree as pytree
 
 from tritium import compat, fidelity, fusions
 from tritium.compiler.backend import Backend
-from tritium.compiler.passes import fuse
 from tritium.config import CompilationConfig
 from tritium.fusions import Fusion, Match
 from tritium.ops import INDUCTOR, REFERENCE
-from tritium.passes import Pass
 from tritium.report import LEDGER, PassRecord, Site
 
 Part = Literal["provider", "rewrite", "generated code", "pass", "torch.compile", "not repeated"]
@@ -123,11 +121,9 @@ class SelectedSites(Backend):
         self._graphs += 1
         return compiled
 
-    def all_passes(self) -> list[Pass]:
-        if self._selected is None:
-            return super().all_passes()
-        narrowed = fuse.make_pass([self._narrowed(fusion) for fusion in fusions.catalog().values()])
-        return [narrowed if entry.name == narrowed.name else entry for entry in super().all_passes()]
+    def all_fusions(self) -> list[Fusion]:
+        known = super().all_fusions()
+        return known if self._selected is None else [self._narrowed(fusion) for fusion in known]
 
     def _narrowed(self, fusion: Fusion) -> Fusion:
         def decline(match: Match) -> str | None:

@@ -157,7 +157,7 @@ def _broken_plugins() -> tuple[str, ...]:
             fusions.catalog,
             ops.catalog,
             candidates.candidates,
-            lambda: passes_for(CompilationConfig(), (), ()),
+            lambda: passes_for(CompilationConfig(), ()),
         ):
             with contextlib.suppress(TritiumError):
                 load()

@@ -43,6 +43,15 @@ def setting(name: str) -> Any:
     return getattr(inductor_config(), name)
 
 
+def assign(name: str, value: Any) -> None:
+    """Assign one setting."""
+    owner = inductor_config()
+    *path, last = name.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    setattr(owner, last, value)
+
+
 def uses_cuda_graphs() -> bool:
     """Return True if Inductor's CUDA graphs are enabled for the current compilation."""
     return bool(inductor_config().triton.cudagraphs)

@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
-from tritium import compat
+from tritium import compat, fusions
 from tritium.compiler.blocks import kept
-from tritium.compiler.pipeline import Compilation, needs_gradients, passes_for
+from tritium.compiler.compilation import Compilation
+from tritium.compiler.pipeline import compile_graph, passes_for
 from tritium.config import CompilationConfig
 from tritium.errors import ConfigError, nearest
 from tritium.fusions import Fusion
@@ -45,6 +46,7 @@ class Backend:
         # Check now, so that errors appear in the user's code and not in the first call of the model.
         check_pins(self.config)
         self.all_passes()
+        self.all_fusions()
         compat.shapes.keep_sizes_apart(_is_of_pictures)
         compat.dynamo.log_only_for_readers()
         self._hash = hash(self._identity())
@@ -88,17 +90,21 @@ class Backend:
             self.config,
             record,
             self.all_passes(),
-            self.fusions,
+            self.all_fusions(),
             self._user_settings(mode, options),
         )
-        compiled = compilation.run()
+        compiled = compile_graph(compilation)
         record.seconds = time.perf_counter() - start
         LEDGER.add(record)
         return compiled
 
     def all_passes(self) -> list[Pass]:
         """Return every pass of this backend in order: built-in, plug-ins', constructor's."""
-        return passes_for(self.config, self.fusions, self.passes)
+        return passes_for(self.config, self.passes)
+
+    def all_fusions(self) -> list[Fusion]:
+        """Return every fusion of this backend: built-in, plug-ins', constructor's."""
+        return [*fusions.catalog().values(), *self.fusions]
 
     def reset(self) -> None:
         """Clear records and kept pieces: `torch._dynamo.reset()` calls this after dropping the compiled code."""
@@ -167,11 +173,17 @@ def _start_record(gm: fx.GraphModule, example_inputs: Sequence[Any], engine: str
         device_type="cuda" if "cuda" in devices else devices[0] if devices else "cpu",
         nodes=sum(node.op.startswith("call_") for node in gm.graph.nodes),
         break_reason=compat.dynamo.break_reason(gm),
-        needs_gradients=needs_gradients(example_inputs),
+        needs_gradients=_needs_gradients(example_inputs),
         recompile=_recompile(frame),
         code=weakref.ref(frame.code) if frame is not None else None,
         owners=owners,
         callers=callers,
+    )
+
+
+def _needs_gradients(example_inputs: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(
+        isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs
     )
 
 

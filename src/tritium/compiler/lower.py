@@ -1,7 +1,11 @@
-"""Compile the rewritten graph with its engine, under the requested settings.
+"""Lower graphs with Inductor in one loop over attempts, the same for whole graphs, pieces and blocks.
 
-If lowering fails, it is tried again on the graph from Dynamo without requests; if that fails too, the graph runs
-uncompiled. The report lists each failure with its error and graphs.
+1. `rewritten`       the graph that the passes leave, with their requests, under the tiling policy
+2. `without_tiling`  the same without Inductor's tiling analysis and the policy, if that analysis failed
+3. `untouched`       a whole graph as Dynamo gave it, without requests, if a pass did anything
+4. `eager`           no code generation; not for a block, whose graph is then compiled whole
+
+The report lists each attempt that fails with its error and graphs.
 """
 
 from __future__ import annotations
@@ -17,21 +21,19 @@ from torch import fx
 from tritium import compat
 from tritium.artifacts import libraries
 from tritium.artifacts.observations import code_key, store, store_key
+from tritium.compiler.compilation import Compilation, Graphs, Unit, is_the_callers
+from tritium.graph import copied, with_graph
 from tritium.ops import triton_launch
 from tritium.ops.op import NAMESPACE
-from tritium.report import Failure, GraphRecord, PassRecord, SharedPiece
-from tritium.report.kernel_dump import KernelSource
+from tritium.report import Failure, GraphRecord, PassRecord
 from tritium.report.kernel_dump.dissection import Dissection
 from tritium.report.observation import Observation
 from tritium.report.observer import KernelObserver
 from tritium.tiling import session
-from tritium.tiling.policy import OFF, Decisions, TilingPolicy
+from tritium.tiling.policy import OFF, Decisions, TilingPolicy, policy_of
 
 # The Inductor setting whose value adds Tritium's identity to Inductor's cache key.
 SALT = "post_grad_custom_pre_pass"
-
-# Name of the tiling policy in the list of a graph's passes.
-TILING = "tiling_policy"
 
 # Graphs that an earlier process compiled and this one compiled again. After one such graph no cache hit is expected,
 # because some graphs cannot be cached.
@@ -39,23 +41,18 @@ _compiled_again: list[str] = []
 
 
 @dataclass
-class Lowering:
-    """One attempt: a graph, its inputs, Inductor's settings, and the identity for the cache key."""
+class Attempt:
+    """A graph, its inputs and Inductor's settings; with the name and the graphs to report if it fails."""
 
+    part: str
     gm: fx.GraphModule
-    example_inputs: Sequence[Any]
-    settings: Mapping[str, Any]
-    identity: bytes
+    example_inputs: Sequence[Any] = ()
+    # None if no code is generated.
+    settings: Mapping[str, Any] | None = None
+    graphs: Graphs = ()
     tiling: TilingPolicy = OFF
-    # The piece of a graph, or None for a whole graph.
-    piece: SharedPiece | None = None
     # The result of code generation so far.
     dissection: Dissection = field(default_factory=Dissection)
-
-    @property
-    def unfinished(self) -> list[KernelSource]:
-        """The kernels generated before the attempt failed."""
-        return self.dissection.unfinished()
 
 
 @dataclass(frozen=True)
@@ -67,38 +64,94 @@ class Lowered:
     source: Literal["codegen", "store"] = "codegen"
 
 
-@dataclass
-class Attempt:
-    """A lowering, with the name and graphs to report if it fails. Another attempt may follow."""
+def rewritten(c: Compilation, unit: Unit, error: Exception | None) -> Attempt | None:
+    del error
+    graphs = [("rewritten", unit.graph)]
+    if unit.piece is None:
+        graphs.append(("original", c.dynamo.graph))
+    return Attempt(unit.part, unit.gm, unit.example_inputs, c.settings, graphs, policy_of(c.config))
 
-    part: str
-    lowering: Lowering
-    graphs: Sequence[tuple[str, fx.Graph]]
-    is_tiled: bool = False
+
+def without_tiling(c: Compilation, unit: Unit, error: Exception | None) -> Attempt | None:
+    if error is None or not compat.tiling.came_from_tiling(error):
+        return None
+    settings = {**c.settings, **compat.tiling.NO_TILING_ANALYSIS}
+    again = with_graph(unit.gm, copied(unit.graph))
+    return Attempt(unit.part, again, unit.example_inputs, settings, [("rewritten", unit.graph)])
+
+
+def untouched(c: Compilation, unit: Unit, error: Exception | None) -> Attempt | None:
+    del error
+    if unit.piece is not None or not c.withdraw_rewrites():
+        return None
+    again = with_graph(c.dynamo, copied(c.dynamo.graph))
+    graphs = [("original", c.dynamo.graph)]
+    return Attempt("lowering of the untouched graph", again, c.example_inputs, c.user_settings, graphs)
+
+
+def eager(c: Compilation, unit: Unit, error: Exception | None) -> Attempt | None:
+    if error is None:
+        return Attempt(unit.part, unit.gm)
+    if not unit.may_run_eagerly:
+        return None
+    if unit.piece is not None:
+        return Attempt(unit.part, with_graph(unit.gm, unit.graph))
+    c.record.engine = "eager"
+    return Attempt(unit.part, c.dynamo)
+
+
+ATTEMPTS = (rewritten, without_tiling, untouched, eager)
+
+
+def lower(c: Compilation, unit: Unit) -> Lowered:
+    """Return the result of the first attempt that succeeds; report each that fails."""
     error: Exception | None = None
+    for step in (eager,) if c.is_eager else ATTEMPTS:
+        attempt = step(c, unit, error)
+        if attempt is None:
+            continue
+        if attempt.settings is None:
+            return Lowered(attempt.gm.forward)
+        try:
+            return _compiled(c, attempt, attempt.settings, unit)
+        except Exception as raised:
+            if is_the_callers(raised):
+                raise
+            error = raised
+            in_tiling = step is rewritten and compat.tiling.came_from_tiling(raised)
+            part = "tiling analysis" if in_tiling else attempt.part
+            c.fail(part, raised, attempt.graphs, attempt.dissection.unfinished())
+    raise RuntimeError("a block cannot be lowered, so the graph is compiled whole")
 
-    @property
-    def failed_in_tiling(self) -> bool:
-        return self.is_tiled and self.error is not None and compat.tiling.came_from_tiling(self.error)
 
-    @property
-    def failed_part(self) -> str:
-        return "tiling analysis" if self.failed_in_tiling else self.part
+def record_tiling_policy(c: Compilation) -> None:
+    """Record the policy under which rewritten graphs are lowered; its decisions are recorded with their kernels."""
+    if not c.is_eager:
+        c.tiling.declined = _decline_tiling(policy_of(c.config), c.record.device_type)
+        c.record.passes.append(c.tiling)
 
 
-def lower(attempt: Lowering, record: GraphRecord) -> Lowered:
+def lower_untouched(c: Compilation) -> Callable[..., Any]:
+    """Leave Dynamo's graph to Inductor and autograd, because it needs gradients; errors are the caller's."""
+    with compat.inductor.inductor_patched(c.user_settings):
+        return compat.inductor.compile_fx(c.dynamo, c.example_inputs)
+
+
+def _compiled(c: Compilation, attempt: Attempt, settings: Mapping[str, Any], unit: Unit) -> Lowered:
     """Compile with Inductor, and record its code generation, from this or an earlier process."""
-    settings = dict(attempt.settings)
+    record = c.record
+    # The ops of the rewritten graph count for every attempt.
+    key = c.identity(unit.graph)
     own = settings[SALT] if SALT in settings else compat.inductor.setting(SALT)
-    settings[SALT] = compat.inductor.salted_pass(attempt.identity, own)
+    settings = {**settings, SALT: compat.inductor.salted_pass(key, own)}
     libraries.install()
     observer = KernelObserver(record.device_type, NAMESPACE, triton_launch.op_of)
     attempt.dissection = observer.dissection
-    tiling = PassRecord(TILING, declined=_why_untiled(attempt.tiling, record.device_type))
-    record.passes = [*(entry for entry in record.passes if entry.name != TILING), tiling]
+    tiling = c.tiling
+    tiling.declined, tiling.failed = _decline_tiling(attempt.tiling, record.device_type), None
     with compat.inductor.inductor_patched(settings):
-        key = store_key(attempt.gm.graph, attempt.identity + attempt.tiling.identity.encode())
-        known = store().load(key)
+        place = store_key(attempt.gm.graph, key + attempt.tiling.identity.encode())
+        known = store().load(place)
         with (
             compat.observation.observed_codegen(observer),
             compat.kernels.recorded_kernels(observer),
@@ -106,9 +159,9 @@ def lower(attempt: Lowering, record: GraphRecord) -> Lowered:
             _without_workers() if _expected(known, record.device_type) else contextlib.nullcontext(),
         ):
             compiled = compat.inductor.compile_fx(attempt.gm, attempt.example_inputs)
-    lowered = Lowered(compiled, *_observation(observer, key, known))
+    lowered = Lowered(compiled, *_observation(observer, place, known))
     if lowered.observation is not None:
-        record.observed(lowered.observation, lowered.source, attempt.piece)
+        record.observed(lowered.observation, lowered.source, unit.piece)
     _describe_tiling(attempt.tiling, tiling, record)
     _write_for_debugging(record)
     return lowered
@@ -183,7 +236,8 @@ def _describe_tiling(policy: TilingPolicy, entry: PassRecord, record: GraphRecor
         entry.declined = f"force_tiling: this graph has no kernel {', '.join(unmet)}"
 
 
-def _why_untiled(policy: TilingPolicy, device_type: str) -> str | None:
+def _decline_tiling(policy: TilingPolicy, device_type: str) -> str | None:
+    """Return why kernels are not tiled by the policy, or None."""
     if device_type == "cpu" and compat.inductor.inductor_config().cpu_backend != "triton":
         return "C++ kernels have no tiles"
     if not policy.is_on:

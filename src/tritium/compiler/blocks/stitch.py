@@ -7,30 +7,19 @@ from typing import Any
 
 from torch import fx
 
+from tritium import compat
 from tritium.compiler.blocks.segments import Segment
 
-# Takes a list of values, which it may empty, and returns a tuple.
-Boxed = Callable[[list[Any]], Sequence[Any]]
 
-
-def boxed(run: Callable[..., Any]) -> Boxed:
-    """Return a function of one list of values for a function of several arguments."""
-
-    def call(values: list[Any]) -> Any:
-        return run(*values)
-
-    return call
-
-
-def stitch(graph: fx.Graph, segments: Sequence[Segment], runs: Sequence[Boxed]) -> Callable[..., Any]:
-    """Return a function with a graph's inputs and results that runs the graph's segments."""
+def stitch(graph: fx.Graph, segments: Sequence[Segment], runs: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+    """Return a function with a graph's inputs and results that runs the compiled segments in order."""
     placeholders = list(graph.find_nodes(op="placeholder"))
     (output,) = graph.find_nodes(op="output")
     names = {node: f"a{place}" for place, node in enumerate(placeholders)}
     for segment in segments:
         for node in segment.outputs:
             names[node] = f"v{len(names)}"
-    constants: dict[str, Any] = {f"run{place}": run for place, run in enumerate(runs)}
+    constants: dict[str, Any] = {f"run{place}": compat.inductor.boxed(run) for place, run in enumerate(runs)}
     returned = fx.map_arg(output.args[0], lambda node: _Name(names[node]))
     last = {node: place for place, segment in enumerate(segments) for node in segment.inputs}
     kept = set(output.all_input_nodes)

@@ -30,8 +30,8 @@ class Piece:
         return [value_of(node) for node in self.gm.graph.find_nodes(op="placeholder")]
 
 
-def obstacle(graph: fx.Graph) -> str | None:
-    """Return why a graph with boundary ops cannot be cut, or None."""
+def decline_split(graph: fx.Graph) -> str | None:
+    """Return why a graph is not cut at its boundary ops, or None."""
     if boundaries(graph.nodes) and any("_enter_autocast" in str(node.target) for node in graph.nodes):
         return "a boundary op stands in a graph that switches autocast"
     return None

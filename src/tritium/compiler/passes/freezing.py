@@ -204,7 +204,11 @@ def _take_out(
     program.output(tuple(copies[node] for node in frontier))
     values = FrozenValues(fx.GraphModule(torch.nn.Module(), program))
     # Run now, so that a failure disables freezing instead of failing the first call.
-    values.of([inputs[source] for source in sources])
+    try:
+        values.of([inputs[source] for source in sources])
+    except torch.OutOfMemoryError as error:
+        # The model may run without frozen values.
+        raise MemoryError(f"frozen values need more memory: {error}") from error
     last = list(inputs)[-1]
     for node in frontier:
         with graph.inserting_after(last):

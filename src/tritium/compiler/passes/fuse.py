@@ -25,24 +25,19 @@ from tritium.passes import Pass, PassContext
 from tritium.report import Outcome, Site
 from tritium.tuning.choice import LEFT_TO_INDUCTOR
 
-NAME = "fuse"
+
+def run(graph: fx.Graph, context: PassContext) -> None:
+    usable = list(context.fusions)
+    while True:
+        try:
+            return fuse(graph, context, usable)
+        except FusionFailed as failure:
+            # All sites are judged before the first rewrite, so the graph is unchanged here.
+            usable.remove(failure.fusion)
+            context.failed.append((f"fusion {failure.fusion.name!r}", failure.error))
 
 
-def make_pass(fusions: Iterable[Fusion]) -> Pass:
-    """Return a fuse pass for a set of fusions."""
-    known = tuple(fusions)
-
-    def run(graph: fx.Graph, context: PassContext) -> None:
-        usable = list(known)
-        while True:
-            try:
-                return fuse(graph, context, usable)
-            except FusionFailed as failure:
-                # All sites are judged before the first rewrite, so the graph is unchanged here.
-                usable.remove(failure.fusion)
-                context.failed.append((f"fusion {failure.fusion.name!r}", failure.error))
-
-    return Pass(NAME, run)
+PASS = Pass("fuse", run)
 
 
 @dataclass
