@@ -95,8 +95,8 @@ def test_generated_code_calls_no_operator_of_ours(op, provider):
         assert "'fp64'" not in wrapper, sample.label
         kernels = launched(wrapper)
         owned = [kernel for kernel in observer.kernels if kernel.kind == "owned"]
-        assert [kernel["name"].rpartition("_")[0] for kernel in owned] == kernels
-        assert {kernel["ops"][0] for kernel in owned} <= {f"tritium.{op.name}"}
+        assert [kernel.name.rpartition("_")[0] for kernel in owned] == kernels
+        assert {kernel.ops[0] for kernel in owned} <= {f"tritium.{op.name}"}
         labels[sample.label] = kernels
         # One of each way to compute it is enough.
         if len(labels) == 12:

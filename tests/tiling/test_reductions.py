@@ -327,8 +327,8 @@ class TestReached:
 
     def test_the_report_has_it(self, monkeypatch):
         class Observer(codegen.KernelObserver):
-            def __init__(self, device_type):
-                super().__init__(device_type)
+            def __init__(self, *arguments):
+                super().__init__(*arguments)
                 self.tilings = session.current().decisions
 
         monkeypatch.setattr(codegen, "KernelObserver", Observer)

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 import tritium
+from report_samples import kernel
 from tritium import ops, tuning
 from tritium.compiler.compile import compile_pinned
 from tritium.report import GraphRecord
+from tritium.report.tiling import KernelTiling, ReductionChoice
 from tritium.tuning import Key, Loop, Verdict, compare
 
 
@@ -65,12 +67,9 @@ def test_the_host_is_timed_by_calls_in_a_row(monkeypatch):
 def test_a_row_names_the_size_that_inductor_looped_over(form, elements, looped):
     width = elements if elements < 5000 else 128
     key = Key("residual_norm_modulate", f"tokens=4096 width={width} norm=layer", "bfloat16")
-    reduction = {"form": form, "elements": elements, "reads": 5}
-    kernels = [
-        {"name": "a"},
-        {"name": "b", "tiling": {"reduction": None}},
-        {"name": "c", "tiling": {"reduction": reduction}},
-    ]
+    reduction = ReductionChoice(form, "looped", "measured", elements=elements, reads=5)
+    tilings = [None, *(KernelTiling({}, "coalesced", "", reduction=choice) for choice in (None, reduction))]
+    kernels = [kernel(f"triton_{index}", tiling=tiling) for index, tiling in enumerate(tilings)]
     record = GraphRecord("0/0", "block", "inductor", "cuda", kernels=kernels)
     assert compare._loop(key, [record]) == looped
 
