@@ -96,6 +96,13 @@ def test_the_map_of_folders_has_every_module_of_the_package(generate):
     assert all(len(line.split()) > 2 for line in lines)
 
 
+def test_the_architecture_page_has_every_stage_in_its_order():
+    from tritium.compiler.pipeline import PIPELINE
+
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert re.findall(r"^### `(\w+)`$", text, re.MULTILINE) == [stage.name for stage in PIPELINE]
+
+
 def test_a_part_is_written_between_its_marks_and_an_unknown_one_is_refused(generate, monkeypatch):
     monkeypatch.setitem(generate.PARTS, "families", lambda: "| a |\n")
     page = "before\n<!-- generated: families -->\nold\n<!-- end -->\nafter"
