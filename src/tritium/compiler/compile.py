@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, overload
 
 import torch
@@ -21,8 +21,6 @@ from tritium.compiler.backend import Backend
 from tritium.compiler.dynamic_dims import DynamicDims, marking
 from tritium.config import CompilationConfig
 from tritium.errors import ConfigError
-from tritium.report import GraphRecord
-from tritium.report.explain import explain
 
 T = TypeVar("T")
 
@@ -93,10 +91,8 @@ def _compile_module(
     return optimized
 
 
-def compile_pinned(
-    function: Callable[..., Any], providers: Mapping[str, str]
-) -> tuple[Callable[..., Any], Callable[[], Sequence[GraphRecord]]]:
-    """Compile a function with a provider pinned by op; return it, and a function that returns the records of its graphs."""
+def compile_pinned(function: Callable[..., Any], providers: Mapping[str, str]) -> Callable[..., Any]:
+    """Compile a function as one static graph, with a provider pinned by op."""
     backend = Backend(CompilationConfig(force_provider=dict(providers)))
     compiled: Callable[..., Any] = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
-    return compiled, lambda: explain(compiled).records
+    return compiled

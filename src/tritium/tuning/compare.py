@@ -22,6 +22,7 @@ from tritium.errors import TritiumError
 from tritium.ops import INDUCTOR, Op
 from tritium.ops.op import Block, Draw, count
 from tritium.report import GraphRecord
+from tritium.report.explain import explain
 from tritium.tuning import tables
 from tritium.tuning.prediction import LONG
 from tritium.tuning.reductions import INDUCTOR_PERSISTENT
@@ -51,10 +52,8 @@ ISSUE_ROUNDS = 30
 
 Runs = Mapping[str, Callable[[], Any]]
 
-# Compiles a function with a provider pinned by op; returns it, and a function that returns the records of its graphs.
-Compile = Callable[
-    [Callable[..., Any], Mapping[str, str]], tuple[Callable[..., Any], Callable[[], Sequence[GraphRecord]]]
-]
+# Compiles a function with this package's backend and a provider pinned by op.
+Compile = Callable[[Callable[..., Any], Mapping[str, str]], Callable[..., Any]]
 
 # Called with the key to be measured next, its index, and the number of keys.
 Notify = Callable[[Key, int, int], None]
@@ -197,7 +196,7 @@ def _compare(op: Op, key: Key, draw: Draw, device_type: str, compiler: Compile, 
     able = [name for name, reason in declines.items() if reason is None]
     block, inputs = block_of(key.sizes(), draw)
     compiled = {name: _compiled(op, block, inputs, name, compiler) for name in (INDUCTOR, *able)}
-    blocks = {name: functools.partial(run, *inputs) for name, (run, _) in compiled.items()}
+    blocks = {name: functools.partial(run, *inputs) for name, run in compiled.items()}
     ms = _medians(blocks, device_type, seconds, 1.0)
     alone_us = _medians(_alone(op, arguments, able), device_type, seconds / 3, 1e3)
     row = Verdict(
@@ -207,7 +206,7 @@ def _compare(op: Op, key: Key, draw: Draw, device_type: str, compiler: Compile, 
         alone_us=alone_us,
         # A CPU has no launches: host time is part of the block's time.
         issue_us=_issue_us(blocks, device_type) if device_type == "cuda" else {},
-        looped=_loop(key, compiled[INDUCTOR][1]),
+        looped=_loop(key, explain(compiled[INDUCTOR]).records),
         bytes=least_bytes(op, arguments),
         versions=tables.current_versions(),
         remarks={name: reason for name, reason in declines.items() if reason is not None},
@@ -217,15 +216,14 @@ def _compare(op: Op, key: Key, draw: Draw, device_type: str, compiler: Compile, 
 
 def _compiled(
     op: Op, block: Callable[..., Any], inputs: tuple[Any, ...], provider: str, compiler: Compile
-) -> tuple[Callable[..., Any], Sequence[GraphRecord]]:
-    compiled, records_of = compiler(block, {op.name: provider})
+) -> Callable[..., Any]:
+    compiled = compiler(block, {op.name: provider})
     compiled(*inputs)
-    records = records_of()
     if provider != INDUCTOR:
-        sites = [site for record in records for site in record.sites if site.fusion == op.name]
+        sites = [site for record in explain(compiled).records for site in record.sites if site.fusion == op.name]
         if not any(f"{provider!r}" in site.reason and site.outcome != "declined" for site in sites):
             raise TritiumError(f"the block of op {op.name!r} has no site that provider {provider!r} takes: {sites}")
-    return compiled, records
+    return compiled
 
 
 def _alone(op: Op, arguments: Mapping[str, Any], able: Sequence[str]) -> dict[str, Callable[[], Any]]:
