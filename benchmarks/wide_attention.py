@@ -20,7 +20,7 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 
 from tritium import measure
 from tritium.compat.products import multiply_into
-from tritium.layers.attention.mathematics import attention_math
+from tritium.ops.attention import attention_math
 from tritium.ops.wide_attention import products
 
 WIDTH = 512

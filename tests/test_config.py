@@ -185,9 +185,9 @@ def test_a_folder_is_not_part_of_the_identity():
 
 def test_a_wrong_attention_is_noticed_and_every_right_one_is_taken(monkeypatch):
     from tritium.config import ATTENTIONS
-    from tritium.layers.attention import candidates
+    from tritium.ops import attention
 
-    assert set(ATTENTIONS) == {"runtime", "static", *(candidate.name for candidate in candidates.OWN)}
+    assert set(ATTENTIONS) == {"runtime", "static", *(provider.name for provider in attention.OP.providers)}
     monkeypatch.setenv("TRITIUM_ATTENTION", "banana")
     with pytest.raises(ConfigError, match="TRITIUM_ATTENTION=banana: unknown attention implementation"):
         CompilationConfig()

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import tritium
+from tritium import envs
 
 PROGRAM = """
 import subprocess, sys
@@ -30,3 +31,12 @@ def test_a_child_imports_what_its_parent_found_through_sys_path(tmp_path):
         check=True,
     )
     assert Path(done.stdout.strip()) == checkout / "tritium" / "__init__.py"
+
+
+def test_a_user_without_a_home_has_a_cache(monkeypatch):
+    def fail():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(envs.Path, "home", fail)
+    assert envs.cache_home().is_dir()

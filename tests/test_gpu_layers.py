@@ -5,6 +5,9 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from tritium.layers.attention.mathematics import attention_math
+from tritium.layers.attention.request import Request
+from tritium.layers.sparse.attend import attend, lists_of
 
 import tritium
 from fidelity import assert_no_worse
@@ -12,11 +15,8 @@ from small_models import flux, flux_inputs
 from tritium import tuning
 from tritium.layers.attention import candidates as entries
 from tritium.layers.attention import choice, varlen
-from tritium.layers.attention.mathematics import attention_math
-from tritium.layers.attention.request import Request
 from tritium.layers.attention.varlen import by_segment
 from tritium.layers.sparse import masks
-from tritium.layers.sparse.attend import attend, lists_of
 from tritium.layers.sparse.layout import SparseLayout
 
 pytestmark = pytest.mark.gpu

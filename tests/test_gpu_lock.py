@@ -8,10 +8,8 @@ import threading
 import time
 
 import pytest
-import torch
 
 from tritium import measure
-from tritium.layers.attention import choice
 
 
 @pytest.fixture(autouse=True)
@@ -101,20 +99,3 @@ def test_a_cpu_has_no_lock():
     with measure.gpu_lock("cpu"):
         assert not is_held()
         assert not held_elsewhere()
-
-
-def test_attention_is_compared_under_the_lock(monkeypatch):
-    """Also where the caller holds it: another thread measures."""
-    monkeypatch.setattr(choice, "_can_measure", lambda where: True)
-    monkeypatch.setattr(choice, "_device_name", lambda where: "a GPU")
-    held = []
-
-    def measured():
-        with measure.gpu_lock("cuda"):
-            held.append(is_held())
-
-    choice.recall(torch.device("cuda"), "a key", measured)
-    assert not is_held()
-    with measure.gpu_lock("cuda"):
-        choice.recall(torch.device("cuda"), "a key", measured)
-    assert held == [True, True]

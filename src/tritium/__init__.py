@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from tritium.fusions.fusion import Fusion as Fusion
     from tritium.fusions.fusion import Match as Match
     from tritium.layers.activation import get_activation_layer as get_activation_layer
+    from tritium.layers.attention.diffusers import register_attention_backend as register_attention_backend
+    from tritium.layers.attention.diffusers import set_attention as set_attention
     from tritium.layers.attention.forward import attention_forward as attention_forward
-    from tritium.layers.attention.stock import register_attention_backend as register_attention_backend
-    from tritium.layers.attention.stock import set_attention as set_attention
     from tritium.layers.attention.varlen import attention_forward_varlen as attention_forward_varlen
     from tritium.layers.group_norm import group_norm_silu as group_norm_silu
     from tritium.layers.layer_norm import fast_layernorm as fast_layernorm
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from tritium.layers.rms_norm import RMSNorm as RMSNorm
     from tritium.layers.rotary import rotary_position_embedding as rotary_position_embedding
     from tritium.layers.scaled_add import muls_add as muls_add
+    from tritium.layers.sparse.diffusers import set_sparse_attention as set_sparse_attention
     from tritium.layers.sparse.forward import sparse_attention as sparse_attention
     from tritium.layers.sparse.layout import SparseLayout as SparseLayout
     from tritium.layers.sparse.schedule import SparseAttention as SparseAttention
-    from tritium.layers.sparse.stock import set_sparse_attention as set_sparse_attention
     from tritium.ops.bridge import custom_op as custom_op
     from tritium.ops.op import Op as Op
     from tritium.ops.op import Provider as Provider

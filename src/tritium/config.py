@@ -26,7 +26,7 @@ _FORMER_NAMES = {
     "aclgraph_with_compile": 'CompilationConfig(graphs="with_compile")',
 }
 
-# Values of TRITIUM_ATTENTION: ways to choose an implementation, and the implementations of `tritium.layers.attention`.
+# Values of TRITIUM_ATTENTION: ways to choose a provider, and the providers of the op `attention`.
 ATTENTIONS = (
     *("runtime", "static"),
     *("sdpa", "cudnn", "flash", "efficient", "math", "chunked", "products", "flex", "flash3", "sage"),
@@ -241,7 +241,7 @@ def check_environment() -> None:
             raise ConfigError(f"environment variable {name} is not a setting of tritium; {nearest(name, known)}")
     attention = envs.get(envs.ATTENTION)
     # Names from plug-ins are unknown until they are loaded. If a plug-in is installed, the attention call checks.
-    if attention and attention not in ATTENTIONS and not importlib.metadata.entry_points(group="tritium.attention"):
+    if attention and attention not in ATTENTIONS and not importlib.metadata.entry_points(group="tritium.providers"):
         raise ConfigError(
             f"{envs.ATTENTION}={attention}: unknown attention implementation; {nearest(attention, ATTENTIONS)}"
         )

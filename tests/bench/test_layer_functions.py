@@ -8,13 +8,12 @@ import torch
 from tritium import tuning
 from tritium.bench import layer_functions, run
 from tritium.errors import ConfigError
-from tritium.layers.attention import choice
 
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch, tmp_path):
     monkeypatch.setattr(tuning.tables, "user_folder", lambda: tmp_path)
-    choice.forget()
+    tuning.forget()
 
 
 def cases(name):

@@ -3,13 +3,14 @@
 import pytest
 
 from tritium import tuning
-from tritium.layers.attention import choice
+from tritium.layers import eager
 
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch, tmp_path):
-    """Tables of attention in a folder of the test's own, and an empty memory."""
+    """Tables in a folder of the test's own, and an empty memory."""
     monkeypatch.setattr(tuning.tables, "user_folder", lambda: tmp_path)
-    choice.forget()
+    monkeypatch.setattr(eager, "_CHOSEN", {})
+    tuning.forget()
     yield
-    choice.forget()
+    tuning.forget()

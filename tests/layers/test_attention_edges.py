@@ -1,4 +1,4 @@
-"""Attention where it is easily wrong: masks wider than queries, rows that see nothing, autocast, nothing at all, threads."""
+"""Attention where it is easily wrong: masks wider than queries, rows that see no key, autocast, empty sizes, threads."""
 
 import math
 import threading
@@ -6,14 +6,13 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tritium
 from fidelity import assert_no_worse
-from tritium import envs, tuning
-from tritium.errors import ArgumentError, ArgumentTypeError
-from tritium.layers.attention import choice, table
-from tritium.layers.attention.candidates import able, tile_for_a_wide_mask
-from tritium.layers.attention.request import Request
+from tritium import ops
+from tritium.ops.attention import OP, rule, trial
+from tritium.ops.attention.providers import tile_for_a_wide_mask
 
 HALF = [torch.bfloat16, torch.float16]
 WAYS = [
@@ -60,20 +59,22 @@ class TestWideMasks:
         exact = exact_of(q, k, v, mask.clamp(min=-1e30).masked_fill(mask == -math.inf, -math.inf))
         assert_no_worse(tritium.attention_forward(q, k, v, mask), exact.float(), exact)
 
-    def test_no_choice_for_one_is_the_other_s(self):
-        q, k, v = qkv(torch.bfloat16)
+    def test_a_verdict_for_one_is_not_the_other_s(self):
+        q, k, v = (t.transpose(1, 2) for t in qkv(torch.bfloat16))
         mask = torch.zeros(1, 1, 7, 63)
-        keys = {Request.of(*(t.transpose(1, 2) for t in (q, k, v)), m, False).key() for m in (mask, mask.bfloat16())}
-        assert len(keys) == 2
+        wide, narrow = (OP.trial.shape(OP.bind(q, k, v, m, 1.0, False)) for m in (mask, mask.bfloat16()))
+        assert wide != narrow
 
-    def test_on_a_gpu_kernels_decline_it_and_others_do_not(self):
-        q, k, v = (t.transpose(1, 2) for t in qkv(torch.bfloat16, 64, 64))
-        request = Request.of(q, k, v, torch.zeros(1, 1, 1, 64), False)
-        request = Request(**{**vars(request), "device": "cuda"})
-        assert set(able(request)) == {"math", "chunked", "flex"}
-        assert choice.rule(request, (9, 0)) == "flex"
-        assert choice.rule(Request(**{**vars(request), "grad": True}), (9, 0)) == "chunked"
-        assert choice.rule(Request(**{**vars(request), "grad": True, "symbolic": True}), (9, 0)) == "math"
+    def test_on_a_gpu_kernels_decline_it_and_others_do_not(self, monkeypatch):
+        monkeypatch.setattr(trial.device, "capability", lambda where: (9, 0))
+        with FakeTensorMode():
+            q = torch.empty(1, 64, 2, 16, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+            given = OP.bind(q, q, q, torch.zeros(1, 1, 1, 64, device="cuda"), 0.25, False)
+        able = {name for name, provider in ops.providers(OP).items() if provider.decline(given) is None}
+        assert able == {"math", "chunked", "flex"}
+        assert rule(given) == "flex"
+        q.requires_grad_()
+        assert rule(given) == "chunked"
 
     @pytest.mark.parametrize("room", [101_376, 166_912, 232_448])
     @pytest.mark.parametrize("width", [16, 64, 100, 128, 256])
@@ -85,50 +86,22 @@ class TestWideMasks:
         # FlexAttention has blocks of 128.
         assert 128 % queries == 128 % keys == 0
 
-    def test_masks_of_other_dtypes(self):
-        q, k, v = qkv()
-        with pytest.raises(ArgumentTypeError, match="attn_mask must be boolean"):
-            tritium.attention_forward(q, k, v, torch.zeros(7, 63).to(torch.float8_e4m3fn))
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_kernels_take_heads_with_contiguous_elements(apart):
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16)
+        given = OP.bind(*[q.transpose(2, 3) if apart else q] * 3, None, 0.25, False)
+    declined = {name for name in ("cudnn", "flash", "efficient", "sdpa") if ops.providers(OP)[name].decline(given)}
+    assert declined == ({"cudnn", "flash", "efficient"} if apart else set())
 
 
-class TestWhatKernelsAsk:
-    @pytest.mark.parametrize(
-        ("changes", "declined"),
-        [
-            ({"packed": False}, {"cudnn", "flash", "efficient"}),
-            ({}, set()),
-        ],
-    )
-    def test_numbers_of_a_head_side_by_side(self, changes, declined):
-        from tritium.layers.attention.candidates import candidates
-
-        q, k, v = (t.transpose(1, 2) for t in qkv(torch.bfloat16, 64, 64))
-        request = Request(**{**vars(Request.of(q, k, v, None, False)), "device": "cuda", **changes})
-        kernels = ("cudnn", "flash", "efficient", "sdpa")
-        assert {name for name in kernels if candidates()[name].decline(request) is not None} == declined
-
-    def test_heads_that_lie_apart_have_a_key_of_their_own_and_are_drawn_so(self):
-        from tritium.layers.attention.request import draw
-
-        apart = [t.transpose(1, 3).contiguous().transpose(1, 3).transpose(1, 2) for t in qkv()]
-        together = [t.transpose(1, 2) for t in qkv()]
-        first, second = (Request.of(*tensors, None, False) for tensors in (apart, together))
-        assert (first.packed, second.packed) == (False, True)
-        assert first.key() != second.key()
-        assert not Request.of(*draw(first, torch.device("cpu")), False).packed
-
-    @pytest.mark.parametrize("shape", [(7, 1), (1, 2, 7, 1)])
-    def test_a_mask_of_one_number_a_query(self, shape, monkeypatch):
-        from tritium.layers.attention import forward
-
-        seen = []
-        real = forward.ATTENTION
-        monkeypatch.setattr(forward, "ATTENTION", lambda *given: seen.append(given[3]) or real(*given))
-        q, k, v = qkv()
-        mask = torch.randn(shape)
-        exact = exact_of(q, k, v, mask.expand(*shape[:-1], 63))
-        assert_no_worse(tritium.attention_forward(q, k, v, mask), exact.float(), exact)
-        assert seen[0].stride(-1) == 1
+@pytest.mark.parametrize("shape", [(7, 1), (1, 2, 7, 1)])
+def test_a_mask_of_one_value_per_query(shape):
+    q, k, v = qkv()
+    mask = torch.randn(shape)
+    exact = exact_of(q, k, v, mask.expand(*shape[:-1], 63))
+    assert_no_worse(tritium.attention_forward(q, k, v, mask), exact.float(), exact)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16])
@@ -141,22 +114,15 @@ def test_a_mask_in_one_graph(dtype):
         torch.testing.assert_close(compiled(q, k, v, mask), tritium.attention_forward(q, k, v, mask))
 
 
-class TestNothing:
-    @pytest.mark.parametrize("options", WAYS, ids=str)
-    @pytest.mark.parametrize("empty", ["batch", "queries", "keys", "heads", "width", "value width"])
-    def test_a_size_of_zero(self, empty, options):
-        sizes = {"batch": 2, "queries": 5, "keys": 6, "heads": 3, "width": 8, "value width": 4} | {empty: 0}
-        q = torch.randn(sizes["batch"], sizes["queries"], sizes["heads"], sizes["width"])
-        k = torch.randn(sizes["batch"], sizes["keys"], sizes["heads"], sizes["width"])
-        v = torch.randn(sizes["batch"], sizes["keys"], sizes["heads"], sizes["value width"])
-        out = tritium.attention_forward(q, k, v, **options)
-        assert out.shape == (sizes["batch"], sizes["queries"], sizes["heads"], sizes["value width"])
-
-    def test_cudnn_is_not_taken_for_nothing(self):
-        q, k, v = (t.transpose(1, 2) for t in qkv(torch.bfloat16, 64, 64))
-        request = Request(**{**vars(Request.of(q, k, v, None, False)), "device": "cuda"})
-        assert choice.rule(request, (9, 0)) == "cudnn"
-        assert choice.rule(Request(**{**vars(request), "batch": 0}), (9, 0)) == "sdpa"
+@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.parametrize("empty", ["batch", "queries", "keys", "heads", "width", "value width"])
+def test_a_size_of_zero(empty, options):
+    sizes = {"batch": 2, "queries": 5, "keys": 6, "heads": 3, "width": 8, "value width": 4} | {empty: 0}
+    q = torch.randn(sizes["batch"], sizes["queries"], sizes["heads"], sizes["width"])
+    k = torch.randn(sizes["batch"], sizes["keys"], sizes["heads"], sizes["width"])
+    v = torch.randn(sizes["batch"], sizes["keys"], sizes["heads"], sizes["value width"])
+    out = tritium.attention_forward(q, k, v, **options)
+    assert out.shape == (sizes["batch"], sizes["queries"], sizes["heads"], sizes["value width"])
 
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
@@ -168,15 +134,6 @@ def test_gradients_of_rows_that_see_nothing(options):
     gradients = torch.autograd.grad(out[:, [0, 1, 2, 4, 5, 6]].sum(), (q, k, v))
     assert all(gradient.isfinite().all() for gradient in gradients)
     assert (gradients[0][:, 3] == 0).all()
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_a_scale_that_is_no_number(causal):
-    q, k, v = qkv()
-    with pytest.raises(ArgumentError, match="scale must be a number, got nan"):
-        tritium.attention_forward(q, k, v, scale=math.nan, is_causal=causal)
-    with pytest.raises(ArgumentError, match="scale must be a number, got nan"):
-        tritium.attention_forward_varlen(q[0], q[0], q[0], [0, 7], [0, 7], softmax_scale=math.nan)
 
 
 class TestAutocast:
@@ -245,47 +202,3 @@ def test_threads_leave_the_switches_of_pytorch_as_they_were():
     for thread in threads:
         thread.join()
     assert switches() == before
-
-
-class TestRemembered:
-    def test_an_eager_call_measures_those_that_a_graph_left_out(self):
-        q, k, v = qkv()
-        compiled = torch.compile(tritium.attention_forward, backend="aot_eager", dynamic=True, fullgraph=True)
-        with torch.inference_mode():
-            compiled(q, k, v)
-            (row,) = choice.choices()
-            assert "chunked" in row.dropped
-            tritium.attention_forward(q, k, v)
-        (_, eager) = choice.choices()
-        assert "chunked" in eager.ms
-        assert eager.key != row.key
-        # And a graph takes what was measured so.
-        torch.compiler.reset()
-        with torch.inference_mode():
-            compiled(q, k, v)
-        assert len(choice.choices()) == 2
-
-    def test_what_is_chosen_while_capturing_is_chosen_again(self, monkeypatch):
-        monkeypatch.setattr(choice.device, "is_capturing", lambda: True)
-        made = []
-        for _ in range(2):
-            choice.choose_again("call", lambda: made.append(1) or "sdpa")
-        assert len(made) == 2
-        monkeypatch.undo()
-        for _ in range(2):
-            choice.choose_again("call", lambda: made.append(1) or "sdpa")
-        assert len(made) == 3
-
-    def test_files_that_are_too_much(self, monkeypatch, tmp_path):
-        (tmp_path / "deep.json").write_text("[" * 100_000)
-        assert table.read(tmp_path / "deep.json") == {}
-        monkeypatch.setattr(tuning.tables, "user_folder", lambda: tmp_path / ("x" * 5000))
-        assert table.contents() == []
-
-    def test_somebody_without_a_home(self, monkeypatch):
-        def nobody():
-            raise RuntimeError("Could not determine home directory.")
-
-        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-        monkeypatch.setattr(envs.Path, "home", nobody)
-        assert envs.cache_home().is_dir()

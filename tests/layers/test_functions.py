@@ -1,12 +1,11 @@
 """The layer functions over the core's ops: values against float64, errors, and no break of a graph."""
 
+import contextlib
 import fractions
+import functools
 import itertools
 import math
-import shutil
 import warnings
-import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -14,16 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import tritium
 from fidelity import assert_no_worse
 from tritium import ops
 from tritium.errors import ArgumentError, ArgumentTypeError
-from tritium.layers import compute
-from tritium.layers.generated import Generated
-from tritium.ops import rope as rotation
+from tritium.layers import eager
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -32,7 +28,7 @@ def random(*shape, dtype=torch.float32, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def turned(x, cos, sin, mode):
+def rotated_by(x, cos, sin, mode):
     """The rotation as the textbook has it, in the dtype it is given."""
     if mode == "rotated_half":
         first, second = x.chunk(2, -1)
@@ -42,32 +38,31 @@ def turned(x, cos, sin, mode):
     return x * cos + rotated * sin
 
 
-class TestGenerated:
-    """On a GPU, without a kernel of ours: what is compiled, counted with a compiler that keeps the graph as it is."""
+class TestEager:
+    """Which implementation an eager call runs."""
 
     @pytest.fixture
     def compiled(self, monkeypatch):
-        from tritium.layers import compute
+        """As on a GPU for which no provider is owned, with a compiler that keeps the graphs as they are."""
 
         def keep(gm, _):
             graphs.append(gm)
             return gm.forward
 
-        graphs = []
-        monkeypatch.setattr(compute, "_on_gpu", lambda tensors: True)
-        monkeypatch.setattr(compute, "_owned", lambda op, arguments: None)
-        monkeypatch.setattr(compute.device, "has_triton", lambda: True)
-        monkeypatch.setattr(compute.compat.inductor, "compile_fx", keep)
-        compute._generated.cache_clear()
-        monkeypatch.setattr(compute, "_CHOSEN", {})
+        graphs, real = [], torch.compile
+        monkeypatch.setattr(eager.ops, "providers", lambda op: {})
+        monkeypatch.setattr(eager.device, "has_triton", lambda: True)
+        monkeypatch.setattr(eager, "_is_on_gpu", lambda tensors: True)
+        monkeypatch.setattr(torch, "compile", lambda function: real(function, backend=keep))
+        eager._compiled.cache_clear()
         yield graphs
-        compute._generated.cache_clear()
+        eager._compiled.cache_clear()
 
-    def test_every_function_is_what_its_reference_is(self, compiled):
+    def test_a_gpu_without_a_provider_runs_the_compiled_reference(self, compiled):
         x, cos, sin = random(2, 7, 3, 8), random(7, 8), random(7, 8)
         for _ in range(2):
-            turned_here = tritium.rotary_position_embedding(x, cos, sin)
-            assert torch.equal(turned_here, tritium.rotary_position_embedding(x, cos, sin, fused=False))
+            rotated = tritium.rotary_position_embedding(x, cos, sin)
+            assert torch.equal(rotated, tritium.rotary_position_embedding(x, cos, sin, fused=False))
             tritium.group_norm_silu(random(2, 8, 3, 3), 4)
             tritium.layernorm_scale_shift(nn.LayerNorm(8), random(2, 7, 8), random(2, 8), random(2, 8))
             tritium.RMSNorm(8)(x)
@@ -79,138 +74,8 @@ class TestGenerated:
             tritium.rotary_position_embedding(x, cos, sin)
         assert len(compiled) == 2
 
-    @pytest.fixture
-    def asked(self, monkeypatch):
-        """How often Dynamo was asked."""
-        from tritium.layers.generated import Generated
-
-        def count(self, function):
-            begin(self, function)
-            by_dynamo = self._by_dynamo
-            self._by_dynamo = lambda *arguments: calls.append(1) or by_dynamo(*arguments)
-
-        calls, begin = [], Generated.__init__
-        monkeypatch.setattr(Generated, "__init__", count)
-        return calls
-
-    def test_dynamo_is_asked_once_for_a_form(self, compiled, asked):
-        layer = nn.LayerNorm(8, elementwise_affine=False)
-        for tokens in (7, 5, 63, 7, 5, 63):
-            for seed in (0, 1):
-                x, cos, sin = random(2, tokens, 3, 8, seed=seed), random(tokens, 8), random(tokens, 8, seed=seed + 1)
-                expected = turned(x, cos[:, None], sin[:, None], "rotated_half")
-                torch.testing.assert_close(tritium.rotary_position_embedding(x, cos, sin), expected)
-                scale = random(2, 8, seed=seed)
-                expected = layer(x[:, :, 0]) * (1 + scale[:, None]) + cos
-                torch.testing.assert_close(
-                    tritium.layernorm_scale_shift(layer, x[:, :, 0], scale, cos.expand(2, -1, -1)), expected
-                )
-        assert len(asked) == 6
-        # One for each function, and one more for all sizes.
-        assert len(compiled) == 4
-
-    def test_one_tensor_given_twice_is_not_taken_for_two(self, compiled, asked):
-        x, cos, sin = random(2, 7, 3, 8), random(1, 7, 1, 8), random(1, 7, 1, 8, seed=1)
-        for _ in range(2):
-            for second in (cos, sin):
-                expected = turned(x, cos, second, "rotated_half")
-                torch.testing.assert_close(tritium.rotary_position_embedding(x, cos, second), expected)
-        assert len(asked) == 4
-
-    def test_what_becomes_part_of_the_code_is_no_other_layer_s(self, compiled):
-        """Dynamo makes constants of tensors that are marked as static, as a compiled optimizer's are."""
-        layers = [nn.LayerNorm(8).requires_grad_(requires_grad=False) for _ in range(3)]
-        for seed, layer in enumerate(layers):
-            layer.weight.copy_(random(8, seed=seed))
-            torch._dynamo.mark_static_address(layer.weight, guard=True)
-        x, scale = random(2, 7, 8), random(2, 8)
-        for _ in range(2):
-            for layer in layers:
-                expected = tritium.layernorm_scale_shift(layer, x, scale, scale, fused=False)
-                torch.testing.assert_close(tritium.layernorm_scale_shift(layer, x, scale, scale), expected)
-
-    def test_what_replaces_functions_is_heard(self, compiled, asked):
-        class NoNorm(TorchFunctionMode):
-            def __torch_function__(self, func, types, args=(), kwargs=None):
-                out = func(*args, **(kwargs or {}))
-                return torch.ones_like(out) if func is torch.rsqrt else out
-
-        norm = tritium.RMSNorm(8).requires_grad_(requires_grad=False)
-        x = random(2, 7, 8)
-        expected = F.rms_norm(x, (8,), None, norm.eps)
-        for _ in range(2):
-            with NoNorm():
-                torch.testing.assert_close(norm(x), x)
-            torch.testing.assert_close(norm(x), expected)
-        assert len(asked) == 3
-        # A default device is such a mode, and replaces nothing.
-        with torch.device("cpu"):
-            torch.testing.assert_close(norm(x), expected)
-        assert len(asked) == 3
-
-    def test_graphs_of_inductor_are_begun_by_dynamo(self, compiled, asked, monkeypatch):
-        from tritium.layers import compute
-
-        monkeypatch.setattr(compute.compat.inductor, "uses_cuda_graphs", lambda: True)
-        for _ in range(2):
-            tritium.RMSNorm(8).requires_grad_(requires_grad=False)(random(2, 7, 8))
-        assert len(asked) == 2
-
-    def test_nothing_given_is_kept(self, compiled):
-        x, cos, sin = random(2, 7, 3, 8), random(7, 8), random(7, 8, seed=1)
-        tritium.rotary_position_embedding(x, cos, sin)
-        out = tritium.rotary_position_embedding(x, cos, sin)
-        held = [weakref.ref(tensor) for tensor in (x, cos, sin, out)]
-        del x, cos, sin, out
-        assert not any(ref() is not None for ref in held)
-
-    def test_words_and_gradients_and_modes_make_another_call(self, compiled, asked):
-        x, weight = random(2, 7, 8), random(8).abs()
-        counts = []
-        for eps in (1e-6, 1.0, 1e-6):
-            for dtype in (torch.float32, torch.float64):
-                given = x.to(dtype)
-                norm = tritium.RMSNorm(8, eps).requires_grad_(requires_grad=False).to(dtype)
-                norm.weight.copy_(weight)
-                expected = F.rms_norm(given, (8,), weight.to(dtype), eps)
-                with torch.inference_mode():
-                    torch.testing.assert_close(norm(given), expected)
-                torch.testing.assert_close(norm(given), expected)
-                with torch.autocast("cpu", torch.bfloat16):
-                    torch.testing.assert_close(norm(given), expected)
-            counts.append(len(asked))
-        # Dynamo makes a tensor of a number that changes, and is asked for it.
-        assert counts == [2, 8, 8]
-        leaf = x.clone().requires_grad_()
-        norm = tritium.RMSNorm(8, 1e-6)
-        (gradient,) = torch.autograd.grad(norm(leaf).square().sum(), leaf)
-        (expected,) = torch.autograd.grad(F.rms_norm(leaf, (8,), None, 1e-6).square().sum(), leaf)
-        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5)
-
-    def test_threads_hear_of_their_own_calls_alone(self, compiled):
-        x, tables = random(2, 7, 3, 8), [random(7, 8, seed=seed) for seed in range(4)]
-
-        def turn(seed):
-            out = tritium.rotary_position_embedding(x, tables[seed], tables[seed - 1])
-            torch.testing.assert_close(out, turned(x, tables[seed][:, None], tables[seed - 1][:, None], "rotated_half"))
-
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(turn, [0, 1, 2, 3] * 8))
-
-    def test_what_computes_is_chosen_once_for_a_form(self, compiled, monkeypatch):
-        from tritium.layers import compute
-
-        asked = []
-        monkeypatch.setattr(compute, "_owned", lambda op, arguments: asked.append(op.name))
-        norm = tritium.RMSNorm(8).requires_grad_(requires_grad=False)
-        x, scaled = random(2, 7, 8), random(2, 7, 8).requires_grad_()
-        for argument in (x, x.clone(), x[:, :5], x.mT.contiguous().mT, scaled):
-            norm(argument)
-        # Not for gradients: no kernel of ours gives any.
-        assert asked == ["rms_norm"] * 3
-
-    def test_no_dtype_and_no_rank_uses_up_what_others_may_compile(self, compiled):
-        """Dynamo gives a function up that was compiled eight times."""
+    def test_every_dtype_and_rank_has_a_recompile_limit_of_its_own(self, compiled):
+        """Dynamo compiles one code object at most eight times."""
         kinds = [((4,) * rank, dtype) for rank in (2, 3, 4, 5) for dtype in DTYPES]
         norm = tritium.RMSNorm(4)
         with warnings.catch_warnings():
@@ -219,132 +84,32 @@ class TestGenerated:
                 norm(random(*shape, dtype=dtype))
         assert len(compiled) == len(kinds)
 
-
-FROZEN_RMS, FROZEN_LAYER = (
-    norm.requires_grad_(requires_grad=False) for norm in (tritium.RMSNorm(64), nn.LayerNorm(64))
-)
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-def test_by_inductor_itself(monkeypatch):
-    """What `Generated` calls again, with the real compiler behind it."""
-    made = Generated(rotation.reference)
-    again = {}
-    for tokens in (7, 5, 63):
-        for seed in (0, 1):
-            x, cos, sin = (random(*shape, seed=seed) for shape in ((2, tokens, 3, 8), (tokens, 1, 8), (tokens, 1, 8)))
-            given = (x, cos, -sin, rotation.HALF, False, None)
-            if tokens in again:
-                monkeypatch.setattr(made, "_by_dynamo", None)
-                out = again[tokens](*given)
-                monkeypatch.undo()
-            else:
-                out, again[tokens] = made.first(given)
-                assert again[tokens] is not made
-            torch.testing.assert_close(out, turned(x, cos, -sin, "rotated_half"))
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-def test_frozen_weights_are_no_other_layer_s():
-    made = Generated(ops.catalog()["rms_norm"].reference)
-    x, weights = random(2, 8), [torch.full((8,), float(number)) for number in (1, 2)]
-    with torch._inductor.config.patch(freezing=True), torch.no_grad():
-        _, again = made.first((x, nn.Parameter(weights[0]), 1e-6, None))
-        out = again(x, nn.Parameter(weights[1]), 1e-6, None)
-    torch.testing.assert_close(out, F.rms_norm(x, (8,), weights[1], 1e-6))
-
-
-class TestForms:
-    """What was checked and chosen once for arguments of a form, and who still sees everything."""
-
-    def test_what_is_equal_and_of_another_type_is_checked(self):
-        x, cos = random(2, 7, 3, 8), random(7, 8)
-        for _ in range(2):
-            tritium.rotary_position_embedding(x, cos, cos)
-            tritium.residual_norm_modulate(x, x, eps=1.0)
-        with pytest.raises(ArgumentTypeError, match="fused must be True or False"):
-            tritium.rotary_position_embedding(x, cos, cos, fused=1)
-        with pytest.raises(ArgumentTypeError, match="head_first must be True or False"):
-            tritium.rotary_position_embedding(x, cos, cos, head_first=0)
-        with pytest.raises(ArgumentTypeError, match="eps must be a number"):
-            tritium.residual_norm_modulate(x, x, eps=True)
-
-    @pytest.mark.parametrize(
-        "other",
-        [
-            lambda x: x[:1],
-            lambda x: x.to("meta"),
-            lambda x: x.int(),
-            lambda x: x[..., :4],
-            lambda x: x[None],
-        ],
-        ids=["batch", "device", "dtype", "width", "rank"],
-    )
-    def test_another_form_is_checked(self, other):
-        norm, x = nn.LayerNorm(8, elementwise_affine=False), random(2, 7, 8)
-        scale = random(2, 8)
-        for _ in range(2):
-            tritium.layernorm_scale_shift(norm, x, scale, scale)
-        with pytest.raises((ArgumentError, ArgumentTypeError)):
-            tritium.layernorm_scale_shift(norm, other(x), scale, scale)
-
-    def test_other_values_of_one_form_are_other_results(self):
+    def test_an_implementation_is_chosen_once_for_a_form(self, monkeypatch):
+        chosen, real = [], eager._choose
+        monkeypatch.setattr(eager, "_choose", lambda op, arguments: chosen.append(op.name) or real(op, arguments))
+        norm = tritium.RMSNorm(8).requires_grad_(requires_grad=False)
         x = random(2, 7, 8)
-        norm = tritium.RMSNorm(8)
-        with torch.no_grad():
-            first = norm(x)
-            norm.weight.mul_(2)
-            torch.testing.assert_close(norm(x), 2 * first)
-            norm.eps = 1.0
-            torch.testing.assert_close(norm(x), F.rms_norm(x, (8,), norm.weight, 1.0))
+        for argument in (x, x.clone(), x[:, :5], x.mT.contiguous().mT, x.clone().requires_grad_()):
+            norm(argument)
+        norm.eps = 1.0
+        torch.testing.assert_close(norm(x), F.rms_norm(x, (8,), norm.weight, 1.0))
+        assert chosen == ["rms_norm"] * 5
 
-    def test_a_mode_or_a_trace_sees_the_operator(self, monkeypatch):
-        """A call past the dispatcher is remembered, and not taken by a mode, a transform or a trace."""
-        monkeypatch.setattr(compute, "_CHOSEN", {})
-        monkeypatch.setattr(compute, "_owned", lambda op, arguments: ops.REFERENCE)
+    def test_an_owned_provider_is_called_through_the_dispatcher(self, monkeypatch):
+        """And not by gradients, modes and transforms, for which operators of PyTorch have rules."""
+        owned = ops.Provider(ops.REFERENCE, "residual_norm_modulate", lambda given: None, lambda given: None)
+        monkeypatch.setattr(ops, "providers", lambda op: {ops.REFERENCE: owned})
+        x, y = random(4, 7, 64), random(4, 7, 64, seed=1)
 
-        class Seen(TorchDispatchMode):
-            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-                names.append(str(func))
-                return func(*args, **(kwargs or {}))
+        def calls_operator(x, context=contextlib.nullcontext):
+            with torch.profiler.profile() as profiler, context():
+                tritium.residual_norm_modulate(x, y)
+            return any("tritium::residual_norm_modulate" in event.name for event in profiler.events())
 
-        def call(x, y):
-            return tritium.residual_norm_modulate(x, y)[1]
-
-        names, x, y = [], random(4, 7, 64), random(4, 7, 64, seed=1)
-        expected = [call(x, y) for _ in range(2)][1]
-        with Seen():
-            assert torch.equal(call(x, y), expected)
-        assert "tritium.residual_norm_modulate.default" in names
-        for before_dispatch in (False, True):
-            traced = make_fx(call, pre_dispatch=before_dispatch)(x, y)
-            assert any("residual_norm_modulate" in str(node.target) for node in traced.graph.nodes)
-            assert torch.equal(traced(y, x), call(y, x))
-        with warnings.catch_warnings():
-            # That tracing is of yesterday, and that it keeps sizes as they are.
-            warnings.simplefilter("ignore")
-            scripted = torch.jit.trace(call, (x, y), check_trace=False)
-        assert torch.equal(scripted(y, x), call(y, x))
-
-    def test_signs_that_are_still_to_be_turned(self):
-        """What lies in memory is not yet the tensor: the dispatcher turns the signs, and nobody else."""
-        lazy, y = torch._neg_view(random(4, 7, 64)), random(4, 7, 64, seed=2)
-        assert lazy.is_neg()
-        plain = lazy.resolve_neg()
-        for x in (lazy, plain, lazy):
-            torch.testing.assert_close(tritium.residual_norm_modulate(x, y)[0], plain + y)
-        zeros = torch._efficientzerotensor((4, 7, 64))
-        for x in (plain, zeros, plain):
-            torch.testing.assert_close(tritium.residual_norm_modulate(x, y)[0], x + y)
-        table = torch.polar(torch.ones(1, 7, 4), random(1, 7, 4))
-        q = random(2, 7, 3, 8)
-        weight = random(8)
-        for given in (torch._neg_view(weight), -weight):
-            out = tritium.qk_norm_rope(q, q, given, given, rope="none")
-            torch.testing.assert_close(out, tritium.qk_norm_rope(q, q, -weight, -weight, rope="none", fused=False))
-        expected = tritium.qk_norm_rope(q, q, cos=table.conj().resolve_conj(), rope="complex", fused=False)
-        for cos in (table.conj(), table.conj().resolve_conj(), table.conj()):
-            torch.testing.assert_close(tritium.qk_norm_rope(q, q, cos=cos, rope="complex"), expected)
+        assert [calls_operator(x) for _ in range(2)] == [True, True]
+        assert not calls_operator(x.clone().requires_grad_())
+        assert not calls_operator(x, functools.partial(FlopCounterMode, display=False))
+        assert not calls_operator(x, torch.autograd.forward_ad.dual_level)
 
     @pytest.mark.parametrize(
         "function",
@@ -399,6 +164,11 @@ class TestForms:
         torch.testing.assert_close(traced(random(5, 9)), call(random(5, 9)))
 
 
+FROZEN_RMS, FROZEN_LAYER = (
+    norm.requires_grad_(requires_grad=False) for norm in (tritium.RMSNorm(64), nn.LayerNorm(64))
+)
+
+
 class TestRotary:
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("mode", ["rotated_half", "rotated_interleaved"])
@@ -409,8 +179,8 @@ class TestRotary:
         x = random(batch, tokens, heads, width, dtype=dtype)
         cos, sin = random(tokens, width, seed=1), random(tokens, width, seed=2)
         wide = [t[None, :, None] for t in (cos, sin)]
-        exact = turned(x.double(), *(t.double() for t in wide), mode)
-        eager = turned(x.float(), *wide, mode).to(dtype)
+        exact = rotated_by(x.double(), *(t.double() for t in wide), mode)
+        eager = rotated_by(x.float(), *wide, mode).to(dtype)
         if head_first:
             x, exact, eager = (t.transpose(1, 2) for t in (x, exact, eager))
             wide = [t.transpose(1, 2) for t in wide]
@@ -421,17 +191,16 @@ class TestRotary:
     def test_tokens_first_of_all_with_tables_of_rank_4(self):
         x, cos, sin = random(7, 2, 3, 8), random(7, 1, 1, 8, seed=1), random(7, 1, 1, 8, seed=2)
         out = tritium.rotary_position_embedding(x, cos, sin)
-        torch.testing.assert_close(out, turned(x, cos, sin, "rotated_half"))
+        torch.testing.assert_close(out, rotated_by(x, cos, sin, "rotated_half"))
 
     @pytest.mark.parametrize(
         ("changes", "error", "words"),
         [
             ({"x": [1.0]}, ArgumentTypeError, "x must be a tensor, got list"),
             ({"cos": None}, ArgumentTypeError, "cos must be a tensor, got NoneType"),
-            ({"sin": 1.0}, ArgumentTypeError, "sin must be a tensor, got float"),
+            ({"sin": 1.0}, ArgumentTypeError, "sin must be a tensor, got 1.0"),
             ({"x": torch.ones(2, 7, 8)}, ArgumentError, "x must have rank 4, got 3"),
             ({"cos": torch.ones(1, 7, 8)}, ArgumentError, "cos must have rank 2 or 4, got 3"),
-            ({"sin": torch.ones(8)}, ArgumentError, "sin must have rank 2 or 4, got 1"),
             ({"sin": torch.ones(1, 7, 1, 8)}, ArgumentError, "one shape"),
             ({"rotated_mode": 1}, ArgumentTypeError, "rotated_mode must be one of"),
             ({"rotated_mode": "rotated_halt"}, ArgumentError, "did you mean 'rotated_half'"),
@@ -445,10 +214,9 @@ class TestRotary:
                 ArgumentTypeError,
                 "cos must be",
             ),
-            ({"x": torch.ones(2, 7, 3, 8).to_sparse()}, ArgumentTypeError, "dense tensor, got one of layout"),
         ],
     )
-    def test_what_it_cannot_honour_is_an_error(self, changes, error, words):
+    def test_errors(self, changes, error, words):
         given = {"x": torch.ones(2, 7, 3, 8), "cos": torch.ones(7, 8), "sin": torch.ones(7, 8)}
         with pytest.raises(error, match=words):
             tritium.rotary_position_embedding(**{**given, **changes})
@@ -470,33 +238,29 @@ class TestRMSNorm:
         x = random(2, 5, 4)
         torch.testing.assert_close(tritium.RMSNorm(4)(x), F.rms_norm(x, (4,), eps=1e-6), atol=1e-6, rtol=0)
 
-    @pytest.mark.parametrize(
-        ("x", "error"),
-        [(torch.ones(4), ArgumentError), (torch.ones([1] * 8 + [4]), ArgumentError), ("x", ArgumentTypeError)],
-    )
-    def test_ranks_from_2_to_8(self, x, error):
-        with pytest.raises(error, match="x must"):
-            tritium.RMSNorm(4)(x)
-        for rank in range(2, 9):
+    def test_ranks(self):
+        for rank in range(1, 9):
             x = random(*[2] * (rank - 1), 4)
             torch.testing.assert_close(tritium.RMSNorm(4)(x), F.rms_norm(x, (4,), eps=1e-6))
-        with pytest.raises(ArgumentError, match="rows of 4 numbers, got 5"):
-            tritium.RMSNorm(4)(torch.ones(2, 5))
 
-    def test_what_it_is_made_of(self):
-        with pytest.raises(ArgumentTypeError, match="hidden_size must be a whole number"):
+    def test_errors(self):
+        with pytest.raises(ArgumentTypeError, match="x must be a tensor, got 'x'"):
+            tritium.RMSNorm(4)("x")
+        for x in (torch.ones(2, 5), torch.ones(())):
+            with pytest.raises(ArgumentError, match="rows of 4 numbers, got shape"):
+                tritium.RMSNorm(4)(x)
+        with pytest.raises(ArgumentTypeError, match="hidden_size must be an integer"):
             tritium.RMSNorm((4, 4))
         with pytest.raises(ArgumentTypeError, match="eps must be a number"):
             tritium.RMSNorm(4, None)
-        norm, x = tritium.RMSNorm(4, fractions.Fraction(1, 10)), random(2, 4)
-        torch.testing.assert_close(norm(x), F.rms_norm(x, (4,), eps=0.1))
-        assert tritium.RMSNorm(np.int64(4))(x).shape == x.shape
+        norm = tritium.RMSNorm(4)
         norm.weight = nn.Parameter(random(4, 4))
         with pytest.raises(ArgumentError, match="weight must have rank 1, got 2"):
-            norm(x)
-        norm.weight = None
-        with pytest.raises(ArgumentTypeError, match="weight must be a tensor"):
-            norm(x)
+            norm(torch.ones(2, 4))
+
+    def test_numbers_of_other_libraries(self):
+        norm, x = tritium.RMSNorm(np.int64(4), fractions.Fraction(1, 10)), random(2, 4)
+        torch.testing.assert_close(norm(x), F.rms_norm(x, (4,), eps=0.1))
 
     def test_gradients_are_kept(self):
         norm, x = tritium.RMSNorm(8), random(2, 8).requires_grad_()
@@ -520,7 +284,7 @@ class TestLayerNorm:
             if dtype == weights == torch.float16:
                 assert_no_worse(tritium.fast_layernorm(norm, x, 2), exact.to(dtype), exact)
             else:
-                with pytest.raises(ArgumentError, match="impl_mode 2 computes float16 alone"):
+                with pytest.raises(ArgumentError, match="impl_mode 2 takes x and weights in float16"):
                     tritium.fast_layernorm(norm, x, 2)
 
     @pytest.mark.parametrize(
@@ -533,7 +297,6 @@ class TestLayerNorm:
             ({"fused": 1}, ArgumentTypeError),
             ({"x": torch.ones(2, 7)}, ArgumentError),
             ({"x": torch.ones(2, 8).int()}, ArgumentTypeError),
-            ({"norm": nn.LayerNorm(8, eps="small")}, ArgumentTypeError),
         ],
     )
     def test_errors_of_fast_layernorm(self, given, error):
@@ -551,12 +314,10 @@ class TestLayerNorm:
     def test_weights_of_another_shape(self, name):
         norm, x = nn.LayerNorm(8), random(2, 7, 8)
         setattr(norm, name, nn.Parameter(random(2, 7, 8)))
-        for call in (
-            lambda: tritium.fast_layernorm(norm, x),
-            lambda: tritium.layernorm_scale_shift(norm, x, x[:, 0], x[:, 0]),
-        ):
-            with pytest.raises(ArgumentError, match=rf"{name} must have shape \(8,\), got \(2, 7, 8\)"):
-                call()
+        with pytest.raises(ArgumentError, match=rf"{name} must have shape \(8,\), got \(2, 7, 8\)"):
+            tritium.layernorm_scale_shift(norm, x, x[:, 0], x[:, 0])
+        with pytest.raises(RuntimeError, match=f"Expected {name} to be of same shape as normalized_shape"):
+            tritium.fast_layernorm(norm, x)
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("affine", [True, False])
@@ -582,7 +343,7 @@ class TestLayerNorm:
     @pytest.mark.parametrize(
         ("changes", "error", "words"),
         [
-            ({"layernorm": nn.Identity()}, ArgumentTypeError, "must be a torch.nn.LayerNorm"),
+            ({"layernorm": nn.Identity()}, ArgumentTypeError, "layernorm must be a LayerNorm, got Identity"),
             ({"x": None}, ArgumentTypeError, "x must be a tensor"),
             ({"scale": 1.0}, ArgumentTypeError, "scale must be a tensor"),
             ({"shift": None}, ArgumentTypeError, "shift must be a tensor"),
@@ -590,13 +351,11 @@ class TestLayerNorm:
             ({"x": torch.ones(2, 8)}, ArgumentError, "x must have rank 3"),
             ({"scale": torch.ones(8)}, ArgumentError, "scale must have rank 2 or 3"),
             ({"shift": torch.ones(2, 1, 1, 8)}, ArgumentError, "shift must have rank 2 or 3"),
-            ({"scale": torch.ones(3, 8)}, ArgumentError, "the batch of x, 2"),
-            ({"shift": torch.ones(3, 1, 8)}, ArgumentError, "the batch of x, 2"),
-            ({"scale": torch.ones(3, 1, 8)}, ArgumentError, "the batch of x, 2"),
-            ({"scale": torch.ones(2, 4, 8)}, ArgumentError, "one for each of 7 tokens"),
-            ({"shift": torch.ones(2, 4, 8)}, ArgumentError, "one for each of 7 tokens"),
-            ({"scale": torch.ones(2, 7)}, ArgumentError, "the width of x, 8"),
-            ({"shift": torch.ones(2, 7)}, ArgumentError, "the width of x, 8"),
+            *(
+                ({name: torch.ones(shape)}, ArgumentError, rf"{name} must be \[B, H\].* got \({shape[0]}")
+                for name in ("scale", "shift")
+                for shape in ((3, 8), (3, 1, 8), (2, 4, 8), (2, 7))
+            ),
             ({"scale": torch.ones(2, 8, dtype=torch.complex64)}, ArgumentTypeError, "scale must be float16"),
             ({"layernorm": nn.LayerNorm(9)}, ArgumentError, "must norm the last dim"),
         ],
@@ -680,8 +439,6 @@ class TestMulsAdd:
             tritium.muls_add(torch.ones(2, 3), torch.ones(2, 4), 1.0)
         with pytest.raises(ArgumentTypeError, match="scale must be a number"):
             tritium.muls_add(torch.ones(2), torch.ones(2), "1")
-        with pytest.raises(ArgumentError, match="that a float can hold"):
-            tritium.muls_add(torch.ones(2), torch.ones(2), 10**400)
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_scales_past_the_largest_number(self, dtype):
@@ -734,7 +491,7 @@ class TestRegions:
             ({"cos": (3, 7, 8), "sin": (3, 7, 8)}, "B = 2"),
             ({"cos": (1, 7, 6), "sin": (1, 7, 6)}, r"\(1, 7, 6\)"),
             ({"cos": (7, 8), "sin": (7, 8)}, r"\(7, 8\)"),
-            ({"cos": (1, 7, 8), "sin": (1, 7, 4)}, "one shape"),
+            ({"cos": (1, 7, 8), "sin": (1, 7, 4)}, "the same shapes"),
             ({"q_weight": (5,)}, r"q_weight must have shape \(8,\)"),
             ({"k_weight": (24,)}, r"k_weight must have shape \(8,\)"),
             ({"q_weight": (8,), "norm": "row"}, r"q_weight must have shape \(24,\)"),
@@ -757,32 +514,26 @@ class TestRegions:
         with pytest.raises(ArgumentError, match=r"4, 2\] with B = 1 and S = 7"):
             tritium.qk_norm_rope(q, q, cos=table.real, rope="complex", fused=fused)
         for rope in ("interleaved", "half"):
-            with pytest.raises(ArgumentTypeError, match=r"cos must be float16.* got torch\.complex64"):
+            with pytest.raises(ArgumentTypeError, match=r"cos must be real.* got torch\.complex64"):
                 tritium.qk_norm_rope(q, q, cos=table, sin=table, rope=rope, fused=fused)
         odd = random(1, 7, 3, 5)
         with pytest.raises(ArgumentError, match="even width"):
             tritium.qk_norm_rope(odd, odd, cos=odd[:, :, 0], sin=odd[:, :, 0], fused=fused)
-        with pytest.raises(ArgumentTypeError, match=r"one dtype to be joined, got torch\.float32, torch\.float64"):
+        with pytest.raises(ArgumentTypeError, match=r"one dtype, got torch\.float32 and torch\.float64"):
             tritium.qk_norm_rope([q, q.double()], [q, q], rope="none", fused=fused)
 
-    def test_nobody_is_blamed_for_wrong_arguments(self):
-        """What an owned kernel fails at turns it off for good."""
+    def test_wrong_arguments_turn_no_provider_off(self):
+        """A provider that fails is turned off for good."""
         x = random(2, 7, 8)
         wrong = {
             "y": x.to(torch.float8_e4m3fn),
             "gate": torch.ones(2, 8, dtype=torch.complex64),
             "weight": torch.ones(8).int(),
-            "eps": 10**400,
             "fused": [],
         }
         for name, value in wrong.items():
             with pytest.raises(ArgumentError, match=f"{name} must"):
                 tritium.residual_norm_modulate(**{"x": x, "y": x, name: value})
-        for given in (x.to_sparse(), torch.nested.nested_tensor([x[0], x[1]], layout=torch.jagged)):
-            with pytest.raises(ArgumentTypeError, match="x must be a dense tensor"):
-                tritium.residual_norm_modulate(given, x)
-            with pytest.raises(ArgumentTypeError, match="query must be a dense tensor"):
-                tritium.attention_forward(given, x, x)
         assert not ops.failed_providers()
 
     def test_qk_norm_rope_joins_what_fits(self):
@@ -791,7 +542,7 @@ class TestRegions:
         with pytest.raises(ArgumentError, match="S = 14"):
             tritium.qk_norm_rope([x, x], [x, x], cos=table, sin=table)
         for other in (x[:, :, :2], x[:1]):
-            with pytest.raises(ArgumentError, match="one batch and as many heads"):
+            with pytest.raises(ArgumentError, match="one batch, as many heads"):
                 tritium.qk_norm_rope([x, other], [x, other])
 
     def test_qk_norm_rope(self):
@@ -799,14 +550,14 @@ class TestRegions:
         weight, cos, sin = random(8, seed=2), random(1, 8, 8, seed=3), random(1, 8, 8, seed=4)
         q, k = tritium.qk_norm_rope([text, image], [text, image], [weight] * 2, [weight] * 2, cos, sin)
         normed = F.rms_norm(torch.cat([text, image], 1), (8,), weight, 1e-6)
-        expected = turned(normed, cos[:, :, None], sin[:, :, None], "rotated_interleaved")
+        expected = rotated_by(normed, cos[:, :, None], sin[:, :, None], "rotated_interleaved")
         torch.testing.assert_close(q, expected, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(k, expected, rtol=1e-4, atol=1e-5)
         first = tritium.qk_norm_rope(text, text, weight, weight, rope="none", head_first=True)[0]
         torch.testing.assert_close(first, F.rms_norm(text, (8,), weight, 1e-6).transpose(1, 2), rtol=1e-4, atol=1e-5)
-        with pytest.raises(ArgumentError, match="cosines and sines"):
+        with pytest.raises(ArgumentError, match="cosines and sines must have"):
             tritium.qk_norm_rope(text, text, cos=cos)
-        with pytest.raises(ArgumentError, match="one for each of 2 parts"):
+        with pytest.raises(ArgumentError, match="one entry for each of 2 parts"):
             tritium.qk_norm_rope([text, image], [text, image], [weight])
         with pytest.raises(ArgumentError, match="same batch and tokens"):
             tritium.qk_norm_rope(text, image)
@@ -822,7 +573,9 @@ class TestRegions:
 
     @pytest.mark.parametrize("fused", [True, False])
     def test_one_number_has_no_norm(self, fused):
-        with pytest.raises(ArgumentError, match=r"more than one number to norm, got groups=3 of x \(1, 3, 1\)"):
+        with pytest.raises(
+            ArgumentError, match=r"the norm of one number is not defined: got groups=3 of x \(1, 3, 1\)"
+        ):
             tritium.group_norm_silu(random(1, 3, 1), 3, fused=fused)
         # As in PyTorch, which asks of a whole batch.
         assert tritium.group_norm_silu(random(2, 3, 1), 3, fused=fused).shape == (2, 3, 1)

@@ -1,8 +1,6 @@
 """Sparse attention over layers and steps, and on a stock model."""
 
-import copy
 import gc
-import pickle
 
 import pytest
 import torch
@@ -10,10 +8,10 @@ import torch
 import tritium
 from small_models import flux, flux_inputs
 from tritium.errors import ArgumentError, ArgumentTypeError
+from tritium.layers.sparse.diffusers import _Counter, _Timestep
 from tritium.layers.sparse.forward import Method
 from tritium.layers.sparse.layout import SparseLayout
 from tritium.layers.sparse.schedule import SparseAttention
-from tritium.layers.sparse.stock import _Counter, _Timestep
 
 LAYOUT = SparseLayout((2, 12, 10), 9, 16)
 
@@ -133,12 +131,10 @@ def test_the_report_shows_who_computes_and_how_densely():
 @pytest.mark.parametrize(
     ("given", "error"),
     [
-        ({"dense_steps": -1}, ArgumentError),
         ({"reuse_steps": 0}, ArgumentError),
         ({"sparsity": 2}, ArgumentError),
         ({"sparse_type": "none"}, ArgumentError),
         ({"layout": (1, 2, 3)}, ArgumentTypeError),
-        ({"dense_layers": ["0"]}, ArgumentError),
         ({"by": "nobody"}, ArgumentError),
     ],
 )
@@ -158,16 +154,16 @@ def test_streams_that_are_not_the_layout_s(sparse_type, permuted):
             attention(*(t[:, :tokens] for t in (q, k, v)), step=0, layer=0)
     with pytest.raises(ArgumentError, match="k has 248 tokens, and the layout 249"):
         attention(q, k[:, 1:], v[:, 1:], step=0, layer=0)
-    with pytest.raises(ArgumentError, match="as wide as k's, and a multiple"):
+    with pytest.raises(ArgumentError, match="heads of one width"):
         attention(q, k[..., :8], v, step=0, layer=0)
-    with pytest.raises(ArgumentTypeError, match="one floating-point dtype"):
+    with pytest.raises(ArgumentTypeError, match="must have one dtype"):
         attention(q, k.double(), v, step=0, layer=0)
     with pytest.raises(ArgumentError, match="rank 4"):
         attention(q[0], k[0], v[0], step=0, layer=0)
     with pytest.raises(ArgumentTypeError, match="scale must be a number"):
         attention(q, k, v, step=0, layer=0, scale="1")
-    with pytest.raises(ArgumentError, match="step must be a whole number"):
-        attention(q, k, v, step=-1, layer=0)
+    with pytest.raises(ArgumentError, match="step must be an integer"):
+        attention(q, k, v, step=0.5, layer=0)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3])
@@ -186,11 +182,11 @@ class TestPictures:
 
     @staticmethod
     def steps(*times, calls=1):
-        counter = _Counter(calls, 0, list, _Timestep("timestep", 0))
+        counter = _Counter(SparseAttention(LAYOUT), calls, _Timestep("timestep", 0))
         found = []
         for time in times:
             counter.begin(None, (time,), {})
-            found.append(counter.step)
+            found.append((counter.forwards - 1) // calls)
         return found
 
     def test_down_up_and_twice_a_step(self):
@@ -210,14 +206,14 @@ class TestPictures:
         # What runs before may have taken another way: the next but one is right, and so is the next after a reset.
         assert self.steps(0.5, *down, *down)[-4:] == [0, 1, 2, 3]
         assert self.steps(*down[::-1], *down, *down)[-4:] == [0, 1, 2, 3]
-        counter = _Counter(1, 0, list, _Timestep("timestep", 0))
+        counter = _Counter(SparseAttention(LAYOUT), 1, _Timestep("timestep", 0))
         for time in down[::-1]:
             counter.begin(None, (time,), {})
         counter.restart()
         found = []
         for time in down:
             counter.begin(None, (time,), {})
-            found.append(counter.step)
+            found.append(counter.forwards - 1)
         assert found == [0, 1, 2, 3]
 
     @pytest.mark.parametrize("steps", [1, 2, 4, 10, 25, 50])
@@ -314,7 +310,7 @@ class TestStock:
         before = model(**inputs)[0]
         with (
             tritium.set_sparse_attention(model, SparseLayout((1, 5, 7), 3, 8), sparsity=0.9),
-            pytest.warns(RuntimeWarning, match="the layout is of 38 tokens") as caught,
+            pytest.warns(RuntimeWarning, match="the layout has 38 tokens") as caught,
         ):
             for _ in range(2):
                 torch.testing.assert_close(model(**inputs)[0], before, rtol=1e-4, atol=1e-5)
@@ -350,7 +346,7 @@ class TestStock:
     def test_a_model_without_a_time_is_told_of_pictures(self, made):
         model, inputs, layout = self.model()
         block = model.transformer_blocks[0]
-        with pytest.warns(RuntimeWarning, match=r"is given no time.*handle\.reset\(\)"):
+        with pytest.warns(RuntimeWarning, match=r"has no parameter timestep.*handle\.reset\(\)"):
             handle = tritium.set_sparse_attention(block, layout, sparsity=0.7, dense_steps=1)
         with handle:
             for expected in (0, 1, 2):
@@ -369,19 +365,6 @@ class TestStock:
             handle._counter.end()
             model(**inputs)
         assert not [warning for warning in recwarn if issubclass(warning.category, RuntimeWarning)]
-
-    @torch.inference_mode()
-    def test_copies_that_are_made_meanwhile_are_dense(self):
-        model, inputs, layout = self.model()
-        before = model(**inputs)[0]
-        with tritium.set_sparse_attention(model, layout, sparsity=0.7) as handle:
-            copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-            for one in copies:
-                assert torch.equal(one(**inputs)[0], before)
-            # A copy counts nothing of the model's.
-            assert handle._counter.sparse == 0
-        for one in (model, *copies):
-            assert torch.equal(one(**inputs)[0], before)
 
     def test_where_the_time_is(self):
         class Own(torch.nn.Module):
@@ -411,10 +394,10 @@ class TestStock:
         from diffusers.models.attention_dispatch import AttentionBackendName
 
         model, _, layout = self.model()
-        with pytest.raises(ArgumentError, match="calls_per_step must be a whole number, 1 or more, got 0"):
+        with pytest.raises(ArgumentError, match="calls_per_step must be 1 or more, got 0"):
             tritium.set_sparse_attention(model, layout, calls_per_step=0)
         with pytest.raises(ArgumentError, match="no attention layers"):
             tritium.set_sparse_attention(torch.nn.Linear(2, 2), layout)
-        with pytest.raises(ArgumentTypeError, match=r"a module such as pipe\.transformer, got str"):
+        with pytest.raises(ArgumentTypeError, match="module must be a Module, got 'transformer'"):
             tritium.set_sparse_attention("transformer", layout)
         assert not [name for name in AttentionBackendName if "sparse" in name.value]

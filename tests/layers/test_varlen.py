@@ -69,37 +69,32 @@ def test_any_segments_of_any_heads(lengths, causal, heads, scale):
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"window_size": (3, 0)}, ArgumentError, r"Unsupported parameters in varlen attention: window_size=\(3, 0\)"),
+        ({"window_size": (3, 0)}, ArgumentError, r"does not support window_size=\(3, 0\)"),
         ({"softcap": 1.0, "block_table": 1}, ArgumentError, "softcap=1.0, block_table=1"),
         ({"alibi_slopes": 1}, ArgumentError, "alibi_slopes=1"),
         ({"return_attn_probs": True}, ArgumentError, "return_attn_probs=True"),
-        ({"dropout_p": 0.1}, ArgumentError, "dropout_p should be set to 0.0 during evaluation"),
-        ({"q": torch.ones(1, 7, 2, 8)}, ArgumentError, "Expected q to be 3D"),
-        ({"k": torch.ones(7, 2)}, ArgumentError, "Expected k to be 3D"),
+        ({"softcap": torch.ones(2)}, ArgumentError, "softcap=tensor"),
+        ({"dropout_p": 0.1}, ArgumentError, "dropout_p=0.1"),
+        ({"softmax_scale": float("nan")}, ArgumentError, "scale must be a number, got nan"),
+        ({"q": torch.ones(1, 7, 2, 8)}, ArgumentError, "q must have rank 3"),
         ({"v": None}, ArgumentTypeError, "v must be a tensor"),
-        ({"q": torch.ones(7, 2, 8).half()}, ArgumentTypeError, "one floating-point dtype"),
+        ({"q": torch.ones(7, 2, 8).half()}, ArgumentTypeError, "one dtype"),
         ({"k": torch.ones(7, 3, 8), "v": torch.ones(7, 3, 8)}, ArgumentError, "a multiple of as many"),
+        ({"k": torch.ones(7, 0, 8), "v": torch.ones(7, 0, 8)}, ArgumentError, "a multiple of as many"),
         ({"cu_seqlens_q": [0, 6]}, ArgumentError, "end with the number of tokens, 7"),
         ({"cu_seqlens_q": [0, 5, 3, 7]}, ArgumentError, "not decrease"),
         ({"cu_seqlens_k": torch.tensor([1, 7])}, ArgumentError, "cu_seqlens_k must begin with 0"),
-        ({"cu_seqlens_k": torch.tensor([0.0, 7.0])}, ArgumentError, "whole numbers"),
+        ({"cu_seqlens_q": torch.tensor([0, 7 + 2**32])}, ArgumentError, "end with the number of tokens, 7"),
+        ({"cu_seqlens_k": torch.tensor([0.0, 7.0])}, ArgumentError, "integers"),
         ({"cu_seqlens_k": "07"}, ArgumentTypeError, "a tensor or a list"),
         ({"cu_seqlens_k": [0, 3, 7]}, ArgumentError, "as many segments, got 1 and 2"),
         ({"causal": 1}, ArgumentTypeError, "causal must be True or False"),
-        ({"dropout_p": None}, ArgumentTypeError, "dropout_p must be a number"),
-        ({"max_seqlen_q": "7"}, ArgumentTypeError, "max_seqlen_q must be a whole number or None"),
-        ({"dropout_p": float("nan")}, ArgumentError, "dropout_p should be set to 0.0"),
-        ({"softcap": torch.ones(2)}, ArgumentError, "softcap=tensor"),
-        ({"cu_seqlens_q": torch.tensor([0, 7 + 2**32])}, ArgumentError, "end with the number of tokens, 7"),
-        ({"cu_seqlens_q": torch.tensor([False, True])}, ArgumentError, "whole numbers"),
-        ({"cu_seqlens_q": torch.tensor([0j, 7 + 0j])}, ArgumentError, "whole numbers"),
-        ({"cu_seqlens_q": torch.tensor([0, 7], device="meta")}, ArgumentError, "beside q on cpu, got meta"),
+        ({"max_seqlen_q": "7"}, ArgumentTypeError, "max_seqlen_q must be an integer or None"),
         ({"max_seqlen_q": 6}, ArgumentError, "longer than max_seqlen_q=6"),
         ({"cu_seqlens_k": torch.tensor([0, 7]), "max_seqlen_k": 6}, ArgumentError, "longer than max_seqlen_k=6"),
-        ({"k": torch.ones(7, 0, 8), "v": torch.ones(7, 0, 8)}, ArgumentError, "a multiple of as many"),
     ],
 )
-def test_what_it_cannot_honour(changes, error, words):
+def test_errors(changes, error, words):
     given = {name: torch.ones(7, 2, 8) for name in "qkv"} | {"cu_seqlens_q": [0, 7], "cu_seqlens_k": [0, 7]}
     with pytest.raises(error, match=words):
         tritium.attention_forward_varlen(**{**given, **changes})
@@ -113,17 +108,15 @@ def test_gradients_of_queries_that_see_nothing():
         assert gradient.isfinite().all()
 
 
-def test_streams_are_mapped_over_and_segments_are_not():
-    streams, cu = torch.randn(3, 7, 2, 8), torch.tensor([[0, 3, 7]] * 3)
-    mapped = torch.vmap(lambda q: tritium.attention_forward_varlen(q, q, q, cu[0], cu[0], causal=True))(streams)
+def test_streams_are_mapped_over():
+    streams, cu = torch.randn(3, 7, 2, 8), torch.tensor([0, 3, 7])
+    mapped = torch.vmap(lambda q: tritium.attention_forward_varlen(q, q, q, cu, cu, causal=True))(streams)
     for one, expected in zip(mapped, streams, strict=True):
-        alone = tritium.attention_forward_varlen(expected, expected, expected, cu[0], cu[0], causal=True)
+        alone = tritium.attention_forward_varlen(expected, expected, expected, cu, cu, causal=True)
         torch.testing.assert_close(one, alone)
-    with pytest.raises(ArgumentError, match="cu_seqlens_q cannot be mapped over"):
-        torch.vmap(lambda q, c: tritium.attention_forward_varlen(q, q, q, c, cu[0]))(streams, cu)
 
 
-def test_words_that_mean_nothing_are_accepted():
+def test_parameters_without_an_effect_are_accepted():
     q = stream(7, 2, 8, 0)
     out = tritium.attention_forward_varlen(
         q, q, q, [0, 7], [0, 7], window_size=(-1, -1), softcap=0.0, deterministic=True, return_attn_probs=False
@@ -175,11 +168,11 @@ def test_one_graph_without_a_break():
     torch.library.opcheck(operator, (q, k, k, cu, cu, None, None, 0.5, True), test_utils=tests)
 
 
-class TestWhoComputes:
-    """On a GPU. Here none is: kernels are asked as if one was, and PyTorch answers for them."""
+class TestKernels:
+    """The choice on a GPU, with kernels that are replaced by PyTorch's attention."""
 
     @pytest.fixture
-    def asked(self, monkeypatch):
+    def kernels(self, monkeypatch):
         names = []
 
         def by(name):
@@ -213,12 +206,12 @@ class TestWhoComputes:
         ],
     )
     @pytest.mark.parametrize("causal", [False, True])
-    def test_by_dtype_and_width(self, asked, dtype, width, value_width, who, causal):
+    def test_by_dtype_and_width(self, kernels, dtype, width, value_width, who, causal):
         q, k, v = stream(9, 4, width, 0, dtype), stream(12, 2, width, 1, dtype), stream(12, 2, value_width, 2, dtype)
         exact = exact_of(q, k, v, [0, 4, 4, 9], [0, 4, 6, 12], causal=causal)
         out = tritium.attention_forward_varlen(q, k, v, [0, 4, 4, 9], [0, 4, 6, 12], causal=causal)
         assert_no_worse(out, exact.to(dtype), exact)
-        assert asked == ([] if who is None else [(who, (5, 6))])
+        assert kernels == ([] if who is None else [(who, (5, 6))])
 
     @pytest.mark.parametrize(
         ("queries", "keys", "causal", "together"),
@@ -230,15 +223,15 @@ class TestWhoComputes:
         ],
     )
     def test_rows_that_see_nothing_are_not_left_to_a_kernel_that_skips_them(
-        self, asked, queries, keys, causal, together
+        self, kernels, queries, keys, causal, together
     ):
         q, k = stream(sum(queries), 2, 8, 0), stream(sum(keys), 2, 8, 1)
         cu = boundaries(queries), boundaries(keys)
         exact = exact_of(q, k, k, *cu, causal=causal)
         assert_no_worse(tritium.attention_forward_varlen(q, k, k, *cu, causal=causal), exact.float(), exact)
-        assert [name for name, _ in asked] == ["nested"] * together
+        assert [name for name, _ in kernels] == ["nested"] * together
 
-    def test_only_what_lies_at_multiples_of_16_bytes(self, asked):
+    def test_only_what_lies_at_multiples_of_16_bytes(self, kernels):
         wide = stream(8, 2, 16, 0)
         for q in (
             wide[..., 1:9],
@@ -247,47 +240,47 @@ class TestWhoComputes:
             wide.transpose(0, 2).contiguous().transpose(0, 2),
         ):
             tritium.attention_forward_varlen(q, q, q, [0, 8], [0, 8])
-        assert not asked
+        assert not kernels
         tritium.attention_forward_varlen(*(wide[..., 4:12] for _ in range(3)), [0, 8], [0, 8])
-        assert [name for name, _ in asked] == ["nested"]
+        assert [name for name, _ in kernels] == ["nested"]
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_boundaries_that_lie_apart(self, asked, dtype):
+    def test_boundaries_that_lie_apart(self, kernels, dtype):
         q = stream(8, 2, 8, 0, dtype)
         cu = torch.tensor([[0, 1], [5, 1], [8, 1]], dtype=torch.int32)[:, 0]
         exact = exact_of(q, q, q, [0, 5, 8], [0, 5, 8])
         assert_no_worse(tritium.attention_forward_varlen(q, q, q, cu, cu), exact.to(dtype), exact)
-        assert len(asked) == 1
+        assert len(kernels) == 1
 
-    def test_more_segments_than_a_launch_takes(self, asked, monkeypatch):
+    def test_more_segments_than_a_launch_takes(self, kernels, monkeypatch):
         monkeypatch.setattr(varlen, "MOST_NESTED", 2)
         q = stream(8, 2, 8, 0)
         for cu, together in (([0, 5, 8], 1), ([0, 5, 6, 8], 0)):
-            asked.clear()
+            kernels.clear()
             exact = exact_of(q, q, q, cu, cu)
             assert_no_worse(tritium.attention_forward_varlen(q, q, q, cu, cu), exact.float(), exact)
-            assert len(asked) == together
+            assert len(kernels) == together
 
-    def test_no_gradients_are_lost(self, asked):
+    def test_no_gradients_are_lost(self, kernels):
         q = stream(8, 2, 8, 0).requires_grad_()
         tritium.attention_forward_varlen(q, q, q, [0, 8], [0, 8]).sum().backward()
-        assert not asked
+        assert not kernels
         assert q.grad is not None
         torch.vmap(lambda q: tritium.attention_forward_varlen(q, q, q, [0, 8], [0, 8]))(torch.randn(3, 8, 2, 8))
-        assert not asked
+        assert not kernels
 
-    def test_a_segment_that_is_longer_than_said_is_told(self, asked):
+    def test_a_segment_that_is_longer_than_said_is_told(self, kernels):
         q = stream(8, 2, 8, 0)
         cu = torch.tensor([0, 8])
         with pytest.raises(ArgumentError, match="longer than max_seqlen_q=5"):
             tritium.attention_forward_varlen(q, q, q, cu, cu, 5, 8)
 
-    def test_a_version_without_a_kernel_is_not_asked(self, asked, monkeypatch):
+    def test_a_version_without_a_kernel_is_not_asked(self, kernels, monkeypatch):
         monkeypatch.setattr(compat_attention, "nested_attention", lambda *arguments: None)
         q, k = stream(5, 2, 8, 0), stream(6, 2, 8, 1)
         exact = exact_of(q, k, k, [0, 5], [0, 6])
         assert_no_worse(tritium.attention_forward_varlen(q, k, k, [0, 5], [0, 6]), exact.float(), exact)
-        assert not asked
+        assert not kernels
 
 
 class TestTorchsOwn:

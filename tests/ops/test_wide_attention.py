@@ -14,8 +14,7 @@ from fidelity import assert_no_worse
 from interpreter import interpreted
 from ops.test_contract import exact
 from tritium import device, ops
-from tritium.layers.attention.candidates import candidates
-from tritium.layers.attention.mathematics import attention_math
+from tritium.ops.attention import attention_math
 from tritium.ops.wide_attention import products
 
 OP = ops.catalog()["wide_attention"]
@@ -157,9 +156,10 @@ def check_candidate() -> int:
     """The same function as a candidate, for heads of any width."""
     for width, heads in ((64, 3), (512, 1), (7, 2)):
         q, k, v = (tokens_first(2, tokens, heads, width, seed=seed) for seed, tokens in enumerate((63, 100, 100)))
-        out = candidates()["products"].run(q, k, v, None, width**-0.5, False)
+        attention = ops.catalog()["attention"]
+        out = ops.providers(attention)["products"].run(attention.bind(q, k, v, None, width**-0.5, False))
         truth = attention_math(q.double(), k.double(), v.double(), None, width**-0.5, False)
-        assert out.is_contiguous()
+        assert out.transpose(1, 2).is_contiguous()
         assert_no_worse(out, attention_math(q, k, v, None, width**-0.5, False), truth, f"width {width}")
     return 3
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from tritium import ops
 from tritium.bench.layer_functions import Case, drawer, shapes_of
-from tritium.layers.attention.candidates import able, candidates
+from tritium.layers.attention.choose import Mode
 from tritium.layers.attention.forward import attention_forward
-from tritium.layers.attention.request import Request
+from tritium.ops.attention.trial import skip
 
 
 @dataclass(frozen=True)
@@ -55,19 +56,20 @@ def case(shape: Shape, device_type: str, dtype: torch.dtype, *, small: bool) -> 
     mask = torch.arange(keys, device=device_type).view(1, 1, 1, -1) < keys - keys // 8 if shape.mask else None
     first, second, third = (tensor.transpose(1, 2) for tensor in (q, k, v))
     scale = shape.width**-0.5
-    request = Request.of(first, second, third, mask, shape.causal)
-    names = [name for name in able(request) if device_type in candidates()[name].measured_on]
+    op = ops.catalog()["attention"]
+    given = op.bind(first, second, third, mask, scale, shape.causal)
+    providers = ops.providers(op)
+    names = [name for name, provider in providers.items() if not (provider.decline(given) or skip(name, given, False))]
     # PyTorch is called directly; the others run through `attention_forward`, so that only the choices differ.
-    variants: dict[str, Callable[[], torch.Tensor]] = {
-        "sdpa": functools.partial(candidates()["sdpa"].run, first, second, third, mask, scale, shape.causal)
-    }
+    variants: dict[str, Callable[[], Any]] = {"sdpa": functools.partial(providers["sdpa"].run, given)}
     for name in names:
         if name not in variants:
             manual: dict[str, Any] = {"opt_mode": "manual", "op_type": name}
             variants[name] = functools.partial(
                 attention_forward, first, second, third, mask, head_first=True, is_causal=shape.causal, **manual
             )
-    for mode, name in (("runtime", "tritium"), ("static", "tritium static")):
+    modes: tuple[tuple[Mode, str], ...] = (("runtime", "tritium"), ("static", "tritium static"))
+    for mode, name in modes:
         variants[name] = functools.partial(
             attention_forward, first, second, third, mask, head_first=True, is_causal=shape.causal, opt_mode=mode
         )

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from tritium import ops
 from tritium.bench.layer_functions import Case, drawer, shapes_of
-from tritium.layers.attention.candidates import able, candidates
-from tritium.layers.attention.request import Request
 from tritium.layers.sparse import masks
-from tritium.layers.sparse.attend import attend, lists_of
+from tritium.layers.sparse.choose import attend
+from tritium.layers.sparse.forward import lists_of
 from tritium.layers.sparse.layout import SparseLayout
 from tritium.layers.sparse.schedule import SparseAttention
 
@@ -46,13 +46,14 @@ def case(density: float, device_type: str, dtype: torch.dtype, *, small: bool) -
     edges = layout.edges(device_type)
     lists = lists_of(mask, edges, edges, block, 1, causal=False)
     dense_names = {"cuda": "cudnn", "cpu": "sdpa"}
-    request = Request.of(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, False)
-    dense = dense_names[device_type] if dense_names[device_type] in able(request) else "sdpa"
+    op = ops.catalog()["attention"]
+    given = op.bind(*(tensor.transpose(1, 2) for tensor in (q, k, v)), None, scale, False)
+    providers = ops.providers(op)
+    dense = dense_names[device_type] if providers[dense_names[device_type]].decline(given) is None else "sdpa"
 
     def dense_step(step: int) -> torch.Tensor:
         del step
-        given = (tensor.transpose(1, 2) for tensor in (q, k, v))
-        return candidates()[dense].run(*given, None, scale, False).transpose(1, 2)  # type: ignore[call-arg,arg-type]
+        return providers[dense].run(given).transpose(1, 2)  # type: ignore[union-attr]
 
     def scheduled(**options: int | bool | str) -> Callable[[int], torch.Tensor]:
         attention = SparseAttention(layout, sparsity=sparsity, **options)  # type: ignore[arg-type]

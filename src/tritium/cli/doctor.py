@@ -27,7 +27,6 @@ from tritium import catalog, compat, config, device, envs, fusions, ops, tuning
 from tritium.compiler.pipeline import passes_for
 from tritium.config import CompilationConfig
 from tritium.errors import ConfigError, TritiumError
-from tritium.layers.attention import candidates
 
 # The Triton version that torch's CUDA wheels require; CPU wheels require none but use an installed one.
 TRITON_OF_TORCH = {(2, 11): (3, 6), (2, 12): (3, 7), (2, 13): (3, 7), (2, 14): (3, 8), (2, 15): (3, 9)}
@@ -156,7 +155,6 @@ def _broken_plugins() -> tuple[str, ...]:
         for load in (
             fusions.catalog,
             ops.catalog,
-            candidates.candidates,
             lambda: passes_for(CompilationConfig(), ()),
         ):
             with contextlib.suppress(TritiumError):

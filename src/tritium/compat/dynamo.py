@@ -388,3 +388,10 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that Dynamo does not trace, even inside an operator that a graph calls."""
     # Unlike torch.compiler.disable, this imports torch's compiler at the first call and not here.
     return torch._compile._disable_dynamo(function)
+
+
+def needs_gradients(*tensors: torch.Tensor) -> bool:
+    """Return whether derivatives of the results may be taken."""
+    if not torch.compiler.is_compiling() and is_transformed():
+        return True
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from tritium.layers import checks
+from tritium.errors import ArgumentError, nearest
+from tritium.layers.arguments import checked
 
 
 class FastGELU(nn.Module):
@@ -16,9 +17,8 @@ class FastGELU(nn.Module):
 
     lossy = True
 
+    @checked
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        checks.tensor("x", x)
-        checks.numbers_of(x=x)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return (wide * torch.sigmoid(1.702 * wide)).to(x.dtype)
 
@@ -37,11 +37,12 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@checked
 def get_activation_layer(name: str) -> nn.Module:
     """Return a new module for an activation's name, upper or lower case.
 
     `gelu-fast` is a lossy approximation of GELU; all others are computed as they are defined.
     """
-    lowered = name.lower() if isinstance(name, str) else name
-    checks.text("activation", lowered, tuple(ACTIVATIONS))
-    return ACTIVATIONS[lowered]()
+    if name.lower() not in ACTIVATIONS:
+        raise ArgumentError(f"there is no activation {name!r}; {nearest(name.lower(), ACTIVATIONS)}")
+    return ACTIVATIONS[name.lower()]()

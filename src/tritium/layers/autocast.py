@@ -14,28 +14,21 @@ import torch
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
-DEVICES = ("cpu", "cuda")
 
+def under_autocast(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Return a function whose tensor arguments are cast to the dtype of their device's autocast, if that is on."""
 
-def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return the dtype that autocast uses on a device now, or None if it is off."""
-    if device_type in DEVICES and torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return None
-
-
-def as_autocast_has_it(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     @functools.wraps(function)
     def called(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         if not (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")):
             return function(*args, **kwargs)
         where = next((value.device.type for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), "")
-        dtype = autocast_dtype(where)
-        if dtype is None:
+        if where not in ("cpu", "cuda") or not torch.is_autocast_enabled(where):
             return function(*args, **kwargs)
+        dtype = torch.get_autocast_dtype(where)
         with torch.autocast(where, enabled=False):
-            given = {name: _cast(value, dtype) for name, value in kwargs.items()}
-            return function(*(_cast(value, dtype) for value in args), **given)
+            named: Any = {name: _cast(value, dtype) for name, value in kwargs.items()}
+            return function(*(_cast(value, dtype) for value in args), **named)
 
     return called
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal
 
 import torch
 
 from tritium.errors import ArgumentError
-from tritium.layers import checks
-from tritium.layers.compute import Layer, compute
+from tritium.layers.arguments import check_broadcast, check_shape, checked
+from tritium.layers.eager import compute
 from tritium.ops import residual_norm_modulate as op
 
-# A factor or summand that is broadcast over rows, or None.
-Row = torch.Tensor | None
 
-
+@checked
 def residual_norm_modulate(
     x: torch.Tensor,
     y: torch.Tensor,
@@ -22,7 +20,7 @@ def residual_norm_modulate(
     scale: torch.Tensor | None = None,
     shift: torch.Tensor | None = None,
     *,
-    norm: str = "layer",
+    norm: Literal["layer", "rms"] = "layer",
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     eps: float = 1e-6,
@@ -42,49 +40,19 @@ def residual_norm_modulate(
         eps: A small number that avoids division by zero in the norm.
         fused: Whether a fused kernel may compute it; False runs PyTorch operators.
     """
-    return compute(_LAYER, fused, x, y, gate, weight, bias, scale, shift, eps, norm)  # type: ignore[no-any-return]
-
-
-def _check(
-    fused: bool,
-    x: torch.Tensor,
-    y: torch.Tensor,
-    gate: Row,
-    weight: Row,
-    bias: Row,
-    scale: Row,
-    shift: Row,
-    eps: float,
-    norm: str,
-) -> None:
-    checks.tensor("x", x)
-    checks.tensor("y", y)
     if x.shape != y.shape or x.dim() == 0:
         raise ArgumentError(f"x and y must have one shape [..., H], got {tuple(x.shape)} and {tuple(y.shape)}")
-    checks.text("norm", norm, op.NORMS)
-    checks.number("eps", eps)
-    checks.boolean("fused", fused)
-    for name, value in (("weight", weight), ("bias", bias)):
-        checks.tensor(name, value, optional=True)
-        checks.shape(name, value, (x.shape[-1],))
-    for name, value in (("gate", gate), ("scale", scale), ("shift", shift)):
-        checks.tensor(name, value, optional=True)
-        if value is not None:
-            checks.broadcastable(name, _rows(value, x), tuple(x.shape))
-    checks.numbers_of(x=x, y=y, gate=gate, scale=scale, shift=shift, weight=weight, bias=bias)
-    checks.together(x=x, y=y, gate=gate, scale=scale, shift=shift, weight=weight, bias=bias)
+    check_shape("weight", weight, (x.shape[-1],))
+    check_shape("bias", bias, (x.shape[-1],))
+    gate, scale, shift = (_rows(name, value, x) for name, value in (("gate", gate), ("scale", scale), ("shift", shift)))
+    return compute(op.OP, fused, x, y, gate, weight, bias, scale, shift, float(eps), norm, None, None)  # type: ignore[no-any-return]
 
 
-def _arguments(
-    x: torch.Tensor, y: torch.Tensor, gate: Row, weight: Row, bias: Row, scale: Row, shift: Row, eps: float, norm: str
-) -> tuple[Any, ...]:
-    gate, scale, shift = (None if value is None else _rows(value, x) for value in (gate, scale, shift))
-    return x, y, gate, weight, bias, scale, shift, float(eps), norm, None, None
-
-
-def _rows(value: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Insert a token dim into [B, H], which has one row per sample."""
-    return value.unsqueeze(1) if value.dim() == 2 and x.dim() == 3 else value
-
-
-_LAYER = Layer(op.OP, _check, _arguments)
+def _rows(name: str, value: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+    """Insert a token dim into [B, H], which has one row per sample; raise if the tensor cannot be broadcast to x."""
+    if value is None:
+        return None
+    if value.dim() == 2 and x.dim() == 3:
+        value = value.unsqueeze(1)
+    check_broadcast(name, value, tuple(x.shape))
+    return value

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from tritium.errors import ArgumentError
-from tritium.layers import checks
+from tritium.layers.arguments import checked
 from tritium.ops import scaled_add
 
 # The largest scale that PyTorch's kernel takes.
 LARGEST = torch.finfo(torch.float32).max
 
 
+@checked
 def muls_add(x: torch.Tensor, y: torch.Tensor, scale: float) -> torch.Tensor:
     """Return `x * scale + y` as a new tensor, computed in float32, rounded once; x and y broadcast."""
-    checks.tensor("x", x)
-    checks.tensor("y", y)
-    checks.number("scale", scale)
-    checks.numbers_of(x=x, y=y)
-    checks.together(x=x, y=y)
     if x.shape != y.shape:
         try:
             torch.broadcast_shapes(x.shape, y.shape)
@@ -31,6 +25,6 @@ def muls_add(x: torch.Tensor, y: torch.Tensor, scale: float) -> torch.Tensor:
     scale = float(scale)
     # On a CPU PyTorch's kernel first rounds the scale to half precision for tensors of half precision.
     exact = x.is_cuda or x.dtype not in (torch.float16, torch.bfloat16)
-    if exact and x.dtype == y.dtype and not torch.compiler.is_compiling() and not LARGEST < abs(scale) < math.inf:
+    if exact and x.dtype == y.dtype and not torch.compiler.is_compiling() and abs(scale) <= LARGEST:
         return torch.add(y, x, alpha=scale)
     return scaled_add.reference(x, scale, y, None)

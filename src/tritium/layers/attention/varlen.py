@@ -11,11 +11,12 @@ import torch
 from tritium import compat, device
 from tritium.compat import attention as compat_attention
 from tritium.errors import ArgumentError, ArgumentTypeError
-from tritium.layers import checks
-from tritium.layers.attention.mathematics import attention_math, with_positive_scale
-from tritium.layers.autocast import as_autocast_has_it
+from tritium.layers.arguments import check_rank, checked, refuse_gradients_in_a_graph
+from tritium.layers.attention.forward import with_positive_scale
+from tritium.layers.autocast import under_autocast
+from tritium.ops.attention import attention_math
 
-WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 # Segments are one dim of the launch grid; CUDA limits it to this.
 MOST_NESTED = 65_535
@@ -27,7 +28,8 @@ _LIBRARY.define(
 )
 
 
-@as_autocast_has_it
+@checked
+@under_autocast
 def attention_forward_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -67,81 +69,65 @@ def attention_forward_varlen(
         return_attn_probs: Not supported.
         block_table: Not supported.
     """
-    accepted: dict[str, tuple[Any, tuple[Any, ...]]] = {
-        "window_size": (window_size, ((-1, -1), [-1, -1])),
-        "softcap": (softcap, (0, 0.0)),
-        "alibi_slopes": (alibi_slopes, ()),
-        "return_attn_probs": (return_attn_probs, (False,)),
-        "block_table": (block_table, ()),
-    }
-    given = [
-        f"{name}={value!r}"
-        for name, (value, harmless) in accepted.items()
-        if value is not None and (isinstance(value, torch.Tensor) or value not in harmless)
-    ]
-    if given:
-        raise ArgumentError(f"Unsupported parameters in varlen attention: {', '.join(given)}")
     del deterministic
-    checks.number("dropout_p", dropout_p)
-    if not abs(dropout_p) <= 1e-6:
-        raise ArgumentError(f"dropout_p should be set to 0.0 during evaluation, got {dropout_p}")
-    checks.number("softmax_scale", softmax_scale, optional=True)
-    checks.boolean("causal", causal)
-    checks.size("max_seqlen_q", max_seqlen_q, optional=True)
-    checks.size("max_seqlen_k", max_seqlen_k, optional=True)
-    _check(q, k, v)
-    checks.no_gradients_in_a_graph("attention_forward_varlen", q, k, v)
+    _refuse_unsupported(
+        dropout_p=(dropout_p, 0),
+        window_size=(window_size, (-1, -1)),
+        softcap=(softcap, 0),
+        alibi_slopes=(alibi_slopes, None),
+        return_attn_probs=(return_attn_probs, False),
+        block_table=(block_table, None),
+    )
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_rank(name, tensor, 3)
+    if not q.dtype == k.dtype == v.dtype:
+        raise ArgumentTypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if k.shape[:2] != v.shape[:2]:
+        raise ArgumentError(f"k and v must have the same tokens and heads: {shapes}")
+    if q.shape[2] != k.shape[2] or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ArgumentError(f"q must have heads as wide as k's, and a multiple of as many: {shapes}")
+    refuse_gradients_in_a_graph("attention_forward_varlen", q, k, v)
     cu_q = _boundaries("cu_seqlens_q", cu_seqlens_q, q, max_seqlen_q)
     cu_k = _boundaries("cu_seqlens_k", cu_seqlens_k, k, max_seqlen_k)
     if cu_q.shape != cu_k.shape:
         raise ArgumentError(
             f"cu_seqlens_q and cu_seqlens_k must be of as many segments, got {cu_q.shape[0] - 1} and {cu_k.shape[0] - 1}"
         )
-    scale = (q.shape[-1] or 1) ** -0.5 if softmax_scale is None else float(softmax_scale)
-    q, scale = with_positive_scale(q, scale)
+    q, scale = with_positive_scale(q, (q.shape[-1] or 1) ** -0.5 if softmax_scale is None else float(softmax_scale))
     arguments = (q, k, v, cu_q, cu_k, max_seqlen_q, max_seqlen_k, scale, causal)
-    if checks.needs_gradients(q, k, v):
+    if compat.dynamo.needs_gradients(q, k, v):
         # Bypass the operator: it has no autograd formula, and autograd would warn about that.
         return _varlen(*arguments)  # type: ignore[no-any-return]
     return torch.ops.tritium.varlen_attention.default(*arguments)  # type: ignore[no-any-return]
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        checks.tensor(name, tensor)
-        if tensor.dim() != 3:
-            raise ArgumentError(f"Expected {name} to be 3D [tokens, heads, width], got shape {tuple(tensor.shape)}")
-    checks.together(q=q, k=k, v=v)
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in checks.FLOATING:
-        raise ArgumentTypeError(f"q, k and v must have one floating-point dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if k.shape[:2] != v.shape[:2]:
-        raise ArgumentError(f"k and v must have the same tokens and heads: {shapes}")
-    if q.shape[2] != k.shape[2] or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ArgumentError(f"q must have heads as wide as k's, and a multiple of as many: {shapes}")
+def _refuse_unsupported(**given: tuple[Any, Any]) -> None:
+    """Raise for parameters of flash-attn's function with a value other than None and the one without an effect."""
+    wrong = [
+        f"{name}={value!r}"
+        for name, (value, accepted) in given.items()
+        if value is not None
+        and (isinstance(value, torch.Tensor) or (tuple(value) if isinstance(value, list) else value) != accepted)
+    ]
+    if wrong:
+        raise ArgumentError(f"attention over segments does not support {', '.join(wrong)}; leave them out")
 
 
 def _boundaries(
     name: str, given: torch.Tensor | Sequence[int], stream: torch.Tensor, longest: int | None
 ) -> torch.Tensor:
     """Return boundaries on the stream's device; check those that can be read without waiting."""
-    if isinstance(given, torch.Tensor):
-        checks.tensor(name, given)
-        if given.dim() != 1 or given.shape[0] < 2 or given.dtype not in WHOLE:
-            raise ArgumentError(
-                f"{name} must hold whole numbers in one dim, two or more, got {given.dtype} of {tuple(given.shape)}"
-            )
-        if given.device.type not in ("cpu", stream.device.type):
-            raise ArgumentError(f"{name} must be on the CPU or beside q on {stream.device}, got {given.device}")
-        if compat.dynamo.is_mapped(given):
-            raise ArgumentError(f"{name} cannot be mapped over: segments are read, one sample at a time")
-        if given.is_cpu and stream.is_cuda and not compat.dynamo.is_compiling():
-            _check_boundaries(name, given.tolist(), stream.shape[0], longest)
-        return given.to(stream.device)
-    if not isinstance(given, (list, tuple)) or not all(isinstance(place, int) for place in given):
-        raise ArgumentTypeError(f"{name} must be a tensor or a list of whole numbers, got {given!r}")
-    _check_boundaries(name, list(given), stream.shape[0], longest)
-    return torch.tensor(given, dtype=torch.int32, device=stream.device)
+    if not isinstance(given, torch.Tensor):
+        _check_boundaries(name, list(given), stream.shape[0], longest)
+        return torch.tensor(given, dtype=torch.int32, device=stream.device)
+    if given.dim() != 1 or given.shape[0] < 2 or given.dtype not in INTEGERS:
+        raise ArgumentError(
+            f"{name} must hold integers in one dim, two or more, got {given.dtype} of {tuple(given.shape)}"
+        )
+    if given.is_cpu and stream.is_cuda and not compat.dynamo.is_compiling():
+        _check_boundaries(name, given.tolist(), stream.shape[0], longest)
+    return given.to(stream.device)
 
 
 def _check_boundaries(name: str, places: list[int], tokens: int, longest: int | None = None) -> None:
@@ -170,7 +156,7 @@ def _varlen(
     causal: bool,
 ) -> torch.Tensor:
     # The kernels' operators have no rules for vmap, grad and jvp.
-    if compat.dynamo.is_transformed() or not _lies_for_kernels(q, k, v):
+    if compat.dynamo.is_transformed() or not _is_readable(q, k, v):
         return by_segment(q, k, v, cu_q, cu_k, scale, causal, max_q, max_k)
     places = cu_q.to(torch.int32).contiguous(), cu_k.to(torch.int32).contiguous()
     if _flash_takes(q, v):
@@ -191,7 +177,7 @@ def _varlen(
     return by_segment(q, k, v, cu_q, cu_k, scale, causal, max_q, max_k)
 
 
-def _lies_for_kernels(*streams: torch.Tensor) -> bool:
+def _is_readable(*streams: torch.Tensor) -> bool:
     """Return whether kernels can read streams: Ampere or later, dense heads aligned to 16 bytes."""
     capability = device.capability(streams[0].device)
     if capability is None or capability < (8, 0):
@@ -214,7 +200,7 @@ def _nested_takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 
     It covers float32, and heads for which FlashAttention has no kernel.
     """
-    return q.dtype in (torch.float16, torch.bfloat16, torch.float32) and not checks.needs_gradients(q, k, v)
+    return q.dtype in (torch.float16, torch.bfloat16, torch.float32) and not compat.dynamo.needs_gradients(q, k, v)
 
 
 def _all_see_a_key(queries: list[int], keys: list[int], causal: bool) -> bool:
@@ -259,7 +245,7 @@ def by_segment(
 
 def _segment(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> torch.Tensor:
     grouped = q.shape[1] != k.shape[1]
-    if (not causal or q.shape[2] == k.shape[2]) and not checks.needs_tangents():
+    if (not causal or q.shape[2] == k.shape[2]) and not compat.dynamo.has_tangents():
         attention = torch.nn.functional.scaled_dot_product_attention
         return attention(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=grouped)
     queries, keys = q.shape[2], k.shape[2]

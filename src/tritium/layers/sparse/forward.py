@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 
 from tritium.errors import ArgumentError, ArgumentTypeError
-from tritium.layers import checks
-from tritium.layers.attention.forward import attention_forward
-from tritium.layers.attention.mathematics import with_positive_scale
-from tritium.layers.autocast import as_autocast_has_it
+from tritium.layers.arguments import checked
+from tritium.layers.attention.forward import attention_forward, check_streams, with_positive_scale
+from tritium.layers.autocast import under_autocast
 from tritium.layers.sparse import masks
-from tritium.layers.sparse.attend import attend, check_way, lists_of
+from tritium.layers.sparse.choose import attend, check_provider
 from tritium.layers.sparse.layout import TILE, SparseLayout
+from tritium.ops.block_sparse_attention import block_lists
 
-RF_V2, RF_V3, ADA_BSA, RADIAL = TYPES = ("rf_v2", "rf_v3", "ada_bsa", "radial")
+SparseType = Literal["rf_v2", "rf_v3", "ada_bsa", "radial"]
+RF_V2, RF_V3, ADA_BSA, RADIAL = TYPES = get_args(SparseType)
 
 
 @dataclass(frozen=True)
@@ -30,17 +32,12 @@ class Method:
     causal: bool = False
 
     def __post_init__(self) -> None:
-        checks.text("sparse_type", self.sparse_type, TYPES)
         for name in ("sparsity", "cdf_threshold"):
-            checks.number(name, getattr(self, name))
             if not 0 <= getattr(self, name) <= 1:
                 raise ArgumentError(f"{name} must be from 0 to 1, got {getattr(self, name)}")
-        for name in ("keep_sink", "keep_recent"):
-            checks.boolean(name, getattr(self, name))
-        checks.boolean("is_causal", self.causal)
         if self.causal and self.sparse_type != ADA_BSA:
             raise ArgumentError(
-                f"is_causal means nothing to sparse_type {self.sparse_type!r}, which reorders tokens; it does to 'ada_bsa'"
+                f"sparse_type {self.sparse_type!r} reorders tokens, so is_causal has no meaning; 'ada_bsa' keeps the order"
             )
 
     @property
@@ -75,7 +72,8 @@ class Method:
         )
 
 
-@as_autocast_has_it
+@checked(any_dtype=("attn_mask",))
+@under_autocast
 def sparse_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -84,8 +82,8 @@ def sparse_attention(
     scale: float | None = None,
     is_causal: bool = False,
     head_num: int = 1,
-    input_layout: str = "BNSD",
-    sparse_type: str | None = None,
+    input_layout: Literal["BNSD", "BSND"] = "BNSD",
+    sparse_type: SparseType | None = None,
     txt_len: int = 0,
     block_size: int = 128,
     latent_shape_q: tuple[int, int, int] | None = None,
@@ -122,41 +120,34 @@ def sparse_attention(
         return_density: Whether to also return the computed share of dense attention's work.
         by: The implementation: `triton`, `flex` or `reference`; None for the fastest.
     """
-    checks.text("input_layout", input_layout, ("BNSD", "BSND"))
-    checks.boolean("return_density", return_density)
-    checks.number("scale", scale, optional=True)
-    checks.size("block_size", block_size)
-    check_way(by)
+    check_provider(by)
     heads_first = input_layout == "BNSD"
-    check_streams(q, k, v, heads_first)
+    check_streams(("q", "k", "v"), q, k, v, heads_first=heads_first)
     heads = q.shape[1 if heads_first else 2]
-    checks.size("head_num", head_num)
     if head_num not in (1, heads):
         raise ArgumentError(f"head_num={head_num}, and q has {heads} heads: {tuple(q.shape)}")
+    if heads_first:
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    share = None
     if sparse_type is None:
         if sparsity != 0:
             raise ArgumentError(f"sparsity={sparsity} needs a sparse_type: {', '.join(TYPES)}")
-        # Validate the arguments that dense attention does not use.
-        Method(RF_V2, sparsity, keep_sink, keep_recent, cdf_threshold)
-        for shape in (latent_shape_q, latent_shape_k):
-            SparseLayout((1, 1, 1) if shape is None else shape, txt_len, block_size)
-        return _dense(q, k, v, attn_mask, scale, is_causal, heads_first, return_density)
-    if attn_mask is not None:
-        raise ArgumentError(f"sparse_type {sparse_type!r} honours no attn_mask; sparse_type=None does")
-    method = Method(sparse_type, sparsity, keep_sink, keep_recent, cdf_threshold, is_causal)
-    if heads_first:
-        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    q_layout, k_layout = layouts(method, q, k, txt_len, block_size, latent_shape_q, latent_shape_k)
-    if method.is_dense:
-        out = _dense(q, k, v, None, scale, is_causal, False, return_density)
-        done, share = out if isinstance(out, tuple) else (out, None)
+        out = attention_forward(q, k, v, attn_mask, scale, is_causal=is_causal, enable_gqa=True)
     else:
-        factor = (q.shape[-1] or 1) ** -0.5 if scale is None else float(scale)
-        q, factor = with_positive_scale(q, factor)
-        done, share = _sparse(method, q, k, v, q_layout, k_layout, factor, return_density, by)
+        if attn_mask is not None:
+            raise ArgumentError(f"sparse_type {sparse_type!r} applies no attn_mask; sparse_type=None does")
+        method = Method(sparse_type, sparsity, keep_sink, keep_recent, cdf_threshold, is_causal)
+        q_layout, k_layout = layouts(method, q, k, txt_len, block_size, latent_shape_q, latent_shape_k)
+        if method.is_dense:
+            out = attention_forward(q, k, v, None, scale, is_causal=is_causal, enable_gqa=True)
+        else:
+            q, factor = with_positive_scale(q, (q.shape[-1] or 1) ** -0.5 if scale is None else float(scale))
+            out, share = _sparse(method, q, k, v, q_layout, k_layout, factor, return_density, by)
     if heads_first:
-        done = done.transpose(1, 2)
-    return (done, share) if share is not None else done
+        out = out.transpose(1, 2)
+    if not return_density:
+        return out
+    return out, torch.ones((), dtype=torch.float64, device=q.device) if share is None else share
 
 
 def _sparse(
@@ -179,6 +170,13 @@ def _sparse(
     out = attend(q, k, v, lists, q_edges, k_edges, block, scale, method.causal, by)
     share = masks.density(mask, q_layout, k_layout, method.causal) if return_density else None
     return q_layout.unpermute(out) if reordered else out, share
+
+
+def lists_of(
+    mask: torch.Tensor, q_edges: torch.Tensor, k_edges: torch.Tensor, block: int, batch: int, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the block lists of a mask [B or 1, N or 1, R, C] for a batch."""
+    return block_lists(mask.expand(batch, *mask.shape[1:]), q_edges, k_edges, block, causal)
 
 
 def layouts(
@@ -212,33 +210,3 @@ def layouts(
             )
         made.append(SparseLayout.plain(tensor.shape[1], block_size) if estimated else layout)
     return made[0], made[1]
-
-
-def _dense(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float | None,
-    causal: bool,
-    heads_first: bool,
-    return_density: bool,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    out = attention_forward(q, k, v, mask, scale, head_first=heads_first, is_causal=causal, enable_gqa=True)
-    return (out, torch.ones((), dtype=torch.float64, device=q.device)) if return_density else out
-
-
-def check_streams(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads_first: bool) -> None:
-    """Raise unless q, k and v have shapes, dtypes and devices for which attention is defined."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        checks.tensor(name, tensor)
-        checks.rank(name, tensor, 4)
-    checks.together(q=q, k=k, v=v)
-    heads = 1 if heads_first else 2
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in checks.FLOATING:
-        raise ArgumentTypeError(f"q, k and v must have one floating-point dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
-    if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3]:
-        raise ArgumentError(f"q, k and v must have one batch, and k and v the same tokens and heads: {shapes}")
-    if q.shape[3] != k.shape[3] or k.shape[heads] == 0 or q.shape[heads] % k.shape[heads]:
-        raise ArgumentError(f"q must have heads as wide as k's, and a multiple of as many: {shapes}")

@@ -13,15 +13,12 @@ from typing import Any
 
 import torch
 
-from tritium import device
+from tritium import compat, device
 from tritium.errors import ArgumentError, ArgumentTypeError
-from tritium.layers import checks
+from tritium.layers.arguments import checked
 
 # The side of the tiles of a frame: 64 neighbouring tokens each.
 TILE = 8
-
-# The most tokens of a block: streams are padded to whole blocks.
-LARGEST = 65_536
 
 
 @dataclass(frozen=True)
@@ -45,12 +42,9 @@ class SparseLayout:
         if not isinstance(shape, (tuple, list)) or len(shape) != 3 or not all(_is_size(size) for size in shape):
             raise ArgumentTypeError(f"latent_shape must be (frames, height, width), got {shape!r}")
         object.__setattr__(self, "latent_shape", tuple(shape))
-        for name in ("block_size", "tile"):
-            if not _is_size(getattr(self, name)) or getattr(self, name) > LARGEST:
-                raise ArgumentError(f"{name} must be a whole number from 1 to {LARGEST}, got {getattr(self, name)!r}")
-        if not _is_whole(self.txt_len) or self.txt_len < 0:
-            raise ArgumentError(f"txt_len must be 0 or more, got {self.txt_len!r}")
-        checks.boolean("text_first", self.text_first)
+        for name, least in (("block_size", 1), ("tile", 1), ("txt_len", 0)):
+            if not _is_size(getattr(self, name), least):
+                raise ArgumentError(f"{name} must be an integer, {least} or more, got {getattr(self, name)!r}")
 
     @classmethod
     def plain(cls, tokens: int, block_size: int = 128) -> SparseLayout:
@@ -96,18 +90,19 @@ class SparseLayout:
             return torch.argsort(_index(self, device))
         return _kept_index(self, str(device))[1]
 
+    @checked(any_dtype=("x",))
     def permute(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """Reorder a tensor, which has one row per token along `dim`, into the order of blocks."""
         self._check(x, dim)
         return x.index_select(dim, self.index(x.device))
 
+    @checked(any_dtype=("x",))
     def unpermute(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """Undo `permute`."""
         self._check(x, dim)
         return x.index_select(dim, self.inverse(x.device))
 
     def _check(self, x: torch.Tensor, dim: int) -> None:
-        checks.tensor("x", x)
         if not -x.dim() <= dim < x.dim():
             raise ArgumentError(f"x of shape {tuple(x.shape)} has no dim {dim}")
         if x.shape[dim] != self.tokens:
@@ -117,12 +112,8 @@ class SparseLayout:
             )
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
-
-
-def _is_size(value: Any) -> bool:
-    return _is_whole(value) and bool(value > 0)
+def _is_size(value: Any, least: int = 1) -> bool:
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) and bool(value >= least)
 
 
 def _edges(layout: SparseLayout, device: torch.device | str) -> torch.Tensor:
@@ -157,13 +148,11 @@ def _tiled(grid: torch.Tensor, tile: int) -> torch.Tensor:
 
 
 def _is_traced() -> bool:
-    """Return True in tracing, dispatch modes and captures: tensors created now must not be cached."""
-    return (
-        torch.compiler.is_compiling()
-        or bool(torch._C._len_torch_dispatch_stack())
-        # Memory allocated during a capture has valid contents only after a replay.
-        or device.is_capturing()
-    )
+    """Return True in tracing, dispatch modes and captures: tensors created now must not be cached.
+
+    Memory allocated during a capture has valid contents only after a replay.
+    """
+    return torch.compiler.is_compiling() or compat.dynamo.is_watched() or device.is_capturing()
 
 
 # Create cached tensors outside of inference mode: autograd cannot use inference tensors.

@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 
-from tritium.errors import ArgumentError, ArgumentTypeError
-from tritium.layers import checks
-from tritium.layers.attention.forward import attention_forward
-from tritium.layers.attention.mathematics import with_positive_scale
-from tritium.layers.autocast import as_autocast_has_it
+from tritium.errors import ArgumentError
+from tritium.layers.arguments import check_at_least, checked
+from tritium.layers.attention.forward import attention_forward, check_streams, with_positive_scale
+from tritium.layers.autocast import under_autocast
 from tritium.layers.sparse import masks
-from tritium.layers.sparse.attend import attend, check_way, lists_of
-from tritium.layers.sparse.forward import ADA_BSA, RF_V2, Method, check_streams
+from tritium.layers.sparse.choose import attend, check_provider
+from tritium.layers.sparse.forward import ADA_BSA, Method, SparseType, lists_of
 from tritium.layers.sparse.layout import SparseLayout
 from tritium.report import LEDGER
 
@@ -46,11 +45,12 @@ class SparseAttention:
         cdf_threshold: As in `sparse_attention`.
     """
 
+    @checked
     def __init__(
         self,
         layout: SparseLayout,
         *,
-        sparse_type: str = RF_V2,
+        sparse_type: SparseType = "rf_v2",
         sparsity: float = 0.5,
         dense_steps: int = 0,
         dense_layers: Collection[int] = (),
@@ -59,13 +59,8 @@ class SparseAttention:
         by: str | None = None,
         cdf_threshold: float = 1.0,
     ) -> None:
-        if not isinstance(layout, SparseLayout):
-            raise ArgumentTypeError(f"layout must be a SparseLayout, got {type(layout).__name__}")
-        check_count("dense_steps", dense_steps, 0)
-        check_count("reuse_steps", reuse_steps, 1)
-        for layer in dense_layers:
-            check_count("a number in dense_layers", layer, 0)
-        check_way(by)
+        check_at_least("reuse_steps", reuse_steps, 1)
+        check_provider(by)
         self.method = Method(sparse_type, sparsity, cdf_threshold=cdf_threshold)
         if sparse_type == ADA_BSA:
             # The estimate uses the stream's order and does not distinguish text.
@@ -84,7 +79,8 @@ class SparseAttention:
         self._calls = 0
         LEDGER.watch_sparse(self)
 
-    @as_autocast_has_it
+    @checked
+    @under_autocast
     def __call__(
         self,
         q: torch.Tensor,
@@ -97,7 +93,13 @@ class SparseAttention:
         stream: int = 0,
     ) -> torch.Tensor:
         """Compute one attention; `stream` numbers the calls of a step, such as guidance's, for the masks."""
-        self._check(q, k, v, step, layer, scale)
+        check_streams(("q", "k", "v"), q, k, v, heads_first=False)
+        for name, tensor in (("q", q), ("k", k)):
+            # Kernels read the layout's blocks without bounds checks against the tensor.
+            if tensor.shape[1] != self.layout.tokens:
+                raise ArgumentError(
+                    f"{name} has {tensor.shape[1]} tokens, and the layout {self.layout.tokens}: {tuple(tensor.shape)}"
+                )
         if step < self.dense_steps or layer in self.dense_layers or self.method.is_dense:
             self._count(1.0)
             return attention_forward(q, k, v, None, scale, enable_gqa=True)
@@ -112,20 +114,6 @@ class SparseAttention:
         out = attend(q, k, v, kept.lists, edges, edges, self.layout.block_size, factor, by=self.by)
         self._count(kept.density)
         return self.layout.unpermute(out) if reordered else out
-
-    def _check(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: int, layer: int, scale: float | None
-    ) -> None:
-        check_streams(q, k, v, heads_first=False)
-        for name, tensor in (("q", q), ("k", k)):
-            # Kernels read the layout's blocks without bounds checks against the tensor.
-            if tensor.shape[1] != self.layout.tokens:
-                raise ArgumentError(
-                    f"{name} has {tensor.shape[1]} tokens, and the layout {self.layout.tokens}: {tuple(tensor.shape)}"
-                )
-        checks.number("scale", scale, optional=True)
-        check_count("step", step, 0)
-        check_count("layer", layer, 0)
 
     def _lists(self, q: torch.Tensor, k: torch.Tensor, step: int, place: tuple[int, int], scale: float) -> _Kept:
         kept = self._kept.get(place)
@@ -165,8 +153,3 @@ class SparseAttention:
         """Drop masks and reset the density."""
         self.forget_masks()
         self._done, self._calls = 0.0, 0
-
-
-def check_count(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ArgumentError(f"{name} must be a whole number, {least} or more, got {value!r}")

@@ -9,8 +9,10 @@ The result of a query that sees no key is zero.
 
 from __future__ import annotations
 
+from tritium.ops.block_sparse_attention.flex import decline_flex, run_flex
 from tritium.ops.block_sparse_attention.lists import block_lists
 from tritium.ops.block_sparse_attention.reference import reference, samples
+from tritium.ops.block_sparse_attention.trial import TRIAL
 from tritium.ops.block_sparse_attention.triton import decline_triton, results, run_triton
 from tritium.ops.op import Op, Provider
 
@@ -21,5 +23,9 @@ OP = Op(
     reference=reference,
     samples=samples,
     results=results,
-    providers=(Provider("triton", "block_sparse_attention", run_triton, decline_triton),),
+    providers=(
+        Provider("triton", "block_sparse_attention", run_triton, decline_triton),
+        Provider("flex", "block_sparse_attention", run_flex, decline_flex),
+    ),
+    trial=TRIAL,
 )

@@ -10,9 +10,10 @@ handle.remove()
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,23 +21,19 @@ import torch
 from torch import nn
 
 from tritium import compat, device
-from tritium.errors import ArgumentError
+from tritium.layers.arguments import check_at_least, checked
+from tritium.layers.attention.diffusers import AttentionHandle, change_layers
 from tritium.layers.attention.forward import attention_forward
-from tritium.layers.attention.stock import AttentionHandle, forget_attention_backend, serve
-from tritium.layers.sparse.forward import RF_V2
+from tritium.layers.sparse.forward import SparseType
 from tritium.layers.sparse.layout import SparseLayout
-from tritium.layers.sparse.schedule import SparseAttention, check_count
+from tritium.layers.sparse.schedule import SparseAttention
 
 
-@dataclass
-class SparseHandle:
+@dataclass(kw_only=True)
+class SparseHandle(AttentionHandle):
     """The changes of `set_sparse_attention`; `remove()` undoes them."""
 
     attention: SparseAttention
-    layers: int
-    _name: str
-    _served: AttentionHandle
-    _hooks: list[Any]
     _counter: _Counter
 
     def density(self) -> float:
@@ -48,22 +45,9 @@ class SparseHandle:
         self._counter.restart()
         self.attention.reset()
 
-    def remove(self) -> None:
-        """Restore the original attention of every layer."""
-        for hook in self._hooks:
-            hook.remove()
-        self._served.remove()
-        forget_attention_backend(self._name)
-
-    def __enter__(self) -> SparseHandle:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.remove()
-
 
 @dataclass
-class _Pictures:
+class _Images:
     """Detect the start of another image from the timesteps of forwards.
 
     Within an image, timesteps decrease in most models and increase in some. A reversal starts another image, unless it is
@@ -71,7 +55,7 @@ class _Pictures:
     """
 
     first: float | None = None
-    last: float | None = None
+    last: float = 0.0
     # The last change of the timestep, with its sign.
     move: float = 0.0
 
@@ -79,80 +63,19 @@ class _Pictures:
         """Return whether a forward starts another image; `whole_step`: the last step is complete."""
         if now is None:
             return False
-        begins = self.last is not None and self._turns(now, whole_step=whole_step)
-        if begins or self.last is None:
+        begins = self.first is not None and self._is_reversal(now, self.first, whole_step=whole_step)
+        if begins or self.first is None:
             self.first, self.last, self.move = now, now, 0.0
         elif now != self.last and (self.move == 0 or (now > self.last) == (self.move > 0)):
             self.last, self.move = now, now - self.last
         return begins
 
-    def _turns(self, now: float, *, whole_step: bool) -> bool:
-        assert self.last is not None
-        assert self.first is not None
-        if now == self.first:
+    def _is_reversal(self, now: float, first: float, *, whole_step: bool) -> bool:
+        if now == first:
             # Almost no scheduler uses the first timestep in two steps.
             return whole_step
         back = self.last - now if self.move > 0 else now - self.last
-        return self.move != 0 and back > max(abs(self.move) / 2, abs(self.last - self.first) / 20)
-
-
-@dataclass
-class _Counter:
-    """The index of the current forward within an image, and of the current attention within the forward."""
-
-    calls_per_step: int
-    # The tokens of the layout, for a warning.
-    tokens: int
-    # Called when another image begins.
-    begun: Callable[[], None]
-    # The position of the timestep among a forward's arguments; None if the timestep is not needed.
-    timestep: _Timestep | None = None
-    pictures: _Pictures = field(default_factory=_Pictures)
-    forwards: int = 0
-    layer: int = 0
-    # The number of sparse attentions in this forward, and descriptions of the dense ones.
-    sparse: int = 0
-    dense: set[str] = field(default_factory=set)
-    _warned: bool = False
-
-    def begin(self, _: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if self.timestep is not None:
-            self._look(self.timestep, args, kwargs)
-        self.forwards += 1
-        self.layer = 0
-        self.sparse = 0
-        self.dense.clear()
-
-    # Untraced: it reads the timestep's value, which a graph cannot do.
-    @compat.dynamo.untraced
-    def _look(self, timestep: _Timestep, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if self.pictures.begins(timestep.of(args, kwargs), whole_step=self.forwards % self.calls_per_step == 0):
-            self.forwards = 0
-            self.begun()
-
-    def end(self, *_: Any) -> None:
-        # `dense` is empty in forwards in which a cache of diffusers skipped all attentions.
-        if self.sparse or self._warned or not self.dense:
-            return
-        self._warned = True
-        warnings.warn(
-            f"tritium: the layout is of {self.tokens} tokens, and no attention of this model that takes no mask is: all of "
-            f"them stay dense. There are: {'; '.join(sorted(self.dense))}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-
-    def restart(self) -> None:
-        self.forwards, self.pictures = 0, _Pictures()
-
-    @property
-    def step(self) -> int:
-        # A block called outside of its model is in step 0.
-        return max(0, self.forwards - 1) // self.calls_per_step
-
-    @property
-    def stream(self) -> int:
-        return (self.forwards - 1) % self.calls_per_step
+        return self.move != 0 and back > max(abs(self.move) / 2, abs(self.last - first) / 20)
 
 
 # The names of the timestep in models' signatures.
@@ -179,20 +102,91 @@ class _Timestep:
 
     def of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float | None:
         """Return the timestep as one number, or None if it cannot be read."""
-        given = args[self.place] if self.place < len(args) else kwargs.get(self.name)
-        if not isinstance(given, torch.Tensor):
-            return float(given) if isinstance(given, (int, float)) else None
-        if given.numel() == 0 or given.is_meta or (given.is_cuda and device.is_capturing()):
+        value = args[self.place] if self.place < len(args) else kwargs.get(self.name)
+        if not isinstance(value, torch.Tensor):
+            return float(value) if isinstance(value, (int, float)) else None
+        if value.numel() == 0 or value.is_meta or (value.is_cuda and device.is_capturing()):
             return None
         # Tokens may have separate timesteps, as for an image that is partly known: use the largest.
-        return float(given.max())
+        return float(value.max())
 
 
+@dataclass
+class _Counter:
+    """The index of the current forward within an image, and of the current attention within the forward."""
+
+    attention: SparseAttention
+    calls_per_step: int = 1
+    # The position of the timestep among a forward's arguments; None if the timestep is not needed.
+    timestep: _Timestep | None = None
+    images: _Images = field(default_factory=_Images)
+    forwards: int = 0
+    layer: int = 0
+    # The number of sparse attentions in this forward, and descriptions of the dense ones.
+    sparse: int = 0
+    dense: set[str] = field(default_factory=set)
+    _warned: bool = False
+
+    def begin(self, _: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if self.timestep is not None:
+            self._look(self.timestep, args, kwargs)
+        self.forwards += 1
+        self.layer = 0
+        self.sparse = 0
+        self.dense.clear()
+
+    # Untraced: it reads the timestep's value, which a graph cannot do.
+    @compat.dynamo.untraced
+    def _look(self, timestep: _Timestep, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if self.images.begins(timestep.of(args, kwargs), whole_step=self.forwards % self.calls_per_step == 0):
+            self.forwards = 0
+            self.attention.forget_masks()
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        scale: float | None = None,
+        *,
+        is_causal: bool = False,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """Compute the next attention of the forward."""
+        layer = self.layer
+        self.layer += 1
+        masked = attn_mask is not None or is_causal
+        if masked or not q.shape[1] == k.shape[1] == self.attention.layout.tokens:
+            self.dense.add(f"{q.shape[1]} queries and {k.shape[1]} keys{' with a mask' if masked else ''}")
+            return attention_forward(q, k, v, attn_mask, scale, is_causal=is_causal, enable_gqa=enable_gqa)
+        self.sparse += 1
+        # A block called outside of its model is in step 0.
+        step, stream = divmod(max(0, self.forwards - 1), self.calls_per_step)
+        return self.attention(q, k, v, step=step, layer=layer, scale=scale, stream=stream)
+
+    def end(self, *_: Any) -> None:
+        # `dense` is empty in forwards in which a cache of diffusers skipped all attentions.
+        if self.sparse or self._warned or not self.dense:
+            return
+        self._warned = True
+        warnings.warn(
+            f"tritium: the layout has {self.attention.layout.tokens} tokens, and no attention of this model without a mask "
+            f"has as many, so all stay dense. There are: {'; '.join(sorted(self.dense))}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def restart(self) -> None:
+        self.forwards, self.images = 0, _Images()
+
+
+@checked
 def set_sparse_attention(
     module: nn.Module,
     layout: SparseLayout,
     *,
-    sparse_type: str = RF_V2,
+    sparse_type: SparseType = "rf_v2",
     sparsity: float = 0.5,
     dense_steps: int = 0,
     dense_layers: Collection[int] = (),
@@ -219,6 +213,7 @@ def set_sparse_attention(
         by: The implementation: `triton`, `flex` or `reference`; None for the fastest.
         cdf_threshold: As in `sparse_attention`.
     """
+    check_at_least("calls_per_step", calls_per_step, 1)
     attention = SparseAttention(
         layout,
         sparse_type=sparse_type,
@@ -229,46 +224,25 @@ def set_sparse_attention(
         by=by,
         cdf_threshold=cdf_threshold,
     )
-    check_count("calls_per_step", calls_per_step, 1)
-    counter = _Counter(calls_per_step, layout.tokens, attention.forget_masks)
-
-    def attend_in_turn(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        scale: float | None = None,
-        *,
-        is_causal: bool = False,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        layer = counter.layer
-        counter.layer += 1
-        masked = attn_mask is not None or is_causal
-        if masked or not q.shape[1] == k.shape[1] == layout.tokens:
-            counter.dense.add(f"{q.shape[1]} queries and {k.shape[1]} keys{' with a mask' if masked else ''}")
-            return attention_forward(q, k, v, attn_mask, scale, is_causal=is_causal, enable_gqa=enable_gqa)
-        counter.sparse += 1
-        return attention(q, k, v, step=counter.step, layer=layer, scale=scale, stream=counter.stream)
-
+    counter = _Counter(attention, calls_per_step)
     name = f"tritium:sparse:{id(counter)}"
-    try:
-        served = serve(module, name, attend_in_turn)
-    except ArgumentError:
-        forget_attention_backend(name)
-        raise
+    changed = change_layers(module, name, counter.attend)
     if dense_steps > 0 or reuse_steps > 1:
         # Read the timestep only if step numbers matter: on a GPU this synchronizes.
         counter.timestep = _Timestep.in_forward(module)
         if counter.timestep is None:
             warnings.warn(
-                f"tritium: {type(module).__name__} is given no time ({', '.join(TIMES)}) by which pictures are told apart: "
-                "call handle.reset() before each but the first",
+                f"tritium: {type(module).__name__} has no parameter {' or '.join(TIMES)} that separates images: call "
+                "handle.reset() before each but the first",
                 RuntimeWarning,
                 stacklevel=2,
             )
-    hooks = [
-        module.register_forward_pre_hook(counter.begin, with_kwargs=True),
-        module.register_forward_hook(counter.end),
+    undo: list[Callable[[], None]] = [
+        functools.partial(compat.diffusers.remove_backend, name),
+        *changed._undo,
+        module.register_forward_pre_hook(counter.begin, with_kwargs=True).remove,
+        module.register_forward_hook(counter.end).remove,
     ]
-    return SparseHandle(attention, served.layers, name, served, hooks, counter)
+    return SparseHandle(
+        layers=changed.layers, skipped=changed.skipped, _undo=undo, attention=attention, _counter=counter
+    )

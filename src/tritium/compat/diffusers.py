@@ -1,0 +1,53 @@
+"""Diffusers' registry of attention backends, which has no public way to add a name."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from tritium.errors import ArgumentError, MissingExtra
+
+# The attribute of attention processors that names their backend.
+BACKEND = "_attention_backend"
+
+
+def add_backend(name: str, function: Callable[..., Any]) -> Any:
+    """Register an attention backend and return its name as a member of diffusers' enumeration.
+
+    The function gets the arguments of diffusers' dispatcher that it has parameters for.
+    """
+    names, registry = _dispatcher()
+    member = names._value2member_map_.get(name)
+    if member is None:
+        # Diffusers looks names up in the enumeration, and enumerations cannot be extended.
+        member = str.__new__(names, name)
+        member._name_, member._value_ = name.upper().replace(":", "_"), name
+        names._member_map_[member._name_] = names._value2member_map_[name] = member
+        names._member_names_.append(member._name_)
+    elif member in registry._backends and not hasattr(registry._backends[member], "tritium_backend"):
+        raise ArgumentError(f"diffusers has an attention backend {name!r} of its own; choose another name")
+    function.tritium_backend = name  # type: ignore[attr-defined]
+    registry.register(member)(function)
+    return member
+
+
+def remove_backend(name: str) -> None:
+    """Unregister an attention backend."""
+    names, registry = _dispatcher()
+    member = names._value2member_map_.pop(name)
+    del names._member_map_[member._name_]
+    names._member_names_.remove(member._name_)
+    for known in (registry._backends, registry._constraints, registry._supported_arg_names):
+        del known[member]
+
+
+def _dispatcher() -> tuple[Any, Any]:
+    try:
+        module = importlib.import_module("diffusers.models.attention_dispatch")
+    except ImportError as error:
+        if importlib.util.find_spec("diffusers") is None:
+            raise MissingExtra("diffusers", "diffusers", "set_attention") from error
+        raise ArgumentError("this version of diffusers has no attention backends; 0.36 and later have them") from error
+    return module.AttentionBackendName, module._AttentionBackendRegistry

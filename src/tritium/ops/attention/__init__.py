@@ -1,0 +1,35 @@
+"""Attention, `softmax(q k^T * scale, masked) v`, of heads-first tensors: q [B, N, Sq, D], k and v [B, N', Sk, D].
+
+N' divides N. A mask is broadcast to [B, N, Sq, Sk]; boolean, where True keeps a score, or added to the scores. `causal`
+is aligned to the first key: query i sees keys 0 to i. In memory the result has the heads of a token side by side.
+
+The providers are PyTorch's kernels, FlexAttention, kernels of other packages, and loops over matrix products. Which one is
+fastest depends on the device, versions and sizes, so the first call of a shape class measures them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tritium.ops.attention.providers import PROVIDERS
+from tritium.ops.attention.reference import attention_math, empty_result, reference, samples
+from tritium.ops.attention.request import words
+from tritium.ops.attention.trial import TRIAL, rule
+from tritium.ops.op import Arguments, Op
+
+__all__ = ["OP", "TRIAL", "attention_math", "reference", "results", "rule", "samples", "words"]
+
+
+def results(given: Arguments) -> torch.Tensor:
+    return empty_result(given.q, given.v)
+
+
+OP = Op(
+    name="attention",
+    reference=reference,
+    samples=samples,
+    results=results,
+    keeps_strides=True,
+    providers=PROVIDERS,
+    trial=TRIAL,
+)

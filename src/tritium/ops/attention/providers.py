@@ -1,0 +1,273 @@
+"""The providers of `attention`: how each computes, and why it declines a call.
+
+A provider declines if it cannot apply a mask, the scale, causality aligned to the first key, or groups of heads.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the conventional name
+
+from tritium import compat, device
+from tritium.compat import attention as compat_attention
+from tritium.compat.products import wide_product_obstacle
+from tritium.ops import wide_attention
+from tritium.ops.attention import request
+from tritium.ops.attention.reference import arranged, chunked, empty_result
+from tritium.ops.attention.request import HALF
+from tritium.ops.op import Arguments, Provider
+from tritium.ops.triton_launch import obstacle
+
+# (q, k, v, mask, scale, causal) -> [B, N, Sq, D]
+Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float, bool], torch.Tensor]
+
+
+def _provider(
+    name: str, function: Run, decline: Callable[[Arguments], str | None], *, inlined: bool = False
+) -> Provider:
+    def run(given: Arguments) -> torch.Tensor:
+        out = function(given.q, given.k, given.v, given.mask, given.scale, given.causal)
+        # The operators of a trace may return any strides.
+        return out if compat.traced.is_traced(out) else arranged(out)
+
+    return Provider(name, "attention", run, decline, inlined=inlined)
+
+
+def sdpa(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool
+) -> torch.Tensor:
+    # Head counts may be symbolic; an earlier check has already added the guard.
+    grouped = bool(q.shape[1] != k.shape[1])
+    if not q.is_cuda:
+        return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=grouped)
+    # `only_kernel` disables the other kernels globally, possibly in another thread: wait for it.
+    with compat_attention.SWITCHES:
+        return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=grouped)
+
+
+def _kernel(name: str) -> Run:
+    def run(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool
+    ) -> torch.Tensor:
+        with compat_attention.only_kernel(name):
+            return sdpa(q, k, v, mask, scale, causal)
+
+    return run
+
+
+def decline_math(given: Arguments) -> str | None:
+    # Kernels take the largest score before they scale it, and mask keys with -inf.
+    return None if given.scale > 0 else f"it takes a scale above 0, got {given.scale}"
+
+
+def decline_sdpa(given: Arguments) -> str | None:
+    if given.q.is_cuda and request.has_wide_mask(given):
+        return "on a GPU it takes an added mask in the dtype of the query, not in float32"
+    return decline_math(given)
+
+
+def _decline_form(given: Arguments) -> str | None:
+    """Return why kernels on a GPU cannot take a call, or None."""
+    if not given.q.is_cuda:
+        return f"it runs on a GPU, the tensors are on {given.q.device.type}"
+    if not request.is_packed(given):
+        return "it takes heads whose elements are contiguous"
+    return decline_sdpa(given)
+
+
+def _decline_half(given: Arguments, widest: int = 256) -> str | None:
+    """Return why kernels for half precision on a GPU cannot take a call, or None."""
+    if reason := _decline_form(given):
+        return reason
+    if given.q.dtype not in HALF:
+        return f"it takes float16 and bfloat16, not {given.q.dtype}"
+    width = request.width(given)
+    if width > widest or width % 8 or request.value_width(given) != width:
+        return f"it takes heads of one width, a multiple of 8 up to {widest}"
+    if given.causal and request.queries(given) != request.keys(given):
+        return "its causality is aligned to the last key where queries and keys differ in number"
+    return None
+
+
+def decline_flash(given: Arguments) -> str | None:
+    return "it takes no mask" if given.mask is not None else _decline_half(given)
+
+
+def decline_efficient(given: Arguments) -> str | None:
+    if reason := _decline_form(given):
+        return reason
+    if request.is_grouped(given):
+        return "it takes as many heads of keys as of queries"
+    return None if given.q.dtype in (*HALF, torch.float32) else f"it does not take {given.q.dtype}"
+
+
+def decline_chunked(given: Arguments) -> str | None:
+    if request.is_symbolic(given):
+        return "it loops over queries, whose number is symbolic in this graph"
+    return decline_math(given)
+
+
+def products(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool
+) -> torch.Tensor:
+    del mask, causal
+    out = empty_result(q, v)
+    wide_attention.attend(q, k, v, scale, out)
+    return out
+
+
+def decline_products(given: Arguments) -> str | None:
+    if given.q.dtype not in HALF:
+        return f"it takes float16 and bfloat16, not {given.q.dtype}"
+    if given.mask is not None or given.causal:
+        return "it takes no mask, and no causality"
+    if request.is_grouped(given):
+        return "it takes as many heads of keys as of queries"
+    if request.needs_gradients(given):
+        return "it computes no gradients here"
+    return obstacle(given.q, given.k, given.v) or wide_product_obstacle()
+
+
+def flash3(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool
+) -> torch.Tensor:
+    del mask
+    function = importlib.import_module("flash_attn_interface").flash_attn_func
+    out = function(*(t.transpose(1, 2) for t in (q, k, v)), softmax_scale=scale, causal=causal)
+    # Some versions also return the log-sum-exp.
+    first: torch.Tensor = out[0] if isinstance(out, tuple) else out
+    return first.transpose(1, 2)
+
+
+def sage(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool
+) -> torch.Tensor:
+    del mask
+    function = importlib.import_module("sageattention").sageattn
+    out: torch.Tensor = function(q, k, v, tensor_layout="HND", is_causal=causal, sm_scale=scale)
+    return out
+
+
+def _decline_package(given: Arguments, module: str, widest: int) -> str | None:
+    if not compat_attention.installed(module):
+        return f"the package {module!r} is not installed"
+    if given.mask is not None:
+        return "it takes no mask"
+    if request.needs_gradients(given):
+        return "it computes no gradients here"
+    return _decline_half(given, widest)
+
+
+# Tiles for additive masks in float32, fastest first: queries, keys, stages, warps. FlexAttention's default tiles leave no
+# shared memory for such a mask if heads are 64 wide.
+TILES = ((128, 64, 3, 8), (64, 64, 3, 4), (64, 32, 3, 4), (64, 32, 2, 4), (32, 32, 2, 4), (32, 16, 2, 4))
+# For heads narrower than this the first tile is slower.
+LARGE_FROM = 128
+
+
+def tile_for_a_wide_mask(width: int, value_width: int, element: int, room: int) -> tuple[int, int, int, int]:
+    """Return the first tile that fits `room` bytes of shared memory, or the last one.
+
+    >>> tile_for_a_wide_mask(128, 128, 2, 232448), tile_for_a_wide_mask(64, 64, 2, 232448)
+    ((128, 64, 3, 8), (64, 64, 3, 4))
+    """
+    # Shared memory pads rows to the next power of two.
+    own, other = (1 << (size - 1).bit_length() for size in (width, value_width))
+
+    def fits(queries: int, keys: int, stages: int, warps: int) -> bool:
+        del warps
+        streamed = keys * (own + other) * element + queries * keys * 4
+        return queries * own * element + stages * streamed <= room
+
+    tiles = TILES if min(width, value_width) >= LARGE_FROM else TILES[1:]
+    return next((tile for tile in tiles if fits(*tile)), TILES[-1])
+
+
+def _tile_options(q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> dict[str, int | bool] | None:
+    if mask is None or mask.dtype in (torch.bool, q.dtype):
+        return None
+    room = device.shared_memory(q.device)
+    if room is None:
+        return None
+    queries, keys, stages, warps = tile_for_a_wide_mask(q.shape[3], v.shape[3], q.element_size(), room)
+    tile = {"BLOCK_M": queries, "BLOCK_N": keys, "num_stages": stages, "num_warps": warps}
+    # For few queries FlexAttention would use another kernel, with different tiles.
+    return {**tile, "FORCE_USE_FLEX_ATTENTION": True}
+
+
+def decline_flex(given: Arguments) -> str | None:
+    if given.q.is_cuda and not device.has_triton():
+        return "triton is not installed"
+    if request.needs_gradients(given):
+        return "it computes no gradients here"
+    if given.q.dtype not in (*HALF, torch.float32):
+        return f"it does not take {given.q.dtype}"
+    if not 16 <= request.width(given) <= 256 or not 16 <= request.value_width(given) <= 256:
+        return "it takes heads from 16 to 256 wide"
+    return decline_math(given)
+
+
+def flex(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool
+) -> torch.Tensor:
+    score = None
+    if mask is not None:
+        bias = mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        score = _kept_score(bias) if mask.dtype == torch.bool else _added_score(bias)
+    return compat_attention.flex_attention(
+        q,
+        k,
+        v,
+        score_mod=score,
+        block_mask=_causal_blocks(q.shape[2], k.shape[2], str(q.device)) if causal else None,
+        scale=scale,
+        enable_gqa=bool(q.shape[1] != k.shape[1]),
+        kernel_options=_tile_options(q, v, mask),
+    )
+
+
+def _kept_score(mask: torch.Tensor) -> Callable[..., torch.Tensor]:
+    def kept(score: Any, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return torch.where(mask[b, h, q, k], score, -float("inf"))
+
+    return kept
+
+
+def _added_score(mask: torch.Tensor) -> Callable[..., torch.Tensor]:
+    def added(score: Any, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return score + mask[b, h, q, k]  # type: ignore[no-any-return]
+
+    return added
+
+
+@functools.lru_cache(maxsize=16)
+def _causal_blocks(queries: int, keys: int, device: str) -> Any:
+    def seen(b: Any, h: Any, q: Any, k: Any) -> Any:
+        del b, h
+        return q >= k
+
+    # In a separate thread: vmap, which create_block_mask uses, does not work inside an operator.
+    with ThreadPoolExecutor(1) as pool:
+        make = functools.partial(compat_attention.create_block_mask, seen, None, None, queries, keys, device=device)
+        return pool.submit(make).result()
+
+
+PROVIDERS = (
+    _provider("sdpa", sdpa, decline_sdpa, inlined=True),
+    _provider("cudnn", _kernel("cudnn"), _decline_half, inlined=True),
+    _provider("flash", _kernel("flash"), decline_flash, inlined=True),
+    _provider("efficient", _kernel("efficient"), decline_efficient, inlined=True),
+    _provider("math", _kernel("math"), decline_math, inlined=True),
+    _provider("chunked", chunked, decline_chunked, inlined=True),
+    # Two matrix products on tensor cores with stored scores: for heads that are too wide for other kernels.
+    _provider("products", products, decline_products),
+    _provider("flex", flex, decline_flex),
+    _provider("flash3", flash3, functools.partial(_decline_package, module="flash_attn_interface", widest=256)),
+    _provider("sage", sage, functools.partial(_decline_package, module="sageattention", widest=128)),
+)

@@ -1,0 +1,155 @@
+"""How the providers of `attention` are compared at the first call of a shape class, and the rule without a verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from tritium import device, fidelity
+from tritium.compat import attention as compat_attention
+from tritium.ops.attention import request
+from tritium.ops.attention.providers import PROVIDERS
+from tritium.ops.attention.reference import attention_math
+from tritium.ops.op import Arguments, FirstUse, Shape, Trial, present
+
+# The number of queries whose result is compared with float64.
+CHECKED = 128
+
+# Scores of 4608 tokens and 24 heads are 1.9 GiB, those of video 160 GiB, which would exhaust the model's memory.
+MOST_SCORES = 2 << 30
+# Where providers that hold many scores are not measured beyond that. On a GPU `chunked` takes eight seconds for video,
+# where kernels take 40 ms.
+HOLDS_SCORES = {"math": ("cpu", "cuda"), "chunked": ("cuda",), "products": ("cuda",)}
+
+# Elsewhere they are used only by name.
+MEASURED_ON_A_GPU = ("flex", "products")
+
+# They start a compiler, which is impossible while another function is being compiled.
+COMPILES = ("flex",)
+
+
+def shape(given: Arguments) -> Shape:
+    """Return the key of a measurement: token counts rounded to classes, everything else exact."""
+    mask = "none"
+    if given.mask is not None:
+        sizes = zip("BNQK", given.mask.shape, strict=True)
+        kind = "keep" if given.mask.dtype == torch.bool else "add32" if request.has_wide_mask(given) else "add"
+        mask = f"{kind}-{''.join(name if present(size) > 1 else '1' for name, size in sizes)}"
+    memory = "BNSD" if request.has_heads_first_in_memory(given) else "BSND"
+    return {
+        "batch": present(given.q.shape[0]),
+        "heads": present(given.q.shape[1]),
+        "kv_heads": present(given.k.shape[1]),
+        "queries": size_class(request.queries(given)),
+        "keys": size_class(request.keys(given)),
+        "square": int(request.queries(given) == request.keys(given)),
+        "width": request.width(given),
+        "value_width": request.value_width(given),
+        "mask": mask,
+        "causal": int(given.causal),
+        "memory": memory if request.is_packed(given) else f"{memory}-apart",
+        "grad": int(request.needs_gradients(given)),
+    }
+
+
+def size_class(tokens: int) -> int:
+    """Round to the nearest of 1, 1.4, 2, 2.8, 4 ...: sizes of a class share one measurement.
+
+    >>> [size_class(tokens) for tokens in (1, 77, 512, 4096, 4608, 32760)]
+    [1, 91, 512, 4096, 4096, 32768]
+    """
+    return round(2 ** (round(2 * math.log2(max(1, tokens))) / 2))
+
+
+def alike(given: Arguments) -> Callable[[], Mapping[str, Any]] | None:
+    """Return a function that creates random arguments like these; None for an empty attention."""
+    if request.is_empty(given):
+        return None
+    sides = {name: tuple(map(present, getattr(given, name).shape)) for name in "qkv"}
+    mask = None if given.mask is None else tuple(map(present, given.mask.shape))
+    mask_dtype = None if given.mask is None else given.mask.dtype
+    heads_first, packed = request.has_heads_first_in_memory(given), request.is_packed(given)
+    dtype, where, causal = given.q.dtype, given.q.device, given.causal
+
+    def create() -> dict[str, Any]:
+        generator = torch.Generator(where).manual_seed(3)
+
+        def side(batch: int, heads: int, tokens: int, width: int) -> torch.Tensor:
+            step = 1 if packed else 2
+            outer = (batch, heads, tokens) if heads_first else (batch, tokens, heads)
+            made = torch.randn((*outer, step * width), generator=generator, device=where).to(dtype)[..., ::step]
+            return made if heads_first else made.transpose(1, 2)
+
+        arguments = {name: side(*sizes) for name, sizes in sides.items()}
+        kept = None
+        if mask is not None:
+            kept = torch.rand(mask, generator=generator, device=where) < 0.75
+            # Leave every row a key: providers differ in the result of a row without one.
+            kept[..., 0] = True
+            if mask_dtype != torch.bool:
+                kept = torch.zeros(mask, device=where, dtype=mask_dtype).masked_fill_(~kept, -math.inf)
+        return {**arguments, "mask": kept, "scale": sides["q"][3] ** -0.5, "causal": causal}
+
+    return create
+
+
+def check(given: Arguments) -> Callable[[torch.Tensor], str | None]:
+    """Compute the last queries in float64; the returned function compares a result with these."""
+    q, k, v, mask = given.q, given.k, given.v, given.mask
+    first = max(0, q.shape[2] - CHECKED)
+    rows = slice(first, None)
+    some = mask[:, :, rows] if mask is not None and mask.shape[2] > 1 else mask
+    # One head at a time: for video, all heads in float64 would not fit in memory.
+    parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+    group = q.shape[1] // k.shape[1]
+    for head in range(q.shape[1]):
+        one, of_key = slice(head, head + 1), slice(head // group, head // group + 1)
+        own = some[:, one] if some is not None and some.shape[1] > 1 else some
+        arguments = (q[:, one, rows], k[:, of_key], v[:, of_key], own, given.scale, given.causal)
+        wide = tuple(t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in arguments)
+        parts.append((attention_math(*wide, first_row=first), attention_math(*arguments, first_row=first)))  # type: ignore[arg-type]
+    exact, eager = (torch.cat(side, dim=1) for side in zip(*parts, strict=True))
+    allowed = fidelity.allowed(eager, exact)
+
+    def too_far(out: torch.Tensor) -> str | None:
+        error = fidelity.error(out[:, :, rows], exact)
+        # Compared this way so that NaN counts as too large.
+        return None if error <= allowed else f"error {error:.2e} against float64, allowed {allowed:.2e}"
+
+    return too_far
+
+
+def skip(name: str, given: Arguments, compiling: bool) -> str | None:
+    where = given.q.device.type
+    if name in MEASURED_ON_A_GPU and where != "cuda":
+        return f"not measured on {where}"
+    if where in HOLDS_SCORES.get(name, ()) and request.score_bytes(given) > MOST_SCORES:
+        return f"not measured: its scores would take {request.score_bytes(given) / 2**30:.1f} GiB"
+    if name in COMPILES and compiling:
+        return "it has to be compiled, and something else is being compiled now"
+    return None
+
+
+def rule(given: Arguments) -> str:
+    """Return the provider for a call without a verdict: cuDNN on Hopper and later, else sdpa.
+
+    cuDNN is the fastest there. If sdpa declines, flex, chunked and math follow.
+    """
+    order = ["sdpa", "flex", "chunked", "math"]
+    capability = device.capability(given.q.device)
+    fastest = capability is not None and capability >= (9, 0) and given.mask is None and request.width(given) <= 128
+    if fastest and not request.needs_gradients(given) and not request.is_empty(given):
+        order.insert(0, "cudnn")
+    declines = {provider.name: provider.decline for provider in PROVIDERS}
+    return next(name for name in order if declines[name](given) is None)
+
+
+TRIAL = Trial(
+    shape,
+    first_use=FirstUse(
+        alike=alike, check=check, default=rule, versions=compat_attention.versions, skip=skip, preferred="sdpa"
+    ),
+)
