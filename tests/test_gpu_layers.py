@@ -5,19 +5,19 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from tritium.layers.attention.mathematics import attention_math
-from tritium.layers.attention.request import Request
-from tritium.layers.sparse.attend import attend, lists_of
 
 import tritium
 from fidelity import assert_no_worse
 from small_models import flux, flux_inputs
-from tritium import tuning
-from tritium.layers.attention import candidates as entries
-from tritium.layers.attention import choice, varlen
+from tritium import ops, tuning
+from tritium.layers import eager
+from tritium.layers.attention import varlen
 from tritium.layers.attention.varlen import by_segment
 from tritium.layers.sparse import masks
+from tritium.layers.sparse.choose import attend
+from tritium.layers.sparse.forward import lists_of
 from tritium.layers.sparse.layout import SparseLayout
+from tritium.ops.attention import OP, attention_math
 
 pytestmark = pytest.mark.gpu
 
@@ -27,7 +27,8 @@ HALF = [torch.bfloat16, torch.float16]
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch, tmp_path):
     monkeypatch.setattr(tuning.tables, "user_folder", lambda: tmp_path)
-    choice.forget()
+    monkeypatch.setattr(eager, "_CHOSEN", {})
+    tuning.forget()
 
 
 def qkv(queries=300, keys=300, heads=4, kv_heads=None, width=64, batch=2, dtype=torch.bfloat16):
@@ -55,20 +56,22 @@ def compare(out, q, k, v, mask=None, *, causal=False, where=""):
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32])
 @pytest.mark.parametrize("form", ["plain", "causal", "keep", "keep rows", "add", "grouped", "across", "wide"])
-def test_every_candidate_honours_what_it_does_not_decline(dtype, form):
+def test_every_provider_computes_what_it_does_not_decline(dtype, form):
     sizes = {"across": {"keys": 77}, "grouped": {"kv_heads": 2}, "wide": {"width": 512, "heads": 1}}.get(form, {})
     q, k, v = heads_first(*qkv(dtype=dtype, **sizes))
     keep = torch.rand(2, 4, 300, 300, device="cuda") < 0.7
     keep[..., 0] = True
     mask = {"keep": keep, "keep rows": keep[:, :1, :1], "add": torch.randn(1, 4, 300, 300, device="cuda").to(dtype)}
     mask, causal = mask.get(form), form == "causal"
-    ran, able = [], set(entries.able(Request.of(q, k, v, mask, causal)))
+    given = OP.bind(q, k, v, mask, q.shape[-1] ** -0.5, causal)
+    ran, able = [], {name for name, provider in ops.providers(OP).items() if provider.decline(given) is None}
     for name in able:
         try:
-            out = entries.candidates()[name].run(q, k, v, mask, q.shape[-1] ** -0.5, causal)
+            out = ops.providers(OP)[name].run(given)
         except (RuntimeError, torch.OutOfMemoryError):
-            # A kernel may have reasons of its own; who measures drops it.
+            # A kernel may have more reasons: a measurement drops it.
             continue
+        assert out.stride() == OP.fake(**vars(given)).stride(), name
         compare(out, q, k, v, mask, causal=causal, where=name)
         ran.append(name)
     assert {"sdpa", "math", "chunked", *({"flex"} & able)} <= set(ran)
@@ -79,10 +82,10 @@ def test_the_choice_is_the_fastest_that_was_measured():
     q, k, v = qkv(4096, 4096, 8, width=128)
     out = tritium.attention_forward(q, k, v)
     compare(*heads_first(out, q, k, v))
-    (row,) = choice.choices()
-    assert {"sdpa", "cudnn", "flash", "efficient"} <= set(row.ms)
-    assert row.ms[row.winner] <= 1.02 * min(row.ms.values())
-    assert row.ms[row.winner] <= row.ms["sdpa"]
+    (verdict,) = tuning.verdicts()
+    assert {"sdpa", "cudnn", "flash", "efficient"} <= set(verdict.ms)
+    assert verdict.ms[verdict.provider] <= 1.02 * min(verdict.ms.values())
+    assert verdict.ms[verdict.provider] <= verdict.ms["sdpa"]
 
 
 @torch.inference_mode()
@@ -110,7 +113,7 @@ def test_a_captured_graph_measures_nothing():
     with torch.cuda.graph(graph):
         out = tritium.attention_forward(q, k, v)
     graph.replay()
-    assert not choice.choices()
+    assert not tuning.verdicts()
     compare(*heads_first(out, q, k, v))
 
 
@@ -226,9 +229,9 @@ def test_a_mask_in_float32_is_not_rounded(dtype, mode, width, queries):
     out = tritium.attention_forward(q, k, v, mask, opt_mode=mode)
     compare(*heads_first(out, q, k, v), mask[None, None])
     if mode == "runtime":
-        # Whoever is fastest, FlexAttention was no failure.
-        (row,) = choice.choices()
-        assert "flex" in row.ms
+        # Whichever is fastest, FlexAttention did not fail.
+        (verdict,) = tuning.verdicts()
+        assert "flex" in verdict.ms
 
 
 @torch.inference_mode()
