@@ -180,7 +180,7 @@ def able(given):
 class TestChoice:
     def test_a_class_of_calls_is_measured_once(self, monkeypatch, tmp_path):
         calls = []
-        monkeypatch.setattr(tuning.first_use, "compare", counted(tuning.first_use.compare, calls))
+        monkeypatch.setattr(tuning.first_use, "compare_alone", counted(tuning.first_use.compare_alone, calls))
         q, k, v = qkv()
         for _ in range(3):
             tritium.attention_forward(q, k, v)
@@ -445,7 +445,7 @@ class TestCompiled:
         """The graph holds the operators of the chosen provider, and running it chooses nothing."""
         graphs, calls = [], []
         monkeypatch.setattr(choose, "choose", counted(choose.choose, calls))
-        monkeypatch.setattr(tuning.first_use, "timed", lambda runs, where: {"sdpa": 2.0, "math": 1.0})
+        monkeypatch.setattr(tuning.compare, "timed", lambda runs, where: {"sdpa": 2.0, "math": 1.0})
 
         def keep(gm, inputs):
             graphs.append(gm)
