@@ -8,9 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 import checkout
+
+# The time of an example must never decide a test.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 def _bf16_matmul_survives() -> bool:

@@ -25,14 +25,14 @@ def test_equal_images():
 
 
 @given(st.floats(1e-4, 0.5))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_psnr_of_a_constant_offset_is_its_logarithm(offset):
     base = torch.zeros(1, 3, 8, 8, dtype=torch.float64)
     assert quality.psnr(base, base + offset) == pytest.approx(-20 * math.log10(offset), abs=1e-6)
 
 
 @given(st.integers(1, 40), st.integers(1, 40))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_ssim_takes_any_size_and_stays_in_its_range(height, width):
     a, b = noise(1, 3, height, width), noise(1, 3, height, width, seed=1)
     assert -1 <= quality.ssim(a, b) <= 1 + 1e-9

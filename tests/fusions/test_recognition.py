@@ -316,7 +316,7 @@ def test_sites_in_a_row_feed_each_other():
     torch.testing.assert_close(result, function(x, g))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     batch=st.integers(1, 3),
     tokens=st.integers(1, 9),

@@ -62,7 +62,7 @@ class TestLayout:
         layout.unpermute(layout.permute(torch.randn(1, layout.tokens, 4)))
         assert type(layout.edges()) is torch.Tensor
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(sizes, st.integers(0, 40), st.sampled_from([1, 7, 16, 128]), st.sampled_from([1, 3, 8]), st.booleans())
     def test_a_permutation_and_its_inverse(self, latent, text, block, tile, text_first):
         layout = SparseLayout(latent, text, block, tile, text_first)
@@ -76,7 +76,7 @@ class TestLayout:
         # Text goes to the end, in its order.
         assert torch.equal(index[layout.video :], torch.arange(text) + (0 if text_first else layout.video))
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(sizes, st.integers(0, 300), st.sampled_from([1, 7, 16, 128]))
     def test_blocks_cover_every_token_once_and_never_both_video_and_text(self, latent, text, block):
         layout = SparseLayout(latent, text, block)
@@ -140,7 +140,7 @@ class TestLayout:
 
 
 class TestMasks:
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     @given(sizes, st.integers(0, 40), st.sampled_from([7, 16]))
     def test_means_are_of_the_very_tokens_of_a_block(self, latent, text, block):
         layout = SparseLayout(latent, text, block)
@@ -151,7 +151,7 @@ class TestMasks:
             torch.testing.assert_close(found[:, :, number], x[:, first:last].mean(1))
         assert found.shape[2] == layout.blocks
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     @given(sizes, st.integers(0, 40), st.sampled_from([0.0, 0.3, 0.8, 0.9, 1.0]))
     def test_rainfusion_keeps_the_most_alike_and_what_is_always_seen(self, latent, text, sparsity):
         layout = SparseLayout(latent, text, 16)

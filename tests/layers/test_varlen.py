@@ -51,7 +51,7 @@ def test_unequal_segments(dtype, causal):
     assert torch.equal(given, out)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=4),
     st.booleans(),

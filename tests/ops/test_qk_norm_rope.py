@@ -66,7 +66,7 @@ def as_models_write_it(given, name):
 
 
 class TestMeaning:
-    @settings(deadline=None, max_examples=60)
+    @settings(max_examples=60)
     @given(
         tokens=st.lists(st.integers(0, 5), min_size=1, max_size=3),
         heads=st.integers(1, 4),
@@ -219,7 +219,6 @@ class TestDecline:
 
 
 class TestLaunch:
-    @settings(deadline=None)
     @given(heads=st.integers(1, 256), width=st.integers(1, 128).map(lambda n: 2 * n), halves=st.booleans())
     def test_every_head_is_taken_and_no_round_is_empty(self, heads, width, halves):
         options, _ = qk_norm_rope.launch_options(heads, width, 2, halves=halves)

@@ -30,7 +30,7 @@ def computed(provider="reference", **given):
     return OPS["residual_norm_modulate"].overload(*arguments(**given).values(), provider=provider)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     shape=st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(2, 33)),
     rank=st.integers(1, 3),

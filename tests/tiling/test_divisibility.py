@@ -40,14 +40,14 @@ def brute_force(numerator, denominator):
     return True
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(polynomials(), polynomials())
 def test_a_proof_is_never_wrong(numerator, denominator):
     if is_multiple(numerator, denominator):
         assert brute_force(numerator, denominator)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(polynomials(), sums, st.integers(1, 3), st.integers(0, 3))
 def test_near_misses_are_never_proven(factor, divisor, scale, rest):
     """Products, and products that are off by a constant or need a fraction: where a careless proof would slip."""
@@ -56,7 +56,7 @@ def test_near_misses_are_never_proven(factor, divisor, scale, rest):
         assert brute_force(numerator, denominator)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(atoms, min_size=1, max_size=4), st.integers(1, 96), st.data())
 def test_every_product_is_proven_a_multiple_of_its_factors(factors, constant, data):
     """What tiling asks: the whole iteration space, multiplied out, against some of its dims."""

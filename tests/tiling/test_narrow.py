@@ -169,7 +169,7 @@ class TestBounds:
         max_leaves=6,
     )
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     @given(expressions, st.data())
     def test_whatever_is_proven_is_the_same_in_32_bits(self, text, data):
         """Sizes up to where the guards still hold, and index values at their ends, where results are largest."""
