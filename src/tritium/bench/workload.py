@@ -4,30 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
-SEED = 0
+from tritium import compat
 
-# `static`: every size is a constant of the compiled code. `dynamic`: height and width, or tokens, are not.
-Regime = Literal["static", "dynamic"]
+SEED = 0
 
 # Compiles a module for a variant, or returns it unchanged.
 Compile = Callable[[Any], Any]
 
-# Makes a normal tensor of a shape in the workload's dtype, on its device.
-Draw = Callable[..., torch.Tensor]
 
+class Normals:
+    """A seeded source of normal tensors. From the CPU, a seed gives the same tensors on every device."""
 
-def drawing(device: str, dtype: torch.dtype) -> Draw:
-    """Return seeded draws, made on the CPU so that a seed gives the same inputs on every device."""
-    generator = torch.Generator().manual_seed(SEED)
+    def __init__(self, device: str, dtype: torch.dtype, *, source: str = "cpu") -> None:
+        self.device, self.dtype, self._source = device, dtype, source
+        self._generator = torch.Generator(source).manual_seed(SEED)
 
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(device, dtype)
-
-    return draw
+    def __call__(self, *shape: int) -> torch.Tensor:
+        tensor = torch.randn(*shape, generator=self._generator, device=self._source)
+        return tensor.to(self.device, self.dtype)
 
 
 def whole(model: Any, compile_: Compile) -> Any:
@@ -47,34 +45,39 @@ class Built:
     install: Callable[[Any, Compile], Any] = whole
     # The dynamic dims by argument. None: torch.compile(dynamic=True) decides.
     dims: Mapping[str, Sequence[int]] | None = None
-    # Also measure torch.compile with static sizes in the dynamic regime.
+    # With dynamic sizes, also measure torch.compile with static sizes.
     against_static: bool = False
 
     @property
     def shapes(self) -> dict[str, list[int]]:
-        return {name: list(value.shape) for name, value in self.inputs.items() if isinstance(value, torch.Tensor)}
+        return shapes_of(self.inputs)
 
     def marked(self) -> dict[str, Any]:
         """Return the inputs with dynamic dims marked for Dynamo; marked tensors are copies."""
         inputs = dict(self.inputs)
         for name, dims in (self.dims or {}).items():
-            inputs[name] = inputs[name].clone()
-            torch._dynamo.mark_dynamic(inputs[name], list(dims))
+            inputs[name] = compat.dynamo.mark_dynamic(inputs[name].clone(), dims)
         return inputs
 
 
+def shapes_of(tensors: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return the shapes of the tensors among some arguments."""
+    return {name: list(value.shape) for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+
+
 class Workload(Protocol):
-    """A model that can be built and measured in each of its regimes."""
+    """A model that can be built, and measured with static sizes, with dynamic ones, or with both."""
 
     @property
     def name(self) -> str: ...
 
+    # Static sizes are constants of the compiled code; with dynamic ones, height and width, or tokens, are not.
     @property
-    def regimes(self) -> Sequence[Regime]: ...
+    def dynamic(self) -> Sequence[bool]: ...
 
     def build(self, device: str, dtype: torch.dtype, *, small: bool) -> Built: ...
 
 
-def label(workload: Workload, regime: Regime) -> str:
-    """Return the name of a workload's rows; static sizes need no suffix."""
-    return workload.name if regime == "static" else f"{workload.name} dynamic"
+def label(workload: Workload, *, dynamic: bool) -> str:
+    """Return the name of a workload's rows."""
+    return f"{workload.name} dynamic" if dynamic else workload.name

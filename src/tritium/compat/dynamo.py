@@ -309,6 +309,12 @@ def describe_new_input(node: fx.Node, *, is_static: bool) -> None:
     node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"} if is_static else {}
 
 
+def mark_dynamic(tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    """Mark dims of a tensor dynamic for Dynamo, and return the tensor."""
+    torch._dynamo.mark_dynamic(tensor, list(dims))
+    return tensor
+
+
 @contextlib.contextmanager
 def marked_dynamic(marks: Sequence[tuple[torch.Tensor, int]], *, weakly: bool = False) -> Iterator[None]:
     """Mark dims dynamic for the calls inside, and restore all tensor attributes that marking sets.
