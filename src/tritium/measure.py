@@ -260,6 +260,11 @@ def peak_memory(run: Callable[[], Any], device_type: str) -> int | None:
     return int(torch.cuda.max_memory_allocated())
 
 
+def allocated_bytes(device_type: str) -> int:
+    """Return the bytes that torch holds on a GPU; 0 on a CPU, where torch does not count them."""
+    return torch.cuda.memory_allocated() if device_type == "cuda" else 0
+
+
 @dataclass(frozen=True)
 class Roofs:
     """A device's limits: bytes per second of a large copy, operations per second of a large product."""

@@ -1,4 +1,4 @@
-"""Denoisers of many families: what they are, and how their sides are measured."""
+"""Families: the stock denoisers, and how their variants are measured."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ import torch
 
 import tritium
 from result_rows import ROW
-from tritium.bench import run, sides, transformers
-from tritium.bench.families import FAMILIES, FEW, find, measuring
+from tritium.bench import families, variants
+from tritium.bench.comparison import tensor_of
+from tritium.bench.denoisers import FAMILIES, FEW, find_families, with_few_tokens
+from tritium.bench.models import diffusers
+from tritium.bench.settings import Settings, silent
 from tritium.bench.store import Clock, Store
-from tritium.bench.workload import Built
+from tritium.bench.suite import Measured, Outcome
+from tritium.bench.workload import Built, Normals
 from tritium.errors import ConfigError
 
 pytest.importorskip("diffusers")
@@ -23,11 +27,7 @@ EAGER_ENGINE = tritium.CompilationConfig(engine="eager")
 
 
 def settings(**fields):
-    return run.Settings(**{"seconds": 0.0, "against": ("eager",), "cold": False, "config": EAGER_ENGINE, **fields})
-
-
-def silent(what, share):
-    pass
+    return Settings(**{"seconds": 0.0, "against": ("eager",), "cold": False, "config": EAGER_ENGINE, **fields})
 
 
 @by_name
@@ -35,49 +35,46 @@ def test_small_families_run(family):
     built = family.build("cpu", torch.float32, small=True)
     assert built.shrunk
     with torch.inference_mode():
-        output = run.tensor_of(built.model(**built.inputs), family.name)
+        output = tensor_of(built.model(**built.inputs), family.name)
     assert 1e-2 < float(output.std()) < 1e2
 
 
 @by_name
-def test_full_families_have_the_tokens_that_they_name(family):
+def test_full_families_run_at_the_tokens_that_they_name(family):
     with torch.device("meta"), torch.inference_mode():
-        model = getattr(transformers.diffusers(), family.class_name)(**family.full.config)
-        inputs = family.inputs(model.config, family.full, lambda *shape: torch.empty(shape))
+        model = getattr(diffusers(), family.model.class_name)(**family.full.config)
+        inputs = family.model.arguments(model.config, family.full, Normals("meta", torch.float32))
         # Lumina 2 reads the lengths of its prompts off a mask, and a meta tensor has none.
         if family.name != "lumina2":
-            model(**inputs, return_dict=False)
-    if family.class_name == "UNet2DConditionModel":
+            model(**inputs)
+    if family.model.class_name == "UNet2DConditionModel":
         return
-    packed = "hidden_states" in inputs and inputs["hidden_states"].ndim == 3
-    patch = 1 if packed else getattr(model.config, "patch_size", None) or model.config.all_patch_size[0]
+    is_packed = "hidden_states" in inputs and inputs["hidden_states"].ndim == 3
+    patch = 1 if is_packed else getattr(model.config, "patch_size", None) or model.config.all_patch_size[0]
     patch = patch if isinstance(patch, (tuple, list)) else (1, patch, patch)[-len(family.full.grid) :]
     tokens = math.prod(extent // by for extent, by in zip(family.full.grid, patch, strict=True))
-    assert family.tokens == tokens + family.full.text
-    named = f"{tokens} + {family.full.text} tokens" if family.full.text else f"{tokens} tokens"
-    assert named in family.full.note
-    assert ("batch 2" in family.full.note) == (family.full.batch == 2)
+    assert family.model.tokens(family.full) == tokens
 
 
 def test_the_list_covers_what_defaults_lose_on():
     names = [family.name for family in FAMILIES]
     assert len(set(names)) == len(names) >= 16
-    assert {family.class_name for family in FAMILIES} >= {"UNet2DConditionModel", "FluxTransformer2DModel"}
+    assert {family.model.class_name for family in FAMILIES} >= {"UNet2DConditionModel", "FluxTransformer2DModel"}
     assert sum("512" in name for name in names) >= 5
     assert sum(family.full.batch == 2 for family in FAMILIES) >= 5
-    (per_token,) = find(["wan-per-token"])
+    (per_token,) = find_families(["wan-per-token"])
     built = per_token.build("cpu", torch.float32, small=True)
-    assert built.inputs["timestep"].shape == (1, 48)
+    assert built.inputs["timestep"].shape == (1, 32)
 
 
 def test_an_unknown_family_names_the_nearest():
     with pytest.raises(ConfigError, match="did you mean 'flux-512'"):
-        find(["flux512"])
+        find_families(["flux512"])
 
 
-def test_sides_of_a_family_are_measured_and_compared_with_float64(tmp_path):
+def test_variants_of_a_family_are_measured_and_compared_with_float64(tmp_path):
     store = Store(tmp_path / "families.json", "cpu")
-    outcome = measuring.run(["pixart-512"], settings(errors=True), store, Clock(600), silent)
+    outcome = families.run(["pixart-512"], settings(errors=True), store, Clock(600), silent)
     rows = {row.variant: row for row in store.results.rows}
     assert outcome.left_over == []
     assert rows["eager"].relative_l2 == 0.0
@@ -92,15 +89,14 @@ def test_rows_of_an_earlier_run_are_kept_and_a_name_measures_again(tmp_path, mon
 
     def fake(family, settings, clock, notify):
         measured.append(family.name)
-        return [dataclasses.replace(ROW, workload=family.name, median_ms=float(len(measured)))], []
+        return Measured([dataclasses.replace(ROW, workload=family.name, median_ms=float(len(measured)))])
 
-    monkeypatch.setattr(measuring, "measure_family", fake)
-    monkeypatch.setattr(measuring, "release", lambda: None)
+    monkeypatch.setattr(families, "measure_family", fake)
     path = tmp_path / "families.json"
     for _ in range(2):
-        measuring.run([], settings(), Store(path, "cpu"), Clock(600), silent)
+        families.run([], settings(), Store(path, "cpu"), Clock(600), silent)
     assert sorted(measured) == sorted(FEW)
-    measuring.run(["flux-512"], settings(), Store(path, "cpu"), Clock(600), silent)
+    families.run(["flux-512"], settings(), Store(path, "cpu"), Clock(600), silent)
     assert measured[-1] == "flux-512"
     assert len(measured) == len(FEW) + 1
     rows = {row.workload: row.median_ms for row in Store(path, "cpu").results.rows}
@@ -109,19 +105,19 @@ def test_rows_of_an_earlier_run_are_kept_and_a_name_measures_again(tmp_path, mon
 
 
 def test_what_no_time_is_left_for_is_named(tmp_path):
-    outcome = measuring.run(["flux-512", "pixart-512"], settings(), Store(None, "cpu"), Clock(0), silent)
-    assert outcome == measuring.Outcome(["flux-512", "pixart-512"], [])
+    outcome = families.run(["flux-512", "pixart-512"], settings(), Store(None, "cpu"), Clock(0), silent)
+    assert outcome == Outcome(["flux-512", "pixart-512"], [])
 
 
-def test_sides_past_the_limit_are_cut_and_named():
-    (family,) = find(["pixart-512"])
-    rows, _ = measuring.measure_family(dataclasses.replace(family, budget=0.0), settings(), Clock(600), silent)
+def test_variants_past_the_limit_are_cut_and_named():
+    (family,) = find_families(["pixart-512"])
+    rows = families.measure_family(dataclasses.replace(family, budget=0.0), settings(), Clock(600), silent).rows
     assert rows[0].variant == "eager"
     assert "tritium" not in [row.variant for row in rows]
     assert rows[0].remark.endswith("cut for time: tritium")
 
 
-def test_a_family_without_time_for_its_needed_sides_is_left_to_the_next_run(monkeypatch):
+def test_a_family_without_time_for_its_needed_variants_is_left_to_the_next_run(monkeypatch):
     class Ending(Clock):
         """Ends after the first look at it."""
 
@@ -132,23 +128,23 @@ def test_a_family_without_time_for_its_needed_sides_is_left_to_the_next_run(monk
             Ending.looks += 1
             return 100.0 if Ending.looks < 4 else 0.0
 
-    monkeypatch.setattr(sides, "optimized", lambda target, config=None: pytest.fail("no time was left for this"))
+    monkeypatch.setattr(variants, "optimized", lambda target, settings: pytest.fail("no time was left for this"))
     store = Store(None, "cpu")
-    outcome = measuring.run(["pixart-512", "flux-512"], settings(), store, Ending(100.0), silent)
+    outcome = families.run(["pixart-512", "flux-512"], settings(), store, Ending(100.0), silent)
     assert outcome.left_over == ["flux-512", "pixart-512"]
     assert store.results.rows == ()
 
 
-def test_a_side_that_fails_is_named_and_the_others_are_measured(monkeypatch):
-    def broken(target, config=None):
+def test_a_variant_that_fails_is_named_and_the_others_are_measured(monkeypatch):
+    def broken(target, settings):
         raise ValueError("no such thing\nand more")
 
-    monkeypatch.setattr(sides, "optimized", broken)
-    (family,) = find(["pixart-512"])
-    rows, failed = measuring.measure_family(family, settings(), Clock(600), silent)
-    assert [row.variant for row in rows] == ["eager", "tritium"]
-    assert {row.remark for row in rows} == {"tritium optimize failed: ValueError: no such thing"}
-    assert failed == ["tritium optimize (ValueError: no such thing)"]
+    monkeypatch.setattr(variants, "optimized", broken)
+    (family,) = find_families(["pixart-512"])
+    measured = families.measure_family(family, settings(), Clock(600), silent)
+    assert [row.variant for row in measured.rows] == ["eager", "tritium"]
+    assert {row.remark for row in measured.rows} == {"tritium optimize failed: ValueError: no such thing"}
+    assert measured.failed == ["tritium optimize (ValueError: no such thing)"]
 
 
 class Counting(torch.nn.Module):
@@ -172,15 +168,15 @@ class Recompiling:
 
 
 def test_recompiles_after_the_first_call_are_counted():
-    rows, _ = measuring.measure_family(Recompiling(), settings(), Clock(600), silent)
+    rows = families.measure_family(Recompiling(), settings(), Clock(600), silent).rows
     counted = {row.variant: row.recompiles for row in rows}
     assert counted["eager"] == 0
     assert counted["tritium"] > 0
 
 
 def test_few_tokens_keep_the_width():
-    (family,) = find(["wan"])
-    few = measuring.with_few_tokens(family)
+    (family,) = find_families(["wan"])
+    few = with_few_tokens(family)
     assert few.fits_float64
     assert not family.fits_float64
     assert few.full.config == family.full.config

@@ -72,7 +72,7 @@ def test_a_family_without_end_is_tried_in_one_more_call(program, children, tmp_p
     assert json.loads((tmp_path / "crashed.json").read_text()) == ["sdxl"]
 
 
-def test_failed_sides_are_reported_until_they_are_measured_again(program, children, tmp_path, capsys):
+def test_failed_variants_are_reported_until_they_are_measured_again(program, children, tmp_path, capsys):
     rows = [
         dataclasses.replace(ROW, workload=name, remark=remark)
         for name, remark in (("flux", None), ("wan", "tritium failed: X"), ("wan few tokens", None))
@@ -107,14 +107,14 @@ def test_an_unknown_step_is_refused(program, tmp_path, capsys):
 
 def test_exactness_is_measured_with_few_tokens_and_summed_up(program, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TRITIUM_ENGINE", "eager")
-    settings = program._settings
-    monkeypatch.setattr(program, "_settings", lambda **changes: settings(cold=False, **changes))
+    settings = program.settings
+    monkeypatch.setattr(program, "settings", lambda step: dataclasses.replace(settings(step), cold=False))
     program.main(["--out", str(tmp_path), "--child", "exactness", "--only", "wan"])
     rows = Results.load(tmp_path / "exactness.json").rows
     assert {row.workload for row in rows} == {"wan few tokens"}
     assert all(row.error_f64 is not None for row in rows)
     program.print_summary(tmp_path)
-    assert f"{len(rows)} sides compared with float64, 0 outside" in capsys.readouterr().out
+    assert f"{len(rows)} variants compared with float64, 0 outside" in capsys.readouterr().out
 
 
 ROW = dataclasses.replace(result_rows.ROW, workload="flux", variant="eager", mode=None)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tritium import tuning
-from tritium.bench import layer_functions, run
+from tritium.bench import layer_functions
+from tritium.bench.settings import Settings, silent
 from tritium.errors import ConfigError
 
 
@@ -28,7 +29,7 @@ def test_variants_of_a_case_compute_the_same(name, variants, monkeypatch):
     assert len({case.name for case in found}) == len(found)
     with torch.inference_mode():
         for case in found:
-            expected = case.variants[case.yardstick]()
+            expected = case.variants[case.reference]()
             assert set(case.variants) >= variants
             for call in case.variants.values():
                 torch.testing.assert_close(call(), expected, rtol=1e-4, atol=1e-4)
@@ -43,7 +44,7 @@ def test_sparse_variants_agree_with_each_other_and_the_density_is_the_one_named(
             torch.testing.assert_close(case.variants["a mask each step"](), plain)
             lists = case.variants["lists given"]()
             torch.testing.assert_close(case.variants["permuted once"](), lists)
-            assert not torch.allclose(plain, case.variants[case.yardstick]())
+            assert not torch.allclose(plain, case.variants[case.reference]())
 
 
 def test_the_shapes_of_the_attention_cases_are_those_of_models():
@@ -56,7 +57,7 @@ def test_the_shapes_of_the_attention_cases_are_those_of_models():
     assert any(shape.width == 512 for shape in SHAPES)
 
 
-def test_rows_are_against_the_yardstick_that_the_note_names(monkeypatch):
+def test_rows_are_against_the_reference_that_the_note_names(monkeypatch):
     def made(device_type, dtype, *, small):
         x = torch.ones(64, 64)
 
@@ -68,21 +69,21 @@ def test_rows_are_against_the_yardstick_that_the_note_names(monkeypatch):
             return x @ x
 
         variants = {"plain": lambda: x @ x, "tritium": lambda: x @ x * 1.1, "broken": broken, "slow": slow}
-        yield layer_functions.Case("one", variants, "plain", "64 rows", {"x": [64, 64]}, frozenset({"broken", "slow"}))
+        yield layer_functions.Case("one", variants, "64 rows", {"x": [64, 64]}, frozenset({"broken", "slow"}))
 
     from tritium.bench import layer_cases
 
     monkeypatch.setattr(layer_cases, "cases", made)
     told = []
-    outcome = layer_functions.run("layers", run.Settings(seconds=0.0), lambda what, share: told.append(what))
-    assert [row.variant for row in outcome.rows] == ["plain", "tritium"]
-    assert outcome.rows[0].ratio == 1.0
-    assert outcome.rows[1].relative_l2 == pytest.approx(0.1, rel=1e-3)
+    rows = layer_functions.run("layers", Settings(seconds=0.0), lambda what, share: told.append(what))
+    assert [row.variant for row in rows] == ["plain", "tritium"]
+    assert rows[0].ratio == 1.0
+    assert rows[1].relative_l2 == pytest.approx(0.1, rel=1e-3)
     without = "without broken (RuntimeError: no kernel); without slow (over 8 times the fastest one's time)"
-    assert outcome.rows[1].note == f"64 rows; ratio against plain; {without}"
-    assert outcome.rows[1].lower_quartile_ms <= outcome.rows[1].middle_ms <= outcome.rows[1].upper_quartile_ms
-    assert outcome.rows[1].workload == "layers: one"
-    assert outcome.rows[0].shrunk
+    assert rows[1].note == f"64 rows; ratio against plain; {without}"
+    assert rows[1].lower_quartile_ms <= rows[1].middle_ms <= rows[1].upper_quartile_ms
+    assert rows[1].workload == "layers: one"
+    assert rows[0].shrunk
     assert told[0] == "layers: one"
 
 
@@ -91,15 +92,15 @@ def test_a_variant_that_is_not_optional_may_not_fail(monkeypatch):
         def broken():
             raise RuntimeError("no kernel")
 
-        yield layer_functions.Case("one", {"plain": lambda: torch.ones(1), "tritium": broken}, "plain", "", {})
+        yield layer_functions.Case("one", {"plain": lambda: torch.ones(1), "tritium": broken}, "", {})
 
     from tritium.bench import layer_cases
 
     monkeypatch.setattr(layer_cases, "cases", made)
     with pytest.raises(RuntimeError, match="no kernel"):
-        layer_functions.run("layers", run.Settings(seconds=0.0), lambda what, share: None)
+        layer_functions.run("layers", Settings(seconds=0.0), silent)
 
 
 def test_options_of_models_are_refused():
     with pytest.raises(ConfigError, match="attention measures functions"):
-        layer_functions.run("attention", run.Settings(exact=True), lambda what, share: None)
+        layer_functions.run("attention", Settings(exact=True), silent)

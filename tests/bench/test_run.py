@@ -3,10 +3,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+import tritium
 from tritium import CompilationConfig, compat, measure
-from tritium.bench import run
+from tritium.bench import run, variants
 from tritium.bench.decoders import WAN_DECODE
 from tritium.bench.dynamic_kernels import DYNAMIC_KERNELS
+from tritium.bench.settings import Settings
 from tritium.bench.workload import Built
 from tritium.errors import ConfigError, TritiumError
 
@@ -27,7 +29,7 @@ class Block(torch.nn.Module):
 
 
 class Tiny:
-    name, regimes = "tiny", ("static",)
+    name, dynamic = "tiny", (False,)
 
     def build(self, device, dtype, *, small):
         torch.manual_seed(0)
@@ -40,12 +42,24 @@ TINY = Tiny()
 
 
 def settings(**fields):
-    return run.Settings(**{"seconds": 0.0, "against": ("eager",), "cold": False, "config": EAGER_ENGINE, **fields})
+    return Settings(**{"seconds": 0.0, "against": ("eager",), "cold": False, "config": EAGER_ENGINE, **fields})
 
 
-def test_rows_of_eager_and_tritium():
-    outcome = run.run(TINY, settings())
-    eager, ours = outcome.rows
+@pytest.fixture
+def compiled(monkeypatch):
+    """Keeps what `run` compiles, by variant."""
+    original, kept = variants.compiled, {}
+
+    def compiled(built, variant, *options, **more):
+        kept.setdefault(variant, original(built, variant, *options, **more))
+        return kept[variant]
+
+    monkeypatch.setattr(run, "compiled", compiled)
+    return kept
+
+
+def test_rows_of_eager_and_tritium(compiled):
+    eager, ours = run.run(TINY, settings())
     assert (eager.variant, ours.variant) == ("eager", "tritium")
     assert (eager.mode, ours.mode) == (None, "default")
     assert eager.relative_l2 == 0.0
@@ -57,37 +71,43 @@ def test_rows_of_eager_and_tritium():
     # Without torch.compile there is nothing for a ratio to be against.
     assert ours.ratio is None
     assert ours.first_call_s > 0
+    (model,) = compiled["tritium"].parts
+    assert tritium.explain(model).sites["rms_norm"].fused == 1
+    # Built under inference mode they would have no version counter, unlike those of every user.
+    assert not any(parameter.is_inference() for parameter in model.parameters())
 
 
 class Both(Tiny):
-    regimes = ("static", "dynamic")
+    dynamic = (False, True)
 
 
 @pytest.mark.parametrize(
-    ("regime", "measured"), [(None, ["tiny", "tiny dynamic"]), ("static", ["tiny"]), ("dynamic", ["tiny dynamic"])]
+    ("dynamic", "measured"), [(None, ["tiny", "tiny dynamic"]), (False, ["tiny"]), (True, ["tiny dynamic"])]
 )
-def test_one_regime_of_two(regime, measured):
+def test_static_sizes_or_dynamic_ones_or_both(dynamic, measured):
     told = []
-    outcome = run.run(Both(), settings(regime=regime), lambda what, share: told.append(share))
-    assert list(dict.fromkeys(row.workload for row in outcome.rows)) == measured
-    assert told == sorted(told)
+    rows = run.run(Both(), settings(dynamic=dynamic), lambda what, share: told.append((what, share)))
+    assert list(dict.fromkeys(row.workload for row in rows)) == measured
+    shares = [share for _, share in told]
+    assert shares == sorted(shares)
+    assert any("compiling with tritium" in what for what, _ in told)
 
 
 def test_variants_that_tell_what_each_part_is_worth():
-    outcome = run.run(TINY, settings(exact=True, without=("rms_norm", "gated_residual")))
+    rows = run.run(TINY, settings(exact=True, without=("rms_norm", "gated_residual")))
     names = ["eager", "tritium", "tritium exact", "tritium without rms_norm", "tritium without gated_residual"]
-    assert [row.variant for row in outcome.rows] == names
-    rows = dict(zip(names, outcome.rows, strict=True))
-    assert rows["tritium exact"].relative_l2 == 0.0
-    assert rows["tritium exact"].mode is None
+    assert [row.variant for row in rows] == names
+    exact = rows[names.index("tritium exact")]
+    assert exact.relative_l2 == 0.0
+    assert exact.mode is None
 
 
 def test_errors_against_float64_come_after_what_was_measured_already():
     kept = []
-    outcome = run.run(TINY, settings(errors=True, on_rows=kept.append))
+    rows = run.run(TINY, settings(errors=True, on_rows=kept.append))
     before, after = kept
     assert [row.error_f64 for row in before] == [None, None]
-    assert after == outcome.rows
+    assert after == rows
     assert [row.key for row in before] == [row.key for row in after]
     for row in after:
         assert 0 < row.error_f64 < 1e-5
@@ -96,7 +116,7 @@ def test_errors_against_float64_come_after_what_was_measured_already():
 def test_errors_of_what_is_called_by_another_name():
     pytest.importorskip("diffusers")
     # `AutoencoderKLWan.decode`, which is not its `forward`.
-    eager, ours = run.run(WAN_DECODE, settings(errors=True, regime="static")).rows
+    eager, ours = run.run(WAN_DECODE, settings(errors=True, dynamic=False))
     assert 0 < ours.error_f64 < 2 * eager.error_f64 + 16 * torch.finfo(torch.float32).eps
 
 
@@ -106,16 +126,12 @@ def test_a_function_has_no_errors_to_measure():
         run.run(workload, settings(errors=True))
 
 
-def test_graphs_are_measured_and_their_host_time_is_told():
-    outcome = run.run(TINY, settings(graphs=True))
-    assert [row.variant for row in outcome.rows] == ["eager", "tritium", "tritium graphs"]
-    captured = outcome.rows[2]
-    assert captured.relative_l2 < 1e-6
-    assert all(row.host_us > 0 for row in outcome.rows)
-    import tritium
-
-    report = tritium.explain(outcome.models["tritium graphs"])
-    assert any(entry["hits"] for entry in report.captures)
+def test_graphs_are_measured_with_their_host_time(compiled):
+    rows = run.run(TINY, settings(graphs=True))
+    assert [row.variant for row in rows] == ["eager", "tritium", "tritium graphs"]
+    assert rows[2].relative_l2 < 1e-6
+    assert all(row.host_us > 0 for row in rows)
+    assert any(entry["hits"] for entry in tritium.explain(*compiled["tritium graphs"].parts).captures)
 
 
 def test_inductors_graphs_are_what_graphs_are_compared_with():
@@ -125,44 +141,28 @@ def test_inductors_graphs_are_what_graphs_are_compared_with():
         "tritium graphs",
         "inductor reduce-overhead",
     ]
-    with pytest.raises(ConfigError, match="compares with mode 'reduce-overhead' already"):
-        settings(graphs=True, mode="reduce-overhead")
 
 
 @pytest.mark.parametrize(("variant", "fused"), [("tritium", 1), ("tritium without rms_norm", 0)])
 def test_an_op_that_is_left_out_is_left_to_inductor(variant, fused):
-    import tritium
-
     built = TINY.build("cpu", torch.float32, small=True)
-    made = run.compiled(built, variant, settings(without=("rms_norm",)))
+    made = variants.compiled(built, variant, settings(without=("rms_norm",)))
     with torch.inference_mode():
         made.call(**built.inputs)
     assert tritium.explain(made.parts[0]).sites["rms_norm"].fused == fused
 
 
-def test_an_op_that_does_not_exist_cannot_be_left_out():
-    with pytest.raises(ConfigError, match="did you mean 'rms_norm'"):
-        settings(without=("rms_nrom",))
-
-
-def test_the_compiled_model_is_handed_out_for_explain():
-    import tritium
-
-    outcome = run.run(TINY, settings())
-    assert tritium.explain(outcome.models["tritium"]).sites["rms_norm"].fused == 1
-
-
 def test_a_wrong_answer_is_seen(monkeypatch):
     original = run.compiled
 
-    def off_by_a_tenth(built, variant, *given):
-        made = original(built, variant, *given)
+    def off_by_a_tenth(built, variant, *options, **more):
+        made = original(built, variant, *options, **more)
         if variant != "tritium":
             return made
-        return run.Compiled(lambda **inputs: (made.call(**inputs)[0] * 1.1,), made.parts)
+        return variants.Compiled(lambda **inputs: (made.call(**inputs)[0] * 1.1,), made.parts)
 
     monkeypatch.setattr(run, "compiled", off_by_a_tenth)
-    assert run.run(TINY, settings()).rows[-1].relative_l2 == pytest.approx(0.1, rel=1e-3)
+    assert run.run(TINY, settings())[-1].relative_l2 == pytest.approx(0.1, rel=1e-3)
 
 
 def test_values_that_are_not_finite_are_an_error(monkeypatch):
@@ -171,75 +171,59 @@ def test_values_that_are_not_finite_are_an_error(monkeypatch):
         run.run(TINY, settings())
 
 
-def test_progress_only_grows():
-    told = []
-    run.run(TINY, settings(), lambda what, share: told.append((what, share)))
-    shares = [share for _, share in told]
-    assert shares == sorted(shares)
-    assert any("compiling with tritium" in what for what, _ in told)
-
-
-def test_parameters_are_ordinary_tensors():
-    # Built under inference mode they would have no version counter, unlike those of every user.
-    model = run.run(TINY, settings()).models["eager"]
-    assert not any(parameter.is_inference() for parameter in model.parameters())
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"against": ("inductr",)}, "did you mean 'inductor'"),
         ({"mode": "max-autotun"}, "did you mean 'max-autotune'"),
+        ({"without": ("rms_nrom",)}, "did you mean 'rms_norm'"),
+        ({"graphs": True, "mode": "reduce-overhead"}, "compares with mode 'reduce-overhead' already"),
+        ({"profile": True, "against": ("inductor",)}, "--against needs eager"),
     ],
 )
-def test_settings_that_mean_nothing_name_the_nearest(fields, message):
+def test_settings_that_mean_nothing_are_refused(fields, message):
     with pytest.raises(ConfigError, match=message):
         settings(**fields)
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
-    monkeypatch.setattr(run.device, "cuda_available", lambda: False)
+    monkeypatch.setattr(tritium.device, "cuda_available", lambda: False)
     with pytest.raises(ConfigError, match="no CUDA device"):
         settings(device_type="cuda")
 
 
 @pytest.mark.codegen
-def test_all_sides_live_at_once_and_are_compiled_once(monkeypatch):
+def test_all_variants_live_at_once_and_are_compiled_once(monkeypatch):
     torch.compiler.reset()
     compiled = []
     original = measure.interleave
 
     def counting(variants, device_type, **options):
-        before = dict(torch._dynamo.utils.counters["stats"])
+        before = compat.dynamo.graphs_compiled()
         timings = original(variants, device_type, **options)
-        compiled.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] - before["unique_graphs"])
+        compiled.append(compat.dynamo.graphs_compiled() - before)
         return timings
 
     monkeypatch.setattr(measure, "interleave", counting)
     before = compat.dynamo.inductor_seconds()
-    outcome = run.run(TINY, settings(against=("eager", "inductor"), config=CompilationConfig(), cold=True))
+    rows = run.run(TINY, settings(against=("eager", "inductor"), config=CompilationConfig(), cold=True))
     assert compat.dynamo.inductor_seconds() > before
-    # Taking turns must not throw away what another side compiled.
+    # Interleaving must not throw away what another variant compiled.
     assert compiled == [0]
-    by_variant = {row.variant: row for row in outcome.rows}
+    by_variant = {row.variant: row for row in rows}
     assert list(by_variant) == ["eager", "inductor", "tritium"]
     assert by_variant["inductor"].ratio == 1.0
     ours = by_variant["tritium"]
     assert ours.ratio == pytest.approx(by_variant["inductor"].median_ms / ours.median_ms)
     assert ours.first_call_cold
-    assert max(row.relative_l2 for row in outcome.rows) < 1e-5
+    assert max(row.relative_l2 for row in rows) < 1e-5
 
 
 def test_the_profile_says_what_fusion_gains():
-    eager, ours = run.run(TINY, settings(profile=True)).rows
+    eager, ours = run.run(TINY, settings(profile=True))
     assert eager.operators_us > 0
     assert eager.fusion_gain is None
     assert ours.fusion_gain == pytest.approx((ours.operators_us - eager.operators_us) / eager.operators_us)
-
-
-def test_a_profile_without_eager_has_nothing_to_be_against():
-    with pytest.raises(ConfigError, match="--against needs eager"):
-        settings(profile=True, against=("inductor",))
 
 
 @pytest.mark.codegen

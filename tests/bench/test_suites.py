@@ -1,4 +1,4 @@
-"""The pipeline, compile times and host times: small runs without code generation, and what their sides are."""
+"""The pipeline, compile times and host times: small runs without code generation, and what their variants are."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import pytest
 import torch
 
 import tritium
-from tritium.bench import compile_time, flux_pipeline, host, run, sides
+from tritium.bench import compile_time, flux_pipeline, host
+from tritium.bench.settings import Settings, silent
 from tritium.bench.store import Clock, Store
+from tritium.bench.suite import Outcome
+from tritium.bench.variants import optimized, twin, twin_pipeline
 from tritium.errors import TritiumError
 
 pytest.importorskip("diffusers")
@@ -18,16 +21,12 @@ EAGER_ENGINE = tritium.CompilationConfig(engine="eager")
 
 
 def settings(**fields):
-    return run.Settings(**{"seconds": 0.0, "against": ("eager",), "cold": False, "config": EAGER_ENGINE, **fields})
-
-
-def silent(what, share):
-    pass
+    return Settings(**{"seconds": 0.0, "against": ("eager",), "cold": False, "config": EAGER_ENGINE, **fields})
 
 
 def test_twins_share_weights_and_nothing_else():
     block = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)).eval()
-    copied = sides.twin(block)
+    copied = twin(block)
     assert copied[0] is not block[0]
     assert copied[0].weight is block[0].weight
     assert copied[1].running_mean is block[1].running_mean
@@ -37,9 +36,9 @@ def test_twins_share_weights_and_nothing_else():
 
 def test_what_optimize_does_to_a_twin_is_not_seen_by_the_original():
     pipe = flux_pipeline.build(flux_pipeline.SMALL, "cpu", torch.float32)
-    other = sides.twin_pipeline(pipe, "transformer", "vae")
+    other = twin_pipeline(pipe, "transformer", "vae")
     assert other.scheduler is pipe.scheduler
-    with sides.optimized(other, EAGER_ENGINE):
+    with optimized(other, settings()):
         calls = [p.transformer._compiled_call_impl for p in (pipe, other)]
     assert calls[0] is None
     assert calls[1] is not None
@@ -49,10 +48,10 @@ def test_the_pipeline_is_measured_size_by_size(tmp_path, monkeypatch):
     monkeypatch.setattr(flux_pipeline, "SMALL", dataclasses.replace(flux_pipeline.SMALL, sizes=(32,)))
     path = tmp_path / "pipeline.json"
     # What an earlier run has measured is not measured again.
-    flux_pipeline.run(settings(), Store(path, "cpu"), Clock(600), silent)
+    flux_pipeline.run((), settings(), Store(path, "cpu"), Clock(600), silent)
     store = Store(path, "cpu")
     before = store.results.rows
-    assert flux_pipeline.run(settings(), store, Clock(600), silent) == []
+    assert flux_pipeline.run((), settings(), store, Clock(600), silent) == Outcome()
     assert store.results.rows == before
     assert [(row.workload, row.variant) for row in before] == [
         ("flux pipeline 32", "eager"),
@@ -69,14 +68,14 @@ def test_the_pipeline_is_measured_size_by_size(tmp_path, monkeypatch):
 
 
 def test_sizes_without_time_are_left_to_the_next_run():
-    assert flux_pipeline.run(settings(), Store(None, "cpu"), Clock(0), silent) == ["flux pipeline 64"]
+    assert flux_pipeline.run((), settings(), Store(None, "cpu"), Clock(0), silent) == Outcome(["flux pipeline 64"])
 
 
-def test_the_yardstick_of_the_pipeline_compiles_repeated_blocks_and_decode():
+def test_torch_compile_of_the_pipeline_compiles_repeated_blocks_and_decode():
     pipe = flux_pipeline.build(flux_pipeline.SMALL, "cpu", torch.float32)
-    side = flux_pipeline._side(pipe, "inductor", settings())
-    assert all(block._compiled_call_impl is not None for block in side.pipe.transformer.transformer_blocks)
-    assert hasattr(side.pipe.vae.decode, "_torchdynamo_orig_callable")
+    compiled = flux_pipeline.compile_pipeline(pipe, "inductor", settings()).pipe
+    assert all(block._compiled_call_impl is not None for block in compiled.transformer.transformer_blocks)
+    assert hasattr(compiled.vae.decode, "_torchdynamo_orig_callable")
     assert not hasattr(pipe.vae.decode, "_torchdynamo_orig_callable")
 
 
@@ -93,10 +92,10 @@ def test_the_full_pipeline_is_that_of_flux_dev():
 def test_first_calls_of_few_and_many_blocks(monkeypatch):
     monkeypatch.setattr(compile_time, "_SMALL", ((1, 1), (1, 2)))
     store = Store(None, "cpu")
-    assert compile_time.run(settings(), store, Clock(600), silent) == []
+    assert compile_time.run((), settings(), store, Clock(600), silent) == Outcome()
     few, many = store.results.rows
     assert (few.workload, many.workload) == ("flux 2 blocks", "flux 3 blocks")
-    assert few.note == "1 double + 1 single blocks; width 64, 64 + 16 tokens"
+    assert few.note == "1 double + 1 single block, width 32, 24 + 6 tokens"
     assert {row.variant for row in (few, many)} == {"tritium reuse_blocks"}
     # Engine `eager` generates no code.
     assert few.inductor_s == many.inductor_s == 0.0
@@ -105,7 +104,7 @@ def test_first_calls_of_few_and_many_blocks(monkeypatch):
 
 def test_the_host_time_is_that_of_sites_which_the_provider_runs():
     store = Store(None, "cpu")
-    host.run(settings(), store, silent)
+    host.run((), settings(), store, Clock(600), silent)
     alone, theirs, ours = store.results.rows
     assert [row.variant for row in (alone, theirs, ours)] == ["products alone", "eager", "tritium"]
     assert alone.host_us > 0
@@ -117,4 +116,4 @@ def test_the_host_time_is_that_of_sites_which_the_provider_runs():
 
 def test_a_host_time_of_sites_that_the_provider_does_not_run_is_refused():
     with pytest.raises(TritiumError, match="0 of 6 sites of residual_norm_modulate"):
-        host.run(settings(), Store(None, "cpu"), silent, provider="inductor")
+        host.measure_host(settings(), silent, provider="inductor")

@@ -33,7 +33,7 @@ def row(**fields):
     return dataclasses.replace(ROW, **fields)
 
 
-def sides(workload, eager, inductor, optimized):
+def variants(workload, eager, inductor, optimized):
     return [
         row(workload=workload, median_ms=eager),
         row(workload=workload, variant="inductor", median_ms=inductor, ratio=1.0),
@@ -41,7 +41,7 @@ def sides(workload, eager, inductor, optimized):
     ]
 
 
-ROWS = [*sides("flux", 10.0, 8.0, 5.0), *sides("wan", 10.0, 8.0, 10.0), *sides("sdxl", 10.0, 8.0, 8.0)]
+ROWS = [*variants("flux", 10.0, 8.0, 5.0), *variants("wan", 10.0, 8.0, 10.0), *variants("sdxl", 10.0, 8.0, 8.0)]
 
 
 def test_the_summary_names_the_worst_the_median_and_the_best():
@@ -51,9 +51,9 @@ def test_the_summary_names_the_worst_the_median_and_the_best():
     assert eager == "worst 1.00 (wan), median 1.25, best 2.00 (flux) of 3"
 
 
-def test_a_family_without_a_side_is_not_counted_for_it():
+def test_a_family_without_a_variant_is_not_counted_for_it():
     assert summary.families_summary(ROWS[:2]) == []
-    ((_, against, _),) = summary.families_summary([*ROWS[:3], *sides("ltx", 1.0, 1.0, 1.0)[:2]])
+    ((_, against, _),) = summary.families_summary([*ROWS[:3], *variants("ltx", 1.0, 1.0, 1.0)[:2]])
     assert against.endswith("of 1")
 
 

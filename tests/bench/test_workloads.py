@@ -1,15 +1,22 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import tritium
 from tritium import compat
-from tritium.bench import run, transformers, workloads
+from tritium.bench import workloads
 from tritium.bench.decoders import DECODERS, WAN_DECODE
+from tritium.bench.denoisers import DENOISERS, EXAMPLE, describe
 from tritium.bench.dynamic_kernels import DYNAMIC_KERNELS
+from tritium.bench.models import diffusers
+from tritium.bench.results import Results
+from tritium.bench.settings import Settings
+from tritium.bench.variants import compiled
+from tritium.bench.workload import Normals, shapes_of
 from tritium.errors import ConfigError, MissingExtra
 
 
@@ -17,9 +24,9 @@ def by_name(*chosen):
     return pytest.mark.parametrize("workload", chosen, ids=[workload.name for workload in chosen])
 
 
-every_transformer = by_name(*transformers.TRANSFORMERS)
+every_denoiser = by_name(*DENOISERS)
 every_workload = by_name(*(workload for found in workloads.WORKLOADS.values() for workload in found))
-SETTINGS = run.Settings(cold=False)
+SETTINGS = Settings(cold=False)
 
 
 @every_workload
@@ -27,9 +34,9 @@ def test_small_workloads_run_and_say_that_they_are_small(workload):
     pytest.importorskip("diffusers")
     built = workload.build("cpu", torch.float32, small=True)
     # The example's transformer is small by nature.
-    assert built.shrunk == (workload is not transformers.EXAMPLE)
+    assert built.shrunk == (workload is not EXAMPLE)
     with torch.inference_mode():
-        output = run.compiled(built, "eager", SETTINGS).call(**built.inputs)
+        output = compiled(built, "eager", SETTINGS).call(**built.inputs)
     output = output[0] if isinstance(output, tuple) else output
     assert output.isfinite().all()
     # Neither vanished nor exploded, so that a relative error means something.
@@ -57,26 +64,26 @@ def test_what_dynamo_gave_up_for_one_variant_is_tried_for_the_next():
     pytest.importorskip("diffusers")
     built = WAN_DECODE.build("cpu", torch.float32, small=True)
     given_up = torch._dynamo.eval_frame.skip_code
-    settings = run.Settings(cold=False, config=tritium.CompilationConfig(engine="eager"))
+    settings = Settings(cold=False, config=tritium.CompilationConfig(engine="eager"))
     with torch.inference_mode():
-        first, second = (run.compiled(built, "tritium", settings) for _ in range(2))
+        first, second = (compiled(built, "tritium", settings) for _ in range(2))
         given_up(type(first.parts[0]._orig_mod).forward.__code__)
         results = [side.call(**built.inputs) for side in (first, second)]
     assert torch.equal(*results)
     assert {record.function for record in tritium.explain(second.parts[0]).records} == {"WanDecoder3d.forward"}
-    assert second.parts[0]._orig_mod.conv_in is built.model.decoder.conv_in
+    assert second.parts[0]._orig_mod.conv_in.weight is built.model.decoder.conv_in.weight
 
 
-@every_transformer
+@every_denoiser
 def test_the_full_size_has_inputs(workload):
     pytest.importorskip("diffusers")
     with torch.device("meta"):
-        config = getattr(transformers.diffusers(), workload.class_name)(**workload.full.config).config
-        inputs = workload.inputs(config, workload.full, lambda *shape: torch.empty(shape))
+        config = getattr(diffusers(), workload.model.class_name)(**workload.full.config).config
+        inputs = workload.model.arguments(config, workload.full, Normals("meta", torch.float32))
     assert all(value.is_meta for value in inputs.values() if isinstance(value, torch.Tensor))
 
 
-@every_transformer
+@every_denoiser
 def test_norm_weights_are_not_ones(workload):
     pytest.importorskip("diffusers")
     model = workload.build("cpu", torch.float32, small=True).model
@@ -87,23 +94,26 @@ def test_norm_weights_are_not_ones(workload):
     assert not any(torch.equal(weight, torch.ones_like(weight)) for weight in vectors)
 
 
-@every_transformer
-def test_the_note_names_the_tokens_of_the_full_size(workload):
+@every_denoiser
+@pytest.mark.parametrize("path", ["h200.json", "h200-graphs.json", "cpu-2-cores.json"])
+def test_committed_rows_can_be_compared(workload, path):
+    """The note and the shapes of a workload are part of the key of its rows."""
     pytest.importorskip("diffusers")
+    results = Results.load(Path(__file__).parents[2] / "benchmarks" / "results" / path)
+    is_small = results.device["type"] == "cpu"
+    size = workload.small if is_small else workload.full
     with torch.device("meta"):
-        config = getattr(transformers.diffusers(), workload.class_name)(**workload.full.config).config
-    patch = config.patch_size if workload.name in ("wan", "sd3", "pixart") else 1
-    tokens = 1
-    for place, extent in enumerate(workload.full.grid):
-        tokens *= extent // (patch[place] if isinstance(patch, (tuple, list)) else patch)
-    width = config.num_attention_heads * config.attention_head_dim
-    assert f"width {width}" in workload.full.note
-    assert f"{tokens} + {workload.full.text} tokens" in workload.full.note
+        config = getattr(diffusers(), workload.model.class_name)(**size.config).config
+        inputs = workload.model.arguments(config, size, Normals("meta", torch.float32))
+    for row in results.rows:
+        if row.workload == workload.name:
+            assert row.note == describe(workload.model, config, size)
+            assert row.shapes == shapes_of(inputs)
 
 
 def test_dtypes_are_those_of_a_loaded_model():
     pytest.importorskip("diffusers")
-    model = transformers.WAN.build("cpu", torch.bfloat16, small=True).model
+    model = DENOISERS[2].build("cpu", torch.bfloat16, small=True).model
     assert model.blocks[0].attn1.to_q.weight.dtype == torch.bfloat16
     # diffusers keeps these in float32 when it loads a checkpoint in bfloat16.
     assert model.blocks[0].scale_shift_table.dtype == torch.float32
@@ -119,7 +129,7 @@ def test_an_unknown_workload_names_the_nearest():
 def test_without_diffusers_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "diffusers", None)
     with pytest.raises(MissingExtra, match=r"tritium\[diffusers\]"):
-        transformers.FLUX.build("cpu", torch.float32, small=True)
+        DENOISERS[0].build("cpu", torch.float32, small=True)
 
 
 @pytest.mark.parametrize(
@@ -130,19 +140,19 @@ def test_without_diffusers_the_extra_is_named(monkeypatch):
         for workload in (*DECODERS, *DYNAMIC_KERNELS)
     ],
 )
-def test_all_regimes_agree_with_eager_and_dynamic_sizes_are_dynamic(workload):
+def test_static_and_dynamic_sizes_agree_with_eager_and_dynamic_ones_are_dynamic(workload):
     pytest.importorskip("diffusers")
-    settings = run.Settings(cold=False, config=tritium.CompilationConfig(engine="eager"))
+    settings = Settings(cold=False, config=tritium.CompilationConfig(engine="eager"))
     built = workload.build("cpu", torch.float32, small=True)
-    eager = run.compiled(built, "eager", settings).call
-    for regime in workload.regimes:
+    eager = compiled(built, "eager", settings).call
+    for dynamic in workload.dynamic:
         torch._dynamo.reset()
-        ours = run.compiled(built, "tritium", settings, regime)
+        ours = compiled(built, "tritium", settings, dynamic=dynamic)
         assert ours.parts
         with torch.inference_mode():
-            inputs = built.marked() if regime == "dynamic" else built.inputs
+            inputs = built.marked() if dynamic else built.inputs
             torch.testing.assert_close(ours.call(**inputs), eager(**built.inputs))
-            if regime == "static" or workload is WAN_DECODE:
+            if not dynamic or workload is WAN_DECODE:
                 continue
             (name, value), *_ = built.inputs.items()
             dim = (built.dims or {name: [-1]})[name][-1]

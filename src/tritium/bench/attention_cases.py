@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from tritium import ops
-from tritium.bench.layer_functions import Case, drawer, shapes_of
+from tritium.bench.layer_functions import Case
+from tritium.bench.workload import Normals, shapes_of
 from tritium.layers.attention.choose import Mode
 from tritium.layers.attention.forward import attention_forward
 from tritium.ops.attention.trial import skip
@@ -50,9 +51,9 @@ def case(shape: Shape, device_type: str, dtype: torch.dtype, *, small: bool) -> 
     shrink = 32 if small else 1
     queries, keys = shape.queries // shrink, shape.keys // shrink
     heads = min(shape.heads, 2) if small else shape.heads
-    draw = drawer(device_type, dtype)
+    normal = Normals(device_type, dtype, source=device_type)
     # Tokens before heads, the layout that projections produce.
-    q, k, v = (draw(1, tokens, heads, shape.width) for tokens in (queries, keys, keys))
+    q, k, v = (normal(1, tokens, heads, shape.width) for tokens in (queries, keys, keys))
     mask = torch.arange(keys, device=device_type).view(1, 1, 1, -1) < keys - keys // 8 if shape.mask else None
     first, second, third = (tensor.transpose(1, 2) for tensor in (q, k, v))
     scale = shape.width**-0.5
@@ -76,8 +77,7 @@ def case(shape: Shape, device_type: str, dtype: torch.dtype, *, small: bool) -> 
     return Case(
         name=shape.name,
         variants=variants,
-        yardstick="sdpa",
         note=f"{queries} x {keys} tokens, {heads} heads of {shape.width}",
-        shapes=shapes_of(q=q, k=k, v=v, mask=mask),
+        shapes=shapes_of({"q": q, "k": k, "v": v, "mask": mask}),
         optional=frozenset(names) - {"sdpa"},
     )

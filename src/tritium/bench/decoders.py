@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +11,9 @@ import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 from torch import nn
 
 from tritium import compat
-from tritium.bench.transformers import cast_as_loading_does, diffusers, seeded
-from tritium.bench.workload import Built, Compile, Regime, drawing, whole
+from tritium.bench.models import cast_as_loading_does, diffusers, seeded
+from tritium.bench.variants import twin
+from tritium.bench.workload import Built, Compile, Normals, whole
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,14 @@ class Decoder:
     install: Callable[[Any, Compile], Any] = whole
     # Dynamic by marks on these dims of the latents; by torch.compile(dynamic=True) if None.
     dims: tuple[int, ...] | None = None
-    regimes: Sequence[Regime] = ("static", "dynamic")
+    dynamic: Sequence[bool] = (False, True)
 
     def build(self, device: str, dtype: torch.dtype, *, small: bool) -> Built:
         size = self.small if small else self.full
         model = seeded(lambda: self.make(size.config), device)
-        if hasattr(model, "_keep_in_fp32_modules"):
-            cast_as_loading_does(model, dtype)
-        else:
-            model.to(dtype)
+        cast_as_loading_does(model, dtype)
         dims = None if self.dims is None else {self.argument: self.dims}
-        latents = {self.argument: drawing(device, dtype)(*size.latents)}
+        latents = {self.argument: Normals(device, dtype)(*size.latents)}
         return Built(model, latents, size.note, small, install=self.install, dims=dims)
 
     def sizes(self, *, small: bool) -> list[tuple[int, ...]]:
@@ -57,41 +54,37 @@ class Decoder:
         return [(*leading, height * tall // 8, width * wide // 8) for tall, wide in eighths]
 
 
-def _kl(config: Mapping[str, Any]) -> nn.Module:
+def autoencoder_kl(config: Mapping[str, Any]) -> Any:
+    """Make an AutoencoderKL of plain blocks, one for each width."""
     levels = len(config["block_out_channels"])
-    vae = diffusers().AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * levels, up_block_types=("UpDecoderBlock2D",) * levels, **config
-    )
-    return vae.decoder  # type: ignore[no-any-return]
+    types = {
+        "down_block_types": ("DownEncoderBlock2D",) * levels,
+        "up_block_types": ("UpDecoderBlock2D",) * levels,
+    }
+    return diffusers().AutoencoderKL(**types, **config)
 
 
-def _wan(config: Mapping[str, Any]) -> nn.Module:
-    return diffusers().AutoencoderKLWan(**config)  # type: ignore[no-any-return]
-
-
-def _decoder_of(vae: Any, compile_: Compile) -> Callable[..., Any]:
+def _decode(vae: Any, compile_: Compile) -> Callable[..., Any]:
     """Return `vae.decode` with a compiled decoder; the loop over frames and its cache stay in Python, as in stock code."""
-    shell = copy.copy(vae)
-    shell._modules = {**vae._modules, "decoder": compile_(_with_code_of_its_own(vae.decoder))}
+    copied = twin(vae)
+    copied.decoder = compile_(_with_new_code(copied.decoder))
 
     def decode(z: torch.Tensor) -> torch.Tensor:
-        return shell.decode(z, return_dict=False)[0]  # type: ignore[no-any-return]
+        return copied.decode(z, return_dict=False)[0]  # type: ignore[no-any-return]
 
     return decode
 
 
-def _with_code_of_its_own(module: nn.Module) -> nn.Module:
-    """Copy a module with a `forward` that is new to Dynamo.
+def _with_new_code(module: nn.Module) -> nn.Module:
+    """Give a module a `forward` that is new to Dynamo.
 
-    What it finds out about one variant holds for all of that code: before torch 2.13 it gives Wan's decoder up under plain
-    torch.compile, and would not try again for the others.
+    What Dynamo learns about one variant holds for all modules with that code: before torch 2.13 it skips Wan's decoder
+    under plain torch.compile, and would not try again for the other variants.
     """
-    kind = type(module)
-    met: Any = kind.forward
-    forward = compat.dynamo.with_code_of_its_own(met)
-    made = copy.copy(module)
-    made.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
-    return made
+    cls: Any = type(module)
+    forward = compat.dynamo.with_code_of_its_own(cls.forward)
+    module.__class__ = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+    return module
 
 
 class Residual(nn.Module):
@@ -140,7 +133,7 @@ KL_DECODE = Decoder(
         latents=(1, 4, 32, 32),
         note="decoder of AutoencoderKL, 64 x 64",
     ),
-    make=_kl,
+    make=lambda config: autoencoder_kl(config).decoder,
     argument="sample",
 )
 
@@ -160,9 +153,9 @@ WAN_DECODE = Decoder(
         latents=(1, 4, 3, 8, 8),
         note="AutoencoderKLWan.decode, 5 frames of 16 x 16",
     ),
-    make=_wan,
+    make=lambda config: diffusers().AutoencoderKLWan(**config),
     argument="z",
-    install=_decoder_of,
+    install=_decode,
 )
 
 VAE_LIKE = Decoder(

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 from torch import nn
 
-from tritium.bench.transformers import roughen
-from tritium.bench.workload import SEED, Built, Draw, Regime, drawing
+from tritium.bench.models import roughen
+from tritium.bench.workload import SEED, Built, Normals
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -21,26 +21,26 @@ class Kernel:
     """One region: its function, its shape and its dynamic dims."""
 
     what: str
-    make: Callable[[Draw], Callable[[torch.Tensor], torch.Tensor]]
+    make: Callable[[Normals], Callable[[torch.Tensor], torch.Tensor]]
     shape: tuple[int, ...]
     small: tuple[int, ...]
     dims: tuple[int, ...]
     channels_last: bool = False
-    regimes: Sequence[Regime] = ("dynamic",)
+    dynamic: Sequence[bool] = (True,)
 
     @property
     def name(self) -> str:
         return f"kernel {self.what}"
 
     def build(self, device: str, dtype: torch.dtype, *, small: bool) -> Built:
-        draw = drawing(device, dtype)
+        normal = Normals(device, dtype)
         shape = self.small if small else self.shape
-        x = draw(*shape)
+        x = normal(*shape)
         if self.channels_last:
             x = x.contiguous(memory_format=FORMATS[x.dim()])
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(SEED)
-            model: Any = self.make(draw)
+            model: Any = self.make(normal)
             if isinstance(model, nn.Module):
                 roughen(model)
                 model.eval().to(device, dtype)
@@ -91,20 +91,20 @@ def _split_heads(x: torch.Tensor) -> torch.Tensor:
     return x.view(x.shape[0], x.shape[1], 3, -1, 64).permute(2, 0, 3, 1, 4).contiguous()
 
 
-def _rope(draw: Draw) -> Callable[[torch.Tensor], torch.Tensor]:
-    table = draw(1, 16384, 1, 64).float()
+def _rope(normal: Normals) -> Callable[[torch.Tensor], torch.Tensor]:
+    table = normal(1, 16384, 1, 64).float()
 
     def rotate(x: torch.Tensor) -> torch.Tensor:
         real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
-        turned = torch.stack([-imaginary, real], -1).flatten(3)
+        rotated = torch.stack([-imaginary, real], -1).flatten(3)
         part = table[:, : x.shape[1]]
-        return (x.float() * part + turned.float() * part).to(x.dtype).transpose(1, 2).contiguous()
+        return (x.float() * part + rotated.float() * part).to(x.dtype).transpose(1, 2).contiguous()
 
     return rotate
 
 
-def _modulate(draw: Draw) -> Callable[[torch.Tensor], torch.Tensor]:
-    scale = draw(2, 1, 1536)
+def _modulate(normal: Normals) -> Callable[[torch.Tensor], torch.Tensor]:
+    scale = normal(2, 1, 1536)
     return lambda x: F.layer_norm(x, (1536,)) * (1 + scale) + scale
 
 

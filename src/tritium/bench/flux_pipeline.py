@@ -7,23 +7,29 @@ smallest, so that a first image includes the cost of a new size.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tritium import compat, measure
+from tritium import measure
 from tritium.api import Handle
-from tritium.bench import quality, sides
-from tritium.bench.results import YARDSTICK, Row
-from tritium.bench.run import EAGER, Notify, Settings, start_compiler
-from tritium.bench.sides import OPTIMIZED
+from tritium.bench import quality
+from tritium.bench.comparison import Comparison
+from tritium.bench.decoders import KL_DECODE, autoencoder_kl
+from tritium.bench.models import MODELS, cast_as_loading_does, diffusers, seeded
+from tritium.bench.results import EAGER, INDUCTOR, OPTIMIZED
+from tritium.bench.settings import Notify, Settings
 from tritium.bench.store import Clock, Store
-from tritium.bench.transformers import cast_as_loading_does, diffusers, seeded
-from tritium.bench.workload import SEED, drawing
+from tritium.bench.suite import Measured, Outcome, Task, measure_all, missing
+from tritium.bench.variants import optimized, twin_pipeline
+from tritium.bench.workload import SEED, Normals
 
-# Images of a side before it is timed: a capture waits for some ordinary steps.
+# Images of a variant before it is timed: a capture waits for some ordinary steps.
 _SETTLING_IMAGES = 2
+
+# A size starts only if this much time is left on a GPU, first images included. It takes at most twice as long.
+_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -36,70 +42,32 @@ class Scale:
     steps: int
     text: int
     note: str
-    # Seconds that one size takes at most, first images included; none is started with less than half of it left.
-    budget: float
 
 
-_VAE = {"use_quant_conv": False, "use_post_quant_conv": False, "scaling_factor": 0.3611, "shift_factor": 0.1159}
 FULL = Scale(
-    transformer={"guidance_embeds": True},
-    vae={
-        **_VAE,
-        "down_block_types": ("DownEncoderBlock2D",) * 4,
-        "up_block_types": ("UpDecoderBlock2D",) * 4,
-        "block_out_channels": (128, 256, 512, 512),
-        "layers_per_block": 2,
-        "latent_channels": 16,
-        "sample_size": 1024,
-    },
+    transformer=MODELS["flux"].published,
+    vae=KL_DECODE.full.config,
     sizes=(1024, 768, 512),
     steps=8,
     text=512,
     note="19 double + 38 single blocks, width 3072, AutoencoderKL, 512 prompt tokens, 8 steps, random weights",
-    budget=240.0,
 )
 SMALL = Scale(
-    transformer={
-        "in_channels": 16,
-        "num_layers": 1,
-        "num_single_layers": 1,
-        "attention_head_dim": 32,
-        "num_attention_heads": 2,
-        "joint_attention_dim": 48,
-        "pooled_projection_dim": 32,
-        "axes_dims_rope": (8, 12, 12),
-        "guidance_embeds": True,
-    },
-    vae={
-        **_VAE,
-        "down_block_types": ("DownEncoderBlock2D",) * 2,
-        "up_block_types": ("UpDecoderBlock2D",) * 2,
-        "block_out_channels": (16, 32),
-        "layers_per_block": 1,
-        "latent_channels": 4,
-        "norm_num_groups": 8,
-        "mid_block_add_attention": False,
-        "sample_size": 64,
-    },
+    # The pipeline packs 2 x 2 pixels of four channels.
+    transformer={**MODELS["flux"].tiny.config, "in_channels": 16},
+    vae=KL_DECODE.small.config,
     sizes=(64,),
     steps=2,
     text=16,
-    note="1 double + 1 single block, width 64, a small AutoencoderKL, 16 prompt tokens, 2 steps, random weights",
-    budget=240.0,
+    note="1 double + 1 single block, width 32, a small AutoencoderKL, 16 prompt tokens, 2 steps, random weights",
 )
 
 
-def scale(settings: Settings) -> Scale:
-    """Choose the scale: the small one on a CPU."""
-    return SMALL if settings.device_type == "cpu" else FULL
-
-
-def build(chosen: Scale, device: str, dtype: torch.dtype) -> Any:
+def build(scale: Scale, device: str, dtype: torch.dtype) -> Any:
     """Make a seeded pipeline on the device."""
     package = diffusers()
-    transformer = seeded(lambda: package.FluxTransformer2DModel(**chosen.transformer), device)
-    cast_as_loading_does(transformer, dtype)
-    vae = seeded(lambda: package.AutoencoderKL(**chosen.vae), device)
+    scaling = {"use_quant_conv": False, "use_post_quant_conv": False, "scaling_factor": 0.3611, "shift_factor": 0.1159}
+    vae = seeded(lambda: autoencoder_kl({**scale.vae, **scaling}), device)
     cast_as_loading_does(vae, dtype)
     pipe = package.FluxPipeline(
         scheduler=package.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
@@ -108,148 +76,126 @@ def build(chosen: Scale, device: str, dtype: torch.dtype) -> Any:
         tokenizer=None,
         text_encoder_2=None,
         tokenizer_2=None,
-        transformer=transformer,
+        transformer=MODELS["flux"].build(scale.transformer, device, dtype),
     )
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
 @dataclass
-class Side:
+class PipelineVariant:
     """A pipeline as one variant runs it."""
 
     pipe: Any
     handle: Handle | None = None
-    # Bytes on a GPU that this side allocated and still holds, such as the memory of captured graphs.
+    # Bytes on a GPU that this variant allocated and still holds, such as the memory of captured graphs.
     held_bytes: int = 0
 
-    @property
-    def remark(self) -> str:
-        parts = [] if self.handle is None else self.handle.components
-        return "; ".join(f"{part.name}: {part.what}" for part in parts)
 
+def run(only: Sequence[str], settings: Settings, store: Store, clock: Clock, notify: Notify) -> Outcome:
+    """Measure every size that the store lacks."""
+    del only
+    scale = SMALL if settings.small else FULL
+    variants: dict[str, PipelineVariant] = {}
+    measured: list[int] = []
 
-def run(settings: Settings, store: Store, clock: Clock, notify: Notify) -> list[str]:
-    """Measure every size that the store lacks; return those for which no time was left."""
-    chosen, dtype = scale(settings), str(settings.dtype).removeprefix("torch.")
-    missing = [size for size in chosen.sizes if not store.has(_name(size), dtype)]
-    if not missing:
-        return []
-    notify("flux pipeline: building", 0.0)
-    pipe = build(chosen, settings.device_type, settings.dtype)
-    if settings.cold:
-        start_compiler(settings.device_type)
-    made = {variant: _side(pipe, variant, settings) for variant in _variants(settings)}
+    def task(size: int) -> Task:
+        return Task(
+            name_of(size), _SECONDS, lambda _clock, notify: _measure(scale, size, variants, measured, settings, notify)
+        )
+
+    tasks = missing([task(size) for size in scale.sizes], settings, store)
+    if tasks:
+        notify("flux pipeline: building", 0.0)
+        pipe = build(scale, settings.device_type, settings.dtype)
+        for name in (EAGER, *[INDUCTOR] * (INDUCTOR in settings.against), OPTIMIZED):
+            variants[name] = compile_pipeline(pipe, name, settings)
     try:
-        for index, size in enumerate(missing):
-            if clock.left <= (chosen.budget / 2 if settings.device_type == "cuda" else 0):
-                return [_name(later) for later in missing[index:]]
-
-            def share(what: str, done: float, index: int = index) -> None:
-                notify(what, (index + done) / len(missing))
-
-            before = "first size of this process" if not index else f"after {', '.join(map(str, missing[:index]))} px"
-            store.add(_measure(chosen, size, made, settings, share, before))
+        return measure_all(tasks, settings, store, clock, notify)
     finally:
-        for side in made.values():
-            if side.handle is not None:
-                side.handle.remove()
-    return []
+        for variant in variants.values():
+            if variant.handle is not None:
+                variant.handle.remove()
 
 
-def _name(size: int) -> str:
+def name_of(size: int) -> str:
     return f"flux pipeline {size}"
 
 
-def _variants(settings: Settings) -> list[str]:
-    return [EAGER, *[YARDSTICK] * (YARDSTICK in settings.against), OPTIMIZED]
-
-
-def _side(pipe: Any, variant: str, settings: Settings) -> Side:
+def compile_pipeline(pipe: Any, variant: str, settings: Settings) -> PipelineVariant:
+    """Return the pipeline, or a twin of it that is compiled for a variant."""
     if variant == EAGER:
-        return Side(pipe)
-    pipe = sides.twin_pipeline(pipe, "transformer", "vae")
+        return PipelineVariant(pipe)
+    pipe = twin_pipeline(pipe, "transformer", "vae")
     pipe.set_progress_bar_config(disable=True)
     if variant == OPTIMIZED:
-        return Side(pipe, sides.optimized(pipe, settings.config))
+        return PipelineVariant(pipe, optimized(pipe, settings))
     pipe.transformer.compile_repeated_blocks()
     pipe.vae.decode = torch.compile(pipe.vae.decode)
-    return Side(pipe)
+    return PipelineVariant(pipe)
 
 
-def _drawing(chosen: Scale, size: int, pipe: Any, settings: Settings) -> Callable[[], torch.Tensor]:
-    draw = drawing(settings.device_type, settings.dtype)
+def _generator(scale: Scale, size: int, pipe: Any, settings: Settings) -> Callable[[], torch.Tensor]:
+    normal = Normals(settings.device_type, settings.dtype)
     config = pipe.transformer.config
     embeddings = {
-        "prompt_embeds": draw(1, chosen.text, config.joint_attention_dim),
-        "pooled_prompt_embeds": draw(1, config.pooled_projection_dim),
+        "prompt_embeds": normal(1, scale.text, config.joint_attention_dim),
+        "pooled_prompt_embeds": normal(1, config.pooled_projection_dim),
     }
 
     def image() -> torch.Tensor:
         # A generator of the CPU means the same noise on every device.
-        drawn = pipe(
+        output = pipe(
             **embeddings,
             height=size,
             width=size,
-            num_inference_steps=chosen.steps,
+            num_inference_steps=scale.steps,
             guidance_scale=3.5,
             generator=torch.Generator().manual_seed(SEED),
             output_type="pt",
         )
-        pixels: torch.Tensor = drawn.images
-        return pixels
+        return output.images  # type: ignore[no-any-return]
 
     return image
 
 
 def _measure(
-    chosen: Scale, size: int, made: Mapping[str, Side], settings: Settings, notify: Notify, before: str
-) -> list[Row]:
-    calls = {variant: _drawing(chosen, size, side.pipe, settings) for variant, side in made.items()}
-    first: dict[str, float] = {}
-    recompiles: dict[str, int] = {}
+    scale: Scale,
+    size: int,
+    variants: Mapping[str, PipelineVariant],
+    measured: list[int],
+    settings: Settings,
+    notify: Notify,
+) -> Measured:
+    name, where = name_of(size), settings.device_type
     images: dict[str, torch.Tensor] = {}
-    peaks: dict[str, int | None] = {}
-    for index, (variant, call) in enumerate(calls.items()):
-        notify(f"{_name(size)}: first image, {variant}", 0.7 * index / len(calls))
-        before_bytes = sides.allocated(settings.device_type)
-        with sides.cold_caches(settings):
-            first[variant] = measure.first_call(call, settings.device_type)
-            compiled = compat.dynamo.graphs_compiled()
+    comparison = Comparison(
+        name, settings, f"{scale.note}; {size} x {size} pixels", {}, settings.small, inference_mode=False
+    )
+    for index, (variant, pipeline) in enumerate(variants.items()):
+        notify(f"{name}: first image, {variant}", 0.7 * index / len(variants))
+        before = measure.allocated_bytes(where)
+
+        def settle(call: Callable[[], Any], variant: str = variant) -> None:
             for _ in range(_SETTLING_IMAGES):
                 images[variant] = call().float().cpu()
-            recompiles[variant] = compat.dynamo.graphs_compiled() - compiled
-            others = sum(side.held_bytes for name, side in made.items() if name != variant)
-            peak = measure.peak_memory(call, settings.device_type)
-            peaks[variant] = None if peak is None else peak - others
-        made[variant].held_bytes += sides.allocated(settings.device_type) - before_bytes
-    notify(f"{_name(size)}: timing {', '.join(calls)} in turns", 0.7)
-    meter = measure.LoadMeter()
-    timings = measure.interleave(calls, settings.device_type, seconds=settings.seconds, warmup=0)
-    load = meter.read()
-    rows = []
-    for variant, timing in timings.items():
-        found = quality.difference(images[variant], images[EAGER]).to_dict()
-        rows.append(
-            Row(
-                workload=_name(size),
-                variant=variant,
-                mode=None if variant != YARDSTICK else "default",
-                dtype=str(settings.dtype).removeprefix("torch."),
-                shrunk=chosen is SMALL,
-                note=f"{chosen.note}; {size} x {size} pixels",
-                shapes={"pixels": list(images[EAGER].shape)},
-                **asdict(timing),
-                ratio=timings[YARDSTICK].median_ms / timing.median_ms if YARDSTICK in timings else None,
-                first_call_s=first[variant],
-                first_call_cold=settings.cold,
-                peak_memory_bytes=peaks[variant],
-                relative_l2=measure.relative_l2(images[variant], images[EAGER]),
-                psnr=found["psnr"],
-                ssim=found["ssim"],
-                recompiles=recompiles[variant],
-                disturbed=load.disturbed if load is not None else None,
-                remark="; ".join(filter(None, (f"first image: {before}", made[variant].remark))),
-            )
-        )
-    return rows
+
+        added = comparison.add(variant, _generator(scale, size, pipeline.pipe, settings), settle=settle)
+        others = sum(other.held_bytes for other in variants.values() if other is not pipeline)
+        peak = comparison.peak_memory(variant)
+        pipeline.held_bytes += measure.allocated_bytes(where) - before
+        difference = quality.difference(images[variant], images[EAGER]).to_dict()
+        when = f"after {', '.join(map(str, measured))} px" if measured else "first size of this process"
+        parts = [] if pipeline.handle is None else pipeline.handle.components
+        added.fields |= {
+            "mode": "default" if variant == INDUCTOR else None,
+            "peak_memory_bytes": None if peak is None else peak - others,
+            "relative_l2": measure.relative_l2(images[variant], images[EAGER]),
+            "psnr": difference["psnr"],
+            "ssim": difference["ssim"],
+            "remark": "; ".join([f"first image: {when}", *(f"{part.name}: {part.what}" for part in parts)]),
+        }
+    comparison.shapes = {"pixels": list(images[EAGER].shape)}
+    comparison.time(notify, warmup=0)
+    measured.append(size)
+    return Measured(comparison.rows())

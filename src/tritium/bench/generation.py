@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from tritium import device
+from tritium.bench import quality
+from tritium.bench.quality import Difference
 from tritium.errors import ConfigError
 from tritium.example import load_example
 from tritium.example.loading import load_pipeline
@@ -62,6 +64,13 @@ class Image:
     # After the last step, before decoding; None for a pipeline that does not expose them.
     latents: Tensor | None
     seconds: float
+
+    def difference(self, reference: Image, *, perceptual: bool = False) -> Difference:
+        """Compare with another image of the same job, and with its latents if both have them."""
+        latents = None
+        if self.latents is not None and reference.latents is not None:
+            latents = (self.latents, reference.latents)
+        return quality.difference(self.pixels, reference.pixels, latents, perceptual=perceptual)
 
 
 def parse_size(text: str) -> tuple[int, int]:

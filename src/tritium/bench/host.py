@@ -6,44 +6,41 @@ products alone is subtracted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch.nn import functional
 
-from tritium import measure, ops
-from tritium.bench import sides
-from tritium.bench.results import OURS, YARDSTICK, Row
-from tritium.bench.run import EAGER, Notify, Settings, host_us, release, start_compiler, tensor_of
-from tritium.bench.store import Store
-from tritium.bench.workload import drawing
-from tritium.compiler.backend import Backend
+from tritium import ops
+from tritium.bench.comparison import Comparison, call_of, host_us, release, tensor_of
+from tritium.bench.results import EAGER, INDUCTOR, TRITIUM
+from tritium.bench.settings import Notify, Settings
+from tritium.bench.store import Clock, Store
+from tritium.bench.suite import Measured, Outcome, Task, measure_all, missing
+from tritium.bench.variants import compile_variant
+from tritium.bench.workload import Normals
+from tritium.report.explain import explain
 from tritium.config import CompilationConfig
 from tritium.errors import TritiumError
-from tritium.report.explain import explain
 
 OP = "residual_norm_modulate"
 PRODUCTS = "products alone"
 
 # Kernels in a row; a CPU shows the same with fewer.
-_IN_A_ROW = {"cuda": 60}
-_FEW = 6
+_IN_A_ROW = {"cuda": 60, "cpu": 6}
 _TOKENS, _WIDTH = 64, 256
 _CALLS = 60
 
-Inputs = tuple[torch.Tensor, ...]
 
-
-def chain(in_a_row: int) -> Callable[..., torch.Tensor]:
-    """Make a function of `in_a_row` sites of the op, each followed by a product."""
+def chain_of_sites(count: int) -> Callable[..., torch.Tensor]:
+    """Make a function of `count` sites of the op, each followed by a product."""
 
     def run(
         x: torch.Tensor, gate: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, weight: torch.Tensor
     ) -> torch.Tensor:
         y = x
-        for _ in range(in_a_row):
+        for _ in range(count):
             x = x + gate * y
             y = (functional.layer_norm(x, (_WIDTH,), eps=1e-6) * (1 + scale) + shift) @ weight
         return x + y
@@ -51,81 +48,63 @@ def chain(in_a_row: int) -> Callable[..., torch.Tensor]:
     return run
 
 
-def products(in_a_row: int) -> Callable[..., torch.Tensor]:
+def chain_of_products(count: int) -> Callable[..., torch.Tensor]:
     """Make a function of the same products alone."""
 
-    def run(
-        x: torch.Tensor, gate: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, weight: torch.Tensor
-    ) -> torch.Tensor:
-        del gate, scale, shift
-        for _ in range(in_a_row):
+    def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        for _ in range(count):
             x = x @ weight
         return x
 
     return run
 
 
-def run(settings: Settings, store: Store, notify: Notify, *, provider: str | None = None) -> None:
+def run(only: Sequence[str], settings: Settings, store: Store, clock: Clock, notify: Notify) -> Outcome:
     """Measure the host time of a generated and of an owned kernel unless the store has it."""
-    in_a_row = _IN_A_ROW.get(settings.device_type, _FEW)
-    name, dtype = f"host time of {OP}", str(settings.dtype).removeprefix("torch.")
-    if store.has(name, dtype):
-        return
-    draw = drawing(settings.device_type, settings.dtype)
+    del only
+    task = Task(f"host time of {OP}", 0.0, lambda _clock, notify: measure_host(settings, notify))
+    return measure_all(missing([task], settings, store), settings, store, clock, notify)
+
+
+def measure_host(settings: Settings, notify: Notify, *, provider: str | None = None) -> Measured:
+    """Measure the kernel of a provider: the owned one, or on a CPU, where none is owned, the reference."""
+    provider = provider or ("triton" if settings.device_type == "cuda" else ops.REFERENCE)
+    count = _IN_A_ROW[settings.device_type]
+    normal = Normals(settings.device_type, settings.dtype)
     # A product with this weight keeps the size of its input.
-    inputs = (draw(1, _TOKENS, _WIDTH), *draw(3, 1, 1, _WIDTH).unbind(), draw(_WIDTH, _WIDTH) / _WIDTH**0.5)
-    provider = provider or _owned(settings.device_type)
-    owned = Backend((settings.config or CompilationConfig()).with_(force_provider={OP: provider}))
-    functions: dict[str, Any] = {
-        PRODUCTS: torch.compile(products(in_a_row)) if YARDSTICK in settings.against else products(in_a_row),
-        **({YARDSTICK: torch.compile(chain(in_a_row))} if YARDSTICK in settings.against else {EAGER: chain(in_a_row)}),
-        OURS: torch.compile(chain(in_a_row), backend=owned),
+    x, weight = normal(1, _TOKENS, _WIDTH), normal(_WIDTH, _WIDTH) / _WIDTH**0.5
+    gate, scale, shift = normal(3, 1, 1, _WIDTH).unbind()
+    inputs = {"x": x, "gate": gate, "scale": scale, "shift": shift, "weight": weight}
+    note = f"{count} in a row, {_TOKENS} tokens of {_WIDTH}; less the time of {count} products"
+    name = f"host time of {OP}"
+    comparison = Comparison(name, settings, note, {"x": list(x.shape)}, settings.small)
+    config = (settings.config or CompilationConfig()).with_(force_provider={OP: provider})
+    generated = INDUCTOR if INDUCTOR in settings.against else EAGER
+    chain, alone = chain_of_sites(count), chain_of_products(count)
+    functions: dict[str, tuple[Callable[..., torch.Tensor], dict[str, torch.Tensor], str]] = {
+        PRODUCTS: (alone, {"x": x, "weight": weight}, generated),
+        generated: (chain, inputs, generated),
+        TRITIUM: (chain, inputs, TRITIUM),
     }
-    calls = {variant: _call(function, inputs) for variant, function in functions.items()}
-    references = [tensor_of(_call(eager(in_a_row), inputs)(), name) for eager in (chain, products)]
-    if settings.cold:
-        start_compiler(settings.device_type)
-    first: dict[str, float] = {}
-    for index, (variant, call) in enumerate(calls.items()):
-        notify(f"{name}: first call, {variant}", 0.8 * index / len(calls))
-        with sides.cold_caches(settings):
-            first[variant] = measure.first_call(call, settings.device_type)
-    fused = explain(functions[OURS]).sites[OP].fused
-    if fused != in_a_row:
-        raise TritiumError(f"{fused} of {in_a_row} sites of {OP} run by {provider!r}: its host time cannot be measured")
-    notify(f"{name}: timing", 0.8)
-    timings = measure.interleave(calls, settings.device_type, seconds=settings.seconds)
-    hosts = {variant: host_us(call, settings.device_type, _CALLS) for variant, call in calls.items()}
-    note = f"{in_a_row} in a row, {_TOKENS} tokens of {_WIDTH}; less the time of {in_a_row} products"
-    rows = [
-        Row(
-            workload=name,
-            variant=variant,
-            mode="default" if variant in (YARDSTICK, OURS) else None,
-            dtype=dtype,
-            shrunk=in_a_row == _FEW,
-            note=note,
-            shapes={"x": list(inputs[0].shape)},
-            **asdict(timings[variant]),
-            ratio=timings[YARDSTICK].median_ms / timings[variant].median_ms if YARDSTICK in timings else None,
-            first_call_s=first[variant],
-            first_call_cold=settings.cold,
-            peak_memory_bytes=None,
-            relative_l2=measure.relative_l2(tensor_of(calls[variant](), name), references[variant == PRODUCTS]),
-            disturbed=None,
-            host_us=(hosts[variant] - (0 if variant == PRODUCTS else hosts[PRODUCTS])) / in_a_row,
-            remark={OURS: f"provider {provider}", YARDSTICK: "generated by Inductor"}.get(variant),
-        )
-        for variant in calls
-    ]
-    store.add(rows)
+    for index, (variant, (function, arguments, compiled_as)) in enumerate(functions.items()):
+        notify(f"{name}: first call, {variant}", 0.7 * index / len(functions))
+        model = compile_variant(function, compiled_as, replace(settings, config=config))
+        comparison.add(variant, call_of(model, arguments), model=model)
+    fused = explain(comparison.variants[TRITIUM].model).sites[OP].fused
+    if fused != count:
+        raise TritiumError(f"{fused} of {count} sites of {OP} run by {provider!r}: its host time cannot be measured")
+    comparison.time(notify)
+    with torch.inference_mode():
+        times = {name: host_us(entry.call, settings.device_type, _CALLS) for name, entry in comparison.variants.items()}
+        for variant, (function, arguments, _) in functions.items():
+            others = 0 if variant == PRODUCTS else times[PRODUCTS]
+            comparison.variants[variant].fields |= {
+                "peak_memory_bytes": None,
+                "relative_l2": comparison.difference(variant, tensor_of(function(**arguments), name)),
+                "disturbed": None,
+                "host_us": (times[variant] - others) / count,
+                "remark": {TRITIUM: f"provider {provider}", INDUCTOR: "generated by Inductor"}.get(variant),
+            }
+    rows = comparison.rows()
     release()
-
-
-def _owned(device_type: str) -> str:
-    """Return the name of the provider that owns a kernel for this device; on a CPU, where none is owned, the reference."""
-    return "triton" if device_type == "cuda" else ops.REFERENCE
-
-
-def _call(function: Callable[..., torch.Tensor], inputs: Inputs) -> Callable[[], torch.Tensor]:
-    return sides.without_gradients(lambda: function(*inputs))
+    return Measured(rows)

@@ -11,7 +11,8 @@ import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 from torch import nn
 
 from tritium import ops
-from tritium.bench.layer_functions import Case, drawer, shapes_of
+from tritium.bench.layer_functions import Case
+from tritium.bench.workload import Normals, shapes_of
 from tritium.layers.activation import get_activation_layer
 from tritium.layers.group_norm import group_norm_silu
 from tritium.layers.layer_norm import fast_layernorm, layernorm_scale_shift
@@ -23,19 +24,19 @@ from tritium.layers.scaled_add import muls_add
 
 
 def cases(device_type: str, dtype: torch.dtype, *, small: bool) -> Iterator[Case]:
-    draw = drawer(device_type, dtype)
+    normal = Normals(device_type, dtype, source=device_type)
     # FLUX.1 at 1024 x 1024, and a layer of SDXL's decoder there.
     tokens, heads, width = (64, 2, 64) if small else (4608, 24, 128)
-    x, y = (draw(1, tokens, heads * width) for _ in range(2))
-    q, k = (draw(1, tokens, heads, width) for _ in range(2))
-    gate, scale, shift = (draw(1, heads * width) for _ in range(3))
-    cos, sin = (draw(tokens, width).float() for _ in range(2))
-    weight = draw(width)
+    x, y = (normal(1, tokens, heads * width) for _ in range(2))
+    q, k = (normal(1, tokens, heads, width) for _ in range(2))
+    gate, scale, shift = (normal(1, heads * width) for _ in range(3))
+    cos, sin = (normal(tokens, width).float() for _ in range(2))
+    weight = normal(width)
     layer = nn.LayerNorm(heads * width, eps=1e-6, elementwise_affine=False)
     affine = nn.LayerNorm(heads * width).to(device_type, dtype)
     activation = get_activation_layer("gelu-tanh")
     rms = RMSNorm(width).to(device_type, dtype)
-    image = draw(1, 32, 16, 16) if small else draw(1, 256, 512, 512)
+    image = normal(1, 32, 16, 16) if small else normal(1, 256, 512, 512)
     groups = 32
     note = f"{tokens} tokens, {heads} heads of {width}"
 
@@ -111,7 +112,7 @@ def _case(
     function = ops.catalog()[reference].reference if isinstance(reference, str) else reference
     compiled = functools.partial(_of_pair, torch.compile(function), arguments)
     variants: dict[str, Callable[[], torch.Tensor]] = {"eager": eager, "inductor": compiled, "tritium": ours}
-    return Case(name, variants, "eager", note, shapes_of(**tensors))
+    return Case(name, variants, note, shapes_of(tensors))
 
 
 def _of_pair(function: Callable[..., Any], arguments: tuple[Any, ...]) -> torch.Tensor:

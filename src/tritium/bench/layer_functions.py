@@ -1,6 +1,6 @@
-"""Functions as workloads: `attention`, `sparse-attention` and `layers`, each a list of cases with shapes of known models.
+"""Layer functions as workloads: `attention`, `sparse-attention` and `layers`, each a list of cases with shapes of known models.
 
-The variants of a case run on the same tensors, interleaved. `ratio` is against the case's yardstick, which every note
+The variants of a case run on the same tensors, interleaved. `ratio` is against the case's reference, which every note
 names. On a CPU the shapes shrink, and the results say so.
 """
 
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 
 from tritium import measure
+from tritium.bench.comparison import Comparison, Variant
 from tritium.bench.results import Row
-from tritium.bench.run import Notify, Outcome, Settings
+from tritium.bench.settings import Notify, Settings, silent
 
 # The module with the cases of each workload.
 _HOME = {
@@ -32,19 +32,18 @@ HOPELESS = 8.0
 
 @dataclass(frozen=True)
 class Case:
-    """Variants of one function on one set of tensors."""
+    """Variants of one function on one set of tensors; the first is the reference."""
 
     name: str
     variants: Mapping[str, Callable[[], torch.Tensor]]
-    yardstick: str
     note: str
     shapes: dict[str, list[int]] = field(default_factory=dict)
-    # Variants that are left out if they fail or are too slow; ours and the yardstick are always measured.
+    # Variants that are left out if they fail or are too slow; ours and the reference are always measured.
     optional: frozenset[str] = frozenset()
 
-
-def is_function(name: str) -> bool:
-    return name in _HOME
+    @property
+    def reference(self) -> str:
+        return next(iter(self.variants))
 
 
 def cases(name: str, device_type: str, dtype: torch.dtype, *, small: bool) -> Iterator[Case]:
@@ -52,34 +51,32 @@ def cases(name: str, device_type: str, dtype: torch.dtype, *, small: bool) -> It
     yield from importlib.import_module(_HOME[name]).cases(device_type, dtype, small=small)
 
 
-def run(name: str, settings: Settings, notify: Notify) -> Outcome:
+def run(name: str, settings: Settings, notify: Notify) -> list[Row]:
     """Measure every case of a workload."""
     settings.refuse_options_of_models(name, "measures functions")
-    small = settings.device_type == "cpu"
     rows: list[Row] = []
     with torch.inference_mode():
-        for case in cases(name, settings.device_type, settings.dtype, small=small):
+        for case in cases(name, settings.device_type, settings.dtype, small=settings.small):
             notify(f"{name}: {case.name}", 0.0)
-            measured = _measured(f"{name}: {case.name}", case, settings, small=small)
+            measured = _measure(f"{name}: {case.name}", case, settings)
             settings.on_rows(measured)
             rows += measured
             if settings.device_type == "cuda":
                 torch.cuda.empty_cache()
     notify(f"{name}: done", 1.0)
-    return Outcome(rows, {})
+    return rows
 
 
-def _measured(name: str, case: Case, settings: Settings, *, small: bool) -> list[Row]:
+def _measure(name: str, case: Case, settings: Settings) -> list[Row]:
     where = settings.device_type
-    first = {case.yardstick: measure.first_call(case.variants[case.yardstick], where)}
-    reference = case.variants[case.yardstick]().clone()
-    errors: dict[str, float] = {}
+    reference: torch.Tensor | None = None
     warm: dict[str, float] = {}
     left_out: dict[str, str] = {}
+    comparison = Comparison(name, settings, case.note, case.shapes, settings.small, case.reference)
     for variant, call in case.variants.items():
         try:
-            first.setdefault(variant, measure.first_call(call, where))
-            errors[variant] = measure.relative_l2(call(), reference)
+            first_call_s = measure.first_call(call, where)
+            result = call().clone()
             warm[variant] = measure.first_call(call, where)
         except Exception as error:
             # A kernel that does not support these shapes, or runs out of memory: the note says so.
@@ -88,44 +85,18 @@ def _measured(name: str, case: Case, settings: Settings, *, small: bool) -> list
             first_line = (str(error).strip().splitlines() or [""])[0]
             full = isinstance(error, torch.OutOfMemoryError)
             left_out[variant] = "out of memory" if full else f"{type(error).__name__}: {first_line}"
-    slow = {variant for variant, taken in warm.items() if taken > HOPELESS * min(warm.values())} & case.optional
-    left_out |= dict.fromkeys(sorted(slow), f"over {HOPELESS:g} times the fastest one's time")
-    calls = {variant: case.variants[variant] for variant in warm if variant not in slow}
-    meter = measure.LoadMeter()
-    timings = measure.interleave(calls, where, seconds=settings.seconds, burst=5 if where == "cuda" else 1)
-    load = meter.read()
-    note = f"{case.note}; ratio against {case.yardstick}"
-    note += "".join(f"; without {variant} ({why})" for variant, why in left_out.items())
-    return [
-        Row(
-            workload=name,
-            variant=variant,
-            mode=None,
-            dtype=str(settings.dtype).removeprefix("torch."),
-            shrunk=small,
-            note=note,
-            shapes=case.shapes,
-            **asdict(timing),
-            ratio=timings[case.yardstick].median_ms / timing.median_ms,
-            first_call_s=first[variant],
-            first_call_cold=False,
-            peak_memory_bytes=measure.peak_memory(calls[variant], where),
-            relative_l2=errors[variant],
-            disturbed=load.disturbed if load is not None else None,
-        )
-        for variant, timing in timings.items()
-    ]
-
-
-def shapes_of(**tensors: Any) -> dict[str, list[int]]:
-    return {name: list(tensor.shape) for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
-
-
-def drawer(device_type: str, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
-    """Return a function that draws seeded normal tensors of one dtype on one device."""
-    generator = torch.Generator(device_type).manual_seed(0)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device=device_type).to(dtype)
-
-    return draw
+            continue
+        reference = result if reference is None else reference
+        fields = {"mode": None, "first_call_s": first_call_s, "first_call_cold": False}
+        comparison.variants[variant] = Variant(call, fields=fields)
+        fields["relative_l2"] = measure.relative_l2(result, reference)
+    for variant in sorted(case.optional & warm.keys()):
+        if warm[variant] > HOPELESS * min(warm.values()):
+            left_out[variant] = f"over {HOPELESS:g} times the fastest one's time"
+            del comparison.variants[variant]
+    comparison.note += f"; ratio against {case.reference}"
+    comparison.note += "".join(f"; without {variant} ({why})" for variant, why in left_out.items())
+    comparison.time(silent, burst=5 if where == "cuda" else 1)
+    for variant, measured in comparison.variants.items():
+        measured.fields["peak_memory_bytes"] = comparison.peak_memory(variant)
+    return comparison.rows()

@@ -25,12 +25,10 @@ from tritium import fidelity
 from tritium.api import Handle
 from tritium.bench.bisect import Call, Fault, bisect, copied, find_fault
 from tritium.bench.generation import Job, generate
+from tritium.bench.settings import Notify
 from tritium.pipelines.installed import Installed
 from tritium.pipelines.parts import Target
 from tritium.pipelines.plan import Choice
-
-# Called with the current activity and the share that is done.
-Notify = Callable[[str, float], None]
 
 _EAGER = Choice(how="eager")
 

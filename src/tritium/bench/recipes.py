@@ -14,13 +14,11 @@ from tritium import measure
 from tritium.api import Handle, optimize
 from tritium.bench import quality
 from tritium.bench.generation import Image, Job, generate
+from tritium.bench.settings import Notify
 from tritium.errors import ConfigError, PipelineError
 from tritium.pipelines import hooks, trial
 from tritium.pipelines.plan import Choice, Plan
 from tritium.pipelines.recipe import Recipe, fingerprint_of
-
-# Called with the current activity and the share that is done.
-Notify = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,13 +72,13 @@ def tune(pipe: Any, jobs: Sequence[Job], budget: Budget, notify: Notify) -> Reci
 def _eager(pipe: Any, jobs: Sequence[Job]) -> tuple[list[Image], dict[str, list[trial.Call]]]:
     """Return eager images, and one call of every part in every job."""
     calls: dict[str, list[trial.Call]] = {}
-    image = []
+    images = []
     with optimize(pipe, Plan(progress=False, **_all_eager(pipe))) as handle:
         for job in jobs:
             for name in handle.choices:
                 handle.part(name).entry.before_first = _keeping(calls.setdefault(name, []))
-            image.append(generate(pipe, job))
-    return image, calls
+            images.append(generate(pipe, job))
+    return images, calls
 
 
 def _all_eager(pipe: Any) -> dict[str, Any]:
@@ -124,14 +122,8 @@ def _difference(
     handle: Handle, pipe: Any, jobs: Sequence[Job], reference: Sequence[Image], chosen: dict[str, Choice]
 ) -> quality.Difference:
     handle.use({name: chosen.get(name, Choice(how="eager")) for name in handle.choices})
-    found = []
-    for job, expected in zip(jobs, reference, strict=True):
-        image = generate(pipe, job)
-        latents = None
-        if image.latents is not None and expected.latents is not None:
-            latents = (image.latents, expected.latents)
-        found.append(quality.difference(image.pixels, expected.pixels, latents))
-    return quality.worst(found)
+    pairs = zip(jobs, reference, strict=True)
+    return quality.worst([generate(pipe, job).difference(expected) for job, expected in pairs])
 
 
 def _whole(handle: Handle, pipe: Any, jobs: Sequence[Job], chosen: dict[str, Choice], seconds: float) -> dict[str, Any]:

@@ -13,11 +13,28 @@ from typing import Any
 from tritium import compat, device
 from tritium.errors import ConfigError
 
-# Plain torch.compile: ratios are against this variant.
-YARDSTICK = "inductor"
+# The names of variants. Ratios are against plain torch.compile; a regression is one of Tritium, while changes of the
+# others show whether the machine itself changed.
+EAGER = "eager"
+INDUCTOR = "inductor"
+TRITIUM = "tritium"
+# `tritium.optimize` with its defaults.
+OPTIMIZED = f"{TRITIUM} optimize"
+EXACT = f"{TRITIUM} exact"
+# One compilation for equal blocks.
+REUSE_BLOCKS = f"{TRITIUM} reuse_blocks"
+# With captured graphs: Tritium's static graphs, and Inductor's CUDA graphs.
+GRAPHS = f"{TRITIUM} graphs"
+REDUCE_OVERHEAD = f"{INDUCTOR} reduce-overhead"
+# Compiled for static sizes, where those of the other variants are dynamic.
+STATIC = f"{INDUCTOR} static"
+TRITIUM_STATIC = f"{TRITIUM} static"
 
-# Regressions concern this variant. The others show whether the machine itself changed.
-OURS = "tritium"
+
+def without(op: str) -> str:
+    """Return the name of the variant that leaves an op to Inductor."""
+    return f"{TRITIUM} without {op}"
+
 
 TOLERANCE = 0.05
 
@@ -27,7 +44,7 @@ class Row:
     """One variant of one workload.
 
     `ratio` is torch.compile's median divided by this one: above 1 is faster than torch.compile. It is None if
-    torch.compile was not measured; for functions, the note names the yardstick. `first_call_cold` says whether the first call found the compiler's caches empty.
+    torch.compile was not measured; for layer functions, the note names the variant that ratios are against. `first_call_cold` says whether the first call found the compiler's caches empty.
     """
 
     workload: str
@@ -72,7 +89,7 @@ class Row:
     restart_s: float | None = None
     # Seconds of the first call spent inside Inductor.
     inductor_s: float | None = None
-    # How a side runs, and which sides failed or were cut. Unlike the note it may change between runs.
+    # How a variant runs, and which variants failed or were cut. Unlike the note it may change between runs.
     remark: str | None = None
 
     @property
@@ -166,13 +183,15 @@ class Comparison:
 
     @property
     def regressions(self) -> tuple[Change, ...]:
-        return tuple(change for change in self.changes if change.variant == OURS and change.slower_by > self.tolerance)
+        return tuple(
+            change for change in self.changes if change.variant == TRITIUM and change.slower_by > self.tolerance
+        )
 
     @property
     def drift(self) -> tuple[Change, ...]:
         """Changes of the other variants: the machine or torch has changed."""
         return tuple(
-            change for change in self.changes if change.variant != OURS and abs(change.slower_by) > self.tolerance
+            change for change in self.changes if change.variant != TRITIUM and abs(change.slower_by) > self.tolerance
         )
 
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from tritium import ops
-from tritium.bench.layer_functions import Case, drawer, shapes_of
+from tritium.bench.layer_functions import Case
+from tritium.bench.workload import Normals, shapes_of
 from tritium.layers.sparse import masks
 from tritium.layers.sparse.choose import attend
 from tritium.layers.sparse.forward import lists_of
@@ -37,8 +38,8 @@ def case(density: float, device_type: str, dtype: torch.dtype, *, small: bool) -
     latent, heads, width, block = (
         (SMALL_LATENT, SMALL_HEADS, SMALL_WIDTH, SMALL_BLOCK) if small else (LATENT, HEADS, WIDTH, BLOCK)
     )
-    layout, draw = SparseLayout(latent, 0, block), drawer(device_type, dtype)
-    q, k, v = (draw(1, layout.tokens, heads, width) for _ in range(3))
+    layout, normal = SparseLayout(latent, 0, block), Normals(device_type, dtype, source=device_type)
+    q, k, v = (normal(1, layout.tokens, heads, width) for _ in range(3))
     scale = width**-0.5
     ordered = [layout.permute(tensor) for tensor in (q, k, v)]
     sparsity = sparsity_for(density, ordered[0], ordered[1], layout, scale)
@@ -83,9 +84,8 @@ def case(density: float, device_type: str, dtype: torch.dtype, *, small: bool) -
     return Case(
         name=f"density {density}",
         variants={name: functools.partial(_four, one) for name, one in steps.items()},
-        yardstick=f"dense {dense}",
         note=f"{STEPS} steps of {layout.tokens} tokens, {heads} heads of {width}, effective density {share:.3f}",
-        shapes=shapes_of(q=q, k=k, v=v),
+        shapes=shapes_of({"q": q, "k": k, "v": v}),
         optional=frozenset({"flex"}),
     )
 

@@ -14,36 +14,35 @@ from tritium.bench.results import Results, Row
 class Store:
     """The rows of a run, written to a file after every workload.
 
-    Rows already in the file stay if they were measured on the same device with the same versions; otherwise the file is
-    replaced, and `replaced` says why.
+    To `resume`, rows already in the file stay if they were measured on the same device with the same versions; otherwise
+    the file is replaced, and `replaced` says why.
     """
 
-    def __init__(self, path: Path | None, device_type: str) -> None:
+    def __init__(self, path: Path | None, device_type: str, *, resume: bool = True) -> None:
         self.path = path
         self.device_type = device_type
         self.replaced = ""
         self._rows: dict[tuple[str, str], list[Row]] = {}
-        if path is None or not path.exists() or not path.stat().st_size:
+        if path is None or not resume or not path.exists() or not path.stat().st_size:
             return
-        found, now = Results.load(path), Results.now([], device_type)
+        stored, now = Results.load(path), Results.now([], device_type)
         for part in ("device", "versions"):
             # Through JSON, where a tuple is a list.
-            was, wanted = getattr(found, part), json.loads(json.dumps(getattr(now, part)))
+            was, wanted = getattr(stored, part), json.loads(json.dumps(getattr(now, part)))
             if was != wanted:
                 self.replaced = f"{path} has other {part} ({was}), so all of it is measured again"
                 return
-        for row in found.rows:
+        for row in stored.rows:
             self._rows.setdefault((row.workload, row.dtype), []).append(row)
 
     def has(self, workload: str, dtype: str) -> bool:
         return (workload, dtype) in self._rows
 
     def add(self, rows: Sequence[Row]) -> None:
-        """Replace the rows of a workload and write the file."""
-        if not rows:
-            return
-        self._rows[rows[0].workload, rows[0].dtype] = list(rows)
-        if self.path is not None:
+        """Replace the rows of some workloads and write the file."""
+        for key in dict.fromkeys((row.workload, row.dtype) for row in rows):
+            self._rows[key] = [row for row in rows if (row.workload, row.dtype) == key]
+        if self.path is not None and rows:
             self.results.save(self.path)
 
     @property

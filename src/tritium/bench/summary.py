@@ -7,16 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tritium import fidelity
-from tritium.bench.results import OURS, YARDSTICK, Row
-from tritium.bench.run import DTYPES, EAGER, TREES
-from tritium.bench.sides import OPTIMIZED
+from tritium.bench.results import EAGER, INDUCTOR, OPTIMIZED, REDUCE_OVERHEAD, TRITIUM, Row
+from tritium.bench.settings import DTYPES
 
 # Names of the variants in tables.
-SIDES: Mapping[str, str] = {
+VARIANTS: Mapping[str, str] = {
     EAGER: "eager",
-    YARDSTICK: "torch.compile",
-    TREES: "torch.compile, reduce-overhead",
-    OURS: 'torch.compile(backend="tritium")',
+    INDUCTOR: "torch.compile",
+    REDUCE_OVERHEAD: "torch.compile, reduce-overhead",
+    TRITIUM: 'torch.compile(backend="tritium")',
     OPTIMIZED: "tritium.optimize",
 }
 
@@ -29,12 +28,12 @@ def by_workload(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
     return grouped
 
 
-def ratios(rows: Iterable[Row], variant: str = OPTIMIZED, against: str = YARDSTICK) -> dict[str, float]:
+def ratios(rows: Iterable[Row], variant: str = OPTIMIZED, against: str = INDUCTOR) -> dict[str, float]:
     """Map each workload to the speed of a variant relative to another, where both were measured."""
     return {
-        workload: sides[against].median_ms / sides[variant].median_ms
-        for workload, sides in by_workload(rows).items()
-        if variant in sides and against in sides
+        workload: variants[against].median_ms / variants[variant].median_ms
+        for workload, variants in by_workload(rows).items()
+        if variant in variants and against in variants
     }
 
 
@@ -52,16 +51,16 @@ def spread(found: Mapping[str, float]) -> str:
 def families_summary(rows: Sequence[Row]) -> list[list[str]]:
     """List [what, against torch.compile, against eager] for every variant that was measured; the default comes first."""
     lines = []
-    for variant in (OPTIMIZED, OURS):
-        cells = [ratios(rows, variant, against) for against in (YARDSTICK, EAGER)]
+    for variant in (OPTIMIZED, TRITIUM):
+        cells = [ratios(rows, variant, against) for against in (INDUCTOR, EAGER)]
         if cells[0]:
-            lines.append([f"`{SIDES[variant]}`", *map(spread, cells)])
+            lines.append([f"`{VARIANTS[variant]}`", *map(spread, cells)])
     return lines
 
 
 def families_table(rows: Sequence[Row]) -> list[list[str]]:
-    """List one line a family: milliseconds a side, ratios, first calls and recompiles."""
-    return [_family(workload, sides) for workload, sides in by_workload(rows).items()]
+    """List one line a family: milliseconds a variant, ratios, first calls and recompiles."""
+    return [_family(workload, variants) for workload, variants in by_workload(rows).items()]
 
 
 FAMILIES_HEADER = [
@@ -77,36 +76,36 @@ FAMILIES_HEADER = [
 ]
 
 
-def _family(workload: str, sides: Mapping[str, Row]) -> list[str]:
-    reduced = sides.get(TREES)
-    theirs = _milliseconds(sides.get(YARDSTICK)) + (f" (reduce-overhead {_milliseconds(reduced)})" if reduced else "")
-    first = " / ".join(_cell(sides.get(name), "first_call_s", ".1f") for name in (YARDSTICK, OPTIMIZED, OURS))
-    errors = " / ".join(_cell(sides.get(name), "relative_l2", ".1e") for name in (YARDSTICK, OPTIMIZED))
+def _family(workload: str, variants: Mapping[str, Row]) -> list[str]:
+    reduced = variants.get(REDUCE_OVERHEAD)
+    theirs = _milliseconds(variants.get(INDUCTOR)) + (f" (reduce-overhead {_milliseconds(reduced)})" if reduced else "")
+    first = " / ".join(_cell(variants.get(name), "first_call_s", ".1f") for name in (INDUCTOR, OPTIMIZED, TRITIUM))
+    errors = " / ".join(_cell(variants.get(name), "relative_l2", ".1e") for name in (INDUCTOR, OPTIMIZED))
     return [
-        workload + (" (shrunk)" if any(row.shrunk for row in sides.values()) else ""),
-        _milliseconds(sides.get(EAGER)),
+        workload + (" (shrunk)" if any(row.shrunk for row in variants.values()) else ""),
+        _milliseconds(variants.get(EAGER)),
         theirs,
-        _milliseconds(sides.get(OPTIMIZED)),
-        _cell(sides.get(OPTIMIZED), "ratio", ".2f"),
-        _milliseconds(sides.get(OURS)),
+        _milliseconds(variants.get(OPTIMIZED)),
+        _cell(variants.get(OPTIMIZED), "ratio", ".2f"),
+        _milliseconds(variants.get(TRITIUM)),
         first,
-        _cell(sides.get(OPTIMIZED), "recompiles", "d"),
+        _cell(variants.get(OPTIMIZED), "recompiles", "d"),
         errors,
     ]
 
 
-PIPELINE_HEADER = ["size", "side", "ms an image", "over torch.compile", "first image, s", "peak GiB", "PSNR, dB"]
+PIPELINE_HEADER = ["size", "variant", "ms an image", "over torch.compile", "first image, s", "peak GiB", "PSNR, dB"]
 
 
 def pipeline_table(rows: Sequence[Row]) -> list[list[str]]:
-    """List one line for every size and side of a pipeline."""
+    """List one line for every size and variant of a pipeline."""
     lines = []
-    for sides in by_workload(rows).values():
-        for variant, row in sides.items():
+    for variants in by_workload(rows).values():
+        for variant, row in variants.items():
             lines.append(
                 [
                     f"{row.shapes['pixels'][-1]} x {row.shapes['pixels'][-2]}" + (" (shrunk)" if row.shrunk else ""),
-                    _pipeline_side(variant),
+                    _pipeline_variant(variant),
                     f"{row.median_ms:.0f}",
                     _cell(row, "ratio", ".2f"),
                     f"{row.first_call_s:.1f}",
@@ -117,12 +116,12 @@ def pipeline_table(rows: Sequence[Row]) -> list[list[str]]:
     return lines
 
 
-def _pipeline_side(variant: str) -> str:
-    return "`compile_repeated_blocks` and a compiled `vae.decode`" if variant == YARDSTICK else SIDES[variant]
+def _pipeline_variant(variant: str) -> str:
+    return "`compile_repeated_blocks` and a compiled `vae.decode`" if variant == INDUCTOR else VARIANTS[variant]
 
 
 def compile_time_summary(rows: Sequence[Row]) -> list[str]:
-    """Say for each side how Inductor's time and the first call grow from the fewest blocks to the most."""
+    """Say for each variant how Inductor's time and the first call grow from the fewest blocks to the most."""
     few, *_, many = by_workload(rows).items() if len(by_workload(rows)) > 1 else [("", {}), ("", {})]
     lines = []
     for variant, row in many[1].items():
@@ -136,13 +135,13 @@ def compile_time_summary(rows: Sequence[Row]) -> list[str]:
 
 
 def outside_contract(rows: Iterable[Row]) -> list[str]:
-    """Name every side whose error against float64 exceeds what fidelity `close` allows."""
+    """Name every variant whose error against float64 exceeds what fidelity `close` allows."""
     found = []
-    for workload, sides in by_workload(rows).items():
-        eager = sides.get(EAGER)
+    for workload, variants in by_workload(rows).items():
+        eager = variants.get(EAGER)
         if eager is None or eager.error_f64 is None:
             continue
-        for variant, row in sides.items():
+        for variant, row in variants.items():
             allowed = fidelity.allowance(eager.error_f64, DTYPES[eager.dtype])
             if row.error_f64 is not None and not row.error_f64 <= allowed:
                 found.append(f"{workload}, {variant}: error {row.error_f64:.2e}, allowed {allowed:.2e}")

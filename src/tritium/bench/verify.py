@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,11 @@ from tritium.bench import quality
 from tritium.bench.generation import Image, Job, generate
 from tritium.bench.locate import Location, locate
 from tritium.bench.quality import Difference
+from tritium.bench.settings import Notify
 from tritium.errors import ConfigError
 from tritium.pipelines import recipe
 from tritium.pipelines.plan import Plan
 from tritium.report import LEDGER
-
-# Called with the current activity and the share that is done.
-Notify = Callable[[str, float], None]
 
 # Images above this look equal to most people; a compiled float32 pipeline is far above.
 MIN_PSNR = 40.0
@@ -197,7 +195,7 @@ class _Steps:
 
 
 def _row(job: Job, image: Image, expected: Image, thresholds: Thresholds) -> Row:
-    found = _difference(image, expected)
+    found = image.difference(expected, perceptual=True)
     height, width = expected.pixels.shape[-2:]
     return Row(
         job=job,
@@ -210,13 +208,6 @@ def _row(job: Job, image: Image, expected: Image, thresholds: Thresholds) -> Row
     )
 
 
-def _difference(image: Image, expected: Image) -> Difference:
-    latents = None
-    if image.latents is not None and expected.latents is not None:
-        latents = (image.latents, expected.latents)
-    return quality.difference(image.pixels, expected.pixels, latents, perceptual=True)
-
-
 def _locate(
     handle: Handle, rows: Sequence[Row], eager: Sequence[Image], thresholds: Thresholds, notify: Notify
 ) -> Location:
@@ -224,6 +215,6 @@ def _locate(
     row, expected = min(zip(rows, eager, strict=True), key=lambda pair: (not pair[0].broken, pair[0].difference.psnr))
 
     def is_past() -> bool:
-        return bool(thresholds.broken_by(_difference(generate(handle.pipe, row.job), expected)))
+        return bool(thresholds.broken_by(generate(handle.pipe, row.job).difference(expected, perceptual=True)))
 
     return locate(handle, row.job, notify, is_past if row.broken else None)

@@ -17,6 +17,9 @@ from rich.table import Table
 from tritium import disk
 from tritium import fusions as catalogue
 from tritium.bench import generation, pipelines, run, workloads
+from tritium.bench.results import TRITIUM
+from tritium.bench.settings import Settings
+from tritium.bench.variants import compiled
 from tritium.cli import progress
 from tritium.cli.bench import known_device
 from tritium.config import CompilationConfig
@@ -81,7 +84,7 @@ def _explain(
         raise ConfigError("--dump writes generated kernels, and engine 'eager' generates none")
     if dump is not None:
         _check_folder(dump)
-    settings = run.Settings(device_type=known_device(device_type), config=config)
+    settings = Settings(device_type=known_device(device_type), config=config)
     explained = _of_pipeline if pipelines.is_pipeline(name) else _of_model
     headline, report = explained(name, settings, config, kernels=html is not None)
     if html is not None:
@@ -97,7 +100,7 @@ def _explain(
         )
 
 
-def _of_pipeline(name: str, settings: run.Settings, config: CompilationConfig, *, kernels: bool) -> tuple[str, Report]:
+def _of_pipeline(name: str, settings: Settings, config: CompilationConfig, *, kernels: bool) -> tuple[str, Report]:
     """Return a headline and the report over all components of a pipeline that generates one image."""
     tritium: Any = importlib.import_module("tritium")
     job = pipelines.jobs_for(name)[0]
@@ -114,7 +117,7 @@ def _of_pipeline(name: str, settings: run.Settings, config: CompilationConfig, *
     return f"{Path(name).name}: {type(pipe).__name__}, one image of {job.prompt!r}", report
 
 
-def _of_model(name: str, settings: run.Settings, config: CompilationConfig, *, kernels: bool) -> tuple[str, Report]:
+def _of_model(name: str, settings: Settings, config: CompilationConfig, *, kernels: bool) -> tuple[str, Report]:
     """Return a headline and the report of one call of a workload's model."""
     workload, *others = workloads.find(name, (generation.EXAMPLE,))
     if others:
@@ -123,7 +126,7 @@ def _of_model(name: str, settings: run.Settings, config: CompilationConfig, *, k
         notify(f"{name}: building", 0.0)
         built = run.build(workload, settings)
         notify(f"{name}: compiling with engine {config.engine}", 0.2)
-        model = run.compiled(built, "tritium", settings)
+        model = compiled(built, TRITIUM, settings)
         tritium: Any = importlib.import_module("tritium")
         with torch.inference_mode():
             model.call(**built.inputs)

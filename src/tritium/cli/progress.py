@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from tritium import envs
-from tritium.bench.run import Notify
+from tritium.bench.settings import Notify
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from tritium import device, ops
 from tritium import tuning as tuned
 from tritium.bench import generation, pipelines, recipes
 from tritium.bench.generation import Job
-from tritium.bench.run import DTYPES
+from tritium.bench.settings import DTYPES
 from tritium.cli import progress
 from tritium.cli.bench import check_writable, known_device
 from tritium.cli.run import known_prompt

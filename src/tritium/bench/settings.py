@@ -1,0 +1,113 @@
+"""Settings of a run, the same for all variants of a workload, and how progress is reported."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tritium import compat, device, ops
+from tritium.bench.results import EAGER, EXACT, GRAPHS, INDUCTOR, REDUCE_OVERHEAD, TRITIUM, Row, without
+from tritium.config import CompilationConfig
+from tritium.errors import ConfigError, nearest
+
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+# Called with the current activity and the share of the work that is done.
+Notify = Callable[[str, float], None]
+
+
+def part_of(notify: Notify, index: int, count: int) -> Notify:
+    """Return a reporter for one of several equal parts of the work."""
+    return lambda what, share: notify(what, (index + share) / count)
+
+
+def silent(what: str, share: float) -> None:
+    del what, share
+
+
+def _ignore(rows: list[Row]) -> None:
+    del rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of a run."""
+
+    against: tuple[str, ...] = (EAGER, INDUCTOR)
+    mode: str = "default"
+    seconds: float = 10.0
+    device_type: str = "cpu"
+    # Compile in an empty cache folder. Otherwise the second variant would load kernels that the first one built.
+    cold: bool = True
+    config: CompilationConfig | None = None
+    # Only dynamic sizes, or only static ones; all that a workload has if None.
+    dynamic: bool | None = None
+    # Also profile the kernels of compiled variants.
+    kernels: bool = False
+    # Also sum the time in operators and kernels of every variant, which shows the gain of fusion.
+    profile: bool = False
+    # Also measure Tritium with fidelity `exact`, which shows the cost of bit-equality.
+    exact: bool = False
+    # Ops whose owned kernels are disabled, one variant for each op.
+    without: tuple[str, ...] = ()
+    # Also measure Tritium with static graphs, and torch.compile with CUDA graphs.
+    graphs: bool = False
+    # Also compare every variant with a run in float64.
+    errors: bool = False
+    # The name of a dtype; the device's default if None.
+    dtype_name: str | None = None
+    # Called with rows as soon as they are measured, and again with more fields, so that an interrupted run keeps them.
+    on_rows: Callable[[list[Row]], None] = _ignore
+
+    def __post_init__(self) -> None:
+        _check("op", self.without, list(ops.catalog()))
+        _check("variant to measure against", self.against, [EAGER, INDUCTOR])
+        _check("mode", [self.mode], MODES)
+        _check("dtype", [self.dtype_name or "float32"], list(DTYPES))
+        if self.profile and EAGER not in self.against:
+            raise ConfigError("--profile compares with the operators one by one: --against needs eager")
+        if self.graphs and self.mode != "default":
+            raise ConfigError(f"--graphs compares with mode 'reduce-overhead' already: leave out --mode {self.mode}")
+        if self.device_type == "cuda" and not device.cuda_available():
+            raise ConfigError("device 'cuda' was asked for, and torch sees no CUDA device")
+
+    def refuse_options_of_models(self, name: str, what: str) -> None:
+        """Raise for options that only single models have."""
+        if self.mode != "default" or self.without or self.exact or self.errors or self.kernels or self.profile:
+            options = "--mode, --without, --exact, --errors, --kernels and --profile"
+            raise ConfigError(f"{name} {what}: {options} concern single models")
+
+    @property
+    def variants(self) -> list[str]:
+        """The variants of every workload, in order."""
+        others = [name for name in (EAGER, INDUCTOR) if name in self.against]
+        captured = [GRAPHS] * self.graphs + [REDUCE_OVERHEAD] * (self.graphs and INDUCTOR in self.against)
+        return [*others, TRITIUM, *captured, *[EXACT] * self.exact, *map(without, self.without)]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype_name or ("bfloat16" if self.device_type == "cuda" else "float32")]
+
+    @property
+    def dtype_text(self) -> str:
+        """The dtype as rows name it."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def small(self) -> bool:
+        """On a CPU every workload shrinks."""
+        return self.device_type == "cpu"
+
+    def caches(self) -> contextlib.AbstractContextManager[None]:
+        """Compile with empty caches, unless existing ones are to be used."""
+        return compat.inductor.empty_cache() if self.cold else contextlib.nullcontext()
+
+
+def _check(what: str, names: Sequence[str], valid: Sequence[str]) -> None:
+    for name in names:
+        if name not in valid:
+            raise ConfigError(f"there is no {what} {name!r}; {nearest(name, valid)}")
