@@ -113,7 +113,7 @@ def test_committed_rows_can_be_compared(workload, path):
 
 def test_dtypes_are_those_of_a_loaded_model():
     pytest.importorskip("diffusers")
-    model = DENOISERS[2].build("cpu", torch.bfloat16, small=True).model
+    model = workloads.find("wan")[0].build("cpu", torch.bfloat16, small=True).model
     assert model.blocks[0].attn1.to_q.weight.dtype == torch.bfloat16
     # diffusers keeps these in float32 when it loads a checkpoint in bfloat16.
     assert model.blocks[0].scale_shift_table.dtype == torch.float32
@@ -129,7 +129,7 @@ def test_an_unknown_workload_names_the_nearest():
 def test_without_diffusers_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "diffusers", None)
     with pytest.raises(MissingExtra, match=r"tritium\[diffusers\]"):
-        DENOISERS[0].build("cpu", torch.float32, small=True)
+        workloads.find("flux")[0].build("cpu", torch.float32, small=True)
 
 
 @pytest.mark.parametrize(

@@ -11,34 +11,17 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from result_rows import ROW as A_ROW
 from tritium import cli, compat, envs, fusions, measure, tuning
-from tritium.bench import run, sides, workloads
-from tritium.bench.results import Results, Row
+from tritium.bench import run, variants, workloads
+from tritium.bench.results import Results
 from tritium.bench.workload import Built
 from tritium.cli import progress
 from tritium.cli.app import app
 from tritium.tuning import Verdict
 from tritium.tuning import compare as comparison
 
-ROW = Row(
-    workload="flux",
-    variant="tritium",
-    mode="default",
-    dtype="float32",
-    shrunk=True,
-    note="2 blocks",
-    shapes={},
-    median_ms=100.0,
-    lower_quartile_ms=99.0,
-    upper_quartile_ms=102.0,
-    samples=30,
-    ratio=1.25,
-    first_call_s=12.0,
-    first_call_cold=True,
-    peak_memory_bytes=None,
-    relative_l2=1e-6,
-    disturbed=False,
-)
+ROW = dataclasses.replace(A_ROW, workload="flux", median_ms=100.0, ratio=1.25)
 
 
 def invoke(*arguments, **environment):
@@ -55,7 +38,7 @@ def measured(monkeypatch):
         notify(f"{workload.name}: timing", 0.5)
         rows = [dataclasses.replace(ROW, workload=workload.name)]
         settings.on_rows(rows)
-        return run.Outcome(rows, {})
+        return rows
 
     monkeypatch.setattr(run, "run", fake)
     return asked
@@ -68,7 +51,7 @@ def measure_always(monkeypatch, rows):
     def fake(workload, settings, notify):
         asked.append(settings)
         settings.on_rows(rows)
-        return run.Outcome(rows, {})
+        return rows
 
     monkeypatch.setattr(run, "run", fake)
     return asked
@@ -188,10 +171,10 @@ def test_results_that_are_none_are_refused_before_measuring(measured, tmp_path, 
 
 
 def test_a_suite_keeps_its_rows_and_says_what_failed(monkeypatch, tmp_path):
-    def broken(target, config=None):
+    def broken(target, settings):
         raise ValueError("not today")
 
-    monkeypatch.setattr(sides, "optimized", broken)
+    monkeypatch.setattr(variants, "optimized", broken)
     path = tmp_path / "families.json"
     asked = ("--only", "pixart-512", "--against", "eager", "--warm", "--seconds", "0", "--device", "cpu")
     result = invoke("bench", "families", *asked, "--json", str(path), TRITIUM_ENGINE="eager")
@@ -218,7 +201,7 @@ def test_what_was_measured_before_somebody_stopped_it_is_written(monkeypatch, tm
             settings.on_rows([dataclasses.replace(ROW, workload="wan", note="static")])
             raise KeyboardInterrupt
         settings.on_rows([ROW])
-        return run.Outcome([ROW], {})
+        return [ROW]
 
     monkeypatch.setattr(run, "run", run_)
     path = tmp_path / "results.json"
@@ -287,7 +270,7 @@ def test_explain_prints_the_page():
 
 
 class Tiny:
-    name, regimes = "tiny", ("static",)
+    name, dynamic = "tiny", (False,)
 
     def build(self, device, dtype, *, small):
         model = torch.nn.Sequential(torch.nn.RMSNorm(16), torch.nn.SiLU())

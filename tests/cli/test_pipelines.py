@@ -66,7 +66,7 @@ class TestRun:
         wrong = {**EAGER, "TRITIUM_ATTENTION": "banana"}
         done = invoke("run", "a", "--model", folder, "-o", tmp_path / "out.png", *more, env=wrong)
         assert done.exit_code == 2
-        assert "TRITIUM_ATTENTION=banana: there is no such attention" in done.stderr
+        assert "TRITIUM_ATTENTION=banana: unknown attention implementation" in done.stderr
 
     def test_it_compares(self, folder, tmp_path):
         done = draw(folder, "--compare", "--json", "-o", tmp_path / "out.png")

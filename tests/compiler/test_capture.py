@@ -14,7 +14,7 @@ from torch import nn
 
 import tritium
 from tritium import Backend, CompilationConfig
-from tritium.bench.transformers import PIXART
+from tritium.bench import workloads
 from tritium.compiler.capture import Region, Spec, idle
 from tritium.compiler.capture.graph import WARM_UPS, lane_of
 from tritium.compiler.capture.idle import Decisions
@@ -717,7 +717,8 @@ class TestPieces:
 
     def test_weights_of_a_stock_model_itself_are_known(self, config):
         # Its own parameter, which Dynamo spells differently from those of its blocks.
-        built = PIXART.build("cpu", torch.float32, small=True)
+        (pixart,) = workloads.find("pixart")
+        built = pixart.build("cpu", torch.float32, small=True)
         f = torch.compile(built.model, backend=tritium.Backend(config))
         with torch.inference_mode():
             assert torch.equal(f(**built.inputs)[0], built.model(**built.inputs)[0])

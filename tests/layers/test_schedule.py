@@ -292,9 +292,10 @@ class TestStock:
     @torch.inference_mode()
     def test_video_without_text_in_its_stream(self, made):
         """Wan attends to its prompt by an attention of its own, which stays dense."""
-        from tritium.bench import transformers
+        from tritium.bench import workloads
 
-        built = transformers.WAN.build("cpu", torch.float32, small=True)
+        (wan,) = workloads.find("wan")
+        built = wan.build("cpu", torch.float32, small=True)
         model, inputs = built.model, built.inputs
         before = model(**inputs)[0]
         with tritium.set_sparse_attention(model, SparseLayout((3, 8, 10), 0, 16), sparsity=0.6) as handle:
