@@ -20,9 +20,9 @@ from tritium.bench.store import Clock, Store
 from tritium.bench.suite import Measured, Outcome, Task, measure_all, missing
 from tritium.bench.variants import compile_variant
 from tritium.bench.workload import Normals
-from tritium.report.explain import explain
 from tritium.config import CompilationConfig
 from tritium.errors import TritiumError
+from tritium.report.explain import explain
 
 OP = "residual_norm_modulate"
 PRODUCTS = "products alone"

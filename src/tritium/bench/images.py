@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritium import disk
 from tritium.errors import ConfigError, MissingExtra
 
 # The factor for differences; at 40 dB they are about one step of 256 grey levels.
@@ -42,14 +43,7 @@ def check_writable(path: Path) -> Path:
         raise ConfigError(
             f"{path} has no ending that says what image to write; use one of {', '.join(sorted(formats))}"
         )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab"):
-            pass
-        if path.stat().st_size == 0:
-            path.unlink()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+    disk.check_writable(path, make_folder=True)
     return path
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tritium import compat, device
+from tritium import compat, device, disk
 from tritium.errors import ConfigError
 
 # The names of variants. Ratios are against plain torch.compile; a regression is one of Tritium, while changes of the
@@ -118,8 +118,7 @@ class Results:
         return {"device": self.device, "versions": self.versions, "date": self.date, "rows": rows}
 
     def save(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+        disk.write(path, json.dumps(self.to_dict(), indent=2) + "\n", make_folder=True)
 
     @classmethod
     def load(cls, path: Path) -> Results:

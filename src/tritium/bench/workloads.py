@@ -15,9 +15,11 @@ from tritium.bench.settings import Notify, Settings, part_of
 from tritium.bench.workload import Workload
 from tritium.errors import ConfigError, nearest
 
+_MODELS: tuple[Workload, ...] = (*DENOISERS, EXAMPLE, *DECODERS)
+
 # A name may stand for several workloads.
 WORKLOADS: Mapping[str, Sequence[Workload]] = {
-    **{workload.name: (workload,) for workload in (*DENOISERS, EXAMPLE, *DECODERS)},
+    **{workload.name: (workload,) for workload in _MODELS},
     "dynamic-kernels": DYNAMIC_KERNELS,
 }
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tritium import device
+from tritium import device, disk
 from tritium.bench import layer_functions, workloads
 from tritium.bench.comparison import release
 from tritium.bench.results import Comparison, Results, compare
@@ -128,7 +128,7 @@ def _measure_suite(names: list[str], options: Options) -> None:
     only = _split(options.only)
     suites.check(names, only)
     if options.json is not None:
-        check_writable(options.json)
+        disk.check_writable(options.json, make_folder=True)
     settings = options.settings(suites.SECONDS)
     suites.measure(names[0], settings, options.json, only, options.budget or suites.BUDGET)
 
@@ -140,7 +140,7 @@ def _measure_workloads(names: list[str], options: Options) -> None:
     # Load before measuring for an hour, so that an invalid file fails immediately.
     old = Results.load(options.compare) if options.compare is not None else None
     if options.json is not None:
-        check_writable(options.json)
+        disk.check_writable(options.json, make_folder=True)
     store = Store(options.json, known_device(options.device), resume=False)
     settings = options.settings(10.0, on_rows=store.add)
     for name in names if settings.dynamic is not None else ():
@@ -185,19 +185,6 @@ def known_device(name: str | None) -> str:
             "device 'cuda': this machine has no NVIDIA GPU that torch can use; `tritium doctor` says more"
         )
     return name or device.default()
-
-
-def check_writable(path: Path) -> None:
-    """Raise if a file cannot be written, before measuring for an hour."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        existed = path.is_symlink() or path.exists()
-        with path.open("ab"):
-            pass
-        if not existed:
-            path.unlink()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def report_comparison(comparison: Comparison) -> bool:

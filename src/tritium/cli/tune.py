@@ -18,13 +18,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tritium import device, ops
+from tritium import device, disk, ops
 from tritium import tuning as tuned
 from tritium.bench import generation, pipelines, recipes
 from tritium.bench.generation import Job
 from tritium.bench.settings import DTYPES
 from tritium.cli import progress
-from tritium.cli.bench import check_writable, known_device
+from tritium.cli.bench import known_device
 from tritium.cli.run import known_prompt
 from tritium.compiler.compile import compile_pinned
 from tritium.errors import ConfigError, nearest
@@ -163,7 +163,7 @@ def _jobs(model: str, prompts: list[str] | None, sizes: list[str] | None, steps:
 def _tune_pipeline(
     model: str, jobs: list[Job], budget: recipes.Budget, output: Path, where: str, *, json: bool
 ) -> None:
-    check_writable(output)
+    disk.check_writable(output, make_folder=True)
     with progress.shown() as notify:
         notify(f"loading {model}", 0.0)
         pipe = generation.load(model, where)
