@@ -11,9 +11,10 @@ import functools
 import json
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +22,8 @@ from tritium import compat, device, disk, envs
 from tritium.tuning.parse import parse
 from tritium.tuning.reductions import INDUCTOR_LIMITS, ReductionLimits
 from tritium.tuning.verdict import Key, Verdict
+
+T = TypeVar("T")
 
 SHIPPED = Path(__file__).parent
 
@@ -59,8 +62,8 @@ class Machine:
 
 @functools.cache
 def _machine(where: torch.device) -> Machine:
-    found = device.describe(where.type, where.index)
-    return Machine(found.name, found.capability, device.multiprocessors(where.type, where.index))
+    about = device.describe(where.type, where.index)
+    return Machine(about.name, about.capability, device.multiprocessors(where.type, where.index))
 
 
 @dataclass(frozen=True)
@@ -101,36 +104,29 @@ def _load(path: Path, version: tuple[int, ...]) -> Table:
         content = json.loads(path.read_text(encoding="utf-8"))
     # A UnicodeDecodeError is a ValueError; deep nesting exhausts the parser's stack.
     except (ValueError, RecursionError) as error:
-        return Table(damage=f"it is not JSON ({_first_line(error)})")
-    entries = content.get("rows") if isinstance(content, dict) else None
-    if not isinstance(entries, list):
+        return Table(damage=f"it is not JSON ({error})")
+    if not isinstance(content, dict) or not isinstance(content.get("rows"), list):
         return Table(damage="it has no list of rows")
-    rows: dict[Key, Verdict] = {}
-    damage = []
-    for place, entry in enumerate(entries, start=1):
+    damage: list[str] = []
+
+    def read(part: str, convert: Callable[[Any], T], value: Any) -> T | None:
         try:
-            verdict = Verdict.from_dict(entry)
+            return convert(value)
         except (TypeError, ValueError) as error:
-            damage.append(f"row {place}: {_first_line(error)}")
-        else:
-            rows[verdict.key] = verdict
+            damage.append(f"{part}: {error}")
+            return None
+
+    verdicts = [read(f"row {place}", Verdict.from_dict, row) for place, row in enumerate(content["rows"], start=1)]
     reductions = None
     if "reductions" in content:
-        try:
-            reductions = parse(ReductionLimits, content["reductions"])
-        except TypeError as error:
-            damage.append(f"reductions: {_first_line(error)}")
+        reductions = read("reductions", functools.partial(parse, ReductionLimits), content["reductions"])
     # Without a valid description of its device, a table serves that device alone.
     machine = Machine()
     with contextlib.suppress(TypeError):
         machine = parse(Machine, {**content, "name": content.get("device", "")})
     more = f", and {len(damage) - 1} more" if len(damage) > 1 else ""
+    rows = {verdict.key: verdict for verdict in verdicts if verdict is not None}
     return Table(rows, machine, reductions, f"{damage[0]}{more}" if damage else None)
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:120] if text else type(error).__name__
 
 
 def store(
