@@ -446,6 +446,15 @@ class TestTune:
         assert "2.00x" in result.output
         assert compared == []
 
+    def test_verdicts_of_first_calls_are_shown(self, compared, tmp_path):
+        path = tmp_path / "mine.json"
+        key = tuning.Key("attention", "heads=2", "float32")
+        tuning.store(path, tuning.Machine("m"), [Verdict(key, "sdpa", {"sdpa": 1.0, "math": 2.0})])
+        result = invoke("tune", "--show", "--to", str(path))
+        assert result.exit_code == 0
+        assert all(text in result.output for text in ("attention", "sdpa", "1.000 / 2.000"))
+        assert compared == []
+
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [

@@ -230,9 +230,9 @@ def print_table(machine: str, verdicts: Sequence[Verdict]) -> None:
 
 def _host(verdict: Verdict) -> str:
     """Return the extra host microseconds of each owned provider; `~` marks estimates from launch counts."""
-    site = verdict.site()
-    if not verdict.owned or not (verdict.issue_us or verdict.launches):
+    if not verdict.in_block or not verdict.owned or not (verdict.issue_us or verdict.launches):
         return ""
+    site = verdict.site()
     extra = [site.costs[name].host_us - site.costs[INDUCTOR].host_us for name in verdict.owned]
     mark = "" if site.host_source == "measured" else "~"
     return " / ".join(f"{mark}{us:+.1f}" for us in extra)
@@ -240,7 +240,7 @@ def _host(verdict: Verdict) -> str:
 
 def _cells(verdict: Verdict, bandwidth: float | None) -> list[str]:
     owned = [name for name in verdict.ms if name != INDUCTOR]
-    order = [INDUCTOR, *owned]
+    order = [INDUCTOR, *owned] if verdict.in_block else owned
     share = ""
     if bandwidth and verdict.alone_us:
         share = " / ".join(f"{verdict.bytes / bandwidth / us * 1e6:.0%}" for us in (verdict.alone_us[n] for n in order))
@@ -250,7 +250,7 @@ def _cells(verdict: Verdict, bandwidth: float | None) -> list[str]:
         verdict.key.dtype,
         verdict.provider if owned else verdict.why(),
         " / ".join(f"{verdict.ms[name]:.3f}" for name in order),
-        f"{verdict.ratio:.2f}x" if owned else "-",
+        f"{verdict.ratio:.2f}x" if owned and verdict.in_block else "-",
         _host(verdict),
         " / ".join(f"{verdict.alone_us[name]:.1f}" for name in order if name in verdict.alone_us),
         share,
