@@ -17,10 +17,11 @@ from fidelity import assert_no_worse
 from freezing import count_freezing
 from small_codecs import CODECS, wan
 from tritium import compat
-from tritium.compiler.passes import freezing
-from tritium.compiler.passes.channels_last import convert
+from tritium.compiler.passes import channels_last, freezing
+from tritium.compiler.passes.channels_last import convert, region
 from tritium.compiler.passes.channels_last.strides import order_in_memory
 from tritium.compiler.pipeline import passes_for
+from tritium.ops.memory_format import FORMATS
 
 ON = tritium.CompilationConfig()
 EAGER = ON.with_(engine="eager")
@@ -33,7 +34,7 @@ STATIC_IF_THOROUGH = [
 @pytest.fixture
 def anywhere(monkeypatch):
     """The pass also on this CPU, where it would decline."""
-    monkeypatch.setattr(convert, "gate", lambda device_type, fidelity: None)
+    monkeypatch.setattr(channels_last, "decline", lambda device_type, fidelity: None)
 
 
 def compile_eagerly(model, **kwargs):
@@ -51,10 +52,10 @@ def first(output):
     return output[0] if isinstance(output, tuple) else getattr(output, "sample", output)
 
 
-def channels_last(inputs: dict) -> dict:
+def as_channels_last(inputs: dict) -> dict:
     return {
-        name: value.to(memory_format=convert.FORMATS[value.dim()])
-        if isinstance(value, torch.Tensor) and value.dim() in convert.FORMATS
+        name: value.to(memory_format=FORMATS[value.dim()])
+        if isinstance(value, torch.Tensor) and value.dim() in FORMATS
         else value
         for name, value in inputs.items()
     }
@@ -117,7 +118,7 @@ def test_numbers_and_strides_of_stock_models(name, dynamic):
 @pytest.mark.parametrize("name", ["kl_decoder", "wan_decoder", "hunyuan_decoder"])
 def test_inputs_in_the_other_layout(name):
     entry = CODECS[name]
-    model, exact, inputs = entry.build(), entry.build(torch.float64), channels_last(entry.inputs())
+    model, exact, inputs = entry.build(), entry.build(torch.float64), as_channels_last(entry.inputs())
     compiled = compile_eagerly(model)
     with torch.no_grad():
         actual, expected = first(compiled(**inputs)), first(model(**inputs))
@@ -254,7 +255,7 @@ class TestCopies:
         counts = []
         for enabled in (True, False):
             torch._dynamo.reset()
-            monkeypatch.setattr(convert, "gate", lambda *_, on=enabled: None if on else "off")
+            monkeypatch.setattr(channels_last, "decline", lambda *_, on=enabled: None if on else "off")
             inputs = entry.inputs()
             if dynamic:
                 entry.mark_dynamic(inputs)
@@ -282,8 +283,8 @@ import torch.utils._triton
 torch.utils._triton.triton_hash_with_backend = lambda *args, **kwargs: "none"
 from torch._inductor.graph import GraphLowering
 import tritium
-from tritium.compiler.passes.channels_last import convert
-convert.gate = lambda *_: None
+from tritium.compiler.passes import channels_last
+channels_last.decline = lambda *_: None
 texts = []
 def codegen_only(self):
     code = self.codegen()
@@ -533,7 +534,7 @@ class TestWhatFollows:
             compiled = compile_eagerly(function)
             torch.testing.assert_close(compiled(x), function(again))
             torch.testing.assert_close(x, again)
-        assert entry_of(compiled)["declined"] is not None or entry_of(compiled)["left_alone"] == {convert.WRITTEN: 2}
+        assert entry_of(compiled)["declined"] is not None or entry_of(compiled)["left_alone"] == {region.WRITTEN: 2}
 
     @pytest.mark.parametrize("after", ["tokens", "tokens, packed", "chunks", "view", "with itself", "with a view"])
     def test_the_caller_may_write_to_results(self, after):
@@ -572,26 +573,26 @@ class TestReasons:
         return entry_of(compiled)["declined"]
 
     def test_alone(self):
-        assert convert.ALONE in self.declined(nn.Conv2d(8, 8, 3), picture())
+        assert region.ALONE in self.declined(nn.Conv2d(8, 8, 3), picture())
 
     def test_two_regions_of_one(self):
         """What lies between is no picture."""
         model = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.Flatten(2), nn.Linear(48, 48), nn.Unflatten(2, (6, 8)))
         model.append(nn.Flatten(1)).append(nn.Softmax(1)).append(nn.Unflatten(1, (8, 6, 8))).append(nn.Conv2d(8, 8, 3))
-        assert convert.ALONE in self.declined(model, picture())
+        assert region.ALONE in self.declined(model, picture())
 
     def test_none(self):
         assert self.declined(nn.Conv1d(8, 8, 3), torch.randn(2, 8, 9)) == "no 2-D or 3-D convolution"
 
     def test_grouped(self):
         model = nn.Sequential(*(nn.Conv2d(8, 8, 3, groups=2) for _ in range(2)))
-        assert convert.GROUPED in self.declined(model, picture())
+        assert region.GROUPED in self.declined(model, picture())
 
     def test_float64(self):
         assert "float64" in self.declined(Stack().double(), picture().double())
 
     def test_no_batch(self):
-        assert convert.NO_BATCH in self.declined(nn.Sequential(*(nn.Conv2d(8, 8, 3) for _ in range(2))), picture()[0])
+        assert region.NO_BATCH in self.declined(nn.Sequential(*(nn.Conv2d(8, 8, 3) for _ in range(2))), picture()[0])
 
     def test_autocast(self):
         model, x = Stack(), picture()
@@ -615,12 +616,12 @@ class TestReasons:
         assert names == ["fuse"]
 
 
-class TestGate:
+class TestDecline:
     def test_a_cpu_declines(self):
         compiled = compile_eagerly(Stack())
         with torch.no_grad():
             compiled(picture())
-        assert entry_of(compiled)["declined"] == convert.ON_A_CPU
+        assert entry_of(compiled)["declined"] == channels_last.ON_A_CPU
         assert not entry_of(compiled)["changed"]
 
     @pytest.mark.parametrize(
@@ -628,7 +629,7 @@ class TestGate:
         [("cuda", "close", True), ("cuda", "exact", False), ("cpu", "close", False), ("xpu", "close", False)],
     )
     def test_the_truth_table(self, device_type, fidelity, fires):
-        assert (convert.gate(device_type, fidelity) is None) == fires
+        assert (channels_last.decline(device_type, fidelity) is None) == fires
 
     def test_registration(self, monkeypatch):
         def names(config):
@@ -646,7 +647,7 @@ def test_the_report_says_it_in_words():
         compiled(picture())
     text = str(tritium.explain(compiled))
     assert "3 of 4 convolutions channels-last; activations converted 1x in, 1x out (for 1x conv2d)" in text
-    assert f"1x left alone: {convert.GROUPED}" in text
+    assert f"1x left alone: {region.GROUPED}" in text
 
 
 @pytest.mark.usefixtures("anywhere")

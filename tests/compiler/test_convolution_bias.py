@@ -13,10 +13,10 @@ from fidelity import assert_no_worse
 from interpreter import interpreted
 from small_codecs import CODECS, wan
 from tritium import device, envs
-from tritium.compiler.passes import convolution_bias
-from tritium.compiler.passes.channels_last import convert
+from tritium.compiler.passes import channels_last, convolution_bias
 from tritium.compiler.pipeline import passes_for
 from tritium.ops.channel_norm import triton as channel_norm
+from tritium.ops.memory_format import FORMATS
 from tritium.passes import PassContext
 
 needs_triton = pytest.mark.skipif(not device.has_triton(), reason="triton is not installed")
@@ -92,8 +92,8 @@ def said(compiled) -> str:
 
 def everywhere(replace=setattr):
     """Both passes also on this CPU and with this engine, where they would decline."""
-    replace(convert, "gate", lambda device_type, fidelity: None)
-    replace(convolution_bias, "gate", lambda device_type, engine: None)
+    replace(channels_last, "decline", lambda device_type, fidelity: None)
+    replace(convolution_bias, "decline", lambda device_type, engine: None)
 
 
 def check_rules() -> int:
@@ -156,7 +156,7 @@ def test_decoders(name):
     ],
 )
 def test_the_truth_table(device_type, engine, reason):
-    assert convolution_bias.gate(device_type, engine) == reason
+    assert convolution_bias.decline(device_type, engine) == reason
 
 
 def test_a_cpu_declines():
@@ -167,7 +167,7 @@ def test_a_cpu_declines():
 
 
 def lays_out_like_cudnn(x, weight, backend):
-    layout = convert.FORMATS[weight.dim()]
+    layout = FORMATS[weight.dim()]
     wanted = any(side.is_contiguous(memory_format=layout) for side in (x, weight))
     return layout if wanted else torch.contiguous_format
 

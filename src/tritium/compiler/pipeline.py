@@ -32,8 +32,7 @@ from tritium.compiler.blocks.stage import reuse_blocks
 from tritium.compiler.capture.stage import capture, split_at_boundaries
 from tritium.compiler.compilation import Compilation, brief
 from tritium.compiler.lower import lower, lower_untouched, record_tiling_policy
-from tritium.compiler.passes import convolution_bias, freezing, fuse
-from tritium.compiler.passes.channels_last import convert as channels_last
+from tritium.compiler.passes import channels_last, convolution_bias, freezing, fuse
 from tritium.compiler.passes.run import run_pass
 from tritium.config import CompilationConfig
 from tritium.passes import Pass, PassContext

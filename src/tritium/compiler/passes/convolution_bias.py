@@ -26,11 +26,11 @@ NOTHING_TO_DO = "no kernel of ours reads what a convolution with a bias gives"
 READ_ELSEWHERE = "something else reads the convolution's result too"
 
 
-def gate(device_type: str, engine: str) -> str | None:
+def decline(device_type: str, engine: str) -> str | None:
     """Return why biases are not moved, or None.
 
-    >>> gate("cuda", "inductor")
-    >>> gate("cpu", "inductor")
+    >>> decline("cuda", "inductor")
+    >>> decline("cpu", "inductor")
     'on a CPU a convolution adds its bias itself'
     """
     if engine == "eager":
@@ -41,41 +41,40 @@ def gate(device_type: str, engine: str) -> str | None:
 
 
 def run(graph: fx.Graph, context: PassContext) -> Applied | Decline:
-    reason = context.read_only or gate(context.device_type, context.config.engine)
+    reason = context.read_only or decline(context.device_type, context.config.engine)
     if reason is not None:
         return Decline(reason)
-    takers = {op.overload: op for op in ops.catalog().values() if OFFSET in op.parameters}
-    done, left = 0, Counter[str]()
+    with_offset = {op.overload: op for op in ops.catalog().values() if OFFSET in op.parameters}
+    moved, declined = 0, Counter[str]()
     for convolution in spatial_convolutions(graph):
         if argument(convolution, 2, "bias") is None:
             continue
-        readers = [user for user in convolution.users if user.target in takers and user.args[0] is convolution]
-        if not readers:
+        norms = [user for user in convolution.users if user.target in with_offset and user.args[0] is convolution]
+        if not norms:
             continue
-        reason = _obstacle(convolution, readers[0], takers[readers[0].target])
+        reason = _decline_norm(convolution, norms[0], with_offset[norms[0].target])
         if reason is None:
-            _hand_on(convolution, readers[0])
-            done += 1
+            _move_bias(convolution, norms[0])
+            moved += 1
         else:
-            left[reason] += 1
-    if done:
-        return Applied(f"the norms after {done} convolutions add their biases", left)
-    return Decline("; ".join(f"{count} biases: {reason}" for reason, count in left.items()) or NOTHING_TO_DO)
+            declined[reason] += 1
+    if moved:
+        return Applied(f"the norms after {moved} convolutions add their biases", declined)
+    return Decline("; ".join(f"{count} biases: {reason}" for reason, count in declined.items()) or NOTHING_TO_DO)
 
 
-def _obstacle(convolution: fx.Node, norm: fx.Node, op: Op) -> str | None:
+def _decline_norm(convolution: fx.Node, norm: fx.Node, op: Op) -> str | None:
     if list(convolution.users) != [norm] or norm.all_input_nodes.count(convolution) != 1:
         return READ_ELSEWHERE
     provider = norm.kwargs["provider"]
     if provider == REFERENCE:
         return f"{op.name!r} is computed by its reference"
-    given = dict(zip(op.parameters, norm.args, strict=False))
-    given[OFFSET] = argument(convolution, 2, "bias")
-    fakes = {name: value_of(value) if isinstance(value, fx.Node) else value for name, value in given.items()}
+    arguments = {**dict(zip(op.parameters, norm.args, strict=False)), OFFSET: argument(convolution, 2, "bias")}
+    fakes = {name: value_of(value) if isinstance(value, fx.Node) else value for name, value in arguments.items()}
     return ops.providers(op)[str(provider)].decline(op.bind(**fakes))
 
 
-def _hand_on(convolution: fx.Node, norm: fx.Node) -> None:
+def _move_bias(convolution: fx.Node, norm: fx.Node) -> None:
     norm.kwargs = {**norm.kwargs, OFFSET: argument(convolution, 2, "bias")}
     if len(convolution.args) > 2:
         convolution.update_arg(2, None)

@@ -78,7 +78,7 @@ def fuse(graph: fx.Graph, context: PassContext, fusions: Iterable[Fusion]) -> No
     found = []
     for fusion, match in recogniser.find(list(fusions)):
         with blamed(fusion):
-            found.append((fusion, match, _reason_to_decline(fusion, match, recogniser, context)))
+            found.append((fusion, match, _decline(fusion, match, recogniser, context)))
     judged = []
     for fusion, match, reason in found:
         with blamed(fusion):
@@ -137,7 +137,7 @@ def _judge(fusion: Fusion, match: Match, reason: str | None, context: PassContex
     provider, why = tuning.choose(op, fakes, context.config, context.device_type)
     if provider == INDUCTOR:
         return Judged(fusion, match, "inductor", why)
-    reason = rewrite.obstacle(match) or rewrite.changed_meta(match, op, arguments)
+    reason = rewrite.decline(match) or rewrite.changed_meta(match, op, arguments)
     if reason is not None:
         return Judged(fusion, match, "declined", reason)
     # An inlined provider becomes part of the code that Inductor generates, so its outcome is `inductor`.
@@ -146,7 +146,7 @@ def _judge(fusion: Fusion, match: Match, reason: str | None, context: PassContex
     return Judged(fusion, match, outcome, why, op, arguments, provider)
 
 
-def _reason_to_decline(fusion: Fusion, match: Match, recogniser: Recogniser, context: PassContext) -> str | None:
+def _decline(fusion: Fusion, match: Match, recogniser: Recogniser, context: PassContext) -> str | None:
     off = [family for family in fusion.families if not context.config.fusion_patterns.enables(family)]
     if off:
         return f"switched off: fusion_patterns for {', '.join(off)}"

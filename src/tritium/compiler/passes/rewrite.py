@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import fx
 
+from tritium.compat.operators import is_erased
 from tritium.compiler.passes.arguments import as_fake, as_node
 from tritium.fusions import Match
 from tritium.graph import mutated_arguments, same_shape, value_of
@@ -21,8 +22,8 @@ DEPENDS_ON_ITSELF = "an argument of the op depends on one of its results"
 EFFECTS_BETWEEN = "something between the values of the region writes to memory or has another effect"
 
 
-def obstacle(match: Match) -> str | None:
-    """Return why the values of a match cannot be computed together in one place, or None."""
+def decline(match: Match) -> str | None:
+    """Return why the values of a match are not computed together in one place, or None."""
     if len(match.values) < 2:
         return None
     waiting = _waiting(match)
@@ -58,7 +59,7 @@ def _waiting(match: Match) -> list[fx.Node]:
 def replace(match: Match, arguments: Mapping[str, Any], target: Callable[..., Any], options: Mapping[str, Any]) -> None:
     """Compute the values of a match by calling `target` with arguments and options."""
     graph, root = match.root.graph, match.root
-    if root._erased or not any(value.users for value in match.values):
+    if is_erased(root) or not any(value.users for value in match.values):
         # A larger region has already replaced this site.
         erase(match)
         return
@@ -91,9 +92,9 @@ def erase(match: Match) -> None:
     """Erase nodes that have no users after a replacement."""
     graph = match.root.graph
     for write in reversed(match.writes):
-        if not write._erased:
+        if not is_erased(write):
             graph.erase_node(write)
-    left = [node for node in match.nodes | match.inner if not node._erased and node not in match.writes]
+    left = [node for node in match.nodes | match.inner if not is_erased(node) and node not in match.writes]
     for node in sorted(left, reverse=True):
         if not node.users:
             graph.erase_node(node)

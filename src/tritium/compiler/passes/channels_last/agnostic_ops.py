@@ -7,6 +7,8 @@ import operator
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 
+from tritium import compat
+
 _NAMES = """
     add sub mul div true_divide truediv neg pow square sqrt rsqrt exp sigmoid tanh abs clamp clamp_min clamp_max minimum
     maximum where addcmul lerp silu relu relu6 gelu leaky_relu elu mish hardswish hardsigmoid softplus dropout
@@ -19,12 +21,12 @@ _NAMES = """
 JOINS = frozenset({torch.cat, torch.concat, torch.concatenate})
 
 # Operations whose values do not depend on input strides, as functions and as method names.
-FOLLOWERS = frozenset(
+AGNOSTIC = frozenset(
     {
         *_NAMES,
         *(
             getattr(space, name)
-            for space in (torch, F, torch._C._nn, operator)
+            for space in (torch, F, compat.operators.NN, operator)
             for name in _NAMES
             if hasattr(space, name)
         ),

@@ -10,19 +10,18 @@ from __future__ import annotations
 import torch
 
 from tritium import compat
-
-FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+from tritium.ops.memory_format import FORMATS
 
 _LIBRARY = torch.library.Library("tritium", "FRAGMENT")
 _LIBRARY.define("channels_last(Tensor x) -> Tensor")
 
 
-def _copied(x: torch.Tensor) -> torch.Tensor:
+def _copy(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=FORMATS[x.dim()])
 
 
-_LIBRARY.impl("channels_last", _copied, "CompositeExplicitAutograd")
-torch.library.register_fake("tritium::channels_last", _copied, lib=_LIBRARY)
+_LIBRARY.impl("channels_last", _copy, "CompositeExplicitAutograd")
+torch.library.register_fake("tritium::channels_last", _copy, lib=_LIBRARY)
 
 CHANNELS_LAST = torch.ops.tritium.channels_last.default
 

@@ -8,17 +8,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._dispatch.python import enable_python_dispatcher
 
-from tritium.compiler.passes.channels_last.copy_op import FORMATS
+from tritium import compat
 from tritium.graph import same_shape, same_size
+from tritium.ops.memory_format import FORMATS
 from tritium.ops.op import present
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, (tuple, list)):
-        return [tensor for part in value for tensor in tensors_of(part)]
-    return [value] if isinstance(value, torch.Tensor) else []
+    return [leaf for leaf in compat.tensors.leaves_of(value) if isinstance(leaf, torch.Tensor)]
 
 
 def packed(shape: Sequence[Any]) -> list[Any]:
@@ -45,8 +43,8 @@ def order_in_memory(value: Any) -> list[int] | None:
         return list(range(value.dim()))
     strides = [present(stride) for stride in value.stride()]
     order = sorted(range(value.dim()), key=lambda dim: -strides[dim])
-    ordered = [[of_dims[dim] for dim in order] for of_dims in (value.shape, value.stride())]
-    return order if same_shape(ordered[1], packed(ordered[0])) else None
+    shape, stride = ([of_dims[dim] for dim in order] for of_dims in (value.shape, value.stride()))
+    return order if same_shape(stride, packed(shape)) else None
 
 
 def is_channels_last(value: Any) -> bool:
@@ -56,23 +54,24 @@ def is_channels_last(value: Any) -> bool:
     shape = [value.shape[0], *value.shape[2:], value.shape[1]]
     strides = [value.stride(0), *value.stride()[2:], value.stride(1)]
     return all(
-        same_size(size, 1) or same_size(stride, packed)
-        for size, stride, packed in zip(shape, strides, packed(shape), strict=True)
+        same_size(size, 1) or same_size(stride, wanted)
+        for size, stride, wanted in zip(shape, strides, packed(shape), strict=True)
     )
 
 
-def same_layout(left: Any, right: Any) -> bool:
+def same_strides(left: Any, right: Any) -> bool:
     """Return True if two values of the same shape have the same strides for all symbolic sizes."""
     return all(
         same_shape(one.stride(), other.stride()) for one, other in zip(tensors_of(left), tensors_of(right), strict=True)
     )
 
 
-def same_kind(left: Any, right: Any) -> bool:
-    ours, theirs = tensors_of(left), tensors_of(right)
-    return len(ours) == len(theirs) and all(
+def same_meta(left: Any, right: Any) -> bool:
+    """Return True if two values differ in nothing but strides."""
+    ones, others = tensors_of(left), tensors_of(right)
+    return len(ones) == len(others) and all(
         one.dtype == other.dtype and one.device == other.device and same_shape(one.shape, other.shape)
-        for one, other in zip(ours, theirs, strict=True)
+        for one, other in zip(ones, others, strict=True)
     )
 
 
@@ -80,6 +79,6 @@ def same_kind(left: Any, right: Any) -> bool:
 def as_dynamo_does(value: Any) -> Iterator[None]:
     """Compute in a value's fake mode, without specialising more symbolic sizes than Dynamo did."""
     mode = next(tensor.fake_mode for tensor in tensors_of(value) if hasattr(tensor, "fake_mode"))
-    # Without this dispatcher, the C++ code of some operators specialises symbolic sizes.
-    with mode, torch.no_grad(), enable_python_dispatcher():
+    # Without Python's dispatcher, the C++ code of some operators specialises symbolic sizes.
+    with mode, torch.no_grad(), compat.tensors.python_decompositions():
         yield
