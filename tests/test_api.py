@@ -14,7 +14,7 @@ from torch import nn
 import small_pipelines
 import tritium
 from tritium import Choice, CompilationConfig, Plan
-from tritium.compiler import artifacts
+from tritium.artifacts import files as artifacts
 from tritium.errors import ArtifactError, ConfigError, PipelineError
 from tritium.pipelines import hooks, parts, recipe, trial
 
