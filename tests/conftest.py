@@ -11,7 +11,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-import checkout
+from support import checkout
 
 # The time of an example must never decide a test.
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -90,7 +90,7 @@ def _clean_slate(
 
 @pytest.fixture(scope="session")
 def nursery():
-    from nursery import Nursery
+    from support.nursery import Nursery
 
     made = Nursery()
     yield made

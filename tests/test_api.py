@@ -11,8 +11,8 @@ from diffusers.hooks import HookRegistry
 from diffusers.hooks import ModelHook as DiffusersHook
 from torch import nn
 
-import small_pipelines
 import tritium
+from support import small_pipelines
 from tritium import Choice, CompilationConfig, Plan
 from tritium.artifacts import files as artifacts
 from tritium.errors import ArtifactError, ConfigError, PipelineError
@@ -462,7 +462,8 @@ class TestArtifacts:
     def test_another_process_starts_from_a_moved_file(self, in_process, tmp_path):
         program = """
 import sys; sys.path[:0] = ["tests"]
-import pathlib, torch, tritium, small_pipelines
+import pathlib, torch, tritium
+from support import small_pipelines
 pipe = small_pipelines.flux(1, 1)
 plan = tritium.Plan(components={"vae": "eager"}, progress=False)
 handle = tritium.optimize(pipe, plan, artifacts=ARTIFACTS)

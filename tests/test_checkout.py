@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import checkout
+from support import checkout
 
 PROGRAM = "import tritium; print(tritium.__file__)"
 EXPECTED = str(checkout.ROOT / "src" / "tritium" / "__init__.py")

@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-import scripts
 import tritium
-from scripts import ROOT
+from support import scripts
+from support.scripts import ROOT
 from tritium import fusions
 from tritium.bench.results import Results, Row
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tritium
-from fidelity import assert_no_worse
-from small_models import Block, Stack, block_inputs, flux, flux_inputs
+from support.fidelity import assert_no_worse
+from support.small_models import Block, Stack, block_inputs, flux, flux_inputs
 from tritium import tuning
 from tritium.bench import quality
 from tritium.compiler.compile import compile_pinned

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-import small_pipelines
 import tritium
+from support import small_pipelines
 from tritium import Backend, CompilationConfig, Plan, Shapes, compat
 from tritium.compiler.capture import Region, Spec, idle
 from tritium.report import GraphRecord

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import tritium
-from fidelity import assert_no_worse
-from small_models import flux, flux_inputs
+from support.fidelity import assert_no_worse
+from support.small_models import flux, flux_inputs
 from tritium import ops, tuning
 from tritium.layers import eager
 from tritium.layers.attention import varlen

@@ -154,7 +154,7 @@ class TestModels:
         assert config_digest({"processor": object()}) == config_digest({"processor": object()})
 
     def test_a_model_of_diffusers(self, tmp_path):
-        from small_models import flux
+        from support.small_models import flux
 
         model = flux()
         model.save_pretrained(tmp_path / "here")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from changed import wrong_fusion, wrong_provider
+from support.changed import wrong_fusion, wrong_provider
 from tritium import CompilationConfig, FusionPatterns, fidelity
 from tritium.api import optimize
 from tritium.bench.bisect import Call, find_fault
@@ -25,7 +25,7 @@ from tritium.pipelines.plan import Plan
 from tritium.pipelines.whole import Whole
 
 pytest.importorskip("diffusers")
-small_pipelines = importlib.import_module("small_pipelines")
+small_pipelines = importlib.import_module("support.small_pipelines")
 
 JOB = Job(prompt="a red circle", width=32, height=32, steps=1, extra={"max_sequence_length": 16})
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tritium
-from result_rows import ROW
+from support.result_rows import ROW
 from tritium.bench import families, variants
 from tritium.bench.comparison import tensor_of
 from tritium.bench.denoisers import FAMILIES, FEW, find_families, with_few_tokens

@@ -8,8 +8,7 @@ import subprocess
 
 import pytest
 
-import result_rows
-import scripts
+from support import result_rows, scripts
 from tritium.bench.results import Results
 
 pytest.importorskip("diffusers")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-import scripts
+from support import scripts
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from result_rows import ROW
+from support.result_rows import ROW
 from tritium.bench.results import Results
 from tritium.bench.store import Clock, Store
 

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from changed import wrong_provider
+from support.changed import wrong_provider
 from tritium import CompilationConfig, FusionPatterns
 from tritium.bench import quality
 from tritium.bench.generation import Job
@@ -18,7 +18,7 @@ from tritium.errors import ConfigError, PipelineError, RecipeError
 from tritium.pipelines.plan import Plan
 
 pytest.importorskip("diffusers")
-small_pipelines = importlib.import_module("small_pipelines")
+small_pipelines = importlib.import_module("support.small_pipelines")
 
 EAGER = Plan(config=CompilationConfig(engine="eager"))
 WRONG = Plan(

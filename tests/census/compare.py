@@ -23,7 +23,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 import torch  # noqa: E402 - after the environment is right
 
 from census.measure import FAMILIES, Configuration, Measured, measure, stored  # noqa: E402 - after the path is
-from zoo import ZOO  # noqa: E402
+from support.zoo import ZOO  # noqa: E402
 
 
 def show(measured: Measured, *, verbose: bool) -> None:

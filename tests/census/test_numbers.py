@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import tritium
 from census.measure import EAGER
-from fidelity import assert_no_worse
+from support.fidelity import assert_no_worse
+from support.zoo import ZOO
 from tritium import fusions
 from tritium.config import SWITCH_OF_FAMILY
 from tritium.report import LEDGER, Site
-from zoo import ZOO
 
 EVERYTHING = "everything"
 SWITCHES = tuple(field.name for field in dataclasses.fields(tritium.FusionPatterns))

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from census import tags
 from census.truth import capture, captured, count_graphs, record, truth
-from zoo import ZOO
+from support.zoo import ZOO
 
 RMS_NORMS = (torch.nn.RMSNorm, RMSNorm, MochiRMSNorm, WanRMS_norm)
 DTYPES = (torch.float32, torch.bfloat16)

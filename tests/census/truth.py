@@ -28,7 +28,7 @@ from census.graph import Capture, graph_calls
 from census.record import Call, Recorder
 from census.statements import Statement
 from census.tags import family_of
-from zoo_model import ZooModel
+from support.zoo.model import ZooModel
 
 FAMILIES = (
     "rms_norm",

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from result_rows import ROW as A_ROW
+from support.result_rows import ROW as A_ROW
 from tritium import cli, compat, envs, fusions, measure, tuning
 from tritium.bench import run, variants, workloads
 from tritium.bench.results import Results

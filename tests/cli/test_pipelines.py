@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
-import small_pipelines
+from support import small_pipelines
 from tritium import Choice
 from tritium.bench.generation import Job
 from tritium.bench.results import Results

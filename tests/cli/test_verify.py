@@ -8,12 +8,12 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from changed import wrong_provider
+from support.changed import wrong_provider
 from tritium import device
 from tritium.cli.app import app
 
 pytest.importorskip("diffusers")
-small_pipelines = importlib.import_module("small_pipelines")
+small_pipelines = importlib.import_module("support.small_pipelines")
 
 ENGINE = {"TRITIUM_ENGINE": "eager"}
 WRONG = {

@@ -9,12 +9,12 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import tritium
-from blocks import Block, Model, inputs
-from small_models import Stack, block_inputs, flux, flux_inputs
+from support.blocks import Block, Model, inputs
+from support.small_models import Stack, block_inputs, flux, flux_inputs
+from support.zoo import ZOO
 from tritium import Backend, CompilationConfig, FusionPatterns, compat
 from tritium.compiler.blocks import cut, find, kept, obstacles
 from tritium.compiler.blocks.facts import Facts
-from zoo import ZOO
 
 EAGER = CompilationConfig(reuse_blocks=True, engine="eager")
 
@@ -627,7 +627,7 @@ def assert_as_close(mine, theirs):
 
 PROGRAM = """
 import json, torch, tritium
-from blocks import Block, Model, inputs
+from support.blocks import Block, Model, inputs
 from torch._dynamo.utils import counters
 
 torch.manual_seed(0)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import tritium
-from fidelity import assert_no_worse
-from freezing import count_freezing
-from small_codecs import CODECS, wan
+from support.fidelity import assert_no_worse
+from support.freezing import count_freezing
+from support.small_codecs import CODECS, wan
 from tritium import compat
 from tritium.compiler.passes import channels_last, freezing
 from tritium.compiler.passes.channels_last import convert, region

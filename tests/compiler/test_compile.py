@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-import small_vaes
 import tritium
-from small_models import Block, block_inputs
+from support import small_vaes
+from support.small_models import Block, block_inputs
 from tritium.errors import ConfigError, ShapeError
 
 EAGER = tritium.CompilationConfig(engine="eager")

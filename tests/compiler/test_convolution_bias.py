@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import codegen
 import tritium
-from fidelity import assert_no_worse
-from interpreter import interpreted
-from small_codecs import CODECS, wan
+from support import codegen
+from support.fidelity import assert_no_worse
+from support.interpreter import interpreted
+from support.small_codecs import CODECS, wan
 from tritium import device, envs
 from tritium.compiler.passes import channels_last, convolution_bias
 from tritium.compiler.pipeline import passes_for

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tritium
-from small_vaes import SMALL_VAES
+from support.small_vaes import SMALL_VAES
 from tritium import compat
 from tritium.compiler.passes.exact import NOT_EQUAL, _copy
 

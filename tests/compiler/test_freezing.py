@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import tritium
-from freezing import count_freezing
+from support.freezing import count_freezing
 from tritium.compat.peft import MERGES
 from tritium.compiler.passes import freezing
 

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 import tritium
-from small_models import Block, block_inputs
+from support.small_models import Block, block_inputs
 from tritium import compat
 from tritium.compiler import lower
 from tritium.errors import CatalogError, RequestConflict, UnrequestedConfig

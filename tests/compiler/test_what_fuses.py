@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import codegen
+from support import codegen
 from tritium import compat
 
 PAGE = (Path(__file__).parents[2] / "docs" / "what-fuses.md").read_text(encoding="utf-8")

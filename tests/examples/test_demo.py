@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from PIL import Image
 
-import scripts
+from support import scripts
 from tritium.example import PROMPTS
 
 

@@ -7,8 +7,8 @@ import sys
 import pytest
 from PIL import Image
 
-import scripts
 import tritium
+from support import scripts
 
 EXAMPLES = sorted((scripts.ROOT / "examples").glob("*.py"))
 PLUGIN = sorted((scripts.ROOT / "examples" / "plugin" / "src").rglob("*.py"))

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import checkout
-import scripts
+from support import checkout, scripts
 
 PLUGIN = scripts.ROOT / "examples" / "plugin"
 

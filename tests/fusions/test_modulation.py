@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import tritium
-from fidelity import assert_no_worse
+from support.fidelity import assert_no_worse
 from tritium.compiler.passes.exact import NOT_EQUAL
 from tritium.fusions import group_norm_silu
 from tritium.ops import op as op_module
@@ -383,7 +383,7 @@ class TestExact:
                 assert sites["adalayernorm"].reasons == {NOT_EQUAL: 1}
 
     def test_a_whole_model_is_bit_equal(self):
-        from small_models import flux, flux_inputs
+        from support.small_models import flux, flux_inputs
 
         for dtype in (torch.float32, torch.bfloat16):
             torch._dynamo.reset()
@@ -406,7 +406,7 @@ class TestExact:
 
 @pytest.mark.thorough
 def test_a_model_of_57_blocks_is_recognised_whole():
-    from small_models import flux, flux_inputs
+    from support.small_models import flux, flux_inputs
 
     with torch.inference_mode():
         compiled = torch.compile(flux(19, 38), backend=tritium.Backend(EAGER))

@@ -3,7 +3,7 @@
 import torch
 
 import tritium
-from small_models import flux, flux_inputs
+from support.small_models import flux, flux_inputs
 
 EAGER = tritium.CompilationConfig(engine="eager")
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import tritium
-from fidelity import assert_no_worse
+from support.fidelity import assert_no_worse
 from tritium import fusions
 from tritium.fusions.match import pattern_of
 

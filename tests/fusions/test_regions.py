@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import tritium
-from fidelity import assert_no_worse
+from support.fidelity import assert_no_worse
 from tritium.compiler.passes.rewrite import DEPENDS_ON_ITSELF, EFFECTS_BETWEEN
 
 EAGER = tritium.CompilationConfig(engine="eager")

@@ -6,10 +6,10 @@ from torch.utils._pytree import tree_leaves
 
 import tritium
 from census.truth import captured
-from fidelity import assert_no_worse
+from support.fidelity import assert_no_worse
+from support.zoo import ZOO
 from tritium.fusions import rope as fusion
 from tritium.ops import rope
-from zoo import ZOO
 
 EAGER = tritium.CompilationConfig(engine="eager")
 # Found in Dynamo's graphs of the zoo by the census, which knows nothing of the matcher.

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 import tritium
-from fidelity import assert_no_worse
-from zoo import ZOO
+from support.fidelity import assert_no_worse
+from support.zoo import ZOO
 
 EAGER = tritium.CompilationConfig(engine="eager")
 

@@ -10,7 +10,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tritium
-from fidelity import assert_no_worse
+from support.fidelity import assert_no_worse
 from tritium import catalog, ops, tuning
 from tritium.compat import attention as compat_attention
 from tritium.errors import ArgumentError, ArgumentTypeError, CatalogError, ConfigError

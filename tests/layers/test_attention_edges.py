@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tritium
-from fidelity import assert_no_worse
+from support.fidelity import assert_no_worse
 from tritium import ops
 from tritium.ops.attention import OP, rule, trial
 from tritium.ops.attention.providers import tile_for_a_wide_mask

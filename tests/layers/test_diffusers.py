@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tritium
-from small_models import flux, flux_inputs
+from support.small_models import flux, flux_inputs
 from tritium import tuning
 from tritium.errors import ArgumentError, ArgumentTypeError
 from tritium.layers.attention import choose

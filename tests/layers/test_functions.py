@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 import tritium
-from fidelity import assert_no_worse
+from support.fidelity import assert_no_worse
 from tritium import ops
 from tritium.errors import ArgumentError, ArgumentTypeError
 from tritium.layers import eager

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tritium
-from small_models import flux, flux_inputs
+from support.small_models import flux, flux_inputs
 from tritium.errors import ArgumentError, ArgumentTypeError
 from tritium.layers.sparse.diffusers import _Counter, _Timestep
 from tritium.layers.sparse.forward import Method

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tritium
-from fidelity import assert_no_worse
+from support.fidelity import assert_no_worse
 from tritium import ops
 from tritium.errors import ArgumentError, ArgumentTypeError
 from tritium.layers.sparse import masks

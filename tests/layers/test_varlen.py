@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tritium
-from fidelity import assert_no_worse
+from support.fidelity import assert_no_worse
 from tritium.compat import attention as compat_attention
 from tritium.errors import ArgumentError, ArgumentTypeError
 from tritium.layers.attention import varlen

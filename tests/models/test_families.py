@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-import small_vaes
-import zoo
+from support import small_vaes, zoo
 from tritium import models
 from tritium.errors import PipelineError
 from tritium.pipelines import parts

@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from fidelity import assert_no_worse
-from interpreter import interpreted
 from ops.test_contract import exact
+from support.fidelity import assert_no_worse
+from support.interpreter import interpreted
 from tritium import device
 from tritium.ops import block_sparse_attention as op
 from tritium.ops.block_sparse_attention import tables

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fidelity import assert_no_worse
-from interpreter import interpreted
+from support.fidelity import assert_no_worse
+from support.interpreter import interpreted
 from tritium import device, ops
 from tritium.ops import channel_norm
 from tritium.ops.channel_norm import triton as kernels

@@ -9,8 +9,8 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from fidelity import assert_no_worse
-from interpreter import interpreted
+from support.fidelity import assert_no_worse
+from support.interpreter import interpreted
 from tritium import device, envs, ops
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch._higher_order_ops import triton_kernel_wrap
 from torch._inductor import lowering
 
-import codegen
 import tritium
+from support import codegen
 from tritium import device, envs, ops
 
 pytestmark = pytest.mark.skipif(not device.has_triton(), reason="triton is not installed")

@@ -18,11 +18,11 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-import codegen
-from fidelity import assert_no_worse
-from interpreter import interpreted
 from ops.test_contract import exact, parts, tensors_of
 from ops.test_generated import CALL, DYNAMIC, TRACED, call_of
+from support import codegen
+from support.fidelity import assert_no_worse
+from support.interpreter import interpreted
 from tritium import compat, device, envs, ops
 
 pytestmark = pytest.mark.skipif(not device.has_triton(), reason="triton is not installed")

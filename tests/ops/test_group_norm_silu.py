@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from fidelity import assert_no_worse, error
-from interpreter import interpreted
+from support.fidelity import assert_no_worse, error
+from support.interpreter import interpreted
 from tritium import device, ops
 from tritium.ops import group_norm_silu
 from tritium.ops.group_norm_silu import triton as kernels

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fidelity import assert_no_worse
-from interpreter import interpreted
+from support.fidelity import assert_no_worse
+from support.interpreter import interpreted
 from tritium import device, ops
 from tritium.ops import gelu, residual_norm_modulate, rows
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from fidelity import assert_no_worse
-from interpreter import interpreted
 from ops.test_contract import exact
+from support.fidelity import assert_no_worse
+from support.interpreter import interpreted
 from tritium import device, ops
 from tritium.ops.attention import attention_math
 from tritium.ops.wide_attention import products

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-import small_pipelines
-import tiny_pipeline
 import tritium
+from support import small_pipelines, tiny_pipeline
 from tritium import CompilationConfig, Plan
 from tritium.compiler import lower
 from tritium.errors import PipelineError

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-import small_pipelines
 import tritium
+from support import small_pipelines
 from tritium import Choice, CompilationConfig, Plan, Shapes
 from tritium.errors import ConfigError, PipelineError, ShapeError, TritiumError
 

@@ -6,8 +6,8 @@ import threading
 import pytest
 import torch
 
-import tiny_pipeline
 import tritium
+from support import tiny_pipeline
 from tritium import CompilationConfig, Plan, Shapes, compat
 from tritium.errors import ShapeViolation
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-import small_vaes
 import tritium
-from small_vaes import SMALL_VAES, decode
+from support import small_vaes
+from support.small_vaes import SMALL_VAES, decode
 from tritium import CompilationConfig, Plan, device
 from tritium.errors import MemoryShortage, TritiumError
 from tritium.pipelines import memory

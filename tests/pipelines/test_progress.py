@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-import small_pipelines
 import tritium
+from support import small_pipelines
 from tritium import CompilationConfig, Plan, Shapes
 from tritium.pipelines.progress import Progress
 

@@ -6,8 +6,8 @@ import json
 import pytest
 import torch
 
-import small_pipelines
 import tritium
+from support import small_pipelines
 from tritium import Choice
 from tritium.bench import quality, recipes
 from tritium.bench.generation import Job

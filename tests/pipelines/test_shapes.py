@@ -4,8 +4,8 @@ import diffusers
 import pytest
 import torch
 
-import small_pipelines
 import tritium
+from support import small_pipelines
 from tritium import CompilationConfig, Plan, Shapes, compat
 from tritium.errors import ConfigError, PipelineError, ShapeError, ShapeViolation
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-import small_pipelines
-import tiny_pipeline
 import tritium
+from support import small_pipelines, tiny_pipeline
 from tritium import Choice, CompilationConfig, Plan, Shapes
 from tritium.errors import PipelineError
 

@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-import small_vaes
 import tritium
-import zoo
-from small_vaes import SMALL_VAES, decode
+from support import small_vaes, zoo
+from support.small_vaes import SMALL_VAES, decode
 from tritium import CompilationConfig, Plan, compat
 from tritium.pipelines import sizes
 

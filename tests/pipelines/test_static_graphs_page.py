@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-import tiny_pipeline
 import tritium
+from support import tiny_pipeline
 from tritium.errors import ShapeViolation
 
 PAGE = Path(__file__).parents[2] / "docs" / "static-graphs.md"

@@ -2,8 +2,8 @@
 
 import torch
 
-import small_pipelines
 import tritium
+from support import small_pipelines
 from tritium import CompilationConfig, Plan
 from tritium.pipelines import strides
 

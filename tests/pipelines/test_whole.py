@@ -9,14 +9,12 @@ from diffusers.models.attention_processor import AttnProcessor2_0
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from torch import nn
 
-import small_models
-import small_pipelines
-import tiny_pipeline
 import tritium
+from support import small_models, small_pipelines, tiny_pipeline
+from support.zoo import ZOO
 from tritium import CompilationConfig, Plan, compat
 from tritium.errors import ConfigError, PipelineError
 from tritium.pipelines.plan import Choice
-from zoo import ZOO
 
 EAGER = CompilationConfig(engine="eager")
 PLAN = Plan(config=EAGER, progress=False)

@@ -5,7 +5,7 @@ import re
 import torch
 
 import tritium
-from small_models import Block, Stack, block_inputs
+from support.small_models import Block, Stack, block_inputs
 from tritium.report import LEDGER, Diagram, GraphRecord, diagram
 from tritium.report.ledger import MOST_DIAGRAMS
 

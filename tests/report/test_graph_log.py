@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import tritium
-from small_models import Block, block_inputs
+from support.small_models import Block, block_inputs
 
 
 @pytest.fixture

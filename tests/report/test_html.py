@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from report_samples import Page, full_report, measurement
+from support.report_samples import Page, full_report, measurement
 from tritium import disk
 from tritium.cli.app import app
 from tritium.errors import ReportError, TritiumError

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from report_samples import full_report, kernel, measurement
+from support.report_samples import full_report, kernel, measurement
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 

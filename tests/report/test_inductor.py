@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import tritium
-from fidelity import assert_no_worse
-from small_models import Block, Stack, block_inputs, flux, flux_inputs
+from support.fidelity import assert_no_worse
+from support.small_models import Block, Stack, block_inputs, flux, flux_inputs
 
 pytestmark = pytest.mark.codegen
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import codegen
 import tritium
+from support import codegen
 from tritium.errors import ReportError
 from tritium.report import GraphRecord, Report, kernel_dump
 from tritium.report.kernel_dump import benchmark, fragment

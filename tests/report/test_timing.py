@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import tritium
-from report_samples import Page, kernel
+from support.report_samples import Page, kernel
 from tritium.report import GraphRecord, Report, timing
 from tritium.report.html.kernels import Kernels
 

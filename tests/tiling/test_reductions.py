@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import codegen
-import scripts
 import tritium
-from codegen import generated, launches, sources
+from support import codegen, scripts
+from support.codegen import generated, launches, sources
 from tiling.patterns import TRANSFORMER
 from tritium import compat
 from tritium.compiler import lower

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tritium
-from report_samples import kernel
+from support.report_samples import kernel
 from tritium import ops, tuning
 from tritium.compiler.compile import compile_pinned
 from tritium.report import GraphRecord

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tritium
-from codegen import generated, launches
+from support.codegen import generated, launches
 from tritium import compat, envs, fusions, ops, tuning
 from tritium.compiler.passes.fuse import fuse
 from tritium.ops import INDUCTOR

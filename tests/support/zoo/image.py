@@ -3,7 +3,7 @@
 import diffusers
 import torch
 
-from zoo_model import Source, ZooModel, builder, grid_ids
+from support.zoo.model import Source, ZooModel, builder, grid_ids
 
 
 def _flux() -> torch.nn.Module:

@@ -22,7 +22,7 @@ def interpreted(module: str, function: str, arguments: str = "") -> int:
         text=True,
         check=False,
         env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parent.parent,
+        cwd=Path(__file__).parent.parent.parent,
     )
     assert done.returncode == 0, done.stderr
     return int(done.stdout.split()[-1])

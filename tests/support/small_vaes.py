@@ -9,8 +9,8 @@ from typing import Any
 import diffusers
 import torch
 
-from zoo_codec import SMALL_WAN
-from zoo_model import SEED
+from support.zoo.codec import SMALL_WAN
+from support.zoo.model import SEED
 
 # Latent pixels of a side of a tile, once `tile` was called.
 TILE = 6

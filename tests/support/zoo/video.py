@@ -4,7 +4,7 @@ import diffusers
 import torch
 from diffusers.models.embeddings import get_1d_rotary_pos_embed, get_3d_rotary_pos_embed
 
-from zoo_model import Source, ZooModel, builder
+from support.zoo.model import Source, ZooModel, builder
 
 
 def _wan() -> torch.nn.Module:

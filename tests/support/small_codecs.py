@@ -2,9 +2,9 @@
 
 import torch
 
-import small_vaes
-from zoo_codec import MODELS
-from zoo_model import SEED, Source, ZooModel, builder
+from support import small_vaes
+from support.zoo.codec import MODELS
+from support.zoo.model import SEED, Source, ZooModel, builder
 
 
 def wan() -> torch.nn.Module:

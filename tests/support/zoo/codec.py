@@ -3,7 +3,7 @@
 import diffusers
 import torch
 
-from zoo_model import Source, ZooModel, builder
+from support.zoo.model import Source, ZooModel, builder
 
 
 def _sdxl_unet() -> torch.nn.Module:

@@ -1,0 +1,1 @@
+"""What tests share: tiny models, references, and ways to look at generated code."""
