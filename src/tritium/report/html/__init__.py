@@ -1,7 +1,6 @@
 """The report as one HTML file that contains its style, script and diagrams and loads nothing.
 
-Everything here is a function of the report; nothing is measured or decided. All text is escaped by the template or by
-`html.escape`.
+Everything here is a function of the report; nothing is measured or decided. The template escapes all text.
 """
 
 from __future__ import annotations
@@ -14,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 from tritium import disk
 from tritium.errors import MissingExtra, ReportError
 from tritium.report import units
-from tritium.report.html.graph import compared
+from tritium.report.html import graph, plot
 from tritium.report.html.kernels import Kernels
-from tritium.report.html.plot import bandwidth_plot, roofline_plot
-from tritium.report.html.summary import summary
 from tritium.report.records import GraphRecord, Site
+from tritium.report.units import count, number
 
 if TYPE_CHECKING:
     from tritium.report import Report
@@ -27,7 +25,6 @@ _FOLDER = Path(__file__).parent
 
 # One block is enough for a reader; more diagrams would only enlarge the file.
 MOST_DIAGRAMS = 3
-
 
 _KINDS = (
     ("generated", "Generated kernels", "written by Inductor for this model"),
@@ -54,15 +51,14 @@ def render(report: Report, title: str) -> str:
         bytes=units.bytes_text,
         percent=units.percent,
         us=units.microseconds,
-        number=units.number,
+        number=number,
         times=units.times,
         operations=units.operations,
-        count=units.count,
-        # Files of this folder, and diagrams whose content is escaped already.
+        count=count,
+        # Files of this folder.
         trusted=markupsafe.Markup,
     )
     kernels = Kernels.of(report)
-    counts = report.sites
     recorded = [(record, record.diagram) for record in report.records if record.diagram is not None]
     shown = sorted(recorded, key=lambda pair: not pair[1].is_changed)[:MOST_DIAGRAMS]
     return environment.get_template("report.html.jinja").render(
@@ -70,14 +66,16 @@ def render(report: Report, title: str) -> str:
         report=report,
         data=report.to_dict(),
         kernels=kernels,
-        summary=summary(report, kernels),
+        summary=_summary(report, kernels),
         bars=_bars(report, kernels),
         sites=_sites(report),
-        families=[(family, entry) for family, entry in counts.items() if entry.total],
-        absent=[family for family, entry in counts.items() if not entry.total],
-        roofline=roofline_plot(kernels),
-        bandwidth=bandwidth_plot(kernels),
-        diagrams=[(record, diagram, compared(diagram, record.sites)) for record, diagram in shown],
+        families=[(family, entry) for family, entry in report.sites.items() if entry.total],
+        absent=[family for family, entry in report.sites.items() if not entry.total],
+        plot=plot,
+        roofline=plot.roofline_plot(kernels),
+        bandwidth=plot.bandwidth_plot(kernels),
+        graph=graph,
+        diagrams=[(record, diagram, graph.compared(diagram, record.sites)) for record, diagram in shown],
         style=(_FOLDER / "report.css").read_text(encoding="utf-8"),
         script=(_FOLDER / "report.js").read_text(encoding="utf-8"),
         time=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -92,12 +90,49 @@ def write(path: Path, text: str) -> None:
         raise ReportError(f"the report cannot be written to {path}: {error.strerror or error}") from error
 
 
+def _summary(report: Report, kernels: Kernels) -> list[str]:
+    """Summarise the report in sentences."""
+    seconds = sum(record.seconds for record in report.records)
+    engines = " and ".join(sorted({record.engine for record in report.records})) or "none"
+    outcomes = Counter(site.outcome for record in report.records for site in record.sites)
+    trouble = ", ".join(
+        [
+            count(len(report.recompiles), "recompile"),
+            count(len(report.fallbacks), "operator without generated code", "operators without generated code"),
+            count(len(report.failures), "failure"),
+        ]
+    )
+    return [
+        f"{count(len(report.records), 'graph')} compiled in {number(seconds)} s for engine {engines}.",
+        f"{count(outcomes.total(), 'site')} recognised: {outcomes['fused']} run an owned kernel, "
+        f"{outcomes['inductor']} left to Inductor, {outcomes['declined']} declined.",
+        f"{trouble[0].upper()}{trouble[1:]}.",
+        *_about_times(report, kernels),
+    ]
+
+
+def _about_times(report: Report, kernels: Kernels) -> list[str]:
+    measurement = report.measurement
+    if measurement is None:
+        if not kernels.rows:
+            return ["No kernels are recorded, so there are no times."]
+        if kernels.total_us:
+            return ["Nothing was measured: times are estimated from the bytes that memory-bound kernels move."]
+        return ["Nothing was measured: this device's bandwidth is not known, so there are no estimates either."]
+    sentences = [
+        f"One call takes {number(measurement.call_ms)} ms; {measurement.timed} of "
+        f"{count(measurement.of, 'launch', 'launches')} were timed under the profiler, mean of {measurement.calls} calls, "
+        f"and take {number(kernels.total_us / 1e3)} ms together."
+    ]
+    if measurement.disturbed:
+        sentences.append("Other programs used this machine during the measurement: the times are not to be trusted.")
+    return sentences
+
+
 def _bars(report: Report, kernels: Kernels) -> list[dict[str, Any]]:
     """Return bars for a pipeline's components, else for measured graphs, else for kinds of kernels."""
     if report.components:
         return [component.to_dict() for component in report.components]
-    if not kernels.total_us:
-        return []
     by_graph = kernels.us_by(lambda row: row.graph)
     if sum(us > 0 for us in by_graph.values()) > 1:
         bars = [(record.function, by_graph.get(record.graph, 0.0), _ran(record)) for record in report.records]
@@ -112,8 +147,8 @@ def _bars(report: Report, kernels: Kernels) -> list[dict[str, Any]]:
 
 
 def _ran(record: GraphRecord) -> str:
-    runs = f", ran {units.number(record.runs)} times in one call" if record.runs is not None else ""
-    return f"graph {record.graph}, {units.count(record.nodes, 'node')}{runs}"
+    runs = f", ran {number(record.runs)} times in one call" if record.runs is not None else ""
+    return f"graph {record.graph}, {count(record.nodes, 'node')}{runs}"
 
 
 def _sites(report: Report) -> list[tuple[Site, str, int]]:
@@ -126,5 +161,5 @@ def _sites(report: Report) -> list[tuple[Site, str, int]]:
             first.setdefault(key, (site, record.graph))
             counts[key] += 1
     order = ("fused", "declined", "inductor")
-    rows = [(*first[key], count) for key, count in counts.items()]
+    rows = [(*first[key], times) for key, times in counts.items()]
     return sorted(rows, key=lambda row: (order.index(row[0].outcome), row[0].fusion, row[0].source_line))

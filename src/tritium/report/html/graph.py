@@ -3,33 +3,71 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
-from html import escape
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from tritium.report.graph_text import GraphNode
 from tritium.report.records import Diagram, Site
 
-_ROW = 22
+ROW = 22
 # Longer edges have wider arcs; beyond this width all arcs share the left border.
-_GUTTER = 64
-
-# A line of the comparison: a node or None on either side.
-Pair = tuple[GraphNode | None, GraphNode | None]
+GUTTER = 64
 
 
-def compared(diagram: Diagram, sites: Iterable[Site]) -> str:
-    """Return both sides as HTML; removed and added nodes are marked, and sites show their fusion."""
+@dataclass(frozen=True)
+class Line:
+    """A node of one side, or an empty line; with the site that begins there, if any."""
+
+    node: GraphNode | None
+    state: str = "nothing"
+    site: Site | None = None
+
+    @property
+    def target(self) -> str:
+        assert self.node is not None
+        return self.node.target.removeprefix("torch.").removeprefix("nn.functional.").removeprefix("_C._nn.")
+
+
+@dataclass(frozen=True)
+class Side:
+    """The graph before or after the passes."""
+
+    name: str
+    title: str
+    lines: list[Line]
+
+    @property
+    def nodes(self) -> list[GraphNode]:
+        return [line.node for line in self.lines if line.node is not None]
+
+    @property
+    def arcs(self) -> list[tuple[int, int, str]]:
+        """The edges as line numbers of both ends, and as an SVG path."""
+        place = {line.node.name: index for index, line in enumerate(self.lines) if line.node is not None}
+        return [
+            (place[source], place[node.name], _path(place[source], place[node.name]))
+            for node in self.nodes
+            for source in node.inputs
+            if source in place
+        ]
+
+
+def compared(diagram: Diagram, sites: Iterable[Site]) -> list[Side]:
+    """Return both sides; removed and added nodes are marked, and sites have their fusion."""
     marks = {site.node: site for site in sites}
-    pairs = aligned(diagram.before, diagram.after)
-    sides = [("before", "as Dynamo made it", 0), ("after", "as the passes left it", 1)]
-    if not diagram.is_changed:
-        sides = [("before and after", "as Dynamo made it", 0)]
-    return "".join(
-        _side(name, title, [pair[side] for pair in pairs], pairs, side, marks) for name, title, side in sides
-    )
+    before, after = Side("before", "as Dynamo made it", []), Side("after", "as the passes left it", [])
+    for old, new in aligned(diagram.before, diagram.after):
+        same = old is not None and new is not None and (old.name, old.target) == (new.name, new.target)
+        for side, node, state in ((before, old, "went"), (after, new, "came")):
+            line = Line(None) if node is None else Line(node, "same" if same else state, marks.get(node.name))
+            side.lines.append(line)
+    return [before, after] if diagram.is_changed else [Side("before and after", before.title, before.lines)]
 
 
-def aligned(before: Sequence[GraphNode], after: Sequence[GraphNode]) -> list[Pair]:
+def aligned(
+    before: Sequence[GraphNode], after: Sequence[GraphNode]
+) -> list[tuple[GraphNode | None, GraphNode | None]]:
     """Align two lists of nodes so that equal nodes share a line.
 
     >>> node = lambda name: GraphNode(name, "mul", "", ())
@@ -39,61 +77,17 @@ def aligned(before: Sequence[GraphNode], after: Sequence[GraphNode]) -> list[Pai
     """
     old_keys, new_keys = ([(node.name, node.target) for node in nodes] for nodes in (before, after))
     matcher = difflib.SequenceMatcher(None, old_keys, new_keys, autojunk=False)
-    pairs: list[Pair] = []
-    for _, left, left_end, right, right_end in matcher.get_opcodes():
-        for place in range(max(left_end - left, right_end - right)):
-            old = before[left + place] if left + place < left_end else None
-            new = after[right + place] if right + place < right_end else None
-            pairs.append((old, new))
-    return pairs
+    return [
+        pair
+        for _, left, left_end, right, right_end in matcher.get_opcodes()
+        for pair in itertools.zip_longest(before[left:left_end], after[right:right_end])
+    ]
 
 
-def _side(
-    name: str,
-    title: str,
-    nodes: Sequence[GraphNode | None],
-    pairs: Sequence[Pair],
-    side: int,
-    marks: Mapping[str, Site],
-) -> str:
-    place = {node.name: index for index, node in enumerate(nodes) if node is not None}
-    items = []
-    for node, pair in zip(nodes, pairs, strict=True):
-        if node is None:
-            items.append('<li class="nothing"></li>')
-            continue
-        other = pair[1 - side]
-        same = other is not None and (other.name, other.target) == (node.name, node.target)
-        items.append(_item(node, "same" if same else ("went", "came")[side], marks.get(node.name)))
-    count = sum(node is not None for node in nodes)
-    height = _ROW * len(nodes)
-    arcs = "".join(
-        _arc(place[source], place[node.name]) for node in nodes if node for source in node.inputs if source in place
-    )
-    return (
-        f'<section class="side {name.partition(" ")[0]}"><h4>{escape(name.capitalize())} <small>{escape(title)}, {count} nodes</small></h4>'
-        f'<div class="nodes"><svg class="arcs" width="{_GUTTER}" height="{height}" '
-        f'viewBox="0 0 {_GUTTER} {height}" aria-hidden="true">{arcs}</svg><ol>{"".join(items)}</ol></div></section>'
-    )
-
-
-def _arc(start: int, end: int) -> str:
-    top, bottom = start * _ROW + _ROW / 2, end * _ROW + _ROW / 2
-    reach = min(_GUTTER - 4, 6 + 5 * abs(end - start) ** 0.75)
-    x = _GUTTER - 2
+def _path(start: int, end: int) -> str:
+    top, bottom = start * ROW + ROW / 2, end * ROW + ROW / 2
+    reach = min(GUTTER - 4, 6 + 5 * abs(end - start) ** 0.75)
+    x = GUTTER - 2
     # A Bézier curve extends to 3/4 of the distance of its control points.
     out = x - reach * 4 / 3
-    return f'<path data-from="{start}" data-to="{end}" d="M{x} {top:.0f}C{out:.1f} {top:.0f} {out:.1f} {bottom:.0f} {x} {bottom:.0f}"/>'
-
-
-def _item(node: GraphNode, state: str, site: Site | None) -> str:
-    target = node.target.removeprefix("torch.").removeprefix("nn.functional.").removeprefix("_C._nn.")
-    details = f"{node.name} = {node.target}({', '.join(node.inputs)}) : {node.type} {node.source_line}"
-    mark = ""
-    if site is not None:
-        text = f"{site.fusion}: {site.outcome}, {site.reason}"
-        mark = f'<span class="site {escape(site.outcome)}" title="{escape(text)}">{escape(site.fusion)}</span>'
-    return (
-        f'<li class="{state}" title="{escape(details)}"><b>{escape(target)}</b>'
-        f'<span class="type">{escape(node.type)}</span>{mark}</li>'
-    )
+    return f"M{x} {top:.0f}C{out:.1f} {top:.0f} {out:.1f} {bottom:.0f} {x} {bottom:.0f}"
