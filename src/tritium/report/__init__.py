@@ -6,7 +6,6 @@ the process. A `Report` is a view of the records of one model.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import os
@@ -21,6 +20,7 @@ from tritium.report import text
 from tritium.report.ledger import LEDGER, CompilationObserver, Ledger
 from tritium.report.observation import merged
 from tritium.report.recompiles import parse_guard_failure
+from tritium.report.record import as_dict
 from tritium.report.records import (
     SEED_FAMILIES,
     Capture,
@@ -177,7 +177,7 @@ class Report:
             "fallbacks": self.fallbacks,
             "not_fused": self.not_fused,
             "recompiles": self.recompiles,
-            "limits": [dataclasses.asdict(limit) for limit in self.limits],
+            "limits": [as_dict(limit) for limit in self.limits],
             "violations": [violation.to_dict() for violation in self.violations],
             "captures": self.captures,
             "kernels": self.kernels,

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from tritium.report.record import Record
 from tritium.report.tiling import KernelTiling
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kernel:
+class Kernel(Record):
     """A kernel of compiled code."""
 
     name: str
@@ -45,9 +47,6 @@ class Kernel:
         region = self.region + first_region if self.region is not None else None
         return dataclasses.replace(self, piece=piece, count=count, region=region)
 
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> Kernel:
         tiling = stored["tiling"]
@@ -55,7 +54,7 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class Fallback:
+class Fallback(Record):
     """An operator that Inductor calls instead of generating code for it."""
 
     op: str
@@ -66,46 +65,32 @@ class Fallback:
     has_lowering: bool = False
     has_decomposition: bool = False
 
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.op, self.reason
-
     def times(self, factor: int) -> Fallback:
         arguments = {text: count * factor for text, count in self.arguments.items()}
         return dataclasses.replace(self, count=self.count * factor, arguments=arguments)
-
-    def plus(self, other: Fallback) -> Fallback:
-        """Add the calls of the same operator."""
-        texts = {**self.arguments, **other.arguments}
-        arguments = {text: self.arguments.get(text, 0) + other.arguments.get(text, 0) for text in texts}
-        return dataclasses.replace(self, count=self.count + other.count, arguments=arguments)
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 def merged(fallbacks: Iterable[Fallback]) -> list[Fallback]:
     """Return fallbacks with the calls of equal operators added."""
     found: dict[tuple[str, str], Fallback] = {}
     for entry in fallbacks:
-        known = found.get(entry.key)
-        found[entry.key] = entry if known is None else known.plus(entry)
+        known = found.get((entry.op, entry.reason), dataclasses.replace(entry, count=0, arguments={}))
+        arguments = dict(Counter(known.arguments) + Counter(entry.arguments))
+        count = known.count + entry.count
+        found[entry.op, entry.reason] = dataclasses.replace(known, count=count, arguments=arguments)
     return list(found.values())
 
 
 @dataclass(frozen=True)
-class LoweredOp:
+class LoweredOp(Record):
     """An operator that became generated code."""
 
     op: str
     count: int
 
-    def times(self, factor: int) -> LoweredOp:
-        return LoweredOp(self.op, self.count * factor)
-
 
 @dataclass(frozen=True)
-class Pair:
+class Pair(Record):
     """Two generated kernels that pass or share data, and Inductor's reason for not fusing them."""
 
     first: str
@@ -115,15 +100,9 @@ class Pair:
     bytes_shared: int
     reason: str
 
-    def times(self, factor: int) -> Pair:
-        return dataclasses.replace(self, count=self.count * factor)
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
 
 @dataclass(frozen=True)
-class Observation:
+class Observation(Record):
     """Everything known from the generation of one graph's code."""
 
     kernels: list[Kernel] = field(default_factory=list)
@@ -132,9 +111,6 @@ class Observation:
     not_fused: list[Pair] = field(default_factory=list)
     # The kernels' source code, packed by `kernel_dump`.
     sources: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> Observation:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import weakref
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import CodeType
 from typing import Any, Literal
@@ -15,6 +14,7 @@ from tritium import measure
 from tritium.report import kernel_dump
 from tritium.report.graph_text import GraphNode
 from tritium.report.observation import Fallback, Kernel, LoweredOp, Observation, Pair
+from tritium.report.record import Record
 from tritium.report.suggestions import suggest
 
 SEED_FAMILIES = ("rms_norm", "rope", "adalayernorm", "gelu", "mul_add")
@@ -40,7 +40,7 @@ class Site:
 
 
 @dataclass
-class SiteCounts:
+class SiteCounts(Record):
     """The outcomes of one family's sites."""
 
     fused: int = 0
@@ -56,17 +56,9 @@ class SiteCounts:
     def total(self) -> int:
         return self.recognised + self.declined
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "fused": self.fused,
-            "inductor": self.inductor,
-            "declined": self.declined,
-            "reasons": dict(self.reasons),
-        }
-
 
 @dataclass
-class PassRecord:
+class PassRecord(Record):
     """The result of one pass on one graph."""
 
     name: str
@@ -89,21 +81,9 @@ class PassRecord:
         notes += [f"FAILED: {self.failed}"] if self.failed else []
         return "; ".join(notes)
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "changed": self.changed,
-            "requests": self.requests,
-            "seconds": round(self.seconds, 6),
-            "declined": self.declined,
-            "failed": self.failed,
-            "summary": self.summary,
-            "left_alone": self.left_alone,
-        }
-
 
 @dataclass(frozen=True)
-class Recompile:
+class Recompile(Record):
     """The reason why a frame was compiled again."""
 
     graph: str
@@ -117,12 +97,12 @@ class Recompile:
         """The line to write to prevent this recompile, or None."""
         return suggest(self.argument, self.was, self.now, self.reason)
 
-    def to_dict(self) -> dict[str, str | None]:
-        return {**self.__dict__, "suggestion": self.suggestion}
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), "suggestion": self.suggestion}
 
 
 @dataclass(frozen=True)
-class Frozen:
+class Frozen(Record):
     """A value that depends only on parameters and is computed when they change, not on every call."""
 
     value: str
@@ -130,24 +110,18 @@ class Frozen:
     bytes: int
     declined: str | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        return {**self.__dict__, "sources": list(self.sources)}
-
 
 @dataclass(frozen=True)
-class Failure:
+class Failure(Record):
     """A part of Tritium that disabled itself for one graph."""
 
     part: str
     reason: str
     graphs_at: str | None = None
 
-    def to_dict(self) -> dict[str, str | None]:
-        return dict(self.__dict__)
-
 
 @dataclass(frozen=True)
-class Violation:
+class Violation(Record):
     """Calls of a part outside of the promised shapes."""
 
     part: str
@@ -157,12 +131,9 @@ class Violation:
     # The line that adds such calls to the promise, or None.
     suggestion: str | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        return dict(self.__dict__)
-
 
 @dataclass
-class Capture:
+class Capture(Record):
     """One bucket of one region: a captured graph, or the reason why there is none."""
 
     bucket: str
@@ -174,9 +145,6 @@ class Capture:
     declined: str | None = None
     # True if results are copied because a caller kept one past the next call.
     copies: bool = False
-
-    def to_dict(self) -> dict[str, Any]:
-        return dict(self.__dict__)
 
 
 @dataclass(frozen=True)
@@ -196,7 +164,7 @@ class Diagram:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Component:
+class Component(Record):
     """One part of a pipeline: its time per call and the optimizations applied to it."""
 
     name: str
@@ -209,12 +177,9 @@ class Component:
     first_call_seconds: float
     what: str
 
-    def to_dict(self) -> dict[str, Any]:
-        return dict(self.__dict__)
-
 
 @dataclass(frozen=True)
-class Measurement:
+class Measurement(Record):
     """How kernel times were measured, and the limits of the machine."""
 
     # Calls under the profiler; times are means over them.
@@ -227,9 +192,6 @@ class Measurement:
     roofs: measure.Roofs
     # True if other processes kept the machine busy; None if unknown.
     disturbed: bool | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True)
@@ -326,8 +288,11 @@ class GraphRecord:
         first = 1 + max((kernel.region for kernel in self.kernels if kernel.region is not None), default=-1)
         self.kernels = [*self.kernels, *(kernel.in_piece(number, count, first) for kernel in observation.kernels)]
         self.fallbacks = [*self.fallbacks, *(entry.times(count) for entry in observation.fallbacks)]
-        self.lowered = [*self.lowered, *(entry.times(count) for entry in observation.lowered)]
-        self.not_fused = [*self.not_fused, *(entry.times(count) for entry in observation.not_fused)]
+        self.lowered = [*self.lowered, *(replace(entry, count=entry.count * count) for entry in observation.lowered)]
+        self.not_fused = [
+            *self.not_fused,
+            *(replace(entry, count=entry.count * count) for entry in observation.not_fused),
+        ]
         self.sources = [*self.sources, observation.sources]
         self.kernels_from = "codegen" if "codegen" in (source, self.kernels_from) else source
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from tritium.report.record import Record
+
 Form = Literal["persistent", "looped", "split", "cooperative"]
 
 
@@ -35,7 +37,7 @@ class ReductionChoice:
 
 
 @dataclass
-class KernelTiling:
+class KernelTiling(Record):
     """The decision for one kernel."""
 
     # Dims of the grid, outermost first, with their sizes.
@@ -55,9 +57,6 @@ class KernelTiling:
     def differs(self) -> bool:
         """True if the kernel is not as Inductor alone would generate it."""
         return bool(self.choice != "coalesced" or self.sizes or (self.reduction is not None and self.reduction.differs))
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> KernelTiling:

@@ -102,13 +102,12 @@ def _summary(report: Report, kernels: Kernels) -> list[str]:
             count(len(report.failures), "failure"),
         ]
     )
-    return [
-        f"{count(len(report.records), 'graph')} compiled in {number(seconds)} s for engine {engines}.",
+    graphs = f"{count(len(report.records), 'graph')} compiled in {number(seconds)} s for engine {engines}."
+    sites = (
         f"{count(outcomes.total(), 'site')} recognised: {outcomes['fused']} run an owned kernel, "
-        f"{outcomes['inductor']} left to Inductor, {outcomes['declined']} declined.",
-        f"{trouble[0].upper()}{trouble[1:]}.",
-        *_about_times(report, kernels),
-    ]
+        f"{outcomes['inductor']} left to Inductor, {outcomes['declined']} declined."
+    )
+    return [graphs, sites, f"{trouble[0].upper()}{trouble[1:]}.", *_about_times(report, kernels)]
 
 
 def _about_times(report: Report, kernels: Kernels) -> list[str]:
@@ -119,14 +118,14 @@ def _about_times(report: Report, kernels: Kernels) -> list[str]:
         if kernels.total_us:
             return ["Nothing was measured: times are estimated from the bytes that memory-bound kernels move."]
         return ["Nothing was measured: this device's bandwidth is not known, so there are no estimates either."]
-    sentences = [
+    timed = (
         f"One call takes {number(measurement.call_ms)} ms; {measurement.timed} of "
         f"{count(measurement.of, 'launch', 'launches')} were timed under the profiler, mean of {measurement.calls} calls, "
         f"and take {number(kernels.total_us / 1e3)} ms together."
-    ]
-    if measurement.disturbed:
-        sentences.append("Other programs used this machine during the measurement: the times are not to be trusted.")
-    return sentences
+    )
+    if not measurement.disturbed:
+        return [timed]
+    return [timed, "Other programs used this machine during the measurement: the times are not to be trusted."]
 
 
 def _bars(report: Report, kernels: Kernels) -> list[dict[str, Any]]:

@@ -65,9 +65,7 @@ def compared(diagram: Diagram, sites: Iterable[Site]) -> list[Side]:
     return [before, after] if diagram.is_changed else [Side("before and after", before.title, before.lines)]
 
 
-def aligned(
-    before: Sequence[GraphNode], after: Sequence[GraphNode]
-) -> list[tuple[GraphNode | None, GraphNode | None]]:
+def aligned(before: Sequence[GraphNode], after: Sequence[GraphNode]) -> list[tuple[GraphNode | None, GraphNode | None]]:
     """Align two lists of nodes so that equal nodes share a line.
 
     >>> node = lambda name: GraphNode(name, "mul", "", ())
