@@ -21,7 +21,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,12 @@ import torch.nn.functional as F  # noqa: N812
 
 from tritium import compat, device, measure
 from tritium.report.tiling import ReductionChoice
-from tritium.tiling import reductions, session
-from tritium.tiling.policy import OFF, Decisions
-from tritium.tiling.reductions import MOST_PERSISTENT, Timing
+from tritium.tiling import session
+from tritium.tiling.policy import OFF
+from tritium.tiling.reductions import MOST_PERSISTENT
+from tritium.tiling.session import Session
 from tritium.tuning import Limit, Machine, ReductionLimits, tables
-from tritium.tuning.reductions import INDUCTOR_WHOLE
+from tritium.tuning.tables import INDUCTOR_PERSISTENT, INDUCTOR_WHOLE
 
 ELEMENTS = (1536, 2048, 3072, 4096, 5120, 6144, 8192, 12288, 16384)
 ROWS = 4096
@@ -43,13 +44,13 @@ FEW_ROWS = 128
 # Values of a group of 4, 16 and 64 MiB in bfloat16.
 GROUPS = (1 << 21, 1 << 23, 1 << 25)
 
-# A form is forced by a table that excludes all others.
+# A form is forced by a table that excludes all others. Inductor itself splits the rows whose split form is timed.
 EVERYTHING = 1 << 40
 FORCED = {
     "persistent": ReductionLimits(persistent_up_to=(Limit(64, MOST_PERSISTENT),), whole_up_to=EVERYTHING),
     "looped": ReductionLimits(persistent_up_to=(Limit(64, 0),), whole_up_to=EVERYTHING),
-    "split": ReductionLimits(whole_up_to=INDUCTOR_WHOLE, split_below_rows=EVERYTHING),
-    "cooperative": ReductionLimits(whole_up_to=INDUCTOR_WHOLE, cooperative_up_to_rows=64),
+    "split": ReductionLimits(),
+    "cooperative": ReductionLimits(cooperative_up_to_rows=64),
 }
 
 # The inputs must exceed this size together, so that each call reads from memory: twice the L2 cache of an H200.
@@ -106,7 +107,7 @@ def cases(*, quick: bool) -> Iterator[Case]:
         yield Case("gated_norm", gated_norm, shape, (shape, row, row, row), ROWS, elements, walked)
 
 
-def compiled(case: Case, form: str, inputs: Sequence[torch.Tensor]) -> tuple[Callable[..., Any], Decisions]:
+def compiled(case: Case, form: str, inputs: Sequence[torch.Tensor]) -> tuple[Callable[..., Any], Session]:
     """Return the function with its reductions in one form, after one call."""
     torch._dynamo.reset()
     policy = dataclasses.replace(OFF, choose_reduction=True, reduction_limits=FORCED[form])
@@ -116,9 +117,9 @@ def compiled(case: Case, form: str, inputs: Sequence[torch.Tensor]) -> tuple[Cal
     return function, decisions
 
 
-def taken(decisions: Decisions, case: Case, form: str) -> ReductionChoice | None:
+def taken(decisions: Session, case: Case, form: str) -> ReductionChoice | None:
     """Return the choice for the rows of a case if it has the requested form, else None."""
-    choices = [kernel.reduction for kernel in decisions.kernels() if kernel.reduction is not None]
+    choices = [kernel.reduction for kernel in decisions.kernels if kernel.reduction is not None]
     if form == "split":
         cut = [choice for choice in choices if choice.rows is not None and choice.rows > case.rows]
         return cut[0] if cut and len(choices) > 1 else None
@@ -161,7 +162,7 @@ def timed(case: Case, seconds: float) -> dict[str, Any]:
         except Exception as error:  # noqa: BLE001 - a failing form is a result
             remarks[form] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
             continue
-        kernels[form] = len(decisions.kernels())
+        kernels[form] = len(decisions.kernels)
         reads = max(reads, choice.reads or 1)
     replays = {form: graph.replay for form, graph in graphs.items()}
     found = measure.interleave(replays, "cuda", seconds=seconds) if replays else {}
@@ -186,9 +187,45 @@ def line(row: dict[str, Any]) -> str:
     return f"{row['case']:15} {row['rows']:5} x {row['elements']:9,}  {forms}{remarks}"
 
 
-def limits_of(rows: Sequence[dict[str, Any]]) -> ReductionLimits:
-    timings = [Timing(row["rows"], row["elements"], row["reads"], row["ms"]) for row in rows]
-    return reductions.limits_of(timings, tables.current_versions())
+# A form must be this much faster to be chosen, and may be this much slower for rows before a longer one.
+GAIN = 0.02
+TIE = 0.01
+
+
+def limits_of(rows: Sequence[Mapping[str, Any]], versions: Mapping[str, str]) -> ReductionLimits:
+    """Return the limits of a device that follow from measured rows."""
+    limits = []
+    for reads in sorted({row["reads"] for row in rows if "persistent" in row["ms"]}):
+        longest = _longest([row for row in rows if row["reads"] == reads], "persistent", "looped")
+        limits.append(Limit(reads, longest or INDUCTOR_PERSISTENT))
+    cooperative_up_to_rows = cooperative_from = 0
+    # Start with the longest rows; stop when cooperating is not faster.
+    for row in sorted(rows, key=lambda row: -row["elements"]):
+        if {"split", "cooperative"} <= row["ms"].keys():
+            rival = min(ms for form, ms in row["ms"].items() if form != "cooperative")
+            if row["ms"]["cooperative"] > (1 - GAIN) * rival:
+                break
+            cooperative_up_to_rows, cooperative_from = row["rows"], row["elements"]
+    return ReductionLimits(
+        persistent_up_to=tuple(limits),
+        whole_up_to=_longest(rows, "looped", "split") or INDUCTOR_WHOLE,
+        cooperative_up_to_rows=cooperative_up_to_rows,
+        cooperative_from=cooperative_from,
+        versions=versions,
+    )
+
+
+def _longest(rows: Sequence[Mapping[str, Any]], form: str, other: str) -> int | None:
+    """Return the longest row for which a form is faster, if it is not slower for any shorter one."""
+    longest = None
+    for row in sorted(rows, key=lambda row: row["elements"]):
+        if {form, other} <= row["ms"].keys():
+            ratio = row["ms"][form] / row["ms"][other]
+            if ratio > 1 + TIE:
+                break
+            if ratio < 1 - GAIN:
+                longest = int(row["elements"])
+    return longest
 
 
 def main() -> None:
@@ -214,7 +251,7 @@ def main() -> None:
                 continue
             rows.append(timed(case, arguments.each))
             print(line(rows[-1]), flush=True)
-    machine, limits = Machine.of("cuda"), limits_of(rows)
+    machine, limits = Machine.of("cuda"), limits_of(rows, tables.current_versions())
     print(f"\n{time.perf_counter() - start:.0f} s" + (f"; no time for {', '.join(missing)}" if missing else ""))
     entry = limits.to_dict()
     print(f"{machine.name}: {json.dumps(entry)}")

@@ -17,7 +17,7 @@ from tritium import compat
 from tritium.config import CompilationConfig
 from tritium.passes import Decline
 from tritium.tiling import session
-from tritium.tiling.policy import Decisions, TilingPolicy
+from tritium.tiling.policy import OFF, TilingPolicy
 
 
 def enable(
@@ -45,7 +45,7 @@ def enable(
     reason = compat.tiling.decline_tiling()
     if reason is not None:
         return Decline(reason)
-    session.set_for_process(session.Session(policy, Decisions()))
+    session.set_for_process(session.Session(policy))
     return None
 
 
@@ -67,10 +67,9 @@ def enabled(**parts: Any) -> Iterator[Decline | None]:
 
 def decisions() -> dict[str, Any]:
     """Return the decisions since `enable`: kernels, proofs, and survived errors of Inductor's analysis."""
-    active = session.of_process()
-    log = active.decisions if active is not None else Decisions()
+    log = session.of_process() or session.Session(OFF)
     return {
-        "kernels": [kernel.to_dict() for kernel in log.kernels()],
-        "proofs": log.proofs(),
+        "kernels": [kernel.to_dict() for kernel in log.kernels],
+        "proofs": log.proofs,
         "retries": list(log.retries),
     }

@@ -74,17 +74,12 @@ def test_thin_dims_are_not_coalesced():
 
 
 class TestWaves:
-    def test_a_full_last_wave_wastes_nothing(self):
-        assert cost.last_wave_waste([1024 * 132 * 8], [1024], 132) == 1.0
-
-    def test_one_tile_more_needs_another_wave(self):
-        assert cost.last_wave_waste([1024 * (132 * 8 + 1)], [1024], 132) == pytest.approx(2, rel=0.01)
-
-    def test_many_waves_waste_little(self):
-        assert cost.last_wave_waste([1024 * (132 * 8 * 50 + 1)], [1024], 132) < 1.03
-
-    def test_an_unknown_device_wastes_nothing(self):
-        assert cost.last_wave_waste([1025], [1024], None) == 1.0
+    @pytest.mark.parametrize(
+        ("tiles", "multiprocessors", "waste"),
+        [(132 * 8, 132, 1.0), (132 * 8 + 1, 132, 2.0), (132 * 8 * 50 + 1, 132, 1.02), (2, None, 1.0), (1, 132, 1.0)],
+    )
+    def test_only_the_last_wave_of_few_wastes(self, tiles, multiprocessors, waste):
+        assert cost.last_wave_waste(tiles, multiprocessors) == pytest.approx(waste, rel=0.01)
 
     def test_it_is_part_of_the_cost(self):
         loops = (Loop(33, is_symbolic=True, bytes=4), Loop(33 * 1024, is_symbolic=True, bytes=4))

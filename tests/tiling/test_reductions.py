@@ -16,12 +16,12 @@ from tiling.patterns import TRANSFORMER
 from tritium import compat
 from tritium.compiler import lower
 from tritium.report import GraphRecord, PassRecord
-from tritium.tiling import reductions, session
+from tritium.tiling import session
 from tritium.tiling.policy import OFF, TilingPolicy, policy_of
-from tritium.tiling.reductions import Reduction, Timing, cut, walk
+from tritium.tiling.reductions import Reduction, cut, walk
 from tritium.tuning import Limit, Machine, ReductionLimits, tables
-from tritium.tuning.parse import parse
-from tritium.tuning.reductions import INDUCTOR_LIMITS
+from tritium.tuning.tables import INDUCTOR_LIMITS
+from tritium.tuning.verdict import parse
 
 PERSISTENT = ReductionLimits(persistent_up_to=(Limit(8, 16384),), whole_up_to=16384)
 WHOLE = ReductionLimits(whole_up_to=16384)
@@ -56,7 +56,7 @@ def with_table(case, table, **others):
     policy = dataclasses.replace(OFF, choose_reduction=True, reduction_limits=table)
     with session.active(policy) as decisions:
         observer = generated(function, *inputs, **others)
-    return observer, [kernel.reduction for kernel in decisions.kernels() if kernel.reduction is not None]
+    return observer, [kernel.reduction for kernel in decisions.kernels if kernel.reduction is not None]
 
 
 def kinds(observer):
@@ -127,10 +127,6 @@ class TestRules:
         assert choice.parts == (parts if form == "split" else 1)
 
     def test_a_table_moves_the_limits_of_cutting(self):
-        few = Reduction(300, 1 << 20, multiprocessors=132)
-        assert cut(few, 1, ReductionLimits(split_below_rows=512)).parts == 2
-        assert cut(dataclasses.replace(few, rows=8), 1, ReductionLimits(split_below_rows=512)).parts == 66
-        assert cut(dataclasses.replace(few, rows=128), 4, ReductionLimits(split_below_rows=100)).form == "looped"
         assert cut(Reduction(128, 12288), 2, WHOLE).form == "looped"
         assert cut(Reduction(128, 16385), 3, WHOLE).form == "split"
 
@@ -174,19 +170,6 @@ class TestGeneratedCode:
         observer, (choice,) = with_table(case, PERSISTENT)
         assert kinds(observer) == ["per"]
         assert (choice.form, choice.inductor) == ("persistent", "split")
-
-    def test_rows_are_cut_where_the_table_says_so(self):
-        case = rows(4096, 8192)
-        observer, choices = with_table(case, ReductionLimits(whole_up_to=4096, split_below_rows=8192))
-        assert len(launches(observer)) > 1
-        first = choices[0]
-        assert (first.form, first.inductor, first.parts, first.rows, first.elements) == (
-            "split",
-            "looped",
-            2,
-            8192,
-            4096,
-        )
 
     def test_huge_groups_are_cut_as_inductor_does(self):
         plain = generated(GROUPS[0], *GROUPS[1])
@@ -263,7 +246,7 @@ class TestGeneratedCode:
         assert "ks0" in sources(plain)[0]
         with session.active(TilingPolicy()) as decisions:
             assert sources(generated(*case, dynamic=sizes)) == sources(plain)
-        assert decisions.kernels() == []
+        assert list(decisions.kernels) == []
 
     def test_mistakes_of_ours_keep_inductor_s_choice(self, monkeypatch):
         def broken(_):
@@ -296,7 +279,7 @@ class TestGeneratedCode:
         policy = TilingPolicy(choose_reduction=False, reduction_limits=PERSISTENT)
         with session.active(policy) as decisions:
             assert sources(generated(case[0], *case[1])) == sources(plain)
-        assert all(kernel.reduction is None for kernel in decisions.kernels())
+        assert all(kernel.reduction is None for kernel in decisions.kernels)
         with session.active(OFF):
             assert sources(generated(case[0], *case[1])) == sources(plain)
         assert sources(generated(case[0], *case[1])) == sources(plain)
@@ -328,7 +311,7 @@ class TestReached:
         class Observer(codegen.KernelObserver):
             def __init__(self, *arguments):
                 super().__init__(*arguments)
-                self.tilings = session.current().decisions
+                self.tilings = session.current()
 
         monkeypatch.setattr(codegen, "KernelObserver", Observer)
         observer, (choice,) = with_table(rows(128, 12288), WHOLE)
@@ -407,19 +390,21 @@ class TestTables:
         assert TilingPolicy(choose_reduction=False).identity == off.identity
 
 
-def test_what_is_shipped_follows_from_what_was_measured():
-    shipped = {path.stem: tables.load(path).reductions for path in tables.SHIPPED.glob("nvidia-*.json")}
-    measured = json.loads((scripts.ROOT / "benchmarks/results/reductions/h200.json").read_text())
-    timings = [Timing(row["rows"], row["elements"], row["reads"], row["ms"]) for row in measured["rows"]]
-    assert shipped == {"nvidia-h200": reductions.limits_of(timings, {"torch": "2.11"})}
-
-
 @pytest.fixture(scope="module")
 def sweep():
     return scripts.load("benchmarks/reductions.py")
 
 
+def timing(rows, elements, reads, **ms):
+    return {"rows": rows, "elements": elements, "reads": reads, "ms": ms}
+
+
 class TestSweep:
+    def test_shipped_limits_follow_from_committed_times(self, sweep):
+        shipped = {path.stem: tables.load(path).reductions for path in tables.SHIPPED.glob("nvidia-*.json")}
+        measured = json.loads((scripts.ROOT / "benchmarks/results/reductions/h200.json").read_text())
+        assert shipped == {"nvidia-h200": sweep.limits_of(measured["rows"], {"torch": "2.11"})}
+
     @pytest.mark.parametrize("name", ["rms_norm", "modulated_norm", "few_rows", "group_norm", "gated_norm"])
     def test_every_form_can_be_forced(self, sweep, name):
         """As the sweep compiles them; groups of a size that this machine can hold."""
@@ -452,22 +437,22 @@ class TestSweep:
         with pytest.raises(SystemExit, match="no GPU"):
             sweep.main()
 
-    def test_a_table_follows_from_what_was_measured(self):
+    def test_a_table_follows_from_what_was_measured(self, sweep):
         timings = [
-            Timing(4096, 1536, 2, {"persistent": 0.95, "looped": 1.0}),
-            Timing(4096, 3072, 2, {"persistent": 1.005, "looped": 1.0}),
-            Timing(4096, 5120, 2, {"persistent": 0.9, "looped": 1.0}),
-            Timing(4096, 8192, 2, {"persistent": 1.2, "looped": 1.0}),
+            timing(4096, 1536, 2, persistent=0.95, looped=1.0),
+            timing(4096, 3072, 2, persistent=1.005, looped=1.0),
+            timing(4096, 5120, 2, persistent=0.9, looped=1.0),
+            timing(4096, 8192, 2, persistent=1.2, looped=1.0),
             # Faster again, but past a row where it is slower.
-            Timing(4096, 16384, 2, {"persistent": 0.5, "looped": 1.0}),
-            Timing(4096, 1536, 3, {"persistent": 1.0, "looped": 1.0}),
-            Timing(128, 12288, 3, {"looped": 0.8, "split": 1.0}),
-            Timing(128, 16384, 3, {"looped": 1.1, "split": 1.0}),
-            Timing(32, 1 << 21, 1, {"looped": 9.0, "split": 1.0, "cooperative": 1.1}),
-            Timing(32, 1 << 23, 1, {"looped": 9.0, "split": 1.0, "cooperative": 0.8}),
-            Timing(32, 1 << 25, 1, {"looped": 9.0, "split": 1.0, "cooperative": 0.8}),
+            timing(4096, 16384, 2, persistent=0.5, looped=1.0),
+            timing(4096, 1536, 3, persistent=1.0, looped=1.0),
+            timing(128, 12288, 3, looped=0.8, split=1.0),
+            timing(128, 16384, 3, looped=1.1, split=1.0),
+            timing(32, 1 << 21, 1, looped=9.0, split=1.0, cooperative=1.1),
+            timing(32, 1 << 23, 1, looped=9.0, split=1.0, cooperative=0.8),
+            timing(32, 1 << 25, 1, looped=9.0, split=1.0, cooperative=0.8),
         ]
-        limits = reductions.limits_of(timings, {"torch": "2.11"})
+        limits = sweep.limits_of(timings, {"torch": "2.11"})
         assert limits.to_dict() == {
             "versions": {"torch": "2.11"},
             "persistent_up_to": ({"reads": 2, "elements": 5120}, {"reads": 3, "elements": 1024}),
@@ -477,7 +462,7 @@ class TestSweep:
         }
         assert parse(ReductionLimits, json.loads(json.dumps(limits.to_dict()))) == limits
 
-    def test_what_was_not_measured_is_not_in_it(self):
-        assert reductions.limits_of([], {}) == INDUCTOR_LIMITS
-        split_is_faster = [Timing(128, 12288, 3, {"looped": 1.0, "split": 0.5})]
-        assert reductions.limits_of(split_is_faster, {}).whole_up_to == 8192
+    def test_what_was_not_measured_is_not_in_it(self, sweep):
+        assert sweep.limits_of([], {}) == INDUCTOR_LIMITS
+        split_is_faster = [timing(128, 12288, 3, looped=1.0, split=0.5)]
+        assert sweep.limits_of(split_is_faster, {}).whole_up_to == 8192

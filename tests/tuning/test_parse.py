@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tritium.tuning import Key, ReductionLimits, Verdict, tables
-from tritium.tuning.parse import parse
+from tritium.tuning.verdict import parse
 
 ROW = {"op": "a", "shape": "tokens=1", "dtype": "float32", "provider": "inductor", "ms": {"inductor": 1.0}}
 

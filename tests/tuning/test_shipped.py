@@ -27,7 +27,7 @@ TABLE = tuning.tables.SHIPPED / tuning.Machine(H200.name).file_name
 ROWS = {key: row for key, row in tuning.load(TABLE).rows.items() if row.in_block}
 LIMITS = tuning.tables.reduction_limits(H200)
 
-SHIPPED = sorted(path for path in tuning.tables.SHIPPED.glob("*.json") if not path.stem.startswith("attention-"))
+SHIPPED = sorted(tuning.tables.SHIPPED.glob("*.json"))
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -156,7 +156,7 @@ class TestGeneratedCode:
         with session.active(policy) as decisions:
             found = generated(block, *inputs)
         assert len(launches(found)) == ROWS[key].launches[INDUCTOR].get("generated", 0)
-        changed = [kernel.reduction for kernel in decisions.kernels() if kernel.reduction and kernel.reduction.differs]
+        changed = [kernel.reduction for kernel in decisions.kernels if kernel.reduction and kernel.reduction.differs]
         marks = [{"size": "width", "reads": reduction.reads} for reduction in changed]
         assert marks == ([dataclasses.asdict(ROWS[key].looped)] if ROWS[key].looped else [])
 

@@ -23,8 +23,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 from tritium.compat import generated
 from tritium.compat.inductor import inductor_config
@@ -35,37 +34,9 @@ TILING_KNOWN = ((2, 11), (2, 12), (2, 13), (2, 14), (2, 15))
 
 # From this version on, Inductor proves that a product of sums is a multiple of its factors.
 PROVES_PRODUCTS: Version = (2, 14)
-# From this version on, `reduction_split_factor` is an instance method; it was static before.
-SPLIT_IS_A_METHOD: Version = (2, 14)
 
-
-class Policy(Protocol):
-    """The decisions that `wrap` hands over, each after Inductor's own."""
-
-    @property
-    def identity(self) -> str: ...
-
-    def proves_multiple(self, numerator: Any, denominator: Any) -> bool: ...
-
-    def survives(self, error: Exception, node: str) -> bool:
-        """Return True if a kernel is tiled without the analysis after this error of it."""
-
-    def begin_kernel(self) -> None: ...
-
-    def end_kernel(self, nodes: Sequence[str]) -> None: ...
-
-    def tile(
-        self, scheduling: Any, schedule: Any, numel: Any, reduction_numel: Any, analysis: Any, answer: Any
-    ) -> tuple[Any, Any]: ...
-
-    def finish(self, kernel: Any, source: str) -> str: ...
-
-    def split(self, device: Any, rows: int, elements: int, parts: int) -> int: ...
-
-    def cooperates(self, rows: Any, elements: Any) -> bool: ...
-
-    def persists(self, features: Any, answer: bool) -> bool: ...
-
+# A policy has a method for each decision, which gets Inductor's own: see `tritium.tiling.session.Session`.
+Policy = Any
 
 # Inductor also ranks tilings to decide on fusions; a policy changes only the tiling of generated code.
 _IN_CODEGEN: ContextVar[bool] = ContextVar("tritium_tiling_codegen", default=False)
@@ -94,7 +65,7 @@ def _rank(
     policy: Policy,
     original: Any,
     scheduling: Any,
-    node_schedule: Any,
+    schedule: Any,
     numel: Any,
     reduction_numel: Any = None,
     coalesce_analysis: Any = None,
@@ -102,27 +73,25 @@ def _rank(
     """Rank tilings, without the analysis if that fails. Return the result, the reduction's size and the analysis."""
     if reduction_numel is None:
         reduction_numel = importlib.import_module("sympy").S.One
-    rank = functools.partial(original, scheduling, node_schedule, numel, reduction_numel)
+    rank = functools.partial(original, scheduling, schedule, numel, reduction_numel)
     try:
         return rank(coalesce_analysis), reduction_numel, coalesce_analysis
     except Exception as error:
-        name = next(iter(node_names(node_schedule)), "?")
+        name = next(iter(node_names(schedule)), "?")
         if coalesce_analysis is None or not policy.survives(error, name):
             raise
     return rank(None), reduction_numel, None
 
 
 def _tile(
-    policy: Policy, original: Any, scheduling: Any, schedule: Any, numel: Any, *arguments: Any, **named: Any
+    policy: Policy, original: Any, scheduling: Any, node_schedule: Any, numel: Any, *rest: Any, **named: Any
 ) -> Any:
     token = _RANKING.set(True)
     try:
-        answer, reduction_numel, analysis = _rank(policy, original, scheduling, schedule, numel, *arguments, **named)
+        answer, *found = _rank(policy, original, scheduling, node_schedule, numel, *rest, **named)
     finally:
         _RANKING.reset(token)
-    if not _IN_CODEGEN.get():
-        return answer
-    return policy.tile(scheduling, schedule, numel, reduction_numel, analysis, answer)
+    return policy.tile(scheduling, node_schedule, numel, *found, answer) if _IN_CODEGEN.get() else answer
 
 
 def _select_tiling(policy: Policy, original: Any, *arguments: Any, **named: Any) -> Any:
@@ -156,7 +125,7 @@ def _split(policy: Policy, original: Any, *question: Any, inner_reduction: bool)
     # multiprocessors could deadlock in a cooperative kernel.
     if not inner_reduction or generated.lowering_graph().sizevars.shape_env.var_to_range:
         return parts
-    return policy.split(device, int(rows), int(elements), parts)
+    return int(policy.split(device, int(rows), int(elements), parts))
 
 
 def _cooperate(policy: Policy, original: Any, *question: Any) -> bool:
@@ -164,7 +133,7 @@ def _cooperate(policy: Policy, original: Any, *question: Any) -> bool:
         return True
     # The arguments are a kernel, or in newer versions its device and two sizes.
     sizes = (question[0].numel, question[0].reduction_numel) if len(question) == 1 else question[1:]
-    return _IN_CODEGEN.get() and policy.cooperates(*sizes)
+    return _IN_CODEGEN.get() and bool(policy.cooperates(*sizes))
 
 
 def _persist(policy: Policy, original: Any, features: Any, cooperative_reduction: bool) -> bool:
@@ -176,7 +145,7 @@ def _persist(policy: Policy, original: Any, features: Any, cooperative_reduction
     is_set = not triton.persistent_reductions or triton.multi_kernel or (block is not None and block() is not None)
     if is_set or cooperative_reduction or not _IN_CODEGEN.get():
         return answer
-    return policy.persists(features, answer)
+    return bool(policy.persists(features, answer))
 
 
 def _describe_graph(policy: Policy, original: Any, details: Any, *arguments: Any, **named: Any) -> None:
@@ -187,63 +156,44 @@ def _describe_graph(policy: Policy, original: Any, details: Any, *arguments: Any
 # --- wrapping ---
 
 
-_KINDS = {FunctionType: "function", classmethod: "class method", staticmethod: "static method"}
-
-
 @dataclass(frozen=True)
 class Hook:
-    """A function of Inductor that a policy calls, with the expected signature, and its wrapper if there is one."""
+    """A function of Inductor that a policy calls, with the expected parameters, and its wrapper if there is one."""
 
     owner: Any
     attribute: str
     parameters: tuple[str, ...] = ()
     wrapper: Callable[..., Any] | None = None
-    kind: type = FunctionType
 
     def decline(self) -> str | None:
         """Return how this torch's function differs from the expected one, or None."""
-        name, function = (
-            f"{self.owner.__name__}.{self.attribute}",
-            inspect.getattr_static(self.owner, self.attribute, None),
-        )
+        name, function = f"{self.owner.__name__}.{self.attribute}", getattr(self.owner, self.attribute, None)
         if function is None:
             return f"torch {version_text()} has no {name}"
-        signature = inspect.signature(getattr(self.owner, self.attribute)).parameters
-        missing = [parameter for parameter in self.parameters if parameter not in signature]
-        if missing:
-            return f"{name} of torch {version_text()} takes no {', '.join(missing)}"
-        kind = _KINDS.get(type(function), "function")
-        if kind != _KINDS[self.kind]:
-            return f"{name} of torch {version_text()} is a {kind}, not a {_KINDS[self.kind]}"
-        return None
+        signature = inspect.signature(function).parameters
+        missing = ", ".join(parameter for parameter in self.parameters if parameter not in signature)
+        return f"{name} of torch {version_text()} takes no {missing}" if missing else None
 
 
 def hooks() -> list[Hook]:
     """Return the functions that a policy wraps or calls on this torch."""
     simd, choices = simd_scheduling(), inductor_choices()
     ranking = ("node_schedule", "numel", "reduction_numel", "coalesce_analysis")
-    persistent = ("features", "cooperative_reduction")
     split = ("device", "reduction_numel_hint", "numel_hint", "inner_reduction")
     wrapped = [
-        Hook(simd, "get_tiling_and_scores", ranking, _tile, classmethod),
-        Hook(simd, "create_tiling", ("pw_tiling", "reduction_tiling"), None, classmethod),
-        Hook(simd, "tiling_is_compatible", ("node_schedule", "tiling"), None, classmethod),
+        Hook(simd, "get_tiling_and_scores", ranking, _tile),
+        Hook(simd, "create_tiling", ("pw_tiling", "reduction_tiling")),
+        Hook(simd, "tiling_is_compatible", ("node_schedule", "tiling")),
         Hook(simd, "codegen_node_schedule", ("kernel_features",), _generate),
         Hook(triton_kernel(), "codegen_kernel", ("name",), _finish),
         Hook(*coalescing_analysis(), (), _analyse),
-        Hook(choices, "should_use_persistent_reduction", persistent, _persist, staticmethod),
-        Hook(choices, "should_use_cooperative_reduction", (), _cooperate, staticmethod),
-        Hook(
-            choices,
-            "reduction_split_factor",
-            split,
-            _split,
-            FunctionType if TORCH >= SPLIT_IS_A_METHOD else staticmethod,
-        ),
+        Hook(choices, "should_use_persistent_reduction", ("features", "cooperative_reduction"), _persist),
+        Hook(choices, "should_use_cooperative_reduction", (), _cooperate),
+        Hook(choices, "reduction_split_factor", split, _split),
         Hook(graph_key(), "__init__", ("gm", "example_inputs"), _describe_graph),
     ]
     if ranks_for_the_scheduler():
-        wrapped.append(Hook(simd, "select_tiling_with_memory", ranking, _select_tiling, classmethod))
+        wrapped.append(Hook(simd, "select_tiling_with_memory", ranking, _select_tiling))
     if TORCH < PROVES_PRODUCTS:
         sizes = importlib.import_module("torch._inductor.sizevars").SizeVarAllocator
         wrapped.append(Hook(sizes, "statically_known_multiple_of", ("numerator", "denominator"), _multiple_of))
@@ -276,10 +226,25 @@ def wrap(current: Callable[[], Policy | None]) -> None:
     global _users  # noqa: PLW0603 - Inductor's functions are global too
     with _lock:
         _users += 1
-        if _users == 1:
-            for hook in hooks():
-                if hook.wrapper is not None:
-                    _install(hook, hook.wrapper, current)
+        if _users > 1:
+            return
+        for hook in hooks():
+            if hook.wrapper is not None:
+                declared = vars(hook.owner)[hook.attribute]
+                wrapper = _wrapper(declared, hook.wrapper, current)
+                setattr(hook.owner, hook.attribute, wrapper)
+                _installed.append((hook.owner, hook.attribute, declared, wrapper))
+
+
+def _wrapper(declared: Any, wrapper: Callable[..., Any], current: Callable[[], Policy | None]) -> Any:
+    original = declared.__func__ if isinstance(declared, classmethod | staticmethod) else declared
+
+    @functools.wraps(original)
+    def call(*arguments: Any, **named: Any) -> Any:
+        policy = current()
+        return original(*arguments, **named) if policy is None else wrapper(policy, original, *arguments, **named)
+
+    return type(declared)(call) if original is not declared else call
 
 
 def unwrap() -> None:
@@ -295,20 +260,6 @@ def unwrap() -> None:
 
 def is_wrapped() -> bool:
     return bool(_installed)
-
-
-def _install(hook: Hook, wrapper: Callable[..., Any], current: Callable[[], Policy | None]) -> None:
-    declared = vars(hook.owner)[hook.attribute]
-    original = declared.__func__ if isinstance(declared, classmethod | staticmethod) else declared
-
-    @functools.wraps(original)
-    def call(*arguments: Any, **named: Any) -> Any:
-        policy = current()
-        return original(*arguments, **named) if policy is None else wrapper(policy, original, *arguments, **named)
-
-    replacement = type(declared)(call) if original is not declared else call
-    setattr(hook.owner, hook.attribute, replacement)
-    _installed.append((hook.owner, hook.attribute, declared, replacement))
 
 
 def node_names(schedule: Sequence[Any]) -> list[str]:

@@ -30,7 +30,7 @@ from tritium.report.kernel_dump.dissection import Dissection
 from tritium.report.observation import Observation
 from tritium.report.observer import KernelObserver
 from tritium.tiling import session
-from tritium.tiling.policy import OFF, Decisions, TilingPolicy, policy_of
+from tritium.tiling.policy import OFF, TilingPolicy, policy_of
 
 # The Inductor setting whose value adds Tritium's identity to Inductor's cache key.
 SALT = "post_grad_custom_pre_pass"
@@ -213,7 +213,7 @@ def _write_for_debugging(record: GraphRecord) -> None:
 
 
 @contextlib.contextmanager
-def _tiled(policy: TilingPolicy, entry: PassRecord, record: GraphRecord) -> Iterator[Decisions | None]:
+def _tiled(policy: TilingPolicy, entry: PassRecord, record: GraphRecord) -> Iterator[session.Session | None]:
     """Apply the tiling policy to Triton kernels, unless it declined."""
     if entry.declined is not None:
         yield None

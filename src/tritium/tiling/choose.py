@@ -17,9 +17,10 @@ import sympy
 from tritium import compat
 from tritium.report.tiling import KernelTiling
 from tritium.tiling import cost
-from tritium.tiling.policy import printed
 
 Tiling = Mapping[str, sympy.Expr]
+# A tiling, its scores, and the record of the decision.
+Answer = tuple[Tiling, Any, KernelTiling]
 
 # From this version on, Inductor launches a reduction over three grid dims with a grid of two.
 REDUCTIONS_IN_3D_MISCOMPILE: compat.versions.Version = (2, 12)
@@ -41,7 +42,7 @@ class Question:
 
     @property
     def sizes(self) -> Any:
-        """Return Inductor's object with the hints and guards of sizes."""
+        """Inductor's object with the hints and guards of sizes."""
         return compat.generated.lowering_graph().sizevars
 
     @property
@@ -51,6 +52,12 @@ class Question:
     @property
     def loops(self) -> list[sympy.Symbol]:
         return list(self.analysis.norm_read_writes.index_vars)
+
+    def keep(self, reason: str, costs: Mapping[str, float] | None = None) -> Answer:
+        return _answer("coalesced", self.answer, self.scores, reason, costs)
+
+    def flatten(self, reason: str) -> Answer:
+        return _answer("1d", self.scheduling.create_tiling([self.numel], [self.reduction_numel]), None, reason)
 
     def cut(self, cuts: cost.Cuts) -> tuple[Tiling, Any]:
         """Return a tiling in Inductor's form, with its scores."""
@@ -63,52 +70,46 @@ class Question:
         return make(sizes, [self.reduction_numel]), make(scores, [])
 
 
-@dataclass(frozen=True)
-class Answer:
-    tiling: Tiling
-    scores: Any
-    decision: KernelTiling
+def _answer(choice: str, tiling: Tiling, scores: Any, reason: str, costs: Mapping[str, float] | None = None) -> Answer:
+    # Inductor adds a reduction of size 1 to every tiling.
+    sizes = {name: str(size) for name, size in tiling.items() if name[0] != "r" or str(size) != "1"}
+    dims = {name.rstrip("_"): size for name, size in sizes.items()}
+    return tiling, scores, KernelTiling(dims, choice, reason, dict(costs or {}))
 
 
 def choose(
     question: Question, *, pin: str | None, compare: bool, index_bits: int, multiprocessors: int | None
 ) -> Answer:
     """Return the pinned tiling, a better one than Inductor's, or Inductor's."""
-    kept = question.answer
-    if question.is_reduction and "z" in kept and compat.versions.TORCH >= REDUCTIONS_IN_3D_MISCOMPILE:
-        flat = question.scheduling.create_tiling([question.numel], [question.reduction_numel])
-        why = f"torch {compat.versions.version_text()} miscompiles reductions over three dims of grid"
-        return _answer("1d", flat, None, why)
+    if question.is_reduction and "z" in question.answer and compat.versions.TORCH >= REDUCTIONS_IN_3D_MISCOMPILE:
+        return question.flatten(
+            f"torch {compat.versions.version_text()} miscompiles reductions over three dims of grid"
+        )
     if pin == "coalesced":
-        return _keep(question, "pinned to what Inductor chose")
-    reason = _why_not(question)
+        return question.keep("pinned to what Inductor chose")
     if pin == "1d" and not question.is_reduction:
-        flat = question.scheduling.create_tiling([question.numel], [question.reduction_numel])
-        return _answer("1d", flat, None, "pinned")
+        return question.flatten("pinned")
+    reason = None
+    if question.is_reduction:
+        reason = "a reduction keeps the tiling of Inductor's analysis"
+    elif question.analysis is None:
+        reason = "Inductor could not analyse its accesses"
+    elif not question.loops:
+        reason = "it has no loops"
     if reason is not None:
-        return _keep(question, f"pinned to {pin}, but {reason}" if pin else reason)
+        return question.keep(f"pinned to {pin}, but {reason}" if pin else reason)
     if not compare and pin is None:
-        return _keep(question, "choosing tilings is switched off")
+        return question.keep("choosing tilings is switched off")
     workload = workload_of(question, index_bits=index_bits, multiprocessors=multiprocessors)
     if pin is None and not any(loop.is_symbolic for loop in workload.loops):
-        return _keep(question, "its sizes are static: Inductor's analysis is kept")
+        return question.keep("its sizes are static: Inductor's analysis is kept")
     return _compare(question, workload, pin)
-
-
-def _why_not(question: Question) -> str | None:
-    if question.is_reduction:
-        return "a reduction keeps the tiling of Inductor's analysis"
-    if question.analysis is None:
-        return "Inductor could not analyse its accesses"
-    if not question.loops:
-        return "it has no loops"
-    return None
 
 
 def _compare(question: Question, workload: cost.Workload, pin: str | None) -> Answer:
     kept = _cuts_of(question, question.answer)
     if kept is None:
-        return _keep(question, "Inductor splits a loop of it, which the cost model does not know")
+        return question.keep("Inductor splits a loop of it, which the cost model does not know")
     costs: dict[cost.Cuts, float] = {}
     declined: dict[cost.Cuts, str] = {}
     for cuts in cost.all_cuts(len(workload.loops), most_dims=3):
@@ -119,34 +120,22 @@ def _compare(question: Question, workload: cost.Workload, pin: str | None) -> An
     named = {_name(cuts, workload): round(price, 3) for cuts, price in sorted(costs.items(), key=lambda item: item[1])}
     if pin is not None:
         dims = int(pin[0])
-        fitting = {cuts: price for cuts, price in costs.items() if len(cuts) == dims - 1}
+        fitting = [cuts for cuts in costs if len(cuts) == dims - 1]
         if not fitting:
             whys = sorted({why for cuts, why in declined.items() if len(cuts) == dims - 1})
-            return _keep(question, f"pinned to {pin}, but {'; '.join(whys) or 'it has too few loops'}", named)
-        return _take(question, min(fitting, key=fitting.__getitem__), "pinned", named)
-    best = min(costs, key=costs.__getitem__)
-    gain = costs[kept] / max(costs[best], 1e-9)
-    if best == kept or gain < cost.LEAST_GAIN:
-        return _keep(question, "no other tiling promises a clear gain", named)
-    reason = f"{costs[best]:.2f} instead of {costs[kept]:.2f} ps an element by the cost model"
-    return _take(question, best, reason, named)
-
-
-def _take(question: Question, cuts: cost.Cuts, reason: str, costs: Mapping[str, float]) -> Answer:
-    tiling, scores = question.cut(cuts)
+            return question.keep(f"pinned to {pin}, but {'; '.join(whys) or 'it has too few loops'}", named)
+        best, reason = min(fitting, key=costs.__getitem__), "pinned"
+    else:
+        best = min(costs, key=costs.__getitem__)
+        reason = f"{costs[best]:.2f} instead of {costs[kept]:.2f} ps an element by the cost model"
+        if best == kept or costs[kept] / max(costs[best], 1e-9) < cost.LEAST_GAIN:
+            return question.keep("no other tiling promises a clear gain", named)
+    tiling, scores = question.cut(best)
     if "z" in tiling:
         # A later call with larger sizes recompiles instead of launching a grid that is too large.
         for dim in ("y", "z"):
             question.sizes.check_leq(tiling[dim], sympy.Integer(cost.MOST_BLOCKS))
-    return _answer(f"{len(cuts) + 1}d", tiling, scores, reason, costs)
-
-
-def _keep(question: Question, reason: str, costs: Mapping[str, float] | None = None) -> Answer:
-    return _answer("coalesced", question.answer, question.scores, reason, costs)
-
-
-def _answer(choice: str, tiling: Tiling, scores: Any, reason: str, costs: Mapping[str, float] | None = None) -> Answer:
-    return Answer(tiling, scores, KernelTiling(printed(tiling), choice, reason, dict(costs or {})))
+    return _answer(f"{len(best) + 1}d", tiling, scores, reason, named)
 
 
 def _cuts_of(question: Question, tiling: Tiling) -> cost.Cuts | None:
@@ -171,16 +160,12 @@ def _decline(question: Question, cuts: cost.Cuts) -> str | None:
         return None
     # In two dims Inductor continues a long y along z; in three dims it cannot.
     for dim in ("y", "z"):
-        if not _stays_below(question.sizes, tiling[dim], cost.MOST_BLOCKS):
+        # By proof, or by its current value and a guard.
+        sizes, size = question.sizes, tiling[dim]
+        can_guard = compat.generated.can_guard(size) and int(sizes.optimization_hint(size)) <= cost.MOST_BLOCKS
+        if not sizes.statically_known_leq(size, cost.MOST_BLOCKS) and not can_guard:
             return f"{dim} may need more than {cost.MOST_BLOCKS:,} blocks"
     return None
-
-
-def _stays_below(sizes: Any, size: sympy.Expr, limit: int) -> bool:
-    """Return True if a size stays below a limit: by proof, or by its current value and a guard."""
-    if sizes.statically_known_leq(size, limit):
-        return True
-    return compat.generated.can_guard(size) and int(sizes.optimization_hint(size)) <= limit
 
 
 def _name(cuts: cost.Cuts, workload: cost.Workload) -> str:
@@ -190,21 +175,23 @@ def _name(cuts: cost.Cuts, workload: cost.Workload) -> str:
 
 def workload_of(question: Question, *, index_bits: int, multiprocessors: int | None) -> cost.Workload:
     """Return the kernel's loops with their costs, from Inductor's analysis."""
-    analysis = question.analysis
+    analysis, hint = question.analysis, question.sizes.optimization_hint
     accesses = analysis.norm_read_writes
-    hint = question.sizes.optimization_hint
+    functions = compat.generated.division_functions()
+    divisions = {part for access in (*accesses.reads, *accesses.writes) for part in access.atoms(*functions)}
     loops = []
     for loop in question.loops:
         size = sympy.sympify(accesses.var_ranges[loop])
-        symbolic, constant = _divisions_by(loop, [*accesses.reads, *accesses.writes])
+        # Divisors of divisions and remainders of the loop's index, each once.
+        divisors = [divisor for part in divisions if part.has(loop) for divisor in part.args[1:]]
         loops.append(
             cost.Loop(
                 size=int(hint(size)),
                 is_symbolic=bool(size.free_symbols),
                 known_factor=_known_factor(size),
                 bytes=int(analysis.coalesced_by_var.get(loop, 0)),
-                divisions=symbolic,
-                constant_divisions=constant,
+                divisions=sum(bool(divisor.free_symbols) for divisor in divisors),
+                constant_divisions=sum(divisor.is_Integer and divisor != 1 for divisor in divisors),
             )
         )
     return cost.Workload(
@@ -213,15 +200,6 @@ def workload_of(question: Question, *, index_bits: int, multiprocessors: int | N
         index_bits=index_bits,
         multiprocessors=multiprocessors,
     )
-
-
-def _divisions_by(loop: sympy.Symbol, accesses: Sequence[sympy.Expr]) -> tuple[int, int]:
-    """Count divisions and remainders of a loop's index in the accesses, each once: symbolic and constant."""
-    floor_div, modular_indexing = compat.generated.division_functions()
-    found = {part for access in accesses for part in access.atoms(floor_div, modular_indexing) if part.has(loop)}
-    symbolic = sum(sum(bool(size.free_symbols) for size in part.args[1:]) for part in found)
-    constant = sum(sum(size.is_Integer and size != 1 for size in part.args[1:]) for part in found)
-    return symbolic, constant
 
 
 def _known_factor(size: sympy.Expr) -> int:

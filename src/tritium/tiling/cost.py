@@ -104,35 +104,33 @@ def cost(workload: Workload, cuts: Cuts) -> float:
     dims = groups(workload, cuts)
     sizes = [math.prod(loop.size for loop in dim) for dim in dims]
     tile = tile_of(sizes)
-    waste = _padding(sizes, tile) * last_wave_waste(sizes, tile, workload.multiprocessors)
-    taken = sorted([_memory(workload, dims), _arithmetic(workload, dims, tile)])
-    time = taken[1] + NOT_HIDDEN * taken[0]
-    return time * waste * (1 + PER_DIM * (len(dims) - 1))
+    blocks = [math.ceil(size / block) for size, block in zip(sizes, tile, strict=True)]
+    padding = math.prod(count * block / size for count, block, size in zip(blocks, tile, sizes, strict=True) if size)
+    waste = padding * last_wave_waste(math.prod(blocks), workload.multiprocessors)
+    shorter, longer = sorted([_memory(workload, dims), _arithmetic(workload, dims, tile)])
+    return (longer + NOT_HIDDEN * shorter) * waste * (1 + PER_DIM * (len(dims) - 1))
 
 
 def tile_of(sizes: Sequence[int]) -> list[int]:
     """Return the likely tile for these sizes: powers of two, wide along the innermost dim."""
     left, tile = TILE, []
     for position, size in enumerate(reversed(sizes)):
-        is_last = position == len(sizes) - 1
-        most = left if is_last else TILE_INNER
-        block = min(_next_power_of_two(size), most, left)
+        most = left if position == len(sizes) - 1 else TILE_INNER
+        # The next power of two.
+        block = min(1 << max(size - 1, 0).bit_length(), most, left)
         tile.append(block)
         left = max(left // block, 1)
     return tile[::-1]
 
 
-def last_wave_waste(sizes: Sequence[int], tile: Sequence[int], multiprocessors: int | None) -> float:
+def last_wave_waste(tiles: int, multiprocessors: int | None) -> float:
     """Return the factor by which the kernel is slower because its last wave of tiles is incomplete.
 
-    >>> last_wave_waste([1024 * 1056], [1024], 132)
-    1.0
-    >>> last_wave_waste([1024 * 1057], [1024], 132) > 1.9
-    True
+    >>> last_wave_waste(1056, 132), last_wave_waste(1057, 132) > 1.9
+    (1.0, True)
     """
     if multiprocessors is None:
         return 1.0
-    tiles = math.prod(math.ceil(size / block) for size, block in zip(sizes, tile, strict=True))
     waves = tiles / (multiprocessors * TILES_PER_MULTIPROCESSOR)
     # Below one wave, every tiling leaves part of the device idle, and Inductor adapts the tile size.
     return math.ceil(waves) / waves if waves > 1 else 1.0
@@ -173,11 +171,3 @@ def _divisions(dim: Sequence[Loop], price: float) -> float:
         known *= loop.known_factor
         is_symbolic = is_symbolic or loop.is_symbolic
     return total
-
-
-def _padding(sizes: Sequence[int], tile: Sequence[int]) -> float:
-    return math.prod(math.ceil(size / block) * block / size for size, block in zip(sizes, tile, strict=True) if size)
-
-
-def _next_power_of_two(size: int) -> int:
-    return 1 << max(size - 1, 0).bit_length()

@@ -31,10 +31,12 @@ def quotient(numerator: sympy.Expr, denominator: sympy.Expr) -> sympy.Expr | Non
     numerator, denominator = sympy.sympify(numerator), sympy.sympify(denominator)
     if denominator.is_zero:
         return None
+    if numerator.is_Integer and denominator.is_Integer:
+        return numerator // denominator if numerator % denominator == 0 else None
     try:
         dividend, divisor = sympy.parallel_poly_from_expr((numerator, denominator))[0]
     except (sympy.PolificationFailed, sympy.PolynomialError):
-        return _of_numbers(numerator, denominator)
+        return None
     if not _within_bounds(dividend) or not _within_bounds(divisor):
         return None
     # With a single divisor, the remainder is zero exactly if it divides, in any order of the terms.
@@ -52,12 +54,6 @@ def is_multiple(numerator: sympy.Expr | int, denominator: sympy.Expr | int) -> b
     True
     """
     return quotient(sympy.sympify(numerator), sympy.sympify(denominator)) is not None
-
-
-def _of_numbers(numerator: sympy.Expr, denominator: sympy.Expr) -> sympy.Expr | None:
-    if not (numerator.is_Integer and denominator.is_Integer):
-        return None
-    return numerator // denominator if numerator % denominator == 0 else None
 
 
 def _within_bounds(polynomial: sympy.Poly) -> bool:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import sympy
@@ -84,7 +84,9 @@ def narrow(source: str, facts: Facts) -> NarrowKernel:
         # Line 1 is the definition; columns count bytes.
         encoded = body[line - 2].encode()
         body[line - 2] = (encoded[:column] + text.encode() + encoded[end_column:]).decode()
-    copies = [f"    {name}_i32 = {name}.to(tl.int32)" for name in sorted(work.used, key=_natural)]
+    # Numbers in the order of their values: ks2 before ks10.
+    names = sorted(work.used, key=lambda name: (len(name), name))
+    copies = [f"    {name}_i32 = {name}.to(tl.int32)" for name in names]
     return NarrowKernel("\n".join([*lines[: start + 1], *copies, *body, *lines[end:]]), work.narrow, work.wide)
 
 
@@ -93,61 +95,50 @@ class _Rewrite:
 
     def __init__(self, facts: Facts, tree: ast.Module) -> None:
         self.facts = facts
-        self.bounds = Bounds(facts)
         self.edits: list[tuple[int, int, int, str]] = []
         self.used: set[str] = set()
-        self.narrow = 0
-        self.wide = 0
-        definitions = list(_index_definitions(tree, facts.extents))
-        wide = self._carriers(definitions)
-        proven = {id(value): self.bounds.proves(value) for _, value in definitions}
-        unproven = {name for name, value in definitions if not proven[id(value)]}
-        self._narrow_names = {name for name in wide if name not in unproven}
-        expressions = {id(value) for name, value in definitions if name not in unproven}
-        uses = [index for node in ast.walk(tree) if (index := _index_use(node)) is not None]
-        expressions |= {id(index) for index in uses if self.bounds.proves(index)}
-        self._edit(tree, expressions, within=False)
+        self.narrow = self.wide = 0
+        bounds, nodes = Bounds(facts), list(ast.walk(tree))
+        definitions = [
+            (target.id, value)
+            for node in nodes
+            if isinstance(node, ast.Assign)
+            for target, value in [(node.targets[0], node.value)]
+            if len(node.targets) == 1 and isinstance(target, ast.Name) and target.id in facts.extents
+        ]
+        unproven = {name for name, value in definitions if bounds.of(value) is None}
+        # Index variables that are 64 bits now because they depend on a 64-bit size, of which the unproven stay so.
+        wide: set[str] = set()
+        while more := {name for name, value in definitions if _names(value) & (facts.sizes.keys() | wide)} - wide:
+            wide |= more
+        self._narrow_names = wide - unproven
+        uses = [index for node in nodes if (index := _index_use(node)) is not None and bounds.of(index) is not None]
+        self._proven = {id(value) for name, value in definitions if name not in unproven} | set(map(id, uses))
+        self._edit(tree, within=False)
 
-    def _carriers(self, definitions: Sequence[tuple[str, ast.expr]]) -> set[str]:
-        """Return the index variables that are 64 bits now because they depend on a 64-bit size."""
-        found: set[str] = set()
-        while True:
-            more = {
-                name
-                for name, value in definitions
-                if any(part in self.facts.sizes or part in found for part in _names(value))
-            }
-            if more <= found:
-                return found
-            found |= more
-
-    def _edit(self, node: ast.AST, proven: set[int], *, within: bool) -> None:
-        if not within and id(node) in proven:
+    def _edit(self, node: ast.AST, *, within: bool) -> None:
+        if not within and id(node) in self._proven:
             within = True
-            if any(name in self.facts.sizes for name in _names(node)):
-                self.narrow += 1
+            self.narrow += bool(_names(node) & self.facts.sizes.keys())
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-            self._edit_name(node, within=within)
+            where = (node.lineno, node.col_offset, node.end_col_offset or node.col_offset)
+            if within and node.id in self.facts.sizes:
+                self.used.add(node.id)
+                self.edits.append((*where, f"{node.id}_i32"))
+            elif not within and node.id in self._narrow_names:
+                self.edits.append((*where, f"{node.id}.to(tl.int64)"))
             return
-        if not within and isinstance(node, (ast.Assign, ast.Expr)) and self._has_wide_expression(node, proven):
-            self.wide += 1
+        if not within and isinstance(node, (ast.Assign, ast.Expr)):
+            self.wide += self._has_wide_expression(node)
         for child in ast.iter_child_nodes(node):
-            self._edit(child, proven, within=within)
+            self._edit(child, within=within)
 
-    def _has_wide_expression(self, node: ast.AST, proven: set[int]) -> bool:
-        if id(node) in proven:
+    def _has_wide_expression(self, node: ast.AST) -> bool:
+        if id(node) in self._proven:
             return False
         if isinstance(node, ast.Name):
             return node.id in self.facts.sizes
-        return any(self._has_wide_expression(child, proven) for child in ast.iter_child_nodes(node))
-
-    def _edit_name(self, node: ast.Name, *, within: bool) -> None:
-        where = (node.lineno, node.col_offset, node.end_col_offset or node.col_offset)
-        if within and node.id in self.facts.sizes:
-            self.used.add(node.id)
-            self.edits.append((*where, f"{node.id}_i32"))
-        elif not within and node.id in self._narrow_names:
-            self.edits.append((*where, f"{node.id}.to(tl.int64)"))
+        return any(map(self._has_wide_expression, ast.iter_child_nodes(node)))
 
 
 class Bounds:
@@ -157,16 +148,10 @@ class Bounds:
         self.facts = facts
         self._fits: dict[sympy.Expr, bool] = {}
 
-    def proves(self, node: ast.expr) -> bool:
-        """Return True if an expression is index arithmetic whose results all fit in 32 bits."""
-        return self.of(node) is not None
-
     def of(self, node: ast.expr) -> Interval | None:
-        """Return the least and the largest value, or None if a part of the expression is not known to fit."""
+        """Return the least and the largest value, or None if a part of the expression is not known to fit in 32 bits."""
         found = self._of(node)
-        if found is None or not (self.fits(found[1]) and self.fits(-found[0])):
-            return None
-        return found
+        return found if found is not None and self.fits(found[1]) and self.fits(-found[0]) else None
 
     def _of(self, node: ast.expr) -> Interval | None:
         match node:
@@ -185,6 +170,7 @@ class Bounds:
         return None
 
     def _combined(self, operator: ast.operator, one: Interval, two: Interval) -> Interval | None:
+        are_positive = self.at_least(one[0], 0) and self.at_least(two[0], 0)
         match operator:
             case ast.Add():
                 return one[0] + two[0], one[1] + two[1]
@@ -193,32 +179,27 @@ class Bounds:
             case ast.Mult():
                 return self._product(one, two)
             # A divisor of 0 is invalid in 64 bits too.
-            case ast.FloorDiv() if self.at_least(one[0], 0) and self.at_least(two[0], 0):
-                return self._quotient(one, two)
-            case ast.Mod() if self.at_least(one[0], 0) and self.at_least(two[0], 0):
+            case ast.FloorDiv() if are_positive:
+                is_constant = two[0] == two[1] and two[0].is_Integer and two[0] > 0
+                return sympy.Integer(0), _floor_at_most(one[1], two[0]) if is_constant else one[1]
+            case ast.Mod() if are_positive:
                 return sympy.Integer(0), two[1] - 1
         return None
 
     def _product(self, one: Interval, two: Interval) -> Interval | None:
-        first, minus = self._without_sign(one)
-        second, again = self._without_sign(two)
-        if first is None or second is None:
-            return None
-        least, largest = first[0] * second[0], first[1] * second[1]
-        return (least, largest) if minus == again else (-largest, -least)
-
-    def _without_sign(self, interval: Interval) -> tuple[Interval | None, bool]:
-        """Return the interval at or above 0 and whether it was negated; None if it contains both signs."""
-        if self.at_least(interval[0], 0):
-            return interval, False
-        if self.at_least(-interval[1], 0):
-            return (-interval[1], -interval[0]), True
-        return None, False
-
-    def _quotient(self, one: Interval, two: Interval) -> Interval:
-        if two[0] == two[1] and two[0].is_Integer and two[0] > 0:
-            return sympy.Integer(0), _floor_at_most(one[1], two[0])
-        return sympy.Integer(0), one[1]
+        """Return the interval of a product, or None if a factor can have both signs."""
+        is_negated = False
+        factors = []
+        for least, largest in (one, two):
+            if self.at_least(least, 0):
+                factors.append((least, largest))
+            elif self.at_least(-largest, 0):
+                factors.append((-largest, -least))
+                is_negated = not is_negated
+            else:
+                return None
+        least, largest = (first * second for first, second in zip(*factors, strict=True))
+        return (-largest, -least) if is_negated else (least, largest)
 
     def fits(self, value: sympy.Expr) -> bool:
         """Return True if a value is at most 2^31 - 1 whenever the guards hold."""
@@ -270,14 +251,6 @@ def _floor_at_most(value: sympy.Expr, divisor: sympy.Integer) -> sympy.Expr:
     return whole / divisor + rest // divisor if rest.is_Integer else value / divisor
 
 
-def _index_definitions(tree: ast.Module, extents: Mapping[str, sympy.Expr]) -> Iterator[tuple[str, ast.expr]]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and len(node.targets) == 1:
-            target = node.targets[0]
-            if isinstance(target, ast.Name) and target.id in extents:
-                yield target.id, node.value
-
-
 def _index_use(node: ast.AST) -> ast.expr | None:
     """Return the index in `pointer + (index)` or `(index).to(tl.int32)`, where its width has no effect."""
     match node:
@@ -292,7 +265,3 @@ def _index_use(node: ast.AST) -> ast.expr | None:
 
 def _names(node: ast.AST) -> set[str]:
     return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
-
-
-def _natural(name: str) -> int:
-    return int(re.sub(r"\D", "", name) or 0)

@@ -1,22 +1,16 @@
-"""The switches of the tiling policy, and its decisions: one with a reason for each kernel."""
+"""The switches of the tiling policy."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import json
-import math
-from collections import deque
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tritium import disk
 from tritium.config import CompilationConfig
-from tritium.report.tiling import KernelTiling, ReductionChoice
-from tritium.tuning import tables
-from tritium.tuning.reductions import ReductionLimits
+from tritium.tuning.tables import ReductionLimits, all_reduction_limits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +44,7 @@ class TilingPolicy:
     def identity(self) -> str:
         """Return a digest for cache keys: the switches, the tables and the text of every file of this folder."""
         uses_tables = self.choose_reduction and self.reduction_limits is None
-        measured = tables.all_reduction_limits() if uses_tables else {}
+        measured = all_reduction_limits() if uses_tables else {}
         deciding = {
             "policy": dataclasses.asdict(self),
             "measured": {name: limits.to_dict() for name, limits in measured.items()},
@@ -76,73 +70,3 @@ def policy_of(config: CompilationConfig) -> TilingPolicy:
         retry_analysis=switches.enable_tiling_retry,
         pins=config.tiling_pins(),
     )
-
-
-# A bound for processes that compile all day.
-MOST_DECISIONS = 4096
-
-
-class Decisions:
-    """The decisions of an active policy, for one graph or for a process."""
-
-    def __init__(self) -> None:
-        self._made: deque[KernelTiling] = deque(maxlen=MOST_DECISIONS)
-        # Keyed by the kernel's nodes; their names are unique only within the graph being compiled.
-        self._latest: dict[frozenset[str], KernelTiling] = {}
-        self._proofs: deque[str] = deque(maxlen=MOST_DECISIONS)
-        # Proofs since the last kernel was begun.
-        self._recent: dict[str, None] = {}
-        # Cuts that differ from Inductor's, keyed by the rows and elements of the resulting kernels.
-        self._cut: dict[tuple[int, int], ReductionChoice] = {}
-        # Errors of Inductor's analysis after which the kernel was tiled without it.
-        self.retries: deque[str] = deque(maxlen=MOST_DECISIONS)
-
-    def decide(self, nodes: Iterable[str], tiling: KernelTiling) -> None:
-        self._made.append(tiling)
-        self._latest[frozenset(nodes)] = tiling
-
-    def cut(self, choice: ReductionChoice) -> None:
-        """Record how rows are cut, for the kernels that code generation makes of them later."""
-        assert choice.rows is not None
-        assert choice.elements is not None
-        self._cut[choice.rows * choice.parts, math.ceil(choice.elements / choice.parts)] = choice
-
-    def cut_into(self, rows: int, elements: int) -> ReductionChoice | None:
-        """Return the recorded cut that led to a kernel of `rows` rows of `elements` elements, or None."""
-        return self._cut.get((rows, elements))
-
-    @property
-    def latest(self) -> KernelTiling | None:
-        """Return the decision for the kernel whose code is being generated."""
-        return self._made[-1] if self._made else None
-
-    def prove(self, proof: str) -> None:
-        self._recent[proof] = None
-        self._proofs.append(proof)
-
-    def begin(self) -> None:
-        """Start the code of a kernel: later proofs belong to it."""
-        self._recent.clear()
-
-    def finish(self, nodes: Iterable[str]) -> None:
-        """End the code of a kernel: add the proofs since `begin` to its decision."""
-        kernel = self.of(nodes)
-        if kernel is not None:
-            kernel.proofs = list(self._recent)
-
-    def of(self, nodes: Iterable[str]) -> KernelTiling | None:
-        return self._latest.get(frozenset(nodes))
-
-    def kernels(self) -> list[KernelTiling]:
-        return list(self._made)
-
-    def proofs(self) -> list[str]:
-        """Return all proofs, without repetitions."""
-        return list(dict.fromkeys(self._proofs))
-
-
-def printed(tiling: Mapping[str, Any]) -> dict[str, str]:
-    """Format dims and sizes for the report, without reductions of size 1."""
-    return {
-        name.rstrip("_"): str(size) for name, size in tiling.items() if not (name.startswith("r") and str(size) == "1")
-    }

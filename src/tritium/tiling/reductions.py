@@ -11,19 +11,13 @@ Inductor's only if the device's table has a measurement. They never change the r
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tritium.report.tiling import Form, ReductionChoice
-from tritium.tuning.reductions import INDUCTOR_LIMITS, INDUCTOR_PERSISTENT, INDUCTOR_WHOLE, Limit, ReductionLimits
+from tritium.tuning.tables import INDUCTOR_LIMITS, INDUCTOR_PERSISTENT, ReductionLimits
 
 # Longer rows do not fit the registers of a block with 8 warps: 64 values for each of its 256 threads.
 MOST_PERSISTENT = 16_384
-
-# Blocks per multiprocessor for rows that Inductor does not cut, and the fewest values per block.
-BLOCKS_PER_MULTIPROCESSOR = 4
-LEAST_PART = 2_048
 
 
 @dataclass(frozen=True)
@@ -66,7 +60,7 @@ def walk(reduction: Reduction, inductor: Form, limits: ReductionLimits = INDUCTO
         return taken(inductor, f"{values}: above the measured limit of {min(limit, MOST_PERSISTENT):,}")
     if reduction.looped_bytes_per_row <= reduction.bytes_per_row:
         return taken(inductor, f"{values}: read once in either form")
-    once, all_passes = _kib(reduction.bytes_per_row), _kib(reduction.looped_bytes_per_row)
+    once, all_passes = (f"{size / 1024:,.0f} KiB" for size in (reduction.bytes_per_row, reduction.looped_bytes_per_row))
     return taken("persistent", f"{values}: {once} are read once instead of {all_passes} in passes, measured faster")
 
 
@@ -89,91 +83,9 @@ def cut(reduction: Reduction, inductor_parts: int, limits: ReductionLimits = IND
         return taken(inductor, "its sizes are not known: Inductor's choice is kept", inductor_parts)
     values = f"{rows:,} rows of {elements:,} elements"
     if elements <= limits.whole_up_to:
-        if inductor == "looped":
-            return taken("looped", f"{values}: not cut")
-        return taken("looped", f"{values}: measured faster whole")
+        return taken("looped", f"{values}: {'not cut' if inductor == 'looped' else 'measured faster whole'}")
     # Parts that wait for each other must all run at the same time.
     together = (reduction.multiprocessors or 0) // 2
     if rows <= min(limits.cooperative_up_to_rows, together) and elements >= limits.cooperative_from:
         return taken("cooperative", f"{values}: measured faster in one kernel")
-    if limits.split_below_rows is None:
-        return taken(inductor, f"{values}: Inductor's choice is kept", inductor_parts)
-    if rows >= limits.split_below_rows:
-        return taken("looped", f"{values}: enough rows to keep the device busy")
-    parts = inductor_parts if inductor == "split" else _parts(rows, elements, reduction.multiprocessors)
-    return taken("split", f"{values}: too few rows to keep the device busy", parts)
-
-
-def _parts(rows: int, elements: int, multiprocessors: int | None) -> int:
-    wanted = math.ceil(BLOCKS_PER_MULTIPROCESSOR * (multiprocessors or 1) / max(rows, 1))
-    return max(min(wanted, elements // LEAST_PART), 2)
-
-
-def _kib(size: int) -> str:
-    """Format bytes as KiB.
-
-    >>> _kib(18432)
-    '18 KiB'
-    """
-    return f"{size / 1024:,.0f} KiB"
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Milliseconds of one function in several forms."""
-
-    rows: int
-    elements: int
-    reads: int
-    ms: Mapping[str, float]
-
-
-# A form must be this much faster to be chosen, and may be this much slower for rows before a longer one.
-GAIN = 0.02
-TIE = 0.01
-
-
-def limits_of(timings: Sequence[Timing], versions: Mapping[str, str]) -> ReductionLimits:
-    """Return the limits of a device that follow from its timings.
-
-    >>> timing = Timing(4096, 1536, 2, {"looped": 1.0, "persistent": 0.9})
-    >>> limits_of([timing, Timing(4096, 2048, 2, {"looped": 1.0})], {}).persistent_up_to
-    (Limit(reads=2, elements=1536),)
-    """
-    limits = []
-    for reads in sorted({timing.reads for timing in timings if "persistent" in timing.ms}):
-        longest = _longest([timing for timing in timings if timing.reads == reads], "persistent", "looped")
-        limits.append(Limit(reads, longest or INDUCTOR_PERSISTENT))
-    whole_up_to = INDUCTOR_WHOLE
-    cut_rows = [timing for timing in timings if {"split", "looped"} <= timing.ms.keys()]
-    if cut_rows:
-        whole_up_to = _longest(cut_rows, "looped", "split") or INDUCTOR_WHOLE
-    together = [timing for timing in timings if {"split", "cooperative"} <= timing.ms.keys()]
-    cooperative_up_to_rows = cooperative_from = 0
-    # Start with the longest rows; stop when cooperating is not faster.
-    for timing in sorted(together, key=lambda timing: -timing.elements):
-        rival = min(ms for form, ms in timing.ms.items() if form != "cooperative")
-        if timing.ms["cooperative"] > (1 - GAIN) * rival:
-            break
-        cooperative_up_to_rows, cooperative_from = timing.rows, timing.elements
-    return ReductionLimits(
-        persistent_up_to=tuple(limits),
-        whole_up_to=whole_up_to,
-        cooperative_up_to_rows=cooperative_up_to_rows,
-        cooperative_from=cooperative_from,
-        versions=versions,
-    )
-
-
-def _longest(timings: Sequence[Timing], form: str, other: str) -> int | None:
-    """Return the longest row for which a form is faster, if it is not slower for any shorter one."""
-    longest = None
-    for timing in sorted(timings, key=lambda timing: timing.elements):
-        if not {form, other} <= timing.ms.keys():
-            continue
-        ratio = timing.ms[form] / timing.ms[other]
-        if ratio > 1 + TIE:
-            break
-        if ratio < 1 - GAIN:
-            longest = timing.elements
-    return longest
+    return taken(inductor, f"{values}: Inductor's choice is kept", inductor_parts)

@@ -6,57 +6,82 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import sympy
 
 from tritium import compat, device
+from tritium.compat import generated
 from tritium.errors import brief
 from tritium.report.tiling import Form, KernelTiling, ReductionChoice
 from tritium.tiling import choose as choosing
 from tritium.tiling import reductions
 from tritium.tiling.divisibility import is_multiple
 from tritium.tiling.narrow import Facts, narrow
-from tritium.tiling.policy import Decisions, TilingPolicy, printed
+from tritium.tiling.policy import TilingPolicy
 from tritium.tiling.reductions import Reduction
-from tritium.tuning import Machine, tables
-from tritium.tuning.reductions import ReductionLimits
+from tritium.tuning import Machine, ReductionLimits, tables
+
+# A bound for processes that compile all day.
+MOST_DECISIONS = 4096
 
 
-@dataclass(frozen=True)
 class Session:
-    """An active policy and the record of its decisions."""
+    """An active policy and its decisions, for one graph or for a process: one with a reason for each kernel."""
 
-    policy: TilingPolicy
-    decisions: Decisions
+    def __init__(self, policy: TilingPolicy) -> None:
+        self.policy = policy
+        self.kernels: deque[KernelTiling] = deque(maxlen=MOST_DECISIONS)
+        # Errors of Inductor's analysis after which the kernel was tiled without it.
+        self.retries: deque[str] = deque(maxlen=MOST_DECISIONS)
+        # Keyed by the kernel's nodes; their names are unique only within the graph being compiled.
+        self._latest: dict[frozenset[str], KernelTiling] = {}
+        self._proofs: deque[str] = deque(maxlen=MOST_DECISIONS)
+        # Proofs since the last kernel was begun.
+        self._recent: dict[str, None] = {}
+        # Cuts that differ from Inductor's, keyed by the rows and elements of the resulting kernels.
+        self._cut: dict[tuple[int, int], ReductionChoice] = {}
 
     @property
     def identity(self) -> str:
         return self.policy.identity
 
+    @property
+    def proofs(self) -> list[str]:
+        """All proofs, without repetitions."""
+        return list(dict.fromkeys(self._proofs))
+
+    def of(self, nodes: Iterable[str]) -> KernelTiling | None:
+        return self._latest.get(frozenset(nodes))
+
     def proves_multiple(self, numerator: Any, denominator: Any) -> bool:
-        if not self.policy.prove_divisibility:
+        if not self.policy.prove_divisibility or not is_multiple(numerator, denominator):
             return False
-        if not is_multiple(sympy.sympify(numerator), sympy.sympify(denominator)):
-            return False
-        self.decisions.prove(f"({numerator}) / ({denominator})")
+        proof = f"({numerator}) / ({denominator})"
+        self._recent[proof] = None
+        self._proofs.append(proof)
         return True
 
     def survives(self, error: Exception, node: str) -> bool:
+        """Return True if a kernel is tiled without Inductor's analysis after this error of it."""
         if not self.policy.retry_analysis or compat.dynamo.steers_dynamo(error):
             return False
-        self.decisions.retries.append(f"{node}: {brief(error)}")
+        self.retries.append(f"{node}: {brief(error)}")
         return True
 
     def begin_kernel(self) -> None:
-        self.decisions.begin()
+        self._recent.clear()
 
     def end_kernel(self, nodes: Sequence[str]) -> None:
-        self.decisions.finish(nodes)
+        """End the code of a kernel: add the proofs since `begin_kernel` to its decision."""
+        kernel = self.of(nodes)
+        if kernel is not None:
+            kernel.proofs = list(self._recent)
 
     def tile(
         self, scheduling: Any, schedule: Any, numel: Any, reduction_numel: Any, analysis: Any, answer: Any
@@ -64,9 +89,8 @@ class Session:
         """Return the tiling of one kernel with its scores."""
         sizes = sympy.sympify(numel), sympy.sympify(reduction_numel)
         question = choosing.Question(scheduling, schedule, *sizes, analysis, *answer)
-        nodes = compat.tiling.node_names(schedule)
         try:
-            answer = choosing.choose(
+            tiling, scores, kernel = choosing.choose(
                 question,
                 pin=self._pin(schedule),
                 compare=self.policy.choose_tiling,
@@ -76,16 +100,15 @@ class Session:
         except Exception as error:
             if compat.dynamo.steers_dynamo(error):
                 raise
-            reason = f"the cost model failed: {brief(error)}"
-            self.decisions.decide(nodes, KernelTiling(printed(question.answer), "coalesced", reason))
-            return question.answer, question.scores
-        self.decisions.decide(nodes, answer.decision)
-        return answer.tiling, answer.scores
+            tiling, scores, kernel = question.keep(f"the cost model failed: {brief(error)}")
+        self.kernels.append(kernel)
+        self._latest[frozenset(compat.tiling.node_names(schedule))] = kernel
+        return tiling, scores
 
     def _pin(self, schedule: Sequence[Any]) -> str | None:
         if not self.policy.pins:
             return None
-        name = compat.generated.next_kernel_name(schedule)
+        name = generated.next_kernel_name(schedule)
         # `triton_poi_fused_add_0`: the middle part is known only with the code.
         return next((tiling for kernel, tiling in self.policy.pins if kernel.split("_", 2)[2:] == [name]), None)
 
@@ -93,13 +116,13 @@ class Session:
         """Return the source of a finished kernel with 32-bit index arithmetic where that is proven to be equal."""
         if not self.policy.narrow_sizes:
             return source
-        decision = self.decisions.of(compat.tiling.node_names(kernel.features.node_schedule))
         try:
             source, summary = _narrow(kernel, source)
         except Exception as error:
             if compat.dynamo.steers_dynamo(error):
                 raise
             summary = f"all in 64 bits: {brief(error)}"
+        decision = self.of(compat.tiling.node_names(kernel.features.node_schedule))
         if decision is not None:
             decision.sizes = summary
         return source
@@ -108,29 +131,28 @@ class Session:
         """Return the number of parts into which rows are cut; `parts` is Inductor's."""
         if not self._reduces(target):
             return parts
-        reduction = Reduction(
-            rows=rows, elements=elements, multiprocessors=compat.generated.target_multiprocessors(target)
-        )
-        choice = reductions.cut(reduction, parts, self._limits())
+        multiprocessors = generated.target_multiprocessors(target)
+        choice = reductions.cut(Reduction(rows, elements, multiprocessors=multiprocessors), parts, self._limits())
         if choice.differs:
-            self.decisions.cut(choice)
+            self._cut[rows * choice.parts, math.ceil(elements / choice.parts)] = choice
         return choice.parts if choice.form == "split" else 1
 
     def cooperates(self, rows: Any, elements: Any) -> bool:
         """Return True if the parts of these rows wait for each other inside one kernel."""
-        if not self._reduces():
+        if not self._reduces(generated.current_device()):
             return False
         choice = self._earlier_cut(rows, elements)
-        kernel = self.decisions.latest
-        if choice is None or kernel is None:
+        if choice is None or not self.kernels:
             return False
+        # The kernel whose code is being generated.
+        kernel = self.kernels[-1]
         kernel.reduction = choice
         # Inductor supports cooperative reductions only with one other tile dim.
         return choice.form == "cooperative" and "y" not in kernel.dims
 
     def persists(self, features: Any, answer: bool) -> bool:
         """Return True if a kernel holds its rows in registers; `answer` is Inductor's."""
-        if not self._reduces():
+        if not self._reduces(generated.current_device()):
             return answer
         inductor: Form = "persistent" if answer else "looped"
         try:
@@ -140,13 +162,12 @@ class Session:
             if compat.dynamo.steers_dynamo(error):
                 raise
             choice, earlier = ReductionChoice(inductor, inductor, f"the rules failed: {brief(error)}"), None
-        kernel = self.decisions.of(compat.tiling.node_names(features.node_schedule))
+        kernel = self.of(compat.tiling.node_names(features.node_schedule))
         if kernel is not None:
             kernel.reduction = choice if earlier is None else choice.after(earlier)
         return choice.form == "persistent"
 
-    def _reduces(self, target: Any = None) -> bool:
-        target = target if target is not None else compat.generated.current_device()
+    def _reduces(self, target: Any) -> bool:
         return self.policy.choose_reduction and target.type == "cuda"
 
     def _limits(self) -> ReductionLimits:
@@ -154,8 +175,41 @@ class Session:
 
     def _earlier_cut(self, rows: Any, elements: Any) -> ReductionChoice | None:
         """Return the choice made for these rows at lowering, if it differs from Inductor's."""
-        sizes = compat.generated.hinted_size(rows), compat.generated.hinted_size(elements)
-        return None if sizes[0] is None or sizes[1] is None else self.decisions.cut_into(sizes[0], sizes[1])
+        sizes = generated.hinted_size(rows), generated.hinted_size(elements)
+        return None if sizes[0] is None or sizes[1] is None else self._cut.get((sizes[0], sizes[1]))
+
+
+def _narrow(kernel: Any, source: str) -> tuple[str, str | None]:
+    sizes = generated.kernel_sizes(kernel)
+    if not sizes:
+        return source, None
+    if not generated.indexes_with_32_bits(kernel):
+        return source, "all in 64 bits: so is the kernel's index"
+    if generated.compiles_ahead_of_time():
+        return source, "all in 64 bits: code compiled ahead of time runs without guards"
+    extents, limits = generated.kernel_extents(kernel), generated.guarded_sizes(kernel.features)
+    result = narrow(source, Facts(sizes, extents, limits, generated.least_size))
+    return result.source, result.summary
+
+
+def _reduction(features: Any) -> Reduction:
+    length = sympy.sympify(features.reduction_numel)
+    elements = int(length) if length.is_Integer else None
+    reads, once, in_passes = generated.reduction_reads(features)
+    return Reduction(
+        rows=generated.hinted_size(features.numel),
+        elements=elements,
+        reads=reads,
+        bytes_per_row=once * (elements or 0),
+        looped_bytes_per_row=in_passes * (elements or 0),
+        is_contiguous=generated.reduces_contiguous_rows(features),
+        multiprocessors=_multiprocessors(),
+    )
+
+
+def _multiprocessors() -> int | None:
+    target = generated.current_device()
+    return device.multiprocessors(target.type, target.index)
 
 
 # --- active policies ---
@@ -172,13 +226,13 @@ def current() -> Session | None:
 
 
 @contextlib.contextmanager
-def active(policy: TilingPolicy) -> Iterator[Decisions]:
+def active(policy: TilingPolicy) -> Iterator[Session]:
     """Apply a policy to everything compiled inside the block, in this context."""
-    session = Session(policy, Decisions())
+    session = Session(policy)
     compat.tiling.wrap(current)
     token = _CONTEXT.set(session)
     try:
-        yield session.decisions
+        yield session
     finally:
         _CONTEXT.reset(token)
         compat.tiling.unwrap()
@@ -198,39 +252,3 @@ def set_for_process(session: Session | None) -> None:
 
 def of_process() -> Session | None:
     return _process
-
-
-# --- facts about kernels ---
-
-
-def _narrow(kernel: Any, source: str) -> tuple[str, str | None]:
-    sizes = compat.generated.kernel_sizes(kernel)
-    if not sizes:
-        return source, None
-    if not compat.generated.indexes_with_32_bits(kernel):
-        return source, "all in 64 bits: so is the kernel's index"
-    if compat.generated.compiles_ahead_of_time():
-        return source, "all in 64 bits: code compiled ahead of time runs without guards"
-    extents, limits = compat.generated.kernel_extents(kernel), compat.generated.guarded_sizes(kernel.features)
-    result = narrow(source, Facts(sizes, extents, limits, compat.generated.least_size))
-    return result.source, result.summary
-
-
-def _reduction(features: Any) -> Reduction:
-    length = sympy.sympify(features.reduction_numel)
-    elements = int(length) if length.is_Integer else None
-    reads, once, in_passes = compat.generated.reduction_reads(features)
-    return Reduction(
-        rows=compat.generated.hinted_size(features.numel),
-        elements=elements,
-        reads=reads,
-        bytes_per_row=once * (elements or 0),
-        looped_bytes_per_row=in_passes * (elements or 0),
-        is_contiguous=compat.generated.reduces_contiguous_rows(features),
-        multiprocessors=_multiprocessors(),
-    )
-
-
-def _multiprocessors() -> int | None:
-    target = compat.generated.current_device()
-    return device.multiprocessors(target.type, target.index)

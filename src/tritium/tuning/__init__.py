@@ -23,18 +23,16 @@ An op with `first_use` chooses like this, at an eager call or while it is traced
 from __future__ import annotations
 
 from tritium.tuning import first_use, tables
-from tritium.tuning.choice import Decision, check_pins, choose, decide, key_of
-from tritium.tuning.compare import Compile, faster, timed
+from tritium.tuning.choice import check_pins, choose, decide
+from tritium.tuning.compare import Compile
 from tritium.tuning.costs import Cost, Site
-from tritium.tuning.first_use import choose_at_first_use, identity, once, recall, verdicts
-from tritium.tuning.reductions import Limit, ReductionLimits
-from tritium.tuning.tables import Machine, Table, known, like, load, store
+from tritium.tuning.first_use import choose_at_first_use, identity, key_of, once, recall, verdicts
+from tritium.tuning.tables import Limit, Machine, ReductionLimits, Table, known, like, load, store
 from tritium.tuning.verdict import Key, Loop, Verdict
 
 __all__ = [
     "Compile",
     "Cost",
-    "Decision",
     "Key",
     "Limit",
     "Loop",
@@ -47,7 +45,6 @@ __all__ = [
     "choose",
     "choose_at_first_use",
     "decide",
-    "faster",
     "forget",
     "identity",
     "key_of",
@@ -57,7 +54,6 @@ __all__ = [
     "once",
     "recall",
     "store",
-    "timed",
     "verdicts",
 ]
 

@@ -15,17 +15,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-import torch
-
 from tritium import ops
 from tritium.config import CompilationConfig
 from tritium.errors import ProviderError, nearest
 from tritium.ops import INDUCTOR, REFERENCE, Arguments, Op
 from tritium.tuning import tables
-from tritium.tuning.first_use import choose_at_first_use
-from tritium.tuning.prediction import Prediction, predict
-from tritium.tuning.reductions import INDUCTOR_LIMITS, ReductionLimits
-from tritium.tuning.tables import Machine
+from tritium.tuning.first_use import choose_at_first_use, key_of
+from tritium.tuning.prediction import predict
+from tritium.tuning.tables import INDUCTOR_LIMITS, Machine, ReductionLimits
 from tritium.tuning.verdict import Key, Verdict
 
 LEFT_TO_INDUCTOR = "left to Inductor: no owned kernel is measured faster here"
@@ -53,37 +50,20 @@ def choose(op: Op, arguments: Mapping[str, Any], config: CompilationConfig, devi
     if not able:
         reasons = [f"{name}: {reason}" for name, reason in declines.items()]
         return Decision(INDUCTOR, "; ".join(reasons) or LEFT_TO_INDUCTOR)
-    key = key_of(op, bound)
-    if key is None:
+    if op.trial is None:
         return Decision(INDUCTOR, LEFT_TO_INDUCTOR)
     machine, on_gpu = Machine.of(device_type), device_type == "cuda"
     switches = config.pass_config
     policy = switches.enable_tiling_policy and switches.enable_reduction_choice
     return decide(
         machine,
-        key,
+        key_of(op, bound),
         able,
         tables.reduction_limits(machine) if policy else INDUCTOR_LIMITS,
         # A CPU has no launches: its times include the host's.
         replayed=config.graphs != "off" or not on_gpu,
         predicts=on_gpu,
     )
-
-
-def key_of(op: Op, arguments: Arguments) -> Key | None:
-    """Return the key of a call, or None for an op whose providers are never compared."""
-    if op.trial is None:
-        return None
-    return Key.of(op.name, op.trial.shape(arguments), _dtype(op, vars(arguments).values()))
-
-
-def _dtype(op: Op, values: Iterable[Any]) -> torch.dtype:
-    """Return the dtype of the first tensor, in which the op computes."""
-    for value in values:
-        for part in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(part, torch.Tensor):
-                return part.dtype
-    raise TypeError(f"op {op.name!r} was called without a tensor")
 
 
 def decide(
@@ -106,46 +86,37 @@ def decide(
         predicts: Whether costs may be predicted from other shapes. Otherwise a row must be of this very key.
     """
     own, shipped = tables.own_rows(machine), tables.shipped_rows(machine)
-    if key in own:
-        return _measured(own[key], able, "on this machine", replayed=replayed)
-    if key in shipped and _of_one_form([shipped[key]], shipped, key, limits):
-        return _measured(shipped[key], able, "shipped", replayed=replayed)
+    row, where = own.get(key), "on this machine"
+    if row is None and key in shipped and _of_one_form([shipped[key]], shipped, key, limits):
+        row, where = shipped[key], "shipped"
+    if row is not None:
+        site = row.site(replayed=replayed)
+        best, provider = site.choose(), site.among(able).choose()
+        why = f"{row.why(replayed=replayed)}, {where}"
+        if best != provider:
+            why = f"provider {best!r} is fastest for such shapes and cannot take this one; {why}"
+        return _left(why) if provider == INDUCTOR else Decision(provider, why)
     if not predicts:
         return _left(f"nothing was measured for {key.op}, {key.shape} on this device")
     rows, elsewhere = shipped | own, ""
-    if not rows:
-        other = tables.like(machine)
-        if other is not None:
-            rows, elsewhere = tables.shipped_rows(other), f", measured on {other.name}"
+    other = None if rows else tables.like(machine)
+    if other is not None:
+        rows, elsewhere = tables.shipped_rows(other), f", measured on {other.name}"
     prediction = predict(key, _of_one_form(rows.values(), rows, key, limits), replayed=replayed)
     if prediction is None:
         return _left(_nothing_near(machine, key, rows))
-    return _predicted(prediction, able, elsewhere)
+    site = prediction.site.among(able)
+    owned = [name for name in site.costs if name != INDUCTOR]
+    if not owned:
+        return _left("no provider that was measured at such shapes can take this one")
+    provider = site.choose()
+    if provider == INDUCTOR:
+        return _left(prediction.why(max(owned, key=site.ratio)) + elsewhere)
+    return Decision(provider, prediction.why(provider) + elsewhere)
 
 
 def _left(reason: str) -> Decision:
     return Decision(INDUCTOR, f"left to Inductor: {reason}")
-
-
-def _measured(row: Verdict, able: Iterable[str], where: str, *, replayed: bool) -> Decision:
-    site = row.site(replayed=replayed)
-    provider = site.among(able).choose()
-    why = f"{row.why(replayed=replayed)}, {where}"
-    best = site.choose()
-    if best != provider:
-        why = f"provider {best!r} is fastest for such shapes and cannot take this one; {why}"
-    return _left(why) if provider == INDUCTOR else Decision(provider, why)
-
-
-def _predicted(prediction: Prediction, able: Iterable[str], elsewhere: str) -> Decision:
-    site = prediction.site.among(able)
-    provider = site.choose()
-    if provider != INDUCTOR:
-        return Decision(provider, prediction.why(provider) + elsewhere)
-    owned = [name for name in site.costs if name != INDUCTOR]
-    if not owned:
-        return _left("no provider that was measured at such shapes can take this one")
-    return _left(prediction.why(max(owned, key=site.ratio)) + elsewhere)
 
 
 def _of_one_form(

@@ -17,15 +17,14 @@ from typing import Any
 
 import torch
 
-from tritium import device, measure, ops
-from tritium.errors import TritiumError
+from tritium import compat, device, measure, ops
+from tritium.errors import TritiumError, brief
 from tritium.ops import INDUCTOR, Op
-from tritium.ops.op import Block, Draw, count
+from tritium.ops.op import count
 from tritium.report import GraphRecord
 from tritium.report.explain import explain
 from tritium.tuning import tables
 from tritium.tuning.prediction import LONG
-from tritium.tuning.reductions import INDUCTOR_PERSISTENT
 from tritium.tuning.verdict import Key, Loop, Verdict
 
 # A function that is slower than the fastest by this factor in its first calls is not timed further.
@@ -104,7 +103,13 @@ def compare_alone(
         check = first.check(arguments)
         for name in [name for name in reasons if name not in remarks]:
             run = functools.partial(ops.providers(op)[name].run, arguments)
-            reason = _problem(run, check)
+            try:
+                reason = check(run())
+            except torch.AcceleratorError:
+                # No result on a broken device can be trusted.
+                raise
+            except Exception as error:  # noqa: BLE001 - kernels raise many types: the provider is dropped with the reason
+                reason = brief(error)
             if reason is None:
                 runs[name] = run
             else:
@@ -117,50 +122,19 @@ def compare_alone(
     return Verdict(key, faster(ms, first.preferred), rounded, versions=dict(first.versions()), remarks=remarks)
 
 
-def _problem(run: Callable[[], Any], check: Callable[[Any], str | None]) -> str | None:
-    try:
-        return check(run())
-    except torch.AcceleratorError:
-        # No result on a broken device can be trusted.
-        raise
-    except Exception as error:  # noqa: BLE001 - kernels raise many types: the provider is dropped with the reason
-        return _brief(error)
-
-
-def _brief(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-
-
 def standard_keys(names: Sequence[str], dtypes: Sequence[torch.dtype], device_type: str) -> list[Key]:
     """Return keys for the shapes of known models, for ops with an owned provider on the device."""
-    catalog = ops.catalog()
-    return [
-        Key.of(name, shape, dtype)
-        for name in names or catalog
-        for dtype in dtypes
-        for shape in _standard(catalog[name], dtype, device_type)
-    ]
-
-
-def _standard(op: Op, dtype: torch.dtype, device_type: str) -> list[Mapping[str, int | str]]:
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.empty(*shape, device=device_type, dtype=dtype)
-
-    def is_taken(shape: Mapping[str, int | str]) -> bool:
-        return None in _declines(op, _calls(op)[0](few(shape), draw)).values()
-
-    able = [shape for shape in (op.trial.standard if op.trial is not None else ()) if is_taken(shape)]
-    if device_type != "cpu":
-        return able
-    smaller = [few(shape, CPU_MOST) for shape in able]
-    return [shape for index, shape in enumerate(smaller) if shape not in smaller[:index]]
-
-
-def _calls(op: Op) -> tuple[Callable[[Any, Draw], Mapping[str, Any]], Callable[[Any, Draw], Block]]:
-    trial = op.trial
-    if trial is None or trial.alone is None or trial.block is None:
-        raise TritiumError(f"providers of op {op.name!r} are not compared in a block: its trial has none")
-    return trial.alone, trial.block
+    catalog, keys = ops.catalog(), []
+    for name in names or catalog:
+        op, trial = catalog[name], catalog[name].trial
+        if trial is None or trial.alone is None:
+            continue
+        for dtype in dtypes:
+            draw = functools.partial(torch.empty, device=device_type, dtype=dtype)
+            able = [shape for shape in trial.standard if None in _declines(op, trial.alone(few(shape), draw)).values()]
+            shapes = [few(shape, CPU_MOST) for shape in able] if device_type == "cpu" else able
+            keys += [Key.of(name, shape, dtype) for shape in shapes]
+    return list(dict.fromkeys(keys))
 
 
 def few(shape: Mapping[str, int | str], most: Mapping[str, int] = FEW) -> dict[str, int | str]:
@@ -174,7 +148,9 @@ def _declines(op: Op, arguments: Mapping[str, Any]) -> dict[str, str | None]:
 
 def compare_in_block(key: Key, device_type: str, compiler: Compile, seconds: float = SECONDS) -> Verdict:
     """Measure one key: all providers that support it, interleaved and sustained."""
-    op = ops.catalog()[key.op]
+    op, trial = ops.catalog()[key.op], ops.catalog()[key.op].trial
+    if trial is None or trial.alone is None or trial.block is None:
+        raise TritiumError(f"providers of op {op.name!r} are not compared in a block: its trial has none")
     dtype: torch.dtype = getattr(torch, key.dtype)
     generator = torch.Generator(device_type).manual_seed(0)
 
@@ -183,34 +159,27 @@ def compare_in_block(key: Key, device_type: str, compiler: Compile, seconds: flo
 
     try:
         with torch.inference_mode():
-            return _compare(op, key, draw, device_type, compiler, seconds)
+            arguments = trial.alone(key.sizes(), draw)
+            declines = _declines(op, arguments)
+            able = [name for name, reason in declines.items() if reason is None]
+            block, inputs = trial.block(key.sizes(), draw)
+            compiled = {name: _compiled(op, block, inputs, name, compiler) for name in (INDUCTOR, *able)}
+            blocks = {name: functools.partial(run, *inputs) for name, run in compiled.items()}
+            row = Verdict(
+                key=key,
+                provider=INDUCTOR,
+                ms=_medians(blocks, device_type, seconds, 1.0),
+                alone_us=_medians(_alone(op, arguments, able), device_type, seconds / 3, 1e3),
+                # A CPU has no launches: host time is part of the block's time.
+                issue_us=_issue_us(blocks, device_type) if device_type == "cuda" else {},
+                looped=_loop(key, explain(compiled[INDUCTOR]).records),
+                bytes=_least_bytes(op, arguments),
+                versions=tables.current_versions(),
+                remarks={name: reason for name, reason in declines.items() if reason is not None},
+            )
     finally:
         # All shapes share one code object: without a reset, Dynamo would reach its recompile limit.
         torch.compiler.reset()
-
-
-def _compare(op: Op, key: Key, draw: Draw, device_type: str, compiler: Compile, seconds: float) -> Verdict:
-    alone, block_of = _calls(op)
-    arguments = alone(key.sizes(), draw)
-    declines = _declines(op, arguments)
-    able = [name for name, reason in declines.items() if reason is None]
-    block, inputs = block_of(key.sizes(), draw)
-    compiled = {name: _compiled(op, block, inputs, name, compiler) for name in (INDUCTOR, *able)}
-    blocks = {name: functools.partial(run, *inputs) for name, run in compiled.items()}
-    ms = _medians(blocks, device_type, seconds, 1.0)
-    alone_us = _medians(_alone(op, arguments, able), device_type, seconds / 3, 1e3)
-    row = Verdict(
-        key=key,
-        provider=INDUCTOR,
-        ms=ms,
-        alone_us=alone_us,
-        # A CPU has no launches: host time is part of the block's time.
-        issue_us=_issue_us(blocks, device_type) if device_type == "cuda" else {},
-        looped=_loop(key, explain(compiled[INDUCTOR]).records),
-        bytes=least_bytes(op, arguments),
-        versions=tables.current_versions(),
-        remarks={name: reason for name, reason in declines.items() if reason is not None},
-    )
     return replace(row, provider=row.site(replayed=device_type != "cuda").choose())
 
 
@@ -284,17 +253,16 @@ def _loop(key: Key, records: Sequence[GraphRecord]) -> Loop | None:
     looped = [tiling.reduction for tiling in tilings if tiling.reduction and tiling.reduction.form == "looped"]
     for name, size in key.sizes().items():
         reads = [choice.reads for choice in looped if choice.elements == size and choice.reads]
-        if reads and isinstance(size, int) and size > INDUCTOR_PERSISTENT:
+        if reads and isinstance(size, int) and size > tables.INDUCTOR_PERSISTENT:
             return Loop(name, max(reads))
     return None
 
 
-def least_bytes(op: Op, arguments: Mapping[str, Any]) -> int:
+def _least_bytes(op: Op, arguments: Mapping[str, Any]) -> int:
     """Return the minimum number of bytes moved: every input read once, every result written once."""
-    results = op.fake(**arguments)
-    flat = [part for value in arguments.values() for part in (value if isinstance(value, list) else [value])]
-    tensors = {id(part): part for part in (*flat, *(results if isinstance(results, tuple) else (results,)))}
-    return sum(count(part.shape) * part.element_size() for part in tensors.values() if isinstance(part, torch.Tensor))
+    leaves = compat.tensors.leaves_of([dict(arguments), op.fake(**arguments)])
+    tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    return sum(count(tensor.shape) * tensor.element_size() for tensor in tensors.values())
 
 
 def measure_keys(
@@ -316,7 +284,7 @@ def measure_keys(
         try:
             verdict = compare_in_block(key, device_type, compiler, seconds)
         except Exception as error:  # noqa: BLE001 - a kernel compiler may raise anything; the next key may still work
-            remarks = {"not measured": _brief(error)}
+            remarks = {"not measured": brief(error)}
             verdict = Verdict(key, INDUCTOR, {INDUCTOR: 0.0}, versions=tables.current_versions(), remarks=remarks)
         load = meter.read() if device_type == "cpu" else None
         if load is not None and load.disturbed:

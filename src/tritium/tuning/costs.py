@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-INDUCTOR = "inductor"
+from tritium.ops import INDUCTOR
 
 # Host time of one launch in an Inductor graph, in microseconds: an H200's host, 60 launches in a row (docs/performance.md).
 # An "operator" is one that generated code calls through PyTorch's dispatcher: 20.8 us with one launch.
@@ -94,17 +94,14 @@ class Site:
 
     def _is_safe(self, provider: str) -> bool:
         theirs, ours = self.costs[INDUCTOR], self.costs[provider]
-        if theirs.wait_us - ours.wait_us < max(MARGIN * theirs.wait_us, 1e-9):
-            return False
         device, host = theirs.device_us - ours.device_us, theirs.host_us - ours.host_us
-        if device <= self.device_noise_us and host <= self.host_noise_us:
-            return False
-        return _pays(host, device, self.host_noise_us) and _pays(device, host, self.device_noise_us)
-
-
-def _pays(saved: float, other_saved: float, noise: float) -> bool:
-    """Return True if a loss in one time is noise, or is paid for by the other."""
-    return saved >= -noise or -saved * EXCHANGE <= other_saved
+        return (
+            theirs.wait_us - ours.wait_us >= max(MARGIN * theirs.wait_us, 1e-9)
+            and (device > self.device_noise_us or host > self.host_noise_us)
+            # A loss in one time is noise, or is paid for by the other.
+            and (host >= -self.host_noise_us or -host * EXCHANGE <= device)
+            and (device >= -self.device_noise_us or -device * EXCHANGE <= host)
+        )
 
 
 def launches_us(launches: Mapping[str, int]) -> float:

@@ -38,6 +38,16 @@ _CALLS: dict[Hashable, Any] = {}
 _LOCK = threading.RLock()
 
 
+def key_of(op: Op, arguments: Arguments) -> Key:
+    """Return the key of a call of an op that has a trial; it computes in the dtype of its first tensor."""
+    assert op.trial is not None
+    return Key.of(op.name, op.trial.shape(arguments), _tensors(arguments)[0].dtype)
+
+
+def _tensors(arguments: Arguments) -> list[torch.Tensor]:
+    return [leaf for leaf in compat.tensors.leaves_of(list(vars(arguments).values())) if isinstance(leaf, torch.Tensor)]
+
+
 def choose_at_first_use(op: Op, arguments: Arguments, *, measures: bool = True) -> tuple[str, str]:
     """Return the provider for a call of an op with `first_use`, and the reason.
 
@@ -46,8 +56,8 @@ def choose_at_first_use(op: Op, arguments: Arguments, *, measures: bool = True) 
     assert op.trial is not None
     first = op.trial.first_use
     assert first is not None
-    tensors = [value for value in vars(arguments).values() if isinstance(value, torch.Tensor)]
-    where, key = tensors[0].device, Key.of(op.name, op.trial.shape(arguments), tensors[0].dtype)
+    tensors, key = _tensors(arguments), key_of(op, arguments)
+    where = tensors[0].device
     declines = {name: provider.decline(arguments) for name, provider in ops.providers(op).items()}
     able = [name for name, reason in declines.items() if reason is None]
     # Read the caller's modes in this thread: the thread that measures has none.
@@ -89,10 +99,19 @@ def recall(
     # While this thread waited, another process or thread may have measured the same key.
     with measure.gpu_lock(where.type), _LOCK:
         verdict = _known(machine, key, versions)
+        if verdict is not None:
+            return verdict
+        # In a new thread no mode of the caller is active. The copied context holds the GPU lock that this thread holds.
+        with ThreadPoolExecutor(1) as pool:
+            verdict = pool.submit(contextvars.copy_context().run, compared).result()
         if verdict is None:
-            verdict = _elsewhere(compared)
-            if verdict is not None:
-                _keep(machine, verdict)
+            return None
+        _VERDICTS[machine.name, key] = verdict
+        try:
+            tables.store(tables.user_folder() / machine.file_name, machine, [verdict])
+        except OSError as error:
+            message = f"tritium: the verdict about {key.op} cannot be stored for later processes: {error}"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
         return verdict
 
 
@@ -104,18 +123,6 @@ def _known(machine: Machine, key: Key, versions: Mapping[str, str]) -> Verdict |
     if verdict is not None:
         _VERDICTS[machine.name, key] = verdict
     return verdict
-
-
-def _keep(machine: Machine, verdict: Verdict) -> None:
-    _VERDICTS[machine.name, verdict.key] = verdict
-    try:
-        tables.store(tables.user_folder() / machine.file_name, machine, [verdict])
-    except OSError as error:
-        warnings.warn(
-            f"tritium: the verdict about {verdict.key.op} cannot be stored for later processes: {error}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
 
 
 def verdicts() -> list[Verdict]:
@@ -163,10 +170,3 @@ def _can_measure(where: torch.device) -> bool:
         # Nothing can be timed during a capture. Fake tensors may be on a device that this machine lacks.
         return device.cuda_available() and not device.is_capturing()
     return where.type == "cpu"
-
-
-def _elsewhere(work: Callable[[], T]) -> T:
-    """Run a function in a new thread, where no tracing, capturing or gradient mode is active."""
-    with ThreadPoolExecutor(1) as pool:
-        # The copied context holds the GPU lock that this thread holds.
-        return pool.submit(contextvars.copy_context().run, work).result()

@@ -12,10 +12,11 @@ at another width, and products another share of the arithmetic. Nothing is predi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tritium.tuning.costs import INDUCTOR, Cost, Site
+from tritium.ops import INDUCTOR
+from tritium.tuning.costs import Cost, Site
 from tritium.tuning.verdict import Key, Verdict
 
 # The shortest kernels of the H200's table take 1.7 to 2.5 us, of which their bytes would take 0.2.
@@ -58,73 +59,66 @@ class Prediction:
 
 def predict(key: Key, rows: Iterable[Verdict], *, replayed: bool = False) -> Prediction | None:
     """Return the costs at a key by the rows of its op and forms, or None if none of them is near."""
-    distances = [(row, distance(row.key, key)) for row in rows if row.owned and is_comparable(row.key, key)]
-    near = [(row, apart) for row, apart in distances if apart is not None and _has_rate(row, key)]
+    near = []
+    for row in rows:
+        apart = distance(row.key, key) if row.owned else None
+        if apart is None:
+            continue
+        site = row.site()
+        # The times of kernels at the floor say nothing about more work: they do not grow with it.
+        if min(cost.device_us for cost in site.costs.values()) >= 2 * FLOOR_US or log_work(key) <= log_work(row.key):
+            near.append((apart, row.key, site))
     if not near:
         return None
-    near.sort(key=lambda pair: pair[1])
-    nearest = near[0][0]
-    sites = [(row.key, row.site(), 1 / (apart + 0.25)) for row, apart in near]
-    base = nearest.site()
+    _, nearest, base = min(near, key=lambda row: row[0])
     costs = {}
-    for provider in nearest.ms:
-        measured = [
-            (other, site.costs[provider].device_us, weight) for other, site, weight in sites if provider in site.costs
-        ]
-        costs[provider] = Cost(_device_us(key, measured), base.costs[provider].host_us)
+    for provider in base.costs:
+        total = inverse = 0.0
+        for apart, measured, site in near:
+            if provider in site.costs:
+                us, weight = site.costs[provider].device_us, 1 / (apart + 0.25)
+                # No rate is negative: of a kernel that is shorter than the floor, a tenth counts as work.
+                inverse += weight * (math.log(max(us - FLOOR_US, us / 10)) - log_work(measured))
+                total += weight
+        costs[provider] = Cost(FLOOR_US + math.exp(log_work(key) + inverse / total), base.costs[provider].host_us)
     site = Site(costs, 0.0, base.host_noise_us, base.host_source)
-    return Prediction(site.replayed() if replayed else site, len(near), nearest.key)
+    return Prediction(site.replayed() if replayed else site, len(near), nearest)
 
 
-def _has_rate(row: Verdict, key: Key) -> bool:
-    """Return False if a row's times say nothing about the work at a key: at the floor they do not grow with it."""
-    shortest = min(cost.device_us for cost in row.site().costs.values())
-    return shortest >= 2 * FLOOR_US or work(key) <= work(row.key)
+def log_work(key: Key) -> float:
+    """Return the logarithm of the product of the sizes of a key.
 
-
-def _device_us(key: Key, measured: Sequence[tuple[Key, float, float]]) -> float:
-    """Return the time at a key, given measured keys, their times and weights."""
-    total = sum(weight for _, _, weight in measured)
-    # No rate is negative: of a kernel that is shorter than the floor, a tenth counts as work.
-    inverse = sum(weight * math.log(max(us - FLOOR_US, us / 10) / work(known)) for known, us, weight in measured)
-    return FLOOR_US + work(key) * math.exp(inverse / total)
-
-
-def work(key: Key) -> int:
-    """Return the product of the sizes of a key.
-
-    >>> work(Key("cat_linear", "tokens=2 k=3+4 n=5", "bfloat16")), work(Key("attention", "tokens=8 keys=same width=2", "bfloat16"))
-    (70, 128)
+    >>> round(math.exp(log_work(Key("cat_linear", "tokens=2 k=3+4 n=5", "bfloat16"))))
+    70
+    >>> round(math.exp(log_work(Key("attention", "tokens=8 keys=same width=2", "bfloat16"))))
+    128
     """
     sizes = {name: sum(numbers) for name, numbers in key.numbers().items() if name not in FORMS and numbers}
     # As many keys as there are queries.
     if key.sizes().get("keys") == SAME:
         sizes["keys"] = sizes.get("tokens", 1)
-    return math.prod(max(1, size) for size in sizes.values())
-
-
-def is_comparable(known: Key, wanted: Key) -> bool:
-    """Return True if two keys are of one op, one dtype size, and the same forms."""
-    dtypes = known.dtype == wanted.dtype or (known.dtype in HALF and wanted.dtype in HALF)
-    return known.op == wanted.op and dtypes and _forms(known) == _forms(wanted)
-
-
-def _forms(key: Key) -> list[tuple[str, int | str]]:
-    """Return what must be equal: named variants, sizes in FORMS, and how many numbers each other size has."""
-    numbers = key.numbers()
-    return [(name, size if name in FORMS else len(numbers[name]) or size) for name, size in key.sizes().items()]
+    return sum(math.log(max(1, size)) for size in sizes.values())
 
 
 def distance(known: Key, wanted: Key) -> float | None:
-    """Return how far two shapes of one form are apart: squared octaves, fewer along tokens; None if that is too far."""
+    """Return how far two keys are apart: squared octaves, fewer along tokens; None if they are not comparable or too far."""
+    dtypes = known.dtype == wanted.dtype or (known.dtype in HALF and wanted.dtype in HALF)
+    if known.op != wanted.op or not dtypes or _forms(known) != _forms(wanted):
+        return None
     total, theirs = 0.0, wanted.numbers()
     for name, sizes in known.numbers().items():
         if name in FORMS:
             continue
         is_long = name in LONG
         for one, other in zip(sizes, theirs[name], strict=True):
-            octaves = abs(math.log2(max(1, one) / max(1, other)))
+            octaves = abs(math.log2(max(1, one)) - math.log2(max(1, other)))
             if octaves > math.log2(NEAR_LONG if is_long else NEAR):
                 return None
             total += (octaves / 2 if is_long else octaves) ** 2
     return total
+
+
+def _forms(key: Key) -> list[tuple[str, int | str]]:
+    """Return what must be equal: named variants, sizes in FORMS, and how many numbers each other size has."""
+    numbers = key.numbers()
+    return [(name, size if name in FORMS else len(numbers[name]) or size) for name, size in key.sizes().items()]

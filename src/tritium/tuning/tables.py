@@ -12,16 +12,14 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from tritium import compat, device, disk, envs
-from tritium.tuning.parse import parse
-from tritium.tuning.reductions import INDUCTOR_LIMITS, ReductionLimits
-from tritium.tuning.verdict import Key, Verdict
+from tritium.tuning.verdict import Key, Verdict, parse
 
 T = TypeVar("T")
 
@@ -29,6 +27,61 @@ SHIPPED = Path(__file__).parent
 
 # A GPU has another's rates if it has its compute capability and as many multiprocessors, give or take this share.
 SAME_MULTIPROCESSORS = 0.1
+
+# Inductor's limits: the longest row that it always holds in registers, and the longest row that it never cuts.
+INDUCTOR_PERSISTENT = 1024
+INDUCTOR_WHOLE = 8192
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Rows of up to `elements` elements are persistent in kernels with at most `reads` loads per position."""
+
+    reads: int
+    elements: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReductionLimits:
+    """Which rows a reduction holds in registers on one device, and which are cut into parts.
+
+    An omitted field leaves the choice to Inductor.
+
+    >>> limits = ReductionLimits(persistent_up_to=(Limit(3, 8192),))
+    >>> limits.limit(2), limits.limit(4)
+    (8192, None)
+    """
+
+    # Replaces Inductor's 1,024.
+    persistent_up_to: tuple[Limit, ...] = ()
+    # Rows of up to this many elements are not cut, even if there are few.
+    whole_up_to: int = INDUCTOR_WHOLE
+    # Up to this many rows of at least this many elements are cut inside one kernel, instead of in two.
+    cooperative_up_to_rows: int = 0
+    cooperative_from: int = 0
+    # Versions of the packages that generated the measured code.
+    versions: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def limit(self, reads: int) -> int | None:
+        """Return the longest persistent row of a kernel with `reads` loads; None if it was not measured."""
+        fitting = [limit for limit in self.persistent_up_to if limit.reads >= reads]
+        return min(fitting, key=lambda limit: limit.reads).elements if fitting else None
+
+    def holds(self, elements: int, reads: int) -> bool:
+        """Return True if a kernel with `reads` loads holds rows of so many elements in registers.
+
+        >>> ReductionLimits().holds(1024, 9), ReductionLimits().holds(1025, 1)
+        (True, False)
+        """
+        return elements <= INDUCTOR_PERSISTENT or elements <= (self.limit(reads) or 0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the entry of a file, without fields at their defaults."""
+        defaults = asdict(INDUCTOR_LIMITS)
+        return {name: value for name, value in asdict(self).items() if value != defaults[name]}
+
+
+INDUCTOR_LIMITS = ReductionLimits()
 
 
 @dataclass(frozen=True)
@@ -136,7 +189,6 @@ def store(
     table = load(path)
     merged = {**table.rows, **{verdict.key: verdict for verdict in verdicts}}
     limits = reductions or table.reductions
-    rows = [merged[key].to_dict() for key in sorted(merged, key=lambda key: (key.op, key.dtype, key.shape))]
     about = {
         "device": machine.name,
         "capability": machine.capability,
@@ -144,7 +196,8 @@ def store(
         "reductions": limits.to_dict() if limits is not None else None,
     }
     lines = [f"{json.dumps(name)}: {json.dumps(value)},\n" for name, value in about.items() if value]
-    text = ",\n".join(map(json.dumps, rows))
+    keys = sorted(merged, key=lambda key: (key.op, key.dtype, key.shape))
+    text = ",\n".join(json.dumps(merged[key].to_dict()) for key in keys)
     disk.write(path, "{\n" + "".join(lines) + f'"rows": [\n{text}\n]\n}}\n', make_folder=True)
 
 
@@ -187,8 +240,8 @@ def all_reduction_limits() -> dict[str, ReductionLimits]:
 
 def own_rows(machine: Machine) -> dict[Key, Verdict]:
     """Return the user's rows about compiled blocks that the installed versions generate."""
-    rows = own(machine).rows.values()
-    return {row.key: row for row in rows if row.in_block and row.versions == current_versions()}
+    rows = own(machine).rows.items()
+    return {key: row for key, row in rows if row.in_block and row.versions == current_versions()}
 
 
 def shipped_rows(machine: Machine) -> dict[Key, Verdict]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import re
+import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from types import UnionType
+from typing import Any, Self, TypeVar, get_args, get_origin, get_type_hints
 
-from tritium.tuning.costs import INDUCTOR, LAUNCH_US, MARGIN, NOISE, Cost, Site, launches_us
-from tritium.tuning.parse import parse
+from tritium.ops import INDUCTOR
+from tritium.tuning.costs import LAUNCH_US, MARGIN, NOISE, Cost, Site, launches_us
 
-# Characters of a part of a key, and digits of a size in it: more would overflow a float.
-LONGEST = 500
-LONGEST_SIZE = 15
+T = TypeVar("T")
 
 # A time above this, in any unit here, is not a measurement.
 LONGEST_TIME = 1e12
@@ -52,10 +52,7 @@ class Key:
         {'tokens': [64], 'k': [4096, 16384], 'layout': []}
         """
         pieces = {name: str(size).split("+") for name, size in self.sizes().items()}
-        return {
-            name: [int(piece) for piece in texts] if all(map(str.isdecimal, texts)) else []
-            for name, texts in pieces.items()
-        }
+        return {name: list(map(int, texts)) if all(map(str.isdecimal, texts)) else [] for name, texts in pieces.items()}
 
 
 @dataclass(frozen=True)
@@ -97,10 +94,8 @@ class Verdict:
 
     def __post_init__(self) -> None:
         """Raise ValueError for numbers that cannot be measurements."""
-        if max(map(len, (*vars(self.key).values(), self.provider))) > LONGEST:
-            raise ValueError(f"op, shape, dtype and provider have at most {LONGEST} characters")
-        if re.search(rf"\d{{{LONGEST_SIZE + 1}}}", self.key.shape):
-            raise ValueError(f"a size has more than {LONGEST_SIZE} digits")
+        # Numbers of thousands of digits raise here.
+        self.key.numbers()
         if not self.ms:
             raise ValueError("ms has no times")
         for name in ("ms", "alone_us", "issue_us"):
@@ -111,8 +106,6 @@ class Verdict:
         for counts in self.launches.values():
             if not counts.keys() <= LAUNCH_US.keys() or min(counts.values(), default=0) < 0:
                 raise ValueError(f"launches are not counts by kind: {', '.join(LAUNCH_US)}")
-        if self.looped is not None and not isinstance(self.key.sizes().get(self.looped.size), int):
-            raise ValueError("looped has no size of the shape")
 
     @property
     def in_block(self) -> bool:
@@ -145,27 +138,21 @@ class Verdict:
         # Each block takes longer than its neighbours, whatever the noise of the times alone.
         neighbours = max(0.0, min([*alone, *(0.99 * us for us in block.values())])) if alone else 0.0
         noise = NOISE * block[INDUCTOR]
-        host, block_host, source = self._host_us()
+        counts = [self.launches.get(name, {}) for name in self.ms]
+        launches = dict(zip(self.ms, map(launches_us, counts), strict=True))
+        shared = launches_us({kind: min(count.get(kind, 0) for count in counts) for kind in LAUNCH_US})
+        own = max(launches[INDUCTOR] - shared, LAUNCH_US["generated"])
+        host, source = dict.fromkeys(self.ms, own), ""
+        if self.issue_us.keys() >= self.ms.keys():
+            host, source = dict(self.issue_us), "measured"
+        elif self.launches.keys() >= self.ms.keys():
+            host, source = launches, "from launches"
         costs = {}
         for name, us in block.items():
-            same = abs(us - block[INDUCTOR]) < noise
-            costs[name] = Cost((block[INDUCTOR] if same else us) - neighbours, host[name])
-        site = Site(costs, noise, MARGIN * block_host, source)
+            in_context = block[INDUCTOR] if abs(us - block[INDUCTOR]) < noise else us
+            costs[name] = Cost(in_context - neighbours, own + host[name] - host[INDUCTOR])
+        site = Site(costs, noise, MARGIN * host[INDUCTOR], source)
         return site.replayed() if replayed else site
-
-    def _host_us(self) -> tuple[dict[str, float], float, str]:
-        """Return the host's time of the site by provider, that of the block with Inductor's code, and the source."""
-        counts = [self.launches.get(name, {}) for name in self.ms]
-        shared = launches_us({kind: min(count.get(kind, 0) for count in counts) for kind in LAUNCH_US})
-        modelled = {name: launches_us(self.launches.get(name, {})) for name in self.ms}
-        own = max(modelled[INDUCTOR] - shared, LAUNCH_US["generated"])
-        if self.issue_us.keys() >= self.ms.keys():
-            base = self.issue_us[INDUCTOR]
-            return {name: own + self.issue_us[name] - base for name in self.ms}, base, "measured"
-        if not self.launches.keys() >= self.ms.keys():
-            return dict.fromkeys(self.ms, own), own, ""
-        base = modelled[INDUCTOR]
-        return {name: own + us - base for name, us in modelled.items()}, base, "from launches"
 
     def why(self, *, replayed: bool = False) -> str:
         """Return the reason that reports give."""
@@ -187,3 +174,41 @@ class Verdict:
     def from_dict(cls, row: Any) -> Self:
         """Return the verdict of a row; raise TypeError or ValueError for anything else."""
         return parse(cls, {**row, "key": row} if isinstance(row, dict) else row)
+
+
+_hints = functools.cache(get_type_hints)
+
+
+def parse(kind: type[T], value: Any) -> T:
+    """Return an instance of a dataclass; raise TypeError for a missing field or one of the wrong type.
+
+    Other fields are left out: they may belong to another version of the package.
+
+    >>> parse(Loop, {"size": "width", "reads": 3, "unit": "loads"})
+    Loop(size='width', reads=3)
+    >>> parse(Loop, {"size": "width", "reads": True})
+    Traceback (most recent call last):
+    TypeError: reads is not int: True
+    """
+    if not isinstance(value, dict):
+        raise TypeError(f"{value!r:.80} is not an object")
+    names = [entry.name for entry in dataclasses.fields(kind) if entry.name in value]  # type: ignore[arg-type]
+    hints = _hints(kind)  # type: ignore[arg-type]
+    return kind(**{name: _as(hints[name], value[name], name) for name in names})
+
+
+def _as(hint: Any, value: Any, name: str) -> Any:
+    """Return a value converted to an annotation: a plain type, a dataclass, a mapping, a tuple, or one of these or None."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is UnionType:
+        return None if value is None else _as(arguments[0], value, name)
+    if dataclasses.is_dataclass(hint):
+        return parse(hint, value)  # type: ignore[arg-type]
+    if origin is Mapping and isinstance(value, dict):
+        return {str(inner): _as(arguments[1], part, f"{name} of {inner!r:.80}") for inner, part in value.items()}
+    if origin is tuple and isinstance(value, list):
+        return tuple(_as(arguments[0], part, name) for part in value)
+    # A bool is an int, and an integer is a valid float.
+    if origin is None and isinstance(value, (int, float) if hint is float else hint) and not isinstance(value, bool):
+        return value
+    raise TypeError(f"{name} is not {getattr(hint, '__name__', hint)}: {value!r:.80}")
