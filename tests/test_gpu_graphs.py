@@ -10,7 +10,8 @@ from torch import nn
 import tritium
 from support import small_pipelines
 from tritium import Backend, CompilationConfig, Plan, Shapes, compat
-from tritium.compiler.capture import Region, Spec, idle
+from tritium.compiler.capture import Region, Spec, auto
+from tritium.compiler.capture.region import CAPTURED_AROUND
 from tritium.report import GraphRecord
 
 pytestmark = pytest.mark.gpu
@@ -87,7 +88,7 @@ class TestStreams:
         graph.replay()
         assert y.tolist() == [10.0] * 4
         assert record.captures[0].hits == hits
-        assert record.captures[1].declined == "somebody else was recording what this thread does"
+        assert record.captures[1].declined == CAPTURED_AROUND[1]
 
 
 class TestRefusals:
@@ -141,7 +142,7 @@ class TestAuto:
         f = torch.compile(model, backend=Backend(CompilationConfig(graphs="auto", engine="eager")))
         with torch.inference_mode():
             expected = model(x)
-            for _ in range(idle.CALLS_TO_DECIDE + 2):
+            for _ in range(auto.CALLS_TO_DECIDE + 2):
                 torch.testing.assert_close(f(x), expected)
                 torch.cuda.synchronize()
         return next(entry for entry in tritium.explain(f).passes if entry["name"] == "capture"), f

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -84,21 +84,7 @@ def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
     return node.kwargs.get(name, default)
 
 
-def live_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """Return nodes that reach the output or write to memory; Dynamo's graph still contains dead code."""
-    live: set[fx.Node] = set()
-    stack = [node for node in graph.nodes if node.op == "output" or mutated_arguments(node)]
-    while stack:
-        node = stack.pop()
-        if node not in live:
-            live.add(node)
-            stack.extend(node.all_input_nodes)
-    return live
-
-
 _IN_PLACE = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "setitem")
-
-
 _IN_PLACE_OPERATORS = frozenset(
     {*(getattr(operator, name) for name in _IN_PLACE), *(f"__{name}__" for name in _IN_PLACE)}
 )
@@ -121,6 +107,15 @@ def mutated_arguments(node: fx.Node) -> list[fx.Node]:
     return []
 
 
+def live_nodes(graph: fx.Graph, acts: Callable[[fx.Node], Any] = mutated_arguments) -> set[fx.Node]:
+    """Return nodes that reach the output or a node with side effects; Dynamo's graph still contains dead code."""
+    live: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "output" or node in live or acts(node):
+            live |= {node, *node.all_input_nodes}
+    return live
+
+
 def argument_flag(node: fx.Node, name: str) -> bool:
     """Return True if a flag is set, by keyword or by position as in `F.leaky_relu(x, 0.2, True)`."""
     if node.kwargs.get(name) is True:
@@ -137,21 +132,16 @@ def argument_flag(node: fx.Node, name: str) -> bool:
 
 def storages(nodes: Sequence[fx.Node]) -> set[int]:
     """Return the identities of the storages behind some nodes' values."""
-    return set(_storages(nodes))
+    return {compat.tensors.storage_id(value) for node in nodes for value in tensors_of(value_of(node))}
 
 
-def _storages(nodes: Sequence[fx.Node]) -> Iterator[int]:
-    for node in nodes:
-        for value in _tensors(value_of(node)):
-            yield compat.tensors.storage_id(value)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a value, which may be a tuple or list."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
         for part in value:
-            yield from _tensors(part)
+            yield from tensors_of(part)
 
 
 def copied(graph: fx.Graph) -> fx.Graph:

@@ -13,8 +13,9 @@ from support.blocks import Block, Model, inputs
 from support.small_models import Stack, block_inputs, flux, flux_inputs
 from support.zoo import ZOO
 from tritium import Backend, CompilationConfig, FusionPatterns, compat
-from tritium.compiler.blocks import cut, find, kept, obstacles
-from tritium.compiler.blocks.facts import Facts
+from tritium.compiler.blocks import cut, find
+from tritium.compiler.blocks.reuse import _kept
+from tritium.compiler.blocks.segments import Facts
 
 EAGER = CompilationConfig(reuse_blocks=True, engine="eager")
 
@@ -452,7 +453,7 @@ class TestCompilations:
             torch.compile(model, backend=Backend(INDUCTOR.with_(enable_freezing=True)))(*inputs())
         assert len(stub.compiled) == 9 + 4
         torch._dynamo.reset()
-        assert not kept._pieces
+        assert not _kept
 
     def test_of_symbolic_sizes_are_not_kept(self, stub):
         model = model_of(Block, 8)
@@ -679,7 +680,7 @@ def test_a_tensor_subclass_is_compiled_whole():
     reasons = []
 
     def look(gm, example_inputs):
-        reasons.append(obstacles.of_graph(gm.graph))
+        reasons.append(cut.decline_graph(gm.graph))
         return gm.forward
 
     double = TwoTensor(torch.ones(2), torch.ones(2))

@@ -15,10 +15,10 @@ from torch import nn
 import tritium
 from tritium import Backend, CompilationConfig
 from tritium.bench import workloads
-from tritium.compiler.capture import Region, Spec, idle
+from tritium.compiler.capture import Region, Spec, auto
+from tritium.compiler.capture.auto import Decisions
 from tritium.compiler.capture.graph import WARM_UPS, lane_of
-from tritium.compiler.capture.idle import Decisions
-from tritium.compiler.capture.region import MOST_MOVES, MOST_RETURNS
+from tritium.compiler.capture.region import CAPTURED_AROUND, MOST_MOVES, MOST_RETURNS
 from tritium.report import GraphRecord, PassRecord
 
 AUTO = CompilationConfig(graphs="auto")
@@ -167,7 +167,7 @@ class TestInputs:
         kept = [[f(*args) for f, _ in regions] for _ in range(2)]
         for results in kept:
             assert [(float(x[0]), float(y[0])) for x, y in results] == [(7.0, 14.0), (8.0, 21.0)]
-        first, second = (next(iter(f.sets[0].entries.values())).inputs.args for f, _ in regions)
+        first, second = (next(iter(f.sets[0].entries.values())).captured.inputs.args for f, _ in regions)
         assert [x.data_ptr() for x in first] == [x.data_ptr() for x in second]
         assert first[0].data_ptr() != first[1].data_ptr()
         assert regions[1][1].captures[0].bytes < regions[0][1].captures[0].bytes
@@ -197,7 +197,7 @@ class TestInputs:
     def test_our_own_buffer_is_not_copied(self, device, monkeypatch):
         f, _ = region(lambda x: x + 1, device)
         f(torch.ones(3, device=device))
-        buffer = next(iter(f.sets[0].entries.values())).inputs.args[0]
+        buffer = next(iter(f.sets[0].entries.values())).captured.inputs.args[0]
         original, written = torch._foreach_copy_, []
         monkeypatch.setattr(
             torch, "_foreach_copy_", lambda ours, theirs: (written.extend(ours), original(ours, theirs))
@@ -211,7 +211,7 @@ class TestInputs:
         args.append(torch.ones(3, device=device, dtype=torch.bfloat16))
         kept = f(*args)
         del kept
-        buffers = {arg.data_ptr() for arg in next(iter(f.sets[0].entries.values())).inputs.args}
+        buffers = {arg.data_ptr() for arg in next(iter(f.sets[0].entries.values())).captured.inputs.args}
         original, calls = torch._foreach_copy_, []
 
         def copy(ours, theirs):
@@ -486,10 +486,10 @@ class TestWeights:
 
     def test_parameters_are_not_part_of_the_key(self, device, config, monkeypatch):
         seen = []
-        from tritium.compiler.capture import key
+        from tritium.compiler.capture import bucket
 
-        original = key._part
-        monkeypatch.setattr(key, "_part", lambda value: (seen.append(value), original(value))[1])
+        original = bucket._part
+        monkeypatch.setattr(bucket, "_part", lambda value: (seen.append(value), original(value))[1])
         model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))).to(device).requires_grad_(False)
         compiled(model, config)(torch.randn(2, 4, device=device))
         assert len(seen) == 1
@@ -535,17 +535,17 @@ class TestBounds:
 class TestFailure:
     def test_a_recording_that_fails_is_off_for_its_bucket_and_says_why(self, device, monkeypatch):
         lane = lane_of(torch.ones(1, device=device).device)
-        original = type(lane).record
+        original = type(lane).capture
 
         sizes = []
 
-        def record_graph(self, run, generators):
+        def capture(self, run, generators):
             run()
             if sizes[-1] == 3:
                 raise RuntimeError("operation not permitted when stream is capturing\nsecond line")
             return original(self, run, generators)
 
-        monkeypatch.setattr(type(lane), "record", record_graph)
+        monkeypatch.setattr(type(lane), "capture", capture)
         f, record = region(lambda x: (sizes.append(x.numel()), x + 1)[1], device)
         with pytest.warns(RuntimeWarning, match="could not be captured and runs without: RuntimeError: operation not"):
             assert f(torch.ones(3, device=device)).tolist() == [2.0] * 3
@@ -588,12 +588,10 @@ class TestFailure:
 
     def test_calls_that_somebody_else_records_are_told_once(self, device, monkeypatch):
         f, record = region(lambda x: x + 1, device)
-        monkeypatch.setattr("tritium.compiler.capture.region.is_recording", lambda: True)
+        monkeypatch.setattr("tritium.compiler.capture.region.is_capturing", lambda: True)
         for _ in range(2):
             assert f(torch.ones(2, device=device)).tolist() == [2.0, 2.0]
-        assert [(row.bucket, row.declined) for row in record.captures] == [
-            ("calls inside of another recording", "somebody else was recording what this thread does")
-        ]
+        assert [(row.bucket, row.declined) for row in record.captures] == [CAPTURED_AROUND]
 
     @pytest.mark.parametrize(
         ("argument", "reason"),
@@ -739,35 +737,35 @@ class TestAuto:
 
     def test_a_device_that_waits_is_captured(self, timed):
         f, entry, record = timed(host=[8.0], device=8.0, replay=5.0)
-        f.call(idle.CALLS_TO_DECIDE)
+        f.call(auto.CALLS_TO_DECIDE)
         assert len(f.region) == 1
         assert record.captures[0].declined is None
         assert entry.summary == "graphs='auto': the device was idle for 38 % of a call (8.00 ms, 5.00 ms replayed)"
-        assert f.ran == idle.CALLS_TO_DECIDE + WARM_UPS + 1, "besides the caller's, only the runs that a capture needs"
+        assert f.ran == auto.CALLS_TO_DECIDE + WARM_UPS + 1, "besides the caller's, only the runs that a capture needs"
 
     def test_a_replay_that_saves_little_is_dropped(self, timed):
         f, entry, record = timed(host=[8.0], device=8.0, replay=7.92)
-        f.call(idle.CALLS_TO_DECIDE + 2)
+        f.call(auto.CALLS_TO_DECIDE + 2)
         assert len(f.region) == 0
         assert entry.declined == record.captures[0].declined
         assert entry.declined.endswith("idle for 1 % of a call (8.00 ms, 7.92 ms replayed): less than 5 %")
 
     def test_a_device_that_is_behind_is_left_alone(self, timed):
         f, entry, record = timed(host=[1.0], device=8.0, replay=8.0)
-        f.call(idle.CALLS_TO_DECIDE)
-        assert f.ran == idle.CALLS_TO_DECIDE, "nothing was captured"
+        f.call(auto.CALLS_TO_DECIDE)
+        assert f.ran == auto.CALLS_TO_DECIDE, "nothing was captured"
         assert "the host issues a call in 1.00 of 8.00 ms" in entry.declined
         assert record.captures[0].declined == entry.declined
 
     def test_calls_that_begin_on_a_busy_device_do_not_wait(self, timed):
         f, entry, _ = timed(host=[8.0], device=8.0, replay=5.0, began_idle=False)
-        f.call(idle.CALLS_TO_DECIDE)
+        f.call(auto.CALLS_TO_DECIDE)
         assert len(f.region) == 0
         assert "3 of 3 calls began while it was busy" in entry.declined
 
     def test_one_slow_host_call_decides_nothing(self, timed):
         f, entry, _ = timed(host=[1.0, 8.0, 1.0], device=8.0, replay=5.0)
-        f.call(idle.CALLS_TO_DECIDE)
+        f.call(auto.CALLS_TO_DECIDE)
         assert entry.declined is not None
 
     def test_nothing_waits_for_marks_that_the_device_has_not_reached(self, timed):
@@ -775,16 +773,16 @@ class TestAuto:
         f.done = False
         f.call(20)
         assert len(f.region) == 0
-        assert record.captures[0].declined == idle.UNDECIDED
+        assert record.captures[0].declined == auto.UNDECIDED
         f.done = True
-        f.call(idle.CALLS_TO_DECIDE)
+        f.call(auto.CALLS_TO_DECIDE)
         assert len(f.region) == 1
 
     def test_each_shape_has_its_own_answer(self, timed):
         f, entry, record = timed(host=[8.0], device=8.0, replay=5.0)
-        f.call(idle.CALLS_TO_DECIDE, size=2)
+        f.call(auto.CALLS_TO_DECIDE, size=2)
         f.host = [1.0]
-        f.call(idle.CALLS_TO_DECIDE, size=3)
+        f.call(auto.CALLS_TO_DECIDE, size=3)
         assert [row.declined is None for row in record.captures] == [True, False]
         assert entry.changed
         assert "idle for 38 %" in entry.summary
@@ -792,7 +790,7 @@ class TestAuto:
 
     def test_other_weights_take_the_decision_of_the_shape(self, timed):
         f, _, record = timed(host=[8.0], device=8.0, replay=5.0)
-        f.call(idle.CALLS_TO_DECIDE)
+        f.call(auto.CALLS_TO_DECIDE)
         other = torch.ones(1)
         f.call(1, weight=other)
         assert len(f.region) == 2
@@ -803,16 +801,16 @@ class TestAuto:
         decisions = Decisions(entry)
         first, second = decisions.of((0, "x")), decisions.of((2, "x"))
         assert first is not second
-        first._settle(why="idle")
-        second._settle(declined="busy")
+        first.settle(why="idle")
+        second.settle(declined="busy")
         assert entry.summary == "cut at 1 boundary op; graphs='auto': idle; busy"
         assert entry.declined is None
 
     def test_a_capture_that_fails_leaves_the_calls_right(self, timed):
         f, _, record = timed(host=[8.0], device=8.0, replay=5.0)
-        f.region._capture = lambda entry, args: (_ for _ in ()).throw(RuntimeError("no memory"))
+        f.region._capture = lambda *_: (_ for _ in ()).throw(RuntimeError("no memory"))
         with pytest.warns(RuntimeWarning, match="could not be captured"):
-            f.call(idle.CALLS_TO_DECIDE)
+            f.call(auto.CALLS_TO_DECIDE)
         assert record.captures[0].declined == "RuntimeError: no memory"
 
 
@@ -859,12 +857,14 @@ def timed(monkeypatch):
     def sampled(lane, run):
         start = Mark()
         result = run()
-        captured = any(entry.graph is not None for weights in state.region.sets for entry in weights.entries.values())
+        captured = any(
+            entry.captured is not None for weights in state.region.sets for entry in weights.entries.values()
+        )
         state.now += state.replay if captured else state.device
         host = state.host[0] if len(state.host) == 1 else state.host.pop(0)
-        return idle.Sample(start, Mark(), host, state.began_idle), result
+        return auto.Sample(start, Mark(), host, state.began_idle), result
 
-    monkeypatch.setattr(idle, "sampled", sampled)
+    monkeypatch.setattr(auto, "sampled", sampled)
 
     def make(**figures):
         for name, value in figures.items():

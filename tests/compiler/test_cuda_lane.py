@@ -99,8 +99,8 @@ def test_a_caller_on_another_stream_waits_for_the_last_one(cuda, lane):
 
 
 def test_recordings_share_a_pool_that_an_empty_one_keeps(cuda, lane):
-    lane.record(lambda: 1, [])
-    graph, result = lane.record(lambda: 2, [])
+    lane.capture(lambda: 1, [])
+    graph, result = lane.capture(lambda: 2, [])
     recorded = [entry for entry in cuda.log if entry.startswith("recorded")]
     assert recorded == ["recorded graph 0 into pool 1", "recorded graph 0 into pool 1", "recorded graph 2 into pool 1"]
     assert (graph, result) == ("graph 2", 2)
@@ -115,17 +115,17 @@ def test_the_first_error_is_told_and_the_pool_is_left(cuda, lane):
 
     lane._pool = "pool 0"
     with pytest.raises(ValueError, match="mine"):
-        lane.record(broken, [])
+        lane.capture(broken, [])
     with pytest.raises(RuntimeError, match="invalidated"):
-        lane.record(lambda: 1, [])
+        lane.capture(lambda: 1, [])
     cuda.fails_at_end = False
-    lane.record(lambda: 1, [])
+    lane.capture(lambda: 1, [])
     assert cuda.log[-2].endswith(f"pool {cuda.pools}")
     assert cuda.pools == 2
 
 
 def test_what_goes_while_something_is_recorded_goes_later(cuda, lane):
-    lane.record(lambda: lane.retire("one"), [])
+    lane.capture(lambda: lane.retire("one"), [])
     assert "synchronize" not in cuda.log
     assert lane._retired == ["one"]
     lane.retire("two")
@@ -139,5 +139,5 @@ def test_generators_are_registered(cuda, lane, monkeypatch):
             cuda.log.append(f"registered {generator}")
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: Graph("graph 1"))
-    lane.record(lambda: 1, ["mine"])
+    lane.capture(lambda: 1, ["mine"])
     assert cuda.log[0] == "registered mine"

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from tritium import compat, fusions
-from tritium.compiler.blocks import kept
+from tritium.compiler.blocks.reuse import forget_pieces
 from tritium.compiler.compilation import Compilation
 from tritium.compiler.pipeline import compile_graph, passes_for
 from tritium.config import CompilationConfig
@@ -109,7 +109,7 @@ class Backend:
     def reset(self) -> None:
         """Clear records and kept pieces: `torch._dynamo.reset()` calls this after dropping the compiled code."""
         LEDGER.clear()
-        kept.clear()
+        forget_pieces()
 
     def _user_settings(self, mode: str | None, options: dict[str, Any] | None) -> dict[str, Any]:
         settings = compat.inductor.mode_settings(mode)

@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
 from tritium import compat
 from tritium.artifacts.digest import identity
-from tritium.compiler.capture.split import Piece
 from tritium.compiler.passes.freezing import FrozenPart
 from tritium.config import CompilationConfig
 from tritium.errors import RequestConflict, TritiumError, UnrequestedConfig
@@ -25,6 +24,9 @@ from tritium.passes import ConfigRequest, Pass, PassContext
 from tritium.report import Failure, GraphRecord, PassRecord, SharedPiece
 from tritium.report.graph_log import GraphLog, file_name
 from tritium.report.kernel_dump import KernelSource
+
+if TYPE_CHECKING:
+    from tritium.compiler.capture.stage import Piece
 
 NEEDS_GRADIENTS = (
     "the graph needs gradients: call it under torch.inference_mode() or torch.no_grad(), or freeze its parameters"

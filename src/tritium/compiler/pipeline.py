@@ -28,7 +28,7 @@ from typing import Any
 from torch import fx
 
 from tritium.catalog import Entry, plugins, unique
-from tritium.compiler.blocks.stage import reuse_blocks
+from tritium.compiler.blocks.reuse import reuse_blocks
 from tritium.compiler.capture.stage import capture, split_at_boundaries
 from tritium.compiler.compilation import Compilation, brief
 from tritium.compiler.lower import lower, lower_untouched, record_tiling_policy

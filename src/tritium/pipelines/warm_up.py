@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tritium.compiler.capture import idle
+from tritium.compiler.capture import auto
 from tritium.errors import PipelineError, ShapeError
 from tritium.pipelines.installed import Installed
 from tritium.pipelines.progress import Progress
@@ -51,7 +51,7 @@ def warm_up(
 
 def _steps(parts: Sequence[Installed]) -> int:
     """Return the number of steps after which every part has decided on its captures."""
-    return max((idle.CALLS_TO_DECIDE for installed in parts if installed.decides_captures), default=STEPS)
+    return max((auto.CALLS_TO_DECIDE for installed in parts if installed.decides_captures), default=STEPS)
 
 
 def arguments_of(pipe: Any, bucket: Bucket, steps: int = STEPS) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from tritium.compiler.capture import idle
+from tritium.compiler.capture import auto
 from tritium.config import CompilationConfig
 from tritium.errors import ConfigError, nearest
 from tritium.techniques.choice import Choice
@@ -57,7 +57,7 @@ def reconcile(config: Graphs, compilation: CompilationConfig) -> Graphs:
 def settles_after(part: Part, config: Graphs) -> int:
     """Return the calls after which "auto" has decided; only a GPU waits for the host."""
     decides = config.mode == "auto" and any(parameter.is_cuda for parameter in part.module.parameters())
-    return idle.CALLS_TO_DECIDE if decides else 1
+    return auto.CALLS_TO_DECIDE if decides else 1
 
 
 def report(_part: Part, config: Graphs, _state: None) -> Note:

@@ -9,6 +9,7 @@ symbols is never looked up in another compilation, where the same name can mean 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +18,7 @@ import torch
 from torch import fx
 
 from tritium import compat
-from tritium.compiler.blocks.facts import Facts
-from tritium.compiler.blocks.segments import Segment
+from tritium.compiler.blocks.segments import Facts, Segment
 from tritium.graph import value_of
 
 _PLAIN = (str, bool, int, complex, bytes, type(None), type(Ellipsis))
@@ -36,10 +36,6 @@ class Key:
     value: Hashable
     floats: tuple[str, ...]
     is_portable: bool
-
-    @property
-    def exact(self) -> Hashable:
-        return self.value, self.floats
 
 
 def key_of(segment: Segment, facts: Facts) -> Key:
@@ -77,18 +73,13 @@ class _Writer:
             self.is_portable = False
         if not isinstance(value, torch.Tensor):
             return type(value).__name__, repr(value)
+        flags = value.requires_grad, value.is_inference(), value.is_conj(), value.is_neg()
+        strided = value.layout is torch.strided
         return (
-            *(
-                value.dtype,
-                value.device,
-                value.layout,
-                _numbers(value.shape),
-                value.requires_grad,
-                value.is_inference(),
-            ),
-            *((_numbers(value.stride()), str(value.storage_offset())) if value.layout is torch.strided else ()),
-            *(value.is_conj(), value.is_neg(), isinstance(value, torch.nn.Parameter)),
-            self.memory.setdefault(value.untyped_storage()._cdata, len(self.memory)),
+            *(value.dtype, value.device, value.layout, flags, isinstance(value, torch.nn.Parameter)),
+            _numbers(value.shape),
+            (_numbers(value.stride()), str(value.storage_offset())) if strided else None,
+            self.memory.setdefault(compat.tensors.storage_id(value), len(self.memory)),
             compat.dynamo.is_static_input(node),
         )
 
@@ -96,7 +87,7 @@ class _Writer:
         if node.op in ("get_attr", "call_module"):
             # The attribute's content is part of the code, and another module can have another attribute of this name.
             self.is_portable = False
-            target: Hashable = ("attribute", id(_attribute(self.facts.gm, str(node.target))))
+            target: Hashable = ("attribute", id(operator.attrgetter(str(node.target))(self.facts.gm)))
         else:
             target = node.target
         arguments = self._argument(node.args), self._argument(node.kwargs)
@@ -117,7 +108,7 @@ class _Writer:
         if isinstance(value, dict):
             return "mapping", tuple((name, self._argument(item)) for name, item in value.items())
         if isinstance(value, slice):
-            return "slice", self._argument(value.start), self._argument(value.stop), self._argument(value.step)
+            return "slice", *map(self._argument, (value.start, value.stop, value.step))
         if isinstance(value, float):
             # 0.0 == -0.0, but division by them differs.
             return "float", value.hex()
@@ -129,9 +120,3 @@ class _Writer:
 
 def _numbers(sizes: Any) -> tuple[str, ...]:
     return tuple(map(str, sizes))
-
-
-def _attribute(owner: Any, path: str) -> Any:
-    for name in path.split("."):
-        owner = getattr(owner, name)
-    return owner

@@ -1,7 +1,4 @@
-"""Device graphs: `torch.cuda.CUDAGraph`, or an equally strict emulation on a CPU.
-
-A `Lane` runs one capture at a time: it is a device with the memory pool that all its captures share.
-"""
+"""Device graphs: `torch.cuda.CUDAGraph`, or an equally strict emulation on a CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tritium.compat import capture as compat_capture
+from tritium import compat
 from tritium.compiler.capture.inputs import Buffers, without_repeats
 from tritium.compiler.capture.outputs import flatten
 from tritium.device import is_capturing
@@ -33,58 +30,16 @@ class DeviceGraph(Protocol):
     def replay(self) -> None: ...
 
 
-class Mark(Protocol):
-    """A point in a stream, and the time when the device reached it."""
-
-    def is_done(self) -> bool:
-        """Return True if the device has reached it, without waiting."""
-
-    def until(self, later: Any) -> float:
-        """Return the milliseconds to a later mark; both must be done."""
-
-
-class Lane(Protocol):
-    """A device on which captures run one after the other."""
-
-    lock: threading.RLock
-    buffers: Buffers
-
-    def order(self) -> None:
-        """Make the caller's stream wait for an earlier caller's stream, because both use the shared memory."""
-
-    def warm_up(self, run: Callable[[], Any]) -> Any:
-        """Call a few times and return the last result."""
-
-    def record(self, run: Callable[[], Any], generators: Sequence[torch.Generator]) -> tuple[DeviceGraph, Any]:
-        """Capture a call; return the graph and the memory that its replays write results into.
-
-        Other captures may allocate parts of that memory while it is free, so any other replay may overwrite it.
-        """
-
-    def retire(self, things: Any) -> None:
-        """Free graphs and their memory as soon as the device has finished using them."""
-
-    def memory(self) -> int:
-        """Return the bytes reserved by the device's allocator."""
-
-    def is_idle(self) -> bool:
-        """Return True if the caller's stream has no pending work, without waiting."""
-
-    def mark(self) -> Mark:
-        """Mark the current end of the caller's stream."""
-
-
 class EmulatedGraph:
     """Run a call again on the captured arguments, and write into the captured results.
 
     A replay overwrites the results of other graphs in the pool: on a GPU its intermediate values could be there.
     """
 
-    def __init__(self, run: Callable[[], Any], pool: weakref.WeakSet[EmulatedGraph]) -> None:
+    def __init__(self, run: Callable[[], Any], result: Any, pool: weakref.WeakSet[EmulatedGraph]) -> None:
         self._run = run
         self._pool = pool
-        self.result = run()
-        self._static = flatten(self.result)[0]
+        self._static = flatten(result)[0]
         # Results outside of the arguments' memory; known after a replay.
         self._own: list[torch.Tensor] = []
         pool.add(self)
@@ -95,7 +50,7 @@ class EmulatedGraph:
                 other.spoil()
         leaves, _ = flatten(self._run())
         if len(leaves) != len(self._static):
-            raise RuntimeError("a replayed call returned another structure than the recorded one")
+            raise RuntimeError("a replayed call returned another structure than the captured one")
         self._own = []
         for new, static in zip(leaves, self._static, strict=True):
             if isinstance(static, torch.Tensor) and new.data_ptr() != static.data_ptr():
@@ -110,55 +65,22 @@ class EmulatedGraph:
                 without_repeats(tensor).fill_(float("nan"))
 
 
-class CpuMark:
-    """A point in time: a CPU has finished all work when a call returns."""
+class Mark:
+    """A point in a stream, and the time when the device reached it: on a CPU, now."""
 
     def __init__(self) -> None:
         self._seconds = time.perf_counter()
 
     def is_done(self) -> bool:
+        """Return True if the device has reached it, without waiting."""
         return True
 
-    def until(self, later: CpuMark) -> float:
-        return (later._seconds - self._seconds) * 1e3
+    def until(self, later: Any) -> float:
+        """Return the milliseconds to a later mark; both must be done."""
+        return float(later._seconds - self._seconds) * 1e3
 
 
-class CpuLane:
-    """Emulate CUDA's graphs on a CPU: the same rules for memory, but no speed-up."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.buffers = Buffers()
-        self._pool: weakref.WeakSet[EmulatedGraph] = weakref.WeakSet()
-
-    def order(self) -> None:
-        pass
-
-    def warm_up(self, run: Callable[[], Any]) -> Any:
-        for _ in range(WARM_UPS - 1):
-            run()
-        return run()
-
-    def record(self, run: Callable[[], Any], generators: Sequence[torch.Generator]) -> tuple[DeviceGraph, Any]:
-        del generators
-        graph = EmulatedGraph(run, self._pool)
-        result, graph.result = graph.result, None
-        return graph, result
-
-    def retire(self, things: Any) -> None:
-        del things
-
-    def memory(self) -> int:
-        return 0
-
-    def is_idle(self) -> bool:
-        return True
-
-    def mark(self) -> Mark:
-        return CpuMark()
-
-
-class CudaMark:
+class CudaMark(Mark):
     """A CUDA event on the caller's stream."""
 
     def __init__(self, device: torch.device) -> None:
@@ -168,80 +90,133 @@ class CudaMark:
     def is_done(self) -> bool:
         return bool(self._event.query())
 
-    def until(self, later: CudaMark) -> float:
+    def until(self, later: Any) -> float:
         return float(self._event.elapsed_time(later._event))
 
 
-class CudaLane:
-    """A GPU. Its captures share one memory pool, so no two of them may run at once."""
+class Lane:
+    """A device that runs one capture at a time, because all its captures share a memory pool.
+
+    This one emulates CUDA's graphs on a CPU: the same rules for memory, but no speed-up.
+    """
 
     def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.lock = threading.RLock()
         self.buffers = Buffers()
-        self._device = device
-        self._pool: Any = None
-        self._anchor: Any = None
-        self._side: Any = None
-        self._last: Any = None
-        self._recording = False
-        self._retired: list[Any] = []
+        self._graphs: weakref.WeakSet[EmulatedGraph] = weakref.WeakSet()
 
     def order(self) -> None:
-        current = torch.cuda.current_stream(self._device)
+        """Make the caller's stream wait for an earlier caller's stream, because both use the shared memory."""
+
+    def warm_up(self, run: Callable[[], Any]) -> Any:
+        """Call a few times and return the last result."""
+        for _ in range(WARM_UPS - 1):
+            run()
+        return run()
+
+    def capture(self, run: Callable[[], Any], generators: Sequence[torch.Generator]) -> tuple[DeviceGraph, Any]:
+        """Capture a call; return the graph and the memory that its replays write results into.
+
+        Other captures may allocate parts of that memory while it is free, so any other replay may overwrite it.
+        """
+        del generators
+        result = run()
+        return EmulatedGraph(run, result, self._graphs), result
+
+    def retire(self, things: Any) -> None:
+        """Free graphs and their memory as soon as the device has finished using them."""
+        del things
+
+    def memory(self) -> int:
+        """Return the bytes reserved by the device's allocator."""
+        return 0
+
+    def is_idle(self) -> bool:
+        """Return True if the caller's stream has no pending work, without waiting."""
+        return True
+
+    def mark(self) -> Mark:
+        """Mark the current end of the caller's stream."""
+        return Mark()
+
+    @contextlib.contextmanager
+    def unchanged(self, generators: Sequence[torch.Generator], written: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Undo side effects of the runs inside: restore random states and the memory that they write to."""
+        states = [generator.get_state() for generator in generators]
+        values = [tensor.clone() for tensor in written]
+        try:
+            with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+                yield
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+            for tensor, value in zip(written, values, strict=True):
+                tensor.copy_(value)
+
+
+class CudaLane(Lane):
+    """A GPU with its memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._pool: Any = None
+        # An empty graph, which keeps the pool alive.
+        self._anchor: Any = None
+        self._last: Any = None
+        self._is_capturing = False
+        self._retired: list[Any] = []
+
+    @functools.cached_property
+    def _side(self) -> Any:
+        return torch.cuda.Stream(self.device)
+
+    def order(self) -> None:
+        current = torch.cuda.current_stream(self.device)
         if self._last is not None and self._last != current:
             current.wait_stream(self._last)
         self._last = current
 
     def warm_up(self, run: Callable[[], Any]) -> Any:
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self.device):
             current = torch.cuda.current_stream()
-            side = self._side_stream()
-            side.wait_stream(current)
-            with torch.cuda.stream(side):
-                for _ in range(WARM_UPS - 1):
-                    run()
-                result = run()
-            current.wait_stream(side)
+            self._side.wait_stream(current)
+            with torch.cuda.stream(self._side):
+                result = super().warm_up(run)
+            current.wait_stream(self._side)
         return result
 
-    def record(self, run: Callable[[], Any], generators: Sequence[torch.Generator]) -> tuple[DeviceGraph, Any]:
+    def capture(self, run: Callable[[], Any], generators: Sequence[torch.Generator]) -> tuple[DeviceGraph, Any]:
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
-            compat_capture.register_generator(graph, generator)
-        with torch.cuda.device(self._device), compat_capture.fresh_cublas_workspaces():
-            return graph, self._recorded(graph, run)
+            compat.capture.register_generator(graph, generator)
+        with torch.cuda.device(self.device), compat.capture.fresh_cublas_workspaces():
+            return graph, self._captured(graph, run)
 
-    def _recorded(self, graph: Any, run: Callable[[], Any]) -> Any:
+    def _captured(self, graph: Any, run: Callable[[], Any]) -> Any:
         failure: Exception | None = None
-        result = None
-        self._recording = True
+        self._is_capturing = True
         try:
             if self._pool is None:
                 self._start_pool()
             with self._into(graph):
                 try:
-                    result = run()
+                    return run()
                 except Exception as error:
                     failure = error
                     raise
         except BaseException:
-            self._recover()
+            # The default generator still assumes the failed capture and generates no numbers; a successful capture, that
+            # of a new pool, resets it.
+            self._pool = self._anchor = None
+            with contextlib.suppress(RuntimeError):
+                self._start_pool()
             if failure is not None:
                 # Ending a broken capture raises another, less helpful error.
                 raise failure from None
             raise
         finally:
-            self._recording = False
-        return result
-
-    def _recover(self) -> None:
-        """Replace the pool after a failed capture.
-
-        The default generator still assumes the failed capture and generates no numbers; a successful capture resets it.
-        """
-        self._pool = self._anchor = None
-        with contextlib.suppress(RuntimeError):
-            self._start_pool()
+            self._is_capturing = False
 
     def _start_pool(self) -> None:
         """Create a pool. It lives as long as a graph uses it, so an empty graph keeps it alive."""
@@ -254,12 +229,11 @@ class CudaLane:
 
     @contextlib.contextmanager
     def _into(self, graph: Any) -> Iterator[None]:
-        side = self._side_stream()
         # After a failed capture torch leaves its stream current; the outer context restores the caller's. In mode
         # thread_local, other threads may use the device during the capture.
         with (
-            torch.cuda.stream(side),
-            torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"),
+            torch.cuda.stream(self._side),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"),
         ):
             yield
 
@@ -267,53 +241,24 @@ class CudaLane:
         # A replay may still run on a stream that does not own the memory, so synchronize before freeing. That would
         # break a capture: during one, keep the things until the next call.
         self._retired.append(things)
-        if not self._recording and not is_recording():
-            torch.cuda.synchronize(self._device)
+        if not self._is_capturing and not is_capturing():
+            torch.cuda.synchronize(self.device)
             self._retired.clear()
 
     def memory(self) -> int:
-        return torch.cuda.memory_reserved(self._device)
+        return torch.cuda.memory_reserved(self.device)
 
     def is_idle(self) -> bool:
-        return bool(torch.cuda.current_stream(self._device).query())
+        return bool(torch.cuda.current_stream(self.device).query())
 
     def mark(self) -> Mark:
-        return CudaMark(self._device)
-
-    def _side_stream(self) -> Any:
-        if self._side is None:
-            self._side = torch.cuda.Stream(self._device)
-        return self._side
+        return CudaMark(self.device)
 
 
 @functools.cache
 def lane_of(device: torch.device) -> Lane:
     """Return the lane of a device, shared by all regions of the process."""
-    if device.type == "cpu":
-        return CpuLane()
-    if device.type == "cuda":
-        return CudaLane(device)
-    raise CaptureRefused(f"there are no static graphs on {device.type!r}")
-
-
-def is_recording() -> bool:
-    """Return True if an enclosing capture records this thread's launches, so that nothing can be replayed."""
-    return is_capturing()
-
-
-@contextlib.contextmanager
-def unchanged(
-    device: torch.device, generators: Sequence[torch.Generator], written: Sequence[torch.Tensor]
-) -> Iterator[None]:
-    """Undo side effects of the runs inside: restore random states and the memory that they write to."""
-    states = [generator.get_state() for generator in generators]
-    values = [tensor.clone() for tensor in written]
-    devices = [device] if device.type == "cuda" else []
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-        for tensor, value in zip(written, values, strict=True):
-            tensor.copy_(value)
+    lanes = {"cpu": Lane, "cuda": CudaLane}
+    if device.type not in lanes:
+        raise CaptureRefused(f"there are no static graphs on {device.type!r}")
+    return lanes[device.type](device)

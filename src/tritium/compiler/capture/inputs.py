@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tritium.compat import capture as compat_capture
+from tritium import compat
 from tritium.errors import CaptureRefused
 
 
@@ -24,20 +24,15 @@ def without_repeats(tensor: torch.Tensor) -> torch.Tensor:
 def empty_as(tensor: torch.Tensor) -> torch.Tensor:
     """Allocate memory with the strides of a tensor, including strides of 0."""
     shown = without_repeats(tensor)
-    if not compat_capture.has_one_address_per_element(shown):
-        shown = _checked(shown)
+    if not compat.capture.has_one_address_per_element(shown):
+        # torch cannot tell. If each stride exceeds the extent of all smaller strides, every element has its own address.
+        extent = 0
+        for stride, size in sorted((s, n) for s, n in zip(shown.stride(), shown.shape, strict=True) if n > 1):
+            if stride <= extent:
+                raise CaptureRefused(f"elements of a tensor with strides {tuple(shown.stride())} share memory")
+            extent += stride * (size - 1)
     made = torch.empty_strided(shown.shape, shown.stride(), dtype=tensor.dtype, device=tensor.device)
     return made.as_strided(tensor.shape, tensor.stride()) if shown is not tensor else made
-
-
-def _checked(tensor: torch.Tensor) -> torch.Tensor:
-    # If each stride exceeds the extent of all smaller strides, every element has a separate address.
-    reach = 0
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
-        if stride <= reach:
-            raise CaptureRefused(f"elements of a tensor with strides {tuple(tensor.stride())} share memory")
-        reach += stride * (size - 1)
-    return tensor
 
 
 class Copies:
@@ -61,7 +56,7 @@ class Copies:
                     ours.append(self.targets[place])
                     theirs.append(without_repeats(source))
             if ours:
-                torch._foreach_copy_(theirs if back else ours, ours if back else theirs)
+                compat.tensors.copy_all(theirs if back else ours, ours if back else theirs)
 
 
 class Buffers:

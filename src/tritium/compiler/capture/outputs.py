@@ -12,13 +12,15 @@ are three ways to return them:
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, Literal
 
 import torch
-from torch.utils import _pytree as pytree
 
-from tritium.compat import capture as compat_capture
+from tritium import compat
+from tritium.compat.tensors import storage_id
 from tritium.compiler.capture.inputs import Copies, empty_as
 from tritium.errors import CaptureRefused
 
@@ -30,53 +32,26 @@ def flatten(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
 
     Supports everything registered with torch's pytrees (such as outputs of diffusers), and dataclasses.
     """
-    leaves, spec = pytree.tree_flatten(value, is_leaf=_is_plain_dataclass)
+    if _is_plain_dataclass(value):
+        cls, names = type(value), [field.name for field in dataclasses.fields(value) if field.init]
+        leaves, build = flatten([getattr(value, name) for name in names])
+        return leaves, lambda parts: cls(**dict(zip(names, build(parts), strict=True)))
+    leaves, rebuild = compat.tensors.flatten(value, _is_plain_dataclass)
     if not any(map(_is_plain_dataclass, leaves)):
-        return leaves, lambda parts: pytree.tree_unflatten(list(parts), spec)
-    flat: list[Any] = []
-    builders = []
-    for leaf in leaves:
-        inner, build = _flatten_dataclass(leaf) if _is_plain_dataclass(leaf) else ([leaf], _only)
-        builders.append((len(flat), len(flat) + len(inner), build))
-        flat += inner
+        return leaves, rebuild
+    inner = [flatten(leaf) for leaf in leaves]
+    builders = [(len(parts), build) for parts, build in inner]
 
-    def rebuild(parts: Sequence[Any]) -> Any:
-        return pytree.tree_unflatten([build(parts[start:end]) for start, end, build in builders], spec)
+    def join(parts: Sequence[Any]) -> Any:
+        remaining = iter(parts)
+        return rebuild([build(list(islice(remaining, count))) for count, build in builders])
 
-    return flat, rebuild
-
-
-def _only(parts: Sequence[Any]) -> Any:
-    return parts[0]
+    return [part for parts, _ in inner for part in parts], join
 
 
 def _is_plain_dataclass(value: Any) -> bool:
     is_instance = dataclasses.is_dataclass(value) and not isinstance(value, type)
-    return is_instance and type(value) not in pytree.SUPPORTED_NODES
-
-
-def _flatten_dataclass(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    names = [field.name for field in dataclasses.fields(value) if field.init]
-    leaves, build = flatten([getattr(value, name) for name in names])
-    cls = type(value)
-    return leaves, lambda parts: cls(**dict(zip(names, build(parts), strict=True)))
-
-
-@dataclasses.dataclass
-class _View:
-    """A leaf in an argument's memory: the caller gets the same view of the argument that it passed."""
-
-    argument: int
-    # Relative to the argument's offset; None for the argument itself.
-    offset: int | None
-    size: torch.Size
-    stride: tuple[int, ...]
-
-    def of(self, args: Sequence[Any]) -> torch.Tensor:
-        argument: torch.Tensor = args[self.argument]
-        if self.offset is None:
-            return argument
-        return argument.as_strided(self.size, self.stride, argument.storage_offset() + self.offset)
+    return is_instance and not compat.tensors.is_container(value)
 
 
 class StaticOutputs:
@@ -84,48 +59,43 @@ class StaticOutputs:
 
     def __init__(self, result: Any, args: Sequence[Any], way: Way) -> None:
         leaves, self._rebuild = flatten(result)
-        self.way = way
-        self._leaves: list[Any] = []
-        self._owned: list[torch.Tensor] = []
+        # None for tensors: they are views of arguments, or use memory of the capture.
+        self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._views: dict[int, Callable[[Sequence[Any]], torch.Tensor]] = {}
         self._places: list[int] = []
-        storages = {_storage(arg): index for index, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
-        for leaf in leaves:
+        storages = {storage_id(arg): index for index, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
+        for place, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
-                self._leaves.append(leaf)
-            elif (index := storages.get(_storage(leaf))) is not None:
-                self._leaves.append(_view(leaf, args[index], index))
+                continue
+            if (index := storages.get(storage_id(leaf))) is not None:
+                self._views[place] = _view(leaf, args[index], index)
+            elif type(leaf) in (torch.Tensor, torch.nn.Parameter):
+                self._places.append(place)
             else:
-                self._places.append(len(self._leaves))
-                self._leaves.append(None)
-                self._owned.append(leaf)
-        if any(type(leaf) not in (torch.Tensor, torch.nn.Parameter) for leaf in self._owned):
-            raise CaptureRefused("it returns a tensor subclass")
-        self._shared = len({_storage(leaf) for leaf in self._owned}) < len(self._owned)
-        self._whole = _by_storage(self._owned) if self._shared else []
+                raise CaptureRefused("it returns a tensor subclass")
+        self._owned = [leaves[place] for place in self._places]
         self._users: list[int | None] = []
-        if self.way == "lend" and None in self._counts():
-            # This torch does not count references to memory.
-            self.way = "copy"
+        # Some torch versions do not count references to memory.
+        self.way: Way = "copy" if way == "lend" and None in self._counts() else way
 
     def own(self) -> None:
         """Move results to memory that no other capture uses."""
         self._owned = self._copied()
-        self._whole = _by_storage(self._owned) if self._shared else []
 
     def keep(self, result: Any) -> None:
         """Copy the results of another run into this memory."""
         leaves = flatten(result)[0]
-        made = [leaves[place] for place in self._places] if len(leaves) == len(self._leaves) else []
-        if list(map(_form, made)) != list(map(_form, self._owned)):
+        results = [leaves[place] for place in self._places] if len(leaves) == len(self._leaves) else []
+        if list(map(_form, results)) != list(map(_form, self._owned)):
             raise CaptureRefused("its results have another form on every call")
-        if self._shared:
-            Copies(self._whole).run(_by_storage(made))
+        if self._is_shared():
+            Copies(_by_storage(self._owned)).run(_by_storage(results))
         else:
-            Copies(self._owned).run(made)
+            Copies(self._owned).run(results)
 
     @property
     def bytes(self) -> int:
-        return sum({_storage(leaf): leaf.untyped_storage().nbytes() for leaf in self._owned}.values())
+        return sum({storage_id(leaf): leaf.untyped_storage().nbytes() for leaf in self._owned}.values())
 
     def settle(self) -> None:
         """Remember the reference counts of the results' memory before anything is returned to the caller."""
@@ -136,39 +106,42 @@ class StaticOutputs:
         return self.way == "lend" and self._counts() != self._users
 
     def _counts(self) -> list[int | None]:
-        return [compat_capture.storage_users(leaf) for leaf in self._owned]
+        return [compat.capture.storage_users(leaf) for leaf in self._owned]
 
     def hand_out(self, args: Sequence[Any]) -> Any:
+        leaves = list(self._leaves)
+        for place, view in self._views.items():
+            leaves[place] = view(args)
         owned = self._copied() if self.way == "copy" else [_over(leaf) for leaf in self._owned]
-        leaves = [leaf.of(args) if isinstance(leaf, _View) else leaf for leaf in self._leaves]
         for place, tensor in zip(self._places, owned, strict=True):
             leaves[place] = tensor
         return self._rebuild(leaves)
 
+    def _is_shared(self) -> bool:
+        return len(set(map(storage_id, self._owned))) < len(self._owned)
+
     def _copied(self) -> list[torch.Tensor]:
-        if not self._shared:
-            made = [empty_as(leaf) for leaf in self._owned]
-            Copies(made).run(self._owned)
-            return made
+        if not self._is_shared():
+            copies = [empty_as(leaf) for leaf in self._owned]
+            Copies(copies).run(self._owned)
+            return copies
         # Preserve sharing: copy shared memory once, as a whole.
-        memory = {_storage(whole): whole.clone().untyped_storage() for whole in self._whole}
-        return [_over(leaf, memory[_storage(leaf)]) for leaf in self._owned]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+        memory = {storage_id(whole): whole.clone().untyped_storage() for whole in _by_storage(self._owned)}
+        return [_over(leaf, memory[storage_id(leaf)]) for leaf in self._owned]
 
 
 def _form(leaf: Any) -> tuple[Any, ...] | None:
     return (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else None
 
 
-def _view(leaf: torch.Tensor, argument: torch.Tensor, index: int) -> _View:
+def _view(leaf: torch.Tensor, argument: torch.Tensor, index: int) -> Callable[[Sequence[Any]], torch.Tensor]:
+    """Return a function that returns the same view of the caller's argument, or the argument itself."""
     if leaf is argument:
-        return _View(index, None, leaf.shape, leaf.stride())
+        return operator.itemgetter(index)
     if leaf.dtype != argument.dtype:
         raise CaptureRefused(f"it returns an input's memory as {leaf.dtype}")
-    return _View(index, int(leaf.storage_offset() - argument.storage_offset()), leaf.shape, leaf.stride())
+    offset, size, stride = leaf.storage_offset() - argument.storage_offset(), leaf.shape, leaf.stride()
+    return lambda args: args[index].as_strided(size, stride, args[index].storage_offset() + offset)
 
 
 def _by_storage(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -177,7 +150,7 @@ def _by_storage(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     for leaf in leaves:
         storage = leaf.untyped_storage()
         whole = torch.empty(0, dtype=torch.uint8, device=leaf.device)
-        found[_storage(leaf)] = whole.set_(storage, 0, (storage.nbytes(),), (1,))
+        found[storage_id(leaf)] = whole.set_(storage, 0, (storage.nbytes(),), (1,))
     return list(found.values())
 
 

@@ -8,18 +8,19 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from tritium.compiler.capture.graph import Lane, is_recording, lane_of, unchanged
-from tritium.compiler.capture.idle import UNDECIDED, Decision, Decisions
+from tritium.compiler.capture.auto import UNDECIDED, Decision, Decisions
+from tritium.compiler.capture.bucket import Spec, bucket_text, key_of
+from tritium.compiler.capture.graph import Lane, lane_of
 from tritium.compiler.capture.inputs import StaticInputs
-from tritium.compiler.capture.key import bucket_text, key_of
 from tritium.compiler.capture.outputs import StaticOutputs
-from tritium.compiler.capture.spec import Spec
-from tritium.compiler.capture.weights import Entry, WeightSet, WeightSets
+from tritium.compiler.capture.weights import Captured, Entry, WeightSet, WeightSets
 from tritium.config import CompilationConfig
+from tritium.device import is_capturing
 from tritium.errors import CaptureRefused
 from tritium.report import Capture, Failure, GraphRecord
 
@@ -29,7 +30,7 @@ MOST_MOVES = 8
 # Number of times an evicted bucket is captured again.
 MOST_RETURNS = 2
 
-RECORDED_ELSEWHERE = "somebody else was recording what this thread does"
+CAPTURED_AROUND = "calls inside another capture", "the caller was already capturing the launches of this thread"
 
 PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -46,15 +47,14 @@ class Region:
         decisions: Decisions | None = None,
     ) -> None:
         self._run = run
-        self._spec = spec
-        self._inputs = spec.inputs
-        self._weight_list = list(spec.weights)
+        self._spec, self._inputs, self._weights = spec, spec.inputs, list(spec.weights)
         self._config = config
         self._record = record
         self._decisions = decisions
         self._written = set(spec.written)
         self._sets = WeightSets(self._forget)
-        self._device: torch.device | None = None
+        # The lane of the arguments' device, known from the first call on.
+        self._lane: Lane | None = None
         # The reason why this region is disabled, or None.
         self.off: str | None = None
         record.regions.append(weakref.ref(self))
@@ -62,141 +62,131 @@ class Region:
     def __call__(self, *args: Any) -> Any:
         if self.off is not None:
             return self._run(*args)
-        if is_recording():
-            self._tell_of_other_recording()
+        if is_capturing():
+            if not any((row.bucket, row.declined) == CAPTURED_AROUND for row in self._record.captures):
+                self._add_row(*CAPTURED_AROUND)
             return self._run(*args)
-        entry = self._find(args)
-        if entry is None:
+        try:
+            lane, entry = self._find(args)
+        except CaptureRefused as refusal:
+            self.off = str(refusal)
+            self.clear()
+            self._add_row("every bucket", self.off)
             return self._run(*args)
-        lane = lane_of(self._device_of(args))
-        if entry.graph is None:
+        if entry.captured is None:
             decision = entry.decision
             if decision is None:
                 return self._run(*args)
             if not self._is_captured(entry, decision, lane, args):
                 return decision.call(lane, lambda: self._run(*args))
         with lane.lock:
-            if self._is_ready(entry, lane):
-                return self._replayed(entry, lane, args)
+            captured = self._ready(entry, lane)
+            if captured is not None:
+                return self._replayed(entry, captured, lane, args)
         return self._run(*args)
 
     def clear(self) -> None:
         """Free the memory of all captures; the next call of each bucket captures again."""
-        if self._device is None:
-            return
-        with lane_of(self._device).lock:
-            self._sets.clear()
+        if self._lane is not None:
+            with self._lane.lock:
+                self._sets.clear()
 
     def __len__(self) -> int:
-        return sum(entry.graph is not None for weights in self.sets for entry in weights.entries.values())
+        return sum(entry.captured is not None for weights in self.sets for entry in weights.entries.values())
 
     @property
     def sets(self) -> list[WeightSet]:
         """Every set of weights that this region was called with."""
         return list(self._sets)
 
-    def _find(self, args: Sequence[Any]) -> Entry | None:
+    def _find(self, args: Sequence[Any]) -> tuple[Lane, Entry]:
+        """Return the lane and the bucket of a call; raise `CaptureRefused` if no call of the region can be captured."""
         if len(args) != len(self._spec.names):
             self._spec = self._spec.first(len(args))
-            self._inputs, self._weight_list = self._spec.inputs, list(self._spec.weights)
+            self._inputs, self._weights = self._spec.inputs, list(self._spec.weights)
         try:
             key = key_of(args, self._inputs)
             hash(key)
-            lane = lane_of(self._device_of(args))
-        except CaptureRefused as refusal:
-            self._turn_off(str(refusal))
-            return None
         except (TypeError, RuntimeError, NotImplementedError) as error:
-            self._turn_off(f"an input cannot be part of a key ({type(error).__name__}: {error})")
-            return None
+            raise CaptureRefused(f"an input cannot be part of a key ({type(error).__name__}: {error})") from error
+        if self._lane is None:
+            devices = [arg.device for arg in args if isinstance(arg, torch.Tensor)]
+            self._lane = lane_of(next((device for device in devices if device.type != "cpu"), torch.device("cpu")))
+        lane = self._lane
         with lane.lock:
             try:
-                weights = self._sets.find(list(args), self._weight_list)
+                weights = self._sets.find(list(args), self._weights)
             except (RuntimeError, NotImplementedError) as error:
-                self._turn_off(f"a weight has no address ({type(error).__name__}: {error})")
-                return None
+                raise CaptureRefused(f"a weight has no address ({type(error).__name__}: {error})") from error
             if weights.moves > MOST_MOVES:
-                self._turn_off(f"its weights moved in memory {weights.moves} times (are they offloaded between calls?)")
-                return None
-            if self._written and (alias := self._aliased(args)) is not None:
-                return self._declined_once(weights, args, alias)
-            entry = weights.entries.get(key)
+                raise CaptureRefused(
+                    f"its weights moved in memory {weights.moves} times (are they offloaded between calls?)"
+                )
+            # All calls that are declined for the same reason share an entry.
+            alias = self._aliased(args)
+            entry = weights.entries.get(alias or key)
             if entry is None:
-                entry = self._make(weights, key, args)
-            weights.entries.move_to_end(key)
-            return entry
+                entry = self._new_entry(weights, alias or key, args)
+                if alias is not None:
+                    entry.row.declined = alias
+                elif entry.row.declined is None and self._decisions is not None:
+                    entry.decision, entry.row.declined = self._decisions.of((self._spec.piece, key)), UNDECIDED
+                elif entry.row.declined is None:
+                    self._attempt(entry, lambda: self._capture(entry, lane, args))
+            weights.entries.move_to_end(alias or key)
+            return lane, entry
 
-    def _device_of(self, args: Sequence[Any]) -> torch.device:
-        if self._device is None:
-            devices = [arg.device for arg in args if isinstance(arg, torch.Tensor)]
-            self._device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
-        return self._device
+    def _new_entry(self, weights: WeightSet, key: Hashable, args: Sequence[Any]) -> Entry:
+        while len(weights.entries) >= self._config.max_captures:
+            oldest_key, oldest = weights.entries.popitem(last=False)
+            weights.evictions[oldest_key] += 1
+            self._drop(oldest)
+        entry = Entry(self._add_row(bucket_text(args, self._inputs, self._spec.names)))
+        weights.entries[key] = entry
+        if weights.evictions[key] > MOST_RETURNS:
+            entry.row.declined = f"made room {weights.evictions[key]} times: more buckets are in turn than max_captures"
+        return entry
 
-    def _forget(self, weights: WeightSet) -> None:
-        for entry in weights.entries.values():
-            self._drop(entry)
+    def _add_row(self, bucket: str, declined: str | None = None) -> Capture:
+        row = Capture(bucket, piece=self._spec.piece, declined=declined)
+        self._record.captures.append(row)
+        return row
 
     def _aliased(self, args: Sequence[Any]) -> str | None:
         """Return a reason if a written input shares memory: copies would not see each other's changes."""
         seen: dict[int, int] = {}
-        tensors = [index for index, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
+        tensors = [index for index, arg in enumerate(args) if isinstance(arg, torch.Tensor)] if self._written else []
         for index in tensors:
             other = seen.setdefault(args[index].untyped_storage().data_ptr(), index)
-            both_weights = {index, other} <= set(self._spec.weights)
+            both_weights = {index, other} <= set(self._weights)
             if other != index and not both_weights and {index, other} & self._written and args[index].numel():
                 names = self._spec.names
                 return f"{names[other]} and {names[index]} share memory that is written to"
         return None
 
-    def _make(self, weights: WeightSet, key: Hashable, args: Sequence[Any]) -> Entry:
-        row = Capture(bucket_text(args, self._inputs, self._spec.names), piece=self._spec.piece)
-        entry = Entry(row)
-        self._make_room(weights)
-        weights.entries[key] = entry
-        self._record.captures.append(row)
-        if weights.evictions[key] > MOST_RETURNS:
-            row.declined = f"made room {weights.evictions[key]} times: more buckets are in turn than max_captures"
-            return entry
-        if self._decisions is not None:
-            entry.decision, row.declined = self._decisions.of((self._spec.piece, key)), UNDECIDED
-            return entry
-        self._attempt(entry, lambda: self._capture(entry, args))
-        return entry
+    # --- capture ---
 
     def _is_captured(self, entry: Entry, decision: Decision, lane: Lane, args: Sequence[Any]) -> bool:
         """Capture a bucket if its timed calls justify it; return False if it has no graph."""
         with lane.lock:
-            if entry.graph is None and entry.decision is not None:
+            if entry.captured is None and entry.decision is not None:
                 if decision.wants_capture():
                     entry.row.declined = None
-                    self._attempt(entry, lambda: self._capture(entry, args))
-                    entry.decision = decision if entry.graph is not None else None
+                    self._attempt(entry, lambda: self._capture(entry, lane, args))
+                    entry.decision = decision if entry.captured is not None else None
                 elif decision.declined is not None:
                     entry.row.declined, entry.decision = decision.declined, None
-            return entry.graph is not None
+            return entry.captured is not None
 
-    def _replayed(self, entry: Entry, lane: Lane, args: Sequence[Any]) -> Any:
-        """Replay a bucket; under graphs="auto", time replays until the decision is final."""
-        decision = entry.decision
-        if decision is None:
-            return self._replay(entry, args)
-        result = decision.replay(lane, lambda: self._replay(entry, args))
-        if decision.is_settled:
-            entry.decision = None
-        if decision.declined is not None:
-            self._retire(entry)
-            self._give_up(entry, decision.declined)
-        return result
-
-    def _attempt(self, entry: Entry, record: Callable[[], None]) -> None:
+    def _attempt(self, entry: Entry, capture: Callable[[], None]) -> None:
         """Capture; if that fails, report it and leave the bucket uncaptured."""
         try:
-            record()
+            capture()
         except CaptureRefused as refusal:
-            self._give_up(entry, str(refusal))
+            entry.decline(str(refusal))
         except Exception as error:  # noqa: BLE001 - an error of the call itself is raised again when it runs uncaptured
             reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-            self._give_up(entry, reason)
+            entry.decline(reason)
             self._record.failures.append(Failure(f"capture of {entry.row.bucket}", reason))
             warnings.warn(
                 f"tritium: a call of {self._record.function} could not be captured and runs without: {reason}",
@@ -204,11 +194,26 @@ class Region:
                 stacklevel=4,
             )
 
-    def _check(self, args: Sequence[Any]) -> None:
+    def _capture(self, entry: Entry, lane: Lane, args: Sequence[Any]) -> None:
+        self._check(args, lane.device)
+        inputs = StaticInputs(args, self._weights, lane.buffers)
+        before = lane.memory()
+        inputs.fill(args)
+        with self._undone(lane, inputs):
+            result = lane.warm_up(lambda: self._run(*inputs.args))
+            self._written |= inputs.changed(args)
+            if (alias := self._aliased(args)) is not None:
+                raise CaptureRefused(alias)
+        inputs.write_back_to(self._written)
+        # Pieces read each other's results, so replays must not overwrite them.
+        is_safe = self._config.safe_output_mode or self._spec.piece is not None
+        outputs = StaticOutputs(result, inputs.args, "lend" if is_safe else "expose")
+        outputs = self._capture_graph(entry, lane, inputs, outputs)
+        entry.row.bytes = inputs.bytes + max(outputs.bytes, lane.memory() - before)
+
+    def _check(self, args: Sequence[Any], device: torch.device) -> None:
         """Raise `CaptureRefused` for arguments that a capture would compute wrongly with."""
-        device = self._device_of(args)
-        for index, arg in enumerate(args):
-            name = self._spec.names[index]
+        for name, arg in zip(self._spec.names, args, strict=True):
             if not isinstance(arg, torch.Tensor):
                 continue
             if type(arg) not in PLAIN:
@@ -220,119 +225,79 @@ class Region:
             if arg.requires_grad and torch.is_grad_enabled():
                 raise CaptureRefused(f"{name} needs gradients")
 
-    def _capture(self, entry: Entry, args: Sequence[Any]) -> None:
-        self._check(args)
-        device = self._device_of(args)
-        lane = lane_of(device)
-        inputs = StaticInputs(args, self._spec.weights, lane.buffers)
-        before = lane.memory()
-        with unchanged(device, inputs.generators, self._written_weights(inputs)):
-            inputs.fill(args)
-            result = lane.warm_up(lambda: self._run(*inputs.args))
-            self._written |= inputs.changed(args)
-            if self._written and (alias := self._aliased(args)) is not None:
-                raise CaptureRefused(alias)
-        inputs.write_back_to(self._written)
-        entry.inputs = inputs
-        # Pieces read each other's results, so replays must not overwrite them.
-        is_safe = self._config.safe_output_mode or self._spec.piece is not None
-        self._record_graph(entry, lane, StaticOutputs(result, inputs.args, "lend" if is_safe else "expose"))
-        assert entry.outputs is not None
-        entry.row.bytes = inputs.bytes + max(entry.outputs.bytes, lane.memory() - before)
+    def _undone(self, lane: Lane, inputs: StaticInputs) -> AbstractContextManager[None]:
+        return lane.unchanged(inputs.generators, [inputs.args[index] for index in sorted(self._written)])
 
-    def _written_weights(self, inputs: StaticInputs) -> list[torch.Tensor]:
-        return [inputs.args[index] for index in self._spec.weights if index in self._written]
-
-    def _record_graph(self, entry: Entry, lane: Lane, outputs: StaticOutputs) -> None:
+    def _capture_graph(self, entry: Entry, lane: Lane, inputs: StaticInputs, outputs: StaticOutputs) -> StaticOutputs:
         """Capture a bucket, given the outputs of an uncaptured run."""
-        inputs = entry.inputs
-        assert inputs is not None
-        assert self._device is not None
         run, static = self._run, inputs.args
-        with unchanged(self._device, inputs.generators, self._written_weights(inputs)):
+        with self._undone(lane, inputs):
             if outputs.way == "lend":
                 outputs.own()
-                graph, _ = lane.record(lambda: outputs.keep(run(*static)), inputs.generators)
+                graph, _ = lane.capture(lambda: outputs.keep(run(*static)), inputs.generators)
             else:
-                graph, result = lane.record(lambda: run(*static), inputs.generators)
-                outputs = StaticOutputs(result, static, outputs.way)
+                way = outputs.way
+                graph, result = lane.capture(lambda: run(*static), inputs.generators)
+                outputs = StaticOutputs(result, static, way)
                 del result
-        entry.outputs, entry.graph = outputs, graph
+        entry.captured = Captured(inputs, graph, outputs)
         entry.row.copies = outputs.way == "copy"
         outputs.settle()
+        return outputs
 
-    def _record_again(self, entry: Entry, lane: Lane) -> None:
-        inputs = entry.inputs
-        assert inputs is not None
-        assert self._device is not None
-        static = inputs.args
-        written = [static[index] for index in sorted(self._written) if isinstance(static[index], torch.Tensor)]
+    def _capture_again(self, entry: Entry, lane: Lane, inputs: StaticInputs) -> None:
         # Warm up again: libraries create handles per thread, which fails in a capture, and this may be another thread.
-        with unchanged(self._device, inputs.generators, written):
-            result = lane.warm_up(lambda: self._run(*static))
-        self._record_graph(entry, lane, StaticOutputs(result, static, "copy"))
+        with self._undone(lane, inputs):
+            result = lane.warm_up(lambda: self._run(*inputs.args))
+        self._capture_graph(entry, lane, inputs, StaticOutputs(result, inputs.args, "copy"))
 
-    def _is_ready(self, entry: Entry, lane: Lane) -> bool:
-        """Return True if a bucket can be replayed; capture it again if its last result is still referenced."""
+    # --- replay ---
+
+    def _ready(self, entry: Entry, lane: Lane) -> Captured | None:
+        """Return what to replay, captured again if its last result is still referenced; None if nothing."""
         # Another thread may have evicted it.
-        if entry.outputs is None:
-            return False
+        if entry.captured is None:
+            return None
         lane.order()
-        if entry.outputs.held():
+        if entry.captured.outputs.held():
             # The caller keeps that memory; from now on results are copied.
-            entry.outputs = entry.graph = None
-            self._attempt(entry, lambda: self._record_again(entry, lane))
-        return entry.graph is not None
+            inputs, entry.captured = entry.captured.inputs, None
+            self._attempt(entry, lambda: self._capture_again(entry, lane, inputs))
+        return entry.captured
 
-    def _replay(self, entry: Entry, args: Sequence[Any]) -> Any:
-        assert entry.inputs is not None
-        assert entry.graph is not None
-        assert entry.outputs is not None
-        entry.inputs.fill(args)
-        entry.graph.replay()
-        entry.inputs.write_back(args)
-        entry.row.hits += 1
-        return entry.outputs.hand_out(args)
+    def _replayed(self, entry: Entry, captured: Captured, lane: Lane, args: Sequence[Any]) -> Any:
+        """Replay a bucket; under graphs="auto", time replays until the decision is final."""
 
-    def _make_room(self, weights: WeightSet) -> None:
-        while len(weights.entries) >= self._config.max_captures:
-            key, oldest = weights.entries.popitem(last=False)
-            weights.evictions[key] += 1
-            self._drop(oldest)
+        def replay() -> Any:
+            captured.inputs.fill(args)
+            captured.graph.replay()
+            captured.inputs.write_back(args)
+            entry.row.hits += 1
+            return captured.outputs.hand_out(args)
 
-    def _retire(self, entry: Entry) -> None:
-        held = (entry.graph, entry.outputs, entry.inputs)
-        entry.graph = entry.outputs = entry.inputs = None
-        if self._device is not None and held[0] is not None:
-            lane_of(self._device).retire(held)
+        decision = entry.decision
+        if decision is None:
+            return replay()
+        result = decision.replay(lane, replay)
+        if decision.is_settled:
+            entry.decision = None
+        if decision.declined is not None:
+            self._retire(entry)
+            entry.decline(decision.declined)
+        return result
+
+    # --- forget ---
+
+    def _forget(self, weights: WeightSet) -> None:
+        for entry in weights.entries.values():
+            self._drop(entry)
 
     def _drop(self, entry: Entry) -> None:
         self._retire(entry)
         # Compare by identity: two blocks may have equal rows.
         self._record.captures[:] = [row for row in self._record.captures if row is not entry.row]
 
-    def _give_up(self, entry: Entry, reason: str) -> None:
-        entry.graph = entry.outputs = entry.inputs = None
-        entry.row.declined, entry.row.bytes = reason, 0
-
-    def _declined_once(self, weights: WeightSet, args: Sequence[Any], reason: str) -> Entry:
-        """Return an uncaptured bucket; all calls with the same reason share it and its row."""
-        entry = weights.entries.get(reason)
-        if entry is None:
-            self._make_room(weights)
-            entry = Entry(Capture(bucket_text(args, self._inputs, self._spec.names), piece=self._spec.piece))
-            entry.row.declined = reason
-            weights.entries[reason] = entry
-            self._record.captures.append(entry.row)
-        return entry
-
-    def _tell_of_other_recording(self) -> None:
-        """Report once that an enclosing capture includes calls of this region."""
-        if not any(row.declined == RECORDED_ELSEWHERE for row in self._record.captures):
-            row = Capture("calls inside of another recording", piece=self._spec.piece, declined=RECORDED_ELSEWHERE)
-            self._record.captures.append(row)
-
-    def _turn_off(self, reason: str) -> None:
-        self.off = reason
-        self._sets.clear()
-        self._record.captures.append(Capture("every bucket", piece=self._spec.piece, declined=reason))
+    def _retire(self, entry: Entry) -> None:
+        captured, entry.captured = entry.captured, None
+        if captured is not None and self._lane is not None:
+            self._lane.retire(captured)

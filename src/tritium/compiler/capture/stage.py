@@ -2,33 +2,87 @@
 
 from __future__ import annotations
 
-from tritium.compiler.blocks.stitch import stitch
-from tritium.compiler.capture.idle import Decisions
+from dataclasses import dataclass
+
+from torch import fx
+
+from tritium import compat
+from tritium.compiler.blocks.segments import Facts, Segment, graph_of, is_item, segments_of, stitch
+from tritium.compiler.capture.auto import PREFIX, Decisions
+from tritium.compiler.capture.bucket import Spec
 from tritium.compiler.capture.region import Region
-from tritium.compiler.capture.split import decline_split, spec_of, split, written_storages
 from tritium.compiler.compilation import NEEDS_GRADIENTS, Compilation
+from tritium.compiler.passes import freezing
+from tritium.graph import mutated_arguments, storages, with_graph
 from tritium.ops.bridge import boundaries
 
 EMULATED = "emulated on the CPU: as right as on a GPU, and slower than without"
-NO_LAUNCHES = "graphs='auto': a CPU launches nothing that a graph could save"
+NO_LAUNCHES = f"{PREFIX}a CPU launches nothing that a graph could save"
+AUTOCAST = "a boundary op stands in a graph that switches autocast"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a graph. A part with a `spec` is captured; the others are boundary ops."""
+
+    segment: Segment
+    gm: fx.GraphModule
+    spec: Spec | None
 
 
 def split_at_boundaries(c: Compilation) -> None:
     """Cut a graph that is captured at its boundary ops, which run uncaptured."""
     if c.config.graphs == "off":
         return
-    c.capture.declined = _decline(c)
-    if c.capture.declined is None and boundaries(c.gm.graph.nodes):
-        c.pieces = split(c.gm)
-
-
-def _decline(c: Compilation) -> str | None:
-    """Return why no call of a graph is captured, or None."""
+    cuts = set(boundaries(c.gm.graph.nodes))
     if c.record.needs_gradients:
-        return NEEDS_GRADIENTS
-    if c.config.graphs == "auto" and c.record.device_type == "cpu":
-        return NO_LAUNCHES
-    return decline_split(c.gm.graph)
+        c.capture.declined = NEEDS_GRADIENTS
+    elif c.config.graphs == "auto" and c.record.device_type == "cpu":
+        c.capture.declined = NO_LAUNCHES
+    elif cuts and any("_enter_autocast" in str(node.target) for node in c.gm.graph.nodes):
+        c.capture.declined = AUTOCAST
+    elif cuts:
+        c.pieces = _split(c.gm, cuts)
+
+
+def _split(gm: fx.GraphModule, cuts: set[fx.Node]) -> list[Piece]:
+    """Return the boundary ops of a graph and the parts before, between and after them."""
+    groups: list[list[fx.Node]] = [[]]
+    facts = Facts(gm)
+    for node in facts.calls:
+        item_of_cut = is_item(node) and node.all_input_nodes[0] in cuts
+        if node in cuts:
+            groups += [[node], []]
+        else:
+            groups[-2 if item_of_cut and not groups[-1] else -1].append(node)
+    written = _written_storages(gm.graph)
+    pieces = []
+    for place, segment in enumerate(segments_of(groups, facts)):
+        inner = with_graph(gm, graph_of(segment))
+        spec = _spec_of(inner.graph, written, piece=place) if cuts.isdisjoint(segment.nodes) else None
+        pieces.append(Piece(segment, inner, spec))
+    return pieces
+
+
+def _written_storages(graph: fx.Graph) -> set[int]:
+    return {storage for node in graph.nodes for storage in storages(mutated_arguments(node))}
+
+
+def _spec_of(graph: fx.Graph, written: set[int], *, piece: int | None = None) -> Spec:
+    """Return names, weights and written inputs of a graph."""
+    placeholders = list(enumerate(graph.find_nodes(op="placeholder")))
+    return Spec(
+        names=tuple(compat.dynamo.source_name(node) for _, node in placeholders),
+        weights=tuple(place for place, node in placeholders if _is_weight(node)),
+        written=frozenset(place for place, node in placeholders if storages([node]) & written),
+        piece=piece,
+    )
+
+
+def _is_weight(node: fx.Node) -> bool:
+    # Frozen values have no source, but `tensor_dict` marks them.
+    frozen = node.name.startswith(freezing.PREFIX) and bool(node.meta.get("tensor_dict"))
+    return frozen or compat.dynamo.is_parameter_placeholder(node)
 
 
 def capture(c: Compilation) -> None:
@@ -47,7 +101,7 @@ def capture(c: Compilation) -> None:
     decisions = Decisions(entry) if c.config.graphs == "auto" else None
     programs = iter(c.programs)
     if not c.pieces:
-        spec = spec_of(c.gm.graph, written_storages(c.gm.graph))
+        spec = _spec_of(c.gm.graph, _written_storages(c.gm.graph))
         c.programs = [Region(next(programs), spec, c.config, c.record, decisions)]
         return
     runs = [

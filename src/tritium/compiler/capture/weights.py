@@ -12,24 +12,36 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tritium.compat import capture as compat_capture
+from tritium import compat
+from tritium.compiler.capture.auto import Decision
 from tritium.compiler.capture.graph import DeviceGraph
-from tritium.compiler.capture.idle import Decision
 from tritium.compiler.capture.inputs import StaticInputs
 from tritium.compiler.capture.outputs import StaticOutputs
 from tritium.report import Capture
 
 
 @dataclass
+class Captured:
+    """A captured call."""
+
+    inputs: StaticInputs
+    graph: DeviceGraph
+    outputs: StaticOutputs
+
+
+@dataclass
 class Entry:
-    """A bucket. If it runs uncaptured it has no graph, and its row has the reason."""
+    """A bucket. If it runs uncaptured, its row has the reason."""
 
     row: Capture
-    inputs: StaticInputs | None = None
-    graph: DeviceGraph | None = None
-    outputs: StaticOutputs | None = None
+    captured: Captured | None = None
     # Under graphs="auto", until the decision is final.
     decision: Decision | None = None
+
+    def decline(self, reason: str) -> None:
+        """Leave the bucket uncaptured."""
+        self.captured = None
+        self.row.declined, self.row.bytes = reason, 0
 
 
 @dataclass(eq=False)
@@ -63,31 +75,30 @@ class WeightSets:
         """Return the set of the passed weights, found by id of the first and by all addresses."""
         group = self._groups.setdefault(id(args[places[0]]) if places else 0, [])
         for known in group:
-            if compat_capture.lie_at(args, known.pointers, places):
+            if compat.capture.lie_at(args, known.pointers, places):
                 return known
         pointers: list[int | None] = [None] * len(args)
         for index in places:
             pointers[index] = args[index].data_ptr()
-        made = WeightSet(pointers, [id(args[index]) for index in places])
-        for known in group:
-            if known.identities == made.identities:
-                # The same weights have moved: their captures read the old addresses.
-                made.moves = known.moves + 1
-                group.remove(known)
-                self._let_go(known)
-                break
-        group.append(made)
-        self._watch(made, group, [args[index] for index in places])
-        return made
+        weights = WeightSet(pointers, [id(args[index]) for index in places])
+        moved = next((known for known in group if known.identities == weights.identities), None)
+        if moved is not None:
+            # Its captures read the old addresses.
+            weights.moves = moved.moves + 1
+            self._drop(moved, group)
+        group.append(weights)
+        self._watch(weights, group, [args[index] for index in places])
+        return weights
 
     def clear(self) -> None:
-        for weights in self:
-            self._let_go(weights)
+        for group in list(self._groups.values()):
+            for weights in list(group):
+                self._drop(weights, group)
         self._groups.clear()
 
-    def _let_go(self, weights: WeightSet) -> None:
-        forget = self._forget()
-        if forget is not None:
+    def _drop(self, weights: WeightSet, group: list[WeightSet]) -> None:
+        group[:] = [known for known in group if known is not weights]
+        if (forget := self._forget()) is not None:
             forget(weights)
 
     def _watch(self, weights: WeightSet, group: list[WeightSet], tensors: Sequence[Any]) -> None:
@@ -97,7 +108,6 @@ class WeightSets:
         def gone(_: Any) -> None:
             owner, lost = sets(), watched()
             if owner is not None and lost is not None and any(lost is known for known in group):
-                group[:] = [known for known in group if known is not lost]
-                owner._let_go(lost)
+                owner._drop(lost, group)
 
         weights.watched = [weakref.ref(tensor, gone) for tensor in tensors]

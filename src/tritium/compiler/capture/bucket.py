@@ -1,13 +1,35 @@
-"""The key that two calls must share to replay the same capture."""
+"""Which calls of a piece share a capture: facts about the piece, and the key of a call."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Static facts about a piece: the names of its inputs, which are weights, and which ones it writes to."""
+
+    names: tuple[str, ...]
+    weights: tuple[int, ...] = ()
+    written: frozenset[int] = frozenset()
+    # The number of the piece in its graph; None for the whole graph.
+    piece: int | None = None
+
+    def first(self, count: int) -> Spec:
+        """Drop the last inputs: frozen values, if lowering failed and the original graph was lowered."""
+        kept = tuple(index for index in self.weights if index < count)
+        return Spec(self.names[:count], kept, frozenset(index for index in self.written if index < count), self.piece)
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        weights = set(self.weights)
+        return tuple(index for index in range(len(self.names)) if index not in weights)
 
 
 def key_of(args: Sequence[Any], inputs: Sequence[int]) -> Hashable:

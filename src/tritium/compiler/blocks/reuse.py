@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,11 +11,10 @@ from torch import fx
 
 from tritium import compat
 from tritium.artifacts.digest import settings_digest
-from tritium.compiler.blocks import kept
-from tritium.compiler.blocks.cut import Cut, Piece, cut
-from tritium.compiler.blocks.segments import graph_of
-from tritium.compiler.blocks.stitch import stitch
-from tritium.compiler.capture.key import modes
+from tritium.compiler.blocks.cut import Piece, cut
+from tritium.compiler.blocks.key import Key
+from tritium.compiler.blocks.segments import graph_of, stitch
+from tritium.compiler.capture.bucket import modes
 from tritium.compiler.compilation import Compilation, Unit
 from tritium.compiler.lower import Lowered, lower
 from tritium.graph import with_graph
@@ -26,11 +25,14 @@ NAME = "reuse_blocks"
 INDUCTOR_CAPTURES = "Inductor's own graphs keep the addresses of weights, which equal blocks do not share"
 FLOATS_DIFFER = "equal blocks have numbers as inputs, which may not differ in shared code"
 
+# Compiled pieces that another size or batch of the same model can reuse. Beyond this number the least recently used one
+# is evicted; a model has about six pieces per size.
+MOST_KEPT = 256
+_kept: OrderedDict[Hashable, Lowered] = OrderedDict()
+
 Program = Callable[..., Any]
-
-
-class _FloatsDifferError(Exception):
-    """Equal blocks have different floats as inputs."""
+# What pieces that share code have in common.
+Name = tuple[Hashable, tuple[str, ...]]
 
 
 def reuse_blocks(c: Compilation) -> None:
@@ -47,13 +49,19 @@ def reuse_blocks(c: Compilation) -> None:
         c.record.forget_pieces()
 
 
+def forget_pieces() -> None:
+    """Drop all kept code, like `torch._dynamo.reset()`."""
+    _kept.clear()
+
+
 @dataclass
 class Reuse:
     """The compiled pieces of one compilation."""
 
     compilation: Compilation
     entry: PassRecord
-    done: dict[tuple[Hashable, tuple[str, ...]], Lowered] = field(default_factory=dict)
+    done: dict[Name, Lowered] = field(default_factory=dict)
+    # The number of pieces found compiled.
     found: int = 0
 
     def programs(self, gms: Sequence[fx.GraphModule]) -> list[Program]:
@@ -65,53 +73,45 @@ class Reuse:
         sharing = Counter(map(self._name, best.all()))
         shared = {name: SharedPiece(number, count) for number, (name, count) in enumerate(sharing.items())}
         self.compilation.record.order = [shared[self._name(piece)].number for piece in best.all()]
-        try:
-            runs = [
-                [self._lowered(gm, piece, shared[self._name(piece)]).run for piece in inner]
-                for gm, inner in zip(gms, best.pieces, strict=True)
-            ]
-        except _FloatsDifferError:
-            self.entry.declined = FLOATS_DIFFER
-            return []
-        self.entry.changed = True
-        self.entry.summary = self._summary(best)
+        for gm, inner in zip(gms, best.pieces, strict=True):
+            for piece in inner:
+                name = self._name(piece)
+                if name in self.done:
+                    continue
+                if any(other == name[0] for other, _ in self.done):
+                    # Inductor kept the floats of the first piece as inputs instead of making Dynamo trace again.
+                    self.entry.declined = FLOATS_DIFFER
+                    return []
+                self.done[name] = self._lowered(with_graph(gm, graph_of(piece.segment)), piece.key, shared[name])
+        again = f", {self.found} of them found compiled" if self.found else ""
+        self.entry.changed, self.entry.summary = True, f"{best.total} pieces, {len(self.done)} compiled{again}"
         return [
-            stitch(gm.graph, [piece.segment for piece in inner], calls)
-            for gm, inner, calls in zip(gms, best.pieces, runs, strict=True)
+            stitch(gm.graph, [piece.segment for piece in inner], [self.done[self._name(piece)].run for piece in inner])
+            for gm, inner in zip(gms, best.pieces, strict=True)
         ]
 
-    def _name(self, piece: Piece) -> tuple[Hashable, tuple[str, ...]]:
-        """Return what pieces that share code have in common: without code generation, floats may differ."""
+    def _name(self, piece: Piece) -> Name:
+        """Return the key, and unless no code is generated, the floats."""
         return (piece.key.value, () if self.compilation.is_eager else piece.key.floats)
 
-    def _lowered(self, gm: fx.GraphModule, piece: Piece, shared: SharedPiece) -> Lowered:
-        name = self._name(piece)
-        if name not in self.done:
-            if any(other == name[0] for other, _ in self.done):
-                # Inductor kept the floats of the first piece as inputs instead of making Dynamo trace the model again.
-                raise _FloatsDifferError
-            self.done[name] = self._kept_or_lowered(with_graph(gm, graph_of(piece.segment)), piece, shared)
-        return self.done[name]
-
-    def _kept_or_lowered(self, gm: fx.GraphModule, piece: Piece, shared: SharedPiece) -> Lowered:
+    def _lowered(self, gm: fx.GraphModule, key: Key, shared: SharedPiece) -> Lowered:
+        """Lower a piece, or return its code from an earlier compilation."""
         c = self.compilation
         unit = Unit.of_piece(gm, "lowering of a block", shared, may_run_eagerly=False)
-        if c.is_eager or not piece.key.is_portable:
+        if c.is_eager or not key.is_portable:
             return lower(c, unit)
-        place = piece.key.exact, _surroundings(c, gm.graph)
-        lowered = kept.find(place)
-        if lowered is None:
-            lowered = lower(c, unit)
-            kept.keep(place, lowered)
-            return lowered
+        place = key.value, _surroundings(c, gm.graph)
+        if place not in _kept:
+            _kept[place] = lower(c, unit)
+            while len(_kept) > MOST_KEPT:
+                _kept.popitem(last=False)
+            return _kept[place]
         self.found += 1
+        _kept.move_to_end(place)
+        lowered = _kept[place]
         if lowered.observation is not None:
             c.record.observed(lowered.observation, lowered.source, shared)
         return lowered
-
-    def _summary(self, best: Cut) -> str:
-        again = f", {self.found} of them found compiled" if self.found else ""
-        return f"{best.total} pieces, {len(self.done)} compiled{again}"
 
 
 def _surroundings(c: Compilation, graph: fx.Graph) -> Hashable:

@@ -38,17 +38,6 @@ PREFIX = "graphs='auto': "
 UNDECIDED = f"{PREFIX}not decided yet, ordinary calls are timed first"
 
 
-def idle_share(call_ms: float, replay_ms: float) -> float:
-    """Return the share of a call in which the device is idle.
-
-    >>> idle_share(1.0, 0.3)
-    0.7
-    """
-    if call_ms <= 0:
-        return 0.0
-    return min(1.0, max(0.0, 1.0 - replay_ms / call_ms))
-
-
 @dataclass(frozen=True)
 class Sample:
     """One timed call: its device time, the host's time to issue it, and if the device was idle before."""
@@ -100,9 +89,16 @@ class Decision:
         if not _are_done(self._calls):
             return False
         waiting = sum(sample.may_wait for sample in self._calls)
-        if 2 * waiting <= len(self._calls):
-            self._decline_calls()
-        return not self.is_settled
+        if 2 * waiting > len(self._calls):
+            return True
+        busy = sum(not sample.began_idle for sample in self._calls)
+        host = min(sample.host_ms for sample in self._calls)
+        taken = min(sample.device_ms for sample in self._calls)
+        self.settle(
+            declined=f"the device does not wait for the host: {busy} of {len(self._calls)} calls began while it was busy, "
+            f"and the host issues a call in {host:.2f} of {taken:.2f} ms"
+        )
+        return False
 
     def call(self, lane: Lane, run: Callable[[], Any]) -> Any:
         """Run an ordinary call, and time it if the decision needs it."""
@@ -123,26 +119,18 @@ class Decision:
         self._replays.append(sample)
         return result
 
-    def _decline_calls(self) -> None:
-        busy = sum(not sample.began_idle for sample in self._calls)
-        host = min(sample.host_ms for sample in self._calls)
-        taken = min(sample.device_ms for sample in self._calls)
-        self._settle(
-            declined=f"the device does not wait for the host: {busy} of {len(self._calls)} calls began while it was busy, "
-            f"and the host issues a call in {host:.2f} of {taken:.2f} ms"
-        )
-
     def _judge_replays(self) -> None:
         called = min(sample.device_ms for sample in self._calls if sample.may_wait)
         replayed = min(sample.device_ms for sample in self._replays)
-        share = idle_share(called, replayed)
+        share = max(0.0, 1.0 - replayed / called) if called > 0 else 0.0
         figures = f"the device was idle for {share * 100:.0f} % of a call ({called:.2f} ms, {replayed:.2f} ms replayed)"
         if share < WORTH_IT:
-            self._settle(declined=f"{figures}: less than {WORTH_IT * 100:.0f} %")
+            self.settle(declined=f"{figures}: less than {WORTH_IT * 100:.0f} %")
         else:
-            self._settle(why=figures)
+            self.settle(why=figures)
 
-    def _settle(self, *, declined: str | None = None, why: str | None = None) -> None:
+    def settle(self, *, declined: str | None = None, why: str | None = None) -> None:
+        """Make the decision final, with the reason against a capture or the figures in favour of it."""
         self.declined = f"{PREFIX}{declined}" if declined is not None else None
         self.why = why
         self._calls.clear()
@@ -165,10 +153,7 @@ class Decisions:
 
     def of(self, bucket: Hashable) -> Decision:
         """Return the decision for a bucket; create it on the first call."""
-        known = self._by_bucket.get(bucket)
-        if known is None:
-            known = self._by_bucket[bucket] = Decision(self._tell)
-        return known
+        return self._by_bucket.setdefault(bucket, Decision(self._tell))
 
     def _tell(self, decision: Decision) -> None:
         self._settled.append(decision)
