@@ -28,7 +28,6 @@ UNFINISHED = {
     "pipelines/trial.py",
     "pipelines/warm_up.py",
     "pipelines/watch.py",
-    "report/kernel_dump/benchmark.py",
 }
 THEIRS = ("torch", "diffusers", "transformers", "peft", "triton")
 

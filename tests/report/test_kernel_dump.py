@@ -14,9 +14,10 @@ import torch.nn.functional as F
 
 import tritium
 from support import codegen
+from tritium.compat import kernel_benchmark
 from tritium.errors import ReportError
 from tritium.report import GraphRecord, Report, kernel_dump
-from tritium.report.kernel_dump import benchmark, fragment
+from tritium.report.kernel_dump import fragment
 from tritium.report.kernel_dump.dissection import Dissection
 
 
@@ -139,7 +140,7 @@ def test_a_kernel_s_scratch_memory_is_made_too(tmp_path):
     (kernel,) = observer.dissection.kernels
     spaces = {a.parameter: a for a in kernel.arguments if a.kind == "workspace"}
     assert {"sem_ptr", "ws_ptr"} <= spaces.keys()
-    assert benchmark.make({**dataclasses.asdict(spaces["ws_ptr"]), "device": "cpu"}).sum() == 0
+    assert kernel_benchmark.make({**dataclasses.asdict(spaces["ws_ptr"]), "device": "cpu"}).sum() == 0
 
 
 def test_a_function_that_the_kernel_calls_is_not_taken_for_it():

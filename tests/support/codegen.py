@@ -144,7 +144,7 @@ def generated(
 
     def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         gpu = _pretended_gpu() if device == "cuda" else contextlib.nullcontext()
-        with gpu, compat.observation.observed_codegen(observer), compat.kernels.recorded_kernels(observer):
+        with gpu, compat.observation.observed_codegen(observer):
             if device == "cuda":
                 _move(gm)
                 example_inputs = [_on_gpu(value) for value in example_inputs]

@@ -1,24 +1,51 @@
-"""Observe code generation: kernels, called operators, and pairs of nodes that were not fused."""
+"""Observe code generation: kernels with their sources and launches, called operators, and nodes that were not fused."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import functools
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import fx
 
-from tritium.compat.kernels import _hint
+
+@dataclass(frozen=True, kw_only=True)
+class KernelArgument:
+    """One argument of a kernel launch, as a value that can be recreated (dynamic sizes by hint)."""
+
+    # "tensor", "number", or "workspace": memory that must be zero before the first launch.
+    kind: str
+    # The name of the kernel's parameter.
+    parameter: str = ""
+    buffer: str = ""
+    dtype: str = ""
+    size: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    device: str = ""
+    value: int | float = 0
+    # The node of Inductor's graph whose value is in the buffer; None if no operator returns it.
+    node: str | None = None
+    # For tensors: whether the kernel reads and writes it, and the nodes whose values it then holds exactly.
+    input: bool = False
+    output: bool = False
+    reads: str | None = None
+    writes: str | None = None
 
 
 class CodegenObserver(Protocol):
     """The callbacks of `observed_codegen` during code generation."""
 
     def kernel(self, name: str, nodes: Sequence[Any]) -> None: ...
+
+    def source(self, name: str, language: str, text: str) -> None: ...
+
+    def launch(self, name: str, arguments: Callable[[], list[KernelArgument]]) -> None: ...
 
     def graph(self, lowering: Any) -> None: ...
 
@@ -29,45 +56,161 @@ class CodegenObserver(Protocol):
 
 _OBSERVER: ContextVar[CodegenObserver | None] = ContextVar("tritium_codegen_observer", default=None)
 
+# The wrapper's attributes with the scratch memory of its kernels by name, and with the names of users' Triton kernels
+# in launch order.
+_WORKSPACES = "tritium_workspaces"
+_USER_KERNELS = "tritium_user_kernels"
 
-def _observe_define_kernel(scheduling: Any) -> None:
-    original = scheduling.define_kernel
+# Replaces a size that depends on data, for which Inductor has no hint; equal to Inductor's guess.
+_UNKNOWN_SIZE = 8192
 
-    def define_kernel(self: Any, src_code: str, nodes: Any, *args: Any, **kwargs: Any) -> Any:
-        name = original(self, src_code, nodes, *args, **kwargs)
-        observer = _OBSERVER.get()
-        if observer is not None:
-            observer.kernel(str(name), [node for node in nodes if hasattr(node, "read_writes")])
-        return name
-
-    define_kernel.tritium_original = original  # type: ignore[attr-defined]
-    scheduling.define_kernel = define_kernel
+# The method of generated code that compiles a kernel's source -> the language of the source.
+_LANGUAGES = {"triton": "triton", "cpp_pybinding": "cpp"}
 
 
-def _observe_reasons(why_no_fuse: Any) -> None:
+@contextlib.contextmanager
+def observed_codegen(observer: CodegenObserver) -> Iterator[None]:
+    """Report Inductor's kernels to an observer; it changes nothing, so cache keys do not include it."""
+    _install()
+    token = _OBSERVER.set(observer)
+    try:
+        yield
+    finally:
+        _OBSERVER.reset(token)
+
+
+@functools.cache
+def _install() -> None:
+    wrapper: Any = importlib.import_module("torch._inductor.codegen.wrapper").PythonWrapperCodegen
+    for module, name in (("cpp", "CppScheduling"), ("triton", "TritonScheduling")):
+        scheduling = getattr(importlib.import_module(f"torch._inductor.codegen.{module}"), name)
+        _observe(scheduling, "define_kernel", _kernel_defined)
+    _observe(wrapper, "define_kernel", _source_defined)
+    _observe(wrapper, "generate_kernel_call", _launched)
+    _observe(wrapper, "generate_workspace_allocation", _workspace_allocated)
+    _observe(wrapper, "define_user_defined_triton_kernel", _user_kernel_defined)
+    lowering = importlib.import_module("torch._inductor.graph").GraphLowering
+    _observe(lowering, "codegen", lambda observer, _, self: observer.graph(self))
     # Do not use the log of these reasons: at its level Inductor also prints all candidate pairs, which takes seconds.
-    original = why_no_fuse.__call__
+    why = importlib.import_module("torch._inductor.scheduler").WhyNoFuse
+    _observe(why, "__call__", lambda observer, _, self, *__: observer.not_fused(self))
+    # The key of the code for a graph, new or from the cache, is a digest of its content.
+    compiled = importlib.import_module("torch._inductor.output_code").CompiledFxGraph
+    _observe(compiled, "post_compile", lambda observer, _, self, *__, **___: observer.code(str(self.cache_key)))
 
-    def call(self: Any, reason: str, *args: Any) -> None:
-        original(self, reason, *args)
+
+def _observe(owner: Any, name: str, notify: Callable[..., None]) -> None:
+    """Let `notify` be called with an observer, the result and the arguments of every call of a method."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
         observer = _OBSERVER.get()
         if observer is not None:
-            observer.not_fused(self)
+            notify(observer, result, *args, **kwargs)
+        return result
 
-    why_no_fuse.__call__ = call
+    setattr(owner, name, method)
 
 
-def _observe_code(compiled: Any) -> None:
-    """Report the key of the code for a graph, new or from the cache; the key is a digest of its content."""
-    original = compiled.post_compile
+def _kernel_defined(observer: CodegenObserver, name: Any, _: Any, __: Any, nodes: Any, *___: Any) -> None:
+    observer.kernel(str(name), [node for node in nodes if hasattr(node, "read_writes")])
 
-    def post_compile(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        observer = _OBSERVER.get()
-        if observer is not None:
-            observer.code(str(self.cache_key))
 
-    compiled.post_compile = post_compile
+def _source_defined(
+    observer: CodegenObserver, _: Any, __: Any, kernel_name: str, kernel_body: str, *___: Any, **____: Any
+) -> None:
+    if (found := _kernel_source(kernel_body)) is not None:
+        observer.source(str(kernel_name), *found)
+
+
+def _launched(
+    observer: CodegenObserver, _: Any, wrapper: Any, kernel_name: str, call_args: Any, *__: Any, **___: Any
+) -> None:
+    given, spaces = list(call_args), vars(wrapper).get(_WORKSPACES, {})
+    observer.launch(str(kernel_name), lambda: [_kernel_argument(argument, spaces) for argument in given])
+
+
+def _workspace_allocated(_: Any, __: Any, wrapper: Any, space: Any) -> None:
+    vars(wrapper).setdefault(_WORKSPACES, {})[space.outer_name] = space
+
+
+def _user_kernel_defined(_: Any, found: Any, wrapper: Any, *__: Any, **___: Any) -> None:
+    vars(wrapper).setdefault(_USER_KERNELS, []).append(str(found[0]))
+
+
+def _kernel_source(body: str) -> tuple[str, str] | None:
+    """Return language and source from the expression that compiles a kernel, or None for other forms."""
+    try:
+        call = ast.parse(body.strip(), mode="eval").body
+    except SyntaxError:
+        return None
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or len(call.args) < 2:
+        return None
+    source = call.args[1]
+    language = _LANGUAGES.get(call.func.attr)
+    if language is None or not isinstance(source, ast.Constant) or not isinstance(source.value, str):
+        return None
+    return language, source.value.strip("\n") + "\n"
+
+
+def _kernel_argument(argument: Any, workspaces: Mapping[str, Any]) -> KernelArgument:
+    """Return a wrapper's kernel argument; call it while Inductor still has the graph."""
+    graph = importlib.import_module("torch._inductor.virtualized").V.graph
+    if not isinstance(argument, str):
+        return KernelArgument(kind="number", value=_hint(graph, getattr(argument, "inner_expr", argument)))
+    if argument in workspaces:
+        space = workspaces[argument]
+        dtype, count = str(space.dtype).removeprefix("torch."), int(_hint(graph, space.count))
+        return KernelArgument(kind="workspace", dtype=dtype, size=(count,), stride=(1,), device=str(space.device))
+    held = graph.try_get_buffer(argument)
+    if held is None:
+        held = graph.constants.get(argument)
+    if held is None:
+        return KernelArgument(kind="number", value=_number(graph, argument))
+    is_tensor = isinstance(held, torch.Tensor)
+    size = held.shape if is_tensor else held.get_size()
+    stride = held.stride() if is_tensor else held.get_stride()
+    return KernelArgument(
+        kind="tensor",
+        buffer=argument,
+        dtype=str(held.dtype if is_tensor else held.get_dtype()).removeprefix("torch."),
+        size=tuple(int(_hint(graph, part)) for part in size),
+        stride=tuple(int(_hint(graph, part)) for part in stride),
+        device=str(held.device if is_tensor else held.get_device()),
+        node=argument if argument in graph.graph_input_names else _origin_name(held),
+    )
+
+
+def buffer_argument(name: str) -> KernelArgument:
+    """Return a buffer of Inductor's current graph as a kernel argument."""
+    return _kernel_argument(name, {})
+
+
+def _origin_name(held: Any) -> str | None:
+    ask = getattr(held, "get_origin_node", None)
+    node = ask() if ask is not None else None
+    return node.name if node is not None else None
+
+
+def _hint(graph: Any, expression: Any) -> int | float:
+    if isinstance(expression, (int, float)):
+        return expression
+    ask = getattr(graph.sizevars, "optimization_hint", None) or graph.sizevars.size_hint
+    return cast("int", ask(expression, fallback=_UNKNOWN_SIZE))
+
+
+def _number(graph: Any, text: str) -> int | float:
+    """Return the value of a size in a wrapper's Python (`s0`, `2*s0`), from the hints of its symbols."""
+    environment = graph.sizevars.shape_env
+    hints = environment.backed_var_to_val if hasattr(environment, "backed_var_to_val") else environment.var_to_val
+    names = {str(symbol): float(value) if value.is_Float else int(value) for symbol, value in hints.items()}
+    try:
+        # The text is a size in code from Inductor that the process runs in any case.
+        return cast("int", eval(text, {"__builtins__": {}}, names))  # noqa: S307
+    except NameError as error:
+        raise ValueError(f"the size {text} is not known before the model runs") from error
 
 
 @dataclass(frozen=True)
@@ -82,21 +225,6 @@ class UserKernel:
     # The values of the tensor arguments that are only read, and of those that are written to.
     read: tuple[Any, ...]
     written: tuple[Any, ...]
-
-
-# The wrapper's attribute with the names of these kernels in launch order.
-_USER_KERNELS = "tritium_user_kernels"
-
-
-def _observe_user_kernels(wrapper: Any) -> None:
-    original = wrapper.define_user_defined_triton_kernel
-
-    def define(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = original(self, *args, **kwargs)
-        vars(self).setdefault(_USER_KERNELS, []).append(str(found[0]))
-        return found
-
-    wrapper.define_user_defined_triton_kernel = define
 
 
 def user_kernels(lowering: Any) -> list[UserKernel]:
@@ -121,39 +249,6 @@ def _user_kernel(name: str, operation: Any) -> UserKernel:
             held = operation.kwargs[parameter]
             (written if held.get_name() in changed else read).append(argument.meta["val"])
     return UserKernel(name, operation.get_kernel_and_metadata()[0].fn, node, tuple(read), tuple(written))
-
-
-def _install_observation() -> None:
-    lowering = importlib.import_module("torch._inductor.graph").GraphLowering
-    if hasattr(lowering.codegen, "tritium_original"):
-        return
-    original = lowering.codegen
-
-    def codegen(self: Any) -> Any:
-        result = original(self)
-        observer = _OBSERVER.get()
-        if observer is not None:
-            observer.graph(self)
-        return result
-
-    codegen.tritium_original = original  # type: ignore[attr-defined]
-    _observe_define_kernel(importlib.import_module("torch._inductor.codegen.cpp").CppScheduling)
-    _observe_define_kernel(importlib.import_module("torch._inductor.codegen.triton").TritonScheduling)
-    _observe_user_kernels(importlib.import_module("torch._inductor.codegen.wrapper").PythonWrapperCodegen)
-    _observe_reasons(importlib.import_module("torch._inductor.scheduler").WhyNoFuse)
-    _observe_code(importlib.import_module("torch._inductor.output_code").CompiledFxGraph)
-    lowering.codegen = codegen
-
-
-@contextlib.contextmanager
-def observed_codegen(observer: CodegenObserver) -> Iterator[None]:
-    """Report Inductor's kernels to an observer; it changes nothing, so cache keys do not include it."""
-    _install_observation()
-    token = _OBSERVER.set(observer)
-    try:
-        yield
-    finally:
-        _OBSERVER.reset(token)
 
 
 def kernel_dependencies(nodes: Sequence[Any]) -> tuple[dict[str, int], dict[str, int]]:

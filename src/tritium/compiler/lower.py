@@ -154,7 +154,6 @@ def _compiled(c: Compilation, attempt: Attempt, settings: Mapping[str, Any], uni
         known = store().load(place)
         with (
             compat.observation.observed_codegen(observer),
-            compat.kernels.recorded_kernels(observer),
             _tiled(attempt.tiling, tiling, record) as observer.tilings,
             _without_workers() if _expected(known, record.device_type) else contextlib.nullcontext(),
         ):

@@ -50,10 +50,6 @@ class GeneratedKernel:
     def node_names(self) -> list[str]:
         return [part.get_name() for node in self.nodes for part in [node, *node.get_nodes()]]
 
-    def exchanges_with(self, other: GeneratedKernel) -> bool:
-        """Return True if one of the two reads what the other writes."""
-        return bool(self.reads.keys() & other.writes.keys() or self.writes.keys() & other.reads.keys())
-
 
 def regions(kernels: Sequence[GeneratedKernel], outputs: set[str]) -> list[tuple[int, int]]:
     """Return for each kernel the number of its connected region, and the bytes that the region must move."""
@@ -85,48 +81,41 @@ def _ideal_bytes(region: Sequence[GeneratedKernel], outputs: set[str]) -> int:
     return kept + sum(size for name, size in read.items() if name not in written)
 
 
-class Reasons:
-    """Inductor's reasons for not fusing scheduler nodes."""
+def not_fused(
+    kernels: Sequence[GeneratedKernel], why: Mapping[frozenset[str], Any]
+) -> tuple[list[Pair], list[list[str]]]:
+    """Return pairs of kernels that pass or share data, counted; and for each kernel why others are not fused with it.
 
-    def __init__(self, why: Mapping[frozenset[str], Any]) -> None:
-        self._why = why
-
-    def between(self, one: GeneratedKernel, other: GeneratedKernel) -> list[str]:
-        """Return the distinct reasons for not fusing two kernels; empty if Inductor never considered it."""
-        pairs = (frozenset({mine, theirs}) for mine in one.node_names for theirs in other.node_names)
-        return list(dict.fromkeys(_text(self._why[pair]) for pair in pairs if pair in self._why))
-
-    def of(self, kernel: GeneratedKernel, kernels: Sequence[GeneratedKernel]) -> list[str]:
-        """Return the reasons why a kernel is not fused with kernels that it exchanges data with."""
-        others = [other for other in kernels if other is not kernel and kernel.exchanges_with(other)]
-        texts = (f"{other.name}: {reason}" for other in others for reason in self.between(kernel, other))
-        return list(dict.fromkeys(texts))[:MOST_REASONS]
-
-    def pairs(self, kernels: Sequence[GeneratedKernel]) -> list[Pair]:
-        """Return pairs of kernels that pass or share data, with counts of equal ones."""
-        found: dict[tuple[str, str, str], Pair] = {}
-        for first, second in _touching(kernels):
-            passed = sum(size for name, size in first.writes.items() if name in second.reads)
-            shared = sum(size for name, size in first.reads.items() if name in second.reads)
-            reasons = self.between(first, second)
-            # Pairs that only share inputs are listed only if Inductor considered fusing them.
-            if passed or (shared and reasons):
-                reason = "; ".join(reasons[:MOST_REASONS]) or UNSAID
-                pair = Pair(first.name, second.name, 0, passed, shared, reason)
-                known = found.setdefault((first.name, second.name, reason), pair)
-                found[first.name, second.name, reason] = dataclasses.replace(known, count=known.count + 1)
-        return list(found.values())
+    `why` has Inductor's reasons by the names of two scheduler nodes.
+    """
+    pairs: dict[tuple[str, str, str], Pair] = {}
+    reasons_of: list[dict[str, None]] = [{} for _ in kernels]
+    for one, other in _touching(kernels):
+        first, second = kernels[one], kernels[other]
+        passed = sum(size for name, size in first.writes.items() if name in second.reads)
+        shared = sum(size for name, size in first.reads.items() if name in second.reads)
+        nodes = (frozenset({mine, theirs}) for mine in first.node_names for theirs in second.node_names)
+        reasons = list(dict.fromkeys(_text(why[pair]) for pair in nodes if pair in why))
+        if passed:
+            reasons_of[one] |= dict.fromkeys(f"{second.name}: {reason}" for reason in reasons)
+            reasons_of[other] |= dict.fromkeys(f"{first.name}: {reason}" for reason in reasons)
+        # Pairs that only share inputs are listed only if Inductor considered fusing them.
+        if passed or (shared and reasons):
+            key = (first.name, second.name, "; ".join(reasons[:MOST_REASONS]) or UNSAID)
+            known = pairs.get(key, Pair(*key[:2], 0, passed, shared, key[2]))
+            pairs[key] = dataclasses.replace(known, count=known.count + 1)
+    return list(pairs.values()), [list(reasons)[:MOST_REASONS] for reasons in reasons_of]
 
 
-def _touching(kernels: Sequence[GeneratedKernel]) -> Iterator[tuple[GeneratedKernel, GeneratedKernel]]:
-    """Yield kernels with each later one that reads a buffer that they read or write."""
+def _touching(kernels: Sequence[GeneratedKernel]) -> Iterator[tuple[int, int]]:
+    """Yield the places of kernels with each later one that reads a buffer that they read or write."""
     touched: dict[str, list[int]] = {}
     for place, kernel in enumerate(kernels):
-        earlier = sorted({index for name in kernel.reads for index in touched.get(name, ())})
+        yield from (
+            (earlier, place) for earlier in sorted({at for name in kernel.reads for at in touched.get(name, ())})
+        )
         for name in [*kernel.reads, *kernel.writes]:
             touched.setdefault(name, []).append(place)
-        for index in earlier:
-            yield kernels[index], kernel
 
 
 def _text(why: Any) -> str:

@@ -12,11 +12,12 @@ import torch
 from torch import fx
 
 from tritium import compat, device
+from tritium.compat.observation import KernelArgument
 from tritium.compat.operators import OpOverload, name_of, operator_of
 from tritium.report import kernel_dump
 from tritium.report.flops import bytes_of, flops_of
 from tritium.report.kernel_dump.dissection import Dissection
-from tritium.report.neighbours import GeneratedKernel, Reasons, regions
+from tritium.report.neighbours import GeneratedKernel, not_fused, regions
 from tritium.report.observation import Fallback, Kernel, LoweredOp, Observation, Pair, merged
 from tritium.report.tiling import KernelTiling, Tilings
 
@@ -52,7 +53,7 @@ class KernelObserver:
     def source(self, name: str, language: str, text: str) -> None:
         self.dissection.source(name, language, text)
 
-    def launch(self, name: str, arguments: Callable[[], list[compat.kernels.KernelArgument]]) -> None:
+    def launch(self, name: str, arguments: Callable[[], list[KernelArgument]]) -> None:
         self.dissection.launch(name, arguments)
 
     def not_fused(self, why: Any) -> None:
@@ -68,13 +69,14 @@ class KernelObserver:
         self.saw_codegen = True
         kernels = [GeneratedKernel.of(name, nodes) for name, nodes in self._defined]
         self._defined.clear()
-        reasons = Reasons(self._why)
+        pairs, reasons = not_fused(kernels, self._why)
+        self.not_fused_pairs += pairs
         calls = compat.observation.library_calls(lowering)
         called = {node for _, node in calls}
         # A template or an inlined small product contains the contraction itself; each is counted once.
         counted = set(called)
         places = regions(kernels, set(lowering.get_output_names()))
-        for kernel, (region, ideal_bytes) in zip(kernels, places, strict=True):
+        for kernel, (region, ideal_bytes), why in zip(kernels, places, reasons, strict=True):
             contracted = {node: flops for node in kernel.origins if node not in counted and (flops := flops_of(node))}
             counted.update(contracted)
             flops = sum(contracted.values()) or None
@@ -92,7 +94,7 @@ class KernelObserver:
                     flops=flops,
                     dtype=_dtype(next(iter(contracted))) if contracted else None,
                     estimated_us=self._estimate(read + written, flops),
-                    why_not_fused=reasons.of(kernel, kernels),
+                    why_not_fused=why,
                     tiling=self._tiling(kernel.nodes),
                 )
             )
@@ -100,7 +102,6 @@ class KernelObserver:
         self.kernels += [self._called(overload, node) for overload, node in calls]
         self.fallbacks += _fallbacks(lowering)
         self.lowered += _lowered(lowering, called)
-        self.not_fused_pairs += reasons.pairs(kernels)
         self.dissection.graph(lowering.graph, kernels)
 
     def _called(self, overload: OpOverload, node: fx.Node) -> Kernel:

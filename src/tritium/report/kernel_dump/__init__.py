@@ -11,7 +11,7 @@ fused_<operators>_<hash>/
 
 from __future__ import annotations
 
-import dataclasses
+import inspect
 import json
 import re
 from collections.abc import Sequence
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tritium import disk
+from tritium.compat import kernel_benchmark
 from tritium.report.kernel_dump.source import KernelSource, pack, unpack
 from tritium.report.observation import Kernel
 from tritium.report.onnx_file import write_onnx
@@ -55,7 +56,7 @@ def _write_one(folder: Path, kernel: KernelSource, record: Kernel | None) -> Pat
         _SOURCE[kernel.language]: kernel.source,
         "loops.txt": kernel.loops,
         "fragment.py": kernel.fragment,
-        "benchmark.py": Path(__file__).with_name("benchmark.py").read_text(encoding="utf-8"),
+        "benchmark.py": inspect.getsource(kernel_benchmark),
         "meta.json": json.dumps(_meta(kernel, record), indent=2) + "\n",
     }
     for name, text in texts.items():
@@ -69,8 +70,6 @@ def _write_one(folder: Path, kernel: KernelSource, record: Kernel | None) -> Pat
 def _meta(kernel: KernelSource, record: Kernel | None) -> dict[str, Any]:
     """Return the report's record, and the data needed to run the kernel alone."""
     about = record.to_dict() if record is not None else {}
-    known = {
-        **dataclasses.asdict(kernel),
-        **{name: value for name, value in about.items() if name not in ("ops", "kind")},
-    }
-    return {name: value for name, value in known.items() if name not in ("source", "loops", "fragment", "graph")}
+    known = {**kernel.to_dict(), **about}
+    left_out = ("source", "loops", "fragment", "graph", "ops", "kind")
+    return {name: value for name, value in known.items() if name not in left_out}

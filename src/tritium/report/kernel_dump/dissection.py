@@ -6,18 +6,19 @@ processes that find the kernels already compiled.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
 
 from tritium import compat
-from tritium.compat.kernels import KernelArgument
+from tritium.compat.observation import KernelArgument, buffer_argument, loops_of
 from tritium.report.graph_text import GraphNode
 from tritium.report.kernel_dump.fragment import fragment, script
-from tritium.report.kernel_dump.source import Argument, KernelSource
+from tritium.report.kernel_dump.source import KernelSource
 from tritium.report.neighbours import GeneratedKernel
 
 
@@ -57,14 +58,14 @@ class Dissection:
         result = KernelSource(
             name=kernel.name, language=language, source=source, operators=kernel.operators, device=device
         )
-        steps: dict[str, Callable[[], None]] = {
-            "arguments": lambda: self._add_arguments(result, graph, kernel),
-            "loops.txt": lambda: _add_loops(result, kernel),
-            "fragment.py": lambda: _add_fragment(result, graph, kernel),
-        }
-        for part, step in steps.items():
+        # The fragment depends on the arguments.
+        for part, add in {
+            "arguments": self._add_arguments,
+            "loops.txt": _add_loops,
+            "fragment.py": _add_fragment,
+        }.items():
             try:
-                step()
+                add(result, graph, kernel)
             except Exception as error:  # noqa: BLE001 - a failed description must not stop compilation
                 result.missing[part] = f"{type(error).__name__}: {error}"
         if not result.arguments:
@@ -96,7 +97,7 @@ def parameter_names(source: str, language: str) -> list[str]:
 
 def _arguments(
     names: Sequence[str], launched: Sequence[KernelArgument], kernel: GeneratedKernel, nodes: Mapping[str, fx.Node]
-) -> list[Argument]:
+) -> list[KernelArgument]:
     """Return the arguments of a launch with their parameters and the nodes whose values they hold."""
     if len(names) < len(launched):
         raise ValueError(f"{len(launched)} arguments for the {len(names)} parameters of the source")
@@ -105,19 +106,18 @@ def _arguments(
     in_place = sum(name.startswith("in_out_ptr") for name in names)
     before = None
     if len(overwritten) == in_place == 1:
-        before = _held_node(compat.kernels.buffer_argument(overwritten[0]), nodes)
+        before = _held_node(buffer_argument(overwritten[0]), nodes)
     arguments = []
     for parameter, argument in zip(names, launched, strict=False):
-        values = dataclasses.asdict(argument)
-        del values["node"]
+        role: dict[str, Any] = {}
         if argument.kind == "tensor":
             is_both = parameter.startswith("in_out_ptr")
+            is_input = parameter.startswith("in_ptr") or (is_both and bool(overwritten))
+            is_output = is_both or parameter.startswith("out_ptr")
             held = _held_node(argument, nodes)
-            values["input"] = parameter.startswith("in_ptr") or (is_both and bool(overwritten))
-            values["output"] = is_both or parameter.startswith("out_ptr")
-            values["reads"] = (before if is_both else held) if values["input"] else None
-            values["writes"] = held if values["output"] else None
-        arguments.append(Argument(parameter=parameter, **values))
+            role = {"input": is_input, "output": is_output, "writes": held if is_output else None}
+            role["reads"] = (before if is_both else held) if is_input else None
+        arguments.append(replace(argument, parameter=parameter, **role))
     return arguments
 
 
@@ -130,8 +130,8 @@ def _held_node(argument: KernelArgument, nodes: Mapping[str, fx.Node]) -> str | 
     return argument.node if tuple(map(compat.dynamo.known_size, value.shape)) == argument.size else None
 
 
-def _add_loops(result: KernelSource, kernel: GeneratedKernel) -> None:
-    result.loops = compat.observation.loops_of(kernel.nodes)
+def _add_loops(result: KernelSource, _: fx.Graph, kernel: GeneratedKernel) -> None:
+    result.loops = loops_of(kernel.nodes)
 
 
 def _add_fragment(result: KernelSource, graph: fx.Graph, kernel: GeneratedKernel) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import inspect
-import math
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from tritium import compat
+from tritium.compat import kernel_benchmark
 from tritium.compat.dynamo import known_size
-from tritium.compat.operators import operator_of, qualified_name
-from tritium.report.kernel_dump import benchmark
 
 _SCRIPT = '''"""The operators that {name} stands for, run one by one.
 
@@ -23,10 +22,10 @@ _SCRIPT = '''"""The operators that {name} stands for, run one by one.
 
 from __future__ import annotations
 
-import math
-import operator
+from math import inf, nan
 
 import torch
+from torch import device
 
 INPUTS = {inputs}
 
@@ -38,8 +37,7 @@ def make_inputs():
     return {{name: make(spec) for name, spec in INPUTS.items()}}
 
 
-def run({parameters}):
-{body}
+{run}
 
 
 if __name__ == "__main__":
@@ -99,34 +97,26 @@ def _extracted(calls: Sequence[fx.Node], results: Iterable[fx.Node]) -> fx.Graph
     part = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     inner = set(calls)
-    inputs = dict.fromkeys(source for node in calls for source in node.all_input_nodes if source not in inner)
-    for source in inputs:
+    for source in dict.fromkeys(source for node in calls for source in node.all_input_nodes if source not in inner):
         copies[source] = part.placeholder(source.name)
         copies[source].meta = dict(source.meta)
     for node in calls:
-        copies[node] = part.node_copy(node, lambda source: copies[source])
+        copies[node] = part.node_copy(node, copies.__getitem__)
         copies[node].name = node.name
-    part.output(tuple(copies[node] for node in results if isinstance(node.meta.get("val"), torch.Tensor)))
+    part.output({node.name: copies[node] for node in results if isinstance(node.meta.get("val"), torch.Tensor)})
     return part
 
 
 def script(graph: fx.Graph, name: str) -> str:
     """Return a Python file that creates the inputs of a graph of operators and runs it."""
-    placeholders = list(graph.find_nodes(op="placeholder"))
-    specs = "".join(f"    {node.name!r}: {_spec(node.meta.get('val'))},\n" for node in placeholders)
-    body = []
-    for node in graph.nodes:
-        if node.op == "call_function":
-            arguments = [*map(_literal, node.args), *(f"{key}={_literal(value)}" for key, value in node.kwargs.items())]
-            body.append(f"    {node.name} = {_target(node)}({', '.join(arguments)})")
-        elif node.op == "output":
-            body.append("    return {" + ", ".join(f'"{out.name}": {out.name}' for out in node.args[0]) + "}")
+    specs = "".join(
+        f"    {node.name!r}: {_spec(node.meta.get('val'))},\n" for node in graph.find_nodes(op="placeholder")
+    )
     return _SCRIPT.format(
         name=name,
         inputs="{\n" + specs + "}",
-        make=inspect.getsource(benchmark.make),
-        parameters=", ".join(node.name for node in placeholders),
-        body="\n".join(body),
+        make=inspect.getsource(kernel_benchmark.make),
+        run=re.sub(r"^def forward\(self(, )?", "def run(", graph.python_code("self").src.strip()),
     )
 
 
@@ -140,27 +130,3 @@ def _spec(value: Any) -> dict[str, Any]:
             "device": str(value.device),
         }
     return {"kind": "number", "value": known_size(value)}
-
-
-def _target(node: fx.Node) -> str:
-    if operator_of(node) is not None:
-        return f"torch.ops.{node.target}"
-    assert callable(node.target)
-    return qualified_name(node.target).replace("_operator.", "operator.")
-
-
-def _literal(value: Any) -> str:
-    if isinstance(value, fx.Node):
-        return value.name
-    if isinstance(value, (tuple, list)):
-        inner = ", ".join(map(_literal, value))
-        return f"[{inner}]"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key!r}: {_literal(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, torch.device):
-        return f"torch.device({str(value)!r})"
-    if isinstance(value, float) and not math.isfinite(value):
-        return f"math.{'nan' if math.isnan(value) else 'inf'}" if value > 0 or math.isnan(value) else "-math.inf"
-    if isinstance(value, (torch.SymInt, torch.SymFloat)):
-        return repr(known_size(value))
-    return repr(value)

@@ -3,38 +3,19 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import json
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tritium.compat.observation import KernelArgument
 from tritium.report.graph_text import GraphNode
-
-
-@dataclass(frozen=True, kw_only=True)
-class Argument:
-    """One argument of a kernel launch, as `benchmark.py` creates it."""
-
-    parameter: str
-    # "tensor", "number", or "workspace": memory that must be zero before the first launch.
-    kind: str
-    value: int | float
-    buffer: str
-    dtype: str
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    device: str
-    # For tensors: whether the kernel reads and writes it, and the nodes of Inductor's graph whose values it holds.
-    input: bool = False
-    output: bool = False
-    reads: str | None = None
-    writes: str | None = None
+from tritium.report.record import Record
 
 
 @dataclass(kw_only=True)
-class KernelSource:
+class KernelSource(Record):
     """One generated kernel."""
 
     name: str
@@ -48,7 +29,7 @@ class KernelSource:
     # The operators as a script and as a graph.
     fragment: str | None = None
     graph: list[GraphNode] = field(default_factory=list)
-    arguments: list[Argument] = field(default_factory=list)
+    arguments: list[KernelArgument] = field(default_factory=list)
     # Parts that could not be described, with the reason; and the reason why the kernel cannot run alone.
     missing: dict[str, str] = field(default_factory=dict)
     not_runnable: str | None = None
@@ -56,12 +37,14 @@ class KernelSource:
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> KernelSource:
         graph = [GraphNode(**node) for node in stored["graph"]]
-        return cls(**{**stored, "graph": graph, "arguments": [Argument(**entry) for entry in stored["arguments"]]})
+        return cls(
+            **{**stored, "graph": graph, "arguments": [KernelArgument(**entry) for entry in stored["arguments"]]}
+        )
 
 
 def pack(kernels: Sequence[KernelSource]) -> str:
     """Compress kernels, so that they can be kept with every compiled graph."""
-    return base64.b64encode(zlib.compress(json.dumps(list(map(dataclasses.asdict, kernels))).encode())).decode()
+    return base64.b64encode(zlib.compress(json.dumps([kernel.to_dict() for kernel in kernels]).encode())).decode()
 
 
 def unpack(packed: str) -> list[KernelSource]:

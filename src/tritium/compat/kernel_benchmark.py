@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.benchmark import Timer
 
 HERE = Path(__file__).resolve().parent
 
-# Maximum seconds of one measurement, after three warm-up launches.
+# Seconds of one measurement, after one warm-up launch.
 SECONDS = 0.5
 
 # Bytes of the tensor that is copied to measure bandwidth; larger than any cache.
@@ -47,28 +46,24 @@ def make(spec: dict[str, Any]) -> Any:
 def load_kernel(folder: Path, language: str) -> Callable[..., None]:
     """Compile the current source in the folder and return a function of the kernel's arguments."""
     if language == "cpp":
-        return load_cpp((folder / "kernel.cpp").read_text(encoding="utf-8"))
-    return load_triton(folder / "kernel.py")
+        # Inductor's loader uses the same compiler, flags and vector instructions as in the model.
+        from torch._inductor.codecache import CppPythonBindingsCodeCache
 
+        source = (folder / "kernel.cpp").read_text(encoding="utf-8")
+        start = source.rindex('extern "C"')
+        parameters = source[source.index("(", start) + 1 : source.index(")", start)]
+        types = [" ".join(parameter.split()[:-1]) for parameter in parameters.split(",")]
+        loaded: Callable[..., None] = CppPythonBindingsCodeCache.load_pybinding(types, source)
+        return loaded
 
-def load_cpp(source: str) -> Callable[..., None]:
-    """Compile with Inductor's loader: same compiler, flags and vector instructions as in the model."""
-    from torch._inductor.codecache import CppPythonBindingsCodeCache
-
-    start = source.rindex('extern "C"')
-    parameters = source[source.index("(", start) + 1 : source.index(")", start)]
-    types = [" ".join(parameter.split()[:-1]) for parameter in parameters.split(",")]
-    loaded: Callable[..., None] = CppPythonBindingsCodeCache.load_pybinding(types, source)
-    return loaded
-
-
-def load_triton(path: Path) -> Callable[..., None]:
-    """Load the module as Inductor wrote it; its first launch tries the tile sizes in its decorator."""
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
-    kernels = [value for value in vars(load_module(path)).values() if isinstance(value, CachingAutotuner)]
+    # The module is as Inductor wrote it; the first launch tries the tile sizes in its decorator.
+    kernels = [
+        value for value in vars(load_module(folder / "kernel.py")).values() if isinstance(value, CachingAutotuner)
+    ]
     if len(kernels) != 1:
-        raise SystemExit(f"{path} must define one kernel, it defines {len(kernels)}")
+        raise SystemExit(f"{folder / 'kernel.py'} must define one kernel, it defines {len(kernels)}")
 
     def launch(*arguments: Any) -> None:
         kernels[0].run(*arguments, stream=torch.cuda.current_stream().cuda_stream)
@@ -87,40 +82,18 @@ def load_module(path: Path) -> Any:
     return module
 
 
-def seconds(run: Callable[[], Any], device: str) -> float:
-    """Return the median time of a call."""
-    for _ in range(3):
-        run()
-    sample = _on_gpu if device == "cuda" else _on_host
-    samples: list[float] = []
-    end = time.perf_counter() + SECONDS
-    while len(samples) < 5 or (time.perf_counter() < end and len(samples) < 1000):
-        samples.append(sample(run))
-    return statistics.median(samples)
-
-
-def _on_host(run: Callable[[], Any]) -> float:
-    start = time.perf_counter()
+def seconds(run: Callable[[], Any]) -> float:
+    """Return the median time of a call; on a GPU, of many calls in a row."""
     run()
-    return time.perf_counter() - start
-
-
-def _on_gpu(run: Callable[[], Any]) -> float:
-    # Ten launches in a row: a single one would measure the host.
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(10):
-        run()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e4
+    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+    return float(timer.blocked_autorange(min_run_time=SECONDS).median)
 
 
 def copy_bandwidth(device: str) -> float:
     """Measure the bytes per second, read and written, of a large copy."""
     source = torch.zeros(COPIED[device], dtype=torch.uint8, device=device)
     target = torch.ones_like(source)
-    return 2 * COPIED[device] / seconds(lambda: target.copy_(source), device)
+    return 2 * COPIED[device] / seconds(lambda: target.copy_(source))
 
 
 def compare(folder: Path, meta: dict[str, Any], kernel: Callable[..., None]) -> float | str:
@@ -164,12 +137,12 @@ def measure(folder: Path) -> dict[str, Any]:
     arguments = [make(given) for given in meta["arguments"]]
     with torch.inference_mode():
         difference = compare(folder, meta, kernel)
-        taken = seconds(lambda: kernel(*arguments), device)
+        taken = seconds(lambda: kernel(*arguments))
         eager = None
         if (folder / "fragment.py").exists():
             fragment = load_module(folder / "fragment.py")
             inputs = fragment.make_inputs()
-            eager = seconds(lambda: fragment.run(**inputs), device)
+            eager = seconds(lambda: fragment.run(**inputs))
         bandwidth = copy_bandwidth(device)
     moved = meta["bytes_read"] + meta["bytes_written"]
     return {
