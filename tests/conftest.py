@@ -71,7 +71,7 @@ def _clean_slate(
     import torch
 
     from tritium import compat, tuning
-    from tritium.report import LEDGER
+    from tritium.report.ledger import LEDGER
 
     # What this machine's user has measured is none of a test's business.
     monkeypatch.setattr(tuning.tables, "user_folder", lambda: tmp_path_factory.getbasetemp() / "tuned")

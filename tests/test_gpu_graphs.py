@@ -12,7 +12,7 @@ from support import small_pipelines
 from tritium import Backend, CompilationConfig, Plan, Shapes, compat
 from tritium.compiler.capture import Region, Spec, auto
 from tritium.compiler.capture.region import CAPTURED_AROUND
-from tritium.report import GraphRecord
+from tritium.report.records import GraphRecord
 
 pytestmark = pytest.mark.gpu
 

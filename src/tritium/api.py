@@ -26,8 +26,9 @@ from tritium.pipelines.installed import Installed
 from tritium.pipelines.plan import Choice, Plan, choice_of
 from tritium.pipelines.progress import Progress
 from tritium.pipelines.warm_up import warm_up
-from tritium.report import Component, Report, Violation, text
+from tritium.report import Report, text
 from tritium.report.explain import explain
+from tritium.report.records import Component, Violation
 
 # Import at startup and not in the first call, where a user waits for an image.
 compat.inductor.import_compiler()

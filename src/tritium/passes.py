@@ -13,7 +13,7 @@ from torch import fx
 
 from tritium import compat
 from tritium.config import CompilationConfig
-from tritium.report import Site
+from tritium.report.records import Site
 
 if TYPE_CHECKING:
     from tritium.fusions import Fusion

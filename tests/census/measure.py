@@ -13,7 +13,8 @@ import tritium
 from census.graph import base_of, graph_calls, is_write
 from census.truth import EMBEDDING, GELU_PARTS, Counts, families
 from support.zoo.model import ZooModel
-from tritium.report import Report, SiteCounts
+from tritium.report import Report
+from tritium.report.records import SiteCounts
 
 FAMILIES = ("rms_norm", "rope", "adalayernorm", "gelu", "mul_add", "group_norm_silu", "linear_gelu", "cat_linear")
 # The longest way from the operation that is counted to the end of its site: a norm over channels, with the SiLU after it.

@@ -15,7 +15,8 @@ import torch
 from census.measure import EAGER, FAMILIES, Configuration, Counted, Measured, Watched, measure, stored
 from census.truth import EMBEDDING, captured, truth
 from support.zoo import ZOO
-from tritium.report import GraphRecord, Report, Site
+from tritium.report import Report
+from tritium.report.records import GraphRecord, Site
 
 STORED = Path(__file__).parent.parent.parent / "docs" / "census.json"
 STATIC = Configuration()

@@ -20,7 +20,8 @@ from support.fidelity import assert_no_worse
 from support.zoo import ZOO
 from tritium import fusions
 from tritium.config import SWITCH_OF_FAMILY
-from tritium.report import LEDGER, Site
+from tritium.report.ledger import LEDGER
+from tritium.report.records import Site
 
 EVERYTHING = "everything"
 SWITCHES = tuple(field.name for field in dataclasses.fields(tritium.FusionPatterns))

@@ -19,7 +19,7 @@ from tritium.compiler.capture import Region, Spec, auto
 from tritium.compiler.capture.auto import Decisions
 from tritium.compiler.capture.graph import WARM_UPS, lane_of
 from tritium.compiler.capture.region import CAPTURED_AROUND, MOST_MOVES, MOST_RETURNS
-from tritium.report import GraphRecord, PassRecord
+from tritium.report.records import GraphRecord, PassRecord
 
 AUTO = CompilationConfig(graphs="auto")
 

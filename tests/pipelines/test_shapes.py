@@ -288,7 +288,7 @@ class TestSuggestions:
         ],
     )
     def test_a_line_for_each_cause(self, argument, was, now, reason, expected):
-        from tritium.report.suggestions import suggest
+        from tritium.report.recompiles import suggest
 
         assert expected in suggest(argument, was, now, reason)
 

@@ -6,8 +6,9 @@ import torch
 
 import tritium
 from support.small_models import Block, Stack, block_inputs
-from tritium.report import LEDGER, Diagram, GraphRecord, diagram
-from tritium.report.ledger import MOST_DIAGRAMS
+from tritium.report import diagram
+from tritium.report.ledger import LEDGER, MOST_DIAGRAMS
+from tritium.report.records import Diagram, GraphRecord
 
 
 class TestDiagram:

@@ -12,7 +12,8 @@ from support.report_samples import Page, full_report, measurement
 from tritium import disk
 from tritium.cli.app import app
 from tritium.errors import ReportError, TritiumError
-from tritium.report import Diagram, Report
+from tritium.report import Report
+from tritium.report.records import Diagram
 
 HOSTILE = "<img src=x onerror=alert(1)>&\"'</script></style></title>"
 

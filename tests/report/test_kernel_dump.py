@@ -16,9 +16,10 @@ import tritium
 from support import codegen
 from tritium.compat import kernel_benchmark
 from tritium.errors import ReportError
-from tritium.report import GraphRecord, Report, kernel_dump
+from tritium.report import Report, kernel_dump
 from tritium.report.kernel_dump import fragment
 from tritium.report.kernel_dump.dissection import Dissection
+from tritium.report.records import GraphRecord
 
 
 def run_script(path: Path, *arguments: str) -> str:

@@ -10,8 +10,9 @@ from torch import nn
 
 import tritium
 from support.report_samples import Page, kernel
-from tritium.report import GraphRecord, Report, timing
+from tritium.report import Report, timing
 from tritium.report.html.kernels import Kernels
+from tritium.report.records import GraphRecord
 
 
 def event(name, start, taken, parent=None, kind="CPU"):

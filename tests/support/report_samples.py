@@ -3,7 +3,11 @@
 from html.parser import HTMLParser
 
 from tritium import measure
-from tritium.report import (
+from tritium.report import Report
+from tritium.report.graph_text import GraphNode
+from tritium.report.observation import Fallback, Kernel
+from tritium.report.recompiles import Recompile
+from tritium.report.records import (
     Capture,
     Component,
     Diagram,
@@ -11,13 +15,9 @@ from tritium.report import (
     GraphRecord,
     Measurement,
     PassRecord,
-    Recompile,
-    Report,
     Site,
     Violation,
 )
-from tritium.report.graph_text import GraphNode
-from tritium.report.observation import Fallback, Kernel
 
 VOID = {"meta", "link", "input", "br", "img", "hr"}
 

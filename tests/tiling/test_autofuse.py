@@ -19,7 +19,7 @@ from tiling.patterns import ALL
 from tritium import compat
 from tritium.errors import ConfigError
 from tritium.passes import Decline
-from tritium.report import LEDGER
+from tritium.report.ledger import LEDGER
 from tritium.tiling import choose, session
 from tritium.tiling.policy import OFF, TilingPolicy, policy_of
 

@@ -15,7 +15,7 @@ from support.codegen import generated, launches, sources
 from tiling.patterns import TRANSFORMER
 from tritium import compat
 from tritium.compiler import lower
-from tritium.report import GraphRecord, PassRecord
+from tritium.report.records import GraphRecord, PassRecord
 from tritium.tiling import session
 from tritium.tiling.policy import OFF, TilingPolicy, policy_of
 from tritium.tiling.reductions import Reduction, cut, walk

@@ -9,7 +9,7 @@ import tritium
 from support.report_samples import kernel
 from tritium import ops, tuning
 from tritium.compiler.compile import compile_pinned
-from tritium.report import GraphRecord
+from tritium.report.records import GraphRecord
 from tritium.report.tiling import KernelTiling, ReductionChoice
 from tritium.tuning import Key, Loop, Verdict, compare
 

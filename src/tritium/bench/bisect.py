@@ -24,7 +24,8 @@ from tritium.compiler.backend import Backend
 from tritium.config import CompilationConfig
 from tritium.fusions import Fusion, Match
 from tritium.ops import INDUCTOR, REFERENCE
-from tritium.report import LEDGER, PassRecord, Site
+from tritium.report.ledger import LEDGER
+from tritium.report.records import PassRecord, Site
 
 Part = Literal["provider", "rewrite", "generated code", "pass", "torch.compile", "not repeated"]
 

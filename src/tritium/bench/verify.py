@@ -18,7 +18,7 @@ from tritium.bench.settings import Notify
 from tritium.errors import ConfigError
 from tritium.pipelines import recipe
 from tritium.pipelines.plan import Plan
-from tritium.report import LEDGER
+from tritium.report.ledger import LEDGER
 
 # Images above this look equal to most people; a compiled float32 pipeline is far above.
 MIN_PSNR = 40.0

@@ -21,7 +21,9 @@ from tritium.config import CompilationConfig
 from tritium.errors import ConfigError, nearest
 from tritium.fusions import Fusion
 from tritium.passes import Pass
-from tritium.report import LEDGER, GraphRecord, Recompile, parse_guard_failure
+from tritium.report.ledger import LEDGER
+from tritium.report.recompiles import Recompile, parse_guard_failure
+from tritium.report.records import GraphRecord
 from tritium.tuning import check_pins
 
 

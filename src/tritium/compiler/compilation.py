@@ -21,9 +21,9 @@ from tritium.errors import RequestConflict, TritiumError, UnrequestedConfig
 from tritium.fusions import Fusion
 from tritium.graph import copied, value_of, with_graph
 from tritium.passes import ConfigRequest, Pass, PassContext
-from tritium.report import Failure, GraphRecord, PassRecord, SharedPiece
 from tritium.report.graph_log import GraphLog, file_name
 from tritium.report.kernel_dump import KernelSource
+from tritium.report.records import Failure, GraphRecord, PassRecord, SharedPiece
 
 if TYPE_CHECKING:
     from tritium.compiler.capture.stage import Piece

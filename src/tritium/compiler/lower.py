@@ -25,10 +25,10 @@ from tritium.compiler.compilation import Compilation, Graphs, Unit, is_the_calle
 from tritium.graph import copied, with_graph
 from tritium.ops import triton_launch
 from tritium.ops.op import NAMESPACE
-from tritium.report import Failure, GraphRecord, PassRecord
 from tritium.report.kernel_dump.dissection import Dissection
 from tritium.report.observation import Observation
 from tritium.report.observer import KernelObserver
+from tritium.report.records import Failure, GraphRecord, PassRecord
 from tritium.tiling import session
 from tritium.tiling.policy import OFF, TilingPolicy, policy_of
 

@@ -36,8 +36,8 @@ from tritium.compiler.passes import channels_last, convolution_bias, freezing, f
 from tritium.compiler.passes.run import run_pass
 from tritium.config import CompilationConfig
 from tritium.passes import Pass, PassContext
-from tritium.report import Failure
 from tritium.report.diagram import diagram
+from tritium.report.records import Failure
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from torch import nn
 
 from tritium import compat
 from tritium.pipelines.installed import Installed
-from tritium.report import LEDGER, GraphRecord
+from tritium.report.ledger import LEDGER
+from tritium.report.records import GraphRecord
 
 
 def of(installed: Installed, pipe: Any, handle: Any) -> str:

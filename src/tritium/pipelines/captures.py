@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from tritium.report import Capture, GraphRecord
+from tritium.report.records import Capture, GraphRecord
 
 
 class Captures:

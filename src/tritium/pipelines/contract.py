@@ -19,8 +19,7 @@ from tritium import compat
 from tritium.errors import ShapeViolation
 from tritium.pipelines.gate import CURRENT
 from tritium.pipelines.shapes import OnViolation
-from tritium.report import parse_guard_failure
-from tritium.report.suggestions import suggest
+from tritium.report.recompiles import parse_guard_failure, suggest
 
 # The properties of each argument of a call, by its path.
 Signature = Mapping[str, Hashable]

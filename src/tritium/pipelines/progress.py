@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tritium import envs
-from tritium.report import LEDGER
+from tritium.report.ledger import LEDGER
 
 
 class Progress:

@@ -15,7 +15,7 @@ from tritium.errors import PipelineError, ShapeError
 from tritium.pipelines.installed import Installed
 from tritium.pipelines.progress import Progress
 from tritium.pipelines.shapes import Bucket, Shapes
-from tritium.report import LEDGER
+from tritium.report.ledger import LEDGER
 
 # Two steps: the first one compiles, the second runs compiled code while the results of the first are alive.
 STEPS = 2

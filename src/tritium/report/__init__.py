@@ -17,49 +17,11 @@ from typing import Any
 from tritium import compat, device
 from tritium.errors import ReportError
 from tritium.report import text
-from tritium.report.ledger import LEDGER, CompilationObserver, Ledger
+from tritium.report.ledger import LEDGER
 from tritium.report.observation import merged
-from tritium.report.recompiles import parse_guard_failure
+from tritium.report.recompiles import Recompile, parse_guard_failure
 from tritium.report.record import as_dict
-from tritium.report.records import (
-    SEED_FAMILIES,
-    Capture,
-    Component,
-    Diagram,
-    Failure,
-    Frozen,
-    GraphRecord,
-    Measurement,
-    Outcome,
-    PassRecord,
-    Recompile,
-    SharedPiece,
-    Site,
-    SiteCounts,
-    Violation,
-)
-
-__all__ = [
-    "LEDGER",
-    "Capture",
-    "CompilationObserver",
-    "Component",
-    "Diagram",
-    "Failure",
-    "Frozen",
-    "GraphRecord",
-    "Ledger",
-    "Measurement",
-    "Outcome",
-    "PassRecord",
-    "Recompile",
-    "Report",
-    "SharedPiece",
-    "Site",
-    "SiteCounts",
-    "Violation",
-    "parse_guard_failure",
-]
+from tritium.report.records import SEED_FAMILIES, Component, GraphRecord, Measurement, SiteCounts, Violation
 
 
 class Report:

@@ -9,8 +9,9 @@ import torch
 
 from tritium.compat.modules import class_call_is_compiled, codes, compiled_call, unwrapped
 from tritium.errors import ReportError
-from tritium.report import LEDGER, Component, Failure, GraphRecord, Report, Violation
-from tritium.report.ledger import FAILED_PROVIDERS
+from tritium.report import Report
+from tritium.report.ledger import FAILED_PROVIDERS, LEDGER
+from tritium.report.records import Component, Failure, GraphRecord, Violation
 from tritium.report.timing import time_kernels
 
 

@@ -14,8 +14,8 @@ from tritium import measure
 from tritium.report import kernel_dump
 from tritium.report.graph_text import GraphNode
 from tritium.report.observation import Fallback, Kernel, LoweredOp, Observation, Pair
+from tritium.report.recompiles import Recompile
 from tritium.report.record import Record
-from tritium.report.suggestions import suggest
 
 SEED_FAMILIES = ("rms_norm", "rope", "adalayernorm", "gelu", "mul_add")
 
@@ -80,25 +80,6 @@ class PassRecord(Record):
         notes += [f"declined: {self.declined}"] if self.declined else []
         notes += [f"FAILED: {self.failed}"] if self.failed else []
         return "; ".join(notes)
-
-
-@dataclass(frozen=True)
-class Recompile(Record):
-    """The reason why a frame was compiled again."""
-
-    graph: str
-    argument: str | None
-    was: str | None
-    now: str | None
-    reason: str
-
-    @property
-    def suggestion(self) -> str | None:
-        """The line to write to prevent this recompile, or None."""
-        return suggest(self.argument, self.was, self.now, self.reason)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**super().to_dict(), "suggestion": self.suggestion}
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from tritium import compat, device, measure, ops
 from tritium.errors import TritiumError, brief
 from tritium.ops import INDUCTOR, Op
 from tritium.ops.op import count
-from tritium.report import GraphRecord
 from tritium.report.explain import explain
+from tritium.report.records import GraphRecord
 from tritium.tuning import tables
 from tritium.tuning.prediction import LONG
 from tritium.tuning.verdict import Key, Loop, Verdict

@@ -18,7 +18,7 @@ from tritium.compiler.capture.bucket import modes
 from tritium.compiler.compilation import Compilation, Unit
 from tritium.compiler.lower import Lowered, lower
 from tritium.graph import with_graph
-from tritium.report import PassRecord, SharedPiece
+from tritium.report.records import PassRecord, SharedPiece
 
 NAME = "reuse_blocks"
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tritium.compiler.capture.graph import Lane, Mark
-from tritium.report import PassRecord
+from tritium.report.records import PassRecord
 
 # Minimum share of a call in which the device is idle. Below it, a replay gains less than noise: FLUX at 1024 pixels
 # never waits, SANA at 512 waits most of the time.

@@ -22,7 +22,7 @@ from tritium.compiler.capture.weights import Captured, Entry, WeightSet, WeightS
 from tritium.config import CompilationConfig
 from tritium.device import is_capturing
 from tritium.errors import CaptureRefused
-from tritium.report import Capture, Failure, GraphRecord
+from tritium.report.records import Capture, Failure, GraphRecord
 
 # Moves of weights in memory before their region is disabled. Each needs new captures; offloading moves on every call.
 MOST_MOVES = 8

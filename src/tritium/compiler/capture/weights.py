@@ -17,7 +17,7 @@ from tritium.compiler.capture.auto import Decision
 from tritium.compiler.capture.graph import DeviceGraph
 from tritium.compiler.capture.inputs import StaticInputs
 from tritium.compiler.capture.outputs import StaticOutputs
-from tritium.report import Capture
+from tritium.report.records import Capture
 
 
 @dataclass

@@ -22,7 +22,7 @@ from torch import fx
 from tritium import compat
 from tritium.compat.peft import MERGES
 from tritium.graph import call, mutated_arguments, storages, value_of
-from tritium.report import Frozen
+from tritium.report.records import Frozen
 
 NAME = "freezing"
 

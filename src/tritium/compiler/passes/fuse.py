@@ -22,7 +22,7 @@ from tritium.fusions.fusion import FusionFailed, blamed
 from tritium.fusions.match import Recogniser
 from tritium.ops import INDUCTOR, Op
 from tritium.passes import Pass, PassContext
-from tritium.report import Outcome, Site
+from tritium.report.records import Outcome, Site
 from tritium.tuning.choice import LEFT_TO_INDUCTOR
 
 

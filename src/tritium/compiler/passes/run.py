@@ -12,7 +12,7 @@ from tritium.compiler.passes.interface import check_interface
 from tritium.errors import UnrequestedConfig
 from tritium.graph import copied, fingerprint
 from tritium.passes import Applied, ConfigRequest, Decline, Outcome, Pass, PassContext
-from tritium.report import PassRecord
+from tritium.report.records import PassRecord
 
 
 def run_pass(compilation: Compilation, entry: Pass, *, adds_inputs: bool = False) -> PassRecord:

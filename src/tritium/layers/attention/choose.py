@@ -20,7 +20,7 @@ from tritium import compat, envs, ops, tuning
 from tritium.errors import ArgumentError, nearest
 from tritium.ops import Arguments, Provider
 from tritium.ops import attention as op
-from tritium.report import LEDGER
+from tritium.report.ledger import LEDGER
 
 Mode = Literal["runtime", "static", "manual"]
 # The memory formats that inputs can be converted to. BSH, with merged heads, has the same bytes as BSND.

@@ -16,7 +16,7 @@ from tritium.layers.sparse import masks
 from tritium.layers.sparse.choose import attend, check_provider
 from tritium.layers.sparse.forward import ADA_BSA, Method, SparseType, lists_of
 from tritium.layers.sparse.layout import SparseLayout
-from tritium.report import LEDGER
+from tritium.report.ledger import LEDGER
 
 
 @dataclass
