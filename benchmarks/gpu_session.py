@@ -46,24 +46,25 @@ def settings(step: str) -> Any:
 
 def measure(step: str, out: Path, seconds: float, only: Sequence[str]) -> int:
     """Measure what the file of a step lacks, in this process."""
-    from tritium.bench import compile_time, families, flux_pipeline, host
+    from tritium.bench import families
     from tritium.bench.denoisers import FAMILIES, with_few_tokens
-    from tritium.bench.store import Clock, Store
-    from tritium.bench.suite import measure_all, missing
+    from tritium.bench.results import Store
+    from tritium.bench.suite import Clock, Suite
+    from tritium.bench.suites import SUITES
 
     chosen = settings(step)
-    store, clock, notify = Store(out / f"{step}.json", chosen.device_type), Clock(seconds), _notify(out)
-    suites = {"host": host, "pipeline": flux_pipeline, "compile-time": compile_time}
-    if step in suites:
-        outcome = suites[step].run((), chosen, store, clock, notify)
-    else:
+    suite = SUITES.get(step)
+    if step in ("exactness", "families"):
         some = [family for family in FAMILIES if not only or family.name in only]
         if step == "exactness":
             # Full width and few tokens, if the full size does not fit.
             some = [with_few_tokens(family) for family in some if not family.fits_float64]
         skipped = names_in(out / "crashed.json")
         tasks = [task for task in families.tasks(some, chosen) if task.name not in skipped]
-        outcome = measure_all(missing(tasks, chosen, store), chosen, store, clock, notify)
+        suite = Suite(lambda *_: tasks)
+    assert suite is not None
+    store = Store(out / f"{step}.json", chosen.device_type)
+    outcome = suite.run(chosen, store, Clock(seconds), _notify(out))
     for reason in outcome.failed:
         print(f"FAILED {reason}", flush=True)
     if outcome.left_over:
@@ -152,6 +153,7 @@ def print_summary(out: Path) -> bool:
     """Print the figures of all files in the folder; return True if a variant failed or is not exact enough."""
     from tritium.bench import summary
     from tritium.bench.results import Results
+    from tritium.bench.suite import failures
 
     paths = {name: out / f"{name}.json" for name in STEPS}
     rows = {name: Results.load(path).rows if path.exists() else () for name, path in paths.items()}
@@ -168,11 +170,7 @@ def print_summary(out: Path) -> bool:
     of_families = [*rows["exactness"], *rows["families"]]
     checked = [row for row in of_families if row.error_f64 is not None]
     outside = summary.outside_contract(checked)
-    failed = dict.fromkeys(
-        f"FAILED {row.workload}: {row.remark}"
-        for row in of_families
-        if row.variant == "eager" and " failed: " in (row.remark or "")
-    )
+    failed = [f"FAILED {line}" for line in failures(of_families)]
     for line in (*(f"OUTSIDE the fidelity 'close': {line}" for line in outside), *failed):
         print(line)
     print(f"{len(checked)} variants compared with float64, {len(outside)} outside the fidelity 'close'")

@@ -8,26 +8,20 @@ import math
 import pytest
 import torch
 
-import tritium
-from support.result_rows import ROW
-from tritium.bench import families, variants
+from support.bench import ROW, settings
+from tritium.bench import comparison, families
 from tritium.bench.comparison import tensor_of
 from tritium.bench.denoisers import FAMILIES, FEW, find_families, with_few_tokens
 from tritium.bench.models import diffusers
-from tritium.bench.settings import Settings, silent
-from tritium.bench.store import Clock, Store
-from tritium.bench.suite import Measured, Outcome
+from tritium.bench.results import Store
+from tritium.bench.settings import silent
+from tritium.bench.suite import Clock, Outcome, failures
 from tritium.bench.workload import Built, Normals
 from tritium.errors import ConfigError
 
 pytest.importorskip("diffusers")
 
 by_name = pytest.mark.parametrize("family", FAMILIES, ids=[family.name for family in FAMILIES])
-EAGER_ENGINE = tritium.CompilationConfig(engine="eager")
-
-
-def settings(**fields):
-    return Settings(**{"seconds": 0.0, "against": ("eager",), "cold": False, "config": EAGER_ENGINE, **fields})
 
 
 @by_name
@@ -74,7 +68,7 @@ def test_an_unknown_family_names_the_nearest():
 
 def test_variants_of_a_family_are_measured_and_compared_with_float64(tmp_path):
     store = Store(tmp_path / "families.json", "cpu")
-    outcome = families.run(["pixart-512"], settings(errors=True), store, Clock(600), silent)
+    outcome = families.SUITE.run(settings(errors=True), store, Clock(600), silent, ["pixart-512"])
     rows = {row.variant: row for row in store.results.rows}
     assert outcome.left_over == []
     assert rows["eager"].relative_l2 == 0.0
@@ -89,14 +83,14 @@ def test_rows_of_an_earlier_run_are_kept_and_a_name_measures_again(tmp_path, mon
 
     def fake(family, settings, clock, notify):
         measured.append(family.name)
-        return Measured([dataclasses.replace(ROW, workload=family.name, median_ms=float(len(measured)))])
+        return [dataclasses.replace(ROW, workload=family.name, median_ms=float(len(measured)))]
 
     monkeypatch.setattr(families, "measure_family", fake)
     path = tmp_path / "families.json"
     for _ in range(2):
-        families.run([], settings(), Store(path, "cpu"), Clock(600), silent)
+        families.SUITE.run(settings(), Store(path, "cpu"), Clock(600), silent)
     assert sorted(measured) == sorted(FEW)
-    families.run(["flux-512"], settings(), Store(path, "cpu"), Clock(600), silent)
+    families.SUITE.run(settings(), Store(path, "cpu"), Clock(600), silent, ["flux-512"])
     assert measured[-1] == "flux-512"
     assert len(measured) == len(FEW) + 1
     rows = {row.workload: row.median_ms for row in Store(path, "cpu").results.rows}
@@ -105,13 +99,13 @@ def test_rows_of_an_earlier_run_are_kept_and_a_name_measures_again(tmp_path, mon
 
 
 def test_what_no_time_is_left_for_is_named(tmp_path):
-    outcome = families.run(["flux-512", "pixart-512"], settings(), Store(None, "cpu"), Clock(0), silent)
+    outcome = families.SUITE.run(settings(), Store(None, "cpu"), Clock(0), silent, ["flux-512", "pixart-512"])
     assert outcome == Outcome(["flux-512", "pixart-512"], [])
 
 
 def test_variants_past_the_limit_are_cut_and_named():
     (family,) = find_families(["pixart-512"])
-    rows = families.measure_family(dataclasses.replace(family, budget=0.0), settings(), Clock(600), silent).rows
+    rows = families.measure_family(dataclasses.replace(family, budget=0.0), settings(), Clock(600), silent)
     assert rows[0].variant == "eager"
     assert "tritium" not in [row.variant for row in rows]
     assert rows[0].remark.endswith("cut for time: tritium")
@@ -128,9 +122,9 @@ def test_a_family_without_time_for_its_needed_variants_is_left_to_the_next_run(m
             Ending.looks += 1
             return 100.0 if Ending.looks < 4 else 0.0
 
-    monkeypatch.setattr(variants, "optimized", lambda target, settings: pytest.fail("no time was left for this"))
+    monkeypatch.setattr(comparison, "optimized", lambda target, settings: pytest.fail("no time was left for this"))
     store = Store(None, "cpu")
-    outcome = families.run(["pixart-512", "flux-512"], settings(), store, Ending(100.0), silent)
+    outcome = families.SUITE.run(settings(), store, Ending(100.0), silent, ["pixart-512", "flux-512"])
     assert outcome.left_over == ["flux-512", "pixart-512"]
     assert store.results.rows == ()
 
@@ -139,12 +133,12 @@ def test_a_variant_that_fails_is_named_and_the_others_are_measured(monkeypatch):
     def broken(target, settings):
         raise ValueError("no such thing\nand more")
 
-    monkeypatch.setattr(variants, "optimized", broken)
+    monkeypatch.setattr(comparison, "optimized", broken)
     (family,) = find_families(["pixart-512"])
-    measured = families.measure_family(family, settings(), Clock(600), silent)
-    assert [row.variant for row in measured.rows] == ["eager", "tritium"]
-    assert {row.remark for row in measured.rows} == {"tritium optimize failed: ValueError: no such thing"}
-    assert measured.failed == ["tritium optimize (ValueError: no such thing)"]
+    rows = families.measure_family(family, settings(), Clock(600), silent)
+    assert [row.variant for row in rows] == ["eager", "tritium"]
+    assert {row.remark for row in rows} == {"tritium optimize failed: ValueError: no such thing"}
+    assert failures(rows) == ["pixart-512: tritium optimize failed: ValueError: no such thing"]
 
 
 class Counting(torch.nn.Module):
@@ -168,7 +162,7 @@ class Recompiling:
 
 
 def test_recompiles_after_the_first_call_are_counted():
-    rows = families.measure_family(Recompiling(), settings(), Clock(600), silent).rows
+    rows = families.measure_family(Recompiling(), settings(), Clock(600), silent)
     counted = {row.variant: row.recompiles for row in rows}
     assert counted["eager"] == 0
     assert counted["tritium"] > 0

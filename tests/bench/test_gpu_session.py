@@ -8,10 +8,13 @@ import subprocess
 
 import pytest
 
-from support import result_rows, scripts
+from support import scripts
+from support.bench import ROW as A_ROW
 from tritium.bench.results import Results
 
 pytest.importorskip("diffusers")
+
+ROW = dataclasses.replace(A_ROW, variant="eager", mode=None)
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +117,3 @@ def test_exactness_is_measured_with_few_tokens_and_summed_up(program, tmp_path, 
     assert all(row.error_f64 is not None for row in rows)
     program.print_summary(tmp_path)
     assert f"{len(rows)} variants compared with float64, 0 outside" in capsys.readouterr().out
-
-
-ROW = dataclasses.replace(result_rows.ROW, workload="flux", variant="eager", mode=None)

@@ -7,6 +7,7 @@ import torch
 
 from tritium import tuning
 from tritium.bench import layer_functions
+from tritium.bench.layer_functions import SHAPES
 from tritium.bench.settings import Settings, silent
 from tritium.errors import ConfigError
 
@@ -18,7 +19,7 @@ def nothing_known(monkeypatch, tmp_path):
 
 
 def cases(name):
-    return list(layer_functions.cases(name, "cpu", torch.float32, small=True))
+    return list(layer_functions.CASES[name]("cpu", torch.float32, small=True))
 
 
 @pytest.mark.parametrize(("name", "variants"), [("attention", {"tritium"}), ("layers", {"inductor", "tritium"})])
@@ -48,8 +49,6 @@ def test_sparse_variants_agree_with_each_other_and_the_density_is_the_one_named(
 
 
 def test_the_shapes_of_the_attention_cases_are_those_of_models():
-    from tritium.bench.attention_cases import SHAPES
-
     sizes = {(shape.queries, shape.keys, shape.heads, shape.width) for shape in SHAPES}
     assert {(4608, 4608, 24, 128), (32760, 32760, 40, 128), (4096, 4096, 10, 64), (32760, 512, 40, 128)} <= sizes
     assert any(shape.mask for shape in SHAPES)
@@ -71,9 +70,7 @@ def test_rows_are_against_the_reference_that_the_note_names(monkeypatch):
         variants = {"plain": lambda: x @ x, "tritium": lambda: x @ x * 1.1, "broken": broken, "slow": slow}
         yield layer_functions.Case("one", variants, "64 rows", {"x": [64, 64]}, frozenset({"broken", "slow"}))
 
-    from tritium.bench import layer_cases
-
-    monkeypatch.setattr(layer_cases, "cases", made)
+    monkeypatch.setitem(layer_functions.CASES, "layers", made)
     told = []
     rows = layer_functions.run("layers", Settings(seconds=0.0), lambda what, share: told.append(what))
     assert [row.variant for row in rows] == ["plain", "tritium"]
@@ -94,9 +91,7 @@ def test_a_variant_that_is_not_optional_may_not_fail(monkeypatch):
 
         yield layer_functions.Case("one", {"plain": lambda: torch.ones(1), "tritium": broken}, "", {})
 
-    from tritium.bench import layer_cases
-
-    monkeypatch.setattr(layer_cases, "cases", made)
+    monkeypatch.setitem(layer_functions.CASES, "layers", made)
     with pytest.raises(RuntimeError, match="no kernel"):
         layer_functions.run("layers", Settings(seconds=0.0), silent)
 

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 import torch
 
-import tritium
-from tritium.bench import compile_time, flux_pipeline, host
-from tritium.bench.settings import Settings, silent
-from tritium.bench.store import Clock, Store
-from tritium.bench.suite import Outcome
-from tritium.bench.variants import optimized, twin, twin_pipeline
+from support.bench import ROW, settings
+from tritium.bench import flux_pipeline, suites
+from tritium.bench.comparison import twin
+from tritium.bench.results import Store
+from tritium.bench.settings import silent
+from tritium.bench.suite import Clock, Outcome, Suite, Task
+from tritium.bench.suites import SUITES
 from tritium.errors import TritiumError
 
 pytest.importorskip("diffusers")
-
-EAGER_ENGINE = tritium.CompilationConfig(engine="eager")
-
-
-def settings(**fields):
-    return Settings(**{"seconds": 0.0, "against": ("eager",), "cold": False, "config": EAGER_ENGINE, **fields})
 
 
 def test_twins_share_weights_and_nothing_else():
@@ -36,10 +32,10 @@ def test_twins_share_weights_and_nothing_else():
 
 def test_what_optimize_does_to_a_twin_is_not_seen_by_the_original():
     pipe = flux_pipeline.build(flux_pipeline.SMALL, "cpu", torch.float32)
-    other = twin_pipeline(pipe, "transformer", "vae")
-    assert other.scheduler is pipe.scheduler
-    with optimized(other, settings()):
-        calls = [p.transformer._compiled_call_impl for p in (pipe, other)]
+    other = flux_pipeline.compile_pipeline(pipe, "tritium optimize", settings())
+    assert other.pipe.scheduler is pipe.scheduler
+    with other.handle:
+        calls = [p.transformer._compiled_call_impl for p in (pipe, other.pipe)]
     assert calls[0] is None
     assert calls[1] is not None
 
@@ -48,10 +44,10 @@ def test_the_pipeline_is_measured_size_by_size(tmp_path, monkeypatch):
     monkeypatch.setattr(flux_pipeline, "SMALL", dataclasses.replace(flux_pipeline.SMALL, sizes=(32,)))
     path = tmp_path / "pipeline.json"
     # What an earlier run has measured is not measured again.
-    flux_pipeline.run((), settings(), Store(path, "cpu"), Clock(600), silent)
+    SUITES["pipeline"].run(settings(), Store(path, "cpu"), Clock(600), silent)
     store = Store(path, "cpu")
     before = store.results.rows
-    assert flux_pipeline.run((), settings(), store, Clock(600), silent) == Outcome()
+    assert SUITES["pipeline"].run(settings(), store, Clock(600), silent) == Outcome()
     assert store.results.rows == before
     assert [(row.workload, row.variant) for row in before] == [
         ("flux pipeline 32", "eager"),
@@ -68,7 +64,7 @@ def test_the_pipeline_is_measured_size_by_size(tmp_path, monkeypatch):
 
 
 def test_sizes_without_time_are_left_to_the_next_run():
-    assert flux_pipeline.run((), settings(), Store(None, "cpu"), Clock(0), silent) == Outcome(["flux pipeline 64"])
+    assert SUITES["pipeline"].run(settings(), Store(None, "cpu"), Clock(0), silent) == Outcome(["flux pipeline 64"])
 
 
 def test_torch_compile_of_the_pipeline_compiles_repeated_blocks_and_decode():
@@ -90,9 +86,9 @@ def test_the_full_pipeline_is_that_of_flux_dev():
 
 
 def test_first_calls_of_few_and_many_blocks(monkeypatch):
-    monkeypatch.setattr(compile_time, "_SMALL", ((1, 1), (1, 2)))
+    monkeypatch.setattr(suites, "SMALL_DEPTHS", ((1, 1), (1, 2)))
     store = Store(None, "cpu")
-    assert compile_time.run((), settings(), store, Clock(600), silent) == Outcome()
+    assert SUITES["compile-time"].run(settings(), store, Clock(600), silent) == Outcome()
     few, many = store.results.rows
     assert (few.workload, many.workload) == ("flux 2 blocks", "flux 3 blocks")
     assert few.note == "1 double + 1 single block, width 32, 24 + 6 tokens"
@@ -104,7 +100,7 @@ def test_first_calls_of_few_and_many_blocks(monkeypatch):
 
 def test_the_host_time_is_that_of_sites_which_the_provider_runs():
     store = Store(None, "cpu")
-    host.run((), settings(), store, Clock(600), silent)
+    SUITES["host"].run(settings(), store, Clock(600), silent)
     alone, theirs, ours = store.results.rows
     assert [row.variant for row in (alone, theirs, ours)] == ["products alone", "eager", "tritium"]
     assert alone.host_us > 0
@@ -116,4 +112,25 @@ def test_the_host_time_is_that_of_sites_which_the_provider_runs():
 
 def test_a_host_time_of_sites_that_the_provider_does_not_run_is_refused():
     with pytest.raises(TritiumError, match="0 of 6 sites of residual_norm_modulate"):
-        host.measure_host(settings(), silent, provider="inductor")
+        suites.measure_host(settings(), Clock(600), silent, provider="inductor")
+
+
+def test_a_task_that_fails_does_not_end_the_others():
+    def measure(name, clock, notify):
+        if name == "broken":
+            raise ValueError("not today\nand more")
+        return [dataclasses.replace(ROW, workload=name)]
+
+    tasks = [Task(name, 0.0, functools.partial(measure, name)) for name in ("broken", "flux")]
+    store = Store(None, "cpu")
+    outcome = Suite(lambda *_: tasks).run(settings(), store, Clock(600), silent)
+    assert outcome == Outcome(failed=["broken: ValueError: not today"])
+    assert [row.workload for row in store.results.rows] == ["flux"]
+
+
+def test_an_inner_limit_ends_no_later_than_the_outer_one():
+    outer = Clock(100.0)
+    assert outer.within(10.0).seconds == 10.0
+    assert outer.within(500.0).seconds <= 100.0
+    assert Clock(0.0).within(10.0).seconds == 0.0
+    assert Clock(0.0).left <= 0.0

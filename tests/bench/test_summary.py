@@ -4,29 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from support import bench
 from tritium.bench import summary
-from tritium.bench.results import Row
 
-ROW = Row(
-    workload="flux",
-    variant="eager",
-    mode=None,
-    dtype="bfloat16",
-    shrunk=False,
-    note="",
-    shapes={"pixels": [1, 3, 512, 768]},
-    median_ms=10.0,
-    lower_quartile_ms=1.0,
-    upper_quartile_ms=1.0,
-    samples=5,
-    ratio=0.5,
-    first_call_s=1.0,
-    first_call_cold=True,
-    peak_memory_bytes=2**30,
-    relative_l2=0.0,
-    disturbed=False,
-    recompiles=0,
-)
+ROW = dataclasses.replace(bench.ROW, variant="eager", mode=None, dtype="bfloat16", shrunk=False, ratio=0.5)
 
 
 def row(**fields):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -7,15 +8,16 @@ import pytest
 import torch
 
 import tritium
+from support.bench import settings
 from tritium import compat
 from tritium.bench import workloads
-from tritium.bench.decoders import DECODERS, WAN_DECODE
+from tritium.bench.comparison import compiled
+from tritium.bench.decoders import DECODERS, VAE_LIKE, WAN_DECODE
 from tritium.bench.denoisers import DENOISERS, EXAMPLE, describe
 from tritium.bench.dynamic_kernels import DYNAMIC_KERNELS
 from tritium.bench.models import diffusers
 from tritium.bench.results import Results
-from tritium.bench.settings import Settings
-from tritium.bench.variants import compiled
+from tritium.bench.settings import silent
 from tritium.bench.workload import Normals, shapes_of
 from tritium.errors import ConfigError, MissingExtra
 
@@ -26,7 +28,6 @@ def by_name(*chosen):
 
 every_denoiser = by_name(*DENOISERS)
 every_workload = by_name(*(workload for found in workloads.WORKLOADS.values() for workload in found))
-SETTINGS = Settings(cold=False)
 
 
 @every_workload
@@ -36,7 +37,7 @@ def test_small_workloads_run_and_say_that_they_are_small(workload):
     # The example's transformer is small by nature.
     assert built.shrunk == (workload is not EXAMPLE)
     with torch.inference_mode():
-        output = compiled(built, "eager", SETTINGS).call(**built.inputs)
+        output = compiled(built, "eager", settings()).call(**built.inputs)
     output = output[0] if isinstance(output, tuple) else output
     assert output.isfinite().all()
     # Neither vanished nor exploded, so that a relative error means something.
@@ -64,9 +65,8 @@ def test_what_dynamo_gave_up_for_one_variant_is_tried_for_the_next():
     pytest.importorskip("diffusers")
     built = WAN_DECODE.build("cpu", torch.float32, small=True)
     given_up = torch._dynamo.eval_frame.skip_code
-    settings = Settings(cold=False, config=tritium.CompilationConfig(engine="eager"))
     with torch.inference_mode():
-        first, second = (compiled(built, "tritium", settings) for _ in range(2))
+        first, second = (compiled(built, "tritium", settings()) for _ in range(2))
         given_up(type(first.parts[0]._orig_mod).forward.__code__)
         results = [side.call(**built.inputs) for side in (first, second)]
     assert torch.equal(*results)
@@ -142,12 +142,11 @@ def test_without_diffusers_the_extra_is_named(monkeypatch):
 )
 def test_static_and_dynamic_sizes_agree_with_eager_and_dynamic_ones_are_dynamic(workload):
     pytest.importorskip("diffusers")
-    settings = Settings(cold=False, config=tritium.CompilationConfig(engine="eager"))
     built = workload.build("cpu", torch.float32, small=True)
-    eager = compiled(built, "eager", settings).call
+    eager = compiled(built, "eager", settings()).call
     for dynamic in workload.dynamic:
         torch._dynamo.reset()
-        ours = compiled(built, "tritium", settings, dynamic=dynamic)
+        ours = compiled(built, "tritium", settings(), dynamic=dynamic)
         assert ours.parts
         with torch.inference_mode():
             inputs = built.marked() if dynamic else built.inputs
@@ -186,3 +185,25 @@ def test_other_sizes_are_twelve_and_differ(workload):
         sizes = workload.sizes(small=small)
         assert len(set(sizes)) == len(sizes) == 12
         assert (workload.small if small else workload.full).latents not in sizes
+
+
+def test_ten_sizes_after_two_compile_nothing():
+    rows = workloads.decode_sizes(VAE_LIKE, settings(), silent)
+    assert {row.recompiles for row in rows} == {0}
+    assert len(rows) == 2 * len(workloads.TIMED)
+    for ours, own in zip(rows[::2], rows[1::2], strict=True):
+        assert ours.workload == own.workload
+        assert own.against_static == 1.0
+        assert ours.relative_l2 < 1e-5
+
+
+def test_compilations_of_further_sizes_are_counted():
+    """A decoder that looks at its width compiles for both answers."""
+
+    class Branching(torch.nn.Module):
+        def forward(self, latents):
+            return latents * 2 if latents.shape[-1] > 5 else latents * 3
+
+    workload = dataclasses.replace(VAE_LIKE, make=lambda config: Branching(), dims=None)
+    rows = workloads.decode_sizes(workload, settings(), silent)
+    assert rows[0].recompiles > 0

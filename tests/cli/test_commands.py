@@ -11,17 +11,17 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from support.result_rows import ROW as A_ROW
+from support.bench import ROW as A_ROW
 from tritium import cli, compat, envs, fusions, measure, tuning
-from tritium.bench import run, variants, workloads
+from tritium.bench import comparison, workloads
 from tritium.bench.results import Results
 from tritium.bench.workload import Built
 from tritium.cli import progress
 from tritium.cli.app import app
 from tritium.tuning import Verdict
-from tritium.tuning import compare as comparison
+from tritium.tuning import compare as trials
 
-ROW = dataclasses.replace(A_ROW, workload="flux", median_ms=100.0, ratio=1.25)
+ROW = dataclasses.replace(A_ROW, median_ms=100.0)
 
 
 def invoke(*arguments, **environment):
@@ -40,7 +40,7 @@ def measured(monkeypatch):
         settings.on_rows(rows)
         return rows
 
-    monkeypatch.setattr(run, "run", fake)
+    monkeypatch.setattr(workloads, "run", fake)
     return asked
 
 
@@ -53,7 +53,7 @@ def measure_always(monkeypatch, rows):
         settings.on_rows(rows)
         return rows
 
-    monkeypatch.setattr(run, "run", fake)
+    monkeypatch.setattr(workloads, "run", fake)
     return asked
 
 
@@ -151,7 +151,7 @@ def test_a_file_that_gets_no_results_is_not_left_behind(monkeypatch, tmp_path):
     def stopped(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run, "run", stopped)
+    monkeypatch.setattr(workloads, "run", stopped)
     (tmp_path / "old.json").write_text("kept")
     for name in ("new.json", "old.json"):
         assert invoke("bench", "flux", "--json", str(tmp_path / name)).exit_code != 0
@@ -174,12 +174,12 @@ def test_a_suite_keeps_its_rows_and_says_what_failed(monkeypatch, tmp_path):
     def broken(target, settings):
         raise ValueError("not today")
 
-    monkeypatch.setattr(variants, "optimized", broken)
+    monkeypatch.setattr(comparison, "optimized", broken)
     path = tmp_path / "families.json"
     asked = ("--only", "pixart-512", "--against", "eager", "--warm", "--seconds", "0", "--device", "cpu")
     result = invoke("bench", "families", *asked, "--json", str(path), TRITIUM_ENGINE="eager")
     assert result.exit_code == 1
-    assert "FAILED pixart-512: tritium optimize (ValueError: not today)" in result.stdout
+    assert "FAILED pixart-512: tritium optimize failed: ValueError: not today" in result.stdout
     assert [row.variant for row in Results.load(path).rows] == ["eager", "tritium"]
     assert "tritium optimize failed: ValueError: not today" in " ".join(result.stdout.split())
 
@@ -203,7 +203,7 @@ def test_what_was_measured_before_somebody_stopped_it_is_written(monkeypatch, tm
         settings.on_rows([ROW])
         return [ROW]
 
-    monkeypatch.setattr(run, "run", run_)
+    monkeypatch.setattr(workloads, "run", run_)
     path = tmp_path / "results.json"
     assert invoke("bench", "flux", "wan", "--json", str(path)).exit_code != 0
     assert [row.workload for row in Results.load(path).rows] == ["flux", "wan"]
@@ -379,7 +379,7 @@ class TestTune:
                 versions={"torch": "0"},
             )
 
-        monkeypatch.setattr(comparison, "compare_in_block", compare)
+        monkeypatch.setattr(trials, "compare_in_block", compare)
         monkeypatch.setattr(measure.Load, "disturbed", False)
         monkeypatch.setattr(tuning.tables, "user_folder", lambda: tmp_path)
         return asked

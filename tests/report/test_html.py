@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from support.report_samples import Page, full_report, measurement
 from tritium import disk
+from tritium.bench.settings import Settings
 from tritium.cli.app import app
 from tritium.errors import ReportError, TritiumError
 from tritium.report import Report
@@ -218,9 +219,7 @@ class TestCommand:
 
     @pytest.mark.parametrize("where", ["missing/report.html", ""])
     def test_a_file_that_cannot_be_written_is_one_line_before_any_work(self, tmp_path, monkeypatch, where):
-        from tritium.bench import run
-
-        monkeypatch.setattr(run, "build", lambda *given: pytest.fail("worked first"))
+        monkeypatch.setattr(Settings, "build", lambda *given: pytest.fail("worked first"))
         result = CliRunner().invoke(app, ["explain", "flux", "--device", "cpu", "--html", str(tmp_path / where)])
         assert result.exit_code == 2
         assert "cannot be written" in result.stderr

@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from tritium import compat, fidelity, fusions
 from tritium.compiler.backend import Backend
@@ -50,7 +49,7 @@ class Call:
 
 
 def copied(arguments: Any) -> Any:
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), arguments)
+    return compat.tensors.map_tensors(lambda tensor: tensor.detach().clone(), arguments)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +164,7 @@ class _Search:
     dynamic: bool | None
 
     def _is_outside(self, backend: Any) -> bool:
-        compiled = torch.compile(self.call.module._call_impl, backend=backend, dynamic=self.dynamic)
+        compiled = torch.compile(compat.modules.eager_call(self.call.module), backend=backend, dynamic=self.dynamic)
         return (self.call.excess(compiled) or 0.0) > 1
 
     def _is_outside_with(self, places: Collection[Place] | None, **changes: Any) -> bool:

@@ -1,7 +1,12 @@
-"""Compare variants of one workload: first calls, interleaved timing, and one row for each."""
+"""Measure the variants of one workload in one process: first calls, interleaved timing, and one row for each.
+
+All variants share the weights. Dynamo keys compiled code on code object and backend, so wrapping a module twice gives two
+independent compiled versions.
+"""
 
 from __future__ import annotations
 
+import copy
 import gc
 import statistics
 import time
@@ -11,11 +16,28 @@ from typing import Any
 
 import torch
 
-from tritium import compat, device, measure
-from tritium.bench.results import INDUCTOR, Row
+from tritium import compat, device, measure, ops
+from tritium.api import Handle, optimize
+from tritium.bench.results import (
+    EAGER,
+    EXACT,
+    GRAPHS,
+    INDUCTOR,
+    OPTIMIZED,
+    REDUCE_OVERHEAD,
+    REUSE_BLOCKS,
+    STATIC,
+    TRITIUM,
+    TRITIUM_STATIC,
+    Row,
+    without,
+)
 from tritium.bench.settings import Notify, Settings
-from tritium.bench.variants import mode_of
+from tritium.bench.workload import Built
+from tritium.compiler.backend import Backend
+from tritium.config import CompilationConfig
 from tritium.errors import TritiumError
+from tritium.pipelines.plan import Plan
 
 # The share of a workload's time before the timing starts: most of it is compilation.
 PREPARED = 0.7
@@ -31,20 +53,35 @@ class Variant:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Comparison:
-    """The variants of one workload while they are measured, on the same inputs and in one process."""
+    """The variants of one workload while they are measured, on the same inputs."""
 
     workload: str
     settings: Settings
-    note: str
-    shapes: dict[str, list[int]]
+    notify: Notify
+    # Variants that will be added, for the progress.
+    count: int = 3
+    note: str = ""
+    shapes: dict[str, list[int]] = field(default_factory=dict)
     shrunk: bool
     # The variant that ratios are against.
     reference: str = INDUCTOR
     # Whole pipelines decide about gradients themselves.
     inference_mode: bool = True
     variants: dict[str, Variant] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, name: str, built: Built, settings: Settings, notify: Notify, count: int = 3) -> Comparison:
+        return cls(
+            workload=name,
+            settings=settings,
+            notify=notify,
+            count=count,
+            note=built.note,
+            shapes=built.shapes,
+            shrunk=built.shrunk,
+        )
 
     def add(
         self,
@@ -55,6 +92,7 @@ class Comparison:
         settle: Callable[[Callable[[], Any]], None] | None = None,
     ) -> Variant:
         """Add a variant by its first call, and by the calls of `settle`, whose compilations count as recompiles."""
+        self.notify(f"{self.workload}: first call, {name}", PREPARED * min(1.0, len(self.variants) / self.count))
         fields: dict[str, Any] = {}
         with self.settings.caches(), torch.inference_mode(self.inference_mode):
             fields["first_call_s"] = measure.first_call(call, self.settings.device_type)
@@ -70,25 +108,29 @@ class Comparison:
         with torch.inference_mode(self.inference_mode):
             return tensor_of(self.variants[name].call(), self.workload)
 
-    def difference(self, name: str, reference: torch.Tensor) -> float:
-        return measure.relative_l2(self.result(name), reference)
-
     def peak_memory(self, name: str) -> int | None:
         """Return the peak bytes of a call of a variant; None if unknown."""
         with torch.inference_mode(self.inference_mode):
             return measure.peak_memory(self.variants[name].call, self.settings.device_type)
 
-    def time(self, notify: Notify, **options: Any) -> None:
+    def finish(self, reference: torch.Tensor, **options: Any) -> None:
+        """Time all variants, then measure the memory of each and its difference from a reference."""
+        self.time(**options)
+        for name, variant in self.variants.items():
+            variant.fields["peak_memory_bytes"] = self.peak_memory(name)
+            variant.fields["relative_l2"] = measure.relative_l2(self.result(name), reference)
+
+    def time(self, **options: Any) -> None:
         """Time all variants interleaved; `options` are those of `measure.interleave`."""
         what = f"{self.workload}: timing {', '.join(self.variants)} interleaved"
-        notify(what, PREPARED)
+        self.notify(what, PREPARED)
         meter = measure.LoadMeter()
         with torch.inference_mode(self.inference_mode):
             timings = measure.interleave(
                 {name: variant.call for name, variant in self.variants.items()},
                 self.settings.device_type,
                 seconds=self.settings.seconds,
-                on_round=lambda share: notify(what, PREPARED + (1 - PREPARED) * share),
+                on_round=lambda share: self.notify(what, PREPARED + (1 - PREPARED) * share),
                 **options,
             )
         load = meter.read()
@@ -101,22 +143,109 @@ class Comparison:
             }
 
     def rows(self) -> list[Row]:
+        shared = {
+            "workload": self.workload,
+            "dtype": self.settings.dtype_text,
+            "shrunk": self.shrunk,
+            "note": self.note,
+            "shapes": self.shapes,
+            "first_call_cold": self.settings.cold,
+        }
         return [
-            Row(
-                **{
-                    "workload": self.workload,
-                    "variant": name,
-                    "mode": mode_of(name, self.settings),
-                    "dtype": self.settings.dtype_text,
-                    "shrunk": self.shrunk,
-                    "note": self.note,
-                    "shapes": self.shapes,
-                    "first_call_cold": self.settings.cold,
-                    **variant.fields,
-                }
-            )
+            Row(**{**shared, "variant": name, "mode": mode_of(name, self.settings), **variant.fields})
             for name, variant in self.variants.items()
         ]
+
+
+class _VariantBackend(Backend):
+    """A backend that equals only those of its variant, so that Dynamo shares no code between variants."""
+
+    def __init__(self, config: CompilationConfig, variant: str) -> None:
+        self._variant = variant
+        super().__init__(config)
+
+    def _identity(self) -> tuple[Any, ...]:
+        return (*super()._identity(), self._variant)
+
+
+def _static_inductor(gm: Any, example_inputs: Any) -> Any:
+    """Call Inductor under another name, so that Dynamo keeps static and dynamic code apart."""
+    return compat.inductor.compile_fx(gm, example_inputs)
+
+
+def compile_variant(model: Any, variant: str, settings: Settings, *, dynamic: bool | None = None) -> Any:
+    """Compile a module or function for a variant; all compiled variants get the same mode and the same dynamic sizes."""
+    config = settings.config or CompilationConfig()
+    if variant in (STATIC, TRITIUM_STATIC):
+        dynamic = False
+    if variant == EAGER:
+        return model
+    if variant == INDUCTOR:
+        return torch.compile(model, mode=settings.mode, dynamic=dynamic)
+    if variant == REDUCE_OVERHEAD:
+        return torch.compile(model, mode="reduce-overhead", dynamic=dynamic)
+    if variant == STATIC:
+        return torch.compile(model, backend=_static_inductor, dynamic=dynamic)
+    changes: dict[str, dict[str, Any]] = {
+        EXACT: {"engine": "eager", "fidelity": "exact"},
+        GRAPHS: {"graphs": "with_compile"},
+        REUSE_BLOCKS: {"reuse_blocks": True},
+        **{without(op): {"force_provider": {op: ops.INDUCTOR}} for op in settings.without},
+    }
+    backend = _VariantBackend(config.with_(**changes.get(variant, {})), variant)
+    # Engine `eager` generates no code, so it has no mode.
+    return torch.compile(model, backend=backend, mode=mode_of(variant, settings), dynamic=dynamic)
+
+
+def mode_of(variant: str, settings: Settings) -> str | None:
+    """Return the mode that torch.compile gets for a variant; None where it is not called, or for code without a mode."""
+    if variant == REDUCE_OVERHEAD:
+        return "reduce-overhead"
+    is_compiled = variant.startswith((INDUCTOR, TRITIUM)) and variant not in (EXACT, OPTIMIZED)
+    return settings.mode if is_compiled else None
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The call of a workload in one variant, and its compiled modules."""
+
+    call: Callable[..., Any]
+    parts: list[Any]
+
+
+def compiled(built: Built, variant: str, settings: Settings, *, dynamic: bool = False) -> Compiled:
+    """Compile the parts of a workload for a variant."""
+    parts: list[Any] = []
+
+    def compile_(module: Any) -> Any:
+        all_dims = True if dynamic and built.dims is None else None
+        parts.append(compile_variant(module, variant, settings, dynamic=all_dims))
+        return parts[-1]
+
+    return Compiled(built.install(built.model, compile_), parts)
+
+
+def start_compiler(settings: Settings) -> None:
+    """Compile a small function, so that the first variant does not include the start of the compiler."""
+    if settings.cold:
+        # Importing Inductor and building its pattern tables takes seconds, once a process.
+        with compat.inductor.empty_cache():
+            torch.compile(lambda x: torch.relu(x) + 1)(torch.ones(64, device=settings.device_type))
+
+
+def optimized(target: Any, settings: Settings) -> Handle:
+    """Optimize a pipeline or a bare module with the defaults, in place."""
+    return optimize(target, Plan(progress=False, config=settings.config or CompilationConfig()))
+
+
+def twin(model: Any) -> Any:
+    """Copy a module tree; parameters and buffers stay the tensors of the original.
+
+    What a variant does in place (compiled blocks, a handle) is then invisible to the others, so that they can be
+    interleaved.
+    """
+    tensors = (*model.parameters(), *model.buffers())
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 def call_of(model: Any, inputs: Mapping[str, Any]) -> Callable[[], Any]:

@@ -11,8 +11,8 @@ import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 from torch import nn
 
 from tritium import compat
+from tritium.bench.comparison import twin
 from tritium.bench.models import cast_as_loading_does, diffusers, seeded
-from tritium.bench.variants import twin
 from tritium.bench.workload import Built, Compile, Normals, whole
 
 

@@ -6,6 +6,8 @@ smallest, so that a first image includes the cost of a new size.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +17,12 @@ import torch
 from tritium import measure
 from tritium.api import Handle
 from tritium.bench import quality
-from tritium.bench.comparison import Comparison
+from tritium.bench.comparison import Comparison, optimized, twin
 from tritium.bench.decoders import KL_DECODE, autoencoder_kl
 from tritium.bench.models import MODELS, cast_as_loading_does, diffusers, seeded
-from tritium.bench.results import EAGER, INDUCTOR, OPTIMIZED
+from tritium.bench.results import EAGER, INDUCTOR, OPTIMIZED, Row
 from tritium.bench.settings import Notify, Settings
-from tritium.bench.store import Clock, Store
-from tritium.bench.suite import Measured, Outcome, Task, measure_all, missing
-from tritium.bench.variants import optimized, twin_pipeline
+from tritium.bench.suite import Clock, Suite, Task
 from tritium.bench.workload import SEED, Normals
 
 # Images of a variant before it is timed: a capture waits for some ordinary steps.
@@ -92,41 +92,12 @@ class PipelineVariant:
     held_bytes: int = 0
 
 
-def run(only: Sequence[str], settings: Settings, store: Store, clock: Clock, notify: Notify) -> Outcome:
-    """Measure every size that the store lacks."""
-    del only
-    scale = SMALL if settings.small else FULL
-    variants: dict[str, PipelineVariant] = {}
-    measured: list[int] = []
-
-    def task(size: int) -> Task:
-        return Task(
-            name_of(size), _SECONDS, lambda _clock, notify: _measure(scale, size, variants, measured, settings, notify)
-        )
-
-    tasks = missing([task(size) for size in scale.sizes], settings, store)
-    if tasks:
-        notify("flux pipeline: building", 0.0)
-        pipe = build(scale, settings.device_type, settings.dtype)
-        for name in (EAGER, *[INDUCTOR] * (INDUCTOR in settings.against), OPTIMIZED):
-            variants[name] = compile_pipeline(pipe, name, settings)
-    try:
-        return measure_all(tasks, settings, store, clock, notify)
-    finally:
-        for variant in variants.values():
-            if variant.handle is not None:
-                variant.handle.remove()
-
-
-def name_of(size: int) -> str:
-    return f"flux pipeline {size}"
-
-
 def compile_pipeline(pipe: Any, variant: str, settings: Settings) -> PipelineVariant:
     """Return the pipeline, or a twin of it that is compiled for a variant."""
     if variant == EAGER:
         return PipelineVariant(pipe)
-    pipe = twin_pipeline(pipe, "transformer", "vae")
+    # The twins of transformer and VAE share the weights; the other components are shared.
+    pipe = type(pipe)(**{**pipe.components, "transformer": twin(pipe.transformer), "vae": twin(pipe.vae)})
     pipe.set_progress_bar_config(disable=True)
     if variant == OPTIMIZED:
         return PipelineVariant(pipe, optimized(pipe, settings))
@@ -135,7 +106,70 @@ def compile_pipeline(pipe: Any, variant: str, settings: Settings) -> PipelineVar
     return PipelineVariant(pipe)
 
 
+def tasks(settings: Settings, stack: contextlib.ExitStack) -> list[Task]:
+    """Make one task a size; all sizes run on the same compiled pipelines."""
+    scale = SMALL if settings.small else FULL
+    variants: dict[str, PipelineVariant] = {}
+    measured: list[int] = []
+
+    def measure_size(size: int, clock: Clock, notify: Notify) -> list[Row]:
+        del clock
+        if not variants:
+            notify("flux pipeline: building", 0.0)
+            pipe = build(scale, settings.device_type, settings.dtype)
+            for name in (EAGER, *[INDUCTOR] * (INDUCTOR in settings.against), OPTIMIZED):
+                variants[name] = compile_pipeline(pipe, name, settings)
+                if (handle := variants[name].handle) is not None:
+                    stack.enter_context(handle)
+        when = f"after {', '.join(map(str, measured))} px" if measured else "first size of this process"
+        rows = _measure(scale, size, variants, when, settings, notify)
+        measured.append(size)
+        return rows
+
+    return [Task(f"flux pipeline {size}", _SECONDS, functools.partial(measure_size, size)) for size in scale.sizes]
+
+
+def _measure(
+    scale: Scale, size: int, variants: Mapping[str, PipelineVariant], when: str, settings: Settings, notify: Notify
+) -> list[Row]:
+    where = settings.device_type
+    images: dict[str, torch.Tensor] = {}
+    comparison = Comparison(
+        workload=f"flux pipeline {size}",
+        settings=settings,
+        notify=notify,
+        note=f"{scale.note}; {size} x {size} pixels",
+        shrunk=settings.small,
+        inference_mode=False,
+    )
+    for variant, pipeline in variants.items():
+        before = measure.allocated_bytes(where)
+
+        def settle(call: Callable[[], Any], variant: str = variant) -> None:
+            for _ in range(_SETTLING_IMAGES):
+                images[variant] = call().float().cpu()
+
+        added = comparison.add(variant, _generator(scale, size, pipeline.pipe, settings), settle=settle)
+        others = sum(other.held_bytes for other in variants.values() if other is not pipeline)
+        peak = comparison.peak_memory(variant)
+        pipeline.held_bytes += measure.allocated_bytes(where) - before
+        difference = quality.difference(images[variant], images[EAGER]).to_dict()
+        parts = [] if pipeline.handle is None else pipeline.handle.components
+        added.fields |= {
+            "mode": "default" if variant == INDUCTOR else None,
+            "peak_memory_bytes": None if peak is None else peak - others,
+            "relative_l2": measure.relative_l2(images[variant], images[EAGER]),
+            "psnr": difference["psnr"],
+            "ssim": difference["ssim"],
+            "remark": "; ".join([f"first image: {when}", *(f"{part.name}: {part.what}" for part in parts)]),
+        }
+    comparison.shapes = {"pixels": list(images[EAGER].shape)}
+    comparison.time(warmup=0)
+    return comparison.rows()
+
+
 def _generator(scale: Scale, size: int, pipe: Any, settings: Settings) -> Callable[[], torch.Tensor]:
+    """Return a function that generates an image; every call starts from the same noise."""
     normal = Normals(settings.device_type, settings.dtype)
     config = pipe.transformer.config
     embeddings = {
@@ -159,43 +193,4 @@ def _generator(scale: Scale, size: int, pipe: Any, settings: Settings) -> Callab
     return image
 
 
-def _measure(
-    scale: Scale,
-    size: int,
-    variants: Mapping[str, PipelineVariant],
-    measured: list[int],
-    settings: Settings,
-    notify: Notify,
-) -> Measured:
-    name, where = name_of(size), settings.device_type
-    images: dict[str, torch.Tensor] = {}
-    comparison = Comparison(
-        name, settings, f"{scale.note}; {size} x {size} pixels", {}, settings.small, inference_mode=False
-    )
-    for index, (variant, pipeline) in enumerate(variants.items()):
-        notify(f"{name}: first image, {variant}", 0.7 * index / len(variants))
-        before = measure.allocated_bytes(where)
-
-        def settle(call: Callable[[], Any], variant: str = variant) -> None:
-            for _ in range(_SETTLING_IMAGES):
-                images[variant] = call().float().cpu()
-
-        added = comparison.add(variant, _generator(scale, size, pipeline.pipe, settings), settle=settle)
-        others = sum(other.held_bytes for other in variants.values() if other is not pipeline)
-        peak = comparison.peak_memory(variant)
-        pipeline.held_bytes += measure.allocated_bytes(where) - before
-        difference = quality.difference(images[variant], images[EAGER]).to_dict()
-        when = f"after {', '.join(map(str, measured))} px" if measured else "first size of this process"
-        parts = [] if pipeline.handle is None else pipeline.handle.components
-        added.fields |= {
-            "mode": "default" if variant == INDUCTOR else None,
-            "peak_memory_bytes": None if peak is None else peak - others,
-            "relative_l2": measure.relative_l2(images[variant], images[EAGER]),
-            "psnr": difference["psnr"],
-            "ssim": difference["ssim"],
-            "remark": "; ".join([f"first image: {when}", *(f"{part.name}: {part.what}" for part in parts)]),
-        }
-    comparison.shapes = {"pixels": list(images[EAGER].shape)}
-    comparison.time(notify, warmup=0)
-    measured.append(size)
-    return Measured(comparison.rows())
+SUITE = Suite(tasks, "flux", keeps_code=True)

@@ -6,24 +6,37 @@ names. On a CPU the shapes shrink, and the results say so.
 
 from __future__ import annotations
 
-import importlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+from torch import nn
 
-from tritium import measure
-from tritium.bench.comparison import Comparison, Variant
+from tritium import measure, ops
+from tritium.bench.comparison import Comparison
 from tritium.bench.results import Row
 from tritium.bench.settings import Notify, Settings, silent
-
-# The module with the cases of each workload.
-_HOME = {
-    "attention": "tritium.bench.attention_cases",
-    "sparse-attention": "tritium.bench.sparse_cases",
-    "layers": "tritium.bench.layer_cases",
-}
-NAMES = tuple(_HOME)
+from tritium.bench.suite import brief
+from tritium.bench.workload import Normals, shapes_of
+from tritium.layers.activation import get_activation_layer
+from tritium.layers.attention.choose import Mode
+from tritium.layers.attention.forward import attention_forward
+from tritium.layers.group_norm import group_norm_silu
+from tritium.layers.layer_norm import fast_layernorm, layernorm_scale_shift
+from tritium.layers.query_key import qk_norm_rope
+from tritium.layers.residual import residual_norm_modulate
+from tritium.layers.rms_norm import RMSNorm
+from tritium.layers.rotary import rotary_position_embedding
+from tritium.layers.scaled_add import muls_add
+from tritium.layers.sparse import masks
+from tritium.layers.sparse.choose import attend
+from tritium.layers.sparse.forward import lists_of
+from tritium.layers.sparse.layout import SparseLayout
+from tritium.layers.sparse.schedule import SparseAttention
+from tritium.ops.attention.trial import skip
 
 # A variant this many times slower than the fastest is not timed: rounds would take minutes, and a GPU that is idle for ten
 # milliseconds changes its clock.
@@ -46,17 +59,12 @@ class Case:
         return next(iter(self.variants))
 
 
-def cases(name: str, device_type: str, dtype: torch.dtype, *, small: bool) -> Iterator[Case]:
-    """Yield the cases of a workload, each built when it is reached."""
-    yield from importlib.import_module(_HOME[name]).cases(device_type, dtype, small=small)
-
-
 def run(name: str, settings: Settings, notify: Notify) -> list[Row]:
-    """Measure every case of a workload."""
+    """Measure every case of a workload, each built when it is reached."""
     settings.refuse_options_of_models(name, "measures functions")
     rows: list[Row] = []
     with torch.inference_mode():
-        for case in cases(name, settings.device_type, settings.dtype, small=settings.small):
+        for case in CASES[name](settings.device_type, settings.dtype, small=settings.small):
             notify(f"{name}: {case.name}", 0.0)
             measured = _measure(f"{name}: {case.name}", case, settings)
             settings.on_rows(measured)
@@ -69,34 +77,294 @@ def run(name: str, settings: Settings, notify: Notify) -> list[Row]:
 
 def _measure(name: str, case: Case, settings: Settings) -> list[Row]:
     where = settings.device_type
-    reference: torch.Tensor | None = None
     warm: dict[str, float] = {}
     left_out: dict[str, str] = {}
-    comparison = Comparison(name, settings, case.note, case.shapes, settings.small, case.reference)
+    comparison = Comparison(
+        workload=name,
+        settings=replace(settings, cold=False),
+        notify=silent,
+        note=f"{case.note}; ratio against {case.reference}",
+        shapes=case.shapes,
+        shrunk=settings.small,
+        reference=case.reference,
+    )
     for variant, call in case.variants.items():
         try:
-            first_call_s = measure.first_call(call, where)
-            result = call().clone()
+            comparison.add(variant, call).fields["mode"] = None
+            comparison.result(variant)
             warm[variant] = measure.first_call(call, where)
         except Exception as error:
             # A kernel that does not support these shapes, or runs out of memory: the note says so.
             if variant not in case.optional:
                 raise
-            first_line = (str(error).strip().splitlines() or [""])[0]
-            full = isinstance(error, torch.OutOfMemoryError)
-            left_out[variant] = "out of memory" if full else f"{type(error).__name__}: {first_line}"
-            continue
-        reference = result if reference is None else reference
-        fields = {"mode": None, "first_call_s": first_call_s, "first_call_cold": False}
-        comparison.variants[variant] = Variant(call, fields=fields)
-        fields["relative_l2"] = measure.relative_l2(result, reference)
+            left_out[variant] = "out of memory" if isinstance(error, torch.OutOfMemoryError) else brief(error)
     for variant in sorted(case.optional & warm.keys()):
         if warm[variant] > HOPELESS * min(warm.values()):
             left_out[variant] = f"over {HOPELESS:g} times the fastest one's time"
-            del comparison.variants[variant]
-    comparison.note += f"; ratio against {case.reference}"
+    for variant in left_out:
+        comparison.variants.pop(variant, None)
     comparison.note += "".join(f"; without {variant} ({why})" for variant, why in left_out.items())
-    comparison.time(silent, burst=5 if where == "cuda" else 1)
-    for variant, measured in comparison.variants.items():
-        measured.fields["peak_memory_bytes"] = comparison.peak_memory(variant)
+    comparison.finish(comparison.result(case.reference), burst=5 if where == "cuda" else 1)
     return comparison.rows()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One attention: tokens of query and key, heads and their width."""
+
+    name: str
+    queries: int
+    keys: int
+    heads: int
+    width: int
+    mask: bool = False
+    causal: bool = False
+
+
+SHAPES = (
+    Shape("FLUX", 4608, 4608, 24, 128),
+    Shape("Wan", 32_760, 32_760, 40, 128),
+    Shape("SDXL", 4096, 4096, 10, 64),
+    Shape("Wan to its prompt", 32_760, 512, 40, 128),
+    Shape("FLUX, masked", 4608, 4608, 24, 128, mask=True),
+    Shape("FLUX, causal", 4608, 4608, 24, 128, causal=True),
+    Shape("a VAE's head of 512 at 512 x 512", 4096, 4096, 1, 512),
+    Shape("a VAE's head of 512 at 1024 x 1024", 16_384, 16_384, 1, 512),
+)
+
+
+def attention_case(shape: Shape, device_type: str, dtype: torch.dtype, *, small: bool) -> Case:
+    """Compare all candidates for attention with the choice of `attention_forward`."""
+    shrink = 32 if small else 1
+    queries, keys = shape.queries // shrink, shape.keys // shrink
+    heads = min(shape.heads, 2) if small else shape.heads
+    normal = Normals(device_type, dtype, source=device_type)
+    # Tokens before heads, the layout that projections produce.
+    q, k, v = (normal(1, tokens, heads, shape.width) for tokens in (queries, keys, keys))
+    mask = torch.arange(keys, device=device_type).view(1, 1, 1, -1) < keys - keys // 8 if shape.mask else None
+    first, second, third = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    scale = shape.width**-0.5
+    op = ops.catalog()["attention"]
+    given = op.bind(first, second, third, mask, scale, shape.causal)
+    providers = ops.providers(op)
+    names = [name for name, provider in providers.items() if not (provider.decline(given) or skip(name, given, False))]
+    given_forward = functools.partial(
+        attention_forward, first, second, third, mask, head_first=True, is_causal=shape.causal
+    )
+    # PyTorch is called directly; the others run through `attention_forward`, so that only the choices differ.
+    variants: dict[str, Callable[[], Any]] = {"sdpa": functools.partial(providers["sdpa"].run, given)}
+    for name in names:
+        variants.setdefault(name, functools.partial(given_forward, opt_mode="manual", op_type=name))
+    modes: tuple[tuple[Mode, str], ...] = (("runtime", "tritium"), ("static", "tritium static"))
+    variants |= {name: functools.partial(given_forward, opt_mode=mode) for mode, name in modes}
+    return Case(
+        name=shape.name,
+        variants=variants,
+        note=f"{queries} x {keys} tokens, {heads} heads of {shape.width}",
+        shapes=shapes_of({"q": q, "k": k, "v": v, "mask": mask}),
+        optional=frozenset(names) - {"sdpa"},
+    )
+
+
+STEPS = 4
+DENSITIES = (0.5, 0.25)
+
+# Wan at 81 frames of 480 x 832.
+LATENT, HEADS, WIDTH, BLOCK = (21, 30, 52), 40, 128, 128
+SMALL_LATENT, SMALL_HEADS, SMALL_WIDTH, SMALL_BLOCK = (9, 10, 12), 2, 64, 16
+
+
+def sparse_case(density: float, device_type: str, dtype: torch.dtype, *, small: bool) -> Case:
+    """Compare sparse attention at a density with dense attention, on the shape of Wan's self-attention.
+
+    Every variant is four steps, because a mask may serve for four: `tritium` makes one mask and reorders the tokens in
+    every step, `a mask each step` makes four, `permuted once` is given tokens in the order of blocks, `lists given` is the
+    kernel alone. The relative L2 is the loss against dense attention on random numbers, which have no structure to keep.
+    """
+    latent, heads, width, block = (
+        (SMALL_LATENT, SMALL_HEADS, SMALL_WIDTH, SMALL_BLOCK) if small else (LATENT, HEADS, WIDTH, BLOCK)
+    )
+    layout, normal = SparseLayout(latent, 0, block), Normals(device_type, dtype, source=device_type)
+    q, k, v = (normal(1, layout.tokens, heads, width) for _ in range(3))
+    scale = width**-0.5
+    ordered = [layout.permute(tensor) for tensor in (q, k, v)]
+    sparsity = sparsity_for(density, ordered[0], ordered[1], layout, scale)
+    mask = masks.rainfusion(ordered[0], ordered[1], layout, layout, scale, sparsity)
+    edges = layout.edges(device_type)
+    lists = lists_of(mask, edges, edges, block, 1, causal=False)
+    dense_names = {"cuda": "cudnn", "cpu": "sdpa"}
+    op = ops.catalog()["attention"]
+    given = op.bind(*(tensor.transpose(1, 2) for tensor in (q, k, v)), None, scale, False)
+    providers = ops.providers(op)
+    dense = dense_names[device_type] if providers[dense_names[device_type]].decline(given) is None else "sdpa"
+
+    def dense_step(step: int) -> torch.Tensor:
+        del step
+        return providers[dense].run(given).transpose(1, 2)  # type: ignore[union-attr]
+
+    def scheduled(**options: int | bool | str) -> Callable[[int], torch.Tensor]:
+        attention = SparseAttention(layout, sparsity=sparsity, **options)  # type: ignore[arg-type]
+        streams = ordered if options.get("permuted") else (q, k, v)
+
+        def one(step: int) -> torch.Tensor:
+            if step == 0:
+                attention.reset()
+            return attention(*streams, step=step, layer=0)
+
+        return one
+
+    def listed(step: int) -> torch.Tensor:
+        del step
+        return attend(ordered[0], ordered[1], ordered[2], lists, edges, edges, block, scale)
+
+    steps = {
+        f"dense {dense}": dense_step,
+        "tritium": scheduled(reuse_steps=STEPS),
+        "a mask each step": scheduled(),
+        "permuted once": scheduled(reuse_steps=STEPS, permuted=True),
+        "lists given": listed,
+    }
+    if device_type == "cuda":
+        steps["flex"] = scheduled(reuse_steps=STEPS, by="flex")
+    share = float(masks.density(mask, layout, layout))
+    return Case(
+        name=f"density {density}",
+        variants={name: functools.partial(_four, one) for name, one in steps.items()},
+        note=f"{STEPS} steps of {layout.tokens} tokens, {heads} heads of {width}, effective density {share:.3f}",
+        shapes=shapes_of({"q": q, "k": k, "v": v}),
+        optional=frozenset({"flex"}),
+    )
+
+
+def _four(one: Callable[[int], torch.Tensor]) -> torch.Tensor:
+    out = one(0)
+    for step in range(1, STEPS):
+        out = one(step)
+    return out
+
+
+def sparsity_for(density: float, q: torch.Tensor, k: torch.Tensor, layout: SparseLayout, scale: float) -> float:
+    """Return the sparsity that gives an effective density, which includes the first frame: it is always seen."""
+    low, high = 0.0, 1.0
+    for _ in range(12):
+        middle = (low + high) / 2
+        found = float(masks.density(masks.rainfusion(q, k, layout, layout, scale, middle), layout, layout))
+        low, high = (middle, high) if found > density else (low, middle)
+    return low
+
+
+def layer_cases(device_type: str, dtype: torch.dtype, *, small: bool) -> Iterator[Case]:
+    """Call all layer functions eagerly, against the spelling of models and against torch.compile of the reference."""
+    normal = Normals(device_type, dtype, source=device_type)
+    # FLUX.1 at 1024 x 1024, and a layer of SDXL's decoder there.
+    tokens, heads, width = (64, 2, 64) if small else (4608, 24, 128)
+    x, y = (normal(1, tokens, heads * width) for _ in range(2))
+    q, k = (normal(1, tokens, heads, width) for _ in range(2))
+    gate, scale, shift = (normal(1, heads * width) for _ in range(3))
+    cos, sin = (normal(tokens, width).float() for _ in range(2))
+    weight = normal(width)
+    layer = nn.LayerNorm(heads * width, eps=1e-6, elementwise_affine=False)
+    affine = nn.LayerNorm(heads * width).to(device_type, dtype)
+    activation = get_activation_layer("gelu-tanh")
+    rms = RMSNorm(width).to(device_type, dtype)
+    image = normal(1, 32, 16, 16) if small else normal(1, 256, 512, 512)
+    groups = 32
+    note = f"{tokens} tokens, {heads} heads of {width}"
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        first, second = x.float().chunk(2, -1)
+        turned = torch.cat([-second, first], -1)
+        return (x.float() * cos[None, :, None] + turned * sin[None, :, None]).to(x.dtype)
+
+    def residual() -> torch.Tensor:
+        stream = x + gate[:, None] * y
+        return F.layer_norm(stream, (stream.shape[-1],), None, None, 1e-6) * (1 + scale[:, None]) + shift[:, None]
+
+    def normed(x: torch.Tensor) -> torch.Tensor:
+        return rotated(F.rms_norm(x, (width,), weight, 1e-6))
+
+    def both() -> torch.Tensor:
+        # Both are computed, and the second is compared.
+        return [normed(q), normed(k)][1]
+
+    yield _layer(
+        "rotary_position_embedding", note, {"x": q}, lambda: rotated(q),
+        lambda: rotary_position_embedding(q, cos, sin),
+        "rope", (q, cos[None, :, None], sin[None, :, None], "half", False, None),
+    )  # fmt: skip
+    yield _layer(
+        "RMSNorm", note, {"x": q}, lambda: F.rms_norm(q, (width,), rms.weight, 1e-6), lambda: rms(q),
+        "rms_norm", (q, rms.weight, 1e-6, None),
+    )  # fmt: skip
+    yield _layer(
+        "fast_layernorm", note, {"x": x}, lambda: affine(x), lambda: fast_layernorm(affine, x),
+        F.layer_norm, (x, affine.normalized_shape, affine.weight, affine.bias, affine.eps),
+    )  # fmt: skip
+    yield _layer(
+        "layernorm_scale_shift", note, {"x": x},
+        lambda: layer(x) * (1 + scale[:, None]) + shift[:, None],
+        lambda: layernorm_scale_shift(layer, x, scale, shift),
+        "ada_norm", (x, None, None, scale[:, None], shift[:, None], 1e-6, "layer", None),
+    )  # fmt: skip
+    yield _layer(
+        "gelu-tanh", note, {"x": x}, lambda: F.gelu(x, approximate="tanh"), lambda: activation(x),
+        functools.partial(F.gelu, approximate="tanh"), (x,),
+    )  # fmt: skip
+    yield _layer(
+        "muls_add", note, {"x": x}, lambda: x * 0.5 + y, lambda: muls_add(x, y, 0.5), "scaled_add", (x, 0.5, y, None)
+    )
+    yield _layer(
+        "residual_norm_modulate", note, {"x": x}, residual,
+        lambda: residual_norm_modulate(x, y, gate, scale, shift)[1],
+        "residual_norm_modulate",
+        (x, y, gate[:, None], None, None, scale[:, None], shift[:, None], 1e-6, "layer", None, None),
+    )  # fmt: skip
+    yield _layer(
+        "qk_norm_rope", note, {"q": q, "k": k}, both,
+        lambda: qk_norm_rope(q, k, weight, weight, cos[None], sin[None], rope="half")[1],
+        "qk_norm_rope", ([q], [k], [weight], [weight], [cos[None]], [sin[None]], 1e-6, "head", "half", False),
+    )  # fmt: skip
+    yield _layer(
+        "group_norm_silu", f"{image.shape[1]} channels", {"x": image}, lambda: F.silu(F.group_norm(image, groups)),
+        lambda: group_norm_silu(image, groups), "group_norm_silu", (image, groups, None, None, 1e-5, None),
+    )  # fmt: skip
+
+
+def _layer(
+    name: str,
+    note: str,
+    tensors: dict[str, torch.Tensor],
+    eager: Callable[[], torch.Tensor],
+    ours: Callable[[], torch.Tensor],
+    reference: str | Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> Case:
+    """Make a case; `reference` is the name of an op, or PyTorch's function for it."""
+    function = ops.catalog()[reference].reference if isinstance(reference, str) else reference
+    compiled = functools.partial(_of_pair, torch.compile(function), arguments)
+    variants: dict[str, Callable[[], torch.Tensor]] = {"eager": eager, "inductor": compiled, "tritium": ours}
+    return Case(name, variants, note, shapes_of(tensors))
+
+
+def _of_pair(function: Callable[..., Any], arguments: tuple[Any, ...]) -> torch.Tensor:
+    """Return the tensor to compare: the last result of a function that returns several."""
+    out = function(*arguments)
+    if isinstance(out, tuple):
+        return out[-1]  # type: ignore[no-any-return]
+    return out  # type: ignore[no-any-return]
+
+
+def attention_cases(device_type: str, dtype: torch.dtype, *, small: bool) -> Iterator[Case]:
+    return (attention_case(shape, device_type, dtype, small=small) for shape in SHAPES)
+
+
+def sparse_cases(device_type: str, dtype: torch.dtype, *, small: bool) -> Iterator[Case]:
+    return (sparse_case(density, device_type, dtype, small=small) for density in DENSITIES)
+
+
+CASES: Mapping[str, Callable[..., Iterator[Case]]] = {
+    "attention": attention_cases,
+    "sparse-attention": sparse_cases,
+    "layers": layer_cases,
+}
+NAMES = tuple(CASES)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tritium import fidelity
+from tritium import compat, fidelity
 from tritium.api import Handle
 from tritium.bench.bisect import Call, Fault, bisect, copied, find_fault
 from tritium.bench.generation import Job, generate
@@ -189,7 +189,7 @@ def _call(entry: _Kept) -> Call:
     module = entry.target.module
     args, kwargs = copied((entry.args, entry.kwargs))
     with torch.no_grad():
-        eager = module._call_impl(*args, **kwargs)
+        eager = compat.modules.eager_call(module)(*args, **kwargs)
     return Call(module, entry.args, entry.kwargs, eager, fidelity.in_float64(module, entry.args, entry.kwargs))
 
 

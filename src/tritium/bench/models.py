@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from tritium import compat
 from tritium.bench.workload import SEED, Normals
 from tritium.errors import MissingExtra
 
@@ -92,7 +92,7 @@ class StockModel:
     def arguments(self, config: Any, size: Size, normal: Normals) -> dict[str, Any]:
         """Return the arguments of a call, for the configuration of a built model."""
         arguments = {**self.inputs(Tensors(config, size, normal)), "return_dict": False}
-        moved: dict[str, Any] = pytree.tree_map_only(torch.Tensor, lambda x: x.to(normal.device), arguments)
+        moved: dict[str, Any] = compat.tensors.map_tensors(lambda x: x.to(normal.device), arguments)
         return moved
 
     def tokens(self, size: Size) -> int:

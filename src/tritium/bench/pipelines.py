@@ -19,11 +19,10 @@ from typing import Any
 from tritium import envs, measure
 from tritium.api import Handle, optimize
 from tritium.bench import generation, quality
-from tritium.bench.comparison import PREPARED, Comparison
+from tritium.bench.comparison import PREPARED, Comparison, start_compiler
 from tritium.bench.generation import Image, Job
 from tritium.bench.results import EAGER, GRAPHS, INDUCTOR, REDUCE_OVERHEAD, TRITIUM, Row
 from tritium.bench.settings import Notify, Settings
-from tritium.bench.variants import start_compiler
 from tritium.errors import ConfigError
 from tritium.example import PROMPTS
 from tritium.pipelines.plan import Choice, Plan
@@ -66,13 +65,12 @@ def run(name: str, settings: Settings, notify: Notify) -> list[Row]:
     jobs = jobs_for(name)
     images: dict[str, list[Image]] = {}
     restart: dict[str, float] = {}
-    comparison = Comparison(label, settings, "", {}, shrunk=False, inference_mode=False)
+    comparison = Comparison(workload=label, settings=settings, notify=notify, shrunk=False, inference_mode=False)
     # torch.compile compiles the parts that Tritium compiles by default.
     with optimize(pipe, Plan(progress=False)) as handle:
         choices = _choices(handle, settings)
         start_compiler(settings)
-        for index, variant in enumerate(sorted(choices, key=[EAGER, TRITIUM, GRAPHS, INDUCTOR].index)):
-            notify(f"{label}: first image, {variant}", PREPARED * index / len(choices))
+        for variant in sorted(choices, key=[EAGER, TRITIUM, GRAPHS, INDUCTOR].index):
             handle.use(choices[variant])
             comparison.add(variant, lambda: generation.generate(pipe, jobs[0]))
             images[variant] = [generation.generate(pipe, job) for job in jobs]
@@ -82,7 +80,7 @@ def run(name: str, settings: Settings, notify: Notify) -> list[Row]:
         # CUDA graphs of `reduce-overhead` need a mark for every step of a pipeline.
         timed = [variant for variant in settings.variants if variant != REDUCE_OVERHEAD]
         comparison.variants = {variant: comparison.variants[variant] for variant in timed}
-        comparison.time(notify, warmup=1, burst=_BURST, prepare=lambda variant: handle.use(choices[variant]))
+        comparison.time(warmup=1, burst=_BURST, prepare=lambda variant: handle.use(choices[variant]))
         for variant, measured in comparison.variants.items():
             handle.use(choices[variant])
             measured.fields["peak_memory_bytes"] = comparison.peak_memory(variant)

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from tritium import measure
+from tritium import compat, measure
 from tritium.api import Handle, optimize
 from tritium.bench import quality
 from tritium.bench.generation import Image, Job, generate
@@ -89,8 +88,7 @@ def _all_eager(pipe: Any) -> dict[str, Any]:
 def _keeping(kept: list[trial.Call]) -> Callable[[tuple[Any, ...], dict[str, Any]], None]:
     def keep(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # The pipeline continues with these tensors, and may write into them.
-        copied = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), (args, kwargs))
-        kept.append(copied)
+        kept.append(compat.tensors.map_tensors(lambda tensor: tensor.detach().clone(), (args, kwargs)))
 
     return keep
 

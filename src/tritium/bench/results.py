@@ -1,4 +1,4 @@
-"""Results of a benchmark as JSON with machine and versions, and the comparison of two results."""
+"""Measured rows: JSON with machine and versions, kept over interrupted runs, and compared with an earlier file."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class Row:
     """One variant of one workload.
 
     `ratio` is torch.compile's median divided by this one: above 1 is faster than torch.compile. It is None if
-    torch.compile was not measured; for layer functions, the note names the variant that ratios are against. `first_call_cold` says whether the first call found the compiler's caches empty.
+    torch.compile was not measured; for layer functions, the note names the variant that ratios are against.
+    `first_call_cold` says whether the first call found the compiler's caches empty.
     """
 
     workload: str
@@ -113,44 +114,64 @@ class Results:
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         return cls(dict(device.describe(device_type).to_dict()), compat.versions.versions(), date, tuple(rows))
 
-    def to_dict(self) -> dict[str, Any]:
-        rows = [dataclasses.asdict(row) for row in self.rows]
-        return {"device": self.device, "versions": self.versions, "date": self.date, "rows": rows}
-
     def save(self, path: Path) -> None:
-        disk.write(path, json.dumps(self.to_dict(), indent=2) + "\n", make_folder=True)
+        disk.write(path, json.dumps(dataclasses.asdict(self), indent=2) + "\n", make_folder=True)
 
     @classmethod
     def load(cls, path: Path) -> Results:
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"results {path} cannot be read: {error.strerror}") from error
         except ValueError as error:
             # Includes bytes that are not UTF-8.
             raise ConfigError(f"{path} is no result of `tritium bench --json`: it is no JSON ({error})") from error
-        wrong = _wrong_with(found)
-        if wrong:
-            raise ConfigError(f"{path} is no result of `tritium bench --json`: {wrong}")
         try:
-            rows = tuple(Row(**row) for row in found["rows"])
-        except TypeError as error:
+            rows = tuple(Row(**row) for row in content["rows"])
+            return cls({**content["device"]}, content["versions"], content["date"], rows)
+        except (KeyError, TypeError) as error:
             raise ConfigError(
-                f"{path} is no result of `tritium bench --json`: its rows do not have the fields of this version"
+                f"{path} is no result of `tritium bench --json`: its keys or rows are not those of this version"
             ) from error
-        return cls(found["device"], found["versions"], found["date"], rows)
 
 
-def _wrong_with(found: Any) -> str:
-    """Say why parsed JSON cannot be results; empty if it can."""
-    if not isinstance(found, dict):
-        return "it holds no mapping"
-    absent = [name for name in ("device", "versions", "date", "rows") if name not in found]
-    if absent:
-        return f"it has no {', '.join(map(repr, absent))}"
-    if not isinstance(found["device"], dict):
-        return "its 'device' is no mapping"
-    return "" if isinstance(found["rows"], list) else "its 'rows' are no list"
+class Store:
+    """The rows of a run, written to a file after every workload.
+
+    To `resume`, rows already in the file stay if they were measured on the same device with the same versions; otherwise
+    the file is replaced, and `replaced` says why.
+    """
+
+    def __init__(self, path: Path | None, device_type: str, *, resume: bool = True) -> None:
+        self.path = path
+        self.device_type = device_type
+        self.replaced = ""
+        self._rows: dict[tuple[str, str], list[Row]] = {}
+        if path is None or not resume or not path.exists() or not path.stat().st_size:
+            return
+        stored, now = Results.load(path), Results.now([], device_type)
+        for part in ("device", "versions"):
+            # Through JSON, where a tuple is a list.
+            was, wanted = getattr(stored, part), json.loads(json.dumps(getattr(now, part)))
+            if was != wanted:
+                self.replaced = f"{path} has other {part} ({was}), so all of it is measured again"
+                return
+        for row in stored.rows:
+            self._rows.setdefault((row.workload, row.dtype), []).append(row)
+
+    def has(self, workload: str, dtype: str) -> bool:
+        return (workload, dtype) in self._rows
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Replace the rows of some workloads and write the file."""
+        for key in dict.fromkeys((row.workload, row.dtype) for row in rows):
+            self._rows[key] = [row for row in rows if (row.workload, row.dtype) == key]
+        if self.path is not None and rows:
+            self.results.save(self.path)
+
+    @property
+    def results(self) -> Results:
+        return Results.now([row for rows in self._rows.values() for row in rows], self.device_type)
 
 
 @dataclass(frozen=True)
@@ -171,45 +192,39 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """The changes between two results. Rows that only one of them has are named."""
+class Changes:
+    """The changes between two results."""
 
-    changes: tuple[Change, ...]
+    rows: tuple[Change, ...]
+    # Rows that only one of the two has.
     unmatched: tuple[str, ...]
-    tolerance: float
     # Workloads that other processes disturbed, before or now: their changes may come from the machine.
-    disturbed: tuple[str, ...] = ()
+    disturbed: tuple[str, ...]
 
     @property
-    def regressions(self) -> tuple[Change, ...]:
-        return tuple(
-            change for change in self.changes if change.variant == TRITIUM and change.slower_by > self.tolerance
-        )
+    def regressions(self) -> list[Change]:
+        return [change for change in self.rows if change.variant == TRITIUM and change.slower_by > TOLERANCE]
 
     @property
-    def drift(self) -> tuple[Change, ...]:
+    def drift(self) -> list[Change]:
         """Changes of the other variants: the machine or torch has changed."""
-        return tuple(
-            change for change in self.changes if change.variant != TRITIUM and abs(change.slower_by) > self.tolerance
-        )
+        return [change for change in self.rows if change.variant != TRITIUM and abs(change.slower_by) > TOLERANCE]
 
 
-def compare(old: Results, new: Results, tolerance: float = TOLERANCE) -> Comparison:
+def compare(old: Results, new: Results) -> Changes:
     """Compare medians row by row; a `ConfigError` when the two cannot be compared at all."""
     for part in ("type", "name"):
         was, now = old.device.get(part), new.device.get(part)
         if was != now:
             raise ConfigError(f"results of {was!r} and {now!r} cannot be compared: the device differs")
-    before = {row.key: row for row in old.rows}
-    after = {row.key: row for row in new.rows}
-    shared = [key for key in after if key in before]
-    if not shared:
+    before, after = ({row.key: row for row in results.rows} for results in (old, new))
+    pairs = [(before[key], row) for key, row in after.items() if key in before]
+    if not pairs:
         raise ConfigError("the two results have no row in common: workload, variant, mode, dtype or shapes differ")
-    changes = tuple(
-        Change(after[key].workload, after[key].variant, before[key].median_ms, after[key].median_ms) for key in shared
-    )
     lone = [(row, "only before") for key, row in before.items() if key not in after]
     lone += [(row, "only now") for key, row in after.items() if key not in before]
-    names = tuple(f"{row.workload} {row.variant} ({row.mode or 'no mode'}, {row.dtype}): {when}" for row, when in lone)
-    disturbed = sorted({after[key].workload for key in shared if before[key].disturbed or after[key].disturbed})
-    return Comparison(changes, names, tolerance, tuple(disturbed))
+    return Changes(
+        tuple(Change(now.workload, now.variant, was.median_ms, now.median_ms) for was, now in pairs),
+        tuple(f"{row.workload} {row.variant} ({row.mode or 'no mode'}, {row.dtype}): {when}" for row, when in lone),
+        tuple(sorted({now.workload for was, now in pairs if was.disturbed or now.disturbed})),
+    )

@@ -10,6 +10,7 @@ import torch
 
 from tritium import compat, device, ops
 from tritium.bench.results import EAGER, EXACT, GRAPHS, INDUCTOR, REDUCE_OVERHEAD, TRITIUM, Row, without
+from tritium.bench.workload import Built, Workload
 from tritium.config import CompilationConfig
 from tritium.errors import ConfigError, nearest
 
@@ -27,10 +28,6 @@ def part_of(notify: Notify, index: int, count: int) -> Notify:
 
 def silent(what: str, share: float) -> None:
     del what, share
-
-
-def _ignore(rows: list[Row]) -> None:
-    del rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +58,7 @@ class Settings:
     # The name of a dtype; the device's default if None.
     dtype_name: str | None = None
     # Called with rows as soon as they are measured, and again with more fields, so that an interrupted run keeps them.
-    on_rows: Callable[[list[Row]], None] = _ignore
+    on_rows: Callable[[list[Row]], object] = len
 
     def __post_init__(self) -> None:
         _check("op", self.without, list(ops.catalog()))
@@ -74,6 +71,9 @@ class Settings:
             raise ConfigError(f"--graphs compares with mode 'reduce-overhead' already: leave out --mode {self.mode}")
         if self.device_type == "cuda" and not device.cuda_available():
             raise ConfigError("device 'cuda' was asked for, and torch sees no CUDA device")
+
+    def build(self, workload: Workload) -> Built:
+        return workload.build(self.device_type, self.dtype, small=self.small)
 
     def refuse_options_of_models(self, name: str, what: str) -> None:
         """Raise for options that only single models have."""

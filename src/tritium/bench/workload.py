@@ -76,8 +76,3 @@ class Workload(Protocol):
     def dynamic(self) -> Sequence[bool]: ...
 
     def build(self, device: str, dtype: torch.dtype, *, small: bool) -> Built: ...
-
-
-def label(workload: Workload, *, dynamic: bool) -> str:
-    """Return the name of a workload's rows."""
-    return f"{workload.name} dynamic" if dynamic else workload.name

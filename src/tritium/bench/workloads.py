@@ -1,18 +1,25 @@
-"""All workloads by name, and how each is measured."""
+"""All workloads by name, and how each is measured: eager, plain torch.compile and Tritium in one process."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from tritium.bench import decoder_sizes, generation, layer_functions, pipelines, run
-from tritium.bench.comparison import release
+import torch
+from torch import nn
+
+from tritium import compat, fidelity
+from tritium.bench import generation, layer_functions, pipelines
+from tritium.bench.comparison import Comparison, call_of, compiled, host_us, release, start_compiler, tensor_of
 from tritium.bench.decoders import DECODERS, Decoder
 from tritium.bench.denoisers import DENOISERS, EXAMPLE
 from tritium.bench.dynamic_kernels import DYNAMIC_KERNELS
-from tritium.bench.results import Row
-from tritium.bench.settings import Notify, Settings, part_of
-from tritium.bench.workload import Workload
+from tritium.bench.profile import fusion_gain, operator_time, profile
+from tritium.bench.results import EAGER, GRAPHS, INDUCTOR, STATIC, TRITIUM, TRITIUM_STATIC, Row
+from tritium.bench.settings import Notify, Settings, part_of, silent
+from tritium.bench.workload import Built, Normals, Workload, shapes_of
 from tritium.errors import ConfigError, nearest
 
 _MODELS: tuple[Workload, ...] = (*DENOISERS, EXAMPLE, *DECODERS)
@@ -22,6 +29,14 @@ WORKLOADS: Mapping[str, Sequence[Workload]] = {
     **{workload.name: (workload,) for workload in _MODELS},
     "dynamic-kernels": DYNAMIC_KERNELS,
 }
+
+# Calls in one turn: the host issues the next call while the device computes this one, as in a denoising loop.
+_BURST = {"cuda": 5}
+
+# With `--sizes`. Sizes that may compile: the first, and the second, which shows Dynamo the dynamic dims.
+WARM = 2
+# Indices of the sizes that are timed against a static compilation.
+TIMED = (2, 6, 10)
 
 Measure = Callable[[Settings, Notify], list[Row]]
 
@@ -43,7 +58,17 @@ def measure_of(name: str, *, sizes: bool = False) -> Measure:
     chosen = find(name, (generation.EXAMPLE, *layer_functions.NAMES))
     if sizes and not any(isinstance(workload, Decoder) for workload in chosen):
         raise ConfigError(f"--sizes concerns decoders, and {name} is none")
-    return functools.partial(_measure_all, chosen, sizes=sizes)
+
+    def measure(settings: Settings, notify: Notify) -> list[Row]:
+        rows: list[Row] = []
+        for index, workload in enumerate(chosen):
+            rows += run(workload, settings, part_of(notify, index, len(chosen)))
+            release()
+            if sizes and isinstance(workload, Decoder):
+                rows += decode_sizes(workload, settings, notify)
+        return rows
+
+    return measure
 
 
 def check_sizes(name: str, settings: Settings) -> None:
@@ -51,16 +76,126 @@ def check_sizes(name: str, settings: Settings) -> None:
     if pipelines.is_pipeline(name) or name in layer_functions.NAMES:
         raise ConfigError(f"--regime concerns models with static and dynamic sizes, and {name} is none")
     for workload in find(name):
-        run.sizes_of(workload, settings)
+        sizes_of(workload, settings)
 
 
-def _measure_all(chosen: Sequence[Workload], settings: Settings, notify: Notify, *, sizes: bool) -> list[Row]:
+def sizes_of(workload: Workload, settings: Settings) -> list[bool]:
+    """Return whether to measure static sizes (False), dynamic ones (True), or both in this order."""
+    chosen = [dynamic for dynamic in workload.dynamic if settings.dynamic in (None, dynamic)]
+    if not chosen:
+        named = ["dynamic" if dynamic else "static" for dynamic in (settings.dynamic, *workload.dynamic)]
+        raise ConfigError(f"{workload.name} has no {named[0]} sizes to measure: {', '.join(named[1:])}")
+    return chosen
+
+
+def run(workload: Workload, settings: Settings, notify: Notify = silent) -> list[Row]:
+    """Measure one workload, with static and then with dynamic sizes."""
     rows: list[Row] = []
-    for index, workload in enumerate(chosen):
+    sizes = sizes_of(workload, settings)
+    for index, dynamic in enumerate(sizes):
         if rows:
             release()
-        rows += run.run(workload, settings, part_of(notify, index, len(chosen)))
-        if sizes and isinstance(workload, Decoder):
-            release()
-            rows += decoder_sizes.run(workload, settings, notify)
+        measured = _measure(workload, settings, part_of(notify, index, len(sizes)), dynamic=dynamic)
+        settings.on_rows(measured)
+        rows += measured
+    return rows
+
+
+def _measure(workload: Workload, settings: Settings, notify: Notify, *, dynamic: bool) -> list[Row]:
+    """Measure one workload. The model is built outside inference mode, as users do; every call runs inside."""
+    name = f"{workload.name} dynamic" if dynamic else workload.name
+    notify(f"{name}: building", 0.0)
+    built = settings.build(workload)
+    if settings.errors and not isinstance(built.model, nn.Module):
+        raise ConfigError(f"--errors runs a module in float64, and {name} is a function")
+    start_compiler(settings)
+    variants = [*settings.variants, *[STATIC] * (dynamic and built.against_static)]
+    comparison = Comparison.of(name, built, settings, notify, len(variants))
+    marked = built.marked() if dynamic else built.inputs
+    for variant in variants:
+        model = compiled(built, variant, settings, dynamic=dynamic)
+        inputs = built.inputs if variant == STATIC else marked
+        comparison.add(variant, call_of(model.call, inputs), model=model.parts[0] if model.parts else built.model)
+    with torch.inference_mode():
+        reference = tensor_of(compiled(built, EAGER, settings).call(**built.inputs), name)
+        comparison.finish(reference, burst=_BURST.get(settings.device_type, 1))
+        _add_fields(comparison, built)
+        if settings.errors:
+            # A float64 run may take longer than all the measuring before it.
+            settings.on_rows(comparison.rows())
+            notify(f"{name}: the same in float64", 1.0)
+            exact = _in_float64(name, built)
+            for variant, measured in comparison.variants.items():
+                measured.fields["error_f64"] = fidelity.error(comparison.result(variant), exact)
+    return comparison.rows()
+
+
+def _add_fields(comparison: Comparison, built: Built) -> None:
+    """Measure what the settings ask for besides times."""
+    settings, variants = comparison.settings, comparison.variants
+    where = settings.device_type
+    for name, variant in variants.items():
+        fields = variant.fields
+        if STATIC in variants:
+            fields["against_static"] = fields["median_ms"] / variants[STATIC].fields["median_ms"]
+        if settings.profile:
+            fields["operators_us"] = operator_time(variant.call, where)
+            if name != EAGER:
+                fields["fusion_gain"] = fusion_gain(fields["operators_us"], variants[EAGER].fields["operators_us"])
+        if settings.graphs:
+            fields["host_us"] = host_us(variant.call, where)
+        if settings.kernels and name in (INDUCTOR, TRITIUM):
+            fields["kernels"] = profile(variant.call, where)
+        if name == GRAPHS:
+            tritium: Any = importlib.import_module("tritium")
+            captures = tritium.explain(variant.model).captures
+            reasons = dict.fromkeys(entry["declined"] for entry in captures if entry["declined"])
+            fields["note"] = built.note + "".join(f"; not captured: {reason}" for reason in reasons)
+
+
+def _in_float64(name: str, built: Built) -> torch.Tensor:
+    def call(wide: Any) -> Callable[..., Any]:
+        return built.install(wide, lambda module: module)  # type: ignore[no-any-return]
+
+    return tensor_of(fidelity.in_float64(built.model, (), built.inputs, call), name)
+
+
+def decode_sizes(workload: Decoder, settings: Settings, notify: Notify) -> list[Row]:
+    """Decode twelve sizes; count the graphs that the last ten compile, and time three of them."""
+    built = settings.build(workload)
+    normal = Normals(settings.device_type, settings.dtype)
+    calls = [{workload.argument: normal(*shape)} for shape in workload.sizes(small=built.shrunk)]
+    for inputs in calls[:WARM] if workload.dims is not None else ():
+        compat.dynamo.mark_dynamic(inputs[workload.argument], workload.dims or ())
+    models = {name: compiled(built, name, settings, dynamic=name == TRITIUM).call for name in (TRITIUM, TRITIUM_STATIC)}
+    eager = compiled(built, EAGER, settings).call
+    rows: list[Row] = []
+    with torch.inference_mode():
+        for index, inputs in enumerate(calls):
+            notify(f"{workload.name}: size {index + 1} of {len(calls)}", 0.5 * index / len(calls))
+            if index == WARM:
+                compiled_before = compat.dynamo.graphs_compiled()
+            models[TRITIUM](**inputs)
+        recompiles = compat.dynamo.graphs_compiled() - compiled_before
+        for place, index in enumerate(TIMED):
+            inputs = calls[index]
+            name = f"{workload.name} {'x'.join(map(str, inputs[workload.argument].shape))}"
+            notify(f"{name}: dynamic against a compilation of its own", 0.5 + 0.15 * place)
+            comparison = Comparison(
+                workload=name,
+                settings=settings,
+                notify=silent,
+                note=f"one of ten sizes after two others, which compiled {recompiles} graphs",
+                shapes=shapes_of(inputs),
+                shrunk=built.shrunk,
+            )
+            for variant, model in models.items():
+                comparison.add(variant, call_of(model, inputs))
+            comparison.finish(tensor_of(eager(**inputs), name), burst=3)
+            static = comparison.variants[TRITIUM_STATIC].fields["median_ms"]
+            for measured in comparison.variants.values():
+                fields = {"recompiles": recompiles, "against_static": measured.fields["median_ms"] / static}
+                measured.fields |= fields
+            rows += comparison.rows()
+    settings.on_rows(rows)
     return rows

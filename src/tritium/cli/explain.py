@@ -10,18 +10,18 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from tritium import disk
 from tritium import fusions as catalogue
-from tritium.bench import generation, pipelines, run, workloads
+from tritium.bench import generation, pipelines, workloads
+from tritium.bench.comparison import compiled
 from tritium.bench.results import TRITIUM
 from tritium.bench.settings import Settings
-from tritium.bench.variants import compiled
 from tritium.cli import progress
 from tritium.cli.bench import known_device
+from tritium.cli.table import console
 from tritium.config import CompilationConfig
 from tritium.errors import ConfigError
 from tritium.fusions import Fusion
@@ -29,9 +29,6 @@ from tritium.pipelines.plan import Plan
 from tritium.report import Report
 
 _NAMES = ", ".join(workloads.WORKLOADS)
-
-# Without a terminal: wide enough for all columns.
-_FILE_WIDTH = 150
 
 
 def command(
@@ -124,7 +121,7 @@ def _of_model(name: str, settings: Settings, config: CompilationConfig, *, kerne
         raise ConfigError(f"{name} is {1 + len(others)} workloads; explain takes one model")
     with progress.shown() as notify:
         notify(f"{name}: building", 0.0)
-        built = run.build(workload, settings)
+        built = settings.build(workload)
         notify(f"{name}: compiling with engine {config.engine}", 0.2)
         model = compiled(built, TRITIUM, settings)
         tritium: Any = importlib.import_module("tritium")
@@ -148,9 +145,7 @@ def _list_fusions(*, json: bool) -> None:
     if json:
         print(json_format.dumps(described, indent=2))
         return
-    console = Console()
-    if not console.is_terminal:
-        console.width = _FILE_WIDTH
+    out = console()
     table = Table(box=box.SIMPLE_HEAD)
     for column in ("fusion", "families", "op", "spellings"):
         table.add_column(column, no_wrap=True)
@@ -159,7 +154,7 @@ def _list_fusions(*, json: bool) -> None:
         spellings = "by structure" if entry["by_structure"] else str(len(entry["spellings"]))
         cells = (entry["name"], ", ".join(entry["families"]), entry["op"] or "-", spellings, entry["doc"])
         table.add_row(*map(escape, cells))
-    console.print(table)
+    out.print(table)
 
 
 def _describe(fusion: Fusion) -> dict[str, Any]:

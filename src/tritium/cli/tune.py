@@ -15,7 +15,6 @@ from typing import Annotated
 import torch
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from tritium import device, disk, ops
@@ -26,6 +25,7 @@ from tritium.bench.settings import DTYPES
 from tritium.cli import progress
 from tritium.cli.bench import known_device
 from tritium.cli.run import known_prompt
+from tritium.cli.table import console
 from tritium.compiler.compile import compile_pinned
 from tritium.errors import ConfigError, nearest
 from tritium.ops import INDUCTOR
@@ -185,10 +185,7 @@ def _print_recipe(recipe: Recipe) -> None:
         table.add_row(
             name, str(choice), recipe.figures["parts"].get(name, {}).get("why", "not called, or nothing to compile")
         )
-    console = Console()
-    if not console.is_terminal:
-        console.width = 150
-    console.print(table)
+    console().print(table)
     pictures, found = recipe.figures["pictures"], recipe.figures["difference"]
     psnr = "equal to eager" if found["psnr"] is None else f"PSNR {found['psnr']:.1f} dB"
     print(
@@ -222,10 +219,7 @@ def print_table(machine: str, verdicts: Sequence[Verdict]) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     for verdict in verdicts:
         table.add_row(*_cells(verdict, bandwidth))
-    console = Console()
-    if not console.is_terminal:
-        console.width = 150
-    console.print(table)
+    console().print(table)
 
 
 def _host(verdict: Verdict) -> str:

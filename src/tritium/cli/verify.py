@@ -10,7 +10,6 @@ from typing import Annotated
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -20,13 +19,11 @@ from tritium.bench.quality import Difference
 from tritium.bench.verify import Row, Thresholds, Verified
 from tritium.cli import progress
 from tritium.cli.bench import known_device
+from tritium.cli.table import console
 from tritium.errors import ConfigError
 
 # For pipelines without default prompts.
 _PROMPT = "a photo of a cat"
-
-# Without a terminal: wide enough for all columns.
-_FILE_WIDTH = 120
 
 
 def command(
@@ -121,9 +118,7 @@ def _jobs(prompts: Sequence[str], sizes: Sequence[str], steps: int | None, seeds
 
 def show(verified: Verified) -> None:
     """Print a line per image, the worst of each figure, the verdict, and the located cause."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = _FILE_WIDTH
+    out = console()
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("prompt", overflow="ellipsis", no_wrap=True, max_width=40)
     with_lpips = any(row.difference.lpips is not None for row in verified.rows)
@@ -135,16 +130,16 @@ def show(verified: Verified) -> None:
         table.add_row(*_cells(row, with_lpips=with_lpips))
     table.add_section()
     table.add_row("worst", "", "", *_figures(verified.worst, with_lpips=with_lpips), _mark(past=not verified.passed))
-    console.print(table)
+    out.print(table)
     ways = "; ".join(f"{name}: {choice}" for name, choice in verified.choices.items() if choice != "eager")
-    console.print(f"accelerated: {escape(ways or 'nothing')}", soft_wrap=True, highlight=False)
+    out.print(f"accelerated: {escape(ways or 'nothing')}", soft_wrap=True, highlight=False)
     if verified.location is not None:
-        console.print(escape(f"located: {verified.location}"), soft_wrap=True, highlight=False)
+        out.print(escape(f"located: {verified.location}"), soft_wrap=True, highlight=False)
     if verified.passed:
         asked = ", ".join(f"{name.replace('_', ' ')} {limit:g}" for name, limit in _asked(verified.thresholds))
-        console.print(f"[green]passed[/]: {asked}", soft_wrap=True, highlight=False)
+        out.print(f"[green]passed[/]: {asked}", soft_wrap=True, highlight=False)
     else:
-        console.print(f"[red]FAILED[/]: {escape('; '.join(verified.broken))}", soft_wrap=True, highlight=False)
+        out.print(f"[red]FAILED[/]: {escape('; '.join(verified.broken))}", soft_wrap=True, highlight=False)
 
 
 def _asked(thresholds: Thresholds) -> list[tuple[str, float]]:

@@ -1,18 +1,20 @@
+"""How workloads are measured: what is compiled, when, and which fields its rows have."""
+
 from __future__ import annotations
 
 import pytest
 import torch
 
 import tritium
+from support.bench import settings
 from tritium import CompilationConfig, compat, measure
-from tritium.bench import run, variants
+from tritium.bench import comparison, workloads
+from tritium.bench.comparison import compiled
 from tritium.bench.decoders import WAN_DECODE
 from tritium.bench.dynamic_kernels import DYNAMIC_KERNELS
-from tritium.bench.settings import Settings
+from tritium.bench.profile import operator_time
 from tritium.bench.workload import Built
 from tritium.errors import ConfigError, TritiumError
-
-EAGER_ENGINE = CompilationConfig(engine="eager")
 
 
 class Block(torch.nn.Module):
@@ -41,25 +43,21 @@ class Tiny:
 TINY = Tiny()
 
 
-def settings(**fields):
-    return Settings(**{"seconds": 0.0, "against": ("eager",), "cold": False, "config": EAGER_ENGINE, **fields})
-
-
 @pytest.fixture
-def compiled(monkeypatch):
+def kept(monkeypatch):
     """Keeps what `run` compiles, by variant."""
-    original, kept = variants.compiled, {}
+    original, kept = comparison.compiled, {}
 
     def compiled(built, variant, *options, **more):
         kept.setdefault(variant, original(built, variant, *options, **more))
         return kept[variant]
 
-    monkeypatch.setattr(run, "compiled", compiled)
+    monkeypatch.setattr(workloads, "compiled", compiled)
     return kept
 
 
-def test_rows_of_eager_and_tritium(compiled):
-    eager, ours = run.run(TINY, settings())
+def test_rows_of_eager_and_tritium(kept):
+    eager, ours = workloads.run(TINY, settings())
     assert (eager.variant, ours.variant) == ("eager", "tritium")
     assert (eager.mode, ours.mode) == (None, "default")
     assert eager.relative_l2 == 0.0
@@ -71,7 +69,7 @@ def test_rows_of_eager_and_tritium(compiled):
     # Without torch.compile there is nothing for a ratio to be against.
     assert ours.ratio is None
     assert ours.first_call_s > 0
-    (model,) = compiled["tritium"].parts
+    (model,) = kept["tritium"].parts
     assert tritium.explain(model).sites["rms_norm"].fused == 1
     # Built under inference mode they would have no version counter, unlike those of every user.
     assert not any(parameter.is_inference() for parameter in model.parameters())
@@ -86,15 +84,15 @@ class Both(Tiny):
 )
 def test_static_sizes_or_dynamic_ones_or_both(dynamic, measured):
     told = []
-    rows = run.run(Both(), settings(dynamic=dynamic), lambda what, share: told.append((what, share)))
+    rows = workloads.run(Both(), settings(dynamic=dynamic), lambda what, share: told.append((what, share)))
     assert list(dict.fromkeys(row.workload for row in rows)) == measured
     shares = [share for _, share in told]
     assert shares == sorted(shares)
-    assert any("compiling with tritium" in what for what, _ in told)
+    assert any("first call, tritium" in what for what, _ in told)
 
 
 def test_variants_that_tell_what_each_part_is_worth():
-    rows = run.run(TINY, settings(exact=True, without=("rms_norm", "gated_residual")))
+    rows = workloads.run(TINY, settings(exact=True, without=("rms_norm", "gated_residual")))
     names = ["eager", "tritium", "tritium exact", "tritium without rms_norm", "tritium without gated_residual"]
     assert [row.variant for row in rows] == names
     exact = rows[names.index("tritium exact")]
@@ -104,7 +102,7 @@ def test_variants_that_tell_what_each_part_is_worth():
 
 def test_errors_against_float64_come_after_what_was_measured_already():
     kept = []
-    rows = run.run(TINY, settings(errors=True, on_rows=kept.append))
+    rows = workloads.run(TINY, settings(errors=True, on_rows=kept.append))
     before, after = kept
     assert [row.error_f64 for row in before] == [None, None]
     assert after == rows
@@ -116,22 +114,22 @@ def test_errors_against_float64_come_after_what_was_measured_already():
 def test_errors_of_what_is_called_by_another_name():
     pytest.importorskip("diffusers")
     # `AutoencoderKLWan.decode`, which is not its `forward`.
-    eager, ours = run.run(WAN_DECODE, settings(errors=True, dynamic=False))
+    eager, ours = workloads.run(WAN_DECODE, settings(errors=True, dynamic=False))
     assert 0 < ours.error_f64 < 2 * eager.error_f64 + 16 * torch.finfo(torch.float32).eps
 
 
 def test_a_function_has_no_errors_to_measure():
     workload = DYNAMIC_KERNELS[0]
     with pytest.raises(ConfigError, match="is a function"):
-        run.run(workload, settings(errors=True))
+        workloads.run(workload, settings(errors=True))
 
 
-def test_graphs_are_measured_with_their_host_time(compiled):
-    rows = run.run(TINY, settings(graphs=True))
+def test_graphs_are_measured_with_their_host_time(kept):
+    rows = workloads.run(TINY, settings(graphs=True))
     assert [row.variant for row in rows] == ["eager", "tritium", "tritium graphs"]
     assert rows[2].relative_l2 < 1e-6
     assert all(row.host_us > 0 for row in rows)
-    assert any(entry["hits"] for entry in tritium.explain(*compiled["tritium graphs"].parts).captures)
+    assert any(entry["hits"] for entry in tritium.explain(*kept["tritium graphs"].parts).captures)
 
 
 def test_inductors_graphs_are_what_graphs_are_compared_with():
@@ -146,29 +144,29 @@ def test_inductors_graphs_are_what_graphs_are_compared_with():
 @pytest.mark.parametrize(("variant", "fused"), [("tritium", 1), ("tritium without rms_norm", 0)])
 def test_an_op_that_is_left_out_is_left_to_inductor(variant, fused):
     built = TINY.build("cpu", torch.float32, small=True)
-    made = variants.compiled(built, variant, settings(without=("rms_norm",)))
+    made = compiled(built, variant, settings(without=("rms_norm",)))
     with torch.inference_mode():
         made.call(**built.inputs)
     assert tritium.explain(made.parts[0]).sites["rms_norm"].fused == fused
 
 
 def test_a_wrong_answer_is_seen(monkeypatch):
-    original = run.compiled
+    original = workloads.compiled
 
     def off_by_a_tenth(built, variant, *options, **more):
         made = original(built, variant, *options, **more)
         if variant != "tritium":
             return made
-        return variants.Compiled(lambda **inputs: (made.call(**inputs)[0] * 1.1,), made.parts)
+        return comparison.Compiled(lambda **inputs: (made.call(**inputs)[0] * 1.1,), made.parts)
 
-    monkeypatch.setattr(run, "compiled", off_by_a_tenth)
-    assert run.run(TINY, settings())[-1].relative_l2 == pytest.approx(0.1, rel=1e-3)
+    monkeypatch.setattr(workloads, "compiled", off_by_a_tenth)
+    assert workloads.run(TINY, settings())[-1].relative_l2 == pytest.approx(0.1, rel=1e-3)
 
 
 def test_values_that_are_not_finite_are_an_error(monkeypatch):
     monkeypatch.setattr(Block, "forward", lambda self, hidden_states, return_dict: (hidden_states / 0,))
     with pytest.raises(TritiumError, match="not finite"):
-        run.run(TINY, settings())
+        workloads.run(TINY, settings())
 
 
 @pytest.mark.parametrize(
@@ -206,7 +204,7 @@ def test_all_variants_live_at_once_and_are_compiled_once(monkeypatch):
 
     monkeypatch.setattr(measure, "interleave", counting)
     before = compat.dynamo.inductor_seconds()
-    rows = run.run(TINY, settings(against=("eager", "inductor"), config=CompilationConfig(), cold=True))
+    rows = workloads.run(TINY, settings(against=("eager", "inductor"), config=CompilationConfig(), cold=True))
     assert compat.dynamo.inductor_seconds() > before
     # Interleaving must not throw away what another variant compiled.
     assert compiled == [0]
@@ -220,7 +218,7 @@ def test_all_variants_live_at_once_and_are_compiled_once(monkeypatch):
 
 
 def test_the_profile_says_what_fusion_gains():
-    eager, ours = run.run(TINY, settings(profile=True))
+    eager, ours = workloads.run(TINY, settings(profile=True))
     assert eager.operators_us > 0
     assert eager.fusion_gain is None
     assert ours.fusion_gain == pytest.approx((ours.operators_us - eager.operators_us) / eager.operators_us)
@@ -228,8 +226,6 @@ def test_the_profile_says_what_fusion_gains():
 
 @pytest.mark.codegen
 def test_generated_code_counts_as_time_in_operators():
-    from tritium.bench.profile import operator_time
-
     x = torch.randn(1 << 20)
 
     def chain(x):
