@@ -8,7 +8,7 @@ form are captured in a CUDA graph, with inputs that together exceed the L2 cache
     rows      RMS norm with a weight, and LayerNorm with modulation: 4,096 rows, persistent against looped
     few rows  LayerNorm with modulation of 128 rows, looped against split: Inductor cuts rows above 8,192 elements
     gated     x + gate * y before the LayerNorm, as between the blocks of a transformer
-    groups    GroupNorm with SiLU of one image, 32 groups of 4 to 64 MiB: split, looped, cooperative
+    groups    GroupNorm with SiLU of one image, 32 groups of 4 to 64 MiB: split against looped
 
 `--quick` has fewer sizes. After `--seconds` no further function is compiled, and missing ones are printed.
 """
@@ -50,7 +50,6 @@ FORCED = {
     "persistent": ReductionLimits(persistent_up_to=(Limit(64, MOST_PERSISTENT),), whole_up_to=EVERYTHING),
     "looped": ReductionLimits(persistent_up_to=(Limit(64, 0),), whole_up_to=EVERYTHING),
     "split": ReductionLimits(),
-    "cooperative": ReductionLimits(cooperative_up_to_rows=64),
 }
 
 # The inputs must exceed this size together, so that each call reads from memory: twice the L2 cache of an H200.
@@ -101,7 +100,7 @@ def cases(*, quick: bool) -> Iterator[Case]:
     for elements in GROUPS[1:2] if quick else GROUPS:
         side = 1 << (elements.bit_length() - 3) // 2
         shape = (1, 128, side, elements // 4 // side)
-        yield Case("group_norm", group_norm, shape, ((128,), (128,)), 32, elements, (*cut, "cooperative"))
+        yield Case("group_norm", group_norm, shape, ((128,), (128,)), 32, elements, cut)
     for elements in (5120,) if quick else (3072, 5120, 8192, 16384):
         shape, row = (ROWS, elements), (elements,)
         yield Case("gated_norm", gated_norm, shape, (shape, row, row, row), ROWS, elements, walked)
@@ -198,19 +197,9 @@ def limits_of(rows: Sequence[Mapping[str, Any]], versions: Mapping[str, str]) ->
     for reads in sorted({row["reads"] for row in rows if "persistent" in row["ms"]}):
         longest = _longest([row for row in rows if row["reads"] == reads], "persistent", "looped")
         limits.append(Limit(reads, longest or INDUCTOR_PERSISTENT))
-    cooperative_up_to_rows = cooperative_from = 0
-    # Start with the longest rows; stop when cooperating is not faster.
-    for row in sorted(rows, key=lambda row: -row["elements"]):
-        if {"split", "cooperative"} <= row["ms"].keys():
-            rival = min(ms for form, ms in row["ms"].items() if form != "cooperative")
-            if row["ms"]["cooperative"] > (1 - GAIN) * rival:
-                break
-            cooperative_up_to_rows, cooperative_from = row["rows"], row["elements"]
     return ReductionLimits(
         persistent_up_to=tuple(limits),
         whole_up_to=_longest(rows, "looped", "split") or INDUCTOR_WHOLE,
-        cooperative_up_to_rows=cooperative_up_to_rows,
-        cooperative_from=cooperative_from,
         versions=versions,
     )
 

@@ -31,6 +31,11 @@ def owners():
     return [(hook.owner, hook.attribute, vars(hook.owner)[hook.attribute]) for hook in wrapped]
 
 
+def owner_of(attribute):
+    """Inductor's class or module that has a function which the policy uses."""
+    return next(hook.owner for hook in compat.tiling.hooks() if hook.attribute == attribute)
+
+
 @pytest.fixture(autouse=True)
 def _nothing_stays_behind():
     yield
@@ -94,7 +99,7 @@ class TestEnable:
 
     def test_somebody_who_wrapped_it_too_keeps_working(self, monkeypatch):
         tritium.autofuse.enable()
-        kernel = compat.tiling.triton_kernel()
+        kernel = owner_of("codegen_kernel")
         ours = kernel.codegen_kernel
         theirs = lambda self, name=None: ours(self, name)  # noqa: E731
         kernel.codegen_kernel = theirs
@@ -120,9 +125,11 @@ class TestEnable:
         assert compat.tiling.decline_tiling() is None
 
     def test_a_function_that_went_or_changed_is_noticed(self, monkeypatch):
-        monkeypatch.setattr(compat.tiling.triton_kernel(), "codegen_kernel", lambda self: "")
+        monkeypatch.setattr(owner_of("reduction_split_factor"), "reduction_split_factor", lambda device: 1)
+        assert "takes no reduction_numel_hint" in compat.tiling.decline_tiling()
+        monkeypatch.setattr(owner_of("codegen_kernel"), "codegen_kernel", lambda self: "")
         assert "takes no name" in compat.tiling.decline_tiling()
-        monkeypatch.delattr(compat.tiling.simd_scheduling(), "create_tiling")
+        monkeypatch.delattr(owner_of("create_tiling"), "create_tiling")
         assert "has no SIMDScheduling.create_tiling" in compat.tiling.decline_tiling()
 
     @pytest.mark.skipif(
@@ -317,11 +324,9 @@ class TestLatch:
             assert getattr(owner, name)(view) is None
         assert list(decisions.retries) == ["op7: AssertionError: numel mismatch"]
 
-    @pytest.mark.skipif(
-        not compat.tiling.ranks_for_the_scheduler(), reason="the scheduler ranks tilings since torch 2.14"
-    )
+    @pytest.mark.skipif(compat.versions.TORCH < (2, 14), reason="the scheduler ranks tilings since torch 2.14")
     def test_the_ranking_that_the_scheduler_asks_for_fails(self, monkeypatch):
-        scheduling = compat.tiling.simd_scheduling()
+        scheduling = owner_of("create_tiling")
         monkeypatch.setattr(scheduling, "compute_tiling_strategy", self.broken)
 
         def rank(analysis):
@@ -337,7 +342,7 @@ class TestLatch:
             rank(object())
 
     def test_the_ranking_fails(self, monkeypatch):
-        monkeypatch.setattr(compat.tiling.simd_scheduling(), "compute_tiling_strategy", self.broken)
+        monkeypatch.setattr(owner_of("create_tiling"), "compute_tiling_strategy", self.broken)
         pattern = ALL["crop_to_nhwc"]
         with tritium.autofuse.enabled():
             generate(pattern.function, pattern.inputs(), pattern.dynamic)
@@ -469,7 +474,8 @@ class TestIdentity:
 
     def test_plain_graphs_have_the_key_they_had(self):
         def key():
-            details = compat.tiling.graph_key().__new__(compat.tiling.graph_key())
+            key_type = owner_of("__init__")
+            details = key_type.__new__(key_type)
             details.__init__(None, [], {}, [])
             return getattr(details, "tritium_tiling", None)
 

@@ -122,23 +122,13 @@ class TestRules:
         ],
     )
     def test_without_a_table_cuts_are_inductor_s(self, count, elements, parts, form):
-        choice = cut(Reduction(count, elements, multiprocessors=132), parts)
+        choice = cut(count, elements, parts)
         assert choice.form == form
         assert choice.parts == (parts if form == "split" else 1)
 
     def test_a_table_moves_the_limits_of_cutting(self):
-        assert cut(Reduction(128, 12288), 2, WHOLE).form == "looped"
-        assert cut(Reduction(128, 16385), 3, WHOLE).form == "split"
-
-    @pytest.mark.parametrize(("count", "together"), [(32, True), (66, True), (67, False), (128, False)])
-    def test_blocks_that_wait_for_each_other_all_run_at_once(self, count, together):
-        table = ReductionLimits(cooperative_up_to_rows=1000, cooperative_from=1 << 18)
-        choice = cut(Reduction(count, 1 << 20, multiprocessors=132), 4, table)
-        assert (choice.form == "cooperative") == together
-        assert cut(Reduction(32, 1 << 17, multiprocessors=132), 4, table).form == "split"
-
-    def test_unknown_sizes_are_inductor_s(self):
-        assert cut(Reduction(None, 1 << 20), 7).parts == 7
+        assert cut(128, 12288, 2, WHOLE).form == "looped"
+        assert cut(128, 16385, 3, WHOLE).form == "split"
 
 
 class TestGeneratedCode:
@@ -176,19 +166,6 @@ class TestGeneratedCode:
         observer, choices = with_table(GROUPS, INDUCTOR_LIMITS)
         assert sources(observer) == sources(plain)
         assert [choice.differs for choice in choices] == [False, False]
-
-    def test_huge_groups_in_one_kernel(self):
-        plain = generated(GROUPS[0], *GROUPS[1])
-        observer, (choice,) = with_table(GROUPS, ReductionLimits(cooperative_up_to_rows=32, cooperative_from=1))
-        assert "rsplit_id" in sources(observer)[0]
-        assert (choice.form, choice.inductor) == ("cooperative", "split")
-        assert len(launches(observer)) < len(launches(plain))
-
-    def test_parts_do_not_wait_for_each_other_where_sizes_are_dynamic(self):
-        table = ReductionLimits(cooperative_up_to_rows=32, cooperative_from=1)
-        observer, _ = with_table(GROUPS, table, dynamic={0: (2, 3)})
-        assert not any("rsplit_id" in source for source in sources(observer))
-        assert kinds(observer)[:2] == ["red", "per"]
 
     def test_rows_of_dynamic_length_are_inductor_s(self):
         case = rows(4096, 3072)
@@ -322,21 +299,6 @@ class TestReached:
         lower._describe_tiling(OFF, entry, record)
         assert entry.changed
 
-    def test_a_changed_choices_object_is_declined(self, monkeypatch):
-        monkeypatch.setattr(compat.tiling.inductor_choices(), "reduction_split_factor", lambda device: 1)
-        assert "takes no reduction_numel_hint" in compat.tiling.decline_tiling()
-        monkeypatch.delattr(compat.tiling.inductor_choices(), "should_use_cooperative_reduction")
-        assert "has no InductorChoices.should_use_cooperative_reduction" in compat.tiling.decline_tiling()
-
-    def test_everything_is_put_back(self):
-        choices = compat.tiling.inductor_choices()
-        names = ["reduction_split_factor", "should_use_cooperative_reduction", "should_use_persistent_reduction"]
-        before = [vars(choices)[name] for name in names]
-        with session.active(TilingPolicy()):
-            assert [type(vars(choices)[name]) for name in names] == [type(found) for found in before]
-            assert not any(vars(choices)[name] is found for name, found in zip(names, before, strict=True))
-        assert [vars(choices)[name] for name in names] == before
-
 
 CURRENT = tables.current_versions()
 HELD = ReductionLimits(persistent_up_to=(Limit(3, 8192),), versions=CURRENT)
@@ -448,17 +410,13 @@ class TestSweep:
             timing(4096, 1536, 3, persistent=1.0, looped=1.0),
             timing(128, 12288, 3, looped=0.8, split=1.0),
             timing(128, 16384, 3, looped=1.1, split=1.0),
-            timing(32, 1 << 21, 1, looped=9.0, split=1.0, cooperative=1.1),
-            timing(32, 1 << 23, 1, looped=9.0, split=1.0, cooperative=0.8),
-            timing(32, 1 << 25, 1, looped=9.0, split=1.0, cooperative=0.8),
+            timing(32, 1 << 21, 1, looped=9.0, split=1.0),
         ]
         limits = sweep.limits_of(timings, {"torch": "2.11"})
         assert limits.to_dict() == {
             "versions": {"torch": "2.11"},
             "persistent_up_to": ({"reads": 2, "elements": 5120}, {"reads": 3, "elements": 1024}),
             "whole_up_to": 12288,
-            "cooperative_up_to_rows": 32,
-            "cooperative_from": 1 << 23,
         }
         assert parse(ReductionLimits, json.loads(json.dumps(limits.to_dict()))) == limits
 

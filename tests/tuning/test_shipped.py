@@ -19,8 +19,8 @@ from tritium.passes import PassContext
 from tritium.tiling import session
 from tritium.tiling.policy import OFF
 from tritium.tuning import Key, Machine
+from tritium.tuning.choice import predict
 from tritium.tuning.costs import LAUNCH_US, MARGIN
-from tritium.tuning.prediction import predict
 
 H200 = Machine("NVIDIA H200", "9.0", 132)
 TABLE = tuning.tables.SHIPPED / tuning.Machine(H200.name).file_name

@@ -29,12 +29,6 @@ def reduces_contiguous_rows(features: Any) -> bool:
     return bool(features.get_reduction_hint().name == "INNER")
 
 
-def target_multiprocessors(device: Any) -> int | None:
-    """Return the number of multiprocessors for which Inductor generates code."""
-    properties = importlib.import_module("torch._inductor.runtime.hints").DeviceProperties
-    return properties.create(device).multi_processor_count  # type: ignore[no-any-return]
-
-
 def lowering_graph() -> Any:
     """Return the graph that Inductor is lowering."""
     return importlib.import_module("torch._inductor.virtualized").V.graph

@@ -6,7 +6,6 @@ SIMDScheduling.select_tiling_with_memory         the same ranking for the schedu
 SIMDScheduling.codegen_node_schedule             the code of one kernel: proofs inside belong to it
 TritonKernel.codegen_kernel                      indices of a finished kernel are narrowed
 InductorChoices.reduction_split_factor           the number of parts of a row
-InductorChoices.should_use_cooperative_reduction parts of a row may wait for each other inside one kernel
 InductorChoices.should_use_persistent_reduction  rows are held in registers if that was measured faster
 the coalescing analysis                          after an error the kernel is tiled without it
 FxGraphHashDetails                               the policy is part of the key of every compiled graph
@@ -114,7 +113,11 @@ def _finish(policy: Policy, original: Any, kernel: Any, name: Any = None) -> Any
     # outside of it.
     indexing = getattr(kernel.features, "indexing_node_schedule", None)
     is_nested = indexing is not None and indexing is not kernel.features.node_schedule
-    return source if type(kernel) is not triton_kernel() or is_nested else policy.finish(kernel, source)
+    return (
+        source
+        if type(kernel) is not _inductor("codegen.triton").TritonKernel or is_nested
+        else policy.finish(kernel, source)
+    )
 
 
 def _split(policy: Policy, original: Any, *question: Any, inner_reduction: bool) -> int:
@@ -126,14 +129,6 @@ def _split(policy: Policy, original: Any, *question: Any, inner_reduction: bool)
     if not inner_reduction or generated.lowering_graph().sizevars.shape_env.var_to_range:
         return parts
     return int(policy.split(device, int(rows), int(elements), parts))
-
-
-def _cooperate(policy: Policy, original: Any, *question: Any) -> bool:
-    if original(*question):
-        return True
-    # The arguments are a kernel, or in newer versions its device and two sizes.
-    sizes = (question[0].numel, question[0].reduction_numel) if len(question) == 1 else question[1:]
-    return _IN_CODEGEN.get() and bool(policy.cooperates(*sizes))
 
 
 def _persist(policy: Policy, original: Any, features: Any, cooperative_reduction: bool) -> bool:
@@ -177,7 +172,7 @@ class Hook:
 
 def hooks() -> list[Hook]:
     """Return the functions that a policy wraps or calls on this torch."""
-    simd, choices = simd_scheduling(), inductor_choices()
+    simd, choices = _inductor("codegen.simd").SIMDScheduling, _inductor("choices").InductorChoices
     ranking = ("node_schedule", "numel", "reduction_numel", "coalesce_analysis")
     split = ("device", "reduction_numel_hint", "numel_hint", "inner_reduction")
     wrapped = [
@@ -185,17 +180,17 @@ def hooks() -> list[Hook]:
         Hook(simd, "create_tiling", ("pw_tiling", "reduction_tiling")),
         Hook(simd, "tiling_is_compatible", ("node_schedule", "tiling")),
         Hook(simd, "codegen_node_schedule", ("kernel_features",), _generate),
-        Hook(triton_kernel(), "codegen_kernel", ("name",), _finish),
+        Hook(_inductor("codegen.triton").TritonKernel, "codegen_kernel", ("name",), _finish),
         Hook(*coalescing_analysis(), (), _analyse),
         Hook(choices, "should_use_persistent_reduction", ("features", "cooperative_reduction"), _persist),
-        Hook(choices, "should_use_cooperative_reduction", (), _cooperate),
         Hook(choices, "reduction_split_factor", split, _split),
-        Hook(graph_key(), "__init__", ("gm", "example_inputs"), _describe_graph),
+        Hook(_inductor("codecache").FxGraphHashDetails, "__init__", ("gm", "example_inputs"), _describe_graph),
     ]
-    if ranks_for_the_scheduler():
+    # Since torch 2.14 the scheduler ranks tilings past `get_tiling_and_scores`.
+    if hasattr(simd, "select_tiling_with_memory"):
         wrapped.append(Hook(simd, "select_tiling_with_memory", ranking, _select_tiling))
     if TORCH < PROVES_PRODUCTS:
-        sizes = importlib.import_module("torch._inductor.sizevars").SizeVarAllocator
+        sizes = _inductor("sizevars").SizeVarAllocator
         wrapped.append(Hook(sizes, "statically_known_multiple_of", ("numerator", "denominator"), _multiple_of))
     return wrapped
 
@@ -290,32 +285,13 @@ def came_from_tiling(error: BaseException) -> bool:
     return False
 
 
-def simd_scheduling() -> Any:
-    return importlib.import_module("torch._inductor.codegen.simd").SIMDScheduling
-
-
-def ranks_for_the_scheduler() -> bool:
-    """Return True if the scheduler ranks tilings past `get_tiling_and_scores`, since torch 2.14."""
-    return hasattr(simd_scheduling(), "select_tiling_with_memory")
-
-
-def triton_kernel() -> Any:
-    return importlib.import_module("torch._inductor.codegen.triton").TritonKernel
-
-
-def inductor_choices() -> Any:
-    """Return the class whose methods are Inductor's heuristics."""
-    return importlib.import_module("torch._inductor.choices").InductorChoices
-
-
-def graph_key() -> Any:
-    """Return the class whose attributes are hashed into the key of a compiled graph."""
-    return importlib.import_module("torch._inductor.codecache").FxGraphHashDetails
+def _inductor(module: str) -> Any:
+    return importlib.import_module(f"torch._inductor.{module}")
 
 
 def coalescing_analysis() -> tuple[Any, str]:
     """Return the module and name from which code generation reads the coalescing analysis."""
-    utilities = importlib.import_module("torch._inductor.tiling_utils")
+    utilities = _inductor("tiling_utils")
     if hasattr(utilities, "_analyze_memory_coalescing"):
         return utilities, "_analyze_memory_coalescing"
-    return importlib.import_module("torch._inductor.codegen.simd"), "analyze_memory_coalescing"
+    return _inductor("codegen.simd"), "analyze_memory_coalescing"

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 from tritium.report.record import Record
 
-Form = Literal["persistent", "looped", "split", "cooperative"]
+Form = Literal["persistent", "looped", "split"]
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class ReductionChoice:
     form: Form
     inductor: Form
     reason: str
-    # The number of parts of each row; 1 for uncut rows. A cooperative kernel determines it at launch.
+    # The number of parts of each row; 1 for uncut rows.
     parts: int = 1
     rows: int | None = None
     elements: int | None = None
@@ -30,10 +30,8 @@ class ReductionChoice:
         return self.form != self.inductor
 
     def after(self, before: ReductionChoice) -> ReductionChoice:
-        """Combine this choice with the one made at lowering, when rows were cut or left whole."""
-        reason = f"{before.reason}; {self.reason}"
-        form = "split" if before.form == "split" else self.form
-        return dataclasses.replace(self, form=form, inductor=before.inductor, parts=before.parts, reason=reason)
+        """Combine this choice with the one made at lowering, when the rows were left whole."""
+        return dataclasses.replace(self, inductor=before.inductor, reason=f"{before.reason}; {self.reason}")
 
 
 @dataclass

@@ -3,7 +3,6 @@
     persistent    a block holds the row in registers: every value is read once
     looped        a block loops over the row, once for every pass
     split         the row is cut into parts, which a second kernel combines
-    cooperative   the row is cut into parts, which wait for each other inside one kernel
 
 Inductor decides by the row's length and the number of rows. These rules decide by bytes and occupancy, and differ from
 Inductor's only if the device's table has a measurement. They never change the result.
@@ -34,12 +33,12 @@ class Reduction:
     looped_bytes_per_row: int = 0
     # True if neighbours in a row are neighbours in memory.
     is_contiguous: bool = True
-    multiprocessors: int | None = None
 
 
 def walk(reduction: Reduction, inductor: Form, limits: ReductionLimits = INDUCTOR_LIMITS) -> ReductionChoice:
     """Choose whether a whole row is held in registers or looped over.
 
+    >>> from tritium.tuning import Limit
     >>> row = Reduction(rows=4096, elements=3072, reads=3, bytes_per_row=18432, looped_bytes_per_row=24576)
     >>> walk(row, "looped").form, walk(row, "looped", ReductionLimits(persistent_up_to=(Limit(3, 8192),))).form
     ('looped', 'persistent')
@@ -64,28 +63,15 @@ def walk(reduction: Reduction, inductor: Form, limits: ReductionLimits = INDUCTO
     return taken("persistent", f"{values}: {once} are read once instead of {all_passes} in passes, measured faster")
 
 
-def cut(reduction: Reduction, inductor_parts: int, limits: ReductionLimits = INDUCTOR_LIMITS) -> ReductionChoice:
-    """Choose whether rows stay whole, are cut for a second kernel to combine, or cooperate.
+def cut(rows: int, elements: int, inductor_parts: int, limits: ReductionLimits = INDUCTOR_LIMITS) -> ReductionChoice:
+    """Choose whether rows stay whole, or are cut into Inductor's parts for a second kernel to combine.
 
-    >>> row = Reduction(rows=128, elements=12288, multiprocessors=132)
-    >>> cut(row, inductor_parts=2).form, cut(row, 2, ReductionLimits(whole_up_to=16384)).form
+    >>> cut(128, 12288, 2).form, cut(128, 12288, 2, ReductionLimits(whole_up_to=16384)).form
     ('split', 'looped')
-    >>> cut(Reduction(rows=32, elements=1 << 20, multiprocessors=132), inductor_parts=17).form
-    'split'
     """
     inductor: Form = "split" if inductor_parts > 1 else "looped"
-
-    def taken(form: Form, reason: str, parts: int = 1) -> ReductionChoice:
-        return ReductionChoice(form, inductor, reason, parts, reduction.rows, reduction.elements)
-
-    rows, elements = reduction.rows, reduction.elements
-    if rows is None or elements is None:
-        return taken(inductor, "its sizes are not known: Inductor's choice is kept", inductor_parts)
     values = f"{rows:,} rows of {elements:,} elements"
-    if elements <= limits.whole_up_to:
-        return taken("looped", f"{values}: {'not cut' if inductor == 'looped' else 'measured faster whole'}")
-    # Parts that wait for each other must all run at the same time.
-    together = (reduction.multiprocessors or 0) // 2
-    if rows <= min(limits.cooperative_up_to_rows, together) and elements >= limits.cooperative_from:
-        return taken("cooperative", f"{values}: measured faster in one kernel")
-    return taken(inductor, f"{values}: Inductor's choice is kept", inductor_parts)
+    if inductor == "split" and elements <= limits.whole_up_to:
+        return ReductionChoice("looped", inductor, f"{values}: measured faster whole", 1, rows, elements)
+    reason = f"{values}: Inductor's choice is kept"
+    return ReductionChoice(inductor, inductor, reason, inductor_parts, rows, elements)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,8 +43,8 @@ class Session:
         self._proofs: deque[str] = deque(maxlen=MOST_DECISIONS)
         # Proofs since the last kernel was begun.
         self._recent: dict[str, None] = {}
-        # Cuts that differ from Inductor's, keyed by the rows and elements of the resulting kernels.
-        self._cut: dict[tuple[int, int], ReductionChoice] = {}
+        # Rows left whole that Inductor would cut, keyed by their number and their elements.
+        self._whole: dict[tuple[int | None, int | None], ReductionChoice] = {}
 
     @property
     def identity(self) -> str:
@@ -89,13 +88,14 @@ class Session:
         """Return the tiling of one kernel with its scores."""
         sizes = sympy.sympify(numel), sympy.sympify(reduction_numel)
         question = choosing.Question(scheduling, schedule, *sizes, analysis, *answer)
+        target = generated.current_device()
         try:
             tiling, scores, kernel = choosing.choose(
                 question,
                 pin=self._pin(schedule),
                 compare=self.policy.choose_tiling,
                 index_bits=32 if self.policy.narrow_sizes else 64,
-                multiprocessors=_multiprocessors(),
+                multiprocessors=device.multiprocessors(target.type, target.index),
             )
         except Exception as error:
             if compat.dynamo.steers_dynamo(error):
@@ -131,24 +131,10 @@ class Session:
         """Return the number of parts into which rows are cut; `parts` is Inductor's."""
         if not self._reduces(target):
             return parts
-        multiprocessors = generated.target_multiprocessors(target)
-        choice = reductions.cut(Reduction(rows, elements, multiprocessors=multiprocessors), parts, self._limits())
+        choice = reductions.cut(rows, elements, parts, self._limits())
         if choice.differs:
-            self._cut[rows * choice.parts, math.ceil(elements / choice.parts)] = choice
-        return choice.parts if choice.form == "split" else 1
-
-    def cooperates(self, rows: Any, elements: Any) -> bool:
-        """Return True if the parts of these rows wait for each other inside one kernel."""
-        if not self._reduces(generated.current_device()):
-            return False
-        choice = self._earlier_cut(rows, elements)
-        if choice is None or not self.kernels:
-            return False
-        # The kernel whose code is being generated.
-        kernel = self.kernels[-1]
-        kernel.reduction = choice
-        # Inductor supports cooperative reductions only with one other tile dim.
-        return choice.form == "cooperative" and "y" not in kernel.dims
+            self._whole[rows, elements] = choice
+        return choice.parts
 
     def persists(self, features: Any, answer: bool) -> bool:
         """Return True if a kernel holds its rows in registers; `answer` is Inductor's."""
@@ -157,7 +143,8 @@ class Session:
         inductor: Form = "persistent" if answer else "looped"
         try:
             choice = reductions.walk(_reduction(features), inductor, self._limits())
-            earlier = self._earlier_cut(features.numel, features.reduction_numel)
+            sizes = generated.hinted_size(features.numel), generated.hinted_size(features.reduction_numel)
+            earlier = self._whole.get(sizes)
         except Exception as error:
             if compat.dynamo.steers_dynamo(error):
                 raise
@@ -172,11 +159,6 @@ class Session:
 
     def _limits(self) -> ReductionLimits:
         return self.policy.reduction_limits or tables.reduction_limits(Machine.of("cuda"))
-
-    def _earlier_cut(self, rows: Any, elements: Any) -> ReductionChoice | None:
-        """Return the choice made for these rows at lowering, if it differs from Inductor's."""
-        sizes = generated.hinted_size(rows), generated.hinted_size(elements)
-        return None if sizes[0] is None or sizes[1] is None else self._cut.get((sizes[0], sizes[1]))
 
 
 def _narrow(kernel: Any, source: str) -> tuple[str, str | None]:
@@ -203,13 +185,7 @@ def _reduction(features: Any) -> Reduction:
         bytes_per_row=once * (elements or 0),
         looped_bytes_per_row=in_passes * (elements or 0),
         is_contiguous=generated.reduces_contiguous_rows(features),
-        multiprocessors=_multiprocessors(),
     )
-
-
-def _multiprocessors() -> int | None:
-    target = generated.current_device()
-    return device.multiprocessors(target.type, target.index)
 
 
 # --- active policies ---

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +23,7 @@ from tritium.ops.op import count
 from tritium.report.explain import explain
 from tritium.report.records import GraphRecord
 from tritium.tuning import tables
-from tritium.tuning.prediction import LONG
-from tritium.tuning.verdict import Key, Loop, Verdict
+from tritium.tuning.verdict import LONG, Key, Loop, Verdict
 
 # A function that is slower than the fastest by this factor in its first calls is not timed further.
 HOPELESS = 2.0
@@ -231,20 +229,17 @@ def _captured(run: Callable[[], Any], calls: int) -> Callable[[], Any]:
 
 
 def _issue_us(runs: Runs, device_type: str) -> dict[str, float]:
-    """Return the microseconds that the host needs to issue a call of each run, without synchronizing.
+    """Return the microseconds in which the host issues a call of each run: calls follow each other as in a host-bound model."""
 
-    Calls follow each other as in a host-bound model; the runs are interleaved.
-    """
-    samples: dict[str, list[float]] = {name: [] for name in runs}
-    for place in range(ISSUE_ROUNDS):
-        for name in measure.order_of_round(list(runs), place):
-            device.synchronize(device_type)
-            start = time.perf_counter()
-            for _ in range(ISSUED_CALLS):
-                runs[name]()
-            samples[name].append((time.perf_counter() - start) / ISSUED_CALLS * 1e6)
-    device.synchronize(device_type)
-    return {name: round(statistics.median(times), 2) for name, times in samples.items()}
+    def clock(run: Callable[[], Any], calls: int) -> list[float]:
+        device.synchronize(device_type)
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        return [(time.perf_counter() - start) / calls * 1e6]
+
+    found = measure.interleave(runs, device_type, rounds=ISSUE_ROUNDS, warmup=0, burst=ISSUED_CALLS, stopwatch=clock)
+    return {name: round(timing.median_ms, 2) for name, timing in found.items()}
 
 
 def _loop(key: Key, records: Sequence[GraphRecord]) -> Loop | None:

@@ -56,9 +56,6 @@ class ReductionLimits:
     persistent_up_to: tuple[Limit, ...] = ()
     # Rows of up to this many elements are not cut, even if there are few.
     whole_up_to: int = INDUCTOR_WHOLE
-    # Up to this many rows of at least this many elements are cut inside one kernel, instead of in two.
-    cooperative_up_to_rows: int = 0
-    cooperative_from: int = 0
     # Versions of the packages that generated the measured code.
     versions: Mapping[str, str] = field(default_factory=dict, hash=False)
 

@@ -14,6 +14,9 @@ from tritium.tuning.costs import LAUNCH_US, MARGIN, NOISE, Cost, Site, launches_
 
 T = TypeVar("T")
 
+# The sizes of a shape along which a kernel only does more of the same.
+LONG = ("tokens", "pixels")
+
 # A time above this, in any unit here, is not a measurement.
 LONGEST_TIME = 1e12
 
