@@ -206,7 +206,7 @@ API = {
     "plugins": (
         "Plug-ins",
         "The values that extend Tritium from outside. [Your own ops, passes and fusions](../../extending.md) is the guide.",
-        ("fusions", "ops", "passes", "plugins"),
+        (),
     ),
     "models": (
         "Models and reports",
@@ -221,11 +221,11 @@ def public() -> dict[str, str]:
     import tritium
 
     found = {}
-    for holder in (tritium, getattr(tritium, "plugins", None)):
-        for name in getattr(holder, "__all__", ()):
+    for holder in (tritium, tritium.plugins):
+        for name in holder.__all__:
             value = getattr(holder, name)
             path = value.__name__ if inspect.ismodule(value) else f"{value.__module__}.{value.__qualname__}"
-            if value is not tritium.errors and value is not getattr(tritium, "plugins", None):
+            if value not in (tritium.errors, tritium.plugins):
                 found[f"{holder.__name__}.{name}"] = path
     return found
 
@@ -236,6 +236,7 @@ def api() -> dict[str, str]:
     for name, path in public().items():
         folder = path.split(".")[1]
         page = next((page for page, (_, _, folders) in API.items() if folder in folders), "models")
+        page = "plugins" if name.startswith("tritium.plugins.") else page
         pages[page] += (
             f"\n::: {path}\n    options:\n      heading: {name}\n      toc_label: {name.rpartition('.')[2]}\n"
         )

@@ -204,8 +204,9 @@ def test_single_kernels_have_a_table_of_their_own(generate):
 
 def test_every_public_name_is_once_in_the_python_reference(generate):
     pages = "\n".join(generate.api().values())
-    for name in set(tritium.__all__) - {"errors"}:
-        assert pages.count(f"heading: tritium.{name}\n") == 1
+    names = {f"tritium.{name}" for name in tritium.__all__} - {"tritium.errors", "tritium.plugins"}
+    for name in names | {f"tritium.plugins.{name}" for name in tritium.plugins.__all__}:
+        assert pages.count(f"heading: {name}\n") == 1
     for path in generate.public().values():
         assert pages.count(f"\n::: {path}\n") == 1
     assert "::: tritium.errors\n" in generate.errors()

@@ -14,6 +14,8 @@ ROOT = Path(__file__).parent.parent
 def test_every_public_name_is_there():
     for name in tritium.__all__:
         assert getattr(tritium, name) is not None
+    assert len(tritium.__all__) <= 36
+    assert not set(tritium.__all__) & set(tritium.plugins.__all__)
     promised = {
         "Backend",
         "CompilationConfig",

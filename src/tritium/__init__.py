@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tritium import autofuse as autofuse
     from tritium import errors as errors
+    from tritium import plugins as plugins
     from tritium.api import Handle as Handle
     from tritium.api import optimize as optimize
     from tritium.compiler.backend import Backend as Backend
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from tritium.config import FusionPatterns as FusionPatterns
     from tritium.config import PassConfig as PassConfig
     from tritium.example import load_example as load_example
-    from tritium.fusions.fusion import Fusion as Fusion
-    from tritium.fusions.fusion import Match as Match
     from tritium.layers.activation import get_activation_layer as get_activation_layer
     from tritium.layers.attention.diffusers import register_attention_backend as register_attention_backend
     from tritium.layers.attention.diffusers import set_attention as set_attention
@@ -44,13 +43,6 @@ if TYPE_CHECKING:
     from tritium.layers.sparse.forward import sparse_attention as sparse_attention
     from tritium.layers.sparse.layout import SparseLayout as SparseLayout
     from tritium.layers.sparse.schedule import SparseAttention as SparseAttention
-    from tritium.ops.bridge import custom_op as custom_op
-    from tritium.ops.op import Op as Op
-    from tritium.ops.op import Provider as Provider
-    from tritium.passes import ConfigRequest as ConfigRequest
-    from tritium.passes import Decline as Decline
-    from tritium.passes import Pass as Pass
-    from tritium.passes import PassContext as PassContext
     from tritium.pipelines.plan import Choice as Choice
     from tritium.pipelines.plan import Plan as Plan
     from tritium.pipelines.shapes import Shapes as Shapes

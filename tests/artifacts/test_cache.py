@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 import tritium
 
-@tritium.custom_op("cache_test::halve", outputs=lambda x: x.new_empty(x.shape))
+@tritium.plugins.custom_op("cache_test::halve", outputs=lambda x: x.new_empty(x.shape))
 def halve(x: Tensor) -> Tensor:
     return x / 2
 """
 
 PASS = """
 import tritium
-PASS = tritium.Pass("look", lambda graph, context: None)
+PASS = tritium.plugins.Pass("look", lambda graph, context: None)
 """
 
 FUSION = """
@@ -36,7 +36,7 @@ from tritium.ops import gated_residual
 def spelling(x, gate, y):
     return x - gate * y
 
-FUSION = tritium.Fusion("minus", ("minus",), (spelling,), gated_residual.OP)
+FUSION = tritium.plugins.Fusion("minus", ("minus",), (spelling,), gated_residual.OP)
 """
 
 PROGRAM = """

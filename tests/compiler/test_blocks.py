@@ -536,7 +536,7 @@ class TestCompilations:
         assert len(stub.compiled) == 1
 
 
-@tritium.custom_op("tests::block_sort", outputs=["x"], boundary=True)
+@tritium.plugins.custom_op("tests::block_sort", outputs=["x"], boundary=True)
 def block_sort(x: torch.Tensor) -> torch.Tensor:
     return x.sort(dim=-1).values
 

@@ -654,7 +654,7 @@ class TestThreads:
 BOUNDARY_CALLS = []
 
 
-@tritium.custom_op("tests::boundary_sort", outputs=["x"], boundary=True)
+@tritium.plugins.custom_op("tests::boundary_sort", outputs=["x"], boundary=True)
 def boundary_sort(x: torch.Tensor) -> torch.Tensor:
     BOUNDARY_CALLS.append(tuple(x.shape))
     return x.sort(dim=-1).values

@@ -259,7 +259,7 @@ class TestFailure:
         def broken(*args):
             raise RuntimeError("kernel does not compile")
 
-        provider = tritium.Provider("broken", "rms_norm", broken, lambda **arguments: None)
+        provider = tritium.plugins.Provider("broken", "rms_norm", broken, lambda **arguments: None)
         providers = {"broken": provider}
         x = torch.randn(3, 8)
         with pytest.warns(RuntimeWarning, match="provider 'broken' of op 'rms_norm' failed"):

@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 
 import tritium
-from tritium import Backend, CompilationConfig, Fusion, Pass, catalog, ops
+from tritium import Backend, CompilationConfig, catalog, ops
 from tritium import fusions as fusion_catalogue
 from tritium.cli import doctor
 from tritium.compiler import pipeline
+from tritium.plugins import Fusion, Pass
 
 EAGER = CompilationConfig(engine="eager")
 

@@ -244,7 +244,7 @@ def test_a_result_is_rounded_by_the_op():
         made = [node for node in graph.nodes if "residual_norm_modulate" in str(node.target)]
         seen.extend(user.target for node in made for result in node.users for user in result.users)
 
-    backend = tritium.Backend(EAGER, passes=[tritium.Pass("peek", peek)])
+    backend = tritium.Backend(EAGER, passes=[tritium.plugins.Pass("peek", peek)])
     with torch.inference_mode():
         function = RESIDUALS["Wan: a norm in float32, twice cast"]
         torch.compile(function, backend=backend, fullgraph=True)(*residual_inputs(torch.bfloat16))
@@ -279,7 +279,7 @@ def test_a_value_that_the_model_packs_is_read_packed():
         seen.extend(node for node in graph.nodes if "residual_norm_modulate" in str(node.target))
 
     x, y, s = residual_inputs()
-    backend = tritium.Backend(EAGER, passes=[tritium.Pass("peek", peek)])
+    backend = tritium.Backend(EAGER, passes=[tritium.plugins.Pass("peek", peek)])
     with torch.inference_mode():
         torch.compile(function, backend=backend, fullgraph=True)(x.transpose(1, 2).contiguous(), y, s)
     assert [node.args[0].target for node in seen] == ["contiguous"]

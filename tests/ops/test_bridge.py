@@ -32,7 +32,7 @@ def capture(function, *inputs):
 
 
 def test_it_keeps_the_graph_whole():
-    @tritium.custom_op(fresh(), outputs=["x"])
+    @tritium.plugins.custom_op(fresh(), outputs=["x"])
     def op(x: Tensor, factor: float = 1.0) -> Tensor:
         return numpy_double(x) * factor
 
@@ -42,7 +42,7 @@ def test_it_keeps_the_graph_whole():
 
 
 def test_dynamic_shapes():
-    @tritium.custom_op(fresh(), outputs=["x"])
+    @tritium.plugins.custom_op(fresh(), outputs=["x"])
     def op(x: Tensor) -> Tensor:
         return numpy_double(x)
 
@@ -54,7 +54,7 @@ def test_dynamic_shapes():
 
 
 def test_several_outputs_by_parameter_name():
-    @tritium.custom_op(fresh(), outputs=["k", "q"])
+    @tritium.plugins.custom_op(fresh(), outputs=["k", "q"])
     def swap(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return k.clone(), q.clone()
 
@@ -68,7 +68,7 @@ def test_outputs_by_a_function():
     def meta(x: Tensor, n: int) -> Tensor:
         return x.new_empty(n, x.shape[0])
 
-    @tritium.custom_op(fresh(), outputs=meta)
+    @tritium.plugins.custom_op(fresh(), outputs=meta)
     def rows(x: Tensor, n: int) -> Tensor:
         return x.expand(n, -1).clone()
 
@@ -77,7 +77,7 @@ def test_outputs_by_a_function():
 
 
 def test_results_are_contiguous_as_promised():
-    @tritium.custom_op(fresh(), outputs=["x"])
+    @tritium.plugins.custom_op(fresh(), outputs=["x"])
     def op(x: Tensor) -> Tensor:
         return x.clone().t().clone().t()
 
@@ -85,7 +85,7 @@ def test_results_are_contiguous_as_promised():
 
 
 def test_another_device_has_its_own_implementation():
-    @tritium.custom_op(fresh(), outputs=["x"])
+    @tritium.plugins.custom_op(fresh(), outputs=["x"])
     def op(x: Tensor) -> Tensor:
         raise AssertionError("the CPU has its own")
 
@@ -97,7 +97,7 @@ def test_another_device_has_its_own_implementation():
 
 
 def test_autograd():
-    @tritium.custom_op(fresh(), outputs=["x"])
+    @tritium.plugins.custom_op(fresh(), outputs=["x"])
     def op(x: Tensor) -> Tensor:
         return numpy_double(x)
 
@@ -108,11 +108,11 @@ def test_autograd():
 
 
 def test_boundaries_are_found():
-    @tritium.custom_op(fresh(), outputs=["x"], boundary=True)
+    @tritium.plugins.custom_op(fresh(), outputs=["x"], boundary=True)
     def cut(x: Tensor) -> Tensor:
         return x * 2
 
-    @tritium.custom_op(fresh(), outputs=["x"])
+    @tritium.plugins.custom_op(fresh(), outputs=["x"])
     def whole(x: Tensor) -> Tensor:
         return x * 3
 
@@ -121,7 +121,7 @@ def test_boundaries_are_found():
     def look(graph, context):
         graphs.append((bridge.boundaries(graph.nodes), bridge.in_graph(graph)))
 
-    backend = tritium.Backend(EAGER, passes=[tritium.Pass("look", look)])
+    backend = tritium.Backend(EAGER, passes=[tritium.plugins.Pass("look", look)])
     with torch.inference_mode():
         torch.compile(lambda x: whole(cut(x) + cut(x + 1)), backend=backend)(torch.ones(3))
     nodes, found = graphs[0]
@@ -134,19 +134,19 @@ class TestErrors:
     @pytest.mark.parametrize("name", ["noname", "a::b::c", "a::", "my-lib::op"])
     def test_names(self, name):
         with pytest.raises(CustomOpError, match="must be 'namespace::name'"):
-            tritium.custom_op(name, outputs=["x"])
+            tritium.plugins.custom_op(name, outputs=["x"])
 
     def test_outputs_that_name_nothing(self):
         with pytest.raises(CustomOpError, match=r"outputs \['z'\] name no parameter; parameters: x"):
 
-            @tritium.custom_op(fresh(), outputs=["z"])
+            @tritium.plugins.custom_op(fresh(), outputs=["z"])
             def op(x: Tensor) -> Tensor:
                 return x
 
     def test_outputs_as_a_bare_string(self):
         with pytest.raises(CustomOpError, match="list of parameter names"):
 
-            @tritium.custom_op(fresh(), outputs="x")
+            @tritium.plugins.custom_op(fresh(), outputs="x")
             def op(x: Tensor) -> Tensor:
                 return x
 
@@ -154,7 +154,7 @@ class TestErrors:
         name = fresh()
 
         def declare():
-            @tritium.custom_op(name, outputs=["x"])
+            @tritium.plugins.custom_op(name, outputs=["x"])
             def op(x: Tensor) -> Tensor:
                 return x.clone()
 
@@ -171,7 +171,7 @@ class TestErrors:
         ],
     )
     def test_a_broken_promise(self, body, message):
-        @tritium.custom_op(fresh(), outputs=["x"])
+        @tritium.plugins.custom_op(fresh(), outputs=["x"])
         def op(x: Tensor) -> Tensor:
             return body(x)
 

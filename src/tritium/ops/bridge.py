@@ -1,6 +1,6 @@
 """The custom-op bridge: wrap an opaque kernel so that it does not break the graph.
 
-    @tritium.custom_op("mylib::attention", outputs=["q"], boundary=True)
+    @tritium.plugins.custom_op("mylib::attention", outputs=["q"], boundary=True)
     def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return my_kernel(q, k, v, scale)
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 
-from tritium import Provider
-from tritium.ops import Arguments
+from tritium.plugins import Arguments, Provider
 
 
 def run(given: Arguments) -> torch.Tensor:

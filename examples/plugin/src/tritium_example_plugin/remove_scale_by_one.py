@@ -11,7 +11,7 @@ import operator
 import torch
 from torch import fx
 
-from tritium import ConfigRequest, Pass, PassContext
+from tritium.plugins import ConfigRequest, Pass, PassContext
 
 
 def run(graph: fx.Graph, context: PassContext) -> ConfigRequest | None:

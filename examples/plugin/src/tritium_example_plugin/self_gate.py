@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from tritium import Fusion, Match
 from tritium.ops import gated_residual
+from tritium.plugins import Fusion, Match
 
 
 def gate_by_itself(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
