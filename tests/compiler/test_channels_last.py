@@ -15,7 +15,8 @@ from torch import nn
 import tritium
 from support.fidelity import assert_no_worse
 from support.freezing import count_freezing
-from support.small_codecs import CODECS, wan
+from support.small_vaes import SMALL_VAES
+from support.zoo.codec import CODECS
 from tritium import compat
 from tritium.compiler.passes import channels_last, freezing
 from tritium.compiler.passes.channels_last import convert, region
@@ -78,9 +79,9 @@ EXPECTED = {
     "wan_decoder": (17, 0, 1, 1),
     "qwen_image_decoder": (17, 0, 1, 1),
     # The repeated frames before and after every video are contiguous, whatever they were repeated from.
-    "ltx_decoder": (12, 0, 24, 0),
+    "ltx_video_decoder": (12, 0, 24, 0),
     # PyTorch gives up channels-last in a replicating pad; Inductor, which generates it, does not.
-    "hunyuan_decoder": (17, 0, 19, 1),
+    "hunyuan_video_decoder": (17, 0, 19, 1),
     "dc_decoder": (7, 3, 3, 0),
 }
 
@@ -115,7 +116,7 @@ def test_numbers_and_strides_of_stock_models(name, dynamic):
 
 
 @pytest.mark.usefixtures("anywhere")
-@pytest.mark.parametrize("name", ["kl_decoder", "wan_decoder", "hunyuan_decoder"])
+@pytest.mark.parametrize("name", ["kl_decoder", "wan_decoder", "hunyuan_video_decoder"])
 def test_inputs_in_the_other_layout(name):
     entry = CODECS[name]
     model, exact, inputs = entry.build(), entry.build(torch.float64), as_channels_last(entry.inputs())
@@ -130,7 +131,7 @@ def test_inputs_in_the_other_layout(name):
 @pytest.mark.usefixtures("anywhere")
 def test_a_video_decoded_frame_by_frame():
     """Wan's decoder keeps frames between its calls: what it keeps leaves one graph and enters the next."""
-    vae = wan()
+    vae = SMALL_VAES["wan"].build()
     exact = copy.deepcopy(vae).double()
     z = torch.randn(1, 4, 3, 6, 8)
     with torch.no_grad():

@@ -11,7 +11,8 @@ import tritium
 from support import codegen
 from support.fidelity import assert_no_worse
 from support.interpreter import interpreted
-from support.small_codecs import CODECS, wan
+from support.small_vaes import SMALL_VAES
+from support.zoo.codec import CODECS
 from tritium import device, envs
 from tritium.compiler.passes import channels_last, convolution_bias
 from tritium.compiler.pipeline import passes_for
@@ -186,7 +187,7 @@ def test_no_norm_of_wan_s_decoder_is_handed_another_layout(monkeypatch):
 
     monkeypatch.setattr(channel_norm, "is_channels_last", noted)
     everywhere(monkeypatch.setattr)
-    decoder, frame = wan().decoder, torch.randn(1, 4, 1, 6, 8)
+    decoder, frame = SMALL_VAES["wan"].build().decoder, torch.randn(1, 4, 1, 6, 8)
     cache = [None] * sum(isinstance(module, nn.Conv3d) for module in decoder.modules())
     with torch.inference_mode():
         for first in (True, False):

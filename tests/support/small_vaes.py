@@ -9,11 +9,22 @@ from typing import Any
 import diffusers
 import torch
 
-from support.zoo.codec import SMALL_WAN
-from support.zoo.model import SEED
+from support import SEED
 
 # Latent pixels of a side of a tile, once `tile` was called.
 TILE = 6
+
+
+# Wan's autoencoder, and Qwen-Image's, which is built like it.
+SMALL_WAN = {
+    "base_dim": 8,
+    "z_dim": 4,
+    "dim_mult": [1, 2],
+    "num_res_blocks": 1,
+    "temperal_downsample": [True],
+    "latents_mean": [0.0] * 4,
+    "latents_std": [1.0] * 4,
+}
 
 
 def kl() -> diffusers.AutoencoderKL:
@@ -36,15 +47,7 @@ def wan_residual() -> diffusers.AutoencoderKLWan:
 
 
 def qwen_image() -> diffusers.AutoencoderKLQwenImage:
-    return diffusers.AutoencoderKLQwenImage(
-        base_dim=8,
-        z_dim=4,
-        dim_mult=[1, 2],
-        num_res_blocks=1,
-        temperal_downsample=[True],
-        latents_mean=[0.0] * 4,
-        latents_std=[1.0] * 4,
-    )
+    return diffusers.AutoencoderKLQwenImage(**SMALL_WAN)
 
 
 def hunyuan_video() -> diffusers.AutoencoderKLHunyuanVideo:

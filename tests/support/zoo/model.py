@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-SEED = 1234
+from support import SEED
+from tritium.bench.workload import Normals
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,35 +41,18 @@ class ZooModel:
                 torch._dynamo.mark_dynamic(tensor, dim)
 
 
-class Source:
-    """Seeded random inputs of one dtype; the batch is the first number of every shape."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self.generator = torch.Generator().manual_seed(SEED)
-
-    def normal(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self.generator).to(self.dtype)
-
-    def full(self, value: float, *shape: int) -> torch.Tensor:
-        return torch.full(shape, value).to(self.dtype)
+def normals(dtype: torch.dtype) -> Normals:
+    """Return a seeded source of inputs of one dtype."""
+    return Normals("cpu", dtype)
 
 
-def grid_ids(count: int, width: int, axes: int) -> torch.Tensor:
-    """Position ids [count, axes] of a grid `width` wide, row and column in the last two axes that exist."""
-    ids = torch.zeros(count, axes)
-    ids[:, 1] = torch.arange(count) // width
-    ids[:, 2] = torch.arange(count) % width
-    return ids
-
-
-def builder(make: Callable[[], torch.nn.Module]) -> Callable[..., torch.nn.Module]:
-    """Make `build(dtype)`: seeded weights, nothing left at a constant, cast as `from_pretrained` casts."""
+def builder(make: Callable[..., torch.nn.Module], **config: Any) -> Callable[..., torch.nn.Module]:
+    """Make `build(dtype)` of a class: seeded weights, nothing left at a constant, cast as `from_pretrained` casts."""
 
     def build(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(SEED)
-            model = make().eval()
+            model = make(**config).eval()
             unsettle(model)
         return cast(model, dtype)
 
