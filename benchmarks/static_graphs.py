@@ -70,7 +70,7 @@ def shapes(
         for graphs in ("off", "with_compile")
     )
     order = random.Random(0)
-    with torch.inference_mode(), compat.dynamo.many_recompiles():
+    with torch.inference_mode(), compat.cached_code.recompile_limit(4096):
         start = time.perf_counter()
         expected = {key: [result(plain, one).clone() for one in some] for key, some in given.items()}
         for some in given.values():

@@ -5,6 +5,7 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 
 from tritium import compat, envs
 from tritium.artifacts import files as artifacts
@@ -59,7 +60,7 @@ def compiled_kernel():
 def nothing_else(monkeypatch):
     """A process that has used this kernel of an op, and nothing that Tritium keeps beside it."""
     monkeypatch.setattr(compat.artifacts, "cache_artifacts", lambda: (b"bytes", 1))
-    monkeypatch.setattr(compat.artifacts, "load_cache_artifacts", lambda content: True)
+    monkeypatch.setattr(torch.compiler, "load_cache_artifacts", lambda content: "info")
     monkeypatch.setattr(libraries.SHELF, "used", {})
     monkeypatch.setattr(observations, "_used", {})
 

@@ -33,6 +33,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tritium import compat, disk
 from tritium.artifacts import libraries, observations
 from tritium.artifacts.fingerprint import Fingerprint
@@ -146,7 +148,7 @@ def _kept() -> Iterator[Section | None]:
 
 def _put(section: Section, source: Path) -> None:
     if section.kind == "torch":
-        if not compat.artifacts.load_cache_artifacts(section.content):
+        if torch.compiler.load_cache_artifacts(section.content) is None:
             raise ArtifactError(f"{source}: this torch cannot read the artifacts in it")
         return
     if section.kind == "kernel":

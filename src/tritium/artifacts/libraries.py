@@ -42,7 +42,7 @@ SHELF = Shelf()
 
 def install() -> None:
     """Make Inductor look up C++ kernels in the shelf before it compiles them."""
-    compat.artifacts.share_libraries(SHELF)
+    compat.artifacts.share_libraries(SHELF.find, SHELF.loaded)
 
 
 def digest(request: str) -> str:

@@ -153,7 +153,7 @@ def bisect(count: int, outside: Callable[[int], bool]) -> int:
 
 def find_fault(call: Call, config: CompilationConfig, dynamic: bool | None) -> Fault:
     """Find the cause for a call that is outside the bound when a backend with this configuration compiles it."""
-    with compat.dynamo.many_recompiles():
+    with compat.cached_code.recompile_limit(4096):
         return _Search(call, config, dynamic).run()
 
 

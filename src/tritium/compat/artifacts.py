@@ -6,13 +6,12 @@ import functools
 import importlib
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from tritium.compat.inductor import inductor_config, setting, setting_names
+from tritium.compat.wrapping import wrap_once
 
 
 def caching_obstacle() -> str | None:
@@ -41,55 +40,35 @@ def cache_artifacts() -> tuple[bytes, int] | None:
     return None if written is None else (written[0], sum(artifact.type() == "inductor" for artifact in seen))
 
 
-def load_cache_artifacts(content: bytes) -> bool:
-    """Load such bytes into torch's caches; return False if this torch cannot read them.
-
-    The bytes are unpickled: load them only from trusted sources.
-    """
-    return torch.compiler.load_cache_artifacts(content) is not None
-
-
-class LibraryShelf(Protocol):
-    """A store of compiled C++ kernels that Inductor searches before it compiles."""
-
-    def find(self, request: str) -> Path | None: ...
-
-    def loaded(self, request: str, library: Path) -> None: ...
-
-
-def share_libraries(shelf: LibraryShelf) -> None:
-    """Search a shelf for Inductor's C++ kernels before compiling, and report loaded libraries to it.
+def share_libraries(find: Callable[[str], Path | None], loaded: Callable[[str, Path], None]) -> None:
+    """Search for Inductor's C++ kernels with `find` before compiling, and report loaded libraries to `loaded`.
 
     Inductor's key for a library is the compiler's full command line, which contains torch's folder and needs a run of
-    the compiler for each vector instruction set. A shelf's key is the source and Inductor's settings.
+    the compiler for each vector instruction set. The key here is the source and Inductor's settings.
     """
     bindings = importlib.import_module("torch._inductor.codecache").CppPythonBindingsCodeCache
-    if hasattr(bindings.load_async, "tritium_original"):
-        return
-    original = bindings.load_async.__func__
 
-    def load_async(cls: Any, main_code: str, *args: Any, **kwargs: Any) -> Any:
+    def load_async(original: Any, cls: Any, main_code: str, *args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(original).bind(cls, main_code, *args, **kwargs).arguments
         # Subclasses build wrappers with other libraries; extra flags may name files.
         if cls is not bindings or given.get("extra_flags"):
             return original(cls, main_code, *args, **kwargs)
         request = _library_request(given)
-        found = shelf.find(request)
+        library = find(request)
         # Start now and not at the first call: the compiler runs in the background until then.
-        started = original(cls, main_code, *args, **kwargs) if found is None else None
+        started = original(cls, main_code, *args, **kwargs) if library is None else None
 
         @functools.cache
         def load() -> Any:
-            module = _load_library(bindings, found) if found is not None else None
+            module = _load_library(bindings, library) if library is not None else None
             if module is None:
                 module = (started or original(cls, main_code, *args, **kwargs))()
-            shelf.loaded(request, Path(module.__file__))
+            loaded(request, Path(module.__file__))
             return module
 
         return load
 
-    load_async.tritium_original = original  # type: ignore[attr-defined]
-    bindings.load_async = classmethod(load_async)
+    wrap_once(bindings, "load_async", load_async)
 
 
 def _library_request(given: Mapping[str, Any]) -> str:

@@ -84,7 +84,7 @@ def flex_attention(*arguments: Any, **options: Any) -> torch.Tensor:
 
     It must be compiled for every shape, so Dynamo's limits are raised: beyond them it would run uncompiled.
     """
-    with compat.dynamo.many_recompiles(), _functorch_dispatched():
+    with compat.cached_code.recompile_limit(4096), _functorch_dispatched():
         out: torch.Tensor = _compiled_flex()(*arguments, **options)
     return out
 
@@ -101,14 +101,6 @@ def _functorch_dispatched() -> Iterator[None]:
         for key in keys:
             torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
         yield
-
-
-def block_mask_class() -> Any:
-    return importlib.import_module("torch.nn.attention.flex_attention").BlockMask
-
-
-def create_block_mask(*arguments: Any, **options: Any) -> Any:
-    return importlib.import_module("torch.nn.attention.flex_attention").create_block_mask(*arguments, **options)
 
 
 @functools.cache

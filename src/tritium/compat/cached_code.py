@@ -30,7 +30,8 @@ def only_cached(function: Callable[..., Any], compiled: Callable[..., Any]) -> C
     convert_frame: Any = importlib.import_module("torch._dynamo.convert_frame")
     trace_rules: Any = importlib.import_module("torch._dynamo.trace_rules")
     result: Any = importlib.import_module("torch._dynamo.types").ConvertFrameReturn
-    callback = _callback_of(compiled)
+    # The callback that Dynamo runs for a function made by torch.compile.
+    callback = inspect.getclosurevars(compiled).nonlocals["callback"]
 
     def refuse(frame: Any, *_: Any, **__: Any) -> Any:
         if trace_rules.check(frame.f_code) or not convert_frame.has_tensor_in_frame(frame):
@@ -41,14 +42,6 @@ def only_cached(function: Callable[..., Any], compiled: Callable[..., Any]) -> C
     refuse._torchdynamo_orig_backend = callback  # type: ignore[attr-defined]
     run: Callable[..., Any] = eval_frame._TorchDynamoContext(refuse)(function)
     return run
-
-
-def _callback_of(compiled: Any) -> Any:
-    """Return the callback that Dynamo runs for a function made by torch.compile."""
-    cells = dict(zip(compiled.__code__.co_freevars, compiled.__closure__ or (), strict=True))
-    if "callback" not in cells:
-        raise RuntimeError("this version of torch keeps the callback of a compiled function elsewhere")
-    return cells["callback"].cell_contents
 
 
 def _failed_guard(frame: Any, backend: Any) -> str:

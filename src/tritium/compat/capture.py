@@ -32,14 +32,6 @@ def has_one_address_per_element(tensor: torch.Tensor) -> bool:
     return int(check(tensor)) == 0
 
 
-def register_generator(graph: Any, generator: torch.Generator) -> None:
-    """Let a CUDA graph use new numbers of a generator on each replay, as with the default generator."""
-    register = getattr(graph, "register_generator_state", None)
-    if register is None:
-        raise RuntimeError("this torch cannot replay random numbers of a generator that is not the default one")
-    register(generator)
-
-
 @contextlib.contextmanager
 def fresh_cublas_workspaces() -> Iterator[None]:
     """Let cuBLAS allocate a new workspace inside, and free it afterwards.

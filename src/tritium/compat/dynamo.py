@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._device import DeviceContext
+
+from tritium.compat.wrapping import wrap_once
 
 
 @dataclass(frozen=True)
@@ -50,20 +51,9 @@ def is_watched() -> bool:
     return (
         torch._C._len_torch_dispatch_stack() != 0
         # Pre-dispatch modes are kept on a separate stack.
-        or _modes_before_dispatch() != 0
+        or torch._ops._len_torch_dispatch_stack_pre_dispatch() != 0
         or torch._C._get_tracing_state() is not None
     )
-
-
-_modes_before_dispatch: Callable[[], int] = torch._ops._len_torch_dispatch_stack_pre_dispatch
-
-
-def replaces_functions() -> bool:
-    """Return True if an active mode may replace PyTorch's functions; a default device does not."""
-    if torch._C._len_torch_function_stack() == 0:
-        return False
-    modes = (torch._C._get_function_stack_at(index) for index in range(torch._C._len_torch_function_stack()))
-    return any(not isinstance(mode, DeviceContext) for mode in modes)
 
 
 def is_transformed() -> bool:
@@ -127,24 +117,17 @@ def log_only_for_readers() -> None:
     It tokenises every file of a model to get the names of its functions: half a second of a start with existing
     kernels. It also times the guards of every graph, with empty caches: emptying them took 25 ms on a CPU.
     """
-    _answer_only_readers("torch._dynamo.symbolic_convert", "get_funcname", ("trace_call", "trace_source"), None)
-    _answer_only_readers("torch._dynamo.guards", "profile_guard_manager", ("guards",), 0.0)
+    for module, name, logs, otherwise in (
+        ("torch._dynamo.symbolic_convert", "get_funcname", ("trace_call", "trace_source"), None),
+        ("torch._dynamo.guards", "profile_guard_manager", ("guards",), 0.0),
+    ):
+        wrap_once(importlib.import_module(module), name, functools.partial(_only_for_readers, logs, otherwise))
 
 
-def _answer_only_readers(module_name: str, name: str, logs: tuple[str, ...], otherwise: Any) -> None:
-    module: Any = importlib.import_module(module_name)
-    logging_internals: Any = importlib.import_module("torch._logging._internal")
-    original = getattr(module, name, None)
-    if original is None or hasattr(original, "__wrapped__"):
-        return
-
-    @functools.wraps(original)
-    def answer(*arguments: Any) -> Any:
-        traced = os.environ.get("TORCH_TRACE")
-        read = traced or any(map(logging_internals.log_state.is_artifact_enabled, logs))
-        return original(*arguments) if read else otherwise
-
-    setattr(module, name, answer)
+def _only_for_readers(logs: Sequence[str], otherwise: Any, original: Callable[..., Any], *arguments: Any) -> Any:
+    log_state = importlib.import_module("torch._logging._internal").log_state
+    is_read = os.environ.get("TORCH_TRACE") or any(map(log_state.is_artifact_enabled, logs))
+    return original(*arguments) if is_read else otherwise
 
 
 def guard_failures(code: CodeType) -> list[str]:
@@ -199,34 +182,19 @@ class LimitReached:
     reason: str
 
 
-class _LimitHandler(logging.Handler):
-    def __init__(self, notify: Callable[[LimitReached], None]) -> None:
-        super().__init__(logging.WARNING)
-        self.notify = notify
-
-    def emit(self, record: logging.LogRecord) -> None:
-        arguments = record.args
-        if not str(record.msg).startswith(_LIMIT_MESSAGE) or not isinstance(arguments, tuple) or len(arguments) < 4:
-            return
-        match = re.match(r"'(.+)' \((.+):(\d+)\)", str(arguments[2]))
-        if match is not None:
-            value = int(str(arguments[1]))
-            self.notify(LimitReached(str(arguments[0]), value, match[1], match[2], int(match[3]), str(arguments[3])))
-
-
+@functools.cache
 def watch_recompile_limit(notify: Callable[[LimitReached], None]) -> None:
     """Call `notify` whenever Dynamo reaches a recompile limit; Dynamo reports that only in its log."""
-    logger = logging.getLogger("torch._dynamo.convert_frame")
-    if not any(isinstance(handler, _LimitHandler) for handler in logger.handlers):
-        logger.addHandler(_LimitHandler(notify))
 
+    def read(record: logging.LogRecord) -> bool:
+        arguments = record.args
+        if str(record.msg).startswith(_LIMIT_MESSAGE) and isinstance(arguments, tuple):
+            limit, value, function, reason, *_ = map(str, arguments)
+            (place,) = re.findall(r"^'(.+)' \((.+):(\d+)\)", function)
+            notify(LimitReached(limit, int(value), place[0], place[1], int(place[2]), reason))
+        return True
 
-@contextlib.contextmanager
-def many_recompiles() -> Iterator[None]:
-    """Raise Dynamo's limits on versions of one function, for code that needs many versions."""
-    config: Any = importlib.import_module("torch._dynamo.config")
-    with config.patch(recompile_limit=4096, accumulated_recompile_limit=65536):
-        yield
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(read)
 
 
 def is_parameter_placeholder(node: fx.Node) -> bool:
@@ -371,17 +339,10 @@ _ADVICE = "Consider annotating your code using torch._check*(). "
 
 def passes_through(error: Exception) -> bool:
     """Return True for exceptions of Dynamo's control flow or of the user, not failures of a backend."""
-    exc = importlib.import_module("torch._dynamo.exc")
     shapes = importlib.import_module("torch.fx.experimental.symbolic_shapes")
-    steering = (
-        exc.RestartAnalysis,
-        exc.SkipFrame,
-        exc.UserError,
-        shapes.ConstraintViolationError,
-        shapes.GuardOnDataDependentSymNode,
-        torch.OutOfMemoryError,
+    return steers_dynamo(error) or isinstance(
+        error, (shapes.ConstraintViolationError, shapes.GuardOnDataDependentSymNode)
     )
-    return isinstance(error, steering)
 
 
 def steers_dynamo(error: Exception) -> bool:

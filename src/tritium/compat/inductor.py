@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,15 +24,13 @@ def inductor_settings() -> dict[str, Any]:
     return cast("dict[str, Any]", inductor_config().get_config_copy())
 
 
-@contextlib.contextmanager
-def inductor_patched(changes: Mapping[str, Any]) -> Iterator[None]:
+def inductor_patched(changes: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Change settings for code that runs inside, in this thread, and restore them on any exit.
 
     torch 2.13 keeps overrides in context variables, 2.11 in globals; `config.patch` entered and left in the compiling
     thread is correct for both, because Dynamo compiles one frame at a time.
     """
-    with inductor_config().patch(dict(changes)):
-        yield
+    return cast("AbstractContextManager[None]", inductor_config().patch(dict(changes)))
 
 
 def setting_names() -> list[str]:
@@ -44,22 +44,11 @@ def setting(name: str) -> Any:
 
 
 def assign(name: str, value: Any) -> None:
-    """Assign one setting."""
-    owner = inductor_config()
-    *path, last = name.split(".")
-    for part in path:
-        owner = getattr(owner, part)
-    setattr(owner, last, value)
-
-
-def uses_cuda_graphs() -> bool:
-    """Return True if Inductor's CUDA graphs are enabled for the current compilation."""
-    return bool(inductor_config().triton.cudagraphs)
+    setattr(inductor_config(), name, value)
 
 
 def unknown_settings(names: Sequence[str]) -> list[str]:
-    known = inductor_settings() if names else {}
-    return [name for name in names if name not in known]
+    return [name for name in names if name not in inductor_config()._config]
 
 
 def mode_settings(mode: str | None) -> dict[str, Any]:
@@ -123,10 +112,9 @@ def boxed(compiled: Callable[..., Any]) -> Callable[[list[Any]], Any]:
     """
     # torch._dynamo.disable: the call of the whole graph is already disabled.
     inner = getattr(compiled, "_torchdynamo_orig_callable", compiled)
-    code, closure = getattr(inner, "__code__", None), getattr(inner, "__closure__", None)
-    cells = dict(zip(code.co_freevars, closure or (), strict=True)) if code is not None else {}
-    if cells.keys() == {"compiled_fn", "params_buffers_flat"} and not cells["params_buffers_flat"].cell_contents:
-        return cast("Callable[[list[Any]], Any]", cells["compiled_fn"].cell_contents)
+    cells = inspect.getclosurevars(inner).nonlocals if inspect.isfunction(inner) else {}
+    if cells.keys() == {"compiled_fn", "params_buffers_flat"} and not cells["params_buffers_flat"]:
+        return cast("Callable[[list[Any]], Any]", cells["compiled_fn"])
 
     def call(values: list[Any]) -> Any:
         return compiled(*values)
@@ -136,15 +124,17 @@ def boxed(compiled: Callable[..., Any]) -> Callable[[list[Any]], Any]:
 
 def global_state() -> tuple[Any, ...]:
     """Return the switches of PyTorch that affect the code of a graph."""
-    backends = torch.backends
+    cuda = torch.backends.cuda
     return (
-        *(torch.get_default_dtype(), torch.get_num_threads(), torch.get_float32_matmul_precision()),
-        *(torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
-        *(
-            bool(getattr(backends.cuda, f"{name}_sdp_enabled")())
-            for name in ("flash", "mem_efficient", "math", "cudnn")
-        ),
-        *(allows_tf32(), backends.cudnn.enabled, backends.mkldnn.enabled),
+        torch.get_default_dtype(),
+        torch.get_num_threads(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        *(bool(getattr(cuda, f"{name}_sdp_enabled")()) for name in ("flash", "mem_efficient", "math", "cudnn")),
+        allows_tf32(),
+        torch.backends.cudnn.enabled,
+        torch.backends.mkldnn.enabled,
     )
 
 
@@ -153,11 +143,9 @@ def cache_dir() -> Path:
     return Path(importlib.import_module("torch._inductor.runtime.cache_dir_utils").cache_dir())
 
 
-@contextlib.contextmanager
-def empty_cache() -> Iterator[None]:
+def empty_cache() -> AbstractContextManager[Any]:
     """Compile with an empty cache folder that is removed afterwards."""
-    with importlib.import_module("torch._inductor.utils").fresh_cache():
-        yield
+    return cast("AbstractContextManager[Any]", importlib.import_module("torch._inductor.utils").fresh_cache())
 
 
 def vector_isas() -> list[str]:
@@ -172,24 +160,17 @@ def salted_pass(identity: bytes, inner: Any) -> Any:
     of the op would be reused.
     """
     base = importlib.import_module("torch._inductor.custom_graph_pass").CustomGraphPass
+    steps = [step for step in (inner if isinstance(inner, (list, tuple)) else [inner]) if step is not None]
 
     class Salt(base):  # type: ignore[misc, valid-type]
         def __call__(self, graph: fx.Graph) -> None:
-            for step in inner if isinstance(inner, (list, tuple)) else [inner]:
-                if step is not None:
-                    step(graph)
+            for step in steps:
+                step(graph)
 
         def uuid(self) -> Any:
-            parts: list[Any] = [identity]
-            for step in inner if isinstance(inner, (list, tuple)) else [inner]:
-                if step is None:
-                    continue
-                # A plain function has no identity, so Inductor does not cache: keep this behaviour for the user's pass.
-                theirs = step.uuid() if isinstance(step, base) else None
-                if theirs is None:
-                    return None
-                parts.append(theirs)
-            return tuple(parts) if len(parts) > 1 else identity
+            # A plain function has no identity, so Inductor does not cache: keep this behaviour for the user's pass.
+            theirs = [step.uuid() if isinstance(step, base) else None for step in steps]
+            return None if None in theirs else (identity, *theirs)
 
     return Salt()
 
@@ -199,32 +180,3 @@ def debug_folder() -> Path | None:
     if not inductor_config().trace.enabled:
         return None
     return Path(importlib.import_module("torch._dynamo.utils").get_debug_dir())
-
-
-def lower_to_memory(overload: Any) -> None:
-    """Let Inductor compute an operator (x, order of strides) as x in memory, written once for all readers.
-
-    Without it, every Triton kernel that reads an expression gets a separate buffer.
-    """
-    lowering: Any = importlib.import_module("torch._inductor.lowering")
-    ir: Any = importlib.import_module("torch._inductor.ir")
-    if overload in lowering.lowerings:
-        return
-
-    @lowering.register_lowering(overload, type_promotion_kind=None)  # type: ignore[untyped-decorator]
-    def kept(x: Any, order: Sequence[int]) -> Any:
-        x.realize()
-        return ir.ExternKernel.require_stride_order(x, order)
-
-
-def lower_to_channels_last(overload: Any) -> None:
-    """Let Inductor compute an operator of one image or video as a channels-last copy of it."""
-    lowering: Any = importlib.import_module("torch._inductor.lowering")
-    ir: Any = importlib.import_module("torch._inductor.ir")
-    if overload in lowering.lowerings or not hasattr(ir, "NHWC_STRIDE_ORDER") or not hasattr(ir, "NHWDC_STRIDE_ORDER"):
-        return
-    orders = {4: ir.NHWC_STRIDE_ORDER, 5: ir.NHWDC_STRIDE_ORDER}
-
-    @lowering.register_lowering(overload, type_promotion_kind=None)  # type: ignore[untyped-decorator]
-    def copied(x: Any) -> Any:
-        return ir.ExternKernel.require_stride_order(x, orders[len(x.get_size())])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any, TypeVar
 
@@ -11,9 +11,6 @@ import torch
 from torch import nn
 
 M = TypeVar("M", bound=nn.Module)
-
-# The attribute of a module with the function that a call of the module runs; if it is None, a call is not compiled.
-COMPILED_CALL = "_compiled_call_impl"
 
 
 def eager_call(module: nn.Module) -> Callable[..., Any]:
@@ -78,42 +75,11 @@ def tensors_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     return module._parameters, module._buffers
 
 
-def replace_children(module: nn.Module, children: Mapping[str, nn.Module]) -> None:
-    """Replace children of a shallow copy of a module without a change to the original."""
-    module._modules = {**module._modules, **children}
-
-
-def is_convolution(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.conv._ConvNd)
-
-
 def hooks_registered() -> int:
     """Return the number of module hooks registered in this process so far; each registration increases it."""
     return int(torch.utils.hooks.RemovableHandle.next_id)
 
 
-def kept_in_float32(model: Any) -> set[str] | None:
-    """Return the names of modules that diffusers keeps in float32; None for a model without this list."""
-    if not hasattr(model, "_keep_in_fp32_modules"):
-        return None
-    return set(model._keep_in_fp32_modules or ())
-
-
 def repeated_blocks(module: nn.Module) -> tuple[str, ...]:
     """Return the classes that a diffusers model names for `compile_repeated_blocks`."""
     return tuple(getattr(module, "_repeated_blocks", None) or ())
-
-
-def accelerate_hook(module: nn.Module) -> Any:
-    """Return accelerate's hook on a module, or None."""
-    return getattr(module, "_hf_hook", None)
-
-
-def diffusers_hooks(module: nn.Module) -> list[str]:
-    """Return the names of diffusers' hooks on a module."""
-    registry: Any = getattr(module, "_diffusers_hook", None)
-    return sorted(registry.hooks) if registry is not None else []
-
-
-# The attribute of a pipeline with the arguments of its progress bar.
-PROGRESS_BAR = "_progress_bar_config"

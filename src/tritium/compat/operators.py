@@ -24,11 +24,6 @@ def operator_of(node: fx.Node) -> OpOverload | None:
     return node.target if isinstance(node.target, OpOverload) else None
 
 
-def name_of(overload: OpOverload) -> str:
-    """Return the name of an operator without namespace and overload: `mul`."""
-    return str(overload._opname)
-
-
 def qualified_name(function: Any) -> str:
     """Return the path by which generated code calls a function: `torch.nn.functional.rms_norm`."""
     return _get_qualified_name(function)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from tritium.compat.wrapping import wrap_once
 
 
 class Merges:
@@ -37,20 +38,13 @@ class Merges:
 
     def _wrap(self, cls: type) -> None:
         for name in ("merge", "unmerge"):
-            original = cls.__dict__.get(name)
-            if original is not None and not hasattr(original, "tritium_original"):
-                setattr(cls, name, self._counted(original))
+            wrap_once(cls, name, self._counted)
 
-    def _counted(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self.count += 1
-
-        counted.tritium_original = original  # type: ignore[attr-defined]
-        return counted
+    def _counted(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self.count += 1
 
 
 def _with_subclasses(cls: type) -> Iterator[type]:

@@ -1,9 +1,6 @@
-"""Matrix products that Inductor or torch lacks: added in place, and wider than their operands."""
+"""Matrix products that torch lacks: with a result wider than the operands, or with an activation."""
 
 from __future__ import annotations
-
-import importlib
-from typing import Any
 
 import torch
 
@@ -26,29 +23,6 @@ def multiply_into(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) ->
         torch.bmm(left, right, out=out)
     else:
         torch.ops.aten.bmm.dtype_out(left, right, out.dtype, out=out)
-
-
-def lower_to_product_in_place(overload: Any) -> None:
-    """Let Inductor compute an operator (sum, left, right) as `sum.addmm_(left, right)`.
-
-    This applies only if no other operator reads the sum. Inductor's `addmm` writes to new memory, into which cuBLAS
-    copies the sum first.
-    """
-    lowering: Any = importlib.import_module("torch._inductor.lowering")
-    ir: Any = importlib.import_module("torch._inductor.ir")
-    graph: Any = importlib.import_module("torch._inductor.virtualized").V
-    if overload in lowering.lowerings:
-        return
-
-    @lowering.register_lowering(overload, type_promotion_kind=None)  # type: ignore[untyped-decorator]
-    def added(total: Any, left: Any, right: Any) -> Any:
-        source = graph.graph.current_node.args[0]
-        # Another operator wrote the sum to memory, and only this one reads it.
-        owned = len(source.users) == 1 and source.op == "call_function"
-        if not owned or not ir.is_storage_and_layout(total):
-            return lowering.lowerings[torch.ops.aten.addmm.default](total, left, right)
-        ir.FallbackKernel.create(torch.ops.aten.addmm_.default, total, left, right)
-        return total
 
 
 def linear_gelu(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

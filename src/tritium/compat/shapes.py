@@ -17,7 +17,6 @@ skips the decoder and compiles the functions that it calls, one by one and for e
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
@@ -26,11 +25,12 @@ from typing import Any
 import torch
 
 from tritium.compat.versions import TORCH, version_text
+from tritium.compat.wrapping import wrap_once
 
 # The arguments of Dynamo's `OutputGraph` that identify a frame.
 _NEEDED = {"compiler_fn", "local_scope"}
 
-# The attribute of functions that replace torch's, and of the symbols of graphs to which they apply.
+# The attribute of the symbols of graphs to which the wrappers below apply.
 _MARK = "_tritium_sizes_apart"
 
 
@@ -41,15 +41,11 @@ def keep_sizes_apart(when: Callable[[Any, Mapping[str, Any]], bool]) -> bool:
     """
     output_graph = importlib.import_module("torch._dynamo.output_graph").OutputGraph
     settings: Any = importlib.import_module("torch.fx.experimental._config")
-    original = output_graph.__init__
-    if hasattr(original, _MARK):
-        return True
     if sizes_apart_obstacle() is not None:
         return False
-    signature = inspect.signature(original)
+    signature = inspect.signature(output_graph.__init__)
 
-    @functools.wraps(original)
-    def start(self: Any, *args: Any, **kwargs: Any) -> None:
+    def start(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         given = signature.bind(self, *args, **kwargs).arguments
         if not when(backend_of(given["compiler_fn"]), given["local_scope"]):
             original(self, *args, **kwargs)
@@ -59,8 +55,7 @@ def keep_sizes_apart(when: Callable[[Any, Mapping[str, Any]], bool]) -> bool:
             original(self, *args, **kwargs)
         setattr(self.shape_env, _MARK, True)
 
-    setattr(start, _MARK, True)
-    output_graph.__init__ = start
+    wrap_once(output_graph, "__init__", start)
     _drop_guards_that_decide_nothing()
     _know_the_sizes_of_group_norm()
     if TORCH < (2, 13):
@@ -92,13 +87,11 @@ def _drop_guards_that_decide_nothing() -> None:
     names = ("_select_conv_backend", "_conv_determine_backend_memory_format", "_ConvBackend")
     if not all(hasattr(bindings, name) for name in names):
         return
-    original = bindings._select_conv_backend
     routines = bindings._ConvBackend
     # The routines that differ only by the number of elements, by the weight's dims.
     candidates = {4: (routines.Mkldnn, routines.Slow2d), 5: (routines.Mkldnn, routines.Slow3d)}
 
-    @functools.wraps(original)
-    def select(*args: Any, **kwargs: Any) -> Any:
+    def select(original: Any, *args: Any, **kwargs: Any) -> Any:
         # Some versions pass all arguments by name.
         tensor, weight = (args + tuple(kwargs[name] for name in ("input", "weight") if name in kwargs))[:2]
         symbols: Any = getattr(getattr(tensor, "fake_mode", None), "shape_env", None)
@@ -113,7 +106,7 @@ def _drop_guards_that_decide_nothing() -> None:
                 return found
         return original(*args, **kwargs)
 
-    bindings._select_conv_backend = select
+    wrap_once(bindings, "_select_conv_backend", select)
 
 
 def _know_the_sizes_of_group_norm() -> None:
@@ -142,14 +135,12 @@ def _is_dense(x: torch.Tensor) -> bool:
 def _compare_tensors_with_words() -> None:
     """Trace `tensor == "a word"` as False in marked graphs, as Python does after the tensor declines."""
     variables: Any = importlib.import_module("torch._dynamo.variables")
-    original = variables.TensorVariable.call_method
 
-    @functools.wraps(original)
-    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+    def call_method(original: Any, self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         if name in ("__eq__", "__ne__") and hasattr(tx.output.shape_env, _MARK) and len(args) == 1:
             (other,) = args
             if isinstance(other, variables.ConstantVariable) and isinstance(other.as_python_constant(), str):
                 return variables.ConstantVariable.create(name == "__ne__")
         return original(self, tx, name, args, kwargs)
 
-    variables.TensorVariable.call_method = call_method
+    wrap_once(variables.TensorVariable, "call_method", call_method)

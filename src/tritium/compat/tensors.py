@@ -10,24 +10,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-
-__all__ = [
-    "TorchDispatchMode",
-    "copy_all",
-    "fake_mode",
-    "flatten",
-    "is_container",
-    "is_intercepted",
-    "is_tensor_subclass",
-    "is_zero_tensor",
-    "keep_storage_id",
-    "leaves_of",
-    "map_tensors",
-    "python_decompositions",
-    "storage_id",
-    "version_of",
-]
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -77,16 +60,6 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy tensors to others of the same layouts, with few launches on a GPU."""
     torch._foreach_copy_(targets, sources)
-
-
-def is_zero_tensor(tensor: torch.Tensor) -> bool:
-    """Return True for autograd's tensors of zeros without memory."""
-    return bool(tensor._is_zerotensor())
-
-
-def is_intercepted() -> bool:
-    """Return True if a dispatch mode, such as that of a trace, intercepts operators."""
-    return torch._C._len_torch_dispatch_stack() != 0
 
 
 def fake_mode(**options: Any) -> Any:

@@ -27,6 +27,7 @@ from typing import Any
 from tritium.compat import generated
 from tritium.compat.inductor import inductor_config
 from tritium.compat.versions import TORCH, Version, version_text
+from tritium.compat.wrapping import wrapped
 
 # Versions on which the hooks below were compared with Inductor's source.
 TILING_KNOWN = ((2, 11), (2, 12), (2, 13), (2, 14), (2, 15))
@@ -226,20 +227,16 @@ def wrap(current: Callable[[], Policy | None]) -> None:
         for hook in hooks():
             if hook.wrapper is not None:
                 declared = vars(hook.owner)[hook.attribute]
-                wrapper = _wrapper(declared, hook.wrapper, current)
+                wrapper = wrapped(declared, functools.partial(_serve, current, hook.wrapper))
                 setattr(hook.owner, hook.attribute, wrapper)
                 _installed.append((hook.owner, hook.attribute, declared, wrapper))
 
 
-def _wrapper(declared: Any, wrapper: Callable[..., Any], current: Callable[[], Policy | None]) -> Any:
-    original = declared.__func__ if isinstance(declared, classmethod | staticmethod) else declared
-
-    @functools.wraps(original)
-    def call(*arguments: Any, **named: Any) -> Any:
-        policy = current()
-        return original(*arguments, **named) if policy is None else wrapper(policy, original, *arguments, **named)
-
-    return type(declared)(call) if original is not declared else call
+def _serve(
+    current: Callable[[], Policy | None], wrapper: Callable[..., Any], original: Any, *arguments: Any, **named: Any
+) -> Any:
+    policy = current()
+    return original(*arguments, **named) if policy is None else wrapper(policy, original, *arguments, **named)
 
 
 def unwrap() -> None:

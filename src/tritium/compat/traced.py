@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tritium.compat.operators import is_mutable
-from tritium.compat.tensors import TorchDispatchMode, leaves_of, map_tensors, python_decompositions
+from tritium.compat.tensors import leaves_of, map_tensors, python_decompositions
+from tritium.compat.wrapping import wrap_once
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -51,28 +53,23 @@ def statically_known(condition: Any) -> bool:
     return bool(shapes.statically_known_true(condition))
 
 
-class _ImpureError(Exception):
-    """An operator gives different results on repeated runs, or writes to memory."""
+class _PurityCheck(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.is_pure = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags or is_mutable(func):
+            self.is_pure = False
+        return func(*args, **(kwargs or {}))
 
 
 def is_pure(function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
     """Return True if a call of a function on fake tensors uses no random numbers and writes to no memory."""
-
-    class PurityCheck(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()  # type: ignore[no-untyped-call]
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if torch.Tag.nondeterministic_seeded in func.tags or is_mutable(func):
-                raise _ImpureError(str(func))
-            return func(*args, **(kwargs or {}))
-
-    try:
-        with PurityCheck(), torch.no_grad():
-            function(*arguments, **options)
-    except _ImpureError:
-        return False
-    return True
+    check = _PurityCheck()
+    with check, torch.no_grad():
+        function(*arguments, **options)
+    return check.is_pure
 
 
 def fake_results(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
@@ -94,25 +91,16 @@ def remember_kernel_accesses() -> None:
     """
     module: Any = importlib.import_module("torch._higher_order_ops.triton_kernel_wrap")
     for name in _ANALYSES:
-        original = getattr(module, name, None)
-        if original is not None and not hasattr(original, "tritium_original"):
-            setattr(module, name, _remembered(original))
+        wrap_once(module, name, functools.partial(_remembered, {}))
 
 
-def _remembered(original: Callable[..., Any]) -> Callable[..., Any]:
-    known: dict[Any, Any] = {}
-
-    @functools.wraps(original)
-    def identify(kernel: Any, kwargs: Mapping[str, Any], tma_descriptor_metadata: Any) -> Any:
-        key = None if tma_descriptor_metadata else _access_key(kernel, kwargs)
-        if key is None:
-            return original(kernel, kwargs, tma_descriptor_metadata)
-        if key not in known:
-            known[key] = original(kernel, kwargs, tma_descriptor_metadata)
-        return known[key]
-
-    identify.tritium_original = original  # type: ignore[attr-defined]
-    return identify
+def _remembered(results: dict[Any, Any], original: Callable[..., Any], kernel: Any, kwargs: Any, tma: Any) -> Any:
+    key = None if tma else _access_key(kernel, kwargs)
+    if key is None:
+        return original(kernel, kwargs, tma)
+    if key not in results:
+        results[key] = original(kernel, kwargs, tma)
+    return results[key]
 
 
 def _access_key(kernel: Any, kwargs: Mapping[str, Any]) -> Any:

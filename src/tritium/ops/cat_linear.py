@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the conventional name
 
 from tritium import compat
-from tritium.compat.products import lower_to_product_in_place
+from tritium.compat.lowerings import lower, product_in_place
 from tritium.ops.op import NARROW, Arguments, Draw, Op, Provider, Sample, Shape, Trial, count, octave
 
 
@@ -53,7 +53,7 @@ def run_aten(given: Arguments) -> torch.Tensor:
     start = first.shape[-1]
     out = F.linear(first, weight[:, :start], given.bias)
     if compat.traced.is_traced(out):
-        lower_to_product_in_place(_ADD_PRODUCT)
+        lower(_ADD_PRODUCT, product_in_place)
     for part in others:
         width = part.shape[-1]
         out = _ADD_PRODUCT(out, part, weight[:, start : start + width].t())

@@ -94,7 +94,7 @@ def in_memory(x: torch.Tensor, *, channels_last: bool) -> torch.Tensor:
     """
     if not compat.traced.is_traced(x):
         return x
-    compat.inductor.lower_to_memory(_IN_MEMORY)
+    compat.lowerings.lower(_IN_MEMORY, compat.lowerings.stored)
     last = x.dim() - 1
     order = [last, 0, *range(last - 1, 0, -1)] if channels_last else list(range(last, -1, -1))
     return _IN_MEMORY(x, order)  # type: ignore[no-any-return]

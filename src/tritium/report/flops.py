@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from tritium import compat
-from tritium.compat.operators import FLASH_ATTENTION, OpOverload, name_of, operator_of
+from tritium.compat.operators import FLASH_ATTENTION, OpOverload, operator_of
 
 # References of owned ops by qualified name, such as `tritium::rms_norm`. Ops add theirs when they are registered.
 REFERENCES: dict[str, Callable[..., Any]] = {}
@@ -36,7 +36,7 @@ def _counter() -> Any:
 def _flops_by_formula(node: fx.Node, overload: OpOverload) -> int | None:
     formulas = _counter().flop_registry
     formula = formulas.get(overload.overloadpacket)
-    if formula is None and name_of(overload).startswith("_scaled_dot_product"):
+    if formula is None and overload.overloadpacket.__name__.startswith("_scaled_dot_product"):
         # Device-specific variants of attention have separate names.
         formula = formulas[FLASH_ATTENTION]
     if formula is None:

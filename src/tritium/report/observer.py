@@ -13,7 +13,7 @@ from torch import fx
 
 from tritium import compat, device
 from tritium.compat.observation import KernelArgument
-from tritium.compat.operators import OpOverload, name_of, operator_of
+from tritium.compat.operators import OpOverload, operator_of
 from tritium.report import kernel_dump
 from tritium.report.flops import bytes_of, flops_of
 from tritium.report.kernel_dump.dissection import Dissection
@@ -110,7 +110,7 @@ class KernelObserver:
         read, written, flops = bytes_of(inputs), bytes_of(node.meta.get("val")), flops_of(node)
         shapes = [_shape_text(value) for value in inputs if isinstance(value, torch.Tensor) and value.ndim > 1]
         return Kernel(
-            name=f"{name_of(overload)} ({', '.join(shapes)})",
+            name=f"{overload.overloadpacket.__name__} ({', '.join(shapes)})",
             kind="owned" if overload.namespace == self.namespace else "library",
             ops=[str(overload.overloadpacket)],
             source_lines=_source_lines([node]),

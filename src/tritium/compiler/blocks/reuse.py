@@ -41,7 +41,7 @@ def reuse_blocks(c: Compilation) -> None:
         return
     gms = [unit.gm for unit in c.units]
     with c.recorded(NAME, NAME, lambda: [("rewritten", gm.graph) for gm in gms[:1]]) as entry:
-        if c.settings.get("triton.cudagraphs") or compat.inductor.uses_cuda_graphs():
+        if c.settings.get("triton.cudagraphs") or compat.inductor.setting("triton.cudagraphs"):
             entry.declined = INDUCTOR_CAPTURES
         else:
             c.programs = Reuse(c, entry).programs(gms)

@@ -73,7 +73,7 @@ def acts(node: fx.Node) -> bool:
 def name_of(target: Any) -> str:
     """Return the name of an operation from any kind of fx target."""
     if isinstance(target, compat.operators.OpOverload):
-        return compat.operators.name_of(target)
+        return str(target.overloadpacket.__name__)
     return target if isinstance(target, str) else str(getattr(target, "__name__", target))
 
 

@@ -189,7 +189,7 @@ class CudaLane(Lane):
     def capture(self, run: Callable[[], Any], generators: Sequence[torch.Generator]) -> tuple[DeviceGraph, Any]:
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
-            compat.capture.register_generator(graph, generator)
+            graph.register_generator_state(generator)
         with torch.cuda.device(self.device), compat.capture.fresh_cublas_workspaces():
             return graph, self._captured(graph, run)
 

@@ -248,13 +248,16 @@ def _added_score(mask: torch.Tensor) -> Callable[..., torch.Tensor]:
 
 @functools.lru_cache(maxsize=16)
 def _causal_blocks(queries: int, keys: int, device: str) -> Any:
+    # Import late: it imports the compiler.
+    from torch.nn.attention.flex_attention import create_block_mask
+
     def seen(b: Any, h: Any, q: Any, k: Any) -> Any:
         del b, h
         return q >= k
 
     # In a separate thread: vmap, which create_block_mask uses, does not work inside an operator.
     with ThreadPoolExecutor(1) as pool:
-        make = functools.partial(compat_attention.create_block_mask, seen, None, None, queries, keys, device=device)
+        make = functools.partial(create_block_mask, seen, None, None, queries, keys, device=device)
         return pool.submit(make).result()
 
 

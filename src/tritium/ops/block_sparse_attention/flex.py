@@ -28,7 +28,10 @@ def run_flex(given: Arguments) -> torch.Tensor:
     whole, listed, indices = given.counts[..., 0], given.counts[..., 1], given.indices
     # `indices` lists whole blocks before partly masked ones: rotate the latter to the front of a second list.
     places = (torch.arange(indices.shape[-1], device=q.device) + whole.unsqueeze(-1)) % max(1, indices.shape[-1])
-    mask = compat_attention.block_mask_class().from_kv_blocks(
+    # Import late: it imports the compiler.
+    from torch.nn.attention.flex_attention import BlockMask
+
+    mask = BlockMask.from_kv_blocks(
         (listed - whole).contiguous(),
         indices.gather(-1, places),
         whole.contiguous(),

@@ -28,4 +28,4 @@ CHANNELS_LAST = torch.ops.tritium.channels_last.default
 
 def make_known_to_inductor() -> None:
     """Register the op's lowering before a graph with it is lowered; ATen copies if torch lacks support."""
-    compat.inductor.lower_to_channels_last(CHANNELS_LAST)
+    compat.lowerings.lower(CHANNELS_LAST, compat.lowerings.channels_last)
