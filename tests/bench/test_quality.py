@@ -69,7 +69,7 @@ class TestImages:
         from PIL import Image
 
         panel = images.Panel(noise(3, 32, 64), ("one", "a line that is much longer than its image is wide " * 3))
-        images.save_rows([[panel, panel], [panel]], tmp_path / "sheet.png")
+        images.save_sheet([panel, panel], tmp_path / "sheet.png")
         with Image.open(tmp_path / "sheet.png") as sheet:
             assert sheet.mode == "RGB"
             assert sheet.width > 2 * 256

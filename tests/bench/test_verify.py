@@ -143,14 +143,14 @@ class TestNoNumbers:
         assert found.not_numbers == 16
         assert found.largest >= 0.5
         assert math.isfinite(found.psnr)
-        assert quality.within(found, {}) == ["16 values are no numbers"]
+        assert Thresholds(min_psnr=None).broken_by(found) == ["16 values are no numbers"]
         assert quality.worst([quality.difference(self.image, self.image), found]).not_numbers == 16
 
     def test_latents_count_too(self):
         latents = torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0])
         found = quality.difference(self.image, self.image, latents)
         assert found.not_numbers == 1
-        assert quality.within(found, {"latent_l2": 1e9})[1].startswith("latent_l2 nan")
+        assert Thresholds(min_psnr=None, max_latent_l2=1e9).broken_by(found)[1].startswith("latent_l2 nan")
         assert found.to_dict()["latent_l2"] is None
 
     def test_nothing_is_compared_with_an_eager_image_that_is_broken(self):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +11,12 @@ import torch
 from torch import Tensor
 
 from tritium import disk
-from tritium.errors import ConfigError, MissingExtra
+from tritium.errors import ConfigError
 
 # The factor for differences; at 40 dB they are about one step of 256 grey levels.
 AMPLIFIED = 20
+
+FORMATS = (".jpeg", ".jpg", ".png", ".webp")
 
 # The least width of an image in a sheet; smaller ones are enlarged by an integer factor.
 _SHOWN = 256
@@ -25,7 +26,7 @@ _LINE = 18
 
 @dataclass(frozen=True)
 class Panel:
-    """One image of a row, [C, H, W] in 0..1, and the lines of its caption."""
+    """One image of a sheet, [C, H, W] in 0..1, and the lines of its caption."""
 
     pixels: Tensor
     lines: tuple[str, ...]
@@ -36,15 +37,11 @@ def amplified(image: Tensor, reference: Tensor) -> Tensor:
     return (0.5 + AMPLIFIED * (image - reference) / 2).clamp(0, 1)
 
 
-def check_writable(path: Path) -> Path:
+def check_writable(path: Path) -> None:
     """Raise if a file cannot be written, before an image is generated."""
-    formats = {".png", ".jpg", ".jpeg", ".webp"}
-    if path.suffix.lower() not in formats:
-        raise ConfigError(
-            f"{path} has no ending that says what image to write; use one of {', '.join(sorted(formats))}"
-        )
+    if path.suffix.lower() not in FORMATS:
+        raise ConfigError(f"{path} has no ending that says what image to write; use one of {', '.join(FORMATS)}")
     disk.check_writable(path, make_folder=True)
-    return path
 
 
 def save(pixels: Tensor, path: Path) -> None:
@@ -52,35 +49,22 @@ def save(pixels: Tensor, path: Path) -> None:
     _image(pixels).save(path)
 
 
-def save_rows(rows: Sequence[Sequence[Panel]], path: Path) -> None:
-    """Write rows of images with their captions."""
-    pil: Any = _pil("Image")
-    images = [_row(row) for row in rows]
-    width, height = max(image.width for image in images), sum(image.height for image in images)
-    sheet = pil.new("RGB", (width, height), "white")
-    top = 0
-    for image in images:
-        sheet.paste(image, (0, top))
-        top += image.height
-    sheet.save(path)
+def save_sheet(panels: Sequence[Panel], path: Path) -> None:
+    """Write images of one size side by side, with their captions below."""
+    from PIL import Image, ImageDraw, ImageFont
 
-
-def _row(row: Sequence[Panel]) -> Any:
-    pil, pen_of, fonts = _pil("Image"), _pil("ImageDraw"), _pil("ImageFont")
-    font = fonts.load_default(size=13)
-    images = [_enlarged(_image(panel.pixels)) for panel in row]
-    high = max(image.height for image in images)
-    lines = max(len(panel.lines) for panel in row)
-    width = sum(image.width + _MARGIN for image in images) + _MARGIN
-    sheet = pil.new("RGB", (width, high + lines * _LINE + 2 * _MARGIN), "white")
-    pen = pen_of.Draw(sheet)
-    left = _MARGIN
-    for panel, image in zip(row, images, strict=True):
+    font = ImageFont.load_default(size=13)
+    images = [_enlarged(_image(panel.pixels)) for panel in panels]
+    width, height = images[0].size
+    lines = max(len(panel.lines) for panel in panels)
+    sheet = Image.new("RGB", (len(images) * (width + _MARGIN) + _MARGIN, height + lines * _LINE + 2 * _MARGIN), "white")
+    pen = ImageDraw.Draw(sheet)
+    for index, (panel, image) in enumerate(zip(panels, images, strict=True)):
+        left = _MARGIN + index * (width + _MARGIN)
         sheet.paste(image, (left, _MARGIN))
         for place, line in enumerate(panel.lines):
-            pen.text((left, _MARGIN + high + 4 + place * _LINE), _fitting(line, image.width, font), "black", font=font)
-        left += image.width + _MARGIN
-    return sheet
+            pen.text((left, _MARGIN + height + 4 + place * _LINE), _fitting(line, width, font), "black", font=font)
+    sheet.save(path)
 
 
 def _fitting(line: str, width: int, font: Any) -> str:
@@ -93,17 +77,14 @@ def _fitting(line: str, width: int, font: Any) -> str:
 
 
 def _enlarged(image: Any) -> Any:
+    from PIL import Image
+
     times = max(1, round(_SHOWN / image.width))
-    return image.resize((image.width * times, image.height * times), _pil("Image").NEAREST)
+    return image.resize((image.width * times, image.height * times), Image.Resampling.NEAREST)
 
 
 def _image(pixels: Tensor) -> Any:
+    from PIL import Image
+
     levels = (pixels.detach().float().cpu().clamp(0, 1) * 255).round().to(torch.uint8)
-    return _pil("Image").fromarray(levels.permute(1, 2, 0).contiguous().numpy(), "RGB")
-
-
-def _pil(name: str) -> Any:
-    try:
-        return importlib.import_module(f"PIL.{name}")
-    except ModuleNotFoundError as error:
-        raise MissingExtra("pillow", "diffusers", "writing images") from error
+    return Image.fromarray(levels.permute(1, 2, 0).contiguous().numpy(), "RGB")

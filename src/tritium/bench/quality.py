@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,9 +63,7 @@ def difference(
         raise ShapeError(f"images of {tuple(image.shape)} and {tuple(reference.shape)} cannot be compared")
     a, b = image.detach().double().cpu(), reference.detach().double().cpu()
     if not b.isfinite().all():
-        raise PipelineError(
-            "the image to compare with holds values that are no numbers: nothing can be said about another"
-        )
+        raise PipelineError("the image to compare with holds values that are no numbers")
     not_numbers = sum(int((~found.isfinite()).sum()) for found in (a, *(latents or ())[:1]))
     # The largest difference that a pixel can have.
     a = torch.where(a.isfinite(), a, 1 - b.round())
@@ -155,16 +153,3 @@ def lpips_obstacle() -> str | None:
             "`python -c 'import lpips; lpips.LPIPS(net=\"alex\")'` puts them there"
         )
     return None
-
-
-def within(found: Difference, least: Mapping[str, float]) -> list[str]:
-    """Name the thresholds that a difference exceeds: `least` may hold psnr, ssim, largest, latent_l2, lpips."""
-    broken = [f"{found.not_numbers} values are no numbers"] if found.not_numbers else []
-    for name, limit in least.items():
-        value = getattr(found, name)
-        if value is None:
-            broken.append(f"{name} was not measured, and its limit is {limit:g}")
-        # Comparisons with NaN are False, so NaN is past every limit.
-        elif not (value >= limit if name in ("psnr", "ssim") else value <= limit):
-            broken.append(f"{name} {value:.4g} is past {limit:g}")
-    return broken

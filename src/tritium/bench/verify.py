@@ -24,6 +24,16 @@ from tritium.report.ledger import LEDGER
 MIN_PSNR = 40.0
 
 
+# The figure that each threshold limits.
+_FIGURES = {
+    "min_psnr": "psnr",
+    "min_ssim": "ssim",
+    "max_difference": "largest",
+    "max_latent_l2": "latent_l2",
+    "max_lpips": "lpips",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Thresholds:
     """Thresholds for an image; None means no threshold."""
@@ -35,37 +45,40 @@ class Thresholds:
     max_lpips: float | None = None
 
     def __post_init__(self) -> None:
-        for name, limit in self.__dict__.items():
-            if limit is not None and math.isnan(limit):
+        for name, limit in self.given.items():
+            if math.isnan(limit):
                 raise ConfigError(f"{name} must be a number, got {limit}")
-        if self.min_ssim is not None and self.min_ssim > 1:
-            raise ConfigError(f"min_ssim {self.min_ssim:g} cannot be reached: equal images have 1")
-        for name in ("max_difference", "max_latent_l2", "max_lpips"):
-            limit = getattr(self, name)
-            if limit is not None and limit < 0:
-                raise ConfigError(f"{name} {limit:g} cannot be reached: equal images have 0")
+            equal = {"min_psnr": math.inf, "min_ssim": 1.0}.get(name, 0.0)
+            if not _is_within(name, equal, limit):
+                raise ConfigError(f"{name} {limit:g} cannot be reached: equal images have {equal:g}")
         obstacle = quality.lpips_obstacle() if self.max_lpips is not None else None
         if obstacle is not None:
             raise ConfigError(f"LPIPS cannot be measured here: {obstacle}")
 
+    @property
+    def given(self) -> dict[str, float]:
+        return {name: limit for name, limit in self.__dict__.items() if limit is not None}
+
     def broken_by(self, found: Difference) -> list[str]:
         """Name the thresholds that a difference exceeds."""
-        limits = {
-            "psnr": self.min_psnr,
-            "ssim": self.min_ssim,
-            "largest": self.max_difference,
-            "latent_l2": self.max_latent_l2,
-            "lpips": self.max_lpips,
-        }
-        return quality.within(found, {name: limit for name, limit in limits.items() if limit is not None})
+        broken = [f"{found.not_numbers} values are no numbers"] if found.not_numbers else []
+        for name, limit in self.given.items():
+            figure = _FIGURES[name]
+            value = getattr(found, figure)
+            if value is None:
+                broken.append(f"{figure} was not measured, and its limit is {limit:g}")
+            elif not _is_within(name, value, limit):
+                broken.append(f"{figure} {value:.4g} is past {limit:g}")
+        return broken
 
     def to_dict(self) -> dict[str, float | str]:
         """Return the thresholds that are set; `inf` as a string, because JSON has no infinity."""
-        return {
-            name: limit if math.isfinite(limit) else str(limit)
-            for name, limit in self.__dict__.items()
-            if limit is not None
-        }
+        return {name: limit if math.isfinite(limit) else str(limit) for name, limit in self.given.items()}
+
+
+def _is_within(name: str, value: float, limit: float) -> bool:
+    # Comparisons with NaN are False, so NaN is past every limit.
+    return value >= limit if name.startswith("min_") else value <= limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,21 +90,15 @@ class Row:
     width: int
     height: int
     difference: Difference
-    broken: tuple[str, ...]
+    broken: list[str]
     eager_seconds: float
     # Includes compilation if this job was the first to need it.
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "job": self.job.to_dict(),
-            "width": self.width,
-            "height": self.height,
-            **self.difference.to_dict(),
-            "broken": list(self.broken),
-            "eager_seconds": self.eager_seconds,
-            "seconds": self.seconds,
-        }
+        fields = {**self.__dict__, **self.difference.to_dict(), "job": self.job.to_dict()}
+        del fields["difference"]
+        return fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,48 +157,40 @@ def verify(
     if isinstance(plan, (str, Path)):
         plan = recipe.load(Path(plan)).plan_for(pipe, accept_differences=accept_differences)
     drawing = 0.6 if find_cause else 1.0
-    steps = _Steps(notify)
-    eager = [steps.generate(pipe, job, "eager", drawing * 0.5 * n / len(jobs)) for n, job in enumerate(jobs)]
-    # This function reports progress, so parts must not report it again.
-    with optimize(pipe, (plan or Plan()).with_(progress=False)) as handle, LEDGER.observed(steps.compiling):
-        rows = []
-        for n, (job, expected) in enumerate(zip(jobs, eager, strict=True)):
-            image = steps.generate(pipe, job, "accelerated", drawing * (0.5 + 0.5 * n / len(jobs)))
-            rows.append(_row(job, image, expected, thresholds))
-        choices = {name: str(choice) for name, choice in handle.choices.items()}
-        location = _locate(handle, rows, eager, thresholds, steps.after(drawing)) if find_cause else None
-    return Verified(
-        pipeline=type(pipe).__name__,
-        device_type=pipe.device.type,
-        choices=choices,
-        thresholds=thresholds,
-        rows=tuple(rows),
-        location=location,
-    )
+    reached = 0.0
 
+    def tell(what: str, share: float) -> None:
+        nonlocal reached
+        reached = share
+        notify(what, share)
 
-class _Steps:
-    """Reports the current job and the compilations inside it."""
-
-    def __init__(self, notify: Notify) -> None:
-        self._notify = notify
-        self._share = 0.0
-
-    def tell(self, what: str, share: float) -> None:
-        self._share = share
-        self._notify(what, share)
-
-    def generate(self, pipe: Any, job: Job, how: str, share: float) -> Image:
-        self.tell(f"{how}: {job.prompt!r}, seed {job.seed}", share)
-        return generate(pipe, job)
-
-    def compiling(self, function: str, seconds: float | None) -> None:
+    def compiling(function: str, seconds: float | None) -> None:
         if seconds is None:
-            self._notify(f"compiling {function}", self._share)
+            notify(f"compiling {function}", reached)
 
-    def after(self, begin: float) -> Notify:
-        """Return a reporter for work that begins at this share."""
-        return lambda what, share: self.tell(what, begin + (1 - begin) * share)
+    def searching(what: str, share: float) -> None:
+        tell(what, drawing + (1 - drawing) * share)
+
+    def draw(how: str, begin: float) -> list[Image]:
+        found = []
+        for n, job in enumerate(jobs):
+            tell(f"{how}: {job.prompt!r}, seed {job.seed}", drawing * (begin + 0.5 * n / len(jobs)))
+            found.append(generate(pipe, job))
+        return found
+
+    eager = draw("eager", 0.0)
+    # This function reports progress, so parts must not report it again.
+    with optimize(pipe, (plan or Plan()).with_(progress=False)) as handle, LEDGER.observed(compiling):
+        images = draw("accelerated", 0.5)
+        rows = [_row(*compared, thresholds) for compared in zip(jobs, images, eager, strict=True)]
+        return Verified(
+            pipeline=type(pipe).__name__,
+            device_type=pipe.device.type,
+            choices={name: str(choice) for name, choice in handle.choices.items()},
+            thresholds=thresholds,
+            rows=tuple(rows),
+            location=_locate(handle, rows, eager, thresholds, searching) if find_cause else None,
+        )
 
 
 def _row(job: Job, image: Image, expected: Image, thresholds: Thresholds) -> Row:
@@ -202,7 +201,7 @@ def _row(job: Job, image: Image, expected: Image, thresholds: Thresholds) -> Row
         width=width,
         height=height,
         difference=found,
-        broken=tuple(thresholds.broken_by(found)),
+        broken=thresholds.broken_by(found),
         eager_seconds=expected.seconds,
         seconds=image.seconds,
     )

@@ -84,7 +84,7 @@ def command(
         found["seconds"] |= {"eager": compared.eager.seconds, "tritium": compared.ours.seconds}
         found["difference"] = difference.to_dict()
         summary += f"\n{difference}"
-        images.save_rows([panels(compared, job)], output)
+        images.save_sheet(panels(compared, job), output)
     _tell(found, json=json, summary=summary)
 
 

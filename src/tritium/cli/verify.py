@@ -136,14 +136,10 @@ def show(verified: Verified) -> None:
     if verified.location is not None:
         out.print(escape(f"located: {verified.location}"), soft_wrap=True, highlight=False)
     if verified.passed:
-        asked = ", ".join(f"{name.replace('_', ' ')} {limit:g}" for name, limit in _asked(verified.thresholds))
+        asked = ", ".join(f"{name.replace('_', ' ')} {limit:g}" for name, limit in verified.thresholds.given.items())
         out.print(f"[green]passed[/]: {asked}", soft_wrap=True, highlight=False)
     else:
         out.print(f"[red]FAILED[/]: {escape('; '.join(verified.broken))}", soft_wrap=True, highlight=False)
-
-
-def _asked(thresholds: Thresholds) -> list[tuple[str, float]]:
-    return [(name, limit) for name, limit in thresholds.__dict__.items() if limit is not None]
 
 
 def _cells(row: Row, *, with_lpips: bool) -> list[str]:
