@@ -33,7 +33,7 @@ from tritium.bench.results import (
     without,
 )
 from tritium.bench.settings import Notify, Settings
-from tritium.bench.workload import Built
+from tritium.bench.workload import Built, shapes_of
 from tritium.compiler.backend import Backend
 from tritium.config import CompilationConfig
 from tritium.errors import TritiumError
@@ -60,8 +60,6 @@ class Comparison:
     workload: str
     settings: Settings
     notify: Notify
-    # Variants that will be added, for the progress.
-    count: int = 3
     note: str = ""
     shapes: dict[str, list[int]] = field(default_factory=dict)
     shrunk: bool
@@ -72,16 +70,9 @@ class Comparison:
     variants: dict[str, Variant] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, name: str, built: Built, settings: Settings, notify: Notify, count: int = 3) -> Comparison:
-        return cls(
-            workload=name,
-            settings=settings,
-            notify=notify,
-            count=count,
-            note=built.note,
-            shapes=built.shapes,
-            shrunk=built.shrunk,
-        )
+    def of(cls, name: str, built: Built, settings: Settings, notify: Notify) -> Comparison:
+        shapes = shapes_of(built.inputs)
+        return cls(workload=name, settings=settings, notify=notify, note=built.note, shapes=shapes, shrunk=built.shrunk)
 
     def add(
         self,
@@ -92,7 +83,8 @@ class Comparison:
         settle: Callable[[Callable[[], Any]], None] | None = None,
     ) -> Variant:
         """Add a variant by its first call, and by the calls of `settle`, whose compilations count as recompiles."""
-        self.notify(f"{self.workload}: first call, {name}", PREPARED * min(1.0, len(self.variants) / self.count))
+        done = len(self.variants)
+        self.notify(f"{self.workload}: first call, {name}", PREPARED * done / (done + 1))
         fields: dict[str, Any] = {}
         with self.settings.caches(), torch.inference_mode(self.inference_mode):
             fields["first_call_s"] = measure.first_call(call, self.settings.device_type)
@@ -175,32 +167,30 @@ def _static_inductor(gm: Any, example_inputs: Any) -> Any:
 
 def compile_variant(model: Any, variant: str, settings: Settings, *, dynamic: bool | None = None) -> Any:
     """Compile a module or function for a variant; all compiled variants get the same mode and the same dynamic sizes."""
-    config = settings.config or CompilationConfig()
     if variant in (STATIC, TRITIUM_STATIC):
         dynamic = False
     if variant == EAGER:
         return model
-    if variant == INDUCTOR:
-        return torch.compile(model, mode=settings.mode, dynamic=dynamic)
-    if variant == REDUCE_OVERHEAD:
-        return torch.compile(model, mode="reduce-overhead", dynamic=dynamic)
     if variant == STATIC:
         return torch.compile(model, backend=_static_inductor, dynamic=dynamic)
+    mode = mode_of(variant, settings)
+    if variant in (INDUCTOR, REDUCE_OVERHEAD):
+        return torch.compile(model, mode=mode, dynamic=dynamic)
     changes: dict[str, dict[str, Any]] = {
         EXACT: {"engine": "eager", "fidelity": "exact"},
         GRAPHS: {"graphs": "with_compile"},
         REUSE_BLOCKS: {"reuse_blocks": True},
         **{without(op): {"force_provider": {op: ops.INDUCTOR}} for op in settings.without},
     }
-    backend = _VariantBackend(config.with_(**changes.get(variant, {})), variant)
-    # Engine `eager` generates no code, so it has no mode.
-    return torch.compile(model, backend=backend, mode=mode_of(variant, settings), dynamic=dynamic)
+    config = (settings.config or CompilationConfig()).with_(**changes.get(variant, {}))
+    return torch.compile(model, backend=_VariantBackend(config, variant), mode=mode, dynamic=dynamic)
 
 
 def mode_of(variant: str, settings: Settings) -> str | None:
     """Return the mode that torch.compile gets for a variant; None where it is not called, or for code without a mode."""
     if variant == REDUCE_OVERHEAD:
         return "reduce-overhead"
+    # Engine `eager`, which `exact` uses, generates no code.
     is_compiled = variant.startswith((INDUCTOR, TRITIUM)) and variant not in (EXACT, OPTIMIZED)
     return settings.mode if is_compiled else None
 
@@ -226,9 +216,8 @@ def compiled(built: Built, variant: str, settings: Settings, *, dynamic: bool = 
 
 
 def start_compiler(settings: Settings) -> None:
-    """Compile a small function, so that the first variant does not include the start of the compiler."""
+    """Compile a small function: the first call of a process imports Inductor, which takes seconds."""
     if settings.cold:
-        # Importing Inductor and building its pattern tables takes seconds, once a process.
         with compat.inductor.empty_cache():
             torch.compile(lambda x: torch.relu(x) + 1)(torch.ones(64, device=settings.device_type))
 

@@ -65,7 +65,7 @@ class _Family:
         self, family: Denoiser, built: Built, settings: Settings, notify: Notify, handles: contextlib.ExitStack
     ) -> None:
         self.family, self.built, self.settings, self.notify, self.handles = family, built, settings, notify, handles
-        self.comparison = Comparison.of(family.name, built, settings, notify, 4)
+        self.comparison = Comparison.of(family.name, built, settings, notify)
         self.handle: Handle | None = None
         # Variants without a row, with the reasons.
         self.absent: list[str] = []

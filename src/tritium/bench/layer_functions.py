@@ -48,7 +48,7 @@ class Case:
     """Variants of one function on one set of tensors; the first is the reference."""
 
     name: str
-    variants: Mapping[str, Callable[[], torch.Tensor]]
+    variants: Mapping[str, Callable[[], Any]]
     note: str
     shapes: dict[str, list[int]] = field(default_factory=dict)
     # Variants that are left out if they fail or are too slow; ours and the reference are always measured.
@@ -254,7 +254,7 @@ def sparsity_for(density: float, q: torch.Tensor, k: torch.Tensor, layout: Spars
 
 
 def layer_cases(device_type: str, dtype: torch.dtype, *, small: bool) -> Iterator[Case]:
-    """Call all layer functions eagerly, against the spelling of models and against torch.compile of the reference."""
+    """Call all layer functions eagerly, against what models write instead, and against torch.compile of that."""
     normal = Normals(device_type, dtype, source=device_type)
     # FLUX.1 at 1024 x 1024, and a layer of SDXL's decoder there.
     tokens, heads, width = (64, 2, 64) if small else (4608, 24, 128)
@@ -269,89 +269,51 @@ def layer_cases(device_type: str, dtype: torch.dtype, *, small: bool) -> Iterato
     rms = RMSNorm(width).to(device_type, dtype)
     image = normal(1, 32, 16, 16) if small else normal(1, 256, 512, 512)
     groups = 32
-    note = f"{tokens} tokens, {heads} heads of {width}"
 
     def rotated(x: torch.Tensor) -> torch.Tensor:
         first, second = x.float().chunk(2, -1)
         turned = torch.cat([-second, first], -1)
         return (x.float() * cos[None, :, None] + turned * sin[None, :, None]).to(x.dtype)
 
-    def residual() -> torch.Tensor:
+    def modulated(x: torch.Tensor) -> torch.Tensor:
+        return layer(x) * (1 + scale[:, None]) + shift[:, None]  # type: ignore[no-any-return]
+
+    def residual() -> tuple[torch.Tensor, ...]:
         stream = x + gate[:, None] * y
-        return F.layer_norm(stream, (stream.shape[-1],), None, None, 1e-6) * (1 + scale[:, None]) + shift[:, None]
+        return modulated(stream), stream
 
     def normed(x: torch.Tensor) -> torch.Tensor:
         return rotated(F.rms_norm(x, (width,), weight, 1e-6))
 
-    def both() -> torch.Tensor:
-        # Both are computed, and the second is compared.
-        return [normed(q), normed(k)][1]
-
-    yield _layer(
-        "rotary_position_embedding", note, {"x": q}, lambda: rotated(q),
-        lambda: rotary_position_embedding(q, cos, sin),
-        "rope", (q, cos[None, :, None], sin[None, :, None], "half", False, None),
-    )  # fmt: skip
-    yield _layer(
-        "RMSNorm", note, {"x": q}, lambda: F.rms_norm(q, (width,), rms.weight, 1e-6), lambda: rms(q),
-        "rms_norm", (q, rms.weight, 1e-6, None),
-    )  # fmt: skip
-    yield _layer(
-        "fast_layernorm", note, {"x": x}, lambda: affine(x), lambda: fast_layernorm(affine, x),
-        F.layer_norm, (x, affine.normalized_shape, affine.weight, affine.bias, affine.eps),
-    )  # fmt: skip
-    yield _layer(
-        "layernorm_scale_shift", note, {"x": x},
-        lambda: layer(x) * (1 + scale[:, None]) + shift[:, None],
-        lambda: layernorm_scale_shift(layer, x, scale, shift),
-        "ada_norm", (x, None, None, scale[:, None], shift[:, None], 1e-6, "layer", None),
-    )  # fmt: skip
-    yield _layer(
-        "gelu-tanh", note, {"x": x}, lambda: F.gelu(x, approximate="tanh"), lambda: activation(x),
-        functools.partial(F.gelu, approximate="tanh"), (x,),
-    )  # fmt: skip
-    yield _layer(
-        "muls_add", note, {"x": x}, lambda: x * 0.5 + y, lambda: muls_add(x, y, 0.5), "scaled_add", (x, 0.5, y, None)
-    )
-    yield _layer(
-        "residual_norm_modulate", note, {"x": x}, residual,
-        lambda: residual_norm_modulate(x, y, gate, scale, shift)[1],
-        "residual_norm_modulate",
-        (x, y, gate[:, None], None, None, scale[:, None], shift[:, None], 1e-6, "layer", None, None),
-    )  # fmt: skip
-    yield _layer(
-        "qk_norm_rope", note, {"q": q, "k": k}, both,
-        lambda: qk_norm_rope(q, k, weight, weight, cos[None], sin[None], rope="half")[1],
-        "qk_norm_rope", ([q], [k], [weight], [weight], [cos[None]], [sin[None]], 1e-6, "head", "half", False),
-    )  # fmt: skip
-    yield _layer(
-        "group_norm_silu", f"{image.shape[1]} channels", {"x": image}, lambda: F.silu(F.group_norm(image, groups)),
-        lambda: group_norm_silu(image, groups), "group_norm_silu", (image, groups, None, None, 1e-5, None),
-    )  # fmt: skip
-
-
-def _layer(
-    name: str,
-    note: str,
-    tensors: dict[str, torch.Tensor],
-    eager: Callable[[], torch.Tensor],
-    ours: Callable[[], torch.Tensor],
-    reference: str | Callable[..., Any],
-    arguments: tuple[Any, ...],
-) -> Case:
-    """Make a case; `reference` is the name of an op, or PyTorch's function for it."""
-    function = ops.catalog()[reference].reference if isinstance(reference, str) else reference
-    compiled = functools.partial(_of_pair, torch.compile(function), arguments)
-    variants: dict[str, Callable[[], torch.Tensor]] = {"eager": eager, "inductor": compiled, "tritium": ours}
-    return Case(name, variants, note, shapes_of(tensors))
-
-
-def _of_pair(function: Callable[..., Any], arguments: tuple[Any, ...]) -> torch.Tensor:
-    """Return the tensor to compare: the last result of a function that returns several."""
-    out = function(*arguments)
-    if isinstance(out, tuple):
-        return out[-1]  # type: ignore[no-any-return]
-    return out  # type: ignore[no-any-return]
+    spellings: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        "rotary_position_embedding": (lambda: rotated(q), lambda: rotary_position_embedding(q, cos, sin)),
+        "RMSNorm": (lambda: F.rms_norm(q, (width,), rms.weight, 1e-6), lambda: rms(q)),
+        "fast_layernorm": (lambda: affine(x), lambda: fast_layernorm(affine, x)),
+        "layernorm_scale_shift": (lambda: modulated(x), lambda: layernorm_scale_shift(layer, x, scale, shift)),
+        "gelu-tanh": (lambda: F.gelu(x, approximate="tanh"), lambda: activation(x)),
+        "muls_add": (lambda: x * 0.5 + y, lambda: muls_add(x, y, 0.5)),
+        "residual_norm_modulate": (residual, lambda: residual_norm_modulate(x, y, gate, scale, shift)[::-1]),
+        "qk_norm_rope": (
+            lambda: (normed(q), normed(k)),
+            lambda: qk_norm_rope(q, k, weight, weight, cos[None], sin[None], rope="half"),
+        ),
+        "group_norm_silu": (
+            lambda: F.silu(F.group_norm(image, groups)),
+            lambda: group_norm_silu(image, groups),
+        ),
+    }
+    arguments = {
+        "rotary_position_embedding": {"x": q},
+        "RMSNorm": {"x": q},
+        "qk_norm_rope": {"q": q, "k": k},
+        "group_norm_silu": {"x": image},
+    }
+    for name, (eager, ours) in spellings.items():
+        note = (
+            f"{image.shape[1]} channels" if name == "group_norm_silu" else f"{tokens} tokens, {heads} heads of {width}"
+        )
+        variants = {"eager": eager, "inductor": torch.compile(eager), "tritium": ours}
+        yield Case(name, variants, note, shapes_of(arguments.get(name, {"x": x})))
 
 
 def attention_cases(device_type: str, dtype: torch.dtype, *, small: bool) -> Iterator[Case]:
@@ -362,7 +324,7 @@ def sparse_cases(device_type: str, dtype: torch.dtype, *, small: bool) -> Iterat
     return (sparse_case(density, device_type, dtype, small=small) for density in DENSITIES)
 
 
-CASES: Mapping[str, Callable[..., Iterator[Case]]] = {
+CASES: dict[str, Callable[..., Iterator[Case]]] = {
     "attention": attention_cases,
     "sparse-attention": sparse_cases,
     "layers": layer_cases,

@@ -58,7 +58,7 @@ def _first_calls(denoiser: Denoiser, settings: Settings, clock: Clock, notify: N
     notify(f"{denoiser.name}: building", 0.0)
     built = settings.build(denoiser)
     quick = replace(settings, seconds=min(settings.seconds, 2.0))
-    comparison = Comparison.of(denoiser.name, built, quick, notify, 2)
+    comparison = Comparison.of(denoiser.name, built, quick, notify)
     with torch.inference_mode():
         reference = tensor_of(built.model(**built.inputs), denoiser.name)
     for name in (*[INDUCTOR] * (INDUCTOR in settings.against), REUSE_BLOCKS):

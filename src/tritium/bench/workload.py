@@ -48,10 +48,6 @@ class Built:
     # With dynamic sizes, also measure torch.compile with static sizes.
     against_static: bool = False
 
-    @property
-    def shapes(self) -> dict[str, list[int]]:
-        return shapes_of(self.inputs)
-
     def marked(self) -> dict[str, Any]:
         """Return the inputs with dynamic dims marked for Dynamo; marked tensors are copies."""
         inputs = dict(self.inputs)

@@ -19,7 +19,7 @@ from tritium.bench.dynamic_kernels import DYNAMIC_KERNELS
 from tritium.bench.profile import fusion_gain, operator_time, profile
 from tritium.bench.results import EAGER, GRAPHS, INDUCTOR, STATIC, TRITIUM, TRITIUM_STATIC, Row
 from tritium.bench.settings import Notify, Settings, part_of, silent
-from tritium.bench.workload import Built, Normals, Workload, shapes_of
+from tritium.bench.workload import Built, Normals, Workload
 from tritium.errors import ConfigError, nearest
 
 _MODELS: tuple[Workload, ...] = (*DENOISERS, EXAMPLE, *DECODERS)
@@ -49,13 +49,18 @@ def find(name: str, others: Sequence[str] = ()) -> Sequence[Workload]:
     return WORKLOADS[name]
 
 
-def measure_of(name: str, *, sizes: bool = False) -> Measure:
+def measure_of(name: str, *, sizes: bool = False, dynamic: bool | None = None) -> Measure:
     """Return the function that measures a name: a pipeline, layer functions, or models, also with many `sizes`."""
+    others = {name: functools.partial(layer_functions.run, name) for name in layer_functions.NAMES}
     if pipelines.is_pipeline(name):
-        return functools.partial(pipelines.run, name)
-    if name in layer_functions.NAMES:
-        return functools.partial(layer_functions.run, name)
+        others[name] = functools.partial(pipelines.run, name)
+    if name in others:
+        if dynamic is not None:
+            raise ConfigError(f"--regime concerns models with static and dynamic sizes, and {name} is none")
+        return others[name]
     chosen = find(name, (generation.EXAMPLE, *layer_functions.NAMES))
+    for workload in chosen:
+        regimes_of(workload, dynamic)
     if sizes and not any(isinstance(workload, Decoder) for workload in chosen):
         raise ConfigError(f"--sizes concerns decoders, and {name} is none")
 
@@ -63,7 +68,6 @@ def measure_of(name: str, *, sizes: bool = False) -> Measure:
         rows: list[Row] = []
         for index, workload in enumerate(chosen):
             rows += run(workload, settings, part_of(notify, index, len(chosen)))
-            release()
             if sizes and isinstance(workload, Decoder):
                 rows += decode_sizes(workload, settings, notify)
         return rows
@@ -71,31 +75,21 @@ def measure_of(name: str, *, sizes: bool = False) -> Measure:
     return measure
 
 
-def check_sizes(name: str, settings: Settings) -> None:
-    """Raise for a workload without the static or dynamic sizes that the settings choose."""
-    if pipelines.is_pipeline(name) or name in layer_functions.NAMES:
-        raise ConfigError(f"--regime concerns models with static and dynamic sizes, and {name} is none")
-    for workload in find(name):
-        sizes_of(workload, settings)
-
-
-def sizes_of(workload: Workload, settings: Settings) -> list[bool]:
+def regimes_of(workload: Workload, dynamic: bool | None) -> list[bool]:
     """Return whether to measure static sizes (False), dynamic ones (True), or both in this order."""
-    chosen = [dynamic for dynamic in workload.dynamic if settings.dynamic in (None, dynamic)]
+    chosen = [regime for regime in workload.dynamic if dynamic in (None, regime)]
     if not chosen:
-        named = ["dynamic" if dynamic else "static" for dynamic in (settings.dynamic, *workload.dynamic)]
-        raise ConfigError(f"{workload.name} has no {named[0]} sizes to measure: {', '.join(named[1:])}")
+        asked, *there = ["dynamic" if regime else "static" for regime in (dynamic, *workload.dynamic)]
+        raise ConfigError(f"{workload.name} has no {asked} sizes to measure: {', '.join(there)}")
     return chosen
 
 
 def run(workload: Workload, settings: Settings, notify: Notify = silent) -> list[Row]:
     """Measure one workload, with static and then with dynamic sizes."""
     rows: list[Row] = []
-    sizes = sizes_of(workload, settings)
-    for index, dynamic in enumerate(sizes):
-        if rows:
-            release()
-        measured = _measure(workload, settings, part_of(notify, index, len(sizes)), dynamic=dynamic)
+    regimes = regimes_of(workload, settings.dynamic)
+    for index, dynamic in enumerate(regimes):
+        measured = _measure(workload, settings, part_of(notify, index, len(regimes)), dynamic=dynamic)
         settings.on_rows(measured)
         rows += measured
     return rows
@@ -103,6 +97,7 @@ def run(workload: Workload, settings: Settings, notify: Notify = silent) -> list
 
 def _measure(workload: Workload, settings: Settings, notify: Notify, *, dynamic: bool) -> list[Row]:
     """Measure one workload. The model is built outside inference mode, as users do; every call runs inside."""
+    release()
     name = f"{workload.name} dynamic" if dynamic else workload.name
     notify(f"{name}: building", 0.0)
     built = settings.build(workload)
@@ -110,7 +105,7 @@ def _measure(workload: Workload, settings: Settings, notify: Notify, *, dynamic:
         raise ConfigError(f"--errors runs a module in float64, and {name} is a function")
     start_compiler(settings)
     variants = [*settings.variants, *[STATIC] * (dynamic and built.against_static)]
-    comparison = Comparison.of(name, built, settings, notify, len(variants))
+    comparison = Comparison.of(name, built, settings, notify)
     marked = built.marked() if dynamic else built.inputs
     for variant in variants:
         model = compiled(built, variant, settings, dynamic=dynamic)
@@ -154,14 +149,13 @@ def _add_fields(comparison: Comparison, built: Built) -> None:
 
 
 def _in_float64(name: str, built: Built) -> torch.Tensor:
-    def call(wide: Any) -> Callable[..., Any]:
-        return built.install(wide, lambda module: module)  # type: ignore[no-any-return]
-
-    return tensor_of(fidelity.in_float64(built.model, (), built.inputs, call), name)
+    exact = fidelity.in_float64(built.model, (), built.inputs, lambda wide: built.install(wide, lambda module: module))
+    return tensor_of(exact, name)
 
 
 def decode_sizes(workload: Decoder, settings: Settings, notify: Notify) -> list[Row]:
     """Decode twelve sizes; count the graphs that the last ten compile, and time three of them."""
+    release()
     built = settings.build(workload)
     normal = Normals(settings.device_type, settings.dtype)
     calls = [{workload.argument: normal(*shape)} for shape in workload.sizes(small=built.shrunk)]
@@ -177,25 +171,19 @@ def decode_sizes(workload: Decoder, settings: Settings, notify: Notify) -> list[
                 compiled_before = compat.dynamo.graphs_compiled()
             models[TRITIUM](**inputs)
         recompiles = compat.dynamo.graphs_compiled() - compiled_before
-        for place, index in enumerate(TIMED):
-            inputs = calls[index]
+        note = f"one of ten sizes after two others, which compiled {recompiles} graphs"
+        for place, inputs in enumerate(calls[index] for index in TIMED):
             name = f"{workload.name} {'x'.join(map(str, inputs[workload.argument].shape))}"
             notify(f"{name}: dynamic against a compilation of its own", 0.5 + 0.15 * place)
-            comparison = Comparison(
-                workload=name,
-                settings=settings,
-                notify=silent,
-                note=f"one of ten sizes after two others, which compiled {recompiles} graphs",
-                shapes=shapes_of(inputs),
-                shrunk=built.shrunk,
-            )
+            sized = Built(built.model, inputs, note, built.shrunk)
+            comparison = Comparison.of(name, sized, settings, silent)
             for variant, model in models.items():
                 comparison.add(variant, call_of(model, inputs))
             comparison.finish(tensor_of(eager(**inputs), name), burst=3)
             static = comparison.variants[TRITIUM_STATIC].fields["median_ms"]
             for measured in comparison.variants.values():
-                fields = {"recompiles": recompiles, "against_static": measured.fields["median_ms"] / static}
-                measured.fields |= fields
+                measured.fields["recompiles"] = recompiles
+                measured.fields["against_static"] = measured.fields["median_ms"] / static
             rows += comparison.rows()
     settings.on_rows(rows)
     return rows

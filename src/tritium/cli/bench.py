@@ -99,7 +99,10 @@ def command(
         raise ConfigError(f"--only and --budget concern suites ({', '.join(SUITES)}), and {names[0]} is none")
     if regime is not None and regime not in _REGIMES:
         raise ConfigError(f"there is no regime {regime!r}; {nearest(regime, _REGIMES)}")
-    chosen = {} if suite is not None else {name: workloads.measure_of(name, sizes=sizes) for name in names}
+    dynamic = None if regime is None else _REGIMES[regime]
+    measures = {}
+    if suite is None:
+        measures = {name: workloads.measure_of(name, sizes=sizes, dynamic=dynamic) for name in names}
     # Load before measuring for an hour, so that an invalid file fails immediately.
     old = Results.load(compare_with) if compare_with is not None else None
     if json is not None:
@@ -113,7 +116,7 @@ def command(
         seconds=default_seconds if seconds is None else seconds,
         device_type=where,
         cold=cold,
-        dynamic=None if regime is None else _REGIMES[regime],
+        dynamic=dynamic,
         kernels=kernels,
         profile=profile,
         exact=exact,
@@ -127,7 +130,7 @@ def command(
     if suite is not None:
         failed = _measure_suite(suite, settings, store, families, budget or _BUDGET)
     else:
-        failed = _measure_workloads(chosen, settings, store)
+        failed = _measure_workloads(measures, settings, store)
     if failed or (old is not None and report_changes(compare(old, store.results))):
         raise typer.Exit(1)
 
@@ -181,9 +184,6 @@ def _measure_suite(name: str, settings: Settings, store: Store, only: tuple[str,
 
 def _measure_workloads(chosen: Mapping[str, workloads.Measure], settings: Settings, store: Store) -> list[str]:
     """Run all workloads and print their table; return what failed. A single workload raises instead."""
-    if settings.dynamic is not None:
-        for name in chosen:
-            workloads.check_sizes(name, settings)
     failed = []
     with progress.shown() as notify:
         for name, measure in chosen.items():
