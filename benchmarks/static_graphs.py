@@ -158,7 +158,6 @@ def guidance(where: str, engine: str, *, steps: int = STEPS, side: int = 128) ->
     """Generate one image with guidance in two calls per step, with and without graphs."""
     dtype = torch.bfloat16 if where == "cuda" else torch.float32
     pipe = generation.load(generation.EXAMPLE, where, dtype)
-    pipe.set_progress_bar_config(disable=True)
     job = Job(prompt=tritium.example.PROMPTS[0], width=side, height=side, steps=steps, extra=GUIDED)
     promised = Shapes(sizes=[(side, side)], text_tokens=[TEXT_TOKENS], on_violation="error")
     found: dict[str, Any] = {"steps": steps, "size": [side, side]}

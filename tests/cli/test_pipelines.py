@@ -128,9 +128,9 @@ class TestRun:
     @pytest.mark.parametrize(
         ("index", "message"),
         [
-            (b"[]", "is no diffusers pipeline: its model_index.json names no class"),
-            (b"{}", "is no diffusers pipeline: its model_index.json names no class"),
-            (b"\xff", "is no diffusers pipeline: its model_index.json cannot be read"),
+            (b"[]", "is no diffusers pipeline: it cannot be loaded"),
+            (b"{}", "is no diffusers pipeline: it cannot be loaded: KeyError"),
+            (b"\xff", "is no diffusers pipeline: it cannot be loaded: OSError"),
             (b'{"_class_name": "NoSuchPipeline"}', "cannot be loaded: AttributeError"),
             (b'{"_class_name": "FluxPipeline", "vae": 3}', "cannot be loaded: TypeError"),
         ],

@@ -21,8 +21,9 @@ from tritium.bench.comparison import Comparison, call_of, tensor_of
 from tritium.bench.denoisers import FAMILIES, FEW, Denoiser
 from tritium.bench.results import EAGER, INDUCTOR, OPTIMIZED, REDUCE_OVERHEAD, TRITIUM, Row
 from tritium.bench.settings import Notify, Settings
-from tritium.bench.suite import Clock, OutOfTimeError, Suite, Task, brief
+from tritium.bench.suite import Clock, OutOfTimeError, Suite, Task
 from tritium.bench.workload import Built
+from tritium.errors import brief
 
 # Calls before a variant is measured: ordinary calls decide about a capture, several in a row without a wait.
 SETTLING_TURNS = 3

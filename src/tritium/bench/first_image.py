@@ -23,7 +23,6 @@ from tritium.pipelines.plan import Plan
 def main() -> None:
     order = json.load(sys.stdin)
     pipe = generation.load(order["name"], order["device"], getattr(torch, order["dtype"]))
-    pipe.set_progress_bar_config(disable=True)
     # Artifacts that are refused would be measured as a cold start.
     warnings.simplefilter("error", RuntimeWarning)
     start = time.perf_counter()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import json
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from torch import Tensor
 from tritium import device
 from tritium.bench import quality
 from tritium.bench.quality import Difference
-from tritium.errors import ConfigError
+from tritium.errors import ConfigError, brief
 from tritium.example import load_example
 from tritium.example.loading import load_pipeline
 
@@ -74,61 +74,50 @@ class Image:
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """Parse `WxH` as two sizes that a pipeline can generate.
+    """Parse `WxH`.
 
     >>> parse_size("192x128")
     (192, 128)
     """
-    parts = text.lower().split("x")
-    if len(parts) != 2 or not all(part.strip().isdecimal() for part in parts):
+    found = re.fullmatch(r"([0-9]+)x([0-9]+)", text.lower())
+    if found is None:
         raise ConfigError(f"size {text!r} is not WIDTHxHEIGHT, such as 128x128")
-    width, height = (int(part) for part in parts)
-    for name, size in (("width", width), ("height", height)):
-        if size < MULTIPLE or size % MULTIPLE:
-            raise ConfigError(f"size {text!r}: {name} {size} is not a multiple of {MULTIPLE}")
-    return width, height
+    return int(found[1]), int(found[2])
 
 
 def load(name: str, device_type: str, dtype: torch.dtype | None = None) -> Any:
     """Load the example that ships with the package, or a pipeline from a local folder."""
     dtype = dtype or (torch.bfloat16 if device_type == "cuda" and name != EXAMPLE else torch.float32)
-    if name == EXAMPLE:
-        return load_example(device_type, dtype)
     check_model(name)
-    try:
-        pipe = load_pipeline(Path(name), dtype, "loading a pipeline")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{name!r} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
-    except (AttributeError, KeyError, TypeError) as error:
-        # diffusers fails in this way on a model_index.json that it does not understand.
-        raise ConfigError(f"{name!r} cannot be loaded: {type(error).__name__}: {error}") from error
-    return pipe.to(device_type)
+    if name == EXAMPLE:
+        pipe = load_example(device_type, dtype)
+    else:
+        try:
+            pipe = load_pipeline(Path(name), dtype, "loading a pipeline").to(device_type)
+        except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+            # diffusers fails in these ways on a model_index.json that it does not understand.
+            raise ConfigError(f"{name!r} is no diffusers pipeline: it cannot be loaded: {brief(error)}") from error
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
 
 
 def check_model(name: str) -> None:
     """Raise unless the name is the example or a folder with a pipeline."""
-    folder = Path(name)
     if name == EXAMPLE:
         return
-    if not folder.is_dir():
+    if not Path(name).is_dir():
         raise ConfigError(f"there is no model {name!r}: it is neither '{EXAMPLE}' nor a folder of this machine")
-    index = folder / "model_index.json"
-    if not index.is_file():
+    if not (Path(name) / "model_index.json").is_file():
         raise ConfigError(f"{name!r} is no diffusers pipeline: it has no model_index.json")
-    try:
-        found = json.loads(index.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{name!r} is no diffusers pipeline: its model_index.json cannot be read: {error}") from error
-    if not isinstance(found, dict) or "_class_name" not in found:
-        raise ConfigError(f"{name!r} is no diffusers pipeline: its model_index.json names no class of one")
 
 
 def generate(pipe: Any, job: Job) -> Image:
     """Run a job. The same job on the same pipeline starts from the same noise."""
-    latents: list[Tensor] = []
+    latents: Tensor | None = None
 
     def keep(_pipe: Any, _step: int, _time: Any, values: dict[str, Any]) -> dict[str, Any]:
-        latents[:] = [values["latents"]]
+        nonlocal latents
+        latents = values["latents"]
         return values
 
     taken = inspect.signature(type(pipe).__call__).parameters
@@ -147,12 +136,9 @@ def generate(pipe: Any, job: Job) -> Image:
     output = pipe(**arguments)
     device.synchronize(pipe.device.type)
     seconds = time.perf_counter() - start
-    return Image(_pixels(output), latents[0].detach().clone() if latents else None, seconds)
-
-
-def _pixels(output: Any) -> Tensor:
     found = output.images if hasattr(output, "images") else output.frames
     pixels = found if isinstance(found, Tensor) else torch.stack(list(found))
     # A video: [B, F, C, H, W].
     pixels = pixels.flatten(0, 1) if pixels.dim() == 5 else pixels
-    return pixels.detach().float().cpu().clamp(0, 1)
+    pixels = pixels.detach().float().cpu().clamp(0, 1)
+    return Image(pixels, latents.detach().clone() if latents is not None else None, seconds)

@@ -19,8 +19,8 @@ from tritium import measure, ops
 from tritium.bench.comparison import Comparison
 from tritium.bench.results import Row
 from tritium.bench.settings import Notify, Settings, silent
-from tritium.bench.suite import brief
 from tritium.bench.workload import Normals, shapes_of
+from tritium.errors import brief
 from tritium.layers.activation import get_activation_layer
 from tritium.layers.attention.choose import Mode
 from tritium.layers.attention.forward import attention_forward

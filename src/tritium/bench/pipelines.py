@@ -61,7 +61,6 @@ def run(name: str, settings: Settings, notify: Notify) -> list[Row]:
     label = name if name == generation.EXAMPLE else Path(name).name
     notify(f"{label}: loading", 0.0)
     pipe = generation.load(name, settings.device_type, settings.dtype)
-    pipe.set_progress_bar_config(disable=True)
     jobs = jobs_for(name)
     images: dict[str, list[Image]] = {}
     restart: dict[str, float] = {}

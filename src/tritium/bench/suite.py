@@ -12,6 +12,7 @@ import torch
 from tritium.bench.comparison import release, start_compiler
 from tritium.bench.results import Row, Store
 from tritium.bench.settings import Notify, Settings, part_of
+from tritium.errors import brief
 
 
 class OutOfTimeError(Exception):
@@ -99,8 +100,3 @@ def failures(rows: Sequence[Row]) -> list[str]:
     """Name the variants that failed, which the remarks of the other variants tell."""
     remarks = [(row.workload, part) for row in rows for part in (row.remark or "").split("; ")]
     return list(dict.fromkeys(f"{workload}: {part}" for workload, part in remarks if " failed: " in part))
-
-
-def brief(error: Exception) -> str:
-    """Return the kind of an error and the first line of its message."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

@@ -14,10 +14,10 @@ from tritium.bench.comparison import release
 from tritium.bench.denoisers import find_families
 from tritium.bench.results import TOLERANCE, Changes, Results, Store, compare
 from tritium.bench.settings import MODES, Settings
-from tritium.bench.suite import Clock, brief
+from tritium.bench.suite import Clock
 from tritium.bench.suites import SUITES
 from tritium.cli import progress, table
-from tritium.errors import ConfigError, nearest
+from tritium.errors import ConfigError, brief, nearest
 
 _NAMES = ", ".join((*workloads.WORKLOADS, *layer_functions.NAMES))
 _REGIMES = {"static": False, "dynamic": True}

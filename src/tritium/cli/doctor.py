@@ -38,14 +38,21 @@ PYTHONS = ((3, 11), (3, 13))
 ISA_WITHOUT_AMX = "AVX512_CORE_BF16"
 
 
+Status = Literal["ok", "warn", "fail"]
+
+
 @dataclass(frozen=True)
 class Check:
     """The result of one check."""
 
     name: str
-    status: Literal["ok", "warn", "fail"]
+    status: Status
     detail: str
     fix: str | None = None
+
+    def unless(self, is_fine: bool, detail: str) -> Check:
+        """Return this check, or if all is fine a check that says so."""
+        return Check(self.name, "ok", detail) if is_fine else self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,19 +132,17 @@ def _triton_requirement() -> str | None:
         if found:
             return found[1]
     known = TRITON_OF_TORCH.get(compat.versions.TORCH)
-    return f"{known[0]}.{known[1]}" if known else None
+    return _dotted(known) if known else None
 
 
 def _try_cache_folder() -> tuple[str, str | None]:
+    folder = None
     try:
-        folder = compat.inductor.cache_dir()
+        folder = str(compat.inductor.cache_dir())
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        return str(error.filename), error.strerror
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            return str(folder), None
-    except OSError as error:
-        return str(folder), error.strerror
+        return folder or str(error.filename), error.strerror
+    return folder, None
 
 
 def _variable_error() -> str | None:
@@ -152,84 +157,89 @@ def _broken_plugins() -> tuple[str, ...]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         # Invalid variables and duplicate names are reported elsewhere.
-        for load in (
-            fusions.catalog,
-            ops.catalog,
-            lambda: passes_for(CompilationConfig(), ()),
-        ):
+        for load in (fusions.catalog, ops.catalog, lambda: passes_for(CompilationConfig(), ())):
             with contextlib.suppress(TritiumError):
                 load()
     return tuple(catalog.broken())
 
 
 def diagnose(facts: Facts) -> list[Check]:
+    """Return the checks in the order in which they are shown."""
+    # On a GPU, Inductor needs no C++ compiler, and bfloat16 on the CPU is computed only on request.
+    of_cpu: Status = "fail" if facts.gpu is None else "warn"
+    oldest_python, newest_python = PYTHONS
+    python = compat.versions.parse_version(facts.python)
+    torch_at_least = f"torch>={_dotted(OLDEST_TORCH)}"
+    is_new = compat.versions.parse_version(facts.torch) >= OLDEST_TORCH
+    declined = "; ".join(f"{part} ({reason})" for part, reason in facts.declined)
+    known = f"{_dotted(compat.tiling.TILING_KNOWN[0])} to {_dotted(compat.tiling.TILING_KNOWN[-1])}"
+    headers = f"apt-get install python{_dotted(python[:2])}-dev"
     return [
-        _python(facts),
-        _torch(facts),
-        _declined(facts),
+        Check(
+            "python",
+            "warn",
+            f"{facts.python} is not tested",
+            f"use Python {_dotted(oldest_python)} to {_dotted(newest_python)}",
+        ).unless(oldest_python <= python <= newest_python, facts.python),
+        Check("torch", "fail", f"{facts.torch} is no {torch_at_least}", f"pip install '{torch_at_least}'").unless(
+            is_new, facts.torch
+        ),
+        Check(
+            "support of this torch",
+            "warn",
+            f"declines on torch {facts.torch}: {declined}",
+            f"install torch {known}; with torch {facts.torch} everything else works",
+        ).unless(not facts.declined, f"no part of Tritium declines on torch {facts.torch}"),
         _triton(facts),
         _gpu(facts),
-        _choices(facts),
-        _compiler(facts),
-        _headers(facts),
-        _bf16(facts),
-        _cache_folder(facts),
-        _variables(facts),
-        _diffusers(facts),
-        _plugins(facts),
+        Check("kernel choices", "ok", _choices(facts)),
+        _compiler(facts, of_cpu),
+        Check("python headers", of_cpu, "no Python.h: compiled code cannot be loaded", headers).unless(
+            facts.headers, "Python.h found"
+        ),
+        _bf16(facts, of_cpu),
+        Check(
+            "cache folder",
+            "fail",
+            f"{facts.cache_folder} cannot be written: {facts.cache_error}",
+            "export TORCHINDUCTOR_CACHE_DIR=<a folder of yours>",
+        ).unless(facts.cache_error is None, facts.cache_folder),
+        Check("environment", "fail", facts.variable_error or "", "correct or unset it").unless(
+            facts.variable_error is None, f"every {envs.PREFIX}* variable means something"
+        ),
+        Check(
+            "diffusers", "warn", "not installed: no workloads, no pipelines", "pip install 'tritium[diffusers]'"
+        ).unless(facts.diffusers is not None, facts.diffusers or ""),
+        Check(
+            "plug-ins",
+            "warn",
+            "; ".join(facts.broken_plugins),
+            "update or uninstall the packages that declare them",
+        ).unless(not facts.broken_plugins, "none that cannot be used"),
     ]
 
 
-def _plugins(facts: Facts) -> Check:
-    if not facts.broken_plugins:
-        return Check("plug-ins", "ok", "none that cannot be used")
-    return Check(
-        "plug-ins", "warn", "; ".join(facts.broken_plugins), "update or uninstall the packages that declare them"
-    )
-
-
-def _python(facts: Facts) -> Check:
-    oldest, newest = (".".join(map(str, version)) for version in PYTHONS)
-    if PYTHONS[0] <= compat.versions.parse_version(facts.python) <= PYTHONS[1]:
-        return Check("python", "ok", facts.python)
-    return Check("python", "warn", f"{facts.python} is not tested", f"use Python {oldest} to {newest}")
-
-
-def _torch(facts: Facts) -> Check:
-    if compat.versions.parse_version(facts.torch) >= OLDEST_TORCH:
-        return Check("torch", "ok", facts.torch)
-    oldest = ".".join(map(str, OLDEST_TORCH))
-    return Check("torch", "fail", f"{facts.torch} is older than {oldest}", f"pip install 'torch>={oldest}'")
-
-
-def _declined(facts: Facts) -> Check:
-    name = "support of this torch"
-    if not facts.declined:
-        return Check(name, "ok", f"no part of Tritium declines on torch {facts.torch}")
-    oldest, newest = (
-        ".".join(map(str, version)) for version in (compat.tiling.TILING_KNOWN[0], compat.tiling.TILING_KNOWN[-1])
-    )
-    parts = "; ".join(f"{part} ({reason})" for part, reason in facts.declined)
-    fix = f"install torch {oldest} to {newest}; with torch {facts.torch} everything else works"
-    return Check(name, "warn", f"declines on torch {facts.torch}: {parts}", fix)
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 def _triton(facts: Facts) -> Check:
     required = facts.triton_required
-    install = f"pip install 'triton=={required}.*'" if required and required.count(".") == 1 else "pip install triton"
-    install = f"pip install triton=={required}" if required and required.count(".") > 1 else install
+    install = "pip install triton"
+    if required:
+        # A requirement without a patch version is that of a table.
+        install = (
+            f"pip install triton=={required}" if required.count(".") > 1 else f"pip install 'triton=={required}.*'"
+        )
     if facts.triton is None:
-        if facts.gpu is None:
-            return Check("triton", "ok", "not installed, and not needed without a GPU")
-        return Check("triton", "fail", "not installed: nothing can be generated for the GPU", install)
+        missing = Check("triton", "fail", "not installed: nothing can be generated for the GPU", install)
+        return missing.unless(facts.gpu is None, "not installed, and not needed without a GPU")
     if required is None:
         return Check("triton", "ok", f"{facts.triton} (which one torch {facts.torch} wants is not known here)")
-    if compat.versions.parse_version(facts.triton) == compat.versions.parse_version(required):
-        return Check("triton", "ok", facts.triton)
-    status: Literal["warn", "fail"] = "warn" if facts.gpu is None else "fail"
-    return Check(
-        "triton", status, f"{facts.triton} does not match torch {facts.torch}, which wants {required}", install
-    )
+    status: Status = "warn" if facts.gpu is None else "fail"
+    detail = f"{facts.triton} does not match torch {facts.torch}, which wants {required}"
+    is_wanted = compat.versions.parse_version(facts.triton) == compat.versions.parse_version(required)
+    return Check("triton", status, detail, install).unless(is_wanted, facts.triton)
 
 
 def _gpu(facts: Facts) -> Check:
@@ -239,72 +249,36 @@ def _gpu(facts: Facts) -> Check:
         return Check("gpu", "ok", "none: the CPU is used")
     if facts.torch_cuda is None:
         detail = f"NVIDIA driver {facts.driver} is there, but torch {facts.torch} is built without CUDA"
-        return Check(
-            "gpu", "warn", detail, "install torch from an index of CUDA builds: https://pytorch.org/get-started"
-        )
-    detail = f"NVIDIA driver {facts.driver} is there, but torch (CUDA {facts.torch_cuda}) cannot use it"
-    return Check("gpu", "warn", detail, "update the driver, or install torch for an older CUDA; see `nvidia-smi`")
+        fix = "install torch from an index of CUDA builds: https://pytorch.org/get-started"
+    else:
+        detail = f"NVIDIA driver {facts.driver} is there, but torch (CUDA {facts.torch_cuda}) cannot use it"
+        fix = "update the driver, or install torch for an older CUDA; see `nvidia-smi`"
+    return Check("gpu", "warn", detail, fix)
 
 
-def _choices(facts: Facts) -> Check:
+def _choices(facts: Facts) -> str:
     where = facts.gpu or "this CPU"
     if facts.choices:
-        return Check("kernel choices", "ok", f"{facts.choices} were measured on {where}; see `tritium tune --show`")
+        return f"{facts.choices} were measured on {where}; see `tritium tune --show`"
     if facts.choices_of is not None:
-        detail = f"none for {where}: they are predicted from those of {facts.choices_of}"
-        return Check("kernel choices", "ok", f"{detail}; `tritium tune` measures")
-    return Check("kernel choices", "ok", f"none for {where}: Inductor computes everything, until `tritium tune` is run")
+        return f"none for {where}: they are predicted from those of {facts.choices_of}; `tritium tune` measures"
+    return f"none for {where}: Inductor computes everything, until `tritium tune` is run"
 
 
-def _compiler(facts: Facts) -> Check:
-    if facts.compiler_path is not None:
-        return Check("c++ compiler", "ok", facts.compiler_path)
-    # On a GPU only code for the CPU needs a C++ compiler.
-    status: Literal["warn", "fail"] = "fail" if facts.gpu is None else "warn"
+def _compiler(facts: Facts, status: Status) -> Check:
+    detail, fix = f"no {facts.compiler} on the PATH", "apt-get install g++, or export CXX=..."
     if facts.other_compilers:
-        other = facts.other_compilers[0]
-        return Check("c++ compiler", status, f"Inductor calls {facts.compiler}, not found", f"export CXX={other}")
-    return Check("c++ compiler", status, f"no {facts.compiler} on the PATH", "apt-get install g++, or export CXX=...")
+        detail, fix = f"Inductor calls {facts.compiler}, not found", f"export CXX={facts.other_compilers[0]}"
+    return Check("c++ compiler", status, detail, fix).unless(facts.compiler_path is not None, facts.compiler_path or "")
 
 
-def _headers(facts: Facts) -> Check:
-    if facts.headers:
-        return Check("python headers", "ok", "Python.h found")
-    status: Literal["warn", "fail"] = "fail" if facts.gpu is None else "warn"
-    version = ".".join(facts.python.split(".")[:2])
-    return Check(
-        "python headers", status, "no Python.h: compiled code cannot be loaded", f"apt-get install python{version}-dev"
-    )
-
-
-def _bf16(facts: Facts) -> Check:
+def _bf16(facts: Facts, status: Status) -> Check:
     if facts.bf16_works:
         return Check("bfloat16 on the CPU", "ok", "a product works")
     cause = "a bfloat16 product kills the process (AMX is advertised and refused)"
-    if facts.onednn_isa is not None:
-        return Check("bfloat16 on the CPU", "ok", f"{cause}; defused by {envs.ONEDNN_ISA}={facts.onednn_isa}")
     fix = f"export {envs.ONEDNN_ISA}={ISA_WITHOUT_AMX} before Python starts, or use float32 on the CPU"
-    # On a GPU, bfloat16 on the CPU is computed only on request.
-    return Check("bfloat16 on the CPU", "fail" if facts.gpu is None else "warn", cause, fix)
-
-
-def _cache_folder(facts: Facts) -> Check:
-    if facts.cache_error is None:
-        return Check("cache folder", "ok", facts.cache_folder)
-    detail = f"{facts.cache_folder} cannot be written: {facts.cache_error}"
-    return Check("cache folder", "fail", detail, "export TORCHINDUCTOR_CACHE_DIR=<a folder of yours>")
-
-
-def _variables(facts: Facts) -> Check:
-    if facts.variable_error is None:
-        return Check("environment", "ok", f"every {envs.PREFIX}* variable means something")
-    return Check("environment", "fail", facts.variable_error, "correct or unset it")
-
-
-def _diffusers(facts: Facts) -> Check:
-    if facts.diffusers is not None:
-        return Check("diffusers", "ok", facts.diffusers)
-    return Check("diffusers", "warn", "not installed: no workloads, no pipelines", "pip install 'tritium[diffusers]'")
+    defused = f"{cause}; defused by {envs.ONEDNN_ISA}={facts.onednn_isa}"
+    return Check("bfloat16 on the CPU", status, cause, fix).unless(facts.onednn_isa is not None, defused)
 
 
 def command(json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False) -> None:

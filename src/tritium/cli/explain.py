@@ -104,7 +104,6 @@ def _of_pipeline(name: str, settings: Settings, config: CompilationConfig, *, ke
     with progress.shown() as notify:
         notify(f"loading {name}", 0.0)
         pipe = generation.load(name, settings.device_type)
-        pipe.set_progress_bar_config(disable=True)
         notify("first image, with compilation", 0.1)
         with tritium.optimize(pipe, Plan(config=config, progress=False)) as handle:
             generation.generate(pipe, job)

@@ -60,7 +60,6 @@ def command(
     with _short_of_memory(size), progress.shown() as notify:
         notify(f"loading {model}", 0.0)
         pipe = generation.load(model, where)
-        pipe.set_progress_bar_config(disable=True)
         if eager:
             notify("drawing eagerly", 0.2)
             plain = generation.generate(pipe, job)

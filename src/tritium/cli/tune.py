@@ -167,7 +167,6 @@ def _tune_pipeline(
     with progress.shown() as notify:
         notify(f"loading {model}", 0.0)
         pipe = generation.load(model, where)
-        pipe.set_progress_bar_config(disable=True)
         recipe = recipes.tune(pipe, jobs, budget, notify)
     recipe.save(output)
     if json:

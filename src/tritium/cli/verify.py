@@ -78,7 +78,6 @@ def command(
         _check_words(jobs)
     where = known_device(device_type)
     pipe = load(model, where)
-    pipe.set_progress_bar_config(disable=True)
     with progress.shown() as notify:
         verified = verify.verify(
             pipe, jobs, thresholds, notify, recipe, accept_differences=accept_differences, find_cause=locate
