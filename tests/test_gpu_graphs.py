@@ -1,4 +1,4 @@
-"""Static graphs where they are CUDA's own. What holds on every device is in compiler/test_capture.py, which runs on a GPU too."""
+"""Static graphs where they are CUDA's own. What holds on every device is in compiler/capture, which run on a GPU too."""
 
 import random
 import threading
@@ -8,11 +8,10 @@ import torch
 from torch import nn
 
 import tritium
-from support import small_pipelines
+from support import capture, small_pipelines
 from tritium import Backend, CompilationConfig, Plan, Shapes, compat
-from tritium.compiler.capture import Region, Spec, auto
+from tritium.compiler.capture import auto
 from tritium.compiler.capture.region import CAPTURED_AROUND
-from tritium.report.records import GraphRecord
 
 pytestmark = pytest.mark.gpu
 
@@ -20,8 +19,7 @@ DEVICE = "cuda"
 
 
 def region(run, names=("x",), **config):
-    record = GraphRecord("0/0", "run", "eager", DEVICE)
-    return Region(run, Spec(tuple(names)), CompilationConfig(**{"graphs": "only", **config}), record), record
+    return capture.region(run, DEVICE, names, **config)
 
 
 def block(width=64):

@@ -6,7 +6,6 @@ import os
 import pickle
 import shutil
 import stat
-import struct
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -112,8 +111,8 @@ def test_the_next_process_compiles_nothing(tmp_path, in_process, counted_compile
         return json.loads(in_process(program, cache=tmp_path / cache, env=environment))
 
     def content(path: Path) -> set[tuple[str, str]]:
-        header, _ = artifacts._header(path.read_bytes(), path)
-        return {(kind, name) for kind, name, _ in header["sections"]}
+        sections, _ = decode(path.read_bytes(), Fingerprint.current({"block": {"width": 16}}, "cpu"), path)
+        return {(section.kind, section.name) for section in sections}
 
     cold = run("cold", save=tmp_path / "cold.tritium")
     assert (cold["hits"], cold["misses"]) == (0, 2)
@@ -197,38 +196,30 @@ def test_the_next_machine_needs_no_compiler(tmp_path, in_process):
     assert (tmp_path / "second" / "tritium" / "kernels" / f"{digest}.so").exists()
 
 
-class TestLibraries:
-    """A library is found for the same source, settings, versions and CPU alone."""
+@pytest.mark.parametrize(
+    ("place", "name", "value"),
+    [
+        (device, "cpu_name", lambda: "other"),
+        (device, "cpu_instructions", lambda: ("other",)),
+        (torch, "__version__", "2.99.0"),
+    ],
+)
+def test_a_library_belongs_to_a_source_and_a_machine(place, name, value, monkeypatch):
+    libraries._machine.cache_clear()
+    before = libraries.digest("a")
+    assert libraries.digest("b") != before
+    monkeypatch.setattr(place, name, value)
+    libraries._machine.cache_clear()
+    assert libraries.digest("a") != before
+    libraries._machine.cache_clear()
 
-    @pytest.fixture(autouse=True)
-    def forgotten(self):
-        libraries._machine.cache_clear()
-        yield
-        libraries._machine.cache_clear()
 
-    def test_source(self):
-        assert libraries.digest("a") == libraries.digest("a") != libraries.digest("b")
-
-    @pytest.mark.parametrize(("name", "value"), [("cpu_name", "other"), ("cpu_instructions", ("other",))])
-    def test_cpu(self, name, value, monkeypatch):
-        before = libraries.digest("a")
-        libraries._machine.cache_clear()
-        monkeypatch.setattr(device, name, lambda: value)
-        assert libraries.digest("a") != before
-
-    def test_torch(self, monkeypatch):
-        before = libraries.digest("a")
-        libraries._machine.cache_clear()
-        monkeypatch.setattr(torch, "__version__", "2.99.0")
-        assert libraries.digest("a") != before
-
-    def test_settings(self):
-        given = {"main_code": "int x;", "submit_fn": object()}
-        before = compat.artifacts._library_request(given)
-        assert compat.artifacts._library_request({"main_code": "int x;", "submit_fn": object()}) == before
-        assert compat.artifacts._library_request({"main_code": "int y;"}) != before
-        with torch._inductor.config.patch({"cpp.enable_floating_point_contract_flag": "fast"}):
-            assert compat.artifacts._library_request(given) != before
+def test_a_library_belongs_to_the_settings_it_was_compiled_with():
+    given = {"main_code": "int x;", "submit_fn": object()}
+    before = compat.artifacts._library_request(given)
+    assert compat.artifacts._library_request({"main_code": "int x;", "submit_fn": object()}) == before
+    with torch._inductor.config.patch({"cpp.enable_floating_point_contract_flag": "fast"}):
+        assert compat.artifacts._library_request(given) != before
 
 
 SECTIONS = [Section("torch", "artifacts", b"pickled"), Section("library", "ab12", b""), Section("record", "cd", b"{}")]
@@ -263,35 +254,17 @@ class TestRefused:
         path.write_bytes(content)
         return path
 
-    def test_cut_off_anywhere(self, tmp_path):
+    def test_cut_off_changed_or_extended(self, tmp_path):
         whole = encode(HERE, SECTIONS, 1)
-        for length in range(len(whole)):
-            with pytest.raises(ArtifactError, match=r"incomplete|no file of compile artifacts"):
-                artifacts.load(self.write(tmp_path, whole[:length]), HERE)
-
-    def test_any_byte_changed(self, tmp_path):
-        whole = encode(HERE, SECTIONS, 1)
-        for position in range(len(whole)):
-            for flip in (1, 0x80, 0xFF):
-                changed = bytearray(whole)
-                changed[position] ^= flip
-                with pytest.raises(ArtifactError, match=r"file\.tritium"):
-                    artifacts.load(self.write(tmp_path, bytes(changed)), HERE)
-
-    def test_something_appended(self, tmp_path):
-        with pytest.raises(ArtifactError, match="bytes"):
-            artifacts.load(self.write(tmp_path, encode(HERE, SECTIONS, 1) + b"x"), HERE)
+        flipped = (whole[:at] + bytes([whole[at] ^ 0x81]) + whole[at + 1 :] for at in range(len(whole)))
+        for content in (*(whole[:length] for length in range(len(whole))), *flipped, whole + b"x"):
+            with pytest.raises(ArtifactError, match=r"incomplete or damaged|no file of compile artifacts"):
+                artifacts.load(self.write(tmp_path, content), HERE)
 
     @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 a zip", pickle.dumps({"a": 1}), b"{}", bytes(64)])
     def test_another_kind_of_file(self, tmp_path, content):
         with pytest.raises(ArtifactError, match="is no file of compile artifacts"):
             artifacts.load(self.write(tmp_path, content), HERE)
-
-    def test_a_newer_layout(self, tmp_path):
-        whole = bytearray(encode(HERE, SECTIONS, 1))
-        struct.pack_into(">I", whole, len(artifacts.MAGIC), artifacts.VERSION + 1)
-        with pytest.raises(ArtifactError, match="has layout 4, this version of Tritium reads up to 3"):
-            artifacts.load(self.write(tmp_path, bytes(whole)), HERE)
 
     def test_another_fingerprint(self, tmp_path):
         there = replace(HERE, torch="2.11.0", threads=8)
@@ -300,19 +273,12 @@ class TestRefused:
         assert caught.value.differences == ["threads: 8 there, 2 here", "torch: 2.11.0 there, 2.13.0 here"]
         assert "torch: 2.11.0 there, 2.13.0 here" in str(caught.value)
 
-    def test_another_version_s_sections_are_another_fingerprint(self, tmp_path):
-        there = replace(HERE, tritium="cd" * 32)
-        with pytest.raises(ArtifactMismatch, match="other code there"):
-            artifacts.load(self.write(tmp_path, encode(there, [Section("op", "norm-12.so", b"")], 1)), HERE)
-
-    @pytest.mark.parametrize("name", ["../escape", "/etc/passwd", "", ".hidden", "a/b", "a\\b"])
-    def test_a_name_that_leads_elsewhere(self, tmp_path, name):
-        with pytest.raises(ArtifactError, match="cannot be called"):
-            artifacts.load(self.write(tmp_path, encode(HERE, [Section("record", name, b"")], 1)), HERE)
-
-    def test_an_unknown_kind(self, tmp_path):
-        with pytest.raises(ArtifactError, match="no sections of kind 'program'"):
-            artifacts.load(self.write(tmp_path, encode(HERE, [Section("program", "a", b"")], 1)), HERE)
+    def test_another_layout(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(artifacts, "VERSION", 9)
+        there = encode(HERE, SECTIONS, 1)
+        monkeypatch.undo()
+        with pytest.raises(ArtifactError, match=f"has layout 9, this version of Tritium reads {artifacts.VERSION}"):
+            artifacts.load(self.write(tmp_path, there), HERE)
 
     def test_a_file_that_is_not_there(self, tmp_path):
         with pytest.raises(ArtifactError, match="cannot be read: No such file"):
@@ -351,10 +317,9 @@ def test_bytes_that_torch_cannot_read(tmp_path, monkeypatch):
 
 
 NAMES = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,9}", fullmatch=True)
-KINDS = st.sampled_from(["torch", "library", "record"])
 
 
-@given(st.lists(st.builds(Section, KINDS, NAMES, st.binary(max_size=20)), max_size=5), st.integers(0, 99), st.text())
+@given(st.lists(st.builds(Section, NAMES, NAMES, st.binary(max_size=20)), max_size=5), st.integers(0, 99), st.text())
 def test_round_trip(sections, graphs, name):
     here = replace(HERE, device=name)
     assert decode(encode(here, sections, graphs), here, "file") == (sections, graphs)
@@ -390,12 +355,6 @@ class TestSaving:
         summary = artifacts.save(tmp_path / "file", HERE)
         assert (summary.libraries, summary.missing) == (0, 1)
         assert "1 files were gone" in str(summary)
-
-
-def test_nothing_to_save(tmp_path):
-    with CacheArtifactManager.with_fresh_cache(), pytest.raises(ArtifactError, match="nothing was compiled"):
-        artifacts.save(tmp_path / "file", HERE)
-    assert not (tmp_path / "file").exists()
 
 
 def test_saving_leaves_torch_s_own_count_alone(monkeypatch):

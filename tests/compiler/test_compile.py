@@ -194,11 +194,11 @@ def test_without_dims_it_is_torch_compile():
         ({"x": [2]}, (torch.ones(3, 4),), "dim 2 does not exist in a tensor of 2 dims"),
         ({"x": [0]}, (7,), "is a int, not a tensor"),
         ({"x.t": [0]}, (torch.ones(3),), "is a builtin_function_or_method, not a tensor"),
-        ({"x.a": [0]}, ({"b": 1},), "no key 'a'"),
-        ({"x.3": [0]}, ([1],), "no item 3"),
+        ({"x.a": [0]}, ({"b": 1},), "dict has no 'a'"),
+        ({"x.3": [0]}, ([1],), "list has no '3'"),
         ({"x.*": [0]}, (torch.ones(3),), "a Tensor has no items"),
         ({"x.*": [2]}, ([torch.ones(3), None],), "dim 2 does not exist in a tensor of 1 dims"),
-        ({"x.missing": [0]}, (torch.ones(2),), "has no attribute 'missing'"),
+        ({"x.missing": [0]}, (torch.ones(2),), "Tensor has no 'missing'"),
     ],
 )
 def test_dims_that_fit_nothing_are_errors(dims, call, message):

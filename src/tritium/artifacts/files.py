@@ -8,16 +8,9 @@ Triton kernels, including those of ops), libraries of CPU kernels, attention ker
 `explain`. **Artifacts are code**: a file can run anything in the process that loads it. Load only files from people you
 trust. The checksum detects damage, not malice.
 
-Layout, with big-endian integers:
-
-    8 bytes   magic
-    u32       version of the layout
-    u32       length of the header
-    header    JSON: the fingerprint, the sections (kind, name, size) and the SHA-256 of the payload
-    32 bytes  SHA-256 of the header
-    payload   the sections, one after the other
-
-Only JSON is parsed until the fingerprint and both checksums have been verified. Then torch unpickles its section.
+A file begins with `MAGIC` and the SHA-256 of the rest: a line of JSON (the fingerprint, and the kind, name and size of each
+section), then the sections one after the other. Only JSON is parsed until checksum and fingerprint have been verified.
+Then torch unpickles its section.
 """
 
 from __future__ import annotations
@@ -25,13 +18,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
-import struct
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -42,28 +32,17 @@ from tritium.errors import ArtifactError, ArtifactMismatch, FingerprintError
 from tritium.ops import triton_launch
 
 MAGIC = b"\x89TRITIUM"
-# 2: with Triton kernels of ops. 3: without libraries of ops.
-VERSION = 3
+VERSION = 4
 
-_START = struct.Struct(">8sII")
 _DIGEST = hashlib.sha256().digest_size
-
-# Names become file names and must not lead out of a folder.
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-# A file of a Triton kernel: Triton's folder name in capitals and digits, then the file name.
-_KERNEL_NAME = re.compile(r"[A-Z0-9]+\.[A-Za-z0-9_][A-Za-z0-9_.-]*")
-
-
-# "library": a C++ kernel of Inductor. "kernel": one file of a Triton kernel of an op that generated code calls.
-# "record": data for `explain`.
-KINDS = ("torch", "library", "kernel", "record")
 
 
 @dataclass(frozen=True)
 class Section:
-    """One piece of the payload."""
+    """One piece of a file."""
 
-    # An entry of `KINDS`.
+    # "torch": torch's artifacts. "library": a C++ kernel of Inductor. "kernel": one file of a Triton kernel of an op that
+    # generated code calls. "record": data for `explain`.
     kind: str
     name: str
     content: bytes
@@ -179,75 +158,36 @@ def _write(target: Path, content: bytes) -> None:
 
 def encode(fingerprint: Fingerprint, sections: list[Section], graphs: int) -> bytes:
     """Return the bytes of a file."""
-    payload = b"".join(section.content for section in sections)
-    header = json.dumps(
-        {
-            "fingerprint": fingerprint.to_dict(),
-            "graphs": graphs,
-            "sections": [[section.kind, section.name, len(section.content)] for section in sections],
-            "sha256": hashlib.sha256(payload).hexdigest(),
-        }
-    ).encode()
-    start = _START.pack(MAGIC, VERSION, len(header))
-    return b"".join([start, header, hashlib.sha256(start + header).digest(), payload])
+    header = {
+        "version": VERSION,
+        "fingerprint": fingerprint.to_dict(),
+        "graphs": graphs,
+        "sections": [[section.kind, section.name, len(section.content)] for section in sections],
+    }
+    rest = b"".join([json.dumps(header).encode(), b"\n", *(section.content for section in sections)])
+    return MAGIC + hashlib.sha256(rest).digest() + rest
 
 
 def decode(content: bytes, fingerprint: Fingerprint, source: object) -> tuple[list[Section], int]:
     """Return a file's sections and number of graphs, or raise an `ArtifactError` with the reason."""
-    header, payload = _header(content, source)
+    if not content.startswith(MAGIC):
+        raise ArtifactError(f"{source} is no file of compile artifacts")
+    start = len(MAGIC) + _DIGEST
+    rest = content[start:]
+    if hashlib.sha256(rest).digest() != content[len(MAGIC) : start]:
+        raise ArtifactError(f"{source} is incomplete or damaged: its checksum is not the one it was written with")
+    line, payload = rest.split(b"\n", 1)
+    header = json.loads(line)
+    if header["version"] != VERSION:
+        raise ArtifactError(f"{source} has layout {header['version']}, this version of Tritium reads {VERSION}")
     try:
         there = Fingerprint.from_dict(header["fingerprint"])
-        # Compare first: another version of the package may have other kinds of sections.
-        differences = fingerprint.differences(there)
-        if differences:
-            raise ArtifactMismatch(source, differences)
-        shapes = [_shape(entry) for entry in header["sections"]]
-        expected, graphs = str(header["sha256"]), int(header["graphs"])
-    except (KeyError, TypeError, ValueError, FingerprintError) as error:
-        raise ArtifactError(f"{source}: the header means nothing: {error}") from error
-    size_written = sum(size for _, _, size in shapes)
-    if len(payload) < size_written:
-        raise ArtifactError(f"{source} is incomplete: {len(payload)} of {size_written} bytes")
-    if len(payload) > size_written:
-        raise ArtifactError(f"{source} is longer than it should be: {len(payload)} bytes instead of {size_written}")
-    if hashlib.sha256(payload).hexdigest() != expected:
-        raise ArtifactError(f"{source} is damaged: its checksum is not the one it was written with")
+    except FingerprintError as error:
+        raise ArtifactError(f"{source} is from another version of Tritium: {error}") from error
+    if differences := fingerprint.differences(there):
+        raise ArtifactMismatch(source, differences)
     sections, position = [], 0
-    for kind, name, size in shapes:
-        sections.append(Section(kind, name, bytes(payload[position : position + size])))
+    for kind, name, size in header["sections"]:
+        sections.append(Section(kind, name, payload[position : position + size]))
         position += size
-    return sections, graphs
-
-
-def _header(content: bytes, source: object) -> tuple[dict[str, Any], memoryview]:
-    """Return the header, after verifying its checksum, and the payload."""
-    if content[: len(MAGIC)] != MAGIC[: len(content)] or not content:
-        raise ArtifactError(f"{source} is no file of compile artifacts")
-    if len(content) < _START.size:
-        raise ArtifactError(f"{source} is incomplete: it ends in the header")
-    _, version, length = _START.unpack_from(content)
-    if version > VERSION:
-        raise ArtifactError(f"{source} has layout {version}, this version of Tritium reads up to {VERSION}")
-    end = _START.size + length
-    if len(content) < end + _DIGEST:
-        raise ArtifactError(f"{source} is incomplete: it ends in the header")
-    if hashlib.sha256(content[:end]).digest() != content[end : end + _DIGEST]:
-        raise ArtifactError(f"{source} is damaged: the checksum of its header does not fit")
-    try:
-        header = json.loads(content[_START.size : end])
-    except ValueError as error:
-        raise ArtifactError(f"{source}: the header is no JSON: {error}") from error
-    if not isinstance(header, dict):
-        raise ArtifactError(f"{source}: the header is no mapping")
-    return header, memoryview(content)[end + _DIGEST :]
-
-
-def _shape(entry: Any) -> tuple[str, str, int]:
-    kind, name, size = entry
-    if kind not in KINDS:
-        raise ValueError(f"there are no sections of kind {kind!r}")
-    if not isinstance(name, str) or (_KERNEL_NAME if kind == "kernel" else _NAME).fullmatch(name) is None:
-        raise ValueError(f"a section cannot be called {name!r}")
-    if not isinstance(size, int) or size < 0:
-        raise ValueError(f"a section cannot have {size!r} bytes")
-    return kind, name, size
+    return sections, header["graphs"]

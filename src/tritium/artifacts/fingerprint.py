@@ -24,9 +24,6 @@ from tritium.errors import FingerprintError, nearest
 # Configuration entries that only record the origin, in addition to names that start with an underscore.
 _ORIGIN = {"transformers_version"}
 
-_TEXT = (str,)
-_OPTIONAL_TEXT = (str, type(None))
-
 
 @dataclass(frozen=True)
 class Fingerprint:
@@ -56,12 +53,13 @@ class Fingerprint:
         """Return the fingerprint of this process for components with these configurations."""
         found = device.describe(device_type)
         is_cpu = found.type == "cpu"
+        capability = found.capability
+        if is_cpu:
+            capability = " ".join([capability or "", *compat.inductor.vector_isas()])
         versions = compat.versions.versions()
         return cls(
             device=found.name,
-            capability=" ".join([found.capability or "", *compat.inductor.vector_isas()])
-            if is_cpu
-            else found.capability,
+            capability=capability,
             instructions=device.cpu_instructions() if is_cpu else (),
             threads=found.threads,
             torch=torch.__version__,
@@ -81,23 +79,15 @@ class Fingerprint:
         if not isinstance(found, Mapping):
             raise FingerprintError(f"a fingerprint is a mapping, got {type(found).__name__}")
         names = [field.name for field in fields(cls)]
-        for name in found:
-            if name not in names:
-                raise FingerprintError(f"a fingerprint has no ingredient {name!r}; {nearest(str(name), names)}")
-        missing = [name for name in names if name not in found]
-        if missing:
+        if unknown := [name for name in found if name not in names]:
+            raise FingerprintError(f"a fingerprint has no ingredient {unknown[0]!r}; {nearest(str(unknown[0]), names)}")
+        if missing := [name for name in names if name not in found]:
             raise FingerprintError(f"the fingerprint lacks {', '.join(missing)}")
-        values = dict(found)
-        for name, kinds in _KINDS.items():
-            # bool is a subclass of int, but not a valid number of threads.
-            if not isinstance(values[name], kinds) or isinstance(values[name], bool):
-                raise FingerprintError(f"ingredient {name!r} of a fingerprint cannot be {values[name]!r}")
-        models: dict[Any, Any] = values["models"]
-        if not all(isinstance(part, str) for part in [*values["instructions"], *models, *models.values()]):
-            raise FingerprintError("instructions and models of a fingerprint are texts")
-        values["instructions"] = tuple(values["instructions"])
-        values["models"] = tuple(sorted(models.items()))
-        return cls(**values)
+        try:
+            instructions, models = tuple(found["instructions"]), tuple(sorted(found["models"].items()))
+        except (TypeError, AttributeError) as error:
+            raise FingerprintError(f"instructions are a list and models a mapping: {error}") from error
+        return cls(**{**found, "instructions": instructions, "models": models})
 
     def differences(self, there: Fingerprint) -> list[str]:
         """Return one line per ingredient that differs between this fingerprint (`here`) and another (`there`)."""
@@ -107,20 +97,6 @@ class Fingerprint:
             if mine != theirs:
                 lines.append(f"{field.name}: {_worded(field.name, mine, theirs)}")
         return lines
-
-
-_KINDS: dict[str, tuple[type, ...]] = {
-    "device": _TEXT,
-    "capability": _OPTIONAL_TEXT,
-    "instructions": (list, tuple),
-    "threads": (int, type(None)),
-    "torch": _TEXT,
-    "triton": _OPTIONAL_TEXT,
-    "tritium": _TEXT,
-    "diffusers": _OPTIONAL_TEXT,
-    "python": _TEXT,
-    "models": (dict,),
-}
 
 
 def _worded(name: str, mine: Any, theirs: Any) -> str:

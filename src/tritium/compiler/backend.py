@@ -7,7 +7,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import CodeType
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -60,15 +60,13 @@ class Backend:
         # Dynamo compares backends on every call of compiled code, for every compiled version.
         if self is other:
             return True
-        if not isinstance(other, Backend) or self._hash != other._hash:
-            return False
-        return self._identity() == other._identity()
-
-    def __hash__(self) -> int:
-        return self._hash
+        return isinstance(other, Backend) and self._hash == other._hash and self._identity() == other._identity()
 
     def _identity(self) -> tuple[Any, ...]:
         return self.config, self.passes, self.fusions
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def __repr__(self) -> str:
         return f"Backend({self.config!r})"
@@ -166,7 +164,8 @@ def _is_of_pictures(backend: Any, arguments: Mapping[str, Any]) -> bool:
 
 def _start_record(gm: fx.GraphModule, example_inputs: Sequence[Any], engine: str) -> GraphRecord:
     frame = compat.dynamo.compiling_frame()
-    devices = [value.device.type for value in example_inputs if isinstance(value, torch.Tensor)]
+    tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
+    devices = [tensor.device.type for tensor in tensors]
     owners, callers = _callers(frame)
     return GraphRecord(
         graph=frame.compile_id if frame is not None else "?",
@@ -175,17 +174,11 @@ def _start_record(gm: fx.GraphModule, example_inputs: Sequence[Any], engine: str
         device_type="cuda" if "cuda" in devices else devices[0] if devices else "cpu",
         nodes=sum(node.op.startswith("call_") for node in gm.graph.nodes),
         break_reason=compat.dynamo.break_reason(gm),
-        needs_gradients=_needs_gradients(example_inputs),
+        needs_gradients=torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors),
         recompile=_recompile(frame),
         code=weakref.ref(frame.code) if frame is not None else None,
         owners=owners,
         callers=callers,
-    )
-
-
-def _needs_gradients(example_inputs: Sequence[Any]) -> bool:
-    return torch.is_grad_enabled() and any(
-        isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs
     )
 
 
@@ -202,23 +195,18 @@ def _function_name(frame: compat.dynamo.Frame | None) -> str:
 
 def _callers(frame: compat.dynamo.Frame | None) -> tuple[tuple[weakref.ref[Any], ...], frozenset[int]]:
     """Return the modules and code objects on the stack: the graph belongs to their reports."""
-    modules: dict[int, Any] = {}
-    codes: set[CodeType] = set()
-    if frame is not None:
-        codes.add(frame.code)
-        owner = frame.arguments.get("self")
-        if isinstance(owner, torch.nn.Module):
-            modules[id(owner)] = owner
-    current: Any = sys._getframe(1)
+    owners: list[Any] = [frame.arguments.get("self")] if frame is not None else []
+    codes = {id(frame.code)} if frame is not None else set()
+    current = inspect.currentframe()
     while current is not None:
-        codes.add(current.f_code)
-        if isinstance(module := _self_of(current), torch.nn.Module):
-            modules[id(module)] = module
+        codes.add(id(current.f_code))
+        owners.append(_self_of(current))
         current = current.f_back
-    return tuple(weakref.ref(module) for module in modules.values()), frozenset(map(id, codes))
+    modules = {id(owner): owner for owner in owners if isinstance(owner, torch.nn.Module)}
+    return tuple(map(weakref.ref, modules.values())), frozenset(codes)
 
 
-def _self_of(frame: Any) -> Any:
+def _self_of(frame: FrameType) -> Any:
     """Return `self` from a method's frame, or None."""
     code = frame.f_code
     if not (code.co_flags & inspect.CO_OPTIMIZED and code.co_varnames and code.co_varnames[0] == "self"):
@@ -237,12 +225,9 @@ def _recompile(frame: compat.dynamo.Frame | None) -> Recompile | None:
         return None
     number, _, version = frame.compile_id.partition("/")
     attempt = int(version.split("_")[0])
-    if attempt == 0:
-        return None
     # A version that another backend compiled does not count as a recompile.
     failures = [text for text in compat.dynamo.guard_failures(frame.code) if "BACKEND_MATCH" not in text]
-    previous = f"{number}/{attempt - 1}"
-    reason = next((text for text in reversed(failures) if text.startswith(previous)), failures[-1] if failures else "")
-    if not reason:
+    if attempt == 0 or not failures:
         return None
-    return parse_guard_failure(frame.compile_id, reason, frame.arguments)
+    of_previous = [text for text in failures if text.startswith(f"{number}/{attempt - 1}")]
+    return parse_guard_failure(frame.compile_id, (of_previous or failures)[-1], frame.arguments)

@@ -17,7 +17,7 @@ from tritium import compat
 from tritium.artifacts.digest import identity
 from tritium.compiler.passes.freezing import FrozenPart
 from tritium.config import CompilationConfig
-from tritium.errors import RequestConflict, TritiumError, UnrequestedConfig
+from tritium.errors import RequestConflict, TritiumError, UnrequestedConfig, brief
 from tritium.fusions import Fusion
 from tritium.graph import copied, value_of, with_graph
 from tritium.passes import ConfigRequest, Pass, PassContext
@@ -144,7 +144,8 @@ class Compilation:
         return declined
 
     def withdraw_rewrites(self) -> bool:
-        """Forget sites and frozen values, because the rewritten graph failed; return True if a pass did anything."""
+        """Forget what passes did, because the rewritten graph failed; return True if one did anything."""
+        self.gm = with_graph(self.dynamo, copied(self.dynamo.graph))
         if self.frozen is not None:
             del self.example_inputs[-len(self.frozen.example_values) :]
             self.frozen = None
@@ -184,8 +185,3 @@ def is_the_callers(error: Exception) -> bool:
     """Return True if an error must reach the caller; others disable a part and are reported."""
     ours = isinstance(error, TritiumError) and not isinstance(error, UnrequestedConfig)
     return ours or compat.dynamo.passes_through(error)
-
-
-def brief(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from tritium import measure
-from tritium.compat import capture as compat_capture
-from tritium.compiler.capture.outputs import flatten
+from tritium import compat, measure
 from tritium.errors import ConfigError, ShapeError, nearest
 
 # The allowance of fidelity `close` for one reordering of sums: masked attention adds zeros.
@@ -27,6 +25,10 @@ _TOLERANCE_EPS = 16
 
 # Bucket sizes by argument and dim.
 Buckets = Mapping[str, Mapping[int, Sequence[int]]]
+FORM = "{argument: {dim: sizes}}, such as {'encoder_hidden_states': {1: (128, 256)}}"
+
+# The dims of one result that grow with a padded dim, each with that argument and dim.
+Cuts = Mapping[int, tuple[str, int]]
 
 
 def pad_to(model: Any, dims: Buckets, *, mask: str | Mapping[str, str] | None = None) -> Any:
@@ -39,7 +41,7 @@ def pad_to(model: Any, dims: Buckets, *, mask: str | Mapping[str, str] | None = 
             mapping by argument. By default the usual names are tried. A mask passed by the caller is padded.
     """
     # The wrapper that torch.compile puts around a module hides its signature.
-    call = getattr(model, "_orig_mod", model).forward if isinstance(model, nn.Module) else model
+    call = compat.modules.unwrapped(model).forward if isinstance(model, nn.Module) else model
     if not callable(call):
         raise ConfigError(f"pad_to takes a module or a function, got {type(model).__name__}")
     padding = Padding(model, inspect.signature(call), dims, mask)
@@ -89,8 +91,8 @@ class Padding:
             if name not in names:
                 raise ShapeError(f"pad_to names {name!r}, which is no argument; {nearest(name, names)}")
         self._masks = _masks(self._dims, names, mask, _title(call))
-        # By padded sizes: the dims of each result that grow with a padded dim, after a successful check.
-        self._proven: dict[tuple[int, ...], list[dict[int, tuple[str, int]]]] = {}
+        # The cuts of each result by padded sizes, after a successful check.
+        self._proven: dict[tuple[int, ...], list[Cuts]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         bound = self._signature.bind(*args, **kwargs)
@@ -105,7 +107,7 @@ class Padding:
         key = tuple(targets.values())
         if key not in self._proven:
             self._proven[key] = self._prove(bound, given, padded, targets)
-        leaves, rebuild = flatten(self._run(bound, padded))
+        leaves, rebuild = compat.tensors.flatten(self._run(bound, padded))
         return rebuild([_cut(leaf, cuts, given) for leaf, cuts in zip(leaves, self._proven[key], strict=True)])
 
     def _run(self, bound: inspect.BoundArguments, arguments: Mapping[str, Any]) -> Any:
@@ -133,23 +135,22 @@ class Padding:
         given: Mapping[str, Any],
         padded: Mapping[str, Any],
         targets: Mapping[tuple[str, int], int],
-    ) -> list[dict[int, tuple[str, int]]]:
+    ) -> list[Cuts]:
         """Run without padding, with zeros and with noise in it; compare results, and return where to cut."""
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-        with torch.random.fork_rng(devices=devices), compat_capture.compiled_code_runs_eagerly(), torch.no_grad():
+        with torch.random.fork_rng(devices=devices), compat.capture.compiled_code_runs_eagerly(), torch.no_grad():
             noisy = {**given, **self._padded(given, targets, noise=True)}
             results = []
             for arguments in (_copied(given), _copied(padded), noisy):
                 # Use the same random numbers in each run.
                 torch.manual_seed(0)
-                results.append(flatten(self._run(bound, arguments))[0])
+                results.append(compat.tensors.flatten(self._run(bound, arguments))[0])
         plain, zeros, noise = results
         cuts = [_where(one, other, given, targets) for one, other in zip(plain, zeros, strict=True)]
-        for place, cut in enumerate(cuts):
-            if not isinstance(plain[place], torch.Tensor):
-                continue
-            self._compare(_cut(zeros[place], cut, given), _cut(noise[place], cut, given), "what stands in it")
-            self._compare(plain[place], _cut(zeros[place], cut, given), "whether it is there")
+        for one, padded_one, noisy_one, cut in zip(plain, zeros, noise, cuts, strict=True):
+            if isinstance(one, torch.Tensor):
+                self._compare(_cut(padded_one, cut, given), _cut(noisy_one, cut, given), "what stands in it")
+                self._compare(one, _cut(padded_one, cut, given), "whether it is there")
         return cuts
 
     def _compare(self, one: torch.Tensor, other: torch.Tensor, what: str) -> None:
@@ -171,23 +172,17 @@ def _title(call: Any) -> str:
 
 def _buckets(dims: Any) -> dict[str, dict[int, tuple[int, ...]]]:
     """Check the padded dims, and sort the sizes of each."""
-    form = "{argument: {dim: sizes}}, such as {'encoder_hidden_states': {1: (128, 256)}}"
-    if not isinstance(dims, Mapping) or not all(isinstance(of_name, Mapping) for of_name in dims.values()):
-        raise ConfigError(f"pad_to takes dims as {form}; got {dims!r}")
-    if not dims or not all(dims.values()):
-        raise ConfigError(f"pad_to: no dim is named, so nothing would be padded; write {form}")
-    for name, of_name in dims.items():
-        for dim in of_name:
-            if not isinstance(dim, int):
-                raise ConfigError(f"pad_to: a dim of {name!r} must be an integer, got {dim!r}")
-    return {name: {dim: _sizes(name, sizes) for dim, sizes in of_name.items()} for name, of_name in dims.items()}
-
-
-def _sizes(name: str, sizes: Any) -> tuple[int, ...]:
-    found = tuple(sizes) if isinstance(sizes, Iterable) else (sizes,)
-    if not found or not all(isinstance(size, int) and size > 0 for size in found):
-        raise ShapeError(f"pad_to: the sizes of {name!r} must be whole numbers above 0, got {sizes!r}")
-    return tuple(sorted(found))
+    try:
+        found = {name: {dim: tuple(sorted(sizes)) for dim, sizes in of_name.items()} for name, of_name in dims.items()}
+    except (AttributeError, TypeError) as error:
+        raise ConfigError(f"pad_to takes dims as {FORM}; got {dims!r}") from error
+    if not found or not all(found.values()):
+        raise ConfigError(f"pad_to: no dim is named, so nothing would be padded; write {FORM}")
+    for name, of_name in found.items():
+        for sizes in of_name.values():
+            if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
+                raise ShapeError(f"pad_to: the sizes of {name!r} must be whole numbers above 0, got {sizes!r}")
+    return found
 
 
 def _masks(dims: Buckets, names: Sequence[str], mask: str | Mapping[str, str] | None, title: str) -> dict[str, str]:
@@ -258,9 +253,7 @@ def _copied(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
 
 
-def _where(
-    plain: Any, padded: Any, given: Mapping[str, Any], targets: Mapping[tuple[str, int], int]
-) -> dict[int, tuple[str, int]]:
+def _where(plain: Any, padded: Any, given: Mapping[str, Any], targets: Mapping[tuple[str, int], int]) -> Cuts:
     """Return the dims of a result that grew with a padded dim, each with that argument and dim."""
     if not isinstance(plain, torch.Tensor):
         if plain != padded:
@@ -279,7 +272,7 @@ def _where(
     return found
 
 
-def _cut(leaf: Any, cuts: Mapping[int, tuple[str, int]], given: Mapping[str, Any]) -> Any:
+def _cut(leaf: Any, cuts: Cuts, given: Mapping[str, Any]) -> Any:
     for place, (name, dim) in cuts.items():
         leaf = leaf.narrow(place, 0, given[name].shape[dim])
     return leaf

@@ -30,11 +30,12 @@ from torch import fx
 from tritium.catalog import Entry, plugins, unique
 from tritium.compiler.blocks.reuse import reuse_blocks
 from tritium.compiler.capture.stage import capture, split_at_boundaries
-from tritium.compiler.compilation import Compilation, brief
+from tritium.compiler.compilation import Compilation
 from tritium.compiler.lower import lower, lower_untouched, record_tiling_policy
 from tritium.compiler.passes import channels_last, convolution_bias, freezing, fuse
 from tritium.compiler.passes.run import run_pass
 from tritium.config import CompilationConfig
+from tritium.errors import brief
 from tritium.passes import Pass, PassContext
 from tritium.report.diagram import diagram
 from tritium.report.records import Failure

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tritium import compat
-from tritium.compiler.dynamic_dims import marking
+from tritium.compiler.compile import marking
 
 
 class AnySize:

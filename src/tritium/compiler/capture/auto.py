@@ -17,7 +17,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from tritium.compiler.capture.graph import Lane, Mark
+import torch
+
 from tritium.report.records import PassRecord
 
 # Minimum share of a call in which the device is idle. Below it, a replay gains less than noise: FLUX at 1024 pixels
@@ -40,30 +41,33 @@ UNDECIDED = f"{PREFIX}not decided yet, ordinary calls are timed first"
 
 @dataclass(frozen=True)
 class Sample:
-    """One timed call: its device time, the host's time to issue it, and if the device was idle before."""
+    """One timed call: CUDA events around it, the host's time to issue it, and if the device was idle before."""
 
-    start: Mark
-    end: Mark
+    start: Any
+    end: Any
     host_ms: float
     began_idle: bool
 
     @property
     def device_ms(self) -> float:
-        return self.start.until(self.end)
+        return float(self.start.elapsed_time(self.end))
 
     @property
     def may_wait(self) -> bool:
         return self.began_idle and self.host_ms >= MAY_WAIT * self.device_ms
 
 
-def sampled(lane: Lane, run: Callable[[], Any]) -> tuple[Sample, Any]:
-    """Run between two marks on the caller's stream."""
-    began_idle = lane.is_idle()
-    start = lane.mark()
+def sampled(device: torch.device, run: Callable[[], Any]) -> tuple[Sample, Any]:
+    """Run between two events on the caller's stream."""
+    stream = torch.cuda.current_stream(device)
+    began_idle = bool(stream.query())
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record(stream)
     begun = time.perf_counter()
     result = run()
     host_ms = (time.perf_counter() - begun) * 1e3
-    return Sample(start, lane.mark(), host_ms, began_idle), result
+    end.record(stream)
+    return Sample(start, end, host_ms, began_idle), result
 
 
 class Decision:
@@ -84,12 +88,9 @@ class Decision:
 
     def wants_capture(self) -> bool:
         """Return True once timed calls show that the device may wait for the host."""
-        if self.is_settled:
+        if self.is_settled or not _are_done(self._calls):
             return self.why is not None
-        if not _are_done(self._calls):
-            return False
-        waiting = sum(sample.may_wait for sample in self._calls)
-        if 2 * waiting > len(self._calls):
+        if 2 * sum(sample.may_wait for sample in self._calls) > len(self._calls):
             return True
         busy = sum(not sample.began_idle for sample in self._calls)
         host = min(sample.host_ms for sample in self._calls)
@@ -100,23 +101,24 @@ class Decision:
         )
         return False
 
-    def call(self, lane: Lane, run: Callable[[], Any]) -> Any:
+    def call(self, device: torch.device, run: Callable[[], Any]) -> Any:
         """Run an ordinary call, and time it if the decision needs it."""
-        if not self._began or self.is_settled or len(self._calls) == TIMED_CALLS:
+        if not self._began:
             self._began = True
             return run()
-        sample, result = sampled(lane, run)
-        self._calls.append(sample)
-        return result
+        return self._timed(self._calls, device, run)
 
-    def replay(self, lane: Lane, run: Callable[[], Any]) -> Any:
+    def replay(self, device: torch.device, run: Callable[[], Any]) -> Any:
         """Run a replay, and time it if the decision needs it."""
         if not self.is_settled and _are_done(self._replays):
             self._judge_replays()
-        if self.is_settled or len(self._replays) == TIMED_CALLS:
+        return self._timed(self._replays, device, run)
+
+    def _timed(self, samples: list[Sample], device: torch.device, run: Callable[[], Any]) -> Any:
+        if self.is_settled or len(samples) == TIMED_CALLS:
             return run()
-        sample, result = sampled(lane, run)
-        self._replays.append(sample)
+        sample, result = sampled(device, run)
+        samples.append(sample)
         return result
 
     def _judge_replays(self) -> None:
@@ -139,7 +141,7 @@ class Decision:
 
 
 def _are_done(samples: list[Sample]) -> bool:
-    return len(samples) == TIMED_CALLS and all(sample.end.is_done() for sample in samples)
+    return len(samples) == TIMED_CALLS and all(sample.end.query() for sample in samples)
 
 
 class Decisions:
@@ -149,19 +151,17 @@ class Decisions:
         self._entry = entry
         self._before = entry.summary
         self._by_bucket: dict[Hashable, Decision] = {}
-        self._settled: list[Decision] = []
+        # The distinct results: a graph can have many pieces and shapes, each with a separate decision.
+        self._results: dict[str, None] = {}
 
     def of(self, bucket: Hashable) -> Decision:
         """Return the decision for a bucket; create it on the first call."""
         return self._by_bucket.setdefault(bucket, Decision(self._tell))
 
     def _tell(self, decision: Decision) -> None:
-        self._settled.append(decision)
-        # A graph can have many pieces and shapes, each with a separate decision: list distinct results once.
-        said = dict.fromkeys(settled.why or settled.declined or "" for settled in self._settled)
-        text = "; ".join(line.removeprefix(PREFIX) for line in said)
-        captured = any(settled.why is not None for settled in self._settled)
+        self._results[(decision.why or decision.declined or "").removeprefix(PREFIX)] = None
+        text = PREFIX + "; ".join(self._results)
+        captured = any(known.why is not None for known in self._by_bucket.values())
         self._entry.changed = captured
-        told = f"{PREFIX}{text}"
-        self._entry.summary = (f"{self._before}; {told}" if self._before else told) if captured else self._before
-        self._entry.declined = None if captured else told
+        self._entry.summary = "; ".join(filter(None, [self._before, text if captured else None])) or None
+        self._entry.declined = None if captured else text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -15,13 +14,15 @@ import torch
 
 from tritium import compat
 from tritium.compiler.capture.inputs import Buffers, without_repeats
-from tritium.compiler.capture.outputs import flatten
 from tritium.device import is_capturing
 from tritium.errors import CaptureRefused
 
 # Libraries must be initialised and kernels tuned before a capture begins. The documentation of CUDA and torch use three
 # runs.
 WARM_UPS = 3
+
+# A call with static arguments; it returns the call's results, or none if it stores them itself.
+Run = Callable[[], Sequence[Any]]
 
 
 class DeviceGraph(Protocol):
@@ -36,10 +37,10 @@ class EmulatedGraph:
     A replay overwrites the results of other graphs in the pool: on a GPU its intermediate values could be there.
     """
 
-    def __init__(self, run: Callable[[], Any], result: Any, pool: weakref.WeakSet[EmulatedGraph]) -> None:
+    def __init__(self, run: Run, results: Sequence[Any], pool: weakref.WeakSet[EmulatedGraph]) -> None:
         self._run = run
         self._pool = pool
-        self._static = flatten(result)[0]
+        self._static = results
         # Results outside of the arguments' memory; known after a replay.
         self._own: list[torch.Tensor] = []
         pool.add(self)
@@ -48,11 +49,8 @@ class EmulatedGraph:
         for other in list(self._pool):
             if other is not self:
                 other.spoil()
-        leaves, _ = flatten(self._run())
-        if len(leaves) != len(self._static):
-            raise RuntimeError("a replayed call returned another structure than the captured one")
         self._own = []
-        for new, static in zip(leaves, self._static, strict=True):
+        for new, static in zip(self._run(), self._static, strict=True):
             if isinstance(static, torch.Tensor) and new.data_ptr() != static.data_ptr():
                 without_repeats(static).copy_(without_repeats(new))
                 self._own.append(static)
@@ -63,35 +61,6 @@ class EmulatedGraph:
         for tensor in self._own:
             if tensor.is_floating_point():
                 without_repeats(tensor).fill_(float("nan"))
-
-
-class Mark:
-    """A point in a stream, and the time when the device reached it: on a CPU, now."""
-
-    def __init__(self) -> None:
-        self._seconds = time.perf_counter()
-
-    def is_done(self) -> bool:
-        """Return True if the device has reached it, without waiting."""
-        return True
-
-    def until(self, later: Any) -> float:
-        """Return the milliseconds to a later mark; both must be done."""
-        return float(later._seconds - self._seconds) * 1e3
-
-
-class CudaMark(Mark):
-    """A CUDA event on the caller's stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event(enable_timing=True)
-        self._event.record(torch.cuda.current_stream(device))
-
-    def is_done(self) -> bool:
-        return bool(self._event.query())
-
-    def until(self, later: Any) -> float:
-        return float(self._event.elapsed_time(later._event))
 
 
 class Lane:
@@ -109,20 +78,20 @@ class Lane:
     def order(self) -> None:
         """Make the caller's stream wait for an earlier caller's stream, because both use the shared memory."""
 
-    def warm_up(self, run: Callable[[], Any]) -> Any:
+    def warm_up(self, run: Run) -> Sequence[Any]:
         """Call a few times and return the last result."""
         for _ in range(WARM_UPS - 1):
             run()
         return run()
 
-    def capture(self, run: Callable[[], Any], generators: Sequence[torch.Generator]) -> tuple[DeviceGraph, Any]:
+    def capture(self, run: Run, generators: Sequence[torch.Generator]) -> tuple[DeviceGraph, Sequence[Any]]:
         """Capture a call; return the graph and the memory that its replays write results into.
 
         Other captures may allocate parts of that memory while it is free, so any other replay may overwrite it.
         """
         del generators
-        result = run()
-        return EmulatedGraph(run, result, self._graphs), result
+        results = run()
+        return EmulatedGraph(run, results, self._graphs), results
 
     def retire(self, things: Any) -> None:
         """Free graphs and their memory as soon as the device has finished using them."""
@@ -131,14 +100,6 @@ class Lane:
     def memory(self) -> int:
         """Return the bytes reserved by the device's allocator."""
         return 0
-
-    def is_idle(self) -> bool:
-        """Return True if the caller's stream has no pending work, without waiting."""
-        return True
-
-    def mark(self) -> Mark:
-        """Mark the current end of the caller's stream."""
-        return Mark()
 
     @contextlib.contextmanager
     def unchanged(self, generators: Sequence[torch.Generator], written: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -177,7 +138,7 @@ class CudaLane(Lane):
             current.wait_stream(self._last)
         self._last = current
 
-    def warm_up(self, run: Callable[[], Any]) -> Any:
+    def warm_up(self, run: Run) -> Sequence[Any]:
         with torch.cuda.device(self.device):
             current = torch.cuda.current_stream()
             self._side.wait_stream(current)
@@ -186,14 +147,14 @@ class CudaLane(Lane):
             current.wait_stream(self._side)
         return result
 
-    def capture(self, run: Callable[[], Any], generators: Sequence[torch.Generator]) -> tuple[DeviceGraph, Any]:
+    def capture(self, run: Run, generators: Sequence[torch.Generator]) -> tuple[DeviceGraph, Sequence[Any]]:
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
             graph.register_generator_state(generator)
         with torch.cuda.device(self.device), compat.capture.fresh_cublas_workspaces():
             return graph, self._captured(graph, run)
 
-    def _captured(self, graph: Any, run: Callable[[], Any]) -> Any:
+    def _captured(self, graph: Any, run: Run) -> Sequence[Any]:
         failure: Exception | None = None
         self._is_capturing = True
         try:
@@ -247,12 +208,6 @@ class CudaLane(Lane):
 
     def memory(self) -> int:
         return torch.cuda.memory_reserved(self.device)
-
-    def is_idle(self) -> bool:
-        return bool(torch.cuda.current_stream(self.device).query())
-
-    def mark(self) -> Mark:
-        return CudaMark(self.device)
 
 
 @functools.cache

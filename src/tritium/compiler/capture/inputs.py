@@ -95,7 +95,7 @@ class StaticInputs:
             self.args[index], new = buffers.take(args[index], taken[layout])
             taken[layout] += 1
             self.bytes += new
-        self._copies = Copies([self.args[index] for index in self.indices])
+        self._copies = Copies(self.at(self.indices))
         self._layouts = [_layout(self.args[index]) for index in self.indices]
         self._written: list[int] = []
         self._write_back = Copies([])
@@ -103,6 +103,10 @@ class StaticInputs:
     @property
     def generators(self) -> list[torch.Generator]:
         return [arg for arg in self.args if isinstance(arg, torch.Generator)]
+
+    def at(self, places: Iterable[int]) -> list[torch.Tensor]:
+        """Return the static tensors at some places."""
+        return [self.args[index] for index in sorted(places)]
 
     def fill(self, args: Sequence[Any]) -> None:
         self._copies.run([args[index] for index in self.indices])
@@ -116,8 +120,8 @@ class StaticInputs:
 
     def write_back_to(self, written: Iterable[int]) -> None:
         """Set the inputs whose changes are copied back to the caller."""
-        self._written = [index for index in self.indices if index in set(written)]
-        self._write_back = Copies([self.args[index] for index in self._written])
+        self._written = sorted(set(self.indices) & set(written))
+        self._write_back = Copies(self.at(self._written))
 
     def write_back(self, args: Sequence[Any]) -> None:
         if self._written:

@@ -11,10 +11,8 @@ are three ways to return them:
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -27,53 +25,25 @@ from tritium.errors import CaptureRefused
 Way = Literal["lend", "copy", "expose"]
 
 
-def flatten(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """Return the leaves of a result, and a function that builds an equal result from other leaves.
-
-    Supports everything registered with torch's pytrees (such as outputs of diffusers), and dataclasses.
-    """
-    if _is_plain_dataclass(value):
-        cls, names = type(value), [field.name for field in dataclasses.fields(value) if field.init]
-        leaves, build = flatten([getattr(value, name) for name in names])
-        return leaves, lambda parts: cls(**dict(zip(names, build(parts), strict=True)))
-    leaves, rebuild = compat.tensors.flatten(value, _is_plain_dataclass)
-    if not any(map(_is_plain_dataclass, leaves)):
-        return leaves, rebuild
-    inner = [flatten(leaf) for leaf in leaves]
-    builders = [(len(parts), build) for parts, build in inner]
-
-    def join(parts: Sequence[Any]) -> Any:
-        remaining = iter(parts)
-        return rebuild([build(list(islice(remaining, count))) for count, build in builders])
-
-    return [part for parts, _ in inner for part in parts], join
-
-
-def _is_plain_dataclass(value: Any) -> bool:
-    is_instance = dataclasses.is_dataclass(value) and not isinstance(value, type)
-    return is_instance and not compat.tensors.is_container(value)
-
-
 class StaticOutputs:
     """The results of one capture."""
 
-    def __init__(self, result: Any, args: Sequence[Any], way: Way) -> None:
-        leaves, self._rebuild = flatten(result)
+    def __init__(self, results: Sequence[Any], args: Sequence[Any], way: Way) -> None:
         # None for tensors: they are views of arguments, or use memory of the capture.
-        self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._results = [None if isinstance(result, torch.Tensor) else result for result in results]
         self._views: dict[int, Callable[[Sequence[Any]], torch.Tensor]] = {}
         self._places: list[int] = []
         storages = {storage_id(arg): index for index, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
-        for place, leaf in enumerate(leaves):
-            if not isinstance(leaf, torch.Tensor):
+        for place, result in enumerate(results):
+            if not isinstance(result, torch.Tensor):
                 continue
-            if (index := storages.get(storage_id(leaf))) is not None:
-                self._views[place] = _view(leaf, args[index], index)
-            elif type(leaf) in (torch.Tensor, torch.nn.Parameter):
+            if (index := storages.get(storage_id(result))) is not None:
+                self._views[place] = _view(result, args[index], index)
+            elif type(result) in (torch.Tensor, torch.nn.Parameter):
                 self._places.append(place)
             else:
                 raise CaptureRefused("it returns a tensor subclass")
-        self._owned = [leaves[place] for place in self._places]
+        self._owned = [results[place] for place in self._places]
         self._users: list[int | None] = []
         # Some torch versions do not count references to memory.
         self.way: Way = "copy" if way == "lend" and None in self._counts() else way
@@ -82,16 +52,15 @@ class StaticOutputs:
         """Move results to memory that no other capture uses."""
         self._owned = self._copied()
 
-    def keep(self, result: Any) -> None:
+    def keep(self, results: Sequence[Any]) -> None:
         """Copy the results of another run into this memory."""
-        leaves = flatten(result)[0]
-        results = [leaves[place] for place in self._places] if len(leaves) == len(self._leaves) else []
-        if list(map(_form, results)) != list(map(_form, self._owned)):
-            raise CaptureRefused("its results have another form on every call")
+        new = [results[place] for place in self._places]
+        if list(map(_layout, new)) != list(map(_layout, self._owned)):
+            raise CaptureRefused("its results have another shape on every call")
         if self._is_shared():
-            Copies(_by_storage(self._owned)).run(_by_storage(results))
+            Copies(_by_storage(self._owned)).run(_by_storage(new))
         else:
-            Copies(self._owned).run(results)
+            Copies(self._owned).run(new)
 
     @property
     def bytes(self) -> int:
@@ -108,14 +77,14 @@ class StaticOutputs:
     def _counts(self) -> list[int | None]:
         return [compat.capture.storage_users(leaf) for leaf in self._owned]
 
-    def hand_out(self, args: Sequence[Any]) -> Any:
-        leaves = list(self._leaves)
+    def hand_out(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        results = list(self._results)
         for place, view in self._views.items():
-            leaves[place] = view(args)
-        owned = self._copied() if self.way == "copy" else [_over(leaf) for leaf in self._owned]
+            results[place] = view(args)
+        owned = self._copied() if self.way == "copy" else [_over(result) for result in self._owned]
         for place, tensor in zip(self._places, owned, strict=True):
-            leaves[place] = tensor
-        return self._rebuild(leaves)
+            results[place] = tensor
+        return tuple(results)
 
     def _is_shared(self) -> bool:
         return len(set(map(storage_id, self._owned))) < len(self._owned)
@@ -130,8 +99,8 @@ class StaticOutputs:
         return [_over(leaf, memory[storage_id(leaf)]) for leaf in self._owned]
 
 
-def _form(leaf: Any) -> tuple[Any, ...] | None:
-    return (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else None
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _view(leaf: torch.Tensor, argument: torch.Tensor, index: int) -> Callable[[Sequence[Any]], torch.Tensor]:

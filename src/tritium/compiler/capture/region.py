@@ -5,10 +5,10 @@ Captures are kept by set of weights. Each set has separate buckets, and evicts t
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from tritium.compiler.capture.outputs import StaticOutputs
 from tritium.compiler.capture.weights import Captured, Entry, WeightSet, WeightSets
 from tritium.config import CompilationConfig
 from tritium.device import is_capturing
-from tritium.errors import CaptureRefused
+from tritium.errors import CaptureRefused, brief
 from tritium.report.records import Capture, Failure, GraphRecord
 
 # Moves of weights in memory before their region is disabled. Each needs new captures; offloading moves on every call.
@@ -40,7 +40,7 @@ class Region:
 
     def __init__(
         self,
-        run: Callable[..., Any],
+        run: Callable[..., Sequence[Any]],
         spec: Spec,
         config: CompilationConfig,
         record: GraphRecord,
@@ -73,16 +73,13 @@ class Region:
             self.clear()
             self._add_row("every bucket", self.off)
             return self._run(*args)
-        if entry.captured is None:
-            decision = entry.decision
-            if decision is None:
-                return self._run(*args)
-            if not self._is_captured(entry, decision, lane, args):
-                return decision.call(lane, lambda: self._run(*args))
+        decision = entry.decision
+        if decision is not None and not self._is_captured(entry, decision, lane, args):
+            return decision.call(lane.device, lambda: self._run(*args))
         with lane.lock:
-            captured = self._ready(entry, lane)
-            if captured is not None:
-                return self._replayed(entry, captured, lane, args)
+            # Another thread may have evicted it.
+            if entry.captured is not None and self._is_ready(entry, entry.captured, lane):
+                return self._replayed(entry, entry.captured, lane, args)
         return self._run(*args)
 
     def clear(self) -> None:
@@ -101,9 +98,6 @@ class Region:
 
     def _find(self, args: Sequence[Any]) -> tuple[Lane, Entry]:
         """Return the lane and the bucket of a call; raise `CaptureRefused` if no call of the region can be captured."""
-        if len(args) != len(self._spec.names):
-            self._spec = self._spec.first(len(args))
-            self._inputs, self._weights = self._spec.inputs, list(self._spec.weights)
         try:
             key = key_of(args, self._inputs)
             hash(key)
@@ -132,7 +126,7 @@ class Region:
                 elif entry.row.declined is None and self._decisions is not None:
                     entry.decision, entry.row.declined = self._decisions.of((self._spec.piece, key)), UNDECIDED
                 elif entry.row.declined is None:
-                    self._attempt(entry, lambda: self._capture(entry, lane, args))
+                    self._attempt(entry, functools.partial(self._capture, entry, lane, args))
             weights.entries.move_to_end(alias or key)
             return lane, entry
 
@@ -172,7 +166,7 @@ class Region:
             if entry.captured is None and entry.decision is not None:
                 if decision.wants_capture():
                     entry.row.declined = None
-                    self._attempt(entry, lambda: self._capture(entry, lane, args))
+                    self._attempt(entry, functools.partial(self._capture, entry, lane, args))
                     entry.decision = decision if entry.captured is not None else None
                 elif decision.declined is not None:
                     entry.row.declined, entry.decision = decision.declined, None
@@ -185,7 +179,7 @@ class Region:
         except CaptureRefused as refusal:
             entry.decline(str(refusal))
         except Exception as error:  # noqa: BLE001 - an error of the call itself is raised again when it runs uncaptured
-            reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+            reason = brief(error)
             entry.decline(reason)
             self._record.failures.append(Failure(f"capture of {entry.row.bucket}", reason))
             warnings.warn(
@@ -199,15 +193,15 @@ class Region:
         inputs = StaticInputs(args, self._weights, lane.buffers)
         before = lane.memory()
         inputs.fill(args)
-        with self._undone(lane, inputs):
-            result = lane.warm_up(lambda: self._run(*inputs.args))
+        with lane.unchanged(inputs.generators, inputs.at(self._written)):
+            results = lane.warm_up(lambda: self._run(*inputs.args))
             self._written |= inputs.changed(args)
             if (alias := self._aliased(args)) is not None:
                 raise CaptureRefused(alias)
         inputs.write_back_to(self._written)
         # Pieces read each other's results, so replays must not overwrite them.
         is_safe = self._config.safe_output_mode or self._spec.piece is not None
-        outputs = StaticOutputs(result, inputs.args, "lend" if is_safe else "expose")
+        outputs = StaticOutputs(results, inputs.args, "lend" if is_safe else "expose")
         outputs = self._capture_graph(entry, lane, inputs, outputs)
         entry.row.bytes = inputs.bytes + max(outputs.bytes, lane.memory() - before)
 
@@ -225,21 +219,23 @@ class Region:
             if arg.requires_grad and torch.is_grad_enabled():
                 raise CaptureRefused(f"{name} needs gradients")
 
-    def _undone(self, lane: Lane, inputs: StaticInputs) -> AbstractContextManager[None]:
-        return lane.unchanged(inputs.generators, [inputs.args[index] for index in sorted(self._written)])
-
     def _capture_graph(self, entry: Entry, lane: Lane, inputs: StaticInputs, outputs: StaticOutputs) -> StaticOutputs:
         """Capture a bucket, given the outputs of an uncaptured run."""
-        run, static = self._run, inputs.args
-        with self._undone(lane, inputs):
+        run, static, lent = self._run, inputs.args, outputs
+
+        def run_and_keep() -> tuple[()]:
+            lent.keep(run(*static))
+            return ()
+
+        with lane.unchanged(inputs.generators, inputs.at(self._written)):
             if outputs.way == "lend":
                 outputs.own()
-                graph, _ = lane.capture(lambda: outputs.keep(run(*static)), inputs.generators)
+                graph, _ = lane.capture(run_and_keep, inputs.generators)
             else:
-                way = outputs.way
-                graph, result = lane.capture(lambda: run(*static), inputs.generators)
-                outputs = StaticOutputs(result, static, way)
-                del result
+                graph, results = lane.capture(lambda: run(*static), inputs.generators)
+                outputs = StaticOutputs(results, static, outputs.way)
+                # The counts of references below must be those of the outputs alone.
+                del results
         entry.captured = Captured(inputs, graph, outputs)
         entry.row.copies = outputs.way == "copy"
         outputs.settle()
@@ -247,28 +243,25 @@ class Region:
 
     def _capture_again(self, entry: Entry, lane: Lane, inputs: StaticInputs) -> None:
         # Warm up again: libraries create handles per thread, which fails in a capture, and this may be another thread.
-        with self._undone(lane, inputs):
-            result = lane.warm_up(lambda: self._run(*inputs.args))
-        self._capture_graph(entry, lane, inputs, StaticOutputs(result, inputs.args, "copy"))
+        with lane.unchanged(inputs.generators, inputs.at(self._written)):
+            results = lane.warm_up(lambda: self._run(*inputs.args))
+        self._capture_graph(entry, lane, inputs, StaticOutputs(results, inputs.args, "copy"))
 
     # --- replay ---
 
-    def _ready(self, entry: Entry, lane: Lane) -> Captured | None:
-        """Return what to replay, captured again if its last result is still referenced; None if nothing."""
-        # Another thread may have evicted it.
-        if entry.captured is None:
-            return None
+    def _is_ready(self, entry: Entry, captured: Captured, lane: Lane) -> bool:
+        """Capture again if the last result is still referenced; return False if that fails."""
         lane.order()
-        if entry.captured.outputs.held():
+        if captured.outputs.held():
             # The caller keeps that memory; from now on results are copied.
-            inputs, entry.captured = entry.captured.inputs, None
-            self._attempt(entry, lambda: self._capture_again(entry, lane, inputs))
-        return entry.captured
+            entry.captured = None
+            self._attempt(entry, functools.partial(self._capture_again, entry, lane, captured.inputs))
+        return entry.captured is not None
 
     def _replayed(self, entry: Entry, captured: Captured, lane: Lane, args: Sequence[Any]) -> Any:
         """Replay a bucket; under graphs="auto", time replays until the decision is final."""
 
-        def replay() -> Any:
+        def replay() -> tuple[Any, ...]:
             captured.inputs.fill(args)
             captured.graph.replay()
             captured.inputs.write_back(args)
@@ -278,7 +271,7 @@ class Region:
         decision = entry.decision
         if decision is None:
             return replay()
-        result = decision.replay(lane, replay)
+        result = decision.replay(lane.device, replay)
         if decision.is_settled:
             entry.decision = None
         if decision.declined is not None:

@@ -99,11 +99,11 @@ def test_a_caller_on_another_stream_waits_for_the_last_one(cuda, lane):
 
 
 def test_recordings_share_a_pool_that_an_empty_one_keeps(cuda, lane):
-    lane.capture(lambda: 1, [])
-    graph, result = lane.capture(lambda: 2, [])
+    lane.capture(lambda: (1,), [])
+    graph, results = lane.capture(lambda: (2,), [])
     recorded = [entry for entry in cuda.log if entry.startswith("recorded")]
     assert recorded == ["recorded graph 0 into pool 1", "recorded graph 0 into pool 1", "recorded graph 2 into pool 1"]
-    assert (graph, result) == ("graph 2", 2)
+    assert (graph, results) == ("graph 2", (2,))
     assert cuda.log[0] == cuda.log[-1] == "clear"
 
 
@@ -117,9 +117,9 @@ def test_the_first_error_is_told_and_the_pool_is_left(cuda, lane):
     with pytest.raises(ValueError, match="mine"):
         lane.capture(broken, [])
     with pytest.raises(RuntimeError, match="invalidated"):
-        lane.capture(lambda: 1, [])
+        lane.capture(lambda: (1,), [])
     cuda.fails_at_end = False
-    lane.capture(lambda: 1, [])
+    lane.capture(lambda: (1,), [])
     assert cuda.log[-2].endswith(f"pool {cuda.pools}")
     assert cuda.pools == 2
 
@@ -139,5 +139,5 @@ def test_generators_are_registered(cuda, lane, monkeypatch):
             cuda.log.append(f"registered {generator}")
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: Graph("graph 1"))
-    lane.capture(lambda: 1, ["mine"])
+    lane.capture(lambda: (1,), ["mine"])
     assert cuda.log[0] == "registered mine"
