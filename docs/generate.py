@@ -186,9 +186,16 @@ def values(hint) -> str:
 def errors() -> str:
     from tritium import errors as module
 
-    tree = inspect.getdoc(module).partition("\n\n")[2]
-    text = f"# Errors\n\nEverything Tritium raises on purpose:\n\n```\n{tree.strip()}\n```\n"
+    text = f"# Errors\n\nEverything Tritium raises on purpose:\n\n```\n{error_tree(module.TritiumError)}```\n"
     return text + "\n::: tritium.errors\n    options:\n      show_root_heading: false\n"
+
+
+def error_tree(error, indent: str = "") -> str:
+    """An error and those derived from it, each with its other bases and what it means."""
+    others = [base.__name__ for base in error.__bases__[1:]]
+    name = f"{indent}{error.__name__}" + (f" ({', '.join(others)})" if others else "")
+    line = f"{name:44}{inspect.getdoc(error).splitlines()[0]}\n"
+    return line + "".join(error_tree(child, indent + "    ") for child in error.__subclasses__())
 
 
 # Pages of the Python reference: title, introduction, and the folders and modules whose public names it has.

@@ -52,16 +52,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 
-def _homes() -> dict[str, str]:
-    """Return the module of each public name, as the imports above give it."""
-    module = ast.parse(inspect.getsource(sys.modules[__name__]))
-    block = next(statement for statement in module.body if isinstance(statement, ast.If))
-    return {
-        name.name: str(line.module) for line in block.body if isinstance(line, ast.ImportFrom) for name in line.names
-    }
-
-
-_HOME = _homes()
+_IMPORTS = next(node for node in ast.parse(inspect.getsource(sys.modules[__name__])).body if isinstance(node, ast.If))
+# Each public name with its module, as the imports above give it.
+_HOME = {line.names[0].name: str(line.module) for line in _IMPORTS.body if isinstance(line, ast.ImportFrom)}
 
 if not TYPE_CHECKING:
     __all__ = list(_HOME)

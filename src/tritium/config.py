@@ -32,8 +32,10 @@ ATTENTIONS = (
     *("sdpa", "cudnn", "flash", "efficient", "math", "chunked", "products", "flex", "flash3", "sage"),
 )
 
-_TRUE = frozenset({"1", "true", "yes", "on"})
-_FALSE = frozenset({"0", "false", "no", "off"})
+_BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+# Fields that map names to names, and what these are.
+_MAPS = {"force_provider": "op names to provider names", "force_tiling": "kernel names to tilings"}
 
 _T = TypeVar("_T")
 
@@ -63,10 +65,10 @@ def keywords_only(cls: type[_T]) -> type[_T]:
 
 
 def _refuse(self: Any, name: str, *value: Any) -> NoReturn:
-    change = (
+    advice = (
         f"cannot be assigned; write dataclasses.replace(..., {name}={value[0]!r})" if value else "cannot be deleted"
     )
-    raise ConfigError(f"{type(self).__name__} is frozen, {name!r} {change}")
+    raise ConfigError(f"{type(self).__name__} is frozen, {name!r} {advice}")
 
 
 class _Group:
@@ -74,8 +76,8 @@ class _Group:
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
-        for name, value in _arguments(self).items():
-            object.__setattr__(self, name, _check(f"{type(self).__name__}.{name}", hints[name], value))
+        for name, hint in hints.items():
+            object.__setattr__(self, name, _check(f"{type(self).__name__}.{name}", hint, getattr(self, name)))
 
     def with_(self, **changes: Any) -> Self:
         """Return a copy with some fields changed.
@@ -83,7 +85,7 @@ class _Group:
         >>> CompilationConfig().with_(engine="eager").engine
         'eager'
         """
-        return type(self)(**{**_arguments(self), **changes})
+        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
 
 
 @keywords_only
@@ -225,12 +227,12 @@ _GROUPS: dict[type, str] = {
 
 def environment_names() -> dict[str, tuple[type, str]]:
     """Return every valid environment variable with the group and field that it sets."""
-    names = {}
-    for group, prefix in _GROUPS.items():
-        for field in fields(group):
-            if field.name not in ("fusion_patterns", "pass_config"):
-                names[prefix + field.name.upper()] = (group, field.name)
-    return names
+    return {
+        prefix + field.name.upper(): (group, field.name)
+        for group, prefix in _GROUPS.items()
+        for field in fields(group)
+        if field.name not in ("fusion_patterns", "pass_config")
+    }
 
 
 def check_environment() -> None:
@@ -251,33 +253,25 @@ def _from_environment(cls: type) -> dict[str, Any]:
     if cls not in _GROUPS:
         return {}
     check_environment()
-    variables = envs.tritium_variables()
-    hints = get_type_hints(cls)
-    values = {}
-    for name, (group, field) in environment_names().items():
-        if group is cls and name in variables:
-            values[field] = _parse(name, hints[field], variables[name])
-    return values
-
-
-def _arguments(config: Any) -> dict[str, Any]:
-    return {field.name: getattr(config, field.name) for field in fields(config)}
+    variables, hints = envs.tritium_variables(), get_type_hints(cls)
+    return {
+        field: _parse(name, hints[field], variables[name])
+        for name, (group, field) in environment_names().items()
+        if group is cls and name in variables
+    }
 
 
 def _parse(variable: str, hint: Any, text: str) -> Any:
     """Parse an environment variable according to the type of its field."""
     lowered = text.strip().lower()
     if hint is bool:
-        if lowered in _TRUE:
-            return True
-        if lowered in _FALSE:
-            return False
-        raise ConfigError(f"{variable}={text!r} is not a boolean; use 1 or 0")
+        if lowered not in _BOOLEANS:
+            raise ConfigError(f"{variable}={text!r} is not a boolean; use 1 or 0")
+        return _BOOLEANS[lowered]
     if hint is int:
-        try:
-            return int(lowered)
-        except ValueError:
-            raise ConfigError(f"{variable}={text!r} is not an integer") from None
+        if not lowered.isdecimal():
+            raise ConfigError(f"{variable}={text!r} is not an integer")
+        return int(lowered)
     if get_origin(hint) is Literal:
         if lowered not in get_args(hint):
             raise ConfigError(f"{variable}={text!r}: {nearest(lowered, get_args(hint))}")
@@ -316,10 +310,13 @@ def _check(name: str, hint: Any, value: Any) -> Any:
             raise ConfigError(f"{name} cannot be {value!r}; {hint_text}")
         return value
     if origin in (Union, types.UnionType):
-        if isinstance(value, Mapping):
-            value = tuple(sorted(value.items(), key=lambda pair: str(pair[0])))
-        if isinstance(value, tuple):
-            return _check_pairs(name, value)
+        what = _MAPS.get(name.rpartition(".")[2])
+        if what is not None and isinstance(value, (Mapping, tuple)):
+            pairs = tuple(sorted(value.items(), key=str)) if isinstance(value, Mapping) else value
+            for pair in pairs:
+                if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(part, str) for part in pair)):
+                    raise ConfigError(f"{name} must map {what}, got {pair!r}")
+            return pairs
         options = tuple(option for option in get_args(hint) if isinstance(option, type))
         if not isinstance(value, options):
             accepted = ", ".join("None" if option is type(None) else option.__name__ for option in options)
@@ -335,14 +332,3 @@ def check_flag(name: str, value: Any) -> None:
     """Raise a `ConfigError` unless the value is True or False."""
     if not isinstance(value, bool):
         raise ConfigError(f"{name} must be True or False, got {value!r}")
-
-
-def _check_pairs(name: str, value: tuple[Any, ...]) -> tuple[Any, ...]:
-    what = {"force_provider": "op names to provider names", "force_tiling": "kernel names to tilings"}
-    field = name.rpartition(".")[2]
-    if field not in what:
-        raise ConfigError(f"{name} cannot be {value!r}")
-    for pair in value:
-        if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(part, str) for part in pair)):
-            raise ConfigError(f"{name} must map {what[field]}, got {pair!r}")
-    return value

@@ -12,15 +12,13 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 # Bytes read plus written per second by a large copy, measured with the bench workload `copy` or taken from committed
 # results. For an unlisted device the report leaves estimated_us empty instead of guessing.
-COPY_BANDWIDTH = {
-    "NVIDIA H200": 4.3e12,
-}
-
+COPY_BANDWIDTH = {"NVIDIA H200": 4.3e12}
 
 # x86 instruction sets that compilers use by default. Other flags change with the kernel and its mitigations.
 _GENERATED = re.compile(r"(pni|s?sse|avx|amx|fma|f16c|bmi|abm|popcnt|movbe|adx|aes|vaes|v?pclmul|gfni|sha_ni|xop|tbm)")
@@ -48,9 +46,22 @@ def default() -> str:
     return "cuda" if cuda_available() else "cpu"
 
 
+def _proc(path: str) -> dict[str, str]:
+    """Return the fields of a file of lines `name: value`, the first of each name; empty if there is no such file."""
+    fields: dict[str, str] = {}
+    try:
+        with Path("/proc", path).open(encoding="utf-8") as lines:
+            for line in lines:
+                name, _, value = line.partition(":")
+                fields.setdefault(name.strip(), value.strip())
+    except OSError:
+        pass
+    return fields
+
+
 @functools.cache
 def cpu_name() -> str:
-    return _cpuinfo("model name") or platform.processor() or platform.machine()
+    return _proc("cpuinfo").get("model name") or platform.processor() or platform.machine()
 
 
 @functools.cache
@@ -59,21 +70,10 @@ def cpu_instructions() -> tuple[str, ...]:
 
     They differ between virtual machines of one CPU model, and an unsupported instruction kills the process.
     """
-    found = _cpuinfo("flags") or _cpuinfo("Features") or ""
+    fields = _proc("cpuinfo")
+    flags = set((fields.get("flags") or fields.get("Features") or "").split())
     is_x86 = platform.machine() in {"x86_64", "AMD64"}
-    return tuple(sorted(flag for flag in set(found.split()) if not is_x86 or _GENERATED.match(flag)))
-
-
-def _cpuinfo(name: str) -> str | None:
-    """Return a field of /proc/cpuinfo for the first core."""
-    try:
-        with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
-            for line in lines:
-                if line.partition(":")[0].strip() == name:
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return None
+    return tuple(sorted(flag for flag in flags if not is_x86 or _GENERATED.match(flag)))
 
 
 def describe(device_type: str | None = None, index: int | None = None) -> Device:
@@ -92,25 +92,27 @@ def copy_bandwidth(device: Device) -> float | None:
     return COPY_BANDWIDTH.get(device.name)
 
 
+def _gpu(where: torch.device) -> Any:
+    """Return the properties of a GPU, or None without one."""
+    return torch.cuda.get_device_properties(where) if where.type == "cuda" and cuda_available() else None
+
+
 def multiprocessors(device_type: str, index: int | None = None) -> int | None:
     """Return the number of multiprocessors of a GPU, or None without a GPU."""
-    if device_type != "cuda" or not cuda_available():
-        return None
-    return int(torch.cuda.get_device_properties(index if index is not None else "cuda").multi_processor_count)
+    gpu = _gpu(torch.device(device_type if index is None else f"{device_type}:{index}"))
+    return int(gpu.multi_processor_count) if gpu is not None else None
 
 
 def capability(where: torch.device) -> tuple[int, int] | None:
     """Return a GPU's compute capability, or None without a GPU."""
-    if where.type != "cuda" or not cuda_available():
-        return None
-    return torch.cuda.get_device_capability(where)
+    gpu = _gpu(where)
+    return (gpu.major, gpu.minor) if gpu is not None else None
 
 
 def shared_memory(where: torch.device) -> int | None:
     """Return the largest shared memory of one GPU program in bytes, or None without a GPU."""
-    if where.type != "cuda" or not cuda_available():
-        return None
-    return int(torch.cuda.get_device_properties(where).shared_memory_per_block_optin)  # type: ignore[attr-defined]
+    gpu = _gpu(where)
+    return int(gpu.shared_memory_per_block_optin) if gpu is not None else None
 
 
 def is_capturing() -> bool:
@@ -151,12 +153,11 @@ def forget_peak_memory() -> bool:
 
 def peak_memory_of_process() -> int | None:
     """Return the peak of resident bytes since `forget_peak_memory`, or None if unknown."""
-    try:
-        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    kilobytes = next((line.split()[1] for line in lines if line.startswith("VmHWM:")), None)
-    return int(kilobytes) * 1024 if kilobytes is not None else None
+    return _kilobytes(_proc("self/status").get("VmHWM"))
+
+
+def _kilobytes(text: str | None) -> int | None:
+    return int(text.split()[0]) * 1024 if text is not None else None
 
 
 def free_memory(where: torch.device) -> int | None:
@@ -167,19 +168,12 @@ def free_memory(where: torch.device) -> int | None:
         free, _ = torch.cuda.mem_get_info(where)
         # torch reuses the memory it has cached from freed tensors first.
         return int(free) + torch.cuda.memory_reserved(where) - torch.cuda.memory_allocated(where)
-    return _free_memory_of_host() if where.type == "cpu" else None
-
-
-def _free_memory_of_host() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
+    if where.type != "cpu":
         return None
-    kilobytes = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
-    if "MemAvailable" not in kilobytes:
-        return None
+    memory = _proc("meminfo")
+    available = _kilobytes(memory.get("MemAvailable"))
     # Count free swap: swapped memory is slow, but the allocation succeeds.
-    return (kilobytes["MemAvailable"] + kilobytes.get("SwapFree", 0)) * 1024
+    return available if available is None else available + (_kilobytes(memory.get("SwapFree")) or 0)
 
 
 def usable_cores() -> int:

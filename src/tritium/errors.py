@@ -1,28 +1,4 @@
-"""Tritium's error classes.
-
-TritiumError
-├── ConfigError (ValueError)         invalid field, value or environment variable
-├── ShapeError (ValueError)          dynamic_dims names an unknown argument, a non-tensor or a missing dimension
-│   └── ShapeViolation               a call outside of the promised shapes, under on_violation="error"
-├── CaptureRefused                   a call cannot be captured as a static graph, with the reason
-├── ArgumentError (ValueError)       a layer function does not support this value, rank or shape
-│   └── ArgumentTypeError (TypeError)  or this type
-├── RequestConflict                  two passes request different Inductor settings
-├── UnrequestedConfig                a pass changed Inductor's configuration instead of requesting it
-├── CatalogError                     two files declare the same op, fusion or pass, or a plug-in is broken
-├── CustomOpError (TypeError)        a custom op's declaration is invalid
-├── ProviderError                    a pinned provider cannot run this op on this device
-├── ReportError                      nothing to explain, or an unreadable report
-├── PipelineError                    a pipeline cannot be optimized in its present state
-├── MemoryShortage (MemoryError)     a decode does not fit into device memory; raised before it starts
-├── RecipeError (ValueError)         an unreadable recipe
-│   └── RecipeMismatch               a recipe measured on another machine, version or model
-├── FingerprintError (ValueError)    a fingerprint with missing, unknown or wrongly typed ingredients
-├── ArtifactError                    compile artifacts cannot be saved or read
-│   └── ArtifactMismatch             artifacts from another device, other versions or another model
-├── MissingExtra (ImportError)       an optional dependency is not installed
-└── MissingWeights (FileNotFoundError)  the example pipeline's weights are not in the package
-"""
+"""Errors that Tritium raises on purpose, from general to specific, and hints for their messages."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,18 +60,15 @@ def excess(actual: Tensor, eager: Tensor, exact: Tensor) -> float:
         return math.inf
     if not (eager.is_floating_point() or eager.is_complex()):
         return 0.0 if torch.equal(actual, eager) else math.inf
-    if eager.numel() == 0:
-        return 0.0
     # NaN and infinity must be equal in both; compare the finite elements by error.
-    numbers = eager.isfinite()
-    if not torch.equal(actual.isfinite(), numbers):
+    finite = eager.isfinite()
+    if not torch.equal(actual.isfinite(), finite):
         return math.inf
-    if not numbers.all():
-        if not torch.equal(actual[~numbers].nan_to_num(), eager[~numbers].nan_to_num()):
-            return math.inf
-        if not numbers.any():
-            return 0.0
-        actual, eager, exact = actual[numbers], eager[numbers], exact[numbers]
+    if not torch.equal(actual[~finite].nan_to_num(), eager[~finite].nan_to_num()):
+        return math.inf
+    if not finite.any():
+        return 0.0
+    actual, eager, exact = actual[finite], eager[finite], exact[finite]
     found = error(actual, exact) / allowed(eager, exact)
     # The float64 run is NaN where eager is finite: neither result can be trusted.
     return math.inf if math.isnan(found) else found
@@ -111,8 +107,13 @@ def in_float64(
             if isinstance(value, Tensor):
                 setattr(inner, name, _widened(value))
     wide_args, wide_kwargs = compat.tensors.map_tensors(_widened, (tuple(args), dict(kwargs)))
-    with _float64_by_default(), _Widening(), torch.no_grad():
-        return call(wide)(*wide_args, **wide_kwargs)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Widening(), torch.no_grad():
+            return call(wide)(*wide_args, **wide_kwargs)
+    finally:
+        torch.set_default_dtype(default)
 
 
 def _widened(tensor: Tensor) -> Tensor:
@@ -138,13 +139,3 @@ class _Widening(TorchFunctionMode):
 
 def _wide_dtype(value: Any) -> Any:
     return _WIDE.get(value, value) if isinstance(value, torch.dtype) else value
-
-
-@contextmanager
-def _float64_by_default() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

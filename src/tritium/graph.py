@@ -17,40 +17,27 @@ from tritium import compat
 # With fewer nodes per convolution, a graph is a decoder or UNet and not a transformer with a patch embedding.
 NODES_PER_CONVOLUTION = 300
 
-_CONVOLUTIONS = frozenset(
-    {
-        *(getattr(torch, f"conv{transpose}{rank}d") for transpose in ("", "_transpose") for rank in (1, 2, 3)),
-        *(getattr(F, f"conv{transpose}{rank}d") for transpose in ("", "_transpose") for rank in (1, 2, 3)),
-        torch.convolution,
-        torch.ops.aten.convolution.default,
-    }
-)
-
-
-_SPATIAL = frozenset(
-    getattr(space, f"conv{transpose}{rank}d")
+_CONVOLUTIONS = {
+    getattr(space, f"conv{transpose}{rank}d"): rank
     for space in (torch, F)
     for transpose in ("", "_transpose")
-    for rank in (2, 3)
-)
+    for rank in (1, 2, 3)
+} | {torch.convolution: None, torch.ops.aten.convolution.default: None}
 
 
 def spatial_convolutions(graph: fx.Graph) -> list[fx.Node]:
     """Return the 2-D and 3-D convolutions of Dynamo's graph, in order."""
-    return [node for node in graph.nodes if node.op == "call_function" and node.target in _SPATIAL]
+    return [node for node in graph.nodes if node.op == "call_function" and _CONVOLUTIONS.get(node.target) in (2, 3)]
 
 
 def is_dynamic(graph: fx.Graph) -> bool:
     """Return True if a placeholder has free symbols: a size may change without a recompile."""
-    for node in graph.find_nodes(op="placeholder"):
-        value = node.meta.get("val", node.meta.get("example_value"))
-        if isinstance(value, (torch.Tensor, torch.SymInt)) and free_symbols(value):
-            return True
-    return False
+    values = map(value_of, graph.find_nodes(op="placeholder"))
+    return any(isinstance(value, (torch.Tensor, torch.SymInt)) and bool(free_symbols(value)) for value in values)
 
 
 def is_conv_heavy(graph: fx.Graph) -> bool:
-    """Return True if convolutions dominate: fewer than 300 nodes for each."""
+    """Return True if convolutions dominate."""
     convolutions = sum(node.op == "call_function" and node.target in _CONVOLUTIONS for node in graph.nodes)
     return bool(len(graph.nodes) < NODES_PER_CONVOLUTION * convolutions)
 
@@ -96,14 +83,13 @@ def mutated_arguments(node: fx.Node) -> list[fx.Node]:
         return []
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     out = node.kwargs.get("out")
-    if isinstance(out, fx.Node):
-        return [out]
-    if isinstance(out, (tuple, list)):
-        return [part for part in out if isinstance(part, fx.Node)]
+    if out is not None:
+        return [part for part in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(part, fx.Node)]
+    if compat.operators.is_mutable(node.target):
+        return list(node.all_input_nodes)
     in_place = node.target in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
-    mutable = compat.operators.is_mutable(node.target)
-    if in_place or mutable or argument_flag(node, "inplace"):
-        return [arg for arg in node.args[:1] if isinstance(arg, fx.Node)] if not mutable else list(node.all_input_nodes)
+    if in_place or argument_flag(node, "inplace"):
+        return [arg for arg in node.args[:1] if isinstance(arg, fx.Node)]
     return []
 
 
@@ -123,11 +109,10 @@ def argument_flag(node: fx.Node, name: str) -> bool:
     if not callable(node.target) or not any(arg is True for arg in node.args):
         return False
     try:
-        given = inspect.signature(node.target).bind_partial(*node.args)
+        return inspect.signature(node.target).bind_partial(*node.args).arguments.get(name) is True
     except (TypeError, ValueError):
         # A builtin without a signature: none of these has such a flag.
         return False
-    return given.arguments.get(name) is True
 
 
 def storages(nodes: Sequence[fx.Node]) -> set[int]:
@@ -156,12 +141,12 @@ def copied(graph: fx.Graph) -> fx.Graph:
 
 def with_graph(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
     """Return Dynamo's module with another graph and the attributes that AOTAutograd reads."""
-    made = fx.GraphModule(gm, graph)
-    made.meta = dict(gm.meta)
+    module = fx.GraphModule(gm, graph)
+    module.meta = dict(gm.meta)
     for name in ("_param_name_to_source", "_source_to_user_stacks"):
         if hasattr(gm, name):
-            setattr(made, name, getattr(gm, name))
-    return made
+            setattr(module, name, getattr(gm, name))
+    return module
 
 
 def fingerprint(graph: fx.Graph) -> int:

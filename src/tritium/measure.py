@@ -132,43 +132,31 @@ def interleave(
         raise ValueError("nothing to time: variants is empty")
     if (seconds is None) == (rounds is None):
         raise ValueError("say either seconds or rounds")
-    stopwatch = stopwatch or stopwatch_for(device_type)
+    stopwatch, names = stopwatch or stopwatch_for(device_type), list(variants)
+    samples: dict[str, list[float]] = {name: [] for name in names}
     with gpu_lock(device_type):
-        return _interleave(variants, device_type, seconds, rounds, warmup, burst, stopwatch, prepare, on_round)
-
-
-def _interleave(
-    variants: Mapping[str, Callable[[], Any]],
-    device_type: str,
-    seconds: float | None,
-    rounds: int | None,
-    warmup: int,
-    burst: int,
-    stopwatch: Stopwatch,
-    prepare: Callable[[str], None] | None,
-    on_round: Callable[[float], None] | None,
-) -> dict[str, Timing]:
-    names = list(variants)
-    for _ in range(warmup):
-        for name in names:
+        for name in names * warmup:
             if prepare is not None:
                 prepare(name)
             variants[name]()
-    device.synchronize(device_type)
+        device.synchronize(device_type)
 
-    samples: dict[str, list[float]] = {name: [] for name in names}
-    start, done = time.perf_counter(), 0
-    while not _finished(done, len(names), rounds, seconds, start):
-        for name in order_of_round(names, done):
-            if prepare is not None:
-                prepare(name)
-                # Exclude work that `prepare` queued on the device.
-                device.synchronize(device_type)
-            samples[name] += stopwatch(variants[name], burst)
-        done += 1
-        if on_round is not None:
-            on_round(_share(done, rounds, seconds, start))
-    return {name: Timing.of(taken) for name, taken in samples.items()}
+        start, done = time.perf_counter(), 0
+        while True:
+            for name in order_of_round(names, done):
+                if prepare is not None:
+                    prepare(name)
+                    # Exclude work that `prepare` queued on the device.
+                    device.synchronize(device_type)
+                samples[name] += stopwatch(variants[name], burst)
+            done += 1
+            elapsed = time.perf_counter() - start
+            share = done / rounds if rounds else min(1.0, elapsed / seconds) if seconds else 1.0
+            if on_round is not None:
+                on_round(share)
+            balanced = done >= MINIMUM_ROUNDS and done % cycle(len(names)) == 0
+            if share >= 1 and (rounds or balanced):
+                return {name: Timing.of(taken) for name, taken in samples.items()}
 
 
 def order_of_round(names: Sequence[str], done: int) -> list[str]:
@@ -195,19 +183,6 @@ def cycle(variants: int) -> int:
     [1, 2, 6, 4]
     """
     return variants if variants % 2 == 0 or variants == 1 else 2 * variants
-
-
-def _finished(done: int, variants: int, rounds: int | None, seconds: float | None, start: float) -> bool:
-    if rounds is not None:
-        return done >= rounds
-    assert seconds is not None
-    return done >= MINIMUM_ROUNDS and done % cycle(variants) == 0 and time.perf_counter() - start >= seconds
-
-
-def _share(done: int, rounds: int | None, seconds: float | None, start: float) -> float:
-    if rounds is not None:
-        return done / rounds
-    return min(1.0, (time.perf_counter() - start) / seconds) if seconds else 1.0
 
 
 def stopwatch_for(device_type: str) -> Stopwatch:

@@ -6,12 +6,10 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from tritium import compat
 from tritium.config import CompilationConfig
 from tritium.report.records import Site
 
@@ -24,18 +22,11 @@ class ConfigRequest:
     """Inductor settings that a pass requests for lowering its graph, with the reason.
 
     >>> ConfigRequest({"triton.max_tiles": 3}, because="two dynamic dims are padded")
-    ConfigRequest({'triton.max_tiles': 3}, because='two dynamic dims are padded')
+    ConfigRequest(settings={'triton.max_tiles': 3}, because='two dynamic dims are padded')
     """
 
     settings: Mapping[str, Any]
-    because: str
-
-    def __init__(self, settings: Mapping[str, Any], *, because: str) -> None:
-        object.__setattr__(self, "settings", MappingProxyType(dict(settings)))
-        object.__setattr__(self, "because", because)
-
-    def __repr__(self) -> str:
-        return f"ConfigRequest({dict(self.settings)!r}, because={self.because!r})"
+    because: str = field(kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -59,7 +50,6 @@ class PassContext:
 
     config: CompilationConfig
     device_type: str
-    torch_version: compat.versions.Version = compat.versions.TORCH
     # The reason why no site in this graph may be rewritten, or None.
     read_only: str | None = None
     # Inputs of the current call, for checks on real values.
