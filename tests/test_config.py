@@ -4,41 +4,21 @@ import dataclasses
 
 import pytest
 
-from tritium.config import CompilationConfig, FusionPatterns, PassConfig, environment_names
+from tritium.config import ATTENTIONS, CompilationConfig, FusionPatterns, PassConfig
 from tritium.errors import ConfigError
+from tritium.ops import attention
 
 
 def test_defaults_are_the_documented_ones():
-    config = CompilationConfig()
-    assert dataclasses.asdict(config) == {
-        "fusion_patterns": {
-            "enable_rms_norm": True,
-            "enable_rope": True,
-            "enable_adalayernorm": True,
-            "enable_fast_gelu": True,
-            "enable_mul_add": True,
-            "enable_group_norm_silu": True,
-            "enable_wide_attention": True,
-            "enable_qk_norm_rope": True,
-            "enable_residual_norm_modulate": True,
-            "enable_linear_gelu": True,
-            "enable_cat_linear": True,
-        },
+    fields = dataclasses.asdict(CompilationConfig())
+    assert set(fields.pop("fusion_patterns").values()) == set(fields.pop("pass_config").values()) == {True}
+    assert fields == {
         "enable_freezing": False,
         "reuse_blocks": False,
         "graphs": "off",
         "max_captures": 64,
         "safe_output_mode": True,
         "graph_log_url": None,
-        "pass_config": {
-            "enable_channels_last": True,
-            "enable_tiling_policy": True,
-            "enable_nd_tiling_workaround": True,
-            "enable_divisibility_proof": True,
-            "enable_narrow_sizes": True,
-            "enable_reduction_choice": True,
-            "enable_tiling_retry": True,
-        },
         "engine": "inductor",
         "fidelity": "close",
         "force_tiling": None,
@@ -46,15 +26,12 @@ def test_defaults_are_the_documented_ones():
     }
 
 
-def test_is_a_value():
-    assert CompilationConfig() == CompilationConfig()
-    assert hash(CompilationConfig()) == hash(CompilationConfig())
+def test_is_a_hashable_value():
     assert CompilationConfig() != CompilationConfig(engine="eager")
     provider = {"rms_norm": "triton", "gated_residual": "inductor"}
-    assert CompilationConfig(force_provider=provider) == CompilationConfig(
-        force_provider=dict(reversed(provider.items()))
-    )
-    assert hash(CompilationConfig(force_provider=provider))
+    one, other = (CompilationConfig(force_provider=pairs) for pairs in (provider, dict(reversed(provider.items()))))
+    assert one == other
+    assert hash(one) == hash(other)
 
 
 @pytest.mark.parametrize(
@@ -90,13 +67,10 @@ def test_a_wrong_argument_is_an_error_that_helps(arguments, message):
     assert message in str(error.value)
 
 
-def test_positional_arguments_are_refused():
+def test_positional_arguments_and_assignments_are_refused():
+    config = CompilationConfig()
     with pytest.raises(ConfigError, match="keyword arguments only"):
         CompilationConfig(True)
-
-
-def test_assigning_on_an_instance_shows_the_new_form():
-    config = CompilationConfig()
     with pytest.raises(ConfigError, match=r"dataclasses\.replace\(\.\.\., engine='eager'\)"):
         config.engine = "eager"
     with pytest.raises(ConfigError, match="FusionPatterns is frozen"):
@@ -141,10 +115,10 @@ class TestEnvironment:
         monkeypatch.setenv("TRITIUM_ENGINE", "eager")
         assert config.with_(enable_freezing=True).engine == "inductor"
 
-    @pytest.mark.parametrize("text", ["1", "true", "Yes", "ON"])
-    def test_ways_to_say_yes(self, monkeypatch, text):
-        monkeypatch.setenv("TRITIUM_ENABLE_FREEZING", text)
-        assert CompilationConfig().enable_freezing is True
+    def test_booleans(self, monkeypatch):
+        for text, value in (("1", True), ("Yes", True), ("ON", True), ("off", False), ("False", False)):
+            monkeypatch.setenv("TRITIUM_ENABLE_FREEZING", text)
+            assert CompilationConfig().enable_freezing is value
 
     @pytest.mark.parametrize(
         ("name", "value", "message"),
@@ -166,14 +140,6 @@ class TestEnvironment:
         assert name in str(error.value)
         assert message in str(error.value)
 
-    def test_the_program_s_arguments_are_never_read(self, monkeypatch):
-        monkeypatch.setattr("sys.argv", ["app.py", "--help", "--engine", "eager"])
-        assert CompilationConfig().engine == "inductor"
-
-    def test_every_field_has_a_variable(self):
-        assert "TRITIUM_FORCE_PROVIDER" in environment_names()
-        assert len(environment_names()) == 10 + 11 + 7
-
 
 def test_a_folder_is_not_part_of_the_identity():
     assert CompilationConfig(graph_log_url="a").identity() == CompilationConfig(graph_log_url="b").identity()
@@ -183,16 +149,10 @@ def test_a_folder_is_not_part_of_the_identity():
     assert off.identity() != CompilationConfig().identity()
 
 
-def test_a_wrong_attention_is_noticed_and_every_right_one_is_taken(monkeypatch):
-    from tritium.config import ATTENTIONS
-    from tritium.ops import attention
-
+def test_the_attention_in_the_environment_is_checked(monkeypatch):
     assert set(ATTENTIONS) == {"runtime", "static", *(provider.name for provider in attention.OP.providers)}
     monkeypatch.setenv("TRITIUM_ATTENTION", "banana")
-    with pytest.raises(ConfigError, match="TRITIUM_ATTENTION=banana: unknown attention implementation"):
-        CompilationConfig()
-    monkeypatch.setenv("TRITIUM_ATTENTION", "flahs")
-    with pytest.raises(ConfigError, match="did you mean 'flash'"):
+    with pytest.raises(ConfigError, match="TRITIUM_ATTENTION=banana: unknown attention implementation; valid: "):
         CompilationConfig()
     for name in ATTENTIONS:
         monkeypatch.setenv("TRITIUM_ATTENTION", name)

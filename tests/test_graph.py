@@ -18,39 +18,23 @@ def captured(function, *inputs, dynamic=None) -> fx.Graph:
     return graphs[0]
 
 
-@pytest.fixture
-def convolution():
-    return nn.Conv2d(3, 4, 3).requires_grad_(False), torch.randn(1, 3, 8, 9)
+def test_a_graph_with_free_symbols_is_dynamic():
+    x, marked = torch.ones(3, 4), torch.ones(3, 4)
+    torch._dynamo.mark_dynamic(marked, 1)
+    assert not is_dynamic(captured(lambda x: x + 1, x, dynamic=False))
+    assert is_dynamic(captured(lambda x: x + 1, x, dynamic=True))
+    torch._dynamo.reset()
+    assert is_dynamic(captured(lambda x: x + 1, marked))
 
 
-def test_dynamic_means_a_placeholder_with_free_symbols():
-    assert not is_dynamic(captured(lambda x: x + 1, torch.ones(3, 4), dynamic=False))
-    assert is_dynamic(captured(lambda x: x + 1, torch.ones(3, 4), dynamic=True))
-
-
-def test_dynamic_by_mark():
-    x = torch.ones(3, 4)
-    torch._dynamo.mark_dynamic(x, 1)
-    assert is_dynamic(captured(lambda x: x + 1, x))
-
-
-def test_a_symbol_that_is_only_a_number_counts():
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    graph.output(x)
-    assert not is_dynamic(graph)
-
-
-def test_conv_heavy(convolution):
-    conv, x = convolution
-    assert is_conv_heavy(captured(lambda x: conv(x).relu(), x))
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["Conv", "ConvTranspose"])
+def test_every_kind_of_convolution_counts(rank, kind):
+    conv, x = getattr(nn, f"{kind}{rank}d")(2, 2, 3).requires_grad_(False), torch.randn(1, 2, *[5] * rank)
+    assert is_conv_heavy(captured(conv, x))
     assert not is_conv_heavy(captured(lambda x: x.relu(), x))
-
-
-def test_post_grad_graphs_count_too(convolution):
-    conv, x = convolution
-    graph = fx.experimental.proxy_tensor.make_fx(lambda x: conv(x))(x).graph
-    assert is_conv_heavy(graph)
+    # The graph after AOTAutograd.
+    assert is_conv_heavy(fx.experimental.proxy_tensor.make_fx(lambda x: conv(x))(x).graph)
 
 
 @pytest.mark.parametrize("extra", [-1, 0, 1])
@@ -63,10 +47,3 @@ def test_the_threshold_is_exact(extra):
         x = graph.call_function(torch.relu, (x,))
     graph.output(x)
     assert is_conv_heavy(graph) == (len(graph.nodes) < 300) == (extra < 0)
-
-
-@pytest.mark.parametrize("rank", [1, 2, 3])
-@pytest.mark.parametrize("kind", ["Conv", "ConvTranspose"])
-def test_every_kind_of_convolution(rank, kind):
-    conv = getattr(nn, f"{kind}{rank}d")(2, 2, 3).requires_grad_(False)
-    assert is_conv_heavy(captured(conv, torch.randn(1, 2, *[5] * rank)))

@@ -1,4 +1,4 @@
-"""Sizes that are equal by chance stay apart in graphs of pictures, and nowhere else."""
+"""Sizes that are equal by chance keep separate symbols in graphs with convolutions, and nowhere else."""
 
 import math
 
@@ -11,13 +11,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import tritium
 from tritium import CompilationConfig, compat
 
-
-def picture_net() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.SiLU(), nn.Conv2d(8, 8, 3, padding=1)).eval()
+EAGER = CompilationConfig(engine="eager")
 
 
-def token_net() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 8)).eval()
+def convolutions(rank: int = 2) -> nn.Module:
+    layer = nn.Conv2d if rank == 2 else nn.Conv3d
+    return nn.Sequential(layer(8, 8, 3, padding=1), nn.SiLU(), layer(8, 8, 3, padding=1)).eval()
 
 
 def graphs_of(module: nn.Module, backend, shapes) -> list[int]:
@@ -36,29 +35,34 @@ def graphs_of(module: nn.Module, backend, shapes) -> list[int]:
 SQUARE_FIRST = [(1, 8, 8, 8), (1, 8, 8, 12), (1, 8, 12, 8), (1, 8, 9, 7)]
 
 
-def test_a_square_with_as_many_channels_is_compiled_once():
-    assert graphs_of(picture_net(), tritium.Backend(CompilationConfig(engine="eager")), SQUARE_FIRST) == [1, 0, 0, 0]
+# With eight channels, 20,480 elements are 51 pixels high and wide: torch chooses convolution routines by such limits.
+BOTH_SIDES = [(1, 8, 12, 14), (1, 8, 60, 70), (1, 8, 20, 90), (1, 8, 300, 10)]
 
 
-def test_other_backends_and_other_modules_are_as_before():
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("shapes", [SQUARE_FIRST, BOTH_SIDES], ids=["square", "both sides of a limit"])
+def test_one_graph_takes_all_sizes(shapes, layout):
+    net = convolutions().to(memory_format=layout)
+    assert graphs_of(net, tritium.Backend(EAGER), shapes) == [1, 0, 0, 0]
+    assert torch.fx.experimental._config.use_duck_shape is True
+
+
+@pytest.mark.parametrize("shapes", [SQUARE_FIRST, BOTH_SIDES], ids=["square", "both sides of a limit"])
+def test_other_backends_are_as_before(shapes):
     tritium.Backend()
-    assert sum(graphs_of(picture_net(), "eager", SQUARE_FIRST)) > 1
-    torch._dynamo.reset()
-    tokens = [(8, 8, 8), (8, 12, 8), (9, 7, 8)]
-    assert sum(graphs_of(token_net(), tritium.Backend(CompilationConfig(engine="eager")), tokens)) > 1
+    assert sum(graphs_of(convolutions(), "eager", shapes)) > 1
 
 
-def test_the_setting_of_others_is_left_alone():
-    settings = torch.fx.experimental._config
-    graphs_of(picture_net(), tritium.Backend(CompilationConfig(engine="eager")), SQUARE_FIRST[:1])
-    assert settings.use_duck_shape is True
+def test_modules_without_convolutions_are_as_before():
+    tokens = nn.Sequential(nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 8)).eval()
+    assert sum(graphs_of(tokens, tritium.Backend(EAGER), [(8, 8, 8), (8, 12, 8), (9, 7, 8)])) > 1
 
 
 def test_it_is_installed_once():
     output_graph = torch._dynamo.output_graph.OutputGraph
     tritium.Backend()
     first = output_graph.__init__, torch._C._select_conv_backend
-    tritium.Backend(CompilationConfig(engine="eager"))
+    tritium.Backend(EAGER)
     assert (output_graph.__init__, torch._C._select_conv_backend) == first
 
 
@@ -82,33 +86,17 @@ def test_the_backend_is_found_under_what_dynamo_wraps_around_it():
     assert compat.shapes.backend_of(backend) is backend
 
 
-# With eight channels, 20,480 elements are 51 pixels high and wide.
-BOTH_SIDES = [(1, 8, 12, 14), (1, 8, 60, 70), (1, 8, 20, 90), (1, 8, 300, 10)]
+@pytest.mark.codegen
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_generated_code_is_right_on_both_sides_of_a_limit(layout):
+    assert graphs_of(convolutions().to(memory_format=layout), tritium.Backend(), BOTH_SIDES) == [1, 0, 0, 0]
 
 
-class TestRoutines:
-    @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-    def test_their_limits_are_no_guards_on_sizes(self, layout):
-        net = picture_net().to(memory_format=layout)
-        assert graphs_of(net, tritium.Backend(CompilationConfig(engine="eager")), BOTH_SIDES) == [1, 0, 0, 0]
-
-    def test_other_backends_keep_them(self):
-        tritium.Backend()
-        assert sum(graphs_of(picture_net(), "eager", BOTH_SIDES)) > 1
-
-    @pytest.mark.codegen
-    @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-    def test_generated_code_is_right_on_both_sides(self, layout):
-        net = picture_net().to(memory_format=layout)
-        assert graphs_of(net, tritium.Backend(), BOTH_SIDES) == [1, 0, 0, 0]
-
-    @pytest.mark.codegen
-    def test_videos_of_which_the_weights_alone_are_channels_last(self):
-        """Here the routine decides the layout of the result: the guard stays, and the result is right."""
-        net = nn.Sequential(nn.Conv3d(8, 8, 3, padding=1), nn.SiLU(), nn.Conv3d(8, 8, 3, padding=1)).eval()
-        net = net.to(memory_format=torch.channels_last_3d)
-        shapes = [(1, 8, 3, 12, 14), (1, 8, 5, 600, 7), (1, 8, 4, 9, 9)]
-        graphs_of(net, tritium.Backend(), shapes)
+@pytest.mark.codegen
+def test_videos_of_which_the_weights_alone_are_channels_last():
+    """Here the routine decides the layout of the result: the guard stays, and the result is right."""
+    net = convolutions(3).to(memory_format=torch.channels_last_3d)
+    graphs_of(net, tritium.Backend(), [(1, 8, 3, 12, 14), (1, 8, 5, 600, 7), (1, 8, 4, 9, 9)])
 
 
 class TestGroupNorm:
