@@ -1,5 +1,6 @@
-"""Processes that tests start import the checkout under test, not a Tritium that is installed."""
+"""The tests themselves: sizes, names and folders; and their processes import the checkout under test."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -11,6 +12,66 @@ from support import checkout
 
 PROGRAM = "import tritium; print(tritium.__file__)"
 EXPECTED = str(checkout.ROOT / "src" / "tritium" / "__init__.py")
+TESTS = checkout.ROOT / "tests"
+FILES = sorted(TESTS.rglob("test_*.py"))
+# Files of more than 500 lines, and files with names of 60 characters or more; none may be added.
+LONG_FILES = {
+    "compiler/test_blocks.py",
+    "compiler/test_channels_last.py",
+    "fusions/test_rope.py",
+    "layers/test_attention.py",
+    "layers/test_functions.py",
+    "layers/test_sparse.py",
+    "pipelines/test_shapes.py",
+    "tiling/test_autofuse.py",
+}
+LONG_NAMES = {
+    "artifacts/test_restart.py",
+    "bench/test_bisect.py",
+    "bench/test_comparison.py",
+    "bench/test_families.py",
+    "bench/test_gpu_session.py",
+    "bench/test_layer_functions.py",
+    "bench/test_suites.py",
+    "bench/test_verify.py",
+    "bench/test_workloads.py",
+    "cli/test_commands.py",
+    "cli/test_verify.py",
+    "compiler/capture/test_auto.py",
+    "compiler/capture/test_inputs.py",
+    "compiler/capture/test_region.py",
+    "compiler/test_backend.py",
+    "compiler/test_blocks.py",
+    "compiler/test_channels_last.py",
+    "compiler/test_compile.py",
+    "compiler/test_pipeline.py",
+    "example/test_example.py",
+    "example/test_training.py",
+    "layers/test_attention.py",
+    "layers/test_functions.py",
+    "layers/test_schedule.py",
+    "layers/test_sparse.py",
+    "layers/test_varlen.py",
+    "models/test_families.py",
+    "ops/test_contract.py",
+    "ops/test_generated.py",
+    "pipelines/test_contract.py",
+    "pipelines/test_memory.py",
+    "pipelines/test_shared.py",
+    "pipelines/test_sizes.py",
+    "pipelines/test_strides.py",
+    "report/test_html.py",
+    "report/test_kernel_dump.py",
+    "test_api.py",
+    "test_measure.py",
+    "tiling/test_codegen.py",
+    "tiling/test_narrow.py",
+    "tiling/test_reductions.py",
+    "tuning/test_choice.py",
+    "tuning/test_compare.py",
+    "tuning/test_first_use.py",
+    "tuning/test_shipped.py",
+}
 
 
 @pytest.fixture
@@ -48,3 +109,18 @@ def test_a_folder_of_the_test_s_comes_before_it(another_install):
 @pytest.mark.parametrize("loaded", [False, True])
 def test_programs_of_the_fixture(in_process, loaded):
     assert Path(in_process(PROGRAM, loaded=loaded).strip()) == Path(EXPECTED)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(TESTS).as_posix())
+def test_files_and_names_are_short(path):
+    text = path.read_text(encoding="utf-8")
+    functions = [node.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+    if path.relative_to(TESTS).as_posix() not in LONG_FILES:
+        assert text.count("\n") <= 500
+    if path.relative_to(TESTS).as_posix() not in LONG_NAMES:
+        assert [name for name in functions if name.startswith("test_") and len(name) >= 60] == []
+
+
+def test_folders_mirror_the_package():
+    folders = {path.parent.relative_to(TESTS).as_posix() for path in FILES} - {"census", "examples"}
+    assert [folder for folder in folders if not (checkout.ROOT / "src" / "tritium" / folder).is_dir()] == []
