@@ -14,8 +14,7 @@ from tritium.layers import eager
 from tritium.layers.attention import varlen
 from tritium.layers.attention.varlen import by_segment
 from tritium.layers.sparse import masks
-from tritium.layers.sparse.choose import attend
-from tritium.layers.sparse.forward import lists_of
+from tritium.layers.sparse.forward import attend, lists_of
 from tritium.layers.sparse.layout import SparseLayout
 from tritium.ops.attention import OP, attention_math
 
@@ -193,9 +192,7 @@ def test_sparse_kernels(dtype, width, block):
     q, k, v = qkv(layout.tokens, layout.tokens, kv_heads=2, width=width, dtype=dtype)
     mask = masks.rainfusion(q, k, layout, layout, width**-0.5, 0.7)
     mask[0, 0, 5] = False
-    edges = layout.edges("cuda")
-    lists = lists_of(mask, edges, edges, block, 2, causal=False)
-    given = (lists, edges, edges, block, width**-0.5)
+    given = (lists_of(mask, layout, layout, 2), layout, layout, width**-0.5)
     exact = attend(*(t.double() for t in (q, k, v)), *given, by="reference")
     eager = attend(q, k, v, *given, by="reference")
     for by in ("triton", "flex", None):

@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from tritium.config import FusionPatterns as FusionPatterns
     from tritium.config import PassConfig as PassConfig
     from tritium.example import load_example as load_example
-    from tritium.layers.activation import get_activation_layer as get_activation_layer
     from tritium.layers.attention.diffusers import register_attention_backend as register_attention_backend
     from tritium.layers.attention.diffusers import set_attention as set_attention
     from tritium.layers.attention.forward import attention_forward as attention_forward
     from tritium.layers.attention.varlen import attention_forward_varlen as attention_forward_varlen
-    from tritium.layers.group_norm import group_norm_silu as group_norm_silu
-    from tritium.layers.layer_norm import fast_layernorm as fast_layernorm
-    from tritium.layers.layer_norm import layernorm_scale_shift as layernorm_scale_shift
-    from tritium.layers.query_key import qk_norm_rope as qk_norm_rope
-    from tritium.layers.residual import residual_norm_modulate as residual_norm_modulate
-    from tritium.layers.rms_norm import RMSNorm as RMSNorm
+    from tritium.layers.norms import RMSNorm as RMSNorm
+    from tritium.layers.norms import fast_layernorm as fast_layernorm
+    from tritium.layers.norms import group_norm_silu as group_norm_silu
+    from tritium.layers.norms import layernorm_scale_shift as layernorm_scale_shift
+    from tritium.layers.norms import residual_norm_modulate as residual_norm_modulate
+    from tritium.layers.pointwise import get_activation_layer as get_activation_layer
+    from tritium.layers.pointwise import muls_add as muls_add
+    from tritium.layers.rotary import qk_norm_rope as qk_norm_rope
     from tritium.layers.rotary import rotary_position_embedding as rotary_position_embedding
-    from tritium.layers.scaled_add import muls_add as muls_add
     from tritium.layers.sparse.diffusers import set_sparse_attention as set_sparse_attention
     from tritium.layers.sparse.forward import sparse_attention as sparse_attention
     from tritium.layers.sparse.layout import SparseLayout as SparseLayout

@@ -1,6 +1,7 @@
 """What every test of layers begins with."""
 
 import pytest
+import torch
 
 from tritium import tuning
 from tritium.layers import eager
@@ -14,3 +15,13 @@ def nothing_known(monkeypatch, tmp_path):
     tuning.forget()
     yield
     tuning.forget()
+
+
+@pytest.fixture(scope="session")
+def random():
+    """Normal numbers of a shape, the same for the same seed."""
+
+    def make(*shape, dtype=torch.float32, seed=0):
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+    return make

@@ -9,244 +9,191 @@ import torch
 import tritium
 from support.small_models import flux, flux_inputs
 from tritium import tuning
-from tritium.errors import ArgumentError, ArgumentTypeError
-from tritium.layers.attention import choose
+from tritium.errors import ArgumentError
+from tritium.layers import choose
 
 diffusers = pytest.importorskip("diffusers")
+dispatch = pytest.importorskip("diffusers.models.attention_dispatch")
 
 
-@pytest.fixture(scope="module")
-def unet():
-    torch.manual_seed(0)
-    model = diffusers.UNet2DConditionModel(
-        sample_size=8,
-        block_out_channels=(32, 32),
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        cross_attention_dim=16,
-        attention_head_dim=8,
-        norm_num_groups=8,
-    ).eval()
-    return model, (torch.randn(1, 4, 8, 8), torch.tensor(5), torch.randn(1, 7, 16))
+class Stock:
+    """A model of diffusers, and its inputs."""
 
+    def __init__(self, name):
+        torch.manual_seed(0)
+        self.args, self.kwargs = (), {}
+        if name == "flux":
+            self.model, self.kwargs = flux(), flux_inputs()
+            return
+        # An older model: its processors call PyTorch's attention.
+        self.model = diffusers.UNet2DConditionModel(
+            sample_size=8,
+            block_out_channels=(32, 32),
+            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+            cross_attention_dim=16,
+            attention_head_dim=8,
+            norm_num_groups=8,
+        ).eval()
+        self.args = torch.randn(1, 4, 8, 8), torch.tensor(5), torch.randn(1, 7, 16)
 
-def states(model):
-    """What a handle may change: the processors, their attributes, and the forwards of their layers."""
-    return [
-        (id(layer.processor), type(layer.processor), dict(vars(layer.processor)), vars(layer).get("forward"))
-        for layer in model.modules()
-        if getattr(layer, "processor", None) is not None
-    ]
+    @torch.inference_mode()
+    def call(self, model=None):
+        return (self.model if model is None else model)(*self.args, **self.kwargs)[0]
 
+    def layers(self):
+        return [layer for layer in self.model.modules() if getattr(layer, "processor", None) is not None]
 
-@torch.inference_mode()
-def test_a_transformer_and_back():
-    model, inputs = flux(), flux_inputs()
-    before, plain = states(model), model(**inputs)[0]
-    with tritium.set_attention(model, opt_mode="manual", op_type="chunked") as handle:
-        assert handle.layers == len(before)
-        served = model(**inputs)[0]
-        assert not torch.equal(served, plain)
-        torch.testing.assert_close(served, plain, rtol=1e-4, atol=1e-5)
-    assert states(model) == before
-    assert torch.equal(model(**inputs)[0], plain)
-    tritium.set_attention(model)
-    torch.testing.assert_close(model(**inputs)[0], plain, rtol=1e-4, atol=1e-5)
-    assert len(tuning.verdicts()) == 1
+    def state(self):
+        """What a handle may change: the processors, their attributes, and the forwards of their layers."""
+        return [
+            (id(layer.processor), type(layer.processor), dict(vars(layer.processor)), vars(layer).get("forward"))
+            for layer in self.layers()
+        ]
 
+    def backends(self):
+        return {vars(layer.processor).get("_attention_backend") for layer in self.layers()}
 
-@torch.inference_mode()
-def test_two_models_with_two_ways():
-    first, second, inputs = flux(), flux(), flux_inputs()
-    second.load_state_dict(first.state_dict())
-    tritium.set_attention(first, opt_mode="manual", op_type="sdpa")
-    tritium.set_attention(second, opt_mode="manual", op_type="chunked")
-    assert not torch.equal(first(**inputs)[0], second(**inputs)[0])
-
-
-@torch.inference_mode()
-def test_diffusers_own_call_knows_the_name():
-    model, inputs = flux(), flux_inputs()
-    plain = model(**inputs)[0]
-    tritium.register_attention_backend()
-    model.set_attention_backend("tritium")
-    try:
-        torch.testing.assert_close(model(**inputs)[0], plain, rtol=1e-4, atol=1e-5)
-        assert tuning.verdicts()
-    finally:
-        model.reset_attention_backend()
-        # Diffusers sets the name for every model of the process, and resetting does not undo that.
-        from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
-
-        _AttentionBackendRegistry.set_active_backend(AttentionBackendName.NATIVE)
-
-
-@torch.inference_mode()
-def test_an_older_model_and_back(unet):
-    model, inputs = unet
-    before, plain = states(model), model(*inputs)[0]
-    with tritium.set_attention(model, opt_mode="manual", op_type="chunked") as handle:
-        assert handle.layers == len(before)
-        served = model(*inputs)[0]
-        assert not torch.equal(served, plain)
-        torch.testing.assert_close(served, plain, rtol=1e-4, atol=1e-5)
-    assert states(model) == before
-    assert torch.equal(model(*inputs)[0], plain)
-
-
-@pytest.mark.parametrize("make", [lambda unet: (flux(), (), flux_inputs()), lambda unet: (unet[0], unet[1], {})])
-@torch.inference_mode()
-def test_compiled_without_a_break(make, unet):
-    model, args, kwargs = make(unet)
-    plain = model(*args, **kwargs)[0]
-    with tritium.set_attention(model):
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-        torch.testing.assert_close(compiled(*args, **kwargs)[0], plain, rtol=1e-4, atol=1e-5)
-
-
-def test_a_mask_for_each_sample_as_diffusers_means_it():
-    from diffusers.models.attention_dispatch import dispatch_attention_fn
-
-    member = tritium.register_attention_backend()
-    q = torch.randn(3, 3, 2, 8)
-    mask = torch.tensor([[True, True, False], [True, False, False], [True, True, True]])
-    plain = dispatch_attention_fn(q, q, q, mask)
-    torch.testing.assert_close(dispatch_attention_fn(q, q, q, mask, backend=member), plain)
-    with pytest.raises(ArgumentError, match="no dropout"):
-        dispatch_attention_fn(q, q, q, dropout_p=0.1, backend=member)
-
-
-@torch.inference_mode()
-def test_a_processor_that_is_a_module_is_left_alone_and_named():
-    class Own(torch.nn.Module):
-        def forward(self, attn, hidden_states, *args, **kwargs):
-            return hidden_states, hidden_states[:, :1]
-
-    model = flux()
-    model.transformer_blocks[0].attn.processor = Own()
-    handle = tritium.set_attention(model)
-    assert handle.skipped == ["transformer_blocks.0.attn"]
-    assert handle.layers == len(states(model)) - 1
-
-
-@pytest.fixture
-def providers_of(monkeypatch):
-    """The names of the providers that a call chooses."""
-
-    def run(call):
-        names = set()
+    def providers(self, monkeypatch):
+        """The names of the providers that a call chooses."""
+        names, real = set(), choose.choose
         with monkeypatch.context() as patch:
-            real = choose.choose
             patch.setattr(choose, "choose", lambda *given: names.add(given[2]) or real(*given))
             tuning.forget()
-            call()
+            self.call()
         return names
 
-    return run
+
+@pytest.fixture(params=["flux", "unet"])
+def stock(request):
+    return Stock(request.param)
+
+
+def named(model, name):
+    return tritium.set_attention(model, opt_mode="manual", op_type=name)
+
+
+def test_there_and_back(stock):
+    before, plain = stock.state(), stock.call()
+    with named(stock.model, "chunked") as handle:
+        assert handle.layers == len(before)
+        changed = stock.call()
+        assert not torch.equal(changed, plain)
+        torch.testing.assert_close(changed, plain, rtol=1e-4, atol=1e-5)
+        for other in (copy.deepcopy(stock.model), pickle.loads(pickle.dumps(stock.model))):
+            assert torch.equal(stock.call(other), changed)
+    assert stock.state() == before
+    assert torch.equal(stock.call(), plain)
+    tritium.set_attention(stock.model)
+    torch.testing.assert_close(stock.call(), plain, rtol=1e-4, atol=1e-5)
+    assert tuning.verdicts()
+
+
+def test_two_models_with_two_providers():
+    first, second = Stock("flux"), Stock("flux")
+    second.model.load_state_dict(first.model.state_dict())
+    named(first.model, "sdpa")
+    named(second.model, "chunked")
+    assert not torch.equal(first.call(), first.call(second.model))
+
+
+def test_compiled_without_a_break(stock):
+    plain = stock.call()
+    with tritium.set_attention(stock.model):
+        compiled = torch.compile(stock.model, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(stock.call(compiled), plain, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("first_removed", [0, 1])
-@pytest.mark.parametrize("make", ["flux", "unet"])
-@torch.inference_mode()
-def test_two_handles_are_removed_in_any_order(make, first_removed, unet, providers_of):
-    model, inputs = (flux(), flux_inputs()) if make == "flux" else unet
-
-    def call():
-        return model(**inputs)[0] if isinstance(inputs, dict) else model(*inputs)[0]
-
-    before, plain = states(model), call()
-    handles = [tritium.set_attention(model, opt_mode="manual", op_type=name) for name in ("chunked", "math")]
-    assert providers_of(call) == {"math"}
+def test_two_handles_are_removed_in_any_order(stock, first_removed, monkeypatch):
+    before, plain = stock.state(), stock.call()
+    handles = [named(stock.model, name) for name in ("chunked", "math")]
+    assert stock.providers(monkeypatch) == {"math"}
     handles.pop(first_removed).remove()
-    assert providers_of(call) == {("chunked", "math")[1 - first_removed]}
+    assert stock.providers(monkeypatch) == {("chunked", "math")[1 - first_removed]}
     handles.pop().remove()
-    assert states(model) == before
-    assert torch.equal(call(), plain)
+    assert stock.state() == before
+    assert torch.equal(stock.call(), plain)
 
 
-def test_the_same_attention_twice_is_removed_twice():
-    model = flux()
-    before = states(model)
-    first, second = tritium.set_attention(model), tritium.set_attention(model)
-    changed = states(model)
+def test_the_same_attention_twice_is_removed_twice(stock):
+    before = stock.state()
+    first, second = tritium.set_attention(stock.model), tritium.set_attention(stock.model)
+    backends = stock.backends()
     first.remove()
-    assert states(model) == changed != before
+    assert stock.backends() == backends
+    assert stock.state() != before
     second.remove()
     second.remove()
-    assert states(model) == before
+    assert stock.state() == before
 
 
 def test_a_backend_that_other_code_has_set_since_stays():
-    model = flux()
-
-    def backends():
-        return {vars(m.processor).get("_attention_backend") for m in model.modules() if hasattr(m, "processor")}
-
-    first = tritium.set_attention(model)
-    model.set_attention_backend("native")
-    native = backends()
-    second = tritium.set_attention(model)
-    assert backends() != native
+    stock = Stock("flux")
+    first = tritium.set_attention(stock.model)
+    stock.model.set_attention_backend("native")
+    native = stock.backends()
+    second = tritium.set_attention(stock.model)
+    assert stock.backends() != native
     first.remove()
-    assert backends() != native
+    assert stock.backends() != native
     second.remove()
-    assert backends() == native
-    first, second = tritium.set_attention(model), tritium.set_attention(model, opt_mode="static")
-    model.set_attention_backend("native")
-    first.remove()
-    assert backends() == native
-    second.remove()
-    assert backends() == native
+    assert stock.backends() == native
+    first, second = tritium.set_attention(stock.model), tritium.set_attention(stock.model, opt_mode="static")
+    stock.model.set_attention_backend("native")
+    for handle in (first, second):
+        handle.remove()
+        assert stock.backends() == native
 
 
-@torch.inference_mode()
-def test_a_processor_that_layers_share(unet):
-    model, inputs = unet
-    layers = [m for m in model.modules() if getattr(m, "processor", None) is not None]
-    kept = [layer.processor for layer in layers]
-    for layer in layers:
-        layer.processor = kept[0]
-    before, plain = states(model), model(*inputs)[0]
-    with tritium.set_attention(model, opt_mode="manual", op_type="math") as handle:
-        assert handle.layers == len(layers)
-        torch.testing.assert_close(model(*inputs)[0], plain, rtol=1e-4, atol=1e-5)
-    assert states(model) == before
-    for layer, processor in zip(layers, kept, strict=True):
-        layer.processor = processor
+def test_a_processor_that_layers_share(stock):
+    shared = stock.layers()[0].processor
+    for layer in stock.layers():
+        if type(layer.processor) is type(shared):
+            layer.processor = shared
+    before, plain = stock.state(), stock.call()
+    with named(stock.model, "math") as handle:
+        assert handle.layers == len(stock.layers())
+        torch.testing.assert_close(stock.call(), plain, rtol=1e-4, atol=1e-5)
+    assert stock.state() == before
 
 
-@pytest.mark.parametrize("make", ["flux", "unet"])
-@torch.inference_mode()
-def test_a_copy_computes_like_its_model(make, unet):
-    model, inputs = (flux(), flux_inputs()) if make == "flux" else unet
-
-    def call(model):
-        return model(**inputs)[0] if isinstance(inputs, dict) else model(*inputs)[0]
-
-    with tritium.set_attention(model, opt_mode="manual", op_type="math"):
-        copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-        changed = call(model)
-    for one in copies:
-        assert torch.equal(call(one), changed)
+def test_a_processor_that_is_a_module_is_skipped_and_named():
+    stock = Stock("flux")
+    stock.model.transformer_blocks[0].attn.processor = torch.nn.Identity()
+    handle = tritium.set_attention(stock.model)
+    assert handle.skipped == ["transformer_blocks.0.attn"]
+    assert handle.layers == len(stock.layers()) - 1
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "words"),
-    [
-        (("native",), ArgumentError, "diffusers has an attention backend 'native' of its own"),
-        ((5,), ArgumentTypeError, "name must be a string, got 5"),
-        (("mine", 3), ArgumentTypeError, "attend must be a Callable, got 3"),
-    ],
-)
-def test_names_that_cannot_be_registered(given, error, words):
-    with pytest.raises(error, match=words):
-        tritium.register_attention_backend(*given)
+def test_set_attention_backend_knows_the_name():
+    stock = Stock("flux")
+    plain = stock.call()
+    tritium.register_attention_backend()
+    stock.model.set_attention_backend("tritium")
+    try:
+        torch.testing.assert_close(stock.call(), plain, rtol=1e-4, atol=1e-5)
+        assert tuning.verdicts()
+    finally:
+        stock.model.reset_attention_backend()
+        # Diffusers sets the name for every model of the process, and resetting does not undo that.
+        dispatch._AttentionBackendRegistry.set_active_backend(dispatch.AttentionBackendName.NATIVE)
+
+
+def test_a_mask_for_each_sample_as_diffusers_means_it():
+    member = tritium.register_attention_backend()
+    q = torch.randn(3, 3, 2, 8)
+    mask = torch.tensor([[True, True, False], [True, False, False], [True, True, True]])
+    plain = dispatch.dispatch_attention_fn(q, q, q, mask)
+    torch.testing.assert_close(dispatch.dispatch_attention_fn(q, q, q, mask, backend=member), plain)
+    with pytest.raises(ArgumentError, match="no dropout"):
+        dispatch.dispatch_attention_fn(q, q, q, dropout_p=0.1, backend=member)
 
 
 def test_errors():
     with pytest.raises(ArgumentError, match="Linear has no attention layers of diffusers"):
         tritium.set_attention(torch.nn.Linear(2, 2))
-    with pytest.raises(ArgumentTypeError, match="module must be a Module, got 'transformer'"):
-        tritium.set_attention("transformer")
     with pytest.raises(ArgumentError, match="did you mean 'cudnn'"):
-        tritium.set_attention(flux(), opt_mode="manual", op_type="cudn")
+        named(flux(), "cudn")
+    with pytest.raises(ArgumentError, match="diffusers has an attention backend 'native' of its own"):
+        tritium.register_attention_backend("native")

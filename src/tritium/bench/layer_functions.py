@@ -21,19 +21,18 @@ from tritium.bench.results import Row
 from tritium.bench.settings import Notify, Settings, silent
 from tritium.bench.workload import Normals, shapes_of
 from tritium.errors import brief
-from tritium.layers.activation import get_activation_layer
-from tritium.layers.attention.choose import Mode
-from tritium.layers.attention.forward import attention_forward
-from tritium.layers.group_norm import group_norm_silu
-from tritium.layers.layer_norm import fast_layernorm, layernorm_scale_shift
-from tritium.layers.query_key import qk_norm_rope
-from tritium.layers.residual import residual_norm_modulate
-from tritium.layers.rms_norm import RMSNorm
-from tritium.layers.rotary import rotary_position_embedding
-from tritium.layers.scaled_add import muls_add
+from tritium.layers.attention.forward import Mode, attention_forward
+from tritium.layers.norms import (
+    RMSNorm,
+    fast_layernorm,
+    group_norm_silu,
+    layernorm_scale_shift,
+    residual_norm_modulate,
+)
+from tritium.layers.pointwise import get_activation_layer, muls_add
+from tritium.layers.rotary import qk_norm_rope, rotary_position_embedding
 from tritium.layers.sparse import masks
-from tritium.layers.sparse.choose import attend
-from tritium.layers.sparse.forward import lists_of
+from tritium.layers.sparse.forward import attend, lists_of
 from tritium.layers.sparse.layout import SparseLayout
 from tritium.layers.sparse.schedule import SparseAttention
 from tritium.ops.attention.trial import skip
@@ -190,8 +189,7 @@ def sparse_case(density: float, device_type: str, dtype: torch.dtype, *, small: 
     ordered = [layout.permute(tensor) for tensor in (q, k, v)]
     sparsity = sparsity_for(density, ordered[0], ordered[1], layout, scale)
     mask = masks.rainfusion(ordered[0], ordered[1], layout, layout, scale, sparsity)
-    edges = layout.edges(device_type)
-    lists = lists_of(mask, edges, edges, block, 1, causal=False)
+    lists = lists_of(mask, layout, layout, 1)
     dense_names = {"cuda": "cudnn", "cpu": "sdpa"}
     op = ops.catalog()["attention"]
     given = op.bind(*(tensor.transpose(1, 2) for tensor in (q, k, v)), None, scale, False)
@@ -215,7 +213,7 @@ def sparse_case(density: float, device_type: str, dtype: torch.dtype, *, small: 
 
     def listed(step: int) -> torch.Tensor:
         del step
-        return attend(ordered[0], ordered[1], ordered[2], lists, edges, edges, block, scale)
+        return attend(ordered[0], ordered[1], ordered[2], lists, layout, layout, scale)
 
     steps = {
         f"dense {dense}": dense_step,

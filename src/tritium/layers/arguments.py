@@ -1,7 +1,7 @@
-"""Check the arguments of layer functions by the annotations of their parameters.
+"""Check and cast the arguments of layer functions.
 
-`@checked` raises for a value of another type, for a string that is not in the parameter's `Literal`, and for tensors that
-are not of floating point or not on one device. Each layer checks the shapes that it needs.
+`@checked` raises for a value that is not of its parameter's annotation, and for tensors that are not of floating point or
+not on one device. Each layer checks the shapes that it needs.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import functools
 import inspect
 import numbers
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -24,15 +24,17 @@ Result = TypeVar("Result")
 # Integers would be truncated, complex numbers lose their imaginary part, and 8-bit floats need scales.
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-# The types of values for an annotation, and how errors describe them.
-_TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
-    torch.Tensor: ((torch.Tensor,), "a tensor"),
-    bool: ((bool,), "True or False"),
-    int: ((numbers.Integral, torch.SymInt), "an integer"),
-    float: ((numbers.Real, torch.SymFloat, torch.SymInt), "a number"),
-    str: ((str,), "a string"),
-    type(None): ((type(None),), "None"),
-    Any: ((object,), "anything"),
+# May be boolean: `attention_forward` checks its dtype.
+MASK = "attn_mask"
+
+# The accepted types where they are not the annotation.
+_TYPES: dict[Any, tuple[type, ...]] = {
+    int: (numbers.Integral, torch.SymInt),
+    float: (numbers.Real, torch.SymFloat, torch.SymInt),
+    Literal: (str,),
+    Sequence: (list, tuple),
+    tuple: (list, tuple),
+    Any: (object,),
 }
 
 
@@ -41,84 +43,59 @@ class Kind(NamedTuple):
     """The values that one parameter takes."""
 
     types: tuple[type, ...]
-    words: tuple[str, ...]
     # The accepted strings; any if empty.
-    strings: tuple[str, ...] = ()
-    # Whether it is an integer: bool is a subclass of int.
-    integer: bool = False
-    # Whether it is a tensor, or None: of floating point, and on the device of the others.
-    tensor: bool = False
+    strings: tuple[str, ...]
+    words: str
+
+    @classmethod
+    def of(cls, annotation: Any, text: str) -> Kind:
+        parts = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+        origins = [get_origin(part) or part for part in parts]
+        accepted = tuple(kind for origin in origins for kind in _TYPES.get(origin, (origin,)))
+        strings = tuple(word for part in parts if get_origin(part) is Literal for word in get_args(part))
+        return cls(accepted, strings, f"one of {', '.join(strings)}" if strings else text)
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.types in ((torch.Tensor,), (torch.Tensor, type(None)))
 
 
-def _check(name: str, value: Any, kind: Kind) -> None:
-    if not isinstance(value, kind.types) or (kind.integer and isinstance(value, bool)):
-        shown = repr(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__
-        raise ArgumentTypeError(f"{name} must be {' or '.join(kind.words)}, got {shown}")
-    if kind.strings and isinstance(value, str) and value not in kind.strings:
-        raise ArgumentError(f"there is no {name} {value!r}; {nearest(value, kind.strings)}")
-
-
-def _kind(annotation: Any) -> Kind:
-    origin = get_origin(annotation)
-    if origin in (Union, types.UnionType):
-        parts = [_kind(part) for part in get_args(annotation)]
-        return Kind(
-            tuple(one for part in parts for one in part.types),
-            tuple(words for part in parts for words in part.words),
-            tuple(string for part in parts for string in part.strings),
-            any(part.integer for part in parts),
-            all(part.tensor or part.types == (type(None),) for part in parts),
-        )
-    if origin is Literal:
-        return Kind((str,), (f"one of {', '.join(get_args(annotation))}",), get_args(annotation))
-    if origin in (Sequence, tuple):
-        return Kind((list, tuple), ("a list",))
-    if origin is not None or annotation not in _TYPES:
-        kind = origin or annotation
-        return Kind((kind,), (f"a {kind.__qualname__}",))
-    accepted, words = _TYPES[annotation]
-    return Kind(accepted, (words,), integer=annotation is int, tensor=annotation is torch.Tensor)
-
-
-@overload
-def checked(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]: ...
-
-
-@overload
-def checked(
-    *, any_dtype: tuple[str, ...]
-) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]: ...
-
-
-def checked(function: Any = None, *, any_dtype: tuple[str, ...] = ()) -> Any:
-    """Return a function that checks its arguments first; tensors named in `any_dtype` may have any dtype."""
-    if function is None:
-        return functools.partial(checked, any_dtype=any_dtype)
+def checked(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Return a function that checks its arguments first."""
     hints = get_type_hints(function)
-    names = tuple(inspect.signature(function).parameters)
-    kinds = {name: _kind(hints[name]) for name in names if name in hints}
+    parameters = inspect.signature(function).parameters
+    names = tuple(parameters)
+    kinds = {name: Kind.of(hints[name], parameters[name].annotation) for name in names if name in hints}
+    tensor_names = frozenset(name for name, kind in kinds.items() if kind.is_tensor)
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         tensors = {}
         for name, value in (*zip(names, args, strict=False), *kwargs.items()):
             # Python itself raises for unknown names; `self` has no annotation.
-            if name not in kinds:
-                continue
-            _check(name, value, kinds[name])
-            if kinds[name].tensor and value is not None:
+            if name in kinds:
+                _check(name, value, kinds[name])
+            if name in tensor_names and value is not None:
                 tensors[name] = value
-        check_tensors(tensors, any_dtype)
+        check_tensors(tensors)
         return function(*args, **kwargs)
 
     return call
 
 
-def check_tensors(tensors: Mapping[str, torch.Tensor], any_dtype: Iterable[str] = ()) -> None:
+def _check(name: str, value: Any, kind: Kind) -> None:
+    if not isinstance(value, kind.types):
+        shown = repr(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__
+        raise ArgumentTypeError(f"{name} must be {kind.words}, got {shown}")
+    if kind.strings and isinstance(value, str) and value not in kind.strings:
+        raise ArgumentError(f"there is no {name} {value!r}; {nearest(value, kind.strings)}")
+
+
+def check_tensors(tensors: Mapping[str, Any]) -> None:
     """Raise unless tensors have dtypes that layers compute with, and are on one device."""
     where = None
     for name, tensor in tensors.items():
-        if tensor.dtype not in FLOATING and name not in any_dtype:
+        if tensor.dtype not in FLOATING and name != MASK:
             raise ArgumentTypeError(f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
         if where is not None and tensor.device != where:
             listed = ", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items())
@@ -141,7 +118,8 @@ def check_broadcast(name: str, value: torch.Tensor, shape: tuple[int, ...]) -> N
     """Raise unless a tensor can be broadcast to exactly this shape."""
     own = tuple(value.shape)
     pairs = zip(reversed(own), reversed(shape), strict=False)
-    if len(own) > len(shape) or not all(size in (1, wanted) for size, wanted in pairs):
+    # Not by `in`: Dynamo takes equal symbolic sizes for different ones.
+    if len(own) > len(shape) or not all(size == 1 or size == wanted for size, wanted in pairs):  # noqa: PLR1714
         raise ArgumentError(f"{name} of shape {own} cannot be broadcast to {tuple(shape)}")
 
 
@@ -156,6 +134,28 @@ def refuse_gradients_in_a_graph(name: str, *tensors: torch.Tensor) -> None:
         )
 
 
-def check_at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ArgumentError(f"{name} must be {least} or more, got {value}")
+def under_autocast(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Return a function that applies autocast as PyTorch's scaled_dot_product_attention does.
+
+    Its tensors are cast to autocast's dtype. Inside it autocast is off: some products are in float32 on purpose.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        if not (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")):
+            return function(*args, **kwargs)
+        where = next(value.device.type for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        if where not in ("cpu", "cuda") or not torch.is_autocast_enabled(where):
+            return function(*args, **kwargs)
+        dtype = torch.get_autocast_dtype(where)
+        with torch.autocast(where, enabled=False):
+            named: Any = {name: _cast(value, dtype) for name, value in kwargs.items()}
+            return function(*(_cast(value, dtype) for value in args), **named)
+
+    return call
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64:
+        return value.to(dtype)
+    return value

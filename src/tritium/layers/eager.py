@@ -42,14 +42,14 @@ def _form(value: Any) -> Hashable:
 
 
 def _choose(op: Op, arguments: tuple[Any, ...]) -> Callable[..., Any]:
-    tensors = [tensor for value in arguments for tensor in _tensors(value)]
+    tensors = [leaf for leaf in compat.tensors.leaves_of(arguments) if isinstance(leaf, torch.Tensor)]
     # No owned provider has a backward.
     if not compat.dynamo.needs_gradients(*tensors):
         for name, provider in ops.providers(op).items():
             if not provider.inlined and provider.decline(op.bind(*arguments)) is None:
                 return functools.partial(op.overload, provider=name)
     if _is_on_gpu(tensors) and device.has_triton():
-        return _compiled(op.name, tuple((tensor.dtype, tensor.dim()) for tensor in tensors))
+        return _compiled(op.reference, tuple((tensor.dtype, tensor.dim()) for tensor in tensors))
     return op.reference
 
 
@@ -57,18 +57,11 @@ def _is_on_gpu(tensors: list[torch.Tensor]) -> bool:
     return any(tensor.is_cuda for tensor in tensors)
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, (list, tuple)):
-        return [tensor for part in value for tensor in _tensors(part)]
-    return [value] if isinstance(value, torch.Tensor) else []
-
-
 @functools.cache
-def _compiled(name: str, kinds: tuple[tuple[torch.dtype, int], ...]) -> Callable[..., Any]:
+def _compiled(reference: Any, kinds: tuple[tuple[torch.dtype, int], ...]) -> Callable[..., Any]:
     """Return an op's reference compiled for tensors of some dtypes and ranks.
 
     Each has a separate code object, so that no dtype counts towards the recompile limit of another one.
     """
     del kinds
-    reference: Any = ops.catalog()[name].reference
     return torch.compile(compat.dynamo.with_code_of_its_own(reference))

@@ -9,11 +9,12 @@ function, which is replaced while their layer runs.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the conventional name
@@ -23,34 +24,26 @@ from torch.overrides import TorchFunctionMode
 from tritium.compat import diffusers
 from tritium.errors import ArgumentError
 from tritium.layers.arguments import checked
-from tritium.layers.attention.choose import Layout, Mode, check_choice
-from tritium.layers.attention.forward import attention_forward
+from tritium.layers.attention.forward import Layout, Mode, attention_forward, check_choice
 
 NAME = "tritium"
 
-# (query, key, value, attn_mask, scale, is_causal, enable_gqa) with tokens before heads.
+# (query, key, value, attn_mask, scale, *, is_causal, enable_gqa) with tokens before heads.
 Attend = Callable[..., torch.Tensor]
 
 
-@dataclass
-class AttentionHandle:
-    """The changes of `set_attention`; `remove()` undoes them."""
+class AttentionHandle(contextlib.ExitStack):
+    """The changes of `set_attention`; `remove()`, or the end of a `with` block, undoes them."""
 
-    # The number of changed layers, and the paths of others: processors that are modules have special computations.
-    layers: int = 0
-    skipped: list[str] = field(default_factory=list)
-    _undo: list[Callable[[], None]] = field(default_factory=list)
+    def __init__(self) -> None:
+        super().__init__()
+        # The number of changed layers, and the paths of others: processors that are modules have special computations.
+        self.layers = 0
+        self.skipped: list[str] = []
 
     def remove(self) -> None:
         """Restore the original attention of every layer."""
-        while self._undo:
-            self._undo.pop()()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.remove()
+        self.close()
 
 
 @checked
@@ -69,49 +62,33 @@ def set_attention(
     words = [word for word in (opt_mode, op_type, layout) if word]
     name = NAME if words == ["runtime"] else ":".join((NAME, *words))
     attend = functools.partial(attention_forward, opt_mode=opt_mode, op_type=op_type, layout=layout)
-    return change_layers(module, name, attend)
-
-
-def attention_layers(module: nn.Module) -> dict[str, tuple[nn.Module, Any]]:
-    """Return the attention layers of diffusers in a module by path, each with its processor."""
-    layers = ((path, layer, getattr(layer, "processor", None)) for path, layer in module.named_modules())
-    return {path: (layer, processor) for path, layer, processor in layers if callable(processor)}
-
-
-def change_layers(module: nn.Module, name: str, attend: Attend) -> AttentionHandle:
-    """Make the attention layers of a module compute by `attend`, registered with diffusers under `name`."""
     handle = AttentionHandle()
-    layers = attention_layers(module)
+    change_layers(handle, module, name, attend)
+    return handle
+
+
+def change_layers(handle: AttentionHandle, module: nn.Module, name: str, attend: Attend) -> None:
+    """Make the attention layers of a module compute by `attend`, registered with diffusers under `name`."""
+    layers = {path: layer for path, layer in module.named_modules() if callable(getattr(layer, "processor", None))}
     if not layers:
         raise ArgumentError(f"{type(module).__name__} has no attention layers of diffusers")
     member = register_attention_backend(name, attend)
-    # Layers may share a processor.
-    changed: set[int] = set()
-    for path, (layer, processor) in layers.items():
-        has_backend = hasattr(processor, diffusers.BACKEND)
-        if isinstance(processor, nn.Module) and not has_backend:
+    for path, layer in layers.items():
+        if hasattr(layer.processor, diffusers.BACKEND):
+            handle.callback(_assign(layer.processor, diffusers.BACKEND, member))
+        elif isinstance(layer.processor, nn.Module):
             handle.skipped.append(path)
-            continue
-        handle.layers += 1
-        if not has_backend:
-            handle._undo.append(_assign(layer, "forward", _Intercepted(_original_forward(layer), attend)))
-        elif id(processor) not in changed:
-            changed.add(id(processor))
-            handle._undo.append(_assign(processor, diffusers.BACKEND, member))
-    return handle
+        else:
+            # Nested replacements would let the older one apply.
+            forward = layer.forward.forward if isinstance(layer.forward, _Intercepted) else layer.forward
+            handle.callback(_assign(layer, "forward", _Intercepted(forward, attend)))
+    handle.layers = len(layers) - len(handle.skipped)
 
 
 _ABSENT = object()
 
-
-@dataclass(eq=False)
-class _Assignment:
-    before: Any
-    value: Any
-
-
-# The assignments to each object that are not undone, oldest first.
-_ASSIGNMENTS: weakref.WeakKeyDictionary[Any, list[_Assignment]] = weakref.WeakKeyDictionary()
+# The values of the assigned attribute of each object, oldest first; the first is the original.
+_VALUES: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
 
 def _assign(owner: Any, name: str, value: Any) -> Callable[[], None]:
@@ -119,22 +96,20 @@ def _assign(owner: Any, name: str, value: Any) -> Callable[[], None]:
 
     A value that other code has assigned since stays.
     """
-    own = _Assignment(vars(owner).get(name, _ABSENT), value)
-    assignments = _ASSIGNMENTS.setdefault(owner, [])
-    assignments.append(own)
+    current = vars(owner).get(name, _ABSENT)
+    values = _VALUES.setdefault(owner, [current])
+    if values[-1] is not current:
+        values.append(current)
+    values.append(value)
     setattr(owner, name, value)
 
     def undo() -> None:
-        later = assignments[assignments.index(own) + 1 :]
-        assignments.remove(own)
-        if later:
-            if later[0].before is own.value:
-                later[0].before = own.before
-        elif vars(owner).get(name, _ABSENT) is own.value:
-            if own.before is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, own.before)
+        is_active = vars(owner).get(name, _ABSENT) is values[-1]
+        values.remove(value)
+        if is_active and values[-1] is _ABSENT:
+            delattr(owner, name)
+        elif is_active:
+            setattr(owner, name, values[-1])
 
     return undo
 
@@ -182,27 +157,24 @@ class _Replaced(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         del types
-        kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            return _as_pytorch(self.attend, *args, **kwargs)
-        return func(*args, **kwargs)
+            return self._attention(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
-
-def _as_pytorch(
-    attend: Attend,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    if dropout_p:
-        raise ArgumentError(f"attention by tritium has no dropout: got dropout_p={dropout_p}")
-    given = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    return attend(*given, attn_mask, scale, is_causal=is_causal, enable_gqa=enable_gqa).transpose(1, 2)
+    def _attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> torch.Tensor:
+        if dropout_p:
+            raise ArgumentError(f"attention by tritium has no dropout: got dropout_p={dropout_p}")
+        given = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        return self.attend(*given, attn_mask, is_causal=is_causal, **options).transpose(1, 2)
 
 
 @dataclass(eq=False)
@@ -215,8 +187,3 @@ class _Intercepted:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with _Replaced(self.attend):
             return self.forward(*args, **kwargs)
-
-
-def _original_forward(layer: nn.Module) -> Callable[..., Any]:
-    # Nested replacements would let the older one apply.
-    return layer.forward.forward if isinstance(layer.forward, _Intercepted) else layer.forward

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 
 from tritium import compat
 from tritium.errors import ArgumentError, ArgumentTypeError
-from tritium.layers.arguments import FLOATING, check_broadcast, check_rank, checked
-from tritium.layers.attention.choose import Layout, Mode, attend, check_choice
-from tritium.layers.autocast import under_autocast
+from tritium.layers.arguments import FLOATING, check_broadcast, check_rank, checked, under_autocast
+from tritium.layers.choose import DENSE, check_name, compute
 from tritium.ops.attention import attention_math
 
+Mode = Literal["runtime", "static", "manual"]
+# The memory formats that inputs can be converted to. BSH, with merged heads, has the same bytes as BSND.
+Layout = Literal["BNSD", "BSND", "BSH"]
 
-@checked(any_dtype=("attn_mask",))
+
+@checked
 @under_autocast
 def attention_forward(
     query: torch.Tensor,
@@ -52,55 +56,58 @@ def attention_forward(
         layout: With `manual`, the memory format that tensors are converted to: `BNSD`, `BSND` or `BSH`; None for no change.
     """
     check_choice(opt_mode, op_type, layout)
-    check_streams(("query", "key", "value"), query, key, value, heads_first=head_first, grouped=enable_gqa)
+    streams = {"query": query, "key": key, "value": value}
+    check_streams(streams, heads=1 if head_first else 2, grouped=enable_gqa)
     if not head_first:
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    query, factor = with_positive_scale(query, (query.shape[-1] or 1) ** -0.5 if scale is None else float(scale))
+    if layout is not None:
+        query, key, value = (_laid_out(tensor, layout) for tensor in (query, key, value))
+    query, factor = with_positive_scale(query, scale)
     mask = _mask_of_rank_4(attn_mask, query, key)
     if mask is not None and is_causal:
         mask, is_causal = _also_causal(mask, query.shape[2], key.shape[2]), False
     # PyTorch's kernels compute no forward-mode derivatives.
     if fused and (torch.compiler.is_compiling() or not compat.dynamo.has_tangents()):
-        out = attend(query, key, value, mask, factor, is_causal, opt_mode, op_type, layout)
+        by = (op_type or "sdpa") if opt_mode == "manual" else opt_mode
+        out = compute(DENSE, by, query, key, value, mask, factor, is_causal)
     else:
         out = attention_math(query, key, value, mask, factor, is_causal)
     return out if head_first else out.transpose(1, 2)
 
 
-def check_streams(
-    names: tuple[str, str, str],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    heads_first: bool,
-    grouped: bool = True,
-) -> None:
-    """Raise unless attention is defined for q, k and v, of rank 4."""
-    listed = f"{names[0]}, {names[1]} and {names[2]}"
-    for name, tensor in zip(names, (q, k, v), strict=True):
-        check_rank(name, tensor, 4)
+def check_choice(opt_mode: str, op_type: str | None, layout: str | None) -> None:
+    """Raise for names that are invalid for every call."""
+    if opt_mode != "manual" and (op_type is not None or layout is not None):
+        raise ArgumentError(
+            f"op_type and layout are for opt_mode 'manual', not for {opt_mode!r}, which chooses by itself"
+        )
+    check_name(DENSE, op_type)
+
+
+def check_streams(streams: dict[str, torch.Tensor], rank: int = 4, *, heads: int = 2, grouped: bool = True) -> None:
+    """Raise unless attention is defined for q, k and v of this rank, with heads along the dim `heads`."""
+    for name, tensor in streams.items():
+        check_rank(name, tensor, rank)
+    q, k, v = streams.values()
+    listed, shapes = ", ".join(streams), f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
     if not q.dtype == k.dtype == v.dtype:
         raise ArgumentTypeError(f"{listed} must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
-    heads = 1 if heads_first else 2
-    shapes = f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}, {'heads' if heads_first else 'tokens'} first"
-    if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3]:
-        raise ArgumentError(
-            f"{listed} must have one batch, and {names[1]} and {names[2]} the same tokens and heads: {shapes}"
-        )
-    if q.shape[3] != k.shape[3]:
-        raise ArgumentError(f"{names[0]} and {names[1]} must have heads of one width: {shapes}")
+    if q.shape[: rank - 3] != k.shape[: rank - 3] or k.shape[:-1] != v.shape[:-1]:
+        raise ArgumentError(f"{listed} must have one batch, and the last two the same tokens and heads: {shapes}")
+    if q.shape[-1] != k.shape[-1]:
+        raise ArgumentError(f"the first two of {listed} must have heads of one width: {shapes}")
     if not grouped and q.shape[heads] != k.shape[heads]:
-        raise ArgumentError(f"{names[0]} and {names[1]} must have as many heads, unless enable_gqa=True: {shapes}")
+        raise ArgumentError(f"{listed} must have as many heads, unless enable_gqa=True: {shapes}")
     if q.shape[heads] != k.shape[heads] and (k.shape[heads] == 0 or q.shape[heads] % k.shape[heads]):
-        raise ArgumentError(f"the heads of {names[0]} must be a multiple of those of {names[1]}: {shapes}")
+        raise ArgumentError(f"the first of {listed} must have a multiple of the heads of the others: {shapes}")
 
 
-def with_positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
-    """Return a query and a scale above 0 for the same attention.
+def with_positive_scale(q: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, float]:
+    """Return a query and a scale above 0 for the same attention; None is D ** -0.5.
 
     Kernels take the largest score before they scale it, and mask keys with -inf: both need a positive scale.
     """
+    scale = (q.shape[-1] or 1) ** -0.5 if scale is None else float(scale)
     if scale > 0:
         return q, scale
     if scale < 0:
@@ -110,7 +117,13 @@ def with_positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, fl
     raise ArgumentError(f"scale must be a number, got {scale}")
 
 
+def _laid_out(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Return a heads-first tensor in a memory format, copied if necessary."""
+    return tensor.contiguous() if layout == "BNSD" else tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def _mask_of_rank_4(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+    """Return a boolean mask, or an additive one in the dtype of the query or of the scores."""
     if mask is None:
         return None
     if mask.dtype != torch.bool and mask.dtype not in FLOATING:
@@ -118,24 +131,19 @@ def _mask_of_rank_4(mask: torch.Tensor | None, query: torch.Tensor, key: torch.T
             f"attn_mask must be boolean, where True keeps, or floating point to be added; got {mask.dtype}"
         )
     check_rank("attn_mask", mask, 2, 3, 4)
-    check_broadcast("attn_mask", mask, (query.shape[0], query.shape[1], query.shape[2], key.shape[2]))
-    while mask.dim() < 4:
-        mask = mask.unsqueeze(0)
+    check_broadcast("attn_mask", mask, (*query.shape[:3], key.shape[2]))
+    mask = mask[(None,) * (4 - mask.dim())]
     # Kernels need a value for every key, contiguous along keys.
     mask = mask.expand(*mask.shape[:3], key.shape[2])
-    if mask.stride(-1) != 1:
-        mask = mask.contiguous()
-    return mask if mask.dtype == torch.bool else _added(mask, query.dtype)
-
-
-def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return an additive mask in the dtype of the scores, or unchanged if it has the query's dtype."""
-    wide = torch.promote_types(dtype, torch.float32)
-    if mask.dtype == torch.float64 != wide:
+    mask = mask if mask.stride(-1) == 1 else mask.contiguous()
+    if mask.dtype in (torch.bool, query.dtype):
+        return mask
+    wide = torch.promote_types(query.dtype, torch.float32)
+    if mask.dtype == torch.float64:
         # Keep finite values finite: minus infinity hides a key, the lowest finite number does not.
         limits = torch.finfo(wide)
         mask = torch.where(mask.isinf(), mask, mask.clamp(limits.min, limits.max))
-    return mask if mask.dtype == dtype else mask.to(wide)
+    return mask.to(wide)
 
 
 def _also_causal(mask: torch.Tensor, queries: int, keys: int) -> torch.Tensor:

@@ -10,13 +10,10 @@ import torch
 
 from tritium import compat, device
 from tritium.compat import attention as compat_attention
-from tritium.errors import ArgumentError, ArgumentTypeError
-from tritium.layers.arguments import check_rank, checked, refuse_gradients_in_a_graph
-from tritium.layers.attention.forward import with_positive_scale
-from tritium.layers.autocast import under_autocast
+from tritium.errors import ArgumentError
+from tritium.layers.arguments import checked, refuse_gradients_in_a_graph, under_autocast
+from tritium.layers.attention.forward import check_streams, with_positive_scale
 from tritium.ops.attention import attention_math
-
-INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 # Segments are one dim of the launch grid; CUDA limits it to this.
 MOST_NESTED = 65_535
@@ -70,31 +67,21 @@ def attention_forward_varlen(
         block_table: Not supported.
     """
     del deterministic
-    _refuse_unsupported(
-        dropout_p=(dropout_p, 0),
-        window_size=(window_size, (-1, -1)),
-        softcap=(softcap, 0),
-        alibi_slopes=(alibi_slopes, None),
-        return_attn_probs=(return_attn_probs, False),
-        block_table=(block_table, None),
-    )
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_rank(name, tensor, 3)
-    if not q.dtype == k.dtype == v.dtype:
-        raise ArgumentTypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
-    if k.shape[:2] != v.shape[:2]:
-        raise ArgumentError(f"k and v must have the same tokens and heads: {shapes}")
-    if q.shape[2] != k.shape[2] or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ArgumentError(f"q must have heads as wide as k's, and a multiple of as many: {shapes}")
+    window = tuple(window_size) if isinstance(window_size, list) else window_size
+    _check_without_effect("dropout_p", dropout_p, 0)
+    _check_without_effect("window_size", window, (-1, -1))
+    _check_without_effect("softcap", softcap, 0)
+    _check_without_effect("alibi_slopes", alibi_slopes, None)
+    _check_without_effect("return_attn_probs", return_attn_probs, False)
+    _check_without_effect("block_table", block_table, None)
+    check_streams({"q": q, "k": k, "v": v}, rank=3, heads=1)
     refuse_gradients_in_a_graph("attention_forward_varlen", q, k, v)
     cu_q = _boundaries("cu_seqlens_q", cu_seqlens_q, q, max_seqlen_q)
     cu_k = _boundaries("cu_seqlens_k", cu_seqlens_k, k, max_seqlen_k)
     if cu_q.shape != cu_k.shape:
-        raise ArgumentError(
-            f"cu_seqlens_q and cu_seqlens_k must be of as many segments, got {cu_q.shape[0] - 1} and {cu_k.shape[0] - 1}"
-        )
-    q, scale = with_positive_scale(q, (q.shape[-1] or 1) ** -0.5 if softmax_scale is None else float(softmax_scale))
+        segments = f"{cu_q.shape[0] - 1} and {cu_k.shape[0] - 1}"
+        raise ArgumentError(f"cu_seqlens_q and cu_seqlens_k must be of as many segments, got {segments}")
+    q, scale = with_positive_scale(q, softmax_scale)
     arguments = (q, k, v, cu_q, cu_k, max_seqlen_q, max_seqlen_k, scale, causal)
     if compat.dynamo.needs_gradients(q, k, v):
         # Bypass the operator: it has no autograd formula, and autograd would warn about that.
@@ -102,16 +89,10 @@ def attention_forward_varlen(
     return torch.ops.tritium.varlen_attention.default(*arguments)  # type: ignore[no-any-return]
 
 
-def _refuse_unsupported(**given: tuple[Any, Any]) -> None:
-    """Raise for parameters of flash-attn's function with a value other than None and the one without an effect."""
-    wrong = [
-        f"{name}={value!r}"
-        for name, (value, accepted) in given.items()
-        if value is not None
-        and (isinstance(value, torch.Tensor) or (tuple(value) if isinstance(value, list) else value) != accepted)
-    ]
-    if wrong:
-        raise ArgumentError(f"attention over segments does not support {', '.join(wrong)}; leave them out")
+def _check_without_effect(name: str, value: Any, without_effect: Any) -> None:
+    """Raise for a parameter of flash-attn's function that would change the result."""
+    if value is not None and (isinstance(value, torch.Tensor) or value != without_effect):
+        raise ArgumentError(f"attention over segments does not support {name}={value!r}; leave it out")
 
 
 def _boundaries(
@@ -121,7 +102,7 @@ def _boundaries(
     if not isinstance(given, torch.Tensor):
         _check_boundaries(name, list(given), stream.shape[0], longest)
         return torch.tensor(given, dtype=torch.int32, device=stream.device)
-    if given.dim() != 1 or given.shape[0] < 2 or given.dtype not in INTEGERS:
+    if given.dim() != 1 or given.shape[0] < 2 or given.is_floating_point():
         raise ArgumentError(
             f"{name} must hold integers in one dim, two or more, got {given.dtype} of {tuple(given.shape)}"
         )
@@ -132,14 +113,14 @@ def _boundaries(
 
 def _check_boundaries(name: str, places: list[int], tokens: int, longest: int | None = None) -> None:
     # Compare pairs: symbolic integers cannot be sorted.
-    falls = any(later < earlier for earlier, later in itertools.pairwise(places))
-    if len(places) < 2 or places[0] != 0 or places[-1] != tokens or falls:
+    lengths = [later - earlier for earlier, later in itertools.pairwise(places)]
+    shown = f"{places[:8]}{'...' if len(places) > 8 else ''}"
+    if not lengths or places[0] != 0 or places[-1] != tokens or any(length < 0 for length in lengths):
         raise ArgumentError(
-            f"{name} must begin with 0, not decrease, and end with the number of tokens, {tokens}; got {places[:8]}"
-            f"{'...' if len(places) > 8 else ''}"
+            f"{name} must begin with 0, not decrease, and end with the number of tokens, {tokens}; got {shown}"
         )
-    if longest is not None and any(later - earlier > longest for earlier, later in itertools.pairwise(places)):
-        raise ArgumentError(f"a segment of {name} is longer than max_seqlen_{name[-1]}={longest}: {places[:8]}")
+    if longest is not None and any(length > longest for length in lengths):
+        raise ArgumentError(f"a segment of {name} is longer than max_seqlen_{name[-1]}={longest}: {shown}")
 
 
 # Untraced: it reads the lengths of segments, which a graph cannot do.
@@ -156,24 +137,25 @@ def _varlen(
     causal: bool,
 ) -> torch.Tensor:
     # The kernels' operators have no rules for vmap, grad and jvp.
-    if compat.dynamo.is_transformed() or not _is_readable(q, k, v):
-        return by_segment(q, k, v, cu_q, cu_k, scale, causal, max_q, max_k)
-    places = cu_q.to(torch.int32).contiguous(), cu_k.to(torch.int32).contiguous()
-    if _flash_takes(q, v):
-        longest = max_q, max_k
-        if max_q is None or max_k is None:
-            # Reading the lengths synchronizes anyway, so check the boundaries too.
-            longest = max(_lengths("cu_seqlens_q", cu_q, q)), max(_lengths("cu_seqlens_k", cu_k, k))
-        out = compat_attention.varlen_attention(q, k, v, *places, longest, scale, causal)  # type: ignore[arg-type]
-        if out is not None:
-            return out.contiguous()
-    if _nested_takes(q, k, v):
-        queries, keys = _lengths("cu_seqlens_q", cu_q, q, max_q), _lengths("cu_seqlens_k", cu_k, k, max_k)
-        # The kernel does not write rows that see no key.
-        if len(queries) <= MOST_NESTED and _all_see_a_key(queries, keys, causal):
-            out = compat_attention.nested_attention(q, k, v, *places, (max(queries), max(keys)), scale, causal)
+    if not compat.dynamo.is_transformed() and _is_readable(q, k, v):
+        places = cu_q.to(torch.int32).contiguous(), cu_k.to(torch.int32).contiguous()
+        # FlashAttention has kernels for half precision and heads of one width up to 256.
+        if q.dtype in (torch.float16, torch.bfloat16) and q.shape[2] == v.shape[2] <= 256:
+            longest = max_q, max_k
+            if max_q is None or max_k is None:
+                # Reading the lengths synchronizes anyway, so check the boundaries too.
+                longest = max(_lengths("cu_seqlens_q", cu_q, q)), max(_lengths("cu_seqlens_k", cu_k, k))
+            out = compat_attention.varlen_attention(q, k, v, *places, longest, scale, causal)  # type: ignore[arg-type]
             if out is not None:
                 return out.contiguous()
+        # The kernel of nested tensors has float32 and other heads, and no backward here.
+        if q.dtype != torch.float64 and not compat.dynamo.needs_gradients(q, k, v):
+            queries, keys = _lengths("cu_seqlens_q", cu_q, q, max_q), _lengths("cu_seqlens_k", cu_k, k, max_k)
+            # It does not write rows that see no key.
+            if len(queries) <= MOST_NESTED and _all_see_a_key(queries, keys, causal):
+                out = compat_attention.nested_attention(q, k, v, *places, (max(queries), max(keys)), scale, causal)
+                if out is not None:
+                    return out.contiguous()
     return by_segment(q, k, v, cu_q, cu_k, scale, causal, max_q, max_k)
 
 
@@ -188,19 +170,6 @@ def _is_readable(*streams: torch.Tensor) -> bool:
         return stream.data_ptr() % 16 == 0 and not any(step * stream.element_size() % 16 for step in steps)
 
     return all(stream.numel() and stream.stride(2) == 1 and is_aligned(stream) for stream in streams)
-
-
-def _flash_takes(q: torch.Tensor, v: torch.Tensor) -> bool:
-    """Return whether torch's varlen attention, which is FlashAttention, has a kernel for such heads."""
-    return q.dtype in (torch.float16, torch.bfloat16) and q.shape[2] == v.shape[2] <= 256
-
-
-def _nested_takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Return whether the kernel of nested tensors applies.
-
-    It covers float32, and heads for which FlashAttention has no kernel.
-    """
-    return q.dtype in (torch.float16, torch.bfloat16, torch.float32) and not compat.dynamo.needs_gradients(q, k, v)
 
 
 def _all_see_a_key(queries: list[int], keys: list[int], causal: bool) -> bool:
@@ -228,44 +197,29 @@ def by_segment(
     max_k: int | None = None,
 ) -> torch.Tensor:
     """Compute one segment after the other with PyTorch's attention."""
-    ends_q, ends_k = cu_q.tolist(), cu_k.tolist()
-    _check_boundaries("cu_seqlens_q", ends_q, q.shape[0], max_q)
-    _check_boundaries("cu_seqlens_k", ends_k, k.shape[0], max_k)
-    out = q.new_zeros((*q.shape[:2], v.shape[2]))
-    for first, last, key_first, key_last in zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False):
-        if first == last or key_first == key_last:
-            continue
-        own_q, own_k, own_v = (
-            tensor[start:end].transpose(0, 1).unsqueeze(0)
-            for tensor, start, end in ((q, first, last), (k, key_first, key_last), (v, key_first, key_last))
-        )
-        out[first:last] = _segment(own_q, own_k, own_v, scale, causal).squeeze(0).transpose(0, 1)
-    return out
+    queries, keys = _lengths("cu_seqlens_q", cu_q, q, max_q), _lengths("cu_seqlens_k", cu_k, k, max_k)
+    segments = zip(q.split(queries), k.split(keys), v.split(keys), strict=True)
+    out = [_segment(own_q, own_k, own_v, scale, causal) for own_q, own_k, own_v in segments]
+    return torch.cat(out)
 
 
 def _segment(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> torch.Tensor:
-    grouped = q.shape[1] != k.shape[1]
-    if (not causal or q.shape[2] == k.shape[2]) and not compat.dynamo.has_tangents():
+    queries, keys = q.shape[0], k.shape[0]
+    if queries == 0 or keys == 0:
+        return q.new_zeros((*q.shape[:2], v.shape[2]))
+    q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
+    if (not causal or queries == keys) and not compat.dynamo.has_tangents():
         attention = torch.nn.functional.scaled_dot_product_attention
-        return attention(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=grouped)
-    queries, keys = q.shape[2], k.shape[2]
-    rows = torch.arange(queries, device=q.device).unsqueeze(1) + (keys - queries)
-    seen = torch.arange(keys, device=q.device) <= rows
-    return attention_math(q, k, v, seen[None, None] if causal else None, scale, causal=False)
+        out = attention(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    else:
+        rows = torch.arange(queries, device=q.device).unsqueeze(1) + (keys - queries)
+        seen = torch.arange(keys, device=q.device) <= rows
+        out = attention_math(q, k, v, seen[None, None] if causal else None, scale, causal=False)
+    return out.squeeze(0).transpose(0, 1)
 
 
-def _fake(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_q: torch.Tensor,
-    cu_k: torch.Tensor,
-    max_q: int | None,
-    max_k: int | None,
-    scale: float,
-    causal: bool,
-) -> torch.Tensor:
-    del k, cu_q, cu_k, max_q, max_k, scale, causal
+def _fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> torch.Tensor:
+    del k
     return q.new_empty((*q.shape[:2], v.shape[2]))
 
 

@@ -21,20 +21,28 @@ import torch
 from torch import nn
 
 from tritium import compat, device
-from tritium.layers.arguments import check_at_least, checked
+from tritium.errors import ArgumentError
+from tritium.layers.arguments import checked
 from tritium.layers.attention.diffusers import AttentionHandle, change_layers
 from tritium.layers.attention.forward import attention_forward
-from tritium.layers.sparse.forward import SparseType
 from tritium.layers.sparse.layout import SparseLayout
+from tritium.layers.sparse.masks import SparseType
 from tritium.layers.sparse.schedule import SparseAttention
 
+# The names of the timestep in models' signatures.
+TIMES = ("timestep", "timesteps", "t")
 
-@dataclass(kw_only=True)
+
 class SparseHandle(AttentionHandle):
-    """The changes of `set_sparse_attention`; `remove()` undoes them."""
+    """The changes of `set_sparse_attention`; `remove()`, or the end of a `with` block, undoes them."""
 
-    attention: SparseAttention
-    _counter: _Counter
+    def __init__(self, counter: _Counter) -> None:
+        super().__init__()
+        self._counter = counter
+
+    @property
+    def attention(self) -> SparseAttention:
+        return self._counter.attention
 
     def density(self) -> float:
         """Return the share of dense attention's work that was computed since the last reset."""
@@ -42,7 +50,7 @@ class SparseHandle(AttentionHandle):
 
     def reset(self) -> None:
         """Restart the counts: the next forward is step 0 of an image, and the density starts from there."""
-        self._counter.restart()
+        self._counter.forwards, self._counter.images = 0, _Images()
         self.attention.reset()
 
 
@@ -59,10 +67,8 @@ class _Images:
     # The last change of the timestep, with its sign.
     move: float = 0.0
 
-    def begins(self, now: float | None, *, whole_step: bool) -> bool:
+    def begins(self, now: float, *, whole_step: bool) -> bool:
         """Return whether a forward starts another image; `whole_step`: the last step is complete."""
-        if now is None:
-            return False
         begins = self.first is not None and self._is_reversal(now, self.first, whole_step=whole_step)
         if begins or self.first is None:
             self.first, self.last, self.move = now, now, 0.0
@@ -78,37 +84,28 @@ class _Images:
         return self.move != 0 and back > max(abs(self.move) / 2, abs(self.last - first) / 20)
 
 
-# The names of the timestep in models' signatures.
-TIMES = ("timestep", "timesteps", "t")
+# The arguments of a forward, by position and by name.
+Timestep = Callable[[Sequence[Any], Mapping[str, Any]], float | None]
 
 
-@dataclass(frozen=True)
-class _Timestep:
-    """The position of the timestep among the arguments of a forward."""
+def timestep_of(module: nn.Module) -> Timestep | None:
+    """Return a function that reads the timestep from the arguments of a module's forward, or None if it has none."""
+    # The forward of an instance may be wrapped, and the class of a compiled module has a forward of `*args`.
+    original: Any = type(getattr(module, "_orig_mod", module))
+    names = list(inspect.signature(original.forward).parameters)[1:]
+    name = next((name for name in TIMES if name in names), None)
+    return None if name is None else functools.partial(_read_timestep, name, names.index(name))
 
-    name: str
-    place: int
 
-    @classmethod
-    def in_forward(cls, module: nn.Module) -> _Timestep | None:
-        # Compiled modules have a forward of `*args`, and wrapped ones may too: look at the original module and its class.
-        inner = getattr(module, "_orig_mod", module)
-        for function, skipped in ((inner.forward, 0), (type(inner).forward, 1)):
-            names = list(inspect.signature(function).parameters)[skipped:]
-            for name in TIMES:
-                if name in names:
-                    return cls(name, names.index(name))
+def _read_timestep(name: str, place: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float | None:
+    """Return the timestep as one number, or None if it cannot be read."""
+    value = args[place] if place < len(args) else kwargs.get(name)
+    if not isinstance(value, torch.Tensor):
+        return float(value) if isinstance(value, (int, float)) else None
+    if value.numel() == 0 or (value.is_cuda and device.is_capturing()):
         return None
-
-    def of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float | None:
-        """Return the timestep as one number, or None if it cannot be read."""
-        value = args[self.place] if self.place < len(args) else kwargs.get(self.name)
-        if not isinstance(value, torch.Tensor):
-            return float(value) if isinstance(value, (int, float)) else None
-        if value.numel() == 0 or value.is_meta or (value.is_cuda and device.is_capturing()):
-            return None
-        # Tokens may have separate timesteps, as for an image that is partly known: use the largest.
-        return float(value.max())
+    # Tokens may have separate timesteps, as for an image that is partly known: use the largest.
+    return float(value.max())
 
 
 @dataclass
@@ -117,13 +114,13 @@ class _Counter:
 
     attention: SparseAttention
     calls_per_step: int = 1
-    # The position of the timestep among a forward's arguments; None if the timestep is not needed.
-    timestep: _Timestep | None = None
+    # None if the timestep is not needed.
+    timestep: Timestep | None = None
     images: _Images = field(default_factory=_Images)
     forwards: int = 0
     layer: int = 0
-    # The number of sparse attentions in this forward, and descriptions of the dense ones.
-    sparse: int = 0
+    # Whether an attention of this forward was sparse, and descriptions of the dense ones.
+    is_sparse: bool = False
     dense: set[str] = field(default_factory=set)
     _warned: bool = False
 
@@ -132,13 +129,14 @@ class _Counter:
             self._look(self.timestep, args, kwargs)
         self.forwards += 1
         self.layer = 0
-        self.sparse = 0
+        self.is_sparse = False
         self.dense.clear()
 
     # Untraced: it reads the timestep's value, which a graph cannot do.
     @compat.dynamo.untraced
-    def _look(self, timestep: _Timestep, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if self.images.begins(timestep.of(args, kwargs), whole_step=self.forwards % self.calls_per_step == 0):
+    def _look(self, timestep: Timestep, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        now = timestep(args, kwargs)
+        if now is not None and self.images.begins(now, whole_step=self.forwards % self.calls_per_step == 0):
             self.forwards = 0
             self.attention.forget_masks()
 
@@ -160,25 +158,24 @@ class _Counter:
         if masked or not q.shape[1] == k.shape[1] == self.attention.layout.tokens:
             self.dense.add(f"{q.shape[1]} queries and {k.shape[1]} keys{' with a mask' if masked else ''}")
             return attention_forward(q, k, v, attn_mask, scale, is_causal=is_causal, enable_gqa=enable_gqa)
-        self.sparse += 1
+        self.is_sparse = True
         # A block called outside of its model is in step 0.
         step, stream = divmod(max(0, self.forwards - 1), self.calls_per_step)
         return self.attention(q, k, v, step=step, layer=layer, scale=scale, stream=stream)
 
     def end(self, *_: Any) -> None:
         # `dense` is empty in forwards in which a cache of diffusers skipped all attentions.
-        if self.sparse or self._warned or not self.dense:
+        if self.is_sparse or self._warned or not self.dense:
             return
         self._warned = True
-        warnings.warn(
-            f"tritium: the layout has {self.attention.layout.tokens} tokens, and no attention of this model without a mask "
-            f"has as many, so all stay dense. There are: {'; '.join(sorted(self.dense))}",
-            RuntimeWarning,
-            stacklevel=2,
+        _warn(
+            f"the layout has {self.attention.layout.tokens} tokens, and no attention of this model without a mask "
+            f"has as many, so all stay dense. There are: {'; '.join(sorted(self.dense))}"
         )
 
-    def restart(self) -> None:
-        self.forwards, self.images = 0, _Images()
+
+def _warn(message: str) -> None:
+    warnings.warn(f"tritium: {message}", RuntimeWarning, stacklevel=3)
 
 
 @checked
@@ -213,7 +210,8 @@ def set_sparse_attention(
         by: The implementation: `triton`, `flex` or `reference`; None for the fastest.
         cdf_threshold: As in `sparse_attention`.
     """
-    check_at_least("calls_per_step", calls_per_step, 1)
+    if calls_per_step < 1:
+        raise ArgumentError(f"calls_per_step must be 1 or more, got {calls_per_step}")
     attention = SparseAttention(
         layout,
         sparse_type=sparse_type,
@@ -225,24 +223,18 @@ def set_sparse_attention(
         cdf_threshold=cdf_threshold,
     )
     counter = _Counter(attention, calls_per_step)
+    handle = SparseHandle(counter)
     name = f"tritium:sparse:{id(counter)}"
-    changed = change_layers(module, name, counter.attend)
+    change_layers(handle, module, name, counter.attend)
+    handle.callback(compat.diffusers.remove_backend, name)
+    handle.callback(module.register_forward_pre_hook(counter.begin, with_kwargs=True).remove)
+    handle.callback(module.register_forward_hook(counter.end).remove)
     if dense_steps > 0 or reuse_steps > 1:
         # Read the timestep only if step numbers matter: on a GPU this synchronizes.
-        counter.timestep = _Timestep.in_forward(module)
+        counter.timestep = timestep_of(module)
         if counter.timestep is None:
-            warnings.warn(
-                f"tritium: {type(module).__name__} has no parameter {' or '.join(TIMES)} that separates images: call "
-                "handle.reset() before each but the first",
-                RuntimeWarning,
-                stacklevel=2,
+            _warn(
+                f"{type(module).__name__} has no parameter {' or '.join(TIMES)} that separates images: call "
+                "handle.reset() before each but the first"
             )
-    undo: list[Callable[[], None]] = [
-        functools.partial(compat.diffusers.remove_backend, name),
-        *changed._undo,
-        module.register_forward_pre_hook(counter.begin, with_kwargs=True).remove,
-        module.register_forward_hook(counter.end).remove,
-    ]
-    return SparseHandle(
-        layers=changed.layers, skipped=changed.skipped, _undo=undo, attention=attention, _counter=counter
-    )
+    return handle

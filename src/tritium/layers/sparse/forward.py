@@ -2,77 +2,61 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
+from tritium import compat
 from tritium.errors import ArgumentError, ArgumentTypeError
-from tritium.layers.arguments import checked
+from tritium.layers.arguments import checked, refuse_gradients_in_a_graph, under_autocast
 from tritium.layers.attention.forward import attention_forward, check_streams, with_positive_scale
-from tritium.layers.autocast import under_autocast
+from tritium.layers.choose import RUNTIME, SPARSE, check_name, compute
 from tritium.layers.sparse import masks
-from tritium.layers.sparse.choose import attend, check_provider
-from tritium.layers.sparse.layout import TILE, SparseLayout
-from tritium.ops.block_sparse_attention import block_lists
-
-SparseType = Literal["rf_v2", "rf_v3", "ada_bsa", "radial"]
-RF_V2, RF_V3, ADA_BSA, RADIAL = TYPES = get_args(SparseType)
+from tritium.layers.sparse.layout import SparseLayout
+from tritium.layers.sparse.masks import ADA_BSA, Method, SparseType
+from tritium.ops import REFERENCE
+from tritium.ops import block_sparse_attention as op
 
 
-@dataclass(frozen=True)
-class Method:
-    """The method and parameters of a sparse mask, independent of the streams."""
-
-    sparse_type: str
-    sparsity: float = 0.0
-    keep_sink: bool = True
-    keep_recent: bool = True
-    cdf_threshold: float = 1.0
-    causal: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("sparsity", "cdf_threshold"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ArgumentError(f"{name} must be from 0 to 1, got {getattr(self, name)}")
-        if self.causal and self.sparse_type != ADA_BSA:
-            raise ArgumentError(
-                f"sparse_type {self.sparse_type!r} reorders tokens, so is_causal has no meaning; 'ada_bsa' keeps the order"
-            )
-
-    @property
-    def tile(self) -> int:
-        """The side of the tiles that reorder frames; 1 for `radial` and `ada_bsa`, which keep the order."""
-        return TILE if self.sparse_type in (RF_V2, RF_V3) else 1
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether every block is kept for any stream."""
-        return self.sparsity == 0 and (self.sparse_type != ADA_BSA or self.cdf_threshold >= 1)
-
-    def mask(
-        self, q: torch.Tensor, k: torch.Tensor, q_layout: SparseLayout, k_layout: SparseLayout, scale: float
-    ) -> torch.Tensor:
-        """Return the mask [B or 1, N, R, C] over blocks of permuted streams [B, S, N, D]."""
-        if self.sparse_type == RADIAL:
-            return masks.radial(q_layout, k_layout, self.sparsity, q.device).expand(1, q.shape[2], -1, -1)
-        if self.sparse_type != ADA_BSA:
-            return masks.rainfusion(q, k, q_layout, k_layout, scale, self.sparsity)
-        return masks.estimated(
-            q,
-            k,
-            q_layout,
-            k_layout,
-            scale,
-            self.sparsity,
-            threshold=self.cdf_threshold,
-            keep_sink=self.keep_sink,
-            keep_recent=self.keep_recent,
-            causal=self.causal,
-        )
+def lists_of(
+    mask: torch.Tensor, q_layout: SparseLayout, k_layout: SparseLayout, batch: int, causal: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the block lists of a mask [B or 1, N or 1, R, C] for a batch."""
+    q_edges, k_edges = q_layout.edges(mask.device), k_layout.edges(mask.device)
+    return op.block_lists(mask.expand(batch, *mask.shape[1:]), q_edges, k_edges, q_layout.block_size, causal)
 
 
-@checked(any_dtype=("attn_mask",))
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lists: tuple[torch.Tensor, torch.Tensor],
+    q_layout: SparseLayout,
+    k_layout: SparseLayout,
+    scale: float,
+    causal: bool = False,
+    by: str | None = None,
+) -> torch.Tensor:
+    """Compute attention of permuted streams [B, S, N, D] over lists of blocks; `by=None`: fastest."""
+    refuse_gradients_in_a_graph("sparse attention", q, k, v)
+    edges = q_layout.edges(q.device), k_layout.edges(q.device)
+    given = (q, k, v, *lists, *edges, q_layout.block_size, scale, causal)
+    if compat.dynamo.is_mapped(*lists):
+        # Under vmap the reference cannot read the lists, and the operator has no backward.
+        if torch.is_grad_enabled():
+            raise ArgumentError("vmap over sparse attention computes no gradients: call it under torch.no_grad()")
+    elif compat.dynamo.needs_gradients(q, k, v):
+        if by not in (None, REFERENCE):
+            raise ArgumentError(f"sparse attention by {by!r} computes no gradients; by {REFERENCE!r} it does")
+        return _with_gradients(*given)  # type: ignore[no-any-return]
+    return compute(SPARSE, by or RUNTIME, *given)
+
+
+# Untraced: it loops over lists of blocks by their values, which a graph cannot do.
+_with_gradients = compat.dynamo.untraced(op.reference)
+
+
+@checked
 @under_autocast
 def sparse_attention(
     q: torch.Tensor,
@@ -120,93 +104,62 @@ def sparse_attention(
         return_density: Whether to also return the computed share of dense attention's work.
         by: The implementation: `triton`, `flex` or `reference`; None for the fastest.
     """
-    check_provider(by)
+    check_name(SPARSE, by)
     heads_first = input_layout == "BNSD"
-    check_streams(("q", "k", "v"), q, k, v, heads_first=heads_first)
-    heads = q.shape[1 if heads_first else 2]
-    if head_num not in (1, heads):
-        raise ArgumentError(f"head_num={head_num}, and q has {heads} heads: {tuple(q.shape)}")
+    check_streams({"q": q, "k": k, "v": v}, heads=1 if heads_first else 2)
     if heads_first:
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    share = None
-    if sparse_type is None:
-        if sparsity != 0:
-            raise ArgumentError(f"sparsity={sparsity} needs a sparse_type: {', '.join(TYPES)}")
+    if head_num not in (1, q.shape[2]):
+        raise ArgumentError(f"head_num={head_num}, and q has {q.shape[2]} heads")
+    if sparse_type is not None and attn_mask is not None:
+        raise ArgumentError(f"sparse_type {sparse_type!r} applies no attn_mask; sparse_type=None does")
+    method = Method(sparse_type, sparsity, keep_sink, keep_recent, cdf_threshold, is_causal)
+    if sparse_type is not None:
+        q_layout = _layout("q", q, method, latent_shape_q, txt_len, block_size)
+        # `ada_bsa` needs no shapes: check each given one against its stream, without a default from q.
+        shape = latent_shape_q if latent_shape_k is None and sparse_type != ADA_BSA else latent_shape_k
+        k_layout = _layout("k", k, method, shape, txt_len, block_size)
+    density = None
+    if method.is_dense:
         out = attention_forward(q, k, v, attn_mask, scale, is_causal=is_causal, enable_gqa=True)
     else:
-        if attn_mask is not None:
-            raise ArgumentError(f"sparse_type {sparse_type!r} applies no attn_mask; sparse_type=None does")
-        method = Method(sparse_type, sparsity, keep_sink, keep_recent, cdf_threshold, is_causal)
-        q_layout, k_layout = layouts(method, q, k, txt_len, block_size, latent_shape_q, latent_shape_k)
-        if method.is_dense:
-            out = attention_forward(q, k, v, None, scale, is_causal=is_causal, enable_gqa=True)
-        else:
-            q, factor = with_positive_scale(q, (q.shape[-1] or 1) ** -0.5 if scale is None else float(scale))
-            out, share = _sparse(method, q, k, v, q_layout, k_layout, factor, return_density, by)
-    if heads_first:
-        out = out.transpose(1, 2)
+        q, factor = with_positive_scale(q, scale)
+        if not q_layout.keeps_order:
+            q, k, v = q_layout.permute(q), k_layout.permute(k), k_layout.permute(v)
+        mask = method.mask(q, k, q_layout, k_layout, factor)
+        lists = lists_of(mask, q_layout, k_layout, q.shape[0], is_causal)
+        out = attend(q, k, v, lists, q_layout, k_layout, factor, is_causal, by)
+        density = masks.density(mask, q_layout, k_layout, is_causal) if return_density else None
+        if not q_layout.keeps_order:
+            out = q_layout.unpermute(out)
+    out = out.transpose(1, 2) if heads_first else out
     if not return_density:
         return out
-    return out, torch.ones((), dtype=torch.float64, device=q.device) if share is None else share
+    return out, torch.ones((), dtype=torch.float64, device=q.device) if density is None else density
 
 
-def _sparse(
+def _layout(
+    name: str,
+    stream: torch.Tensor,
     method: Method,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    q_layout: SparseLayout,
-    k_layout: SparseLayout,
-    scale: float,
-    return_density: bool,
-    by: str | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    reordered = method.sparse_type != ADA_BSA
-    if reordered:
-        q, k, v = q_layout.permute(q), k_layout.permute(k), k_layout.permute(v)
-    mask = method.mask(q, k, q_layout, k_layout, scale)
-    q_edges, k_edges, block = q_layout.edges(q.device), k_layout.edges(q.device), q_layout.block_size
-    lists = lists_of(mask, q_edges, k_edges, block, q.shape[0], method.causal)
-    out = attend(q, k, v, lists, q_edges, k_edges, block, scale, method.causal, by)
-    share = masks.density(mask, q_layout, k_layout, method.causal) if return_density else None
-    return q_layout.unpermute(out) if reordered else out, share
-
-
-def lists_of(
-    mask: torch.Tensor, q_edges: torch.Tensor, k_edges: torch.Tensor, block: int, batch: int, causal: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the block lists of a mask [B or 1, N or 1, R, C] for a batch."""
-    return block_lists(mask.expand(batch, *mask.shape[1:]), q_edges, k_edges, block, causal)
-
-
-def layouts(
-    method: Method,
-    q: torch.Tensor,
-    k: torch.Tensor,
+    latent_shape: tuple[int, int, int] | None,
     txt_len: int,
     block_size: int,
-    latent_shape_q: tuple[int, int, int] | None,
-    latent_shape_k: tuple[int, int, int] | None,
-) -> tuple[SparseLayout, SparseLayout]:
-    """Return the layouts of q and k, [B, S, N, D]; raise if the latent shapes do not match their tokens."""
-    estimated = method.sparse_type == ADA_BSA
-    if estimated and block_size % masks.STRIDE:
-        raise ArgumentError(f"'ada_bsa' takes blocks of a multiple of {masks.STRIDE} tokens, got {block_size}")
-    if latent_shape_q is None and not estimated:
-        raise ArgumentTypeError(
-            f"sparse_type {method.sparse_type!r} needs latent_shape_q=(frames, height, width), got None"
+) -> SparseLayout:
+    """Return the layout of a stream [B, S, N, D]; raise if the latent's shape does not match its tokens."""
+    tokens, is_estimated = stream.shape[1], method.sparse_type == ADA_BSA
+    if tokens == 0:
+        raise ArgumentError(f"{name} has no tokens, of which a block could be made: {tuple(stream.shape)}")
+    if latent_shape is None and not is_estimated:
+        raise ArgumentTypeError(f"sparse_type {method.sparse_type!r} needs latent_shape_q=(frames, height, width)")
+    layout = SparseLayout((1, 1, 1) if latent_shape is None else latent_shape, txt_len, block_size, tile=method.tile)
+    if latent_shape is not None and layout.tokens != tokens:
+        raise ArgumentError(
+            f"{name} has {tokens} tokens; txt_len={txt_len} and latent_shape_{name}={tuple(latent_shape)} make "
+            f"{layout.tokens}"
         )
-    made = []
-    for name, own, tensor in (("q", latent_shape_q, q), ("k", latent_shape_k, k)):
-        if tensor.shape[1] == 0:
-            raise ArgumentError(f"{name} has no tokens, of which a block could be made: {tuple(tensor.shape)}")
-        # `ada_bsa` needs no shapes: check each given one against its stream, without a default from q.
-        shape = latent_shape_q if own is None and not estimated else own
-        layout = SparseLayout((1, 1, 1) if shape is None else shape, txt_len, block_size, tile=method.tile)
-        if shape is not None and layout.tokens != tensor.shape[1]:
-            raise ArgumentError(
-                f"{name} has {tensor.shape[1]} tokens; txt_len={txt_len} and latent_shape_{name}={tuple(shape)} make "
-                f"{layout.tokens}"
-            )
-        made.append(SparseLayout.plain(tensor.shape[1], block_size) if estimated else layout)
-    return made[0], made[1]
+    if not is_estimated:
+        return layout
+    if block_size % masks.STRIDE:
+        raise ArgumentError(f"'ada_bsa' takes blocks of a multiple of {masks.STRIDE} tokens, got {block_size}")
+    return SparseLayout.plain(tokens, block_size)

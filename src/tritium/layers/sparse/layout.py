@@ -8,6 +8,7 @@ blocks of a mask are the blocks that a kernel skips, whatever the numbers of tok
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,30 @@ import torch
 
 from tritium import compat, device
 from tritium.errors import ArgumentError, ArgumentTypeError
-from tritium.layers.arguments import checked
 
 # The side of the tiles of a frame: 64 neighbouring tokens each.
 TILE = 8
+
+
+def _kept(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a method that creates its tensor once for each layout and device."""
+
+    @functools.wraps(create)
+    def call(self: SparseLayout, where: torch.device | str = "cpu") -> torch.Tensor:
+        # Tensors created by a trace, in a dispatch mode or in a capture must not be kept: memory allocated in a capture has
+        # valid contents only after a replay.
+        if torch.compiler.is_compiling() or compat.dynamo.is_watched() or device.is_capturing():
+            return create(self, where)
+        return _created(create, self, str(where))
+
+    return call
+
+
+# Outside of inference mode: autograd cannot use inference tensors.
+@functools.lru_cache(maxsize=192)
+@torch.inference_mode(mode=False)
+def _created(create: Callable[..., torch.Tensor], layout: SparseLayout, where: str) -> torch.Tensor:
+    return create(layout, where)
 
 
 @dataclass(frozen=True)
@@ -39,7 +60,7 @@ class SparseLayout:
 
     def __post_init__(self) -> None:
         shape = self.latent_shape
-        if not isinstance(shape, (tuple, list)) or len(shape) != 3 or not all(_is_size(size) for size in shape):
+        if not isinstance(shape, (tuple, list)) or len(shape) != 3 or not all(map(_is_size, shape)):
             raise ArgumentTypeError(f"latent_shape must be (frames, height, width), got {shape!r}")
         object.__setattr__(self, "latent_shape", tuple(shape))
         for name, least in (("block_size", 1), ("tile", 1), ("txt_len", 0)):
@@ -72,39 +93,48 @@ class SparseLayout:
     def blocks(self) -> int:
         return self.video_blocks + self.text_blocks
 
-    def edges(self, device: torch.device | str = "cpu") -> torch.Tensor:
+    @property
+    def keeps_order(self) -> bool:
+        """Whether `permute` returns the stream as it is."""
+        return self.tile == 1 and (self.txt_len == 0 or not self.text_first)
+
+    @_kept
+    def edges(self, where: torch.device | str) -> torch.Tensor:
         """Return the starts of the blocks in the permuted stream and the end of the last, in int32."""
-        if _is_traced():
-            return _edges(self, device)
-        return _kept_edges(self, str(device))
+        # Avoid `min`: Inductor cannot simplify it if there is one block of text.
+        video = torch.arange(self.video_blocks, device=where) * self.block_size
+        text = torch.arange(self.text_blocks, device=where) * self.block_size + self.video
+        end = torch.full((1,), self.tokens, device=where)
+        return torch.cat([video, text, end]).to(torch.int32)
 
-    def index(self, device: torch.device | str = "cpu") -> torch.Tensor:
+    @_kept
+    def index(self, where: torch.device | str) -> torch.Tensor:
         """Return the index in the stream for each index of the permuted stream."""
-        if _is_traced():
-            return _index(self, device)
-        return _kept_index(self, str(device))[0]
+        frames, height, width = self.latent_shape
+        first, after = (self.txt_len, 0) if self.text_first else (0, self.video)
+        grid = torch.arange(self.video, device=where).view(frames, height, width) + first
+        divisible = height % self.tile == 0 and width % self.tile == 0
+        # If tiles do not fit, leave the first of several frames as it is: every block sees all of it anyway.
+        raw = 0 if divisible or frames == 1 else 1
+        video = torch.cat([grid[:raw].flatten(), _tiled(grid[raw:], self.tile).flatten()])
+        return torch.cat([video, torch.arange(self.txt_len, device=where) + after])
 
-    def inverse(self, device: torch.device | str = "cpu") -> torch.Tensor:
+    @_kept
+    def inverse(self, where: torch.device | str) -> torch.Tensor:
         """Return the index in the permuted stream for each index of the stream."""
-        if _is_traced():
-            return torch.argsort(_index(self, device))
-        return _kept_index(self, str(device))[1]
+        return torch.argsort(self.index(where))
 
-    @checked(any_dtype=("x",))
     def permute(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """Reorder a tensor, which has one row per token along `dim`, into the order of blocks."""
         self._check(x, dim)
         return x.index_select(dim, self.index(x.device))
 
-    @checked(any_dtype=("x",))
     def unpermute(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """Undo `permute`."""
         self._check(x, dim)
         return x.index_select(dim, self.inverse(x.device))
 
     def _check(self, x: torch.Tensor, dim: int) -> None:
-        if not -x.dim() <= dim < x.dim():
-            raise ArgumentError(f"x of shape {tuple(x.shape)} has no dim {dim}")
         if x.shape[dim] != self.tokens:
             raise ArgumentError(
                 f"the layout is of {self.txt_len} + {'x'.join(map(str, self.latent_shape))} = {self.tokens} tokens, "
@@ -113,26 +143,7 @@ class SparseLayout:
 
 
 def _is_size(value: Any, least: int = 1) -> bool:
-    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) and bool(value >= least)
-
-
-def _edges(layout: SparseLayout, device: torch.device | str) -> torch.Tensor:
-    # Avoid `min`: Inductor cannot simplify it if there is one block of text.
-    video = torch.arange(layout.video_blocks, device=device) * layout.block_size
-    text = torch.arange(layout.text_blocks, device=device) * layout.block_size + layout.video
-    end = torch.full((1,), layout.tokens, device=device)
-    return torch.cat([video, text, end]).to(torch.int32)
-
-
-def _index(layout: SparseLayout, device: torch.device | str) -> torch.Tensor:
-    frames, height, width = layout.latent_shape
-    first, after = (layout.txt_len, 0) if layout.text_first else (0, layout.video)
-    grid = torch.arange(layout.video, device=device).view(frames, height, width) + first
-    divisible = height % layout.tile == 0 and width % layout.tile == 0
-    # If tiles do not fit, leave the first of several frames as it is: every block sees all of it anyway.
-    raw = 0 if divisible or frames == 1 else 1
-    video = torch.cat([grid[:raw].flatten(), _tiled(grid[raw:], layout.tile).flatten()])
-    return torch.cat([video, torch.arange(layout.txt_len, device=device) + after])
+    return isinstance(value, (int, torch.SymInt)) and bool(value >= least)
 
 
 def _tiled(grid: torch.Tensor, tile: int) -> torch.Tensor:
@@ -145,25 +156,3 @@ def _tiled(grid: torch.Tensor, tile: int) -> torch.Tensor:
         return torch.cat(strips, dim=1)
     main = grid[:, :main_height, :main_width].reshape(frames, main_height // tile, tile, main_width // tile, tile)
     return torch.cat([main.transpose(2, 3).flatten(1), *strips], dim=1)
-
-
-def _is_traced() -> bool:
-    """Return True in tracing, dispatch modes and captures: tensors created now must not be cached.
-
-    Memory allocated during a capture has valid contents only after a replay.
-    """
-    return torch.compiler.is_compiling() or compat.dynamo.is_watched() or device.is_capturing()
-
-
-# Create cached tensors outside of inference mode: autograd cannot use inference tensors.
-@functools.lru_cache(maxsize=64)
-@torch.inference_mode(mode=False)
-def _kept_edges(layout: SparseLayout, device: str) -> torch.Tensor:
-    return _edges(layout, device)
-
-
-@functools.lru_cache(maxsize=64)
-@torch.inference_mode(mode=False)
-def _kept_index(layout: SparseLayout, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    index = _index(layout, device)
-    return index, torch.argsort(index)

@@ -8,10 +8,16 @@ radial       blocks near in space, in a window that narrows with the distance in
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 
-from tritium.layers.sparse.layout import SparseLayout
+from tritium.errors import ArgumentError
+from tritium.layers.sparse.layout import TILE, SparseLayout
+
+SparseType = Literal["rf_v2", "rf_v3", "ada_bsa", "radial"]
+RF_V2, RF_V3, ADA_BSA, RADIAL = TYPES = get_args(SparseType)
 
 # The number of queries, and of keys, that `estimated` scores together.
 STRIDE = 8
@@ -20,19 +26,60 @@ STRIDE = 8
 _TIE = 1e-9
 
 
+@dataclass(frozen=True)
+class Method:
+    """The method and parameters of a sparse mask, independent of the streams."""
+
+    # None for dense attention.
+    sparse_type: str | None
+    sparsity: float = 0.0
+    # For `ada_bsa`: whether the first and the last block are always kept, and the share of the attention to keep.
+    keep_sink: bool = True
+    keep_recent: bool = True
+    cdf_threshold: float = 1.0
+    causal: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("sparsity", "cdf_threshold"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ArgumentError(f"{name} must be from 0 to 1, got {getattr(self, name)}")
+        if self.sparse_type is None and self.sparsity != 0:
+            raise ArgumentError(f"sparsity={self.sparsity} needs a sparse_type: {', '.join(TYPES)}")
+        if self.causal and self.sparse_type not in (None, ADA_BSA):
+            raise ArgumentError(
+                f"sparse_type {self.sparse_type!r} reorders tokens, so is_causal has no meaning; 'ada_bsa' keeps the order"
+            )
+
+    @property
+    def tile(self) -> int:
+        """The side of the tiles that reorder frames; 1 for `radial` and `ada_bsa`, which keep the order."""
+        return TILE if self.sparse_type in (RF_V2, RF_V3) else 1
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether every block is kept for any stream."""
+        return self.sparsity == 0 and (self.sparse_type != ADA_BSA or self.cdf_threshold >= 1)
+
+    def mask(
+        self, q: torch.Tensor, k: torch.Tensor, q_layout: SparseLayout, k_layout: SparseLayout, scale: float
+    ) -> torch.Tensor:
+        """Return the mask [B or 1, N, R, C] over blocks of permuted streams [B, S, N, D]."""
+        if self.sparse_type == RADIAL:
+            return radial(q_layout, k_layout, self.sparsity, q.device).expand(1, q.shape[2], -1, -1)
+        if self.sparse_type == ADA_BSA:
+            return estimated(self, q, k, q_layout, k_layout, scale)
+        return rainfusion(q, k, q_layout, k_layout, scale, self.sparsity)
+
+
 def pooled(x: torch.Tensor, layout: SparseLayout) -> torch.Tensor:
     """Return the mean of each block of a permuted stream [B, S, N, D], in float32: [B, N, blocks, D]."""
     wide = x.transpose(1, 2).to(torch.promote_types(x.dtype, torch.float32))
-    parts = []
+    sums = []
     for segment in wide.split([layout.video, layout.txt_len], dim=2):
-        tokens, block = segment.shape[2], layout.block_size
-        blocks = -(-tokens // block)
-        sums = torch.nn.functional.pad(segment, (0, 0, 0, blocks * block - tokens)).unflatten(2, (blocks, block)).sum(3)
-        sizes = torch.full((blocks, 1), float(block), device=x.device, dtype=sums.dtype)
-        if blocks:
-            sizes[-1] = tokens - (blocks - 1) * block
-        parts.append(sums / sizes)
-    return torch.cat(parts, dim=2)
+        rest = -segment.shape[2] % layout.block_size
+        filled = torch.nn.functional.pad(segment, (0, 0, 0, rest))
+        sums.append(filled.unflatten(2, (-1, layout.block_size)).sum(3))
+    return torch.cat(sums, dim=2) / layout.edges(x.device).diff().unsqueeze(1)
 
 
 def keep_count(columns: int, sparsity: float) -> int:
@@ -107,48 +154,43 @@ def _centres(layout: SparseLayout, device: torch.device) -> tuple[torch.Tensor, 
 
 
 def estimated(
+    method: Method,
     q: torch.Tensor,
     k: torch.Tensor,
     q_layout: SparseLayout,
     k_layout: SparseLayout,
     scale: float,
-    sparsity: float,
-    *,
-    threshold: float,
-    keep_sink: bool,
-    keep_recent: bool,
-    causal: bool,
 ) -> torch.Tensor:
-    """Keep the fewest blocks with a share `threshold` of the estimated attention.
+    """Keep the fewest blocks with a share `cdf_threshold` of the estimated attention.
 
     At most a share of 1 - sparsity of the blocks is kept.
     `STRIDE` queries in reverse order are multiplied with as many keys at once, which samples every diagonal of the scores.
-    `keep_sink` and `keep_recent` always keep the first and the last block. Streams are not permuted and have no text.
+    Streams are not permuted and have no text.
     """
-    share = _shares(q, k, q_layout, k_layout, scale, causal)
+    share = _shares(q, k, q_layout, k_layout, scale, method.causal)
     rows, columns = share.shape[-2:]
     number = torch.arange(columns, device=q.device)
     last = torch.full((rows, 1), columns - 1, device=q.device)
-    if causal:
+    if method.causal:
         last = torch.arange(rows, device=q.device).unsqueeze(1).clamp(max=columns - 1)
     open_to = number <= last
-    recent = (number == last) & keep_recent
+    recent = (number == last) & method.keep_recent
     # Keep blocks whose estimate is NaN, so that NaN reaches the result as in dense attention.
     broken = share.isnan()
     # Blocks that are kept anyway do not compete.
     share = share.masked_fill(recent | ~open_to, 0.0)
     order = torch.sort(share.masked_fill(~open_to, -1.0), dim=-1, descending=True, stable=True)
     held = torch.cumsum(order.values.clamp(min=0.0), -1)
-    count = (held < threshold * share.sum(-1, keepdim=True)).sum(-1, keepdim=True) + 1
-    if threshold >= 1:
+    count = (held < method.cdf_threshold * share.sum(-1, keepdim=True)).sum(-1, keepdim=True) + 1
+    if method.cdf_threshold >= 1:
         count = torch.full_like(count, columns)
     # In float64: in float32 rounding can lose one block if the product is an integer.
-    allowed = torch.floor((last + 1).double() * (1 - sparsity) + 1e-6).long().clamp(min=1)
+    allowed = torch.floor((last + 1).double() * (1 - method.sparsity) + 1e-6).long().clamp(min=1)
     rank = torch.argsort(order.indices, dim=-1)
     mask = (rank < torch.minimum(count, allowed)) | recent | broken
-    if keep_sink:
+    if method.keep_sink:
         mask = mask | (number == 0)
-    if causal:
+    if method.causal:
         mask = mask | (torch.arange(rows, device=q.device) < 2).unsqueeze(1)
     return mask & open_to
 
@@ -161,10 +203,8 @@ def _shares(
     keys = keys.repeat_interleave(q.shape[2] // k.shape[2], dim=1)
     scores = queries @ keys.transpose(-2, -1) * (scale / STRIDE)
     if causal:
-        above = torch.arange(scores.shape[-1], device=q.device) > torch.arange(
-            scores.shape[-2], device=q.device
-        ).unsqueeze(1)
-        scores = scores.masked_fill(above, -math.inf)
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~seen, -math.inf)
     weights = torch.softmax(scores, dim=-1)
     cell = q_layout.block_size // STRIDE
     rows, columns = q_layout.blocks, k_layout.blocks

@@ -9,25 +9,24 @@ from typing import Any
 import torch
 
 from tritium.errors import ArgumentError
-from tritium.layers.arguments import check_at_least, checked
+from tritium.layers.arguments import checked, under_autocast
 from tritium.layers.attention.forward import attention_forward, check_streams, with_positive_scale
-from tritium.layers.autocast import under_autocast
+from tritium.layers.choose import SPARSE, check_name
 from tritium.layers.sparse import masks
-from tritium.layers.sparse.choose import attend, check_provider
-from tritium.layers.sparse.forward import ADA_BSA, Method, SparseType, lists_of
+from tritium.layers.sparse.forward import attend, lists_of
 from tritium.layers.sparse.layout import SparseLayout
+from tritium.layers.sparse.masks import ADA_BSA, Method, SparseType
 from tritium.report.ledger import LEDGER
 
 
 @dataclass
 class _Kept:
-    """The mask of one layer, as lists, and the step and shape of the queries for which it was computed."""
+    """The mask of one layer, as lists, and the step and the queries for which it was computed."""
 
     lists: tuple[torch.Tensor, torch.Tensor]
     density: torch.Tensor
     step: int
-    shape: torch.Size
-    device: torch.device
+    queries: tuple[torch.Size, torch.device]
 
 
 class SparseAttention:
@@ -59,8 +58,9 @@ class SparseAttention:
         by: str | None = None,
         cdf_threshold: float = 1.0,
     ) -> None:
-        check_at_least("reuse_steps", reuse_steps, 1)
-        check_provider(by)
+        if reuse_steps < 1:
+            raise ArgumentError(f"reuse_steps must be 1 or more, got {reuse_steps}")
+        check_name(SPARSE, by)
         self.method = Method(sparse_type, sparsity, cdf_threshold=cdf_threshold)
         if sparse_type == ADA_BSA:
             # The estimate uses the stream's order and does not distinguish text.
@@ -93,7 +93,7 @@ class SparseAttention:
         stream: int = 0,
     ) -> torch.Tensor:
         """Compute one attention; `stream` numbers the calls of a step, such as guidance's, for the masks."""
-        check_streams(("q", "k", "v"), q, k, v, heads_first=False)
+        check_streams({"q": q, "k": k, "v": v})
         for name, tensor in (("q", q), ("k", k)):
             # Kernels read the layout's blocks without bounds checks against the tensor.
             if tensor.shape[1] != self.layout.tokens:
@@ -103,27 +103,22 @@ class SparseAttention:
         if step < self.dense_steps or layer in self.dense_layers or self.method.is_dense:
             self._count(1.0)
             return attention_forward(q, k, v, None, scale, enable_gqa=True)
-        q, factor = with_positive_scale(q, (q.shape[-1] or 1) ** -0.5 if scale is None else float(scale))
-        # Without tiles and without leading text, the permutation is the identity.
-        moved = self.layout.tile > 1 or (self.layout.txt_len > 0 and self.layout.text_first)
-        reordered = moved and not self.permuted
+        q, factor = with_positive_scale(q, scale)
+        reordered = not (self.permuted or self.layout.keeps_order)
         if reordered:
             q, k, v = (self.layout.permute(tensor) for tensor in (q, k, v))
-        kept = self._lists(q, k, step, (layer, stream), factor)
-        edges = self.layout.edges(q.device)
-        out = attend(q, k, v, kept.lists, edges, edges, self.layout.block_size, factor, by=self.by)
+        kept = self._blocks(q, k, step, (layer, stream), factor)
+        out = attend(q, k, v, kept.lists, self.layout, self.layout, factor, by=self.by)
         self._count(kept.density)
         return self.layout.unpermute(out) if reordered else out
 
-    def _lists(self, q: torch.Tensor, k: torch.Tensor, step: int, place: tuple[int, int], scale: float) -> _Kept:
-        kept = self._kept.get(place)
-        serves = kept is not None and kept.shape == q.shape and kept.device == q.device
-        if kept is None or not serves or not 0 <= step - kept.step < self.reuse_steps:
+    def _blocks(self, q: torch.Tensor, k: torch.Tensor, step: int, place: tuple[int, int], scale: float) -> _Kept:
+        kept, queries = self._kept.get(place), (q.shape, q.device)
+        if kept is None or kept.queries != queries or not 0 <= step - kept.step < self.reuse_steps:
             mask = self.method.mask(q, k, self.layout, self.layout, scale)
-            edges = self.layout.edges(q.device)
-            lists = lists_of(mask, edges, edges, self.layout.block_size, q.shape[0], causal=False)
-            share = masks.density(mask, self.layout, self.layout)
-            kept = self._kept[place] = _Kept(lists, share, step, q.shape, q.device)
+            lists = lists_of(mask, self.layout, self.layout, q.shape[0])
+            density = masks.density(mask, self.layout, self.layout)
+            kept = self._kept[place] = _Kept(lists, density, step, queries)
         return kept
 
     def _count(self, share: torch.Tensor | float) -> None:

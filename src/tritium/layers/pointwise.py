@@ -1,4 +1,4 @@
-"""Activations by name."""
+"""Activations by name, and multiply by a number and add."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from tritium.errors import ArgumentError, nearest
 from tritium.layers.arguments import checked
+from tritium.ops import scaled_add
 
 
 class FastGELU(nn.Module):
@@ -46,3 +47,16 @@ def get_activation_layer(name: str) -> nn.Module:
     if name.lower() not in ACTIVATIONS:
         raise ArgumentError(f"there is no activation {name!r}; {nearest(name.lower(), ACTIVATIONS)}")
     return ACTIVATIONS[name.lower()]()
+
+
+@checked
+def muls_add(x: torch.Tensor, y: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return `x * scale + y` as a new tensor, computed in float32, rounded once; x and y broadcast."""
+    scale = float(scale)
+    # On a CPU PyTorch's kernel first rounds the scale to half precision for tensors of half precision.
+    is_exact = x.is_cuda or x.dtype not in (torch.float16, torch.bfloat16)
+    # It takes no scale outside of float32's range.
+    is_exact = is_exact and x.dtype == y.dtype and abs(scale) <= torch.finfo(torch.float32).max
+    if is_exact and not torch.compiler.is_compiling():
+        return torch.add(y, x, alpha=scale)
+    return scaled_add.reference(x, scale, y, None)

@@ -1,0 +1,81 @@
+"""The check of arguments that all layer functions share."""
+
+import fractions
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tritium
+from tritium.errors import ArgumentError, ArgumentTypeError
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"query": [1]}, ArgumentTypeError, "query must be torch.Tensor, got list"),
+        ({"key": None}, ArgumentTypeError, "key must be torch.Tensor, got NoneType"),
+        ({"fused": 1}, ArgumentTypeError, "fused must be bool, got 1"),
+        ({"attn_mask": [True]}, ArgumentTypeError, "attn_mask must be torch.Tensor | None, got list"),
+        ({"scale": "1"}, ArgumentTypeError, "scale must be float | None, got '1'"),
+        ({"op_type": ["sdpa"]}, ArgumentTypeError, "op_type must be str | None, got list"),
+        ({"opt_mode": 1}, ArgumentTypeError, "opt_mode must be one of runtime, static, manual, got 1"),
+        ({"opt_mode": "fast"}, ArgumentError, "there is no opt_mode 'fast'; valid: 'manual', 'runtime', 'static'"),
+        ({"layout": "BSDN"}, ArgumentError, "there is no layout 'BSDN'; did you mean 'BSND'"),
+        ({"value": torch.ones(2, 7, 4, 8).int()}, ArgumentTypeError, "value must be float16, .*, got torch.int32"),
+        ({"query": torch.ones(2, 7, 4, 8, device="meta")}, ArgumentError, "query on meta, key on cpu"),
+    ],
+)
+def test_errors(changes, error, words):
+    given = {name: torch.ones(2, 7, 4, 8) for name in ("query", "key", "value")}
+    with pytest.raises(error, match=words.replace("|", r"\|")):
+        tritium.attention_forward(**{**given, **changes})
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: tritium.RMSNorm((4, 4)), "hidden_size must be int, got tuple"),
+        (
+            lambda: tritium.layernorm_scale_shift(nn.Identity(), *[torch.ones(1, 1, 1)] * 3),
+            "nn.LayerNorm, got Identity",
+        ),
+        (lambda: tritium.set_attention("transformer"), "module must be nn.Module, got 'transformer'"),
+        (lambda: tritium.register_attention_backend("mine", 3), "attend must be Callable.*, got 3"),
+        (lambda: tritium.attention_forward_varlen(*[torch.ones(7, 2, 8)] * 3, "07", [0, 7]), "got '07'"),
+    ],
+)
+def test_annotations_of_every_kind(call, words):
+    with pytest.raises(ArgumentTypeError, match=words):
+        call()
+
+
+def test_numbers_of_other_libraries(random):
+    norm, x = tritium.RMSNorm(np.int64(4), fractions.Fraction(1, 10)), random(2, 4)
+    torch.testing.assert_close(norm(x), F.rms_norm(x, (4,), eps=0.1))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: tritium.RMSNorm(8)(x),
+        lambda x: tritium.fast_layernorm(nn.LayerNorm(8), x),
+        lambda x: tritium.layernorm_scale_shift(nn.LayerNorm(8), x, x[:, 0], x[:, 0]),
+        lambda x: tritium.group_norm_silu(x, 1),
+        lambda x: tritium.muls_add(x, x, 0.5),
+        lambda x: tritium.residual_norm_modulate(x, x),
+        lambda x: tritium.rotary_position_embedding(x[None], x[0].float(), x[0].float()),
+        lambda x: tritium.qk_norm_rope(x[None], x[None], rope="none"),
+        lambda x: tritium.get_activation_layer("gelu-fast")(x),
+    ],
+)
+def test_integers_are_not_truncated(call):
+    with pytest.raises(ArgumentTypeError, match=r"must be float16, bfloat16, float32 or float64, got torch\.int32"):
+        call(torch.ones(2, 7, 8, dtype=torch.int32))
+
+
+def test_a_norm_on_another_device():
+    with pytest.raises(ArgumentError, match="one device, got x on meta, weight on cpu"):
+        tritium.RMSNorm(8)(torch.ones(2, 8, device="meta"))
