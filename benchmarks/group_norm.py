@@ -21,9 +21,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from tritium.bench.profile import profile
-from tritium.ops.group_norm_silu import OP
-from tritium.ops.group_norm_silu import triton as group_norm
-from tritium.ops.group_norm_silu.tiles import Options
+from tritium.ops import group_norm_silu as group_norm
+from tritium.ops.group_norm_silu import OP, Options
 
 # Larger than an L2 cache of 60 MiB, as at the end of a decoder: 1024 and 512 pixels.
 SHAPES = ((1, 128, 1024, 1024), (1, 256, 1024, 1024), (1, 256, 512, 512), (1, 512, 512, 512))

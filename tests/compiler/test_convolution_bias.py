@@ -16,7 +16,7 @@ from support.zoo.codec import CODECS
 from tritium import device, envs
 from tritium.compiler.passes import channels_last, convolution_bias
 from tritium.compiler.pipeline import passes_for
-from tritium.ops.channel_norm import triton as channel_norm
+from tritium.ops import channel_norm
 from tritium.ops.memory_format import FORMATS
 from tritium.passes import PassContext
 

@@ -33,7 +33,7 @@ WAYS = list(itertools.product((True, False), (1, 2)))
 
 def check_ways() -> int:
     checked = 0
-    for sample in op.samples(torch.float16, "cpu"):
+    for sample in op.OP.samples(torch.float16, "cpu"):
         if sample.label not in LABELS:
             continue
         (truth,), plain = exact(op.OP, sample.arguments), op.reference(**sample.arguments)
@@ -94,5 +94,5 @@ class TestTables:
 
 @pytest.mark.parametrize("scale", [0.0, -0.5, float("nan")])
 def test_scales_that_turn_the_order_of_scores_are_declined(scale):
-    sample = next(iter(op.samples(torch.float32, "cpu")))
+    sample = next(iter(op.OP.samples(torch.float32, "cpu")))
     assert "scale" in kernel.decline_triton(op.OP.bind(**{**sample.arguments, "scale": scale}))

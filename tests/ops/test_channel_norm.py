@@ -9,7 +9,6 @@ from support.fidelity import assert_no_worse
 from support.interpreter import interpreted
 from tritium import device, ops
 from tritium.ops import channel_norm
-from tritium.ops.channel_norm import triton as kernels
 
 OP = ops.catalog()["channel_norm"]
 
@@ -59,16 +58,16 @@ def test_every_layout_by_the_kernel():
 
 @given(channels=st.integers(1, 20_000))
 def test_pixels_are_cut_so_that_they_fit(channels):
-    options, _ = kernels.launch_options(channels)
+    options, _ = channel_norm.launch_options(channels)
     held = options["TILE"] * options["PIECES"]
     assert channels <= held < 2 * channels
     assert options["TILE"].bit_count() == options["PIXELS"].bit_count() == 1
-    assert options["PIXELS"] == 1 or options["PIXELS"] * held <= kernels.HELD
+    assert options["PIXELS"] == 1 or options["PIXELS"] * held <= channel_norm.HELD
 
 
 @pytest.mark.parametrize("channels", [96, 192, 384, 128, 512])
 def test_no_lane_is_idle_for_the_channels_of_video_vaes(channels):
-    options, _ = kernels.launch_options(channels)
+    options, _ = channel_norm.launch_options(channels)
     assert options["TILE"] * options["PIECES"] == channels
 
 

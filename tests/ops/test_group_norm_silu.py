@@ -11,8 +11,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from support.fidelity import assert_no_worse, error
 from support.interpreter import interpreted
 from tritium import device, ops
-from tritium.ops import group_norm_silu
-from tritium.ops.group_norm_silu import triton as kernels
+from tritium.ops import group_norm_silu as kernels
 
 OP = ops.catalog()["group_norm_silu"]
 
@@ -34,8 +33,8 @@ def check(provider: str, x: torch.Tensor, groups: int) -> float:
     """The provider's error against float64, which must not be worse than eager's."""
     weight, bias = random(x.shape[1], seed=5), random(x.shape[1], seed=6)
     made = run(provider, x, groups)
-    exact = group_norm_silu.reference(x.double(), groups, weight.double(), bias.double(), 1e-6, torch.float64)
-    eager = group_norm_silu.reference(x, groups, weight, bias, 1e-6, None)
+    exact = kernels.reference(x.double(), groups, weight.double(), bias.double(), 1e-6, torch.float64)
+    eager = kernels.reference(x, groups, weight, bias, 1e-6, None)
     assert made.stride() == eager.stride()
     assert not ops.failed_providers()
     assert_no_worse(made, eager, exact, f"{provider} {tuple(x.shape)}")

@@ -269,7 +269,7 @@ def test_numbers_stay_in_registers(label, monkeypatch):
         made.append(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm)
 
     monkeypatch.setattr(triton.JITFunction, "run", compile_instead)
-    [sample] = [s for s in qk_norm_rope.samples(torch.bfloat16, "cpu") if s.label == label]
+    [sample] = [s for s in qk_norm_rope.OP.samples(torch.bfloat16, "cpu") if s.label == label]
     qk_norm_rope.run_triton(qk_norm_rope.OP.bind(**sample.arguments))
     [code] = made
     assert "convert_layout" not in code["ttgir"]

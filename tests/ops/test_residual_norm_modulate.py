@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from support.fidelity import assert_no_worse
 from support.interpreter import interpreted
 from tritium import device, ops
-from tritium.ops import gelu, residual_norm_modulate, rows
+from tritium.ops import gelu, residual_norm_modulate
 
 needs_triton = pytest.mark.skipif(not device.has_triton(), reason="triton is not installed")
 OPS = ops.catalog()
@@ -93,7 +93,7 @@ def test_the_norm_sees_the_rounded_residual():
 
 
 def check_kernels() -> int:
-    widths = (60, 3072, rows.WHOLE_ROW + 7)
+    widths = (60, 3072, residual_norm_modulate.WHOLE_ROW + 7)
     for width in widths:
         assert_normed_after_rounding("triton", width)
         assert_exact_around_a_large_mean("triton", width)
@@ -151,21 +151,21 @@ def test_shapes_stay_symbolic():
 
 
 class TestRows:
-    @given(width=st.integers(1, rows.WHOLE_ROW))
+    @given(width=st.integers(1, residual_norm_modulate.WHOLE_ROW))
     def test_the_pieces_hold_a_row_and_none_is_empty(self, width):
-        options, _ = rows.launch_options(width)
+        options, _ = residual_norm_modulate.launch_options(width)
         assert (options["PIECES"] - 1) * options["TILE"] < width <= options["PIECES"] * options["TILE"]
 
-    @given(width=st.integers(1, 2 * rows.WHOLE_ROW))
+    @given(width=st.integers(1, 2 * residual_norm_modulate.WHOLE_ROW))
     def test_triton_takes_the_sizes(self, width):
-        cut, options = rows.launch_options(width)
-        assert (cut["PIECES"] == 0) == (width > rows.WHOLE_ROW)
+        cut, options = residual_norm_modulate.launch_options(width)
+        assert (cut["PIECES"] == 0) == (width > residual_norm_modulate.WHOLE_ROW)
         for number in (cut["ROWS"], cut["TILE"], options["num_warps"]):
             assert number.bit_count() == 1
 
     @pytest.mark.parametrize("width", [1536, 2048, 3072, 5120, 6144, 12288])
     def test_no_lane_idles_at_the_widths_of_models(self, width):
-        cut, options = rows.launch_options(width)
+        cut, options = residual_norm_modulate.launch_options(width)
         assert cut["PIECES"] * cut["TILE"] == width
         # 16-byte accesses: a tile has 8 elements for each thread.
         assert cut["ROWS"] * cut["TILE"] == options["num_warps"] * 32 * 8
@@ -184,7 +184,7 @@ class TestRows:
     )
     def test_modulation_is_read_where_it_lies(self, shape, modulation, strides):
         part = torch.randn(*modulation)
-        seen = rows.as_rows(part, torch.Size(shape))
+        seen = residual_norm_modulate.as_rows(part, torch.Size(shape))
         assert seen.data_ptr() == part.data_ptr()
         assert [stride for stride, size in zip(seen.stride(), seen.shape, strict=True) if size > 1] == [
             stride for stride, size in zip(strides, seen.shape, strict=True) if size > 1
@@ -194,9 +194,9 @@ class TestRows:
     def test_tokens_of_a_longer_sequence_are_not_copied(self):
         sequence = torch.randn(2, 12, 128)
         for part in (sequence[:, 5:], sequence[..., 64:], sequence.transpose(0, 1)):
-            assert rows.as_dense_rows(part, part.shape).data_ptr() == part.data_ptr()
+            assert residual_norm_modulate.as_dense_rows(part, part.shape).data_ptr() == part.data_ptr()
         apart = sequence.transpose(1, 2)
-        dense = rows.as_dense_rows(apart, apart.shape)
+        dense = residual_norm_modulate.as_dense_rows(apart, apart.shape)
         assert dense.stride(-1) == 1
         assert torch.equal(dense, apart)
 

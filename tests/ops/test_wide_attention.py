@@ -14,8 +14,8 @@ from ops.test_contract import exact
 from support.fidelity import assert_no_worse
 from support.interpreter import interpreted
 from tritium import device, ops
+from tritium.ops import wide_attention as products
 from tritium.ops.attention import attention_math
-from tritium.ops.wide_attention import products
 
 OP = ops.catalog()["wide_attention"]
 

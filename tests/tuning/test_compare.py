@@ -9,6 +9,7 @@ import tritium
 from support.report_samples import kernel
 from tritium import ops, tuning
 from tritium.compiler.compile import compile_pinned
+from tritium.ops.op import draw_from
 from tritium.report.records import GraphRecord
 from tritium.report.tiling import KernelTiling, ReductionChoice
 from tritium.tuning import Key, Loop, Verdict, compare
@@ -115,11 +116,7 @@ STANDARD = [
 def test_blocks_have_a_site_of_their_op(key):
     """With few tokens, on the CPU, with engine `eager`: each block has one fused site of its op."""
     op, small = ops.catalog()[key.op], compare.few(key.sizes())
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape):
-        return torch.randn(*shape, generator=generator)
-
+    draw = draw_from(torch.float32, "cpu")
     block, inputs = op.trial.block(small, draw)
     with torch.inference_mode():
         config = tritium.CompilationConfig(engine="eager")

@@ -37,7 +37,7 @@ def op_of(*providers, **fields):
     trial = Trial(
         shape=lambda given: {"size": octave(given.x.shape[0])}, first_use=dataclasses.replace(first, **fields)
     )
-    return Op("doubled", doubled, samples=lambda dtype, where: iter(()), providers=providers, trial=trial)
+    return Op("doubled", doubled, lambda draw: iter(()), providers=providers, trial=trial)
 
 
 def choose(op, size=64, **options):

@@ -141,8 +141,7 @@ FORMS = {(key.op, row.launches[INDUCTOR].get("generated", 0)): key for key, row 
 UNSEEN = ("linear_gelu", "wide_attention")
 
 
-def drawn(*shape):
-    return torch.empty(*shape, dtype=torch.bfloat16)
+drawn = functools.partial(torch.empty, dtype=torch.bfloat16)
 
 
 @pytest.mark.codegen

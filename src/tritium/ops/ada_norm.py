@@ -1,6 +1,4 @@
-"""`norm(x) * (1 + scale) + shift`, the adaptive norm of diffusion transformers.
-
-It is computed in float32 and rounded once.
+"""`norm(x) * (1 + scale) + shift`, the adaptive norm of diffusion transformers, in float32 and rounded once.
 
 `norm` is "layer", "rms" or "none"; weight and bias belong to the norm; shift is optional. Scale and shift are
 broadcast against x: [B, H], already viewed as [B, 1, H], or one row per token, [B, S, H].
@@ -8,13 +6,12 @@ broadcast against x: [B, H], already viewed as [B, 1, H], or one row per token, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the conventional name
 
-from tritium.ops.op import Op, Sample
+from tritium.ops.op import Draw, Op, Samples
 
 
 def reference(
@@ -25,57 +22,51 @@ def reference(
     shift: torch.Tensor | None,
     eps: float,
     norm: str,
-    out_dtype: torch.dtype | None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    value = x.to(wide)
+    value = x.to(torch.promote_types(x.dtype, torch.float32))
+    return normed_and_modulated(value, weight, bias, scale, shift, eps, norm).to(out_dtype or x.dtype)
+
+
+def normed_and_modulated(
+    value: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    shift: torch.Tensor | None,
+    eps: float,
+    norm: str,
+) -> torch.Tensor:
+    """Return the adaptive norm of a value in float32 or float64, without rounding."""
     if norm == "layer":
-        value = F.layer_norm(value, (x.shape[-1],), None, None, eps)
+        value = F.layer_norm(value, (value.shape[-1],), None, None, eps)
     elif norm == "rms":
         value = value * torch.rsqrt(value.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
-        value = value * weight.to(wide)
+        value = value * weight.to(value.dtype)
     if bias is not None:
-        value = value + bias.to(wide)
-    value = value * (1 + scale.to(wide))
-    if shift is not None:
-        value = value + shift.to(wide)
-    return value.to(out_dtype or x.dtype)
+        value = value + bias.to(value.dtype)
+    if scale is not None:
+        value = value * (1 + scale.to(value.dtype))
+    return value if shift is None else value + shift.to(value.dtype)
 
 
-def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
-    generator = torch.Generator(device_type).manual_seed(13)
+def draw_samples(draw: Draw) -> Samples:
+    def arguments(x: torch.Tensor, norm: str, *, affine: bool = False) -> dict[str, Any]:
+        batch, _, width = x.shape
+        weight, bias = draw(width) if affine else None, draw(width) if affine and norm == "layer" else None
+        given = {"x": x, "weight": weight, "bias": bias, "scale": draw(batch, 1, width), "shift": draw(batch, 1, width)}
+        return {**given, "eps": 1e-6, "norm": norm}
 
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device=device_type, dtype=torch.float32).to(dtype)
-
-    def arguments(x: torch.Tensor, modulation: tuple[int, ...], norm: str, *, affine: bool) -> dict[str, Any]:
-        width = x.shape[-1]
-        return {
-            "x": x,
-            "weight": random(width) if affine else None,
-            "bias": random(width) if affine and norm == "layer" else None,
-            "scale": random(*modulation),
-            "shift": random(*modulation),
-            "eps": 1e-6,
-            "norm": norm,
-            "out_dtype": None,
-        }
-
-    for tokens, width in ((1, 7), (7, 60), (63, 100), (100, 63), (2, 3072), (3, 5120)):
+    for tokens, width in ((1, 7), (7, 60), (63, 100), (2, 3072), (3, 5120)):
         for norm in ("layer", "rms"):
-            label = f"{norm}, {tokens} tokens of {width}"
-            yield Sample(label, arguments(random(2, tokens, width), (2, 1, width), norm, affine=tokens > 10))
-    yield Sample("no norm", arguments(random(2, 7, 128), (2, 1, 128), "none", affine=False))
-    yield Sample("one value a token", arguments(random(2, 7, 128), (2, 7, 128), "layer", affine=False))
-    without = arguments(random(2, 7, 128), (2, 1, 128), "rms", affine=True)
-    yield Sample("no shift", {**without, "shift": None})
-    yield Sample("transposed", arguments(random(2, 60, 63).transpose(1, 2), (2, 1, 60), "layer", affine=True))
-    yield Sample("no tokens", arguments(random(2, 0, 128), (2, 1, 128), "layer", affine=False))
+            yield f"{norm}, {tokens} tokens of {width}", arguments(draw(2, tokens, width), norm, affine=tokens > 10)
+    yield "no norm", arguments(draw(2, 7, 128), "none")
+    by_token = {"scale": draw(2, 7, 128), "shift": draw(2, 7, 128)}
+    yield "one value a token", {**arguments(draw(2, 7, 128), "layer"), **by_token}
+    yield "no shift", {**arguments(draw(2, 7, 128), "rms", affine=True), "shift": None}
+    yield "transposed", arguments(draw(2, 60, 63).transpose(1, 2), "layer", affine=True)
+    yield "no tokens", arguments(draw(2, 0, 128), "layer")
 
 
-OP = Op(
-    name="ada_norm",
-    reference=reference,
-    samples=samples,
-)
+OP = Op("ada_norm", reference, draw_samples)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,33 +10,28 @@ import torch.nn.functional as F  # noqa: N812 - the conventional name
 
 from tritium import compat
 from tritium.compat.lowerings import lower, product_in_place
-from tritium.ops.op import NARROW, Arguments, Draw, Op, Provider, Sample, Shape, Trial, count, octave
+from tritium.ops.op import NARROW, Arguments, Block, Draw, Op, Provider, Samples, Shape, Trial, count, octave
 
 
 def reference(
-    parts: list[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None
+    parts: list[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     return F.linear(torch.cat(parts, dim=-1), weight, bias).to(out_dtype or weight.dtype)
 
 
-def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
-    generator = torch.Generator(device_type).manual_seed(29)
+def arguments(draw: Draw, parts: Sequence[torch.Tensor], n: int, *, bias: bool = True) -> dict[str, Any]:
+    k = sum(part.shape[-1] for part in parts)
+    return {"parts": [*parts], "weight": draw(n, k) / k**0.5, "bias": draw(n) if bias else None}
 
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device=device_type, dtype=torch.float32).to(dtype)
 
-    def arguments(parts: list[torch.Tensor], out: int, *, bias: bool = True) -> dict[str, Any]:
-        width = sum(part.shape[-1] for part in parts)
-        weight = random(out, width) / width**0.5
-        return {"parts": parts, "weight": weight, "bias": random(out) if bias else None, "out_dtype": None}
-
-    yield Sample("awkward", arguments([random(2, 7, 63), random(2, 7, 100)], 1))
+def draw_samples(draw: Draw) -> Samples:
+    yield "awkward", arguments(draw, [draw(2, 7, 63), draw(2, 7, 100)], 1)
     # Wide in the output: the op does not define how a GEMM rounds long sums.
-    yield Sample("wide", arguments([random(1, 7, 60), random(1, 7, 4)], 3072, bias=False))
-    yield Sample("wider", arguments([random(1, 7, 60), random(1, 7, 4)], 5120))
-    yield Sample("three parts", arguments([random(2, 1), random(2, 60), random(2, 7)], 100))
-    yield Sample("transposed", arguments([random(2, 60, 7).transpose(1, 2), random(2, 7, 63)], 7))
-    yield Sample("no rows", arguments([random(0, 60), random(0, 7)], 7))
+    yield "wide", arguments(draw, [draw(1, 7, 60), draw(1, 7, 4)], 3072, bias=False)
+    yield "wider", arguments(draw, [draw(1, 7, 60), draw(1, 7, 4)], 5120)
+    yield "three parts", arguments(draw, [draw(2, 1), draw(2, 60), draw(2, 7)], 100)
+    yield "transposed", arguments(draw, [draw(2, 60, 7).transpose(1, 2), draw(2, 7, 63)], 7)
+    yield "no rows", arguments(draw, [draw(0, 60), draw(0, 7)], 7)
 
 
 _LIBRARY = torch.library.Library("tritium", "FRAGMENT")
@@ -78,13 +73,11 @@ def shape(given: Arguments) -> Shape:
 
 
 def alone(shape: Any, draw: Draw) -> dict[str, Any]:
-    widths = [int(width) for width in str(shape["k"]).split("+")]
-    weight = draw(shape["n"], sum(widths)) / sum(widths) ** 0.5
-    parts = [draw(1, shape["tokens"], width) for width in widths]
-    return {"parts": parts, "weight": weight, "bias": draw(shape["n"]), "out_dtype": None}
+    widths = map(int, str(shape["k"]).split("+"))
+    return arguments(draw, [draw(1, shape["tokens"], width) for width in widths], shape["n"])
 
 
-def block(shape: Any, draw: Draw) -> tuple[Callable[..., Any], tuple[torch.Tensor, ...]]:
+def block(shape: Any, draw: Draw) -> Block:
     """Return the end of a FLUX single block: attention concatenated with a narrow product's result.
 
     The product includes the activation, as `linear_gelu` computes it, so the concatenation only copies.
@@ -112,9 +105,9 @@ TRIAL = Trial(
 )
 
 OP = Op(
-    name="cat_linear",
-    reference=reference,
-    samples=samples,
+    "cat_linear",
+    reference,
+    draw_samples,
     providers=(Provider("aten", "cat_linear", run_aten, decline_aten, traced=True),),
     trial=TRIAL,
 )

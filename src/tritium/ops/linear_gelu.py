@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the conventional name
 
 from tritium import compat
-from tritium.ops.op import NARROW, Arguments, Draw, Op, Provider, Sample, Shape, Trial, count, octave
+from tritium.ops.op import NARROW, Arguments, Block, Draw, Op, Provider, Samples, Shape, Trial, count, octave
 
 
 def reference(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, approximate: str, out_dtype: torch.dtype | None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    approximate: str,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     return F.gelu(F.linear(x, weight, bias), approximate=approximate).to(out_dtype or x.dtype)
 
 
-def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
-    generator = torch.Generator(device_type).manual_seed(23)
+def arguments(draw: Draw, x: torch.Tensor, n: int, approximate: str = "tanh", *, bias: bool = True) -> dict[str, Any]:
+    weight = draw(n, x.shape[-1]) / x.shape[-1] ** 0.5
+    return {"x": x, "weight": weight, "bias": draw(n) if bias else None, "approximate": approximate}
 
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device=device_type, dtype=torch.float32).to(dtype)
 
-    def arguments(x: torch.Tensor, out: int, approximate: str, *, bias: bool = True) -> dict[str, Any]:
-        weight = random(out, x.shape[-1]) / x.shape[-1] ** 0.5
-        own = random(out) if bias else None
-        return {"x": x, "weight": weight, "bias": own, "approximate": approximate, "out_dtype": None}
-
+def draw_samples(draw: Draw) -> Samples:
     for approximate in ("tanh", "none"):
-        yield Sample(f"{approximate}, awkward", arguments(random(2, 7, 63), 100, approximate))
+        yield f"{approximate}, awkward", arguments(draw, draw(2, 7, 63), 100, approximate)
     # Wide in the output: the op does not define how a GEMM rounds long sums.
-    yield Sample("wide", arguments(random(1, 7), 3072, "tanh"))
-    yield Sample("wider", arguments(random(1, 60), 5120, "tanh", bias=False))
-    yield Sample("transposed", arguments(random(2, 60, 7).transpose(1, 2), 1, "none"))
-    yield Sample("no rows", arguments(random(0, 60), 7, "tanh"))
+    yield "wide", arguments(draw, draw(1, 7), 3072)
+    yield "wider", arguments(draw, draw(1, 60), 5120, bias=False)
+    yield "transposed", arguments(draw, draw(2, 60, 7).transpose(1, 2), 1, "none")
+    yield "no rows", arguments(draw, draw(0, 60), 7)
 
 
 def run_aten(given: Arguments) -> torch.Tensor:
@@ -64,17 +62,10 @@ def shape(given: Arguments) -> Shape:
 
 
 def alone(shape: Any, draw: Draw) -> dict[str, Any]:
-    tokens, k, n = (shape[name] for name in ("tokens", "k", "n"))
-    return {
-        "x": draw(1, tokens, k),
-        "weight": draw(n, k) / k**0.5,
-        "bias": draw(n),
-        "approximate": "tanh",
-        "out_dtype": None,
-    }
+    return arguments(draw, draw(1, shape["tokens"], shape["k"]), shape["n"])
 
 
-def block(shape: Any, draw: Draw) -> tuple[Callable[..., Any], tuple[torch.Tensor, ...]]:
+def block(shape: Any, draw: Draw) -> Block:
     """Return a feed-forward whose second projection is narrow."""
     given = alone(shape, draw)
     inputs = (given["x"], given["weight"], given["bias"], draw(NARROW, shape["n"]) / shape["n"] ** 0.5)
@@ -103,9 +94,9 @@ TRIAL = Trial(
 )
 
 OP = Op(
-    name="linear_gelu",
-    reference=reference,
-    samples=samples,
+    "linear_gelu",
+    reference,
+    draw_samples,
     providers=(Provider("aten", "linear_gelu", run_aten, decline_aten, traced=True),),
     trial=TRIAL,
 )

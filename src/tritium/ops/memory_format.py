@@ -15,6 +15,11 @@ def is_channels_last(x: torch.Tensor) -> bool:
     return x.ndim in FORMATS and not x.is_contiguous() and x.is_contiguous(memory_format=FORMATS[x.ndim])
 
 
+def channels_last(x: torch.Tensor) -> torch.Tensor:
+    """Return a copy of `x` with the channels of a pixel together in memory."""
+    return x.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
 def empty_as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return an empty tensor for a result: channels-last if `x` is channels-last, else contiguous."""
     if not is_channels_last(x):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,6 +21,7 @@ from tritium.report import flops
 from tritium.report.ledger import FAILED_PROVIDERS
 
 NAMESPACE = "tritium"
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 # The region stays in the graph unchanged, and Inductor generates its code.
 INDUCTOR = "inductor"
@@ -54,13 +56,18 @@ class Provider:
     inlined: bool = False
 
 
-@dataclass(frozen=True)
-class Sample:
-    """Arguments for a contract test or a benchmark, by parameter name, and where the shape comes from."""
+class Sample(NamedTuple):
+    """Arguments for a contract test, by parameter name."""
 
     label: str
     arguments: Mapping[str, Any]
 
+
+# Returns a tensor of normally distributed values: (*sizes, dtype=None), by default with the dtype that is tested.
+Draw = Callable[..., torch.Tensor]
+
+# Pairs of a label and the arguments of a sample.
+Samples = Iterator[tuple[str, Mapping[str, Any]]]
 
 # The properties on which the cost of an op depends: sizes, rounded to classes, and named variants.
 Shape = Mapping[str, int | str]
@@ -68,8 +75,15 @@ Shape = Mapping[str, int | str]
 # A function with one site of an op, and its inputs.
 Block = tuple[Callable[..., Any], tuple[torch.Tensor, ...]]
 
-# Returns a tensor of normally distributed values, with the dtype and device that are being measured.
-Draw = Callable[..., torch.Tensor]
+
+def draw_from(dtype: torch.dtype, device_type: str) -> Draw:
+    """Return a function that draws tensors of a dtype, the same ones in every process."""
+    generator = torch.Generator(device_type).manual_seed(0)
+
+    def draw(*sizes: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(sizes, generator=generator, device=device_type).to(dtype)
+
+    return draw
 
 
 @dataclass(frozen=True)
@@ -145,7 +159,7 @@ class Op:
 
     name: str
     reference: Callable[..., Result]
-    samples: Callable[[torch.dtype, str], Iterator[Sample]]
+    draw_samples: Callable[[Draw], Samples]
     providers: tuple[Provider, ...] = ()
     keeps_strides: bool = False
     # Allocates the results, for kernels and as fakes. None: no kernel needs it, and the reference returns the fakes.
@@ -177,6 +191,10 @@ class Op:
         except ValueError as error:
             raise CatalogError(f"op {self.name!r}: its reference gives no schema: {error}") from error
 
+    def samples(self, dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
+        """Return arguments of awkward sizes and layouts for contract tests."""
+        return itertools.starmap(Sample, self.draw_samples(draw_from(dtype, device_type)))
+
     def bind(self, *args: Any, **kwargs: Any) -> Arguments:
         """Return the arguments of a call by parameter name, with defaults."""
         values = {**self.parameters, **dict(zip(self.parameters, args, strict=False)), **kwargs}
@@ -188,11 +206,12 @@ class Op:
 
     def fake(self, *args: Any, **kwargs: Any) -> Result:
         """Return tensors without storage that have the shapes, dtypes and strides of the results."""
-        result: Result = compat.traced.fake_results(self._compute_fake, vars(self.bind(*args, **kwargs)))
-        return result
 
-    def _compute_fake(self, **given: Any) -> Result:
-        return self.compute(**given) if self.results is None else self.results(Arguments(**given))
+        def allocate(**values: Any) -> Result:
+            return self.compute(**values) if self.results is None else self.results(Arguments(**values))
+
+        result: Result = compat.traced.fake_results(allocate, vars(self.bind(*args, **kwargs)))
+        return result
 
     def compute(self, *args: Any, **kwargs: Any) -> Result:
         """Compute the op by its reference and return results with the strides that every provider returns."""
@@ -230,42 +249,31 @@ def launch_provider(op: Op, providers: Mapping[str, Provider], *arguments: Any, 
         return op.compute(*arguments, **named)
 
 
-class Registration:
-    """The ops of one catalogue, registered with PyTorch's dispatcher for the lifetime of this object."""
-
-    def __init__(self, ops: Mapping[str, Op], providers: Mapping[str, Mapping[str, Provider]]) -> None:
-        # FRAGMENT: a second registration (tests make one) may add to the namespace.
-        self._library = torch.library.Library(NAMESPACE, "FRAGMENT")
-        for op in ops.values():
-            inputs, _, outputs = op.schema.partition(" -> ")
-            # Inductor may choose any layout for its results. Most ops read rows, or the channels of a pixel, and would copy
-            # other layouts; with the tag Inductor writes the right layout, often in the kernel before.
-            tags = (torch.Tag.flexible_layout if op.any_layout else torch.Tag.needs_fixed_stride_order,)
-            self._library.define(f"{op.name}{inputs[:-1]}, *, str provider) -> {outputs}", tags=tags)
-            flops.REFERENCES[op.qualified_name] = op.reference
-            launch = functools.partial(launch_provider, op, providers[op.name])
-            self._library.impl(op.name, launch, "CompositeExplicitAutograd")
-            torch.library.register_fake(op.qualified_name, _fake_of(op), lib=self._library)
-            compat.traced.take_apart(op.qualified_name, self._library, _traced(op, providers[op.name]))
+def register(ops: Mapping[str, Op], providers: Mapping[str, Mapping[str, Provider]]) -> None:
+    """Register ops with PyTorch's dispatcher as `tritium::<name>`, with the keyword `provider`."""
+    for op in ops.values():
+        inputs, _, outputs = op.schema.partition(" -> ")
+        # Inductor may choose any layout for its results. Most ops read rows, or the channels of a pixel, and would copy
+        # other layouts; with the tag Inductor writes the right layout, often in the kernel before.
+        tags = (torch.Tag.flexible_layout if op.any_layout else torch.Tag.needs_fixed_stride_order,)
+        _LIBRARY.define(f"{op.name}{inputs[:-1]}, *, str provider) -> {outputs}", tags=tags)
+        flops.REFERENCES[op.qualified_name] = op.reference
+        _LIBRARY.impl(op.name, functools.partial(launch_provider, op, providers[op.name]), "CompositeExplicitAutograd")
+        torch.library.register_fake(op.qualified_name, functools.partial(_fake, op), lib=_LIBRARY)
+        traced = functools.partial(_trace, op, providers[op.name])
+        compat.traced.take_apart(op.qualified_name, _LIBRARY, traced)
 
 
-def _fake_of(op: Op) -> Callable[..., Result]:
-    def fake(*arguments: Any, provider: str, **named: Any) -> Result:
-        del provider
-        return op.fake(*arguments, **named)
-
-    return fake
+def _fake(op: Op, *arguments: Any, provider: str, **named: Any) -> Result:
+    del provider
+    return op.fake(*arguments, **named)
 
 
-def _traced(op: Op, providers: Mapping[str, Provider]) -> Callable[..., Any]:
-    """Return a function that traces a call by its provider, or `NotImplemented` to keep the call."""
-
-    def traced(*arguments: Any, provider: str, **named: Any) -> Any:
-        chosen = providers.get(provider)
-        if chosen is None or not (chosen.traced or chosen.inlined):
-            return NotImplemented
-        compat.traced.remember_kernel_accesses()
-        with triton_launch.tracing(op.name):
-            return chosen.run(op.bind(*arguments, **named))
-
-    return traced
+def _trace(op: Op, providers: Mapping[str, Provider], *arguments: Any, provider: str, **named: Any) -> Any:
+    """Trace a call by its provider; return `NotImplemented` to keep the call."""
+    chosen = providers.get(provider)
+    if chosen is None or not (chosen.traced or chosen.inlined):
+        return NotImplemented
+    compat.traced.remember_kernel_accesses()
+    with triton_launch.tracing(op.name):
+        return chosen.run(op.bind(*arguments, **named))

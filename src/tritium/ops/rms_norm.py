@@ -1,18 +1,14 @@
-"""`x / sqrt(mean(x^2) + eps) * weight` over the last dim.
-
-It is computed in float32 (float64 for float64) and rounded once.
-"""
+"""`x / sqrt(mean(x^2) + eps) * weight` over the last dim, in float32 (float64 for float64), rounded once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from tritium import compat
-from tritium.ops.op import Arguments, Op, Provider, Sample
-from tritium.ops.triton_launch import launch, obstacle
+from tritium.ops.op import Arguments, Draw, Op, Provider, Samples
+from tritium.ops.triton_launch import contiguous, launch, obstacle
 
 # The widest row that fits in the registers of one program of 16 warps; wider rows take a second pass over memory.
 WHOLE_ROW = 16_384
@@ -22,7 +18,9 @@ WHOLE_ROW = 16_384
 TOGETHER = 2_048
 
 
-def reference(x: torch.Tensor, weight: torch.Tensor | None, eps: float, out_dtype: torch.dtype | None) -> torch.Tensor:
+def reference(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
@@ -30,25 +28,18 @@ def reference(x: torch.Tensor, weight: torch.Tensor | None, eps: float, out_dtyp
     return normed.to(out_dtype or x.dtype)
 
 
-def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
-    generator = torch.Generator(device_type).manual_seed(7)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device=device_type, dtype=torch.float32).to(dtype)
-
-    for width in (1, 7, 60, 63, 100, 128, 3072, 5120):
-        yield Sample(f"rows of {width}", _arguments(random(3, width), random(width)))
-    yield Sample("no weight", _arguments(random(2, 7, 128), None))
-    yield Sample("FLUX q: heads after sequence", _arguments(random(1, 63, 24, 128), random(128)))
-    yield Sample("transposed", _arguments(random(2, 100, 24).transpose(1, 2), random(100)))
-    yield Sample("every second row", _arguments(random(14, 60)[::2], random(60)))
-    yield Sample("one row", _arguments(random(128), random(128)))
-    yield Sample("no rows", _arguments(random(0, 128), random(128)))
-    yield Sample("wider than one program", _arguments(random(2, WHOLE_ROW + 7), random(WHOLE_ROW + 7)))
-
-
-def _arguments(x: torch.Tensor, weight: torch.Tensor | None) -> dict[str, Any]:
-    return {"x": x, "weight": weight, "eps": 1e-6, "out_dtype": None}
+def draw_samples(draw: Draw) -> Samples:
+    for label, x, weight in (
+        *((f"rows of {width}", draw(3, width), draw(width)) for width in (1, 7, 60, 63, 100, 128, 3072, 5120)),
+        ("no weight", draw(2, 7, 128), None),
+        ("FLUX q: heads after sequence", draw(1, 63, 24, 128), draw(128)),
+        ("transposed", draw(2, 100, 24).transpose(1, 2), draw(100)),
+        ("every second row", draw(14, 60)[::2], draw(60)),
+        ("one row", draw(128), draw(128)),
+        ("no rows", draw(0, 128), draw(128)),
+        ("wider than one program", draw(2, WHOLE_ROW + 7), draw(WHOLE_ROW + 7)),
+    ):
+        yield label, {"x": x, "weight": weight, "eps": 1e-6}
 
 
 def launch_options(width: int) -> tuple[dict[str, Any], dict[str, int]]:
@@ -83,7 +74,7 @@ def run_triton(given: Arguments) -> torch.Tensor:
         rms_norm_kernel,
         (-(-rows.shape[0] // cut["ROWS"]),),
         rows,
-        None if weight is None else weight.contiguous(),
+        contiguous(weight),
         out,
         rows.shape[0],
         width,
@@ -101,9 +92,9 @@ def decline_triton(given: Arguments) -> str | None:
 
 
 OP = Op(
-    name="rms_norm",
-    reference=reference,
-    samples=samples,
+    "rms_norm",
+    reference,
+    draw_samples,
     results=results,
     providers=(Provider("triton", "rms_norm", run_triton, decline_triton, traced=True),),
 )

@@ -1,6 +1,4 @@
-"""Rotary position embedding over the last dim.
-
-It is computed in float32 (float64 if x or a table is) and rounded once.
+"""Rotary position embedding over the last dim, in float32 (float64 if x or a table is), rounded once.
 
 Every pair (a, b) of elements becomes (a * cos - b * sin, a * sin + b * cos). `mode` defines the pairs and the form of
 the rotation:
@@ -16,13 +14,12 @@ Cosines and sines have one value per pair (their last dim is d / 2) or per eleme
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the conventional name
 
-from tritium.ops.op import NARROW, Arguments, Draw, Op, Provider, Sample, Shape, Trial, count, octave
+from tritium.ops.op import NARROW, Arguments, Block, Draw, Op, Provider, Samples, Shape, Trial, count, octave
 
 INTERLEAVED, HALF, COMPLEX, MATRIX = MODES = ("interleaved", "half", "complex", "matrix")
 
@@ -33,7 +30,7 @@ def reference(
     sin: torch.Tensor | None,
     mode: str,
     merge_heads: bool,
-    out_dtype: torch.dtype | None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     # Real arithmetic throughout: Inductor generates no code for complex numbers.
     tables = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in (table, sin) if t is not None]
@@ -66,34 +63,29 @@ def _each_element(table: torch.Tensor, x: torch.Tensor, mode: str) -> torch.Tens
     return _joined([table, table], mode)
 
 
-def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
-    generator = torch.Generator(device_type).manual_seed(13)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device=device_type, dtype=torch.float32)
-
+def draw_samples(draw: Draw) -> Samples:
     def arguments(
-        x: torch.Tensor, table: tuple[int, ...], mode: str, tables: torch.dtype = torch.float32, *, merge: bool = False
+        x: torch.Tensor, table: tuple[int, ...], mode: str, dtype: torch.dtype = torch.float32, *, merge: bool = False
     ) -> dict[str, Any]:
-        cos = random(*table).to(tables)
-        sin = random(*table).to(tables) if mode in (INTERLEAVED, HALF) else None
-        return {"x": x.to(dtype), "table": cos, "sin": sin, "mode": mode, "merge_heads": merge, "out_dtype": None}
+        sin = draw(*table, dtype=dtype) if mode in (INTERLEAVED, HALF) else None
+        return {"x": x, "table": draw(*table, dtype=dtype), "sin": sin, "mode": mode, "merge_heads": merge}
 
     for mode in (INTERLEAVED, HALF):
         for width in (2, 60, 100, 126, 128):
-            yield Sample(f"{mode}, heads of {width}", arguments(random(2, 7, 3, width), (1, 7, 1, width), mode))
-        yield Sample(f"{mode}, one number a pair", arguments(random(2, 63, 3, 100), (63, 1, 50), mode))
-        yield Sample(f"{mode}, narrow tables", arguments(random(2, 3, 7, 60), (1, 1, 7, 60), mode, dtype))
-        yield Sample(f"{mode}, transposed", arguments(random(1, 63, 7, 60).transpose(1, 2), (63, 60), mode))
-        yield Sample(f"{mode}, tables a sample", arguments(random(2, 3, 7, 8), (2, 1, 7, 8), mode))
-        yield Sample(f"{mode}, nothing", arguments(random(2, 0, 3, 8), (1, 0, 1, 8), mode))
-    yield Sample("LTX: all heads in one row", arguments(random(1, 7, 3072), (1, 7, 3072), INTERLEAVED))
-    yield Sample("a row of 5120", arguments(random(1, 3, 5120), (3, 5120), INTERLEAVED))
-    yield Sample("FLUX q: heads after sequence", arguments(random(1, 63, 24, 128), (1, 63, 1, 128), INTERLEAVED))
-    heads_first = random(2, 63, 3, 60).transpose(1, 2)
-    yield Sample("LTX-2: heads merged", arguments(heads_first, (2, 3, 63, 30), HALF, merge=True))
-    yield Sample("Qwen-Image: complex", arguments(random(2, 7, 3, 60), (7, 1, 30, 2), COMPLEX))
-    yield Sample("Kandinsky: matrices", arguments(random(2, 7, 3, 60), (7, 1, 30, 2, 2), MATRIX))
+            yield f"{mode}, heads of {width}", arguments(draw(2, 7, 3, width), (1, 7, 1, width), mode)
+        yield f"{mode}, one number a pair", arguments(draw(2, 63, 3, 100), (63, 1, 50), mode)
+        narrow = draw(2, 3, 7, 60)
+        yield f"{mode}, narrow tables", arguments(narrow, (1, 1, 7, 60), mode, narrow.dtype)
+        yield f"{mode}, transposed", arguments(draw(1, 63, 7, 60).transpose(1, 2), (63, 60), mode)
+        yield f"{mode}, tables a sample", arguments(draw(2, 3, 7, 8), (2, 1, 7, 8), mode)
+        yield f"{mode}, nothing", arguments(draw(2, 0, 3, 8), (1, 0, 1, 8), mode)
+    yield "LTX: all heads in one row", arguments(draw(1, 7, 3072), (1, 7, 3072), INTERLEAVED)
+    yield "a row of 5120", arguments(draw(1, 3, 5120), (3, 5120), INTERLEAVED)
+    yield "FLUX q: heads after sequence", arguments(draw(1, 63, 24, 128), (1, 63, 1, 128), INTERLEAVED)
+    heads_first = draw(2, 63, 3, 60).transpose(1, 2)
+    yield "LTX-2: heads merged", arguments(heads_first, (2, 3, 63, 30), HALF, merge=True)
+    yield "Qwen-Image: complex", arguments(draw(2, 7, 3, 60), (7, 1, 30, 2), COMPLEX)
+    yield "Kandinsky: matrices", arguments(draw(2, 7, 3, 60), (7, 1, 30, 2, 2), MATRIX)
 
 
 def run_aten(given: Arguments) -> torch.Tensor:
@@ -124,11 +116,10 @@ def alone(shape: Any, draw: Draw) -> dict[str, Any]:
         "sin": None,
         "mode": shape["mode"],
         "merge_heads": False,
-        "out_dtype": None,
     }
 
 
-def block(shape: Any, draw: Draw) -> tuple[Callable[..., Any], tuple[torch.Tensor, ...]]:
+def block(shape: Any, draw: Draw) -> Block:
     """Return a projection, its complex rotation, and a projection of the result."""
     given = alone(shape, draw)
     _, tokens, heads, width = given["x"].shape
@@ -150,9 +141,9 @@ TRIAL = Trial(
 )
 
 OP = Op(
-    name="rope",
-    reference=reference,
-    samples=samples,
+    "rope",
+    reference,
+    draw_samples,
     # The reference is real arithmetic: inlined into the graph, Inductor fuses it with its neighbours.
     providers=(Provider("aten", "rope", run_aten, decline_aten, inlined=True),),
     trial=TRIAL,

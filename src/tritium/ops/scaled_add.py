@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 
-from tritium.ops.op import Op, Sample
+from tritium.ops.op import Draw, Op, Samples
 
 
-def reference(x: torch.Tensor, scale: float, y: torch.Tensor, out_dtype: torch.dtype | None) -> torch.Tensor:
+def reference(x: torch.Tensor, scale: float, y: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
     narrow = torch.promote_types(x.dtype, y.dtype)
     wide = torch.promote_types(narrow, torch.float32)
     return (x.to(wide) * scale + y.to(wide)).to(out_dtype or narrow)
 
 
-def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
-    generator = torch.Generator(device_type).manual_seed(31)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device=device_type, dtype=torch.float32).to(dtype)
-
-    def arguments(x: torch.Tensor, scale: float, y: torch.Tensor) -> dict[str, Any]:
-        return {"x": x, "scale": scale, "y": y, "out_dtype": None}
-
-    for scale, shape in ((1.0, (1, 7)), (0.5, (63, 100)), (-3.0, (2, 3072)), (1.5, (2, 5120))):
-        yield Sample(f"scale {scale}", arguments(random(*shape), scale, random(*shape)))
-    yield Sample("transposed", arguments(random(60, 7).t(), 0.25, random(7, 60)))
-    yield Sample("nothing", arguments(random(0, 7), 2.0, random(0, 7)))
+def draw_samples(draw: Draw) -> Samples:
+    for scale, *sizes in ((1.0, 1, 7), (0.5, 63, 100), (-3.0, 2, 3072), (1.5, 2, 5120)):
+        yield f"scale {scale}", {"x": draw(*sizes), "scale": scale, "y": draw(*sizes)}
+    yield "transposed", {"x": draw(60, 7).t(), "scale": 0.25, "y": draw(7, 60)}
+    yield "nothing", {"x": draw(0, 7), "scale": 2.0, "y": draw(0, 7)}
 
 
-OP = Op(
-    name="scaled_add",
-    reference=reference,
-    samples=samples,
-)
+OP = Op("scaled_add", reference, draw_samples)

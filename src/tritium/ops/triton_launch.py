@@ -15,7 +15,8 @@ import torch
 
 from tritium import compat, device, envs
 
-NARROW = (torch.float16, torch.bfloat16, torch.float32)
+# The dtypes that kernels take: they compute in float32.
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 # Triton kernels that this process has started outside of generated code, by hash.
 _STARTED: dict[str, Any] = {}
@@ -49,7 +50,7 @@ def obstacle(*tensors: torch.Tensor | None) -> str | None:
     elsewhere = {tensor.device.type for tensor in given} - {"cuda"}
     if elsewhere and not envs.triton_interpreted():
         return f"Triton kernels run on a GPU, this graph runs on {', '.join(sorted(elsewhere))}"
-    wide = {str(tensor.dtype) for tensor in given if tensor.dtype not in NARROW}
+    wide = {str(tensor.dtype) for tensor in given if tensor.dtype not in DTYPES}
     return f"the kernel computes in float32, an input is {', '.join(sorted(wide))}" if wide else None
 
 
@@ -63,6 +64,10 @@ def dynamic_width(*sizes: int | torch.SymInt) -> str | None:
         if all(isinstance(size, int) for size in sizes)
         else "the kernel's rows have one width, this one is dynamic"
     )
+
+
+def contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.contiguous()
 
 
 def launch(

@@ -19,7 +19,7 @@ import torch
 from tritium import compat, device, measure, ops
 from tritium.errors import TritiumError, brief
 from tritium.ops import INDUCTOR, Op
-from tritium.ops.op import count
+from tritium.ops.op import count, draw_from
 from tritium.report.explain import explain
 from tritium.report.records import GraphRecord
 from tritium.tuning import tables
@@ -150,11 +150,7 @@ def compare_in_block(key: Key, device_type: str, compiler: Compile, seconds: flo
     if trial is None or trial.alone is None or trial.block is None:
         raise TritiumError(f"providers of op {op.name!r} are not compared in a block: its trial has none")
     dtype: torch.dtype = getattr(torch, key.dtype)
-    generator = torch.Generator(device_type).manual_seed(0)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device=device_type).to(dtype)
-
+    draw = draw_from(dtype, device_type)
     try:
         with torch.inference_mode():
             arguments = trial.alone(key.sizes(), draw)

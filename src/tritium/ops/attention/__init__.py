@@ -12,24 +12,17 @@ from __future__ import annotations
 import torch
 
 from tritium.ops.attention.providers import PROVIDERS
-from tritium.ops.attention.reference import attention_math, empty_result, reference, samples
+from tritium.ops.attention.reference import attention_math, draw_samples, reference
 from tritium.ops.attention.request import words
 from tritium.ops.attention.trial import TRIAL, rule
 from tritium.ops.op import Arguments, Op
+from tritium.ops.wide_attention import empty_result
 
-__all__ = ["OP", "TRIAL", "attention_math", "reference", "results", "rule", "samples", "words"]
+__all__ = ["OP", "TRIAL", "attention_math", "rule", "words"]
 
 
 def results(given: Arguments) -> torch.Tensor:
     return empty_result(given.q, given.v)
 
 
-OP = Op(
-    name="attention",
-    reference=reference,
-    samples=samples,
-    results=results,
-    keeps_strides=True,
-    providers=PROVIDERS,
-    trial=TRIAL,
-)
+OP = Op("attention", reference, draw_samples, PROVIDERS, keeps_strides=True, results=results, trial=TRIAL)

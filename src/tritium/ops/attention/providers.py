@@ -5,6 +5,7 @@ A provider declines if it cannot apply a mask, the scale, causality aligned to t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 from collections.abc import Callable
@@ -19,44 +20,38 @@ from tritium.compat import attention as compat_attention
 from tritium.compat.products import wide_product_obstacle
 from tritium.ops import wide_attention
 from tritium.ops.attention import request
-from tritium.ops.attention.reference import arranged, chunked, empty_result
-from tritium.ops.attention.request import HALF
+from tritium.ops.attention.reference import arranged, chunked
+from tritium.ops.attention.request import HALF, Sizes
 from tritium.ops.op import Arguments, Provider
 from tritium.ops.triton_launch import obstacle
 
-# (q, k, v, mask, scale, causal) -> [B, N, Sq, D]
-Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float, bool], torch.Tensor]
+Run = Callable[[Arguments], torch.Tensor]
 
 
 def _provider(
     name: str, function: Run, decline: Callable[[Arguments], str | None], *, inlined: bool = False
 ) -> Provider:
     def run(given: Arguments) -> torch.Tensor:
-        out = function(given.q, given.k, given.v, given.mask, given.scale, given.causal)
+        out = function(given)
         # The operators of a trace may return any strides.
         return out if compat.traced.is_traced(out) else arranged(out)
 
     return Provider(name, "attention", run, decline, inlined=inlined)
 
 
-def sdpa(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool
-) -> torch.Tensor:
+def sdpa(given: Arguments) -> torch.Tensor:
+    q, k, v, mask, scale, causal = vars(given).values()
     # Head counts may be symbolic; an earlier check has already added the guard.
     grouped = bool(q.shape[1] != k.shape[1])
-    if not q.is_cuda:
-        return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=grouped)
     # `only_kernel` disables the other kernels globally, possibly in another thread: wait for it.
-    with compat_attention.SWITCHES:
+    with compat_attention.SWITCHES if q.is_cuda else contextlib.nullcontext():
         return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=grouped)
 
 
 def _kernel(name: str) -> Run:
-    def run(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool
-    ) -> torch.Tensor:
+    def run(given: Arguments) -> torch.Tensor:
         with compat_attention.only_kernel(name):
-            return sdpa(q, k, v, mask, scale, causal)
+            return sdpa(given)
 
     return run
 
@@ -87,10 +82,10 @@ def _decline_half(given: Arguments, widest: int = 256) -> str | None:
         return reason
     if given.q.dtype not in HALF:
         return f"it takes float16 and bfloat16, not {given.q.dtype}"
-    width = request.width(given)
-    if width > widest or width % 8 or request.value_width(given) != width:
+    sizes = Sizes.of(given)
+    if sizes.width > widest or sizes.width % 8 or sizes.value_width != sizes.width:
         return f"it takes heads of one width, a multiple of 8 up to {widest}"
-    if given.causal and request.queries(given) != request.keys(given):
+    if given.causal and sizes.queries != sizes.keys:
         return "its causality is aligned to the last key where queries and keys differ in number"
     return None
 
@@ -99,26 +94,26 @@ def decline_flash(given: Arguments) -> str | None:
     return "it takes no mask" if given.mask is not None else _decline_half(given)
 
 
+def _decline_groups(given: Arguments) -> str | None:
+    sizes = Sizes.of(given)
+    return None if sizes.heads == sizes.kv_heads else "it takes as many heads of keys as of queries"
+
+
 def decline_efficient(given: Arguments) -> str | None:
-    if reason := _decline_form(given):
+    if reason := _decline_form(given) or _decline_groups(given):
         return reason
-    if request.is_grouped(given):
-        return "it takes as many heads of keys as of queries"
     return None if given.q.dtype in (*HALF, torch.float32) else f"it does not take {given.q.dtype}"
 
 
 def decline_chunked(given: Arguments) -> str | None:
-    if request.is_symbolic(given):
+    if any(not isinstance(size, int) for tensor in request.tensors(given) for size in tensor.shape):
         return "it loops over queries, whose number is symbolic in this graph"
     return decline_math(given)
 
 
-def products(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool
-) -> torch.Tensor:
-    del mask, causal
-    out = empty_result(q, v)
-    wide_attention.attend(q, k, v, scale, out)
+def products(given: Arguments) -> torch.Tensor:
+    out = wide_attention.empty_result(given.q, given.v)
+    wide_attention.attend(given.q, given.k, given.v, given.scale, out)
     return out
 
 
@@ -127,30 +122,26 @@ def decline_products(given: Arguments) -> str | None:
         return f"it takes float16 and bfloat16, not {given.q.dtype}"
     if given.mask is not None or given.causal:
         return "it takes no mask, and no causality"
-    if request.is_grouped(given):
-        return "it takes as many heads of keys as of queries"
-    if request.needs_gradients(given):
-        return "it computes no gradients here"
-    return obstacle(given.q, given.k, given.v) or wide_product_obstacle()
+    reason = _decline_groups(given) or _decline_gradients(given)
+    return reason or obstacle(given.q, given.k, given.v) or wide_product_obstacle()
 
 
-def flash3(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool
-) -> torch.Tensor:
-    del mask
+def _decline_gradients(given: Arguments) -> str | None:
+    return "it computes no gradients here" if request.needs_gradients(given) else None
+
+
+def flash3(given: Arguments) -> torch.Tensor:
     function = importlib.import_module("flash_attn_interface").flash_attn_func
-    out = function(*(t.transpose(1, 2) for t in (q, k, v)), softmax_scale=scale, causal=causal)
+    sides = (side.transpose(1, 2) for side in (given.q, given.k, given.v))
+    out = function(*sides, softmax_scale=given.scale, causal=given.causal)
     # Some versions also return the log-sum-exp.
     first: torch.Tensor = out[0] if isinstance(out, tuple) else out
     return first.transpose(1, 2)
 
 
-def sage(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool
-) -> torch.Tensor:
-    del mask
-    function = importlib.import_module("sageattention").sageattn
-    out: torch.Tensor = function(q, k, v, tensor_layout="HND", is_causal=causal, sm_scale=scale)
+def sage(given: Arguments) -> torch.Tensor:
+    options = {"tensor_layout": "HND", "is_causal": given.causal, "sm_scale": given.scale}
+    out: torch.Tensor = importlib.import_module("sageattention").sageattn(given.q, given.k, given.v, **options)
     return out
 
 
@@ -159,9 +150,7 @@ def _decline_package(given: Arguments, module: str, widest: int) -> str | None:
         return f"the package {module!r} is not installed"
     if given.mask is not None:
         return "it takes no mask"
-    if request.needs_gradients(given):
-        return "it computes no gradients here"
-    return _decline_half(given, widest)
+    return _decline_gradients(given) or _decline_half(given, widest)
 
 
 # Tiles for additive masks in float32, fastest first: queries, keys, stages, warps. FlexAttention's default tiles leave no
@@ -204,27 +193,23 @@ def _tile_options(q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -
 def decline_flex(given: Arguments) -> str | None:
     if given.q.is_cuda and not device.has_triton():
         return "triton is not installed"
-    if request.needs_gradients(given):
-        return "it computes no gradients here"
+    if reason := _decline_gradients(given):
+        return reason
     if given.q.dtype not in (*HALF, torch.float32):
         return f"it does not take {given.q.dtype}"
-    if not 16 <= request.width(given) <= 256 or not 16 <= request.value_width(given) <= 256:
+    sizes = Sizes.of(given)
+    if not 16 <= sizes.width <= 256 or not 16 <= sizes.value_width <= 256:
         return "it takes heads from 16 to 256 wide"
     return decline_math(given)
 
 
-def flex(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool
-) -> torch.Tensor:
-    score = None
-    if mask is not None:
-        bias = mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-        score = _kept_score(bias) if mask.dtype == torch.bool else _added_score(bias)
+def flex(given: Arguments) -> torch.Tensor:
+    q, k, v, mask, scale, causal = vars(given).values()
     return compat_attention.flex_attention(
         q,
         k,
         v,
-        score_mod=score,
+        score_mod=None if mask is None else _masked(mask.expand(*q.shape[:3], k.shape[2])),
         block_mask=_causal_blocks(q.shape[2], k.shape[2], str(q.device)) if causal else None,
         scale=scale,
         enable_gqa=bool(q.shape[1] != k.shape[1]),
@@ -232,18 +217,16 @@ def flex(
     )
 
 
-def _kept_score(mask: torch.Tensor) -> Callable[..., torch.Tensor]:
+def _masked(mask: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """Return the function of FlexAttention that applies a mask to a score."""
+
     def kept(score: Any, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
         return torch.where(mask[b, h, q, k], score, -float("inf"))
 
-    return kept
-
-
-def _added_score(mask: torch.Tensor) -> Callable[..., torch.Tensor]:
     def added(score: Any, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
         return score + mask[b, h, q, k]  # type: ignore[no-any-return]
 
-    return added
+    return kept if mask.dtype == torch.bool else added
 
 
 @functools.lru_cache(maxsize=16)
@@ -267,7 +250,7 @@ PROVIDERS = (
     _provider("flash", _kernel("flash"), decline_flash, inlined=True),
     _provider("efficient", _kernel("efficient"), decline_efficient, inlined=True),
     _provider("math", _kernel("math"), decline_math, inlined=True),
-    _provider("chunked", chunked, decline_chunked, inlined=True),
+    _provider("chunked", lambda given: chunked(**vars(given)), decline_chunked, inlined=True),
     # Two matrix products on tensor cores with stored scores: for heads that are too wide for other kernels.
     _provider("products", products, decline_products),
     _provider("flex", flex, decline_flex),

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from tritium.ops.op import Sample
+from tritium.ops.op import Draw, Samples
 
 # The bytes of scores that `chunked` holds at once.
 CHUNK_BYTES = 64 << 20
@@ -58,12 +57,6 @@ def chunked(
     return torch.cat(done, dim=2)
 
 
-def empty_result(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Allocate the result for heads-first q and v, with the heads of a token side by side in memory."""
-    batch, heads, queries, _ = q.shape
-    return q.new_empty((batch, queries, heads, v.shape[3])).transpose(1, 2)
-
-
 def arranged(out: torch.Tensor) -> torch.Tensor:
     """Return a result with the strides of `empty_result`, copied if it has others."""
     _, heads, queries, width = out.shape
@@ -78,13 +71,8 @@ def reference(
     return arranged(attention_math(q, k, v, mask, scale, causal))
 
 
-def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
-    generator = torch.Generator(device_type).manual_seed(53)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device=device_type, dtype=torch.float32).to(dtype)
-
-    def arguments(
+def draw_samples(draw: Draw) -> Samples:
+    def sample(
         queries: int,
         keys: int,
         *,
@@ -93,42 +81,37 @@ def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
         heads: int = 2,
         kv_heads: int | None = None,
         batch: int = 1,
-        heads_first: bool = False,
         mask: torch.Tensor | None = None,
         causal: bool = False,
     ) -> dict[str, Any]:
-        def side(tokens: int, heads: int, width: int) -> torch.Tensor:
-            if heads_first:
-                return random(batch, heads, tokens, width)
-            return random(batch, tokens, heads, width).transpose(1, 2)
-
-        kv_heads = kv_heads or heads
-        sides = {"q": side(queries, heads, width), "k": side(keys, kv_heads, width)}
-        sides["v"] = side(keys, kv_heads, value_width or width)
+        q = draw(batch, queries, heads, width)
+        k, v = (draw(batch, keys, kv_heads or heads, size) for size in (width, value_width or width))
+        sides = {name: side.transpose(1, 2) for name, side in (("q", q), ("k", k), ("v", v))}
         return {**sides, "mask": mask, "scale": width**-0.5, "causal": causal}
 
     def kept(*shape: int) -> torch.Tensor:
-        mask = torch.rand(shape, generator=generator, device=device_type) < 0.6
+        mask = draw(*shape) < 0.25
         # Providers differ in the result of a row without a key.
         mask[..., 0] = True
         return mask
 
-    yield Sample("odd sizes", arguments(63, 100))
-    yield Sample("heads first in memory", arguments(60, 63, batch=2, heads=3, heads_first=True))
-    yield Sample("one token", arguments(1, 1))
-    yield Sample("one query", arguments(1, 100, batch=2))
-    yield Sample("causal", arguments(64, 64, causal=True))
-    yield Sample("causal, more keys", arguments(63, 100, causal=True))
-    yield Sample("causal, more queries", arguments(100, 63, causal=True))
-    yield Sample("keep a mask of rows", arguments(63, 100, batch=2, mask=kept(2, 1, 1, 100)))
-    yield Sample("keep a mask", arguments(63, 64, heads=4, mask=kept(1, 4, 63, 64)))
-    yield Sample("add a mask", arguments(64, 64, mask=random(1, 1, 64, 64)))
-    yield Sample("add a mask in float32", arguments(7, 64, mask=random(1, 2, 7, 64).float()))
-    yield Sample("fewer heads of keys", arguments(63, 63, heads=6, kv_heads=2))
-    yield Sample("narrow values", arguments(63, 100, value_width=32))
-    yield Sample("an odd width", arguments(7, 63, width=100, heads=3))
-    yield Sample("wide heads", arguments(63, 100, width=320, heads=1))
-    yield Sample("many queries", arguments(3072, 60, heads=1))
-    yield Sample("many keys", arguments(7, 5120, heads=1))
-    yield Sample("no queries", arguments(0, 7))
-    yield Sample("no samples", arguments(7, 7, batch=0))
+    yield "odd sizes", sample(63, 100)
+    heads_first = {name: draw(2, 3, tokens, 64) for name, tokens in (("q", 60), ("k", 63), ("v", 63))}
+    yield "heads first in memory", {**heads_first, "mask": None, "scale": 0.125, "causal": False}
+    yield "one token", sample(1, 1)
+    yield "one query", sample(1, 100, batch=2)
+    yield "causal", sample(64, 64, causal=True)
+    yield "causal, more keys", sample(63, 100, causal=True)
+    yield "causal, more queries", sample(100, 63, causal=True)
+    yield "keep a mask of rows", sample(63, 100, batch=2, mask=kept(2, 1, 1, 100))
+    yield "keep a mask", sample(63, 64, heads=4, mask=kept(1, 4, 63, 64))
+    yield "add a mask", sample(64, 64, mask=draw(1, 1, 64, 64))
+    yield "add a mask in float32", sample(7, 64, mask=draw(1, 2, 7, 64, dtype=torch.float32))
+    yield "fewer heads of keys", sample(63, 63, heads=6, kv_heads=2)
+    yield "narrow values", sample(63, 100, value_width=32)
+    yield "an odd width", sample(7, 63, width=100, heads=3)
+    yield "wide heads", sample(63, 100, width=320, heads=1)
+    yield "many queries", sample(3072, 60, heads=1)
+    yield "many keys", sample(7, 5120, heads=1)
+    yield "no queries", sample(0, 7)
+    yield "no samples", sample(7, 7, batch=0)

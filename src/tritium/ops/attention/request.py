@@ -1,9 +1,8 @@
-"""Properties of an attention's arguments, real or fake, on which its providers and their times depend.
-
-A symbolic size counts as its value in the call that is being compiled.
-"""
+"""Properties of an attention's arguments, real or fake, on which its providers and their times depend."""
 
 from __future__ import annotations
+
+from typing import NamedTuple, Self
 
 import torch
 
@@ -13,42 +12,36 @@ from tritium.ops.op import Arguments, present
 HALF = (torch.float16, torch.bfloat16)
 
 
+class Sizes(NamedTuple):
+    """The sizes of an attention; a symbolic size counts as its value in the call that is being compiled."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    width: int
+    value_width: int
+
+    @classmethod
+    def of(cls, given: Arguments) -> Self:
+        batch, heads, queries, width = map(present, given.q.shape)
+        _, kv_heads, keys, value_width = map(present, given.v.shape)
+        return cls(batch, heads, kv_heads, queries, keys, width, value_width)
+
+    @property
+    def score_bytes(self) -> int:
+        """The bytes of all scores in float32."""
+        return 4 * self.batch * self.heads * self.queries * self.keys
+
+
 def tensors(given: Arguments) -> list[torch.Tensor]:
     return [tensor for tensor in (given.q, given.k, given.v, given.mask) if tensor is not None]
-
-
-def queries(given: Arguments) -> int:
-    return present(given.q.shape[2])
-
-
-def keys(given: Arguments) -> int:
-    return present(given.k.shape[2])
-
-
-def width(given: Arguments) -> int:
-    return present(given.q.shape[3])
-
-
-def value_width(given: Arguments) -> int:
-    return present(given.v.shape[3])
-
-
-def is_grouped(given: Arguments) -> bool:
-    return present(given.q.shape[1]) != present(given.k.shape[1])
-
-
-def is_empty(given: Arguments) -> bool:
-    return any(present(size) == 0 for tensor in (given.q, given.k, given.v) for size in tensor.shape)
 
 
 def is_packed(given: Arguments) -> bool:
     """Return whether the elements of a head are contiguous."""
     return all(present(t.stride(3)) == 1 or present(t.shape[3]) == 1 for t in (given.q, given.k, given.v))
-
-
-def is_symbolic(given: Arguments) -> bool:
-    """Return whether a size is symbolic: no loop can run over it."""
-    return any(not isinstance(size, int) for tensor in tensors(given) for size in tensor.shape)
 
 
 def has_heads_first_in_memory(given: Arguments) -> bool:
@@ -64,18 +57,13 @@ def needs_gradients(given: Arguments) -> bool:
     return compat.dynamo.needs_gradients(*tensors(given))
 
 
-def score_bytes(given: Arguments) -> int:
-    """Return the bytes of all scores in float32."""
-    return 4 * present(given.q.shape[0]) * present(given.q.shape[1]) * queries(given) * keys(given)
-
-
 def words(given: Arguments) -> str:
     """Return a description for error messages and reports."""
-    q, mask = given.q, given.mask
-    parts = [f"{q.dtype} on {q.device.type}", f"{queries(given)} queries, {keys(given)} keys"]
-    parts.append(f"{present(q.shape[1])} heads of {width(given)}")
-    if is_grouped(given):
-        parts.append(f"{present(given.k.shape[1])} heads of keys")
+    q, mask, sizes = given.q, given.mask, Sizes.of(given)
+    parts = [f"{q.dtype} on {q.device.type}", f"{sizes.queries} queries, {sizes.keys} keys"]
+    parts.append(f"{sizes.heads} heads of {sizes.width}")
+    if sizes.heads != sizes.kv_heads:
+        parts.append(f"{sizes.kv_heads} heads of keys")
     if mask is not None:
         kind = "a boolean" if mask.dtype == torch.bool else "an additive"
         parts.append(f"{kind} mask {tuple(map(present, mask.shape))}")

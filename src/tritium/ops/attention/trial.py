@@ -13,6 +13,7 @@ from tritium.compat import attention as compat_attention
 from tritium.ops.attention import request
 from tritium.ops.attention.providers import PROVIDERS
 from tritium.ops.attention.reference import attention_math
+from tritium.ops.attention.request import Sizes
 from tritium.ops.op import Arguments, FirstUse, Shape, Trial, present
 
 # The number of queries whose result is compared with float64.
@@ -35,19 +36,19 @@ def shape(given: Arguments) -> Shape:
     """Return the key of a measurement: token counts rounded to classes, everything else exact."""
     mask = "none"
     if given.mask is not None:
-        sizes = zip("BNQK", given.mask.shape, strict=True)
+        dims = zip("BNQK", given.mask.shape, strict=True)
         kind = "keep" if given.mask.dtype == torch.bool else "add32" if request.has_wide_mask(given) else "add"
-        mask = f"{kind}-{''.join(name if present(size) > 1 else '1' for name, size in sizes)}"
-    memory = "BNSD" if request.has_heads_first_in_memory(given) else "BSND"
+        mask = f"{kind}-{''.join(name if present(size) > 1 else '1' for name, size in dims)}"
+    memory, sizes = "BNSD" if request.has_heads_first_in_memory(given) else "BSND", Sizes.of(given)
     return {
-        "batch": present(given.q.shape[0]),
-        "heads": present(given.q.shape[1]),
-        "kv_heads": present(given.k.shape[1]),
-        "queries": size_class(request.queries(given)),
-        "keys": size_class(request.keys(given)),
-        "square": int(request.queries(given) == request.keys(given)),
-        "width": request.width(given),
-        "value_width": request.value_width(given),
+        "batch": sizes.batch,
+        "heads": sizes.heads,
+        "kv_heads": sizes.kv_heads,
+        "queries": size_class(sizes.queries),
+        "keys": size_class(sizes.keys),
+        "square": int(sizes.queries == sizes.keys),
+        "width": sizes.width,
+        "value_width": sizes.value_width,
         "mask": mask,
         "causal": int(given.causal),
         "memory": memory if request.is_packed(given) else f"{memory}-apart",
@@ -66,10 +67,10 @@ def size_class(tokens: int) -> int:
 
 def alike(given: Arguments) -> Callable[[], Mapping[str, Any]] | None:
     """Return a function that creates random arguments like these; None for an empty attention."""
-    if request.is_empty(given):
+    sizes = Sizes.of(given)
+    if 0 in sizes:
         return None
-    sides = {name: tuple(map(present, getattr(given, name).shape)) for name in "qkv"}
-    mask = None if given.mask is None else tuple(map(present, given.mask.shape))
+    shape_of_mask = None if given.mask is None else tuple(map(present, given.mask.shape))
     mask_dtype = None if given.mask is None else given.mask.dtype
     heads_first, packed = request.has_heads_first_in_memory(given), request.is_packed(given)
     dtype, where, causal = given.q.dtype, given.q.device, given.causal
@@ -77,21 +78,23 @@ def alike(given: Arguments) -> Callable[[], Mapping[str, Any]] | None:
     def create() -> dict[str, Any]:
         generator = torch.Generator(where).manual_seed(3)
 
-        def side(batch: int, heads: int, tokens: int, width: int) -> torch.Tensor:
+        def side(heads: int, tokens: int, width: int) -> torch.Tensor:
             step = 1 if packed else 2
-            outer = (batch, heads, tokens) if heads_first else (batch, tokens, heads)
+            outer = (sizes.batch, heads, tokens) if heads_first else (sizes.batch, tokens, heads)
             made = torch.randn((*outer, step * width), generator=generator, device=where).to(dtype)[..., ::step]
             return made if heads_first else made.transpose(1, 2)
 
-        arguments = {name: side(*sizes) for name, sizes in sides.items()}
-        kept = None
-        if mask is not None:
-            kept = torch.rand(mask, generator=generator, device=where) < 0.75
+        q = side(sizes.heads, sizes.queries, sizes.width)
+        k = side(sizes.kv_heads, sizes.keys, sizes.width)
+        v = side(sizes.kv_heads, sizes.keys, sizes.value_width)
+        mask = None
+        if shape_of_mask is not None:
+            mask = torch.rand(shape_of_mask, generator=generator, device=where) < 0.75
             # Leave every row a key: providers differ in the result of a row without one.
-            kept[..., 0] = True
+            mask[..., 0] = True
             if mask_dtype != torch.bool:
-                kept = torch.zeros(mask, device=where, dtype=mask_dtype).masked_fill_(~kept, -math.inf)
-        return {**arguments, "mask": kept, "scale": sides["q"][3] ** -0.5, "causal": causal}
+                mask = torch.zeros(shape_of_mask, device=where, dtype=mask_dtype).masked_fill_(~mask, -math.inf)
+        return {"q": q, "k": k, "v": v, "mask": mask, "scale": sizes.width**-0.5, "causal": causal}
 
     return create
 
@@ -126,8 +129,9 @@ def skip(name: str, given: Arguments, compiling: bool) -> str | None:
     where = given.q.device.type
     if name in MEASURED_ON_A_GPU and where != "cuda":
         return f"not measured on {where}"
-    if where in HOLDS_SCORES.get(name, ()) and request.score_bytes(given) > MOST_SCORES:
-        return f"not measured: its scores would take {request.score_bytes(given) / 2**30:.1f} GiB"
+    score_bytes = Sizes.of(given).score_bytes
+    if where in HOLDS_SCORES.get(name, ()) and score_bytes > MOST_SCORES:
+        return f"not measured: its scores would take {score_bytes / 2**30:.1f} GiB"
     if name in COMPILES and compiling:
         return "it has to be compiled, and something else is being compiled now"
     return None
@@ -140,8 +144,9 @@ def rule(given: Arguments) -> str:
     """
     order = ["sdpa", "flex", "chunked", "math"]
     capability = device.capability(given.q.device)
-    fastest = capability is not None and capability >= (9, 0) and given.mask is None and request.width(given) <= 128
-    if fastest and not request.needs_gradients(given) and not request.is_empty(given):
+    sizes = Sizes.of(given)
+    fastest = capability is not None and capability >= (9, 0) and given.mask is None and sizes.width <= 128
+    if fastest and not request.needs_gradients(given) and 0 not in sizes:
         order.insert(0, "cudnn")
     declines = {provider.name: provider.decline for provider in PROVIDERS}
     return next(name for name in order if declines[name](given) is None)

@@ -1,15 +1,33 @@
-"""The reference and samples of `block_sparse_attention`."""
+"""The reference of `block_sparse_attention`, its lists of blocks, and samples."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from tritium.ops.block_sparse_attention.lists import block_lists
-from tritium.ops.op import Sample
+from tritium.ops.op import Draw, Samples
+
+
+def block_lists(
+    mask: torch.Tensor, q_edges: torch.Tensor, k_edges: torch.Tensor, block: int, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `counts` [B, N, R, 2] and `indices` [B, N, R, C] of a boolean mask [B, N, R, C] over blocks.
+
+    Blocks whose keys are all seen by every query come first: the kernel needs no mask for them.
+    """
+    whole = (k_edges[1:] - k_edges[:-1] == block).expand(mask.shape[-2:])
+    if causal:
+        first_query, last_query = q_edges[:-1].unsqueeze(1), q_edges[1:].unsqueeze(1) - 1
+        whole = whole & (k_edges[1:] - 1 <= first_query)
+        mask = mask & (k_edges[:-1] <= last_query)
+    # 0: seen whole, 1: seen in part, 2: not seen. A stable sort keeps the order of tokens within each kind.
+    kind = torch.where(mask, torch.where(whole, 0, 1), 2).to(torch.uint8)
+    indices = torch.sort(kind, dim=-1, stable=True).indices.to(torch.int32)
+    counts = torch.stack([(mask & whole).sum(-1), mask.sum(-1)], dim=-1).to(torch.int32)
+    return counts, indices
 
 
 def reference(
@@ -52,61 +70,53 @@ def reference(
     return out
 
 
-def samples(dtype: torch.dtype, device_type: str) -> Iterator[Sample]:
-    generator = torch.Generator(device_type).manual_seed(43)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device=device_type, dtype=torch.float32).to(dtype)
+def draw_samples(draw: Draw) -> Samples:
+    where = draw(0).device
 
     def edges(segments: Sequence[int], block: int) -> torch.Tensor:
         places = [0]
         for length in segments:
             start = places[-1]
             places += [min(place + block, start + length) for place in range(start, start + length, block)]
-        return torch.tensor(places, dtype=torch.int32, device=device_type)
+        return torch.tensor(places, dtype=torch.int32, device=where)
 
-    def arguments(
+    def sample(
         queries: Sequence[int],
         keys: Sequence[int],
         block: int,
+        density: float = 0.5,
         *,
         width: int = 64,
         heads: int = 2,
         kv_heads: int | None = None,
         batch: int = 1,
-        density: float = 0.5,
         causal: bool = False,
-        transposed: bool = False,
     ) -> dict[str, Any]:
         q_edges, k_edges = edges(queries, block), edges(keys, block)
         shape = batch, heads, len(q_edges) - 1, len(k_edges) - 1
-        mask = torch.rand(shape, generator=generator, device=device_type) < density
+        mask = torch.special.ndtr(draw(*shape, dtype=torch.float32)) < density
         counts, indices = block_lists(mask, q_edges, k_edges, block, causal)
-
-        def tokens(count: int, heads: int) -> torch.Tensor:
-            if transposed:
-                return random(batch, heads, count, width).transpose(1, 2)
-            return random(batch, count, heads, width)
-
-        own = {"q": tokens(sum(queries), heads)}
-        own |= {name: tokens(sum(keys), kv_heads or heads) for name in "kv"}
+        q = draw(batch, sum(queries), heads, width)
+        k, v = (draw(batch, sum(keys), kv_heads or heads, width) for _ in "kv")
         lists = {"counts": counts, "indices": indices, "q_edges": q_edges, "k_edges": k_edges}
-        return {**own, **lists, "block": block, "scale": width**-0.5, "causal": causal}
+        return {"q": q, "k": k, "v": v, **lists, "block": block, "scale": width**-0.5, "causal": causal}
 
-    yield Sample("one token", arguments((1,), (1,), 16, density=1.0))
-    yield Sample("less than a block", arguments((7,), (5,), 16, density=1.0))
-    yield Sample("all blocks", arguments((63,), (100,), 32, density=1.0))
-    yield Sample("video and text, neither a multiple", arguments((100, 7), (100, 7), 16))
-    yield Sample("heads of 128", arguments((63, 20), (63, 20), 32, width=128))
-    yield Sample("blocks of 128", arguments((200, 33), (150, 129), 128, width=128))
-    yield Sample("blocks of 64, several samples", arguments((100,), (130, 3), 64, batch=3))
-    yield Sample("fewer heads of keys", arguments((50,), (63,), 16, heads=6, kv_heads=2))
-    yield Sample("some queries see nothing", arguments((100,), (100,), 16, density=0.1))
-    yield Sample("nobody sees anything", arguments((20,), (20,), 16, density=0.0))
-    yield Sample("causal", arguments((100,), (100,), 16, density=0.7, causal=True))
-    yield Sample("causal, more keys", arguments((33,), (63,), 32, density=1.0, causal=True))
-    yield Sample("heads first in memory", arguments((63, 7), (63, 7), 16, transposed=True))
-    yield Sample("heads of another width", arguments((63,), (63,), 16, width=40))
-    yield Sample("no queries", arguments((), (63,), 16))
-    yield Sample("many queries", arguments((3072,), (200,), 128, heads=1, density=0.3))
-    yield Sample("many keys", arguments((7,), (5120,), 128, heads=1, density=0.1))
+    yield "one token", sample((1,), (1,), 16, 1.0)
+    yield "less than a block", sample((7,), (5,), 16, 1.0)
+    yield "all blocks", sample((63,), (100,), 32, 1.0)
+    yield "video and text, neither a multiple", sample((100, 7), (100, 7), 16)
+    yield "heads of 128", sample((63, 20), (63, 20), 32, width=128)
+    yield "blocks of 128", sample((200, 33), (150, 129), 128, width=128)
+    yield "blocks of 64, several samples", sample((100,), (130, 3), 64, batch=3)
+    yield "fewer heads of keys", sample((50,), (63,), 16, heads=6, kv_heads=2)
+    yield "some queries see nothing", sample((100,), (100,), 16, 0.1)
+    yield "nobody sees anything", sample((20,), (20,), 16, 0.0)
+    yield "causal", sample((100,), (100,), 16, 0.7, causal=True)
+    yield "causal, more keys", sample((33,), (63,), 32, 1.0, causal=True)
+    transposed = sample((63, 7), (63, 7), 16)
+    transposed |= {name: draw(1, 2, 70, 64).transpose(1, 2) for name in "qkv"}
+    yield "heads first in memory", transposed
+    yield "heads of another width", sample((63,), (63,), 16, width=40)
+    yield "no queries", sample((), (63,), 16)
+    yield "many queries", sample((3072,), (200,), 128, 0.3, heads=1)
+    yield "many keys", sample((7,), (5120,), 128, 0.1, heads=1)

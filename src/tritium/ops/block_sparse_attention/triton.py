@@ -99,7 +99,6 @@ def run_triton(given: Arguments, chosen: Mapping[str, Any] | None = None) -> tor
 
 
 def results(given: Arguments) -> torch.Tensor:
-    """Allocate the result."""
     q: torch.Tensor = given.q
     return q.new_empty((*q.shape[:3], given.v.shape[3]))
 

@@ -16,16 +16,15 @@ of their tokens. `norm` is the extent of the RMS norm:
 from __future__ import annotations
 
 from tritium.ops.op import Op, Provider
-from tritium.ops.qk_norm_rope.reference import NORMS, ROPES, reference, samples
-from tritium.ops.qk_norm_rope.trial import TRIAL
+from tritium.ops.qk_norm_rope.reference import NORMS, ROPES, TRIAL, draw_samples, reference
 from tritium.ops.qk_norm_rope.triton import decline_triton, launch_options, results, run_triton
 
-__all__ = ["NORMS", "OP", "ROPES", "TRIAL", "decline_triton", "launch_options", "reference", "run_triton", "samples"]
+__all__ = ["NORMS", "OP", "ROPES", "decline_triton", "launch_options", "reference", "run_triton"]
 
 OP = Op(
-    name="qk_norm_rope",
-    reference=reference,
-    samples=samples,
+    "qk_norm_rope",
+    reference,
+    draw_samples,
     results=results,
     providers=(Provider("triton", "qk_norm_rope", run_triton, decline_triton, traced=True),),
     trial=TRIAL,

@@ -1,4 +1,9 @@
-"""Compute `wide_attention` by two matrix products around a softmax, some queries at a time.
+"""`softmax(q k^T * scale) v` for heads too wide for flash kernels: the head of 512 in an image VAE.
+
+Tensors are heads-first, [B, N, S, D], without mask, causality or gradient. The result has the strides of PyTorch's
+memory-efficient kernel: the heads of a token are adjacent.
+
+The provider `products` computes two matrix products around a softmax, some queries at a time:
 
     scores  = q k^T               float32, never rounded to half precision
     weights = softmax(scores)     half precision, as flash kernels have them
@@ -15,13 +20,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - the conventional name
 
 from tritium.compat.products import multiply_into, wide_product_obstacle
-from tritium.ops.op import Arguments, present
+from tritium.ops.op import NARROW, Arguments, Block, Draw, Op, Provider, Samples, Shape, Trial, count, octave, present
 from tritium.ops.triton_launch import launch, obstacle
-from tritium.ops.wide_attention.reference import empty_result
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -44,6 +50,51 @@ WHOLE_ROW = 32_768
 PART_OF_ROW = 8_192
 
 
+def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    out = F.scaled_dot_product_attention(q, k, v, scale=scale)
+    promised = empty_result(q, v)
+    return out if out.stride() == promised.stride() else promised.copy_(out)
+
+
+def empty_result(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Allocate the result for heads-first q and v, with the heads of a token adjacent in memory."""
+    batch, heads, queries, _ = q.shape
+    return q.new_empty((batch, queries, heads, v.shape[3])).transpose(1, 2)
+
+
+def arguments(
+    draw: Draw, queries: int, keys: int, width: int = 512, heads: int = 1, batch: int = 1, scale: float | None = None
+) -> dict[str, Any]:
+    sides = {"q": queries, "k": keys, "v": keys}
+    given = {name: draw(batch, tokens, heads, width).transpose(1, 2) for name, tokens in sides.items()}
+    return {**given, "scale": width**-0.5 if scale is None else scale}
+
+
+def draw_samples(draw: Draw) -> Samples:
+    yield "a VAE's middle", arguments(draw, 64, 64)
+    yield "one token", arguments(draw, 1, 1)
+    yield "odd sizes", arguments(draw, 63, 100)
+    yield "several samples", arguments(draw, 7, 63, batch=3)
+    yield "several heads", arguments(draw, 63, 7, 320, heads=2)
+    yield "samples and heads", arguments(draw, 7, 100, 264, heads=3, batch=2)
+    yield "narrow heads", arguments(draw, 63, 100, 64, heads=2)
+    yield "a negative scale", arguments(draw, 7, 60, scale=-0.1)
+    # Few keys have almost all the weight.
+    yield "a large scale", arguments(draw, 7, 60, 264, scale=0.2)
+    yield "many queries", arguments(draw, 3072, 60, 320)
+    yield "many keys", arguments(draw, 7, 5120, 320)
+    yield "no queries", arguments(draw, 0, 7)
+    yield "no samples", arguments(draw, 7, 7, batch=0)
+    one = draw(1, 1, 63, 320).expand(3, 1, 63, 320)
+    for label, sides in (
+        ("heads first in memory", [draw(2, 2, 63, 320) for _ in "qkv"]),
+        ("an odd width", [draw(1, 2, 7, 261), draw(1, 2, 7, 261), draw(1, 2, 7, 63)]),
+        ("columns far apart", [draw(1, 1, 320, tokens).transpose(2, 3) for tokens in (60, 63, 63)]),
+        ("keys shared by samples", [draw(3, 1, 7, 320), one, one]),
+    ):
+        yield label, {**dict(zip("qkv", sides, strict=True)), "scale": 0.05}
+
+
 def launch_options(padded: int) -> tuple[dict[str, int | bool], dict[str, int]]:
     """Return the tiling of rows of a padded length, and Triton's options.
 
@@ -56,16 +107,12 @@ def launch_options(padded: int) -> tuple[dict[str, int | bool], dict[str, int]]:
 
 
 def softmax_rows(scores: torch.Tensor, out: torch.Tensor, keys: int, scale: float) -> None:
-    """Write `softmax(scores * scale)` over the first `keys` columns to `out`.
-
-    Both are contiguous [N, M, padded].
-    """
+    """Write `softmax(scores * scale)` over the first `keys` columns to `out`; both are contiguous [N, M, padded]."""
     from tritium.ops.kernels.softmax_rows import softmax_rows_kernel
 
-    padded = scores.shape[-1]
-    grid = (scores.shape[0] * scores.shape[1],)
+    rows, padded = scores.shape[0] * scores.shape[1], scores.shape[-1]
     cut, options = launch_options(padded)
-    launch(softmax_rows_kernel, grid, scores, out, scale * math.log2(math.e), keys, padded, options=options, **cut)
+    launch(softmax_rows_kernel, (rows,), scores, out, scale * math.log2(math.e), keys, padded, options=options, **cut)
 
 
 def pieces(matrices: int, queries: int, room: int) -> Iterator[tuple[slice, slice]]:
@@ -126,10 +173,7 @@ def _first_of(buffer: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor
 
 
 def _rows_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, copied unless its rows are contiguous and disjoint.
-
-    Without the copy every product would make one.
-    """
+    """Return the tensor, copied unless its rows are contiguous and disjoint: every product would copy it."""
     dense = tensor.stride(3) == 1 and (tensor.shape[2] == 1 or tensor.stride(2) >= tensor.shape[3])
     return tensor if dense else tensor.contiguous()
 
@@ -159,3 +203,60 @@ def decline_products(given: Arguments) -> str | None:
     if present(q.shape[3]) <= WIDEST_FLASH:
         return f"for heads of up to {WIDEST_FLASH} there are kernels that keep no scores"
     return obstacle(q, k, v) or wide_product_obstacle()
+
+
+SAME = "same"
+
+
+def shape(given: Arguments) -> Shape:
+    q, k = given.q, given.k
+    keys = SAME if present(k.shape[2]) == present(q.shape[2]) else octave(k.shape[2])
+    heads, width = octave(count(q.shape[:2])), present(q.shape[3])
+    return {"tokens": octave(q.shape[2]), "keys": keys, "heads": heads, "width": width}
+
+
+def _tokens(shape: Any) -> tuple[int, int]:
+    return shape["tokens"], shape["tokens"] if shape["keys"] == SAME else int(shape["keys"])
+
+
+def alone(shape: Any, draw: Draw) -> dict[str, Any]:
+    return arguments(draw, *_tokens(shape), shape["width"], shape["heads"])
+
+
+def block(shape: Any, draw: Draw) -> Block:
+    """Return the attention in the middle of a VAE, with projections from and to a few channels."""
+    heads, width = shape["heads"], shape["width"]
+    x, context = (draw(1, tokens, NARROW) for tokens in _tokens(shape))
+    inner = [draw(heads * width, NARROW) / NARROW**0.5 for _ in range(3)]
+    outer = draw(NARROW, heads * width) / (heads * width) ** 0.5
+
+    def middle(*inputs: torch.Tensor) -> torch.Tensor:
+        x, context, to_q, to_k, to_v, outer = inputs
+        query, key, value = (
+            F.linear(side, weight).view(1, -1, heads, width).transpose(1, 2)
+            for side, weight in ((x, to_q), (context, to_k), (context, to_v))
+        )
+        made = F.scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False)
+        return F.linear(made.transpose(1, 2).reshape(1, -1, heads * width), outer)
+
+    return middle, (x, context, *inner, outer)
+
+
+TRIAL = Trial(
+    shape,
+    alone,
+    block,
+    # AutoencoderKL's middle block at 512, 1024 and 2048 pixels.
+    standard=tuple({"tokens": tokens, "keys": SAME, "heads": 1, "width": 512} for tokens in (4096, 16384, 65536)),
+)
+
+OP = Op(
+    "wide_attention",
+    reference,
+    draw_samples,
+    results=results,
+    providers=(Provider("products", "wide_attention", run_products, decline_products),),
+    keeps_strides=True,
+    any_layout=True,
+    trial=TRIAL,
+)
