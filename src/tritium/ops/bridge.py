@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 from torch import fx
@@ -34,10 +34,10 @@ class CustomOp:
 
     name: str
     boundary: bool
-    function: Callable[..., Any]
     definition: Any
     make_outputs: Callable[..., Any]
-    implementations: list[Callable[..., Any]] = field(default_factory=list)
+    # The decorated function, and those of `register_kernel`.
+    functions: list[Callable[..., Any]]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.definition(*args, **kwargs)
@@ -46,7 +46,7 @@ class CustomOp:
         """Add an implementation for one device type (`"cpu"`, `"cuda"`)."""
 
         def register(function: Callable[..., Any]) -> Callable[..., Any]:
-            self.implementations.append(function)
+            self.functions.append(function)
             self.definition.register_kernel(device_type)(_checked(self.name, function, self.make_outputs))
             return function
 
@@ -61,13 +61,10 @@ class CustomOp:
         return compat.operators.overload_of(self.definition)
 
     def files(self) -> list[Path]:
-        """The source files of this op's kernels and fake, for cache keys.
-
-        Inductor's cache key contains only the op's name.
-        """
-        functions = [self.function, self.make_outputs, *self.implementations]
-        found = (inspect.getsourcefile(function) for function in functions if inspect.isfunction(function))
-        return sorted({Path(file) for file in found if file and Path(file) != Path(__file__)})
+        """The source files of this op's kernels and fake: Inductor's cache key contains only the op's name."""
+        functions = filter(inspect.isfunction, [self.make_outputs, *self.functions])
+        files = {Path(file) for function in functions if (file := inspect.getsourcefile(function))}
+        return sorted(files - {Path(__file__)})
 
 
 _OPS: dict[str, CustomOp] = {}
@@ -84,14 +81,15 @@ def custom_op(name: str, *, outputs: OutputMeta, boundary: bool = False) -> Call
 
     def wrap(function: Callable[..., Any]) -> CustomOp:
         if name in _OPS:
-            other = inspect.getsourcefile(_OPS[name].function)
+            other = inspect.getsourcefile(_OPS[name].functions[0])
             raise CustomOpError(f"custom op {name!r} exists already, declared in {other}")
         make_outputs = _output_maker(name, function, outputs)
-        definition = torch.library.custom_op(name, _checked(name, function, make_outputs), mutates_args=())
+        schema = torch.library.infer_schema(function, mutates_args=())
+        checked = _checked(name, function, make_outputs)
+        definition = torch.library.custom_op(name, checked, mutates_args=(), schema=schema)
         definition.register_fake(make_outputs)
-        made = CustomOp(name, boundary, function, definition, make_outputs)
-        _OPS[name] = made
-        return made
+        _OPS[name] = CustomOp(name, boundary, definition, make_outputs, [function])
+        return _OPS[name]
 
     return wrap
 
@@ -117,50 +115,38 @@ def _output_maker(name: str, function: Callable[..., Any], outputs: OutputMeta) 
 
 
 def _checked(name: str, function: Callable[..., Any], make_outputs: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function to check its results against the fake.
-
-    A mismatch would otherwise give wrong results silently.
-    """
+    """Wrap a function to check its results: a mismatch with the fake would give wrong results silently."""
     promises: dict[Any, list[tuple[torch.Size, torch.dtype]]] = {}
 
     def promise_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[torch.Size, torch.dtype]]:
-        key = (tuple(map(_key, args)), tuple((word, _key(value)) for word, value in sorted(kwargs.items())))
+        key = (_key(args), tuple((word, _key(value)) for word, value in sorted(kwargs.items())))
         if key not in promises:
+            meta = compat.tensors.map_tensors(lambda tensor: tensor.to("meta"), {"args": args, "kwargs": kwargs})
             with torch.device("meta"):
-                made = make_outputs(*map(_to_meta, args), **{word: _to_meta(value) for word, value in kwargs.items()})
-            promises[key] = [(out.shape, out.dtype) for out in (made if isinstance(made, (tuple, list)) else [made])]
+                outputs = make_outputs(*meta["args"], **meta["kwargs"])
+            promises[key] = [(out.shape, out.dtype) for out in _several(outputs)]
         return promises[key]
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         results = function(*args, **kwargs)
-        many = isinstance(results, (tuple, list))
-        given = list(results) if many else [results]
         promised = promise_for(args, kwargs)
-        if len(given) != len(promised):
-            raise CustomOpError(
-                f"custom op {name!r} returned {len(given)} results, its outputs promise {len(promised)}"
-            )
-        for index, (result, (shape, dtype)) in enumerate(zip(given, promised, strict=True)):
+        if len(_several(results)) != len(promised):
+            count = len(_several(results))
+            raise CustomOpError(f"custom op {name!r} returned {count} results, its outputs promise {len(promised)}")
+        for index, (result, (shape, dtype)) in enumerate(zip(_several(results), promised, strict=True)):
             if result.shape != shape or result.dtype != dtype:
                 raise CustomOpError(
                     f"custom op {name!r}, result {index}: returned {tuple(result.shape)} {result.dtype}, "
                     f"its outputs promise {tuple(shape)} {dtype}"
                 )
-        contiguous = [result.contiguous() for result in given]
-        return tuple(contiguous) if many else contiguous[0]
+        contiguous = tuple(result.contiguous() for result in _several(results))
+        return contiguous if isinstance(results, (tuple, list)) else contiguous[0]
 
-    # torch.library reads this signature. Annotations must be types: it would resolve strings in this module.
-    hints = get_type_hints(function)
-    signature = inspect.signature(function)
-    parameters = [
-        part.replace(annotation=hints.get(word, part.annotation)) for word, part in signature.parameters.items()
-    ]
-    returns = hints.get("return", signature.return_annotation)
-    checked.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=parameters, return_annotation=returns
-    )
-    checked.__name__ = getattr(function, "__name__", "custom_op")
     return checked
+
+
+def _several(results: Any) -> Sequence[Any]:
+    return results if isinstance(results, (tuple, list)) else (results,)
 
 
 def _key(value: Any) -> Any:
@@ -169,20 +155,10 @@ def _key(value: Any) -> Any:
     return tuple(map(_key, value)) if isinstance(value, (tuple, list)) else value
 
 
-def _to_meta(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return [_to_meta(part) for part in value]
-    return value.to("meta") if isinstance(value, torch.Tensor) else value
-
-
 def in_graph(graph: fx.Graph) -> list[CustomOp]:
     """Return the bridged ops that a graph calls, each once, in order of first use."""
-    found: dict[str, CustomOp] = {}
-    for node in graph.nodes:
-        op = _of_target(node.target)
-        if op is not None:
-            found.setdefault(op.name, op)
-    return list(found.values())
+    calls = (_of_target(node.target) for node in graph.nodes)
+    return list({op.name: op for op in calls if op is not None}.values())
 
 
 def boundaries(nodes: Iterable[fx.Node]) -> list[fx.Node]:
