@@ -22,6 +22,7 @@ __all__ = [
     "Provider",
     "catalog",
     "custom_op",
+    "declines",
     "failed_providers",
     "files",
     "providers",
@@ -66,6 +67,11 @@ def providers(op: Op) -> dict[str, Provider]:
     """Return the owned providers of an op by name; `inductor` and `reference` are not among them."""
     _registered()
     return _providers_of(op)
+
+
+def declines(op: Op, arguments: Arguments) -> dict[str, str | None]:
+    """Return for each owned provider of an op why it cannot take some arguments, or None."""
+    return {name: provider.decline(arguments) for name, provider in providers(op).items()}
 
 
 def files() -> list[Path]:

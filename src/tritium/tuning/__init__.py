@@ -9,36 +9,22 @@ its providers are compared:
     in a block     `Trial(shape, alone, block, standard)`: by `tritium tune` alone, inside a compiled block, on device and
                    host. A call measures nothing; costs of other shapes are predicted.
     at first use   `Trial(shape, first_use=FirstUse(...))`: alone, at the first call of a class of shapes on this machine,
-                   after a check of each result. Other calls read the verdict.
-
-An op with `first_use` chooses like this, at an eager call or while it is traced:
-
-    provider, why = tuning.choose_at_first_use(OP, OP.bind(q, k, v))                    # measured on this machine
-    provider, why = tuning.choose_at_first_use(OP, OP.bind(q, k, v), measures=False)    # shipped table, else the default
-
-`tuning.once(call, choose)` remembers the choice for identical calls. A graph in which the choice was made by tracing has
-`tuning.identity(OP)` in its cache key, for example as an argument of the traced operator.
+                   after a check of each result. Other calls read the verdict; see `first_use`.
 """
 
 from __future__ import annotations
 
 from tritium.tuning import first_use, tables
 from tritium.tuning.choice import check_pins, choose, decide
-from tritium.tuning.compare import Compile
-from tritium.tuning.costs import Cost, Site
-from tritium.tuning.first_use import choose_at_first_use, identity, key_of, once, recall, verdicts
+from tritium.tuning.first_use import choose_at_first_use, identity, key_of, once, verdicts
 from tritium.tuning.tables import Limit, Machine, ReductionLimits, Table, known, like, load, store
-from tritium.tuning.verdict import Key, Loop, Verdict
+from tritium.tuning.verdict import Key, Verdict
 
 __all__ = [
-    "Compile",
-    "Cost",
     "Key",
     "Limit",
-    "Loop",
     "Machine",
     "ReductionLimits",
-    "Site",
     "Table",
     "Verdict",
     "check_pins",
@@ -52,7 +38,6 @@ __all__ = [
     "like",
     "load",
     "once",
-    "recall",
     "store",
     "verdicts",
 ]

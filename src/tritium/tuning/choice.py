@@ -70,7 +70,7 @@ def choose(op: Op, arguments: Mapping[str, Any], config: CompilationConfig, devi
         return Decision(REFERENCE, "engine 'eager' runs the op's reference")
     if op.trial is not None and op.trial.first_use is not None:
         return Decision(*choose_at_first_use(op, bound))
-    declines = {name: provider.decline(bound) for name, provider in ops.providers(op).items()}
+    declines = ops.declines(op, bound)
     able = [name for name, reason in declines.items() if reason is None]
     if not able:
         reasons = [f"{name}: {reason}" for name, reason in declines.items()]
@@ -120,28 +120,26 @@ def decide(
         why = f"{row.why(replayed=replayed)}, {where}"
         if best != provider:
             why = f"provider {best!r} is fastest for such shapes and cannot take this one; {why}"
-        return _left(why) if provider == INDUCTOR else Decision(provider, why)
+        return _decision(provider, why)
     if not predicts:
-        return _left(f"nothing was measured for {key.op}, {key.shape} on this device")
+        return _decision(INDUCTOR, f"nothing was measured for {key.op}, {key.shape} on this device")
     rows, elsewhere = shipped | own, ""
-    other = None if rows else tables.like(machine)
-    if other is not None:
+    if not rows and (other := tables.like(machine)) is not None:
         rows, elsewhere = tables.shipped_rows(other), f", measured on {other.name}"
     prediction = predict(key, _of_one_form(rows.values(), rows, key, limits), replayed=replayed)
     if prediction is None:
-        return _left(_nothing_near(machine, key, rows))
+        return _decision(INDUCTOR, _nothing_near(machine, key, rows))
     site = prediction.site.among(able)
     owned = [name for name in site.costs if name != INDUCTOR]
     if not owned:
-        return _left("no provider that was measured at such shapes can take this one")
+        return _decision(INDUCTOR, "no provider that was measured at such shapes can take this one")
     provider = site.choose()
-    if provider == INDUCTOR:
-        return _left(prediction.why(max(owned, key=site.ratio)) + elsewhere)
-    return Decision(provider, prediction.why(provider) + elsewhere)
+    told = max(owned, key=site.ratio) if provider == INDUCTOR else provider
+    return _decision(provider, prediction.why(told) + elsewhere)
 
 
-def _left(reason: str) -> Decision:
-    return Decision(INDUCTOR, f"left to Inductor: {reason}")
+def _decision(provider: str, why: str) -> Decision:
+    return Decision(provider, f"left to Inductor: {why}" if provider == INDUCTOR else why)
 
 
 def _of_one_form(
@@ -171,36 +169,35 @@ def _pinned(op: Op, pinned: str, arguments: Arguments, config: CompilationConfig
     why = f"pinned by force_provider={pinned!r}"
     if pinned in (INDUCTOR, REFERENCE):
         return Decision(pinned, why)
-    owned = ops.providers(op)
-    if pinned not in owned:
+    provider = ops.providers(op).get(pinned)
+    if provider is None:
         # `check_pins` ensured that some op has this provider; this op has not.
         return Decision(INDUCTOR, f"op {op.name!r} has no provider {pinned!r}")
-    reason = owned[pinned].decline(arguments)
+    reason = provider.decline(arguments)
     if reason is None:
         return Decision(pinned, why)
     if isinstance(config.force_provider, str):
         return Decision(INDUCTOR, f"provider {pinned!r} cannot take it: {reason}")
-    able = ", ".join([INDUCTOR, REFERENCE])
-    raise ProviderError(f"provider {pinned!r} of op {op.name!r} cannot be used: {reason}; providers that can: {able}")
+    raise ProviderError(
+        f"provider {pinned!r} of op {op.name!r} cannot be used: {reason}; providers that can: {INDUCTOR}, {REFERENCE}"
+    )
 
 
 def check_pins(config: CompilationConfig) -> None:
     """Raise a `ProviderError` for a pin of an unknown op or provider: it would otherwise have no effect."""
     known = {name: [INDUCTOR, REFERENCE, *ops.providers(op)] for name, op in ops.catalog().items()}
-    if isinstance(config.force_provider, str):
+    pins = config.force_provider or ()
+    if isinstance(pins, str):
         every = {provider for providers in known.values() for provider in providers}
-        if config.force_provider not in every:
-            raise ProviderError(
-                f"force_provider: no op has {config.force_provider!r}; {nearest(config.force_provider, every)}"
-            )
+        if pins not in every:
+            raise ProviderError(f"force_provider: no op has {pins!r}; {nearest(pins, every)}")
         return
-    for op, provider in dict(config.force_provider or ()).items():
+    for op, provider in dict(pins).items():
         if op not in known:
             raise ProviderError(f"force_provider: there is no op {op!r}; {nearest(op, known)}")
         if provider not in known[op]:
-            raise ProviderError(
-                f"force_provider: op {op!r} has no provider {provider!r}; it has {', '.join(known[op])}"
-            )
+            has = ", ".join(known[op])
+            raise ProviderError(f"force_provider: op {op!r} has no provider {provider!r}; it has {has}")
 
 
 # --- predict the costs of a site ---

@@ -19,7 +19,7 @@ import torch
 from tritium import compat, device, measure, ops
 from tritium.errors import TritiumError, brief
 from tritium.ops import INDUCTOR, Op
-from tritium.ops.op import count, draw_from
+from tritium.ops.op import Block, count, draw_from
 from tritium.report.explain import explain
 from tritium.report.records import GraphRecord
 from tritium.tuning import tables
@@ -56,16 +56,14 @@ Compile = Callable[[Callable[..., Any], Mapping[str, str]], Callable[..., Any]]
 Notify = Callable[[Key, int, int], None]
 
 
-def faster(ms: Mapping[str, float], preferred: str | None, margin: float = MARGIN) -> str:
+def faster(ms: Mapping[str, float], preferred: str | None) -> str:
     """Return the fastest name, or the preferred one unless another is faster by more than the margin.
 
     >>> faster({"sdpa": 1.01, "cudnn": 1.0}, "sdpa"), faster({"sdpa": 1.03, "cudnn": 1.0}, "sdpa")
     ('sdpa', 'cudnn')
     """
     best = min(ms, key=ms.__getitem__)
-    if preferred is not None and ms.get(preferred, math.inf) <= ms[best] * (1 + margin):
-        return preferred
-    return best
+    return preferred if preferred and ms.get(preferred, math.inf) <= ms[best] * (1 + MARGIN) else best
 
 
 def timed(runs: Runs, device_type: str) -> dict[str, float]:
@@ -89,7 +87,7 @@ def compare_alone(
     assert op.trial is not None
     first = op.trial.first_use
     assert first is not None
-    remarks = {name: reason for name, reason in reasons.items() if reason is not None}
+    remarks: dict[str, str] = {}
     runs: dict[str, Callable[[], Any]] = {}
     # Set no default device: it is a mode that runs Python for every operator, and penalizes providers of many operators.
     with torch.inference_mode():
@@ -99,10 +97,10 @@ def compare_alone(
             torch.cuda.synchronize()
         arguments = op.bind(**create())
         check = first.check(arguments)
-        for name in [name for name in reasons if name not in remarks]:
+        for name, skipped in reasons.items():
             run = functools.partial(ops.providers(op)[name].run, arguments)
             try:
-                reason = check(run())
+                reason = skipped or check(run())
             except torch.AcceleratorError:
                 # No result on a broken device can be trusted.
                 raise
@@ -115,9 +113,8 @@ def compare_alone(
         if not runs:
             warnings.warn(f"tritium: no provider of {op.name} is close to the reference: {remarks}", stacklevel=2)
             return None
-        ms = timed(runs, where.type)
-    rounded = {name: round(value, 5) for name, value in ms.items()}
-    return Verdict(key, faster(ms, first.preferred), rounded, versions=dict(first.versions()), remarks=remarks)
+        ms = {name: round(value, 5) for name, value in timed(runs, where.type).items()}
+    return Verdict(key, faster(ms, first.preferred), ms, versions=dict(first.versions()), remarks=remarks)
 
 
 def standard_keys(names: Sequence[str], dtypes: Sequence[torch.dtype], device_type: str) -> list[Key]:
@@ -129,9 +126,9 @@ def standard_keys(names: Sequence[str], dtypes: Sequence[torch.dtype], device_ty
             continue
         for dtype in dtypes:
             draw = functools.partial(torch.empty, device=device_type, dtype=dtype)
-            able = [shape for shape in trial.standard if None in _declines(op, trial.alone(few(shape), draw)).values()]
-            shapes = [few(shape, CPU_MOST) for shape in able] if device_type == "cpu" else able
-            keys += [Key.of(name, shape, dtype) for shape in shapes]
+            declines = [ops.declines(op, op.bind(**trial.alone(few(shape), draw))) for shape in trial.standard]
+            able = [shape for shape, reasons in zip(trial.standard, declines, strict=True) if None in reasons.values()]
+            keys += [Key.of(name, few(shape, CPU_MOST) if device_type == "cpu" else shape, dtype) for shape in able]
     return list(dict.fromkeys(keys))
 
 
@@ -140,25 +137,20 @@ def few(shape: Mapping[str, int | str], most: Mapping[str, int] = FEW) -> dict[s
     return {name: min(int(size), most[name]) if name in LONG else size for name, size in shape.items()}
 
 
-def _declines(op: Op, arguments: Mapping[str, Any]) -> dict[str, str | None]:
-    return {name: provider.decline(op.bind(**arguments)) for name, provider in ops.providers(op).items()}
-
-
 def compare_in_block(key: Key, device_type: str, compiler: Compile, seconds: float = SECONDS) -> Verdict:
     """Measure one key: all providers that support it, interleaved and sustained."""
     op, trial = ops.catalog()[key.op], ops.catalog()[key.op].trial
     if trial is None or trial.alone is None or trial.block is None:
         raise TritiumError(f"providers of op {op.name!r} are not compared in a block: its trial has none")
-    dtype: torch.dtype = getattr(torch, key.dtype)
-    draw = draw_from(dtype, device_type)
+    draw = draw_from(getattr(torch, key.dtype), device_type)
     try:
         with torch.inference_mode():
             arguments = trial.alone(key.sizes(), draw)
-            declines = _declines(op, arguments)
+            declines = ops.declines(op, op.bind(**arguments))
             able = [name for name, reason in declines.items() if reason is None]
-            block, inputs = trial.block(key.sizes(), draw)
-            compiled = {name: _compiled(op, block, inputs, name, compiler) for name in (INDUCTOR, *able)}
-            blocks = {name: functools.partial(run, *inputs) for name, run in compiled.items()}
+            block = trial.block(key.sizes(), draw)
+            compiled = {name: _compiled(op, block, name, compiler) for name in (INDUCTOR, *able)}
+            blocks = {name: functools.partial(run, *block[1]) for name, run in compiled.items()}
             row = Verdict(
                 key=key,
                 provider=INDUCTOR,
@@ -177,10 +169,9 @@ def compare_in_block(key: Key, device_type: str, compiler: Compile, seconds: flo
     return replace(row, provider=row.site(replayed=device_type != "cuda").choose())
 
 
-def _compiled(
-    op: Op, block: Callable[..., Any], inputs: tuple[Any, ...], provider: str, compiler: Compile
-) -> Callable[..., Any]:
-    compiled = compiler(block, {op.name: provider})
+def _compiled(op: Op, block: Block, provider: str, compiler: Compile) -> Callable[..., Any]:
+    function, inputs = block
+    compiled = compiler(function, {op.name: provider})
     compiled(*inputs)
     if provider != INDUCTOR:
         sites = [site for record in explain(compiled).records for site in record.sites if site.fusion == op.name]
@@ -280,9 +271,8 @@ def measure_keys(
         load = meter.read() if device_type == "cpu" else None
         if load is not None and load.disturbed:
             # Under load, threads that wait for each other become many times slower, by different factors.
-            remarks = {DISTURBED: f"{load.foreign_cores:.1f} cores were taken by others"}
-            verdicts.append(replace(verdict, remarks=remarks))
-            continue
-        tables.store(path, tables.Machine.of(device_type), [verdict])
+            verdict = replace(verdict, remarks={DISTURBED: f"{load.foreign_cores:.1f} cores were taken by others"})
+        else:
+            tables.store(path, tables.Machine.of(device_type), [verdict])
         verdicts.append(verdict)
     return verdicts

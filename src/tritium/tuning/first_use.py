@@ -2,7 +2,8 @@
 
 A verdict comes from memory or the user's table, otherwise from a measurement: in a thread without modes of the caller,
 under the GPU's lock, and stored for later processes. If nothing can be measured, the shipped table decides, then the
-op's default.
+op's default. `once` remembers the choice for identical calls. A graph in which the choice was made by tracing has
+`identity(op)` in its cache key, for example as an argument of the traced operator.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 
 from tritium import compat, device, measure, ops
 from tritium.ops import Arguments, Op
+from tritium.ops.op import FirstUse
 from tritium.tuning import tables
 from tritium.tuning.compare import compare_alone
 from tritium.tuning.tables import Machine
@@ -32,7 +34,7 @@ COMPILING = "compiling=1"
 # The most calls whose choice is kept in memory.
 MOST_CALLS = 4096
 
-# By the name of the device and the key, the most recently used last.
+# The verdicts that this process used, by the name of the device and the key.
 _VERDICTS: dict[tuple[str, Key], Verdict] = {}
 _CALLS: dict[Hashable, Any] = {}
 _LOCK = threading.RLock()
@@ -48,40 +50,48 @@ def _tensors(arguments: Arguments) -> list[torch.Tensor]:
     return [leaf for leaf in compat.tensors.leaves_of(list(vars(arguments).values())) if isinstance(leaf, torch.Tensor)]
 
 
+def _first_use_of(op: Op) -> FirstUse:
+    assert op.trial is not None
+    assert op.trial.first_use is not None
+    return op.trial.first_use
+
+
 def choose_at_first_use(op: Op, arguments: Arguments, *, measures: bool = True) -> tuple[str, str]:
     """Return the provider for a call of an op with `first_use`, and the reason.
 
     With `measures`, the user's verdicts count, and a missing one is measured; otherwise only shipped ones do.
     """
-    assert op.trial is not None
-    first = op.trial.first_use
-    assert first is not None
-    tensors, key = _tensors(arguments), key_of(op, arguments)
-    where = tensors[0].device
-    declines = {name: provider.decline(arguments) for name, provider in ops.providers(op).items()}
+    key, where = key_of(op, arguments), _tensors(arguments)[0].device
+    declines = ops.declines(op, arguments)
     able = [name for name, reason in declines.items() if reason is None]
-    # Read the caller's modes in this thread: the thread that measures has none.
-    is_symbolic = any(not isinstance(size, int) for tensor in tensors for size in tensor.shape)
-    compiling = compat.dynamo.is_compiling() or is_symbolic
     verdict, origin = None, "measured on this machine"
     if measures:
-        versions = dict(first.versions())
-        create = first.alike(arguments)
-        verdict = recall(where, key, versions) if create is None or compiling else None
-        if create is not None and verdict is None:
-            reasons = declines
-            if first.skip is not None:
-                reasons = {name: reason or first.skip(name, arguments, compiling) for name, reason in declines.items()}
-            # Providers that start a compiler are missing in the verdict of a compilation: only compilations read it.
-            exact = replace(key, shape=f"{key.shape} {COMPILING}") if compiling else key
-            verdict = recall(where, exact, versions, lambda: compare_alone(op, exact, create, reasons, where))
+        verdict = _measured(op, key, arguments, declines)
     # A compiled graph can need more than the call that was measured, such as symbolic sizes: the winner may decline.
     if verdict is None or verdict.fastest(able) is None:
         verdict, origin = tables.shipped(Machine.of(where)).rows.get(key), "shipped"
     provider = verdict.fastest(able) if verdict is not None else None
     if verdict is None or provider is None:
-        return first.default(arguments), f"{op.name} was not measured for {key.shape}"
+        return _first_use_of(op).default(arguments), f"{op.name} was not measured for {key.shape}"
     return provider, f"{origin}: {', '.join(f'{name} {ms:.3g} ms' for name, ms in verdict.ms.items())}"
+
+
+def _measured(op: Op, key: Key, arguments: Arguments, declines: Mapping[str, str | None]) -> Verdict | None:
+    """Return this machine's verdict, measured now if there is none; None if it cannot be measured."""
+    first, tensors = _first_use_of(op), _tensors(arguments)
+    where, versions, create = tensors[0].device, dict(first.versions()), first.alike(arguments)
+    # Read the caller's modes in this thread: the thread that measures has none.
+    is_symbolic = any(not isinstance(size, int) for tensor in tensors for size in tensor.shape)
+    compiling = compat.dynamo.is_compiling() or is_symbolic
+    verdict = recall(where, key, versions) if create is None or compiling else None
+    if create is None or verdict is not None:
+        return verdict
+    reasons = declines
+    if first.skip is not None:
+        reasons = {name: reason or first.skip(name, arguments, compiling) for name, reason in declines.items()}
+    # Providers that start a compiler are missing in the verdict of a compilation: only compilations read it.
+    exact = replace(key, shape=f"{key.shape} {COMPILING}") if compiling else key
+    return recall(where, exact, versions, lambda: compare_alone(op, exact, create, reasons, where))
 
 
 def recall(
@@ -92,8 +102,7 @@ def recall(
 ) -> Verdict | None:
     """Return a verdict from memory or the user's table, else measure and store it; None if it cannot be measured."""
     machine = Machine.of(where)
-    with _LOCK:
-        verdict = _known(machine, key, versions)
+    verdict = _known(machine, key, versions)
     if verdict is not None or compared is None or not _can_measure(where):
         return verdict
     # While this thread waited, another process or thread may have measured the same key.
@@ -104,29 +113,25 @@ def recall(
         # In a new thread no mode of the caller is active. The copied context holds the GPU lock that this thread holds.
         with ThreadPoolExecutor(1) as pool:
             verdict = pool.submit(contextvars.copy_context().run, compared).result()
-        if verdict is None:
-            return None
-        _VERDICTS[machine.name, key] = verdict
-        try:
-            tables.store(tables.user_folder() / machine.file_name, machine, [verdict])
-        except OSError as error:
-            message = f"tritium: the verdict about {key.op} cannot be stored for later processes: {error}"
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
+        if verdict is not None:
+            _VERDICTS[machine.name, key] = verdict
+            try:
+                tables.store(tables.user_folder() / machine.file_name, machine, [verdict])
+            except OSError as error:
+                message = f"tritium: the verdict about {key.op} cannot be stored for later processes: {error}"
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
         return verdict
 
 
 def _known(machine: Machine, key: Key, versions: Mapping[str, str]) -> Verdict | None:
-    verdict = _VERDICTS.pop((machine.name, key), None)
-    if verdict is None:
-        row = tables.own(machine).rows.get(key)
-        verdict = row if row is not None and row.versions == versions else None
-    if verdict is not None:
-        _VERDICTS[machine.name, key] = verdict
-    return verdict
+    row = tables.own(machine).rows.get(key) if (machine.name, key) not in _VERDICTS else None
+    if row is not None and row.versions == versions:
+        _VERDICTS[machine.name, key] = row
+    return _VERDICTS.get((machine.name, key))
 
 
 def verdicts() -> list[Verdict]:
-    """Return the verdicts that first calls in this process used, the most recent last."""
+    """Return the verdicts that first calls in this process used."""
     return list(_VERDICTS.values())
 
 
@@ -138,12 +143,11 @@ def once(call: Hashable, choose: Callable[[], T]) -> T:
     chosen: T | None = _CALLS.get(call)
     if chosen is None:
         chosen = choose()
-        if device.is_capturing():
-            # Chosen without a measurement: the next call may be measured.
-            return chosen
-        if len(_CALLS) >= MOST_CALLS:
-            _CALLS.clear()
-        _CALLS[call] = chosen
+        # During a capture nothing is measured: the next call may be.
+        if not device.is_capturing():
+            if len(_CALLS) >= MOST_CALLS:
+                _CALLS.clear()
+            _CALLS[call] = chosen
     return chosen
 
 
@@ -159,9 +163,7 @@ def identity(op: Op) -> str:
     Compiled code is cached by the graph that Dynamo traced, which does not contain the choice: without the digest the
     cache could return code for another choice.
     """
-    assert op.trial is not None
-    assert op.trial.first_use is not None
-    versions = " ".join(map("=".join, op.trial.first_use.versions().items()))
+    versions = " ".join(map("=".join, _first_use_of(op).versions().items()))
     return f"{' '.join(ops.providers(op))} {versions} {tables.digest(op.name)}"
 
 
