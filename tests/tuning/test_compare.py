@@ -12,7 +12,8 @@ from tritium.compiler.compile import compile_pinned
 from tritium.ops.op import draw_from
 from tritium.report.records import GraphRecord
 from tritium.report.tiling import KernelTiling, ReductionChoice
-from tritium.tuning import Key, Loop, Verdict, compare
+from tritium.tuning import Key, Verdict, compare
+from tritium.tuning.verdict import Loop
 
 
 class Quiet:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tritium.tuning import Cost, Key, Site, Verdict
-from tritium.tuning.costs import EXCHANGE, LAUNCH_US
+from tritium.tuning import Key, Verdict
+from tritium.tuning.costs import EXCHANGE, LAUNCH_US, Cost, Site
 
 KEY = Key("residual_norm_modulate", "tokens=4096 width=3072 norm=layer", "bfloat16")
 

@@ -4,7 +4,8 @@ import pytest
 
 from tritium import compat, tuning
 from tritium.ops import INDUCTOR
-from tritium.tuning import Key, Loop, Machine, Verdict
+from tritium.tuning import Key, Machine, Verdict
+from tritium.tuning.verdict import Loop
 
 GPU = Machine("Some GPU", "9.0", 132)
 LIKE = Machine("Another GPU", "9.0", 130)

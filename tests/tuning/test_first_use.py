@@ -212,10 +212,10 @@ class TestModes:
             with measure.gpu_lock("cuda"):
                 seen.append(measure._HOLDS_GPU.get())
 
-        tuning.recall(torch.device("cuda"), KEY, {}, compared)
+        first_use.recall(torch.device("cuda"), KEY, {}, compared)
         assert not measure._HOLDS_GPU.get()
         with measure.gpu_lock("cuda"):
-            tuning.recall(torch.device("cuda"), KEY, {}, compared)
+            first_use.recall(torch.device("cuda"), KEY, {}, compared)
         assert seen == [True, True]
 
 
