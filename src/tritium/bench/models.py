@@ -221,7 +221,7 @@ def cast_as_loading_does(model: Any, dtype: torch.dtype) -> None:
     `model.to(dtype)` would also round the tables of rotary embeddings and the modules a class keeps in float32, and
     then another graph would be measured than pipelines run.
     """
-    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    kept = compat.diffusers.kept_in_float32(model)
     persistent = set(model.state_dict())
     for path, module in model.named_modules():
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):

@@ -43,6 +43,11 @@ def remove_backend(name: str) -> None:
         del known[member]
 
 
+def kept_in_float32(model: Any) -> set[str]:
+    """Return the names of modules that a class keeps in float32 when a checkpoint is loaded in another dtype."""
+    return set(getattr(model, "_keep_in_fp32_modules", None) or ())
+
+
 def _dispatcher() -> tuple[Any, Any]:
     try:
         module = importlib.import_module("diffusers.models.attention_dispatch")
