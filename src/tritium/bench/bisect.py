@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -72,19 +72,16 @@ class Fault:
     def __str__(self) -> str:
         if self.fusion is None:
             return self.explanation
-        where = f" (site: {self.line})" if self.line else f" (node {self.node})"
+        where = f"site: {self.line}" if self.line else f"node {self.node}"
         does = "goes away without" if self.remedy_helps else "first goes out with"
-        text = f"{does} fusion '{self.fusion}', provider '{self.provider}'{where}; {self.explanation}"
+        text = f"{does} fusion '{self.fusion}', provider '{self.provider}' ({where}); {self.explanation}"
         if not self.alone:
             text += "; it takes the rewritten sites before it too"
-        if self.remedy is not None:
-            text += f"; until that is mended: {self.remedy}"
-            text += "" if self.remedy_helps else " (not enough: another site is at fault as well)"
-        return text
+        text += f"; until that is mended: {self.remedy}"
+        return text if self.remedy_helps else f"{text} (not enough: another site is at fault as well)"
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """A site in one of the graphs of a call. Compiling the same call again gives the same places."""
 
     graph: int
@@ -192,10 +189,9 @@ class _Search:
             what = "torch.compile's generated code" if engine == "inductor" else "what Dynamo traces"
             return Fault(part="torch.compile", explanation=f"{what} is at fault: it is the same without Tritium")
         passes = [entry.name for entry in passes_run if entry.name != "fuse" and (entry.changed or entry.requests)]
-        if passes:
-            blamed = f"one of the passes is at fault ({', '.join(dict.fromkeys(passes))})"
-            return Fault(part="pass", explanation=f"it stays without any fusion: {blamed}")
-        return Fault(part="generated code", explanation="it stays without any fusion: the generated code is at fault")
+        part: Part = "pass" if passes else "generated code"
+        blamed = f"one of the passes ({', '.join(dict.fromkeys(passes))})" if passes else "the generated code"
+        return Fault(part=part, explanation=f"it stays without any fusion: {blamed} is at fault")
 
     def _of_site(self, sites: Mapping[Place, Site], *, alone: bool) -> Fault:
         """Blame the last of these sites, the first with which the result is outside."""

@@ -1,10 +1,8 @@
 """Find the first compiled module whose result exceeds the fidelity bound, and the site in it that is at fault.
 
-Every module that Tritium compiled runs alone, on the arguments of an eager image: eagerly, compiled, and in float64. Bisection
-over "the first n blocks compiled, the rest eager" at the end of the denoiser would be less reliable and no cheaper: later blocks
-amplify or hide the error of an earlier one, a bound needs a float64 run of the whole model, and each probe runs all blocks, while
-equal blocks share one compilation and cost one call each. Inside the module at fault every probe is a compilation, so there
-bisection pays: see `bisect`.
+Every module that Tritium compiled runs alone, on the arguments of an eager image: eagerly, compiled, and in float64. Modules are not
+bisected: later blocks amplify or hide the error of an earlier one, and equal blocks share one compilation. Inside the module at fault
+every probe is a compilation, so there bisection pays: see `bisect`.
 
 Errors that no module shows alone, such as a result that a later call overwrites, or rounding that adds up, are searched by
 bisection over images with the first n modules compiled.
@@ -12,7 +10,9 @@ bisection over images with the first n modules compiled.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -80,14 +80,14 @@ class Location:
             largest = max(self.checked, key=lambda entry: entry.size)
             text = f"all {len(self.checked)} compiled modules are inside the bound; the largest is {largest}"
             return f"{text}\n{self.images}" if self.images else text
-        lines = [f"{self.first}; {self.fault}"]
+        text = f"{self.first}; {self.fault}"
         others = self.outside[1:]
         if others:
             worst = max(others, key=lambda entry: entry.size)
-            lines.append(
-                f"{len(others)} of the {len(self.checked) - 1} other modules are outside too; the worst is {worst}"
+            text += (
+                f"\n{len(others)} of the {len(self.checked) - 1} other modules are outside too; the worst is {worst}"
             )
-        return "\n".join(lines)
+        return text
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -133,10 +133,10 @@ def locate(handle: Handle, job: Job, notify: Notify, is_past: Callable[[], bool]
         if place is not None:
             notify(f"{checked[place].name}: which site", 0.7)
             return Location(checked=checked, first=checked[place], fault=_fault(kept[place], handle))
-        if kept and is_past is not None:
-            notify("every module is inside the bound: which of them changes the image", 0.7)
-            return Location(checked=checked, images=_by_images(kept, is_past))
-        return Location(checked=checked)
+        if not kept or is_past is None:
+            return Location(checked=checked)
+        notify("every module is inside the bound: which of them changes the image", 0.7)
+        return Location(checked=checked, images=_by_images(kept, is_past))
     finally:
         for name, choice in choices.items():
             handle.part(name).use(choice)
@@ -145,43 +145,40 @@ def locate(handle: Handle, job: Job, notify: Notify, is_past: Callable[[], bool]
 def _first_calls(handle: Handle, job: Job) -> list[_Kept]:
     """Record the first call of every compiled target, in call order; leave every part eager."""
     kept: list[_Kept] = []
-    hooks = []
-    for name, choice in handle.choices.items():
-        installed = handle.part(name)
-        installed.use(_EAGER)
-        if choice.how == "eager":
-            continue
-        for target in installed.part.targets:
-            hook = _keeping(kept, installed, target, choice)
-            hooks.append(target.module.register_forward_pre_hook(hook, with_kwargs=True))
-    try:
+    with contextlib.ExitStack() as hooks:
+        for name, choice in handle.choices.items():
+            installed = handle.part(name)
+            installed.use(_EAGER)
+            for target in installed.part.targets if choice.how != "eager" else ():
+                keep = functools.partial(_keep, kept, installed, target, choice)
+                hooks.callback(target.module.register_forward_pre_hook(keep, with_kwargs=True).remove)
         generate(handle.pipe, job)
-    finally:
-        for registered in hooks:
-            registered.remove()
     return kept
 
 
-def _keeping(kept: list[_Kept], installed: Installed, target: Target, choice: Choice) -> Callable[..., None]:
-    def keep(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if all(known.target.module is not target.module for known in kept):
-            # The pipeline continues with these tensors, and may write into them.
-            copied_args, copied_kwargs = copied((args, kwargs))
-            kept.append(_Kept(installed, target, choice, copied_args, copied_kwargs))
-
-    return keep
+def _keep(
+    kept: list[_Kept],
+    installed: Installed,
+    target: Target,
+    choice: Choice,
+    _module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    if all(known.target.module is not target.module for known in kept):
+        # The pipeline continues with these tensors, and may write into them.
+        kept.append(_Kept(installed, target, choice, *copied((args, kwargs))))
 
 
 def _check(kept: Sequence[_Kept], notify: Notify) -> Iterator[Checked]:
     """Check every module alone."""
     for place, entry in enumerate(kept):
         notify(f"{entry.name}: compiled, eager and in float64", 0.1 + 0.6 * place / len(kept))
-        call = _call(entry)
-        module = entry.target.module
+        call, installed = _call(entry), entry.installed
         # Block by block, also where the part is one program.
-        with entry.installed.using(entry.choice, among={module}):
+        with installed.using(entry.choice, among={call.module}):
             # A call of the entry would be counted and timed: call the implementation behind it.
-            excess = call.excess(entry.installed.run if module is entry.installed.part.entry else module)
+            excess = call.excess(installed.run if call.module is installed.part.entry else call.module)
         yield Checked(name=entry.name, kind=entry.kind, excess=excess)
 
 
@@ -216,16 +213,14 @@ def _by_images(kept: Sequence[_Kept], is_past: Callable[[], bool]) -> str:
         return (
             "two eager images differ past the thresholds: the pipeline itself does not repeat, and cannot be verified"
         )
-    if not past_with(len(kept)):
-        for entry in kept:
-            entry.installed.use(entry.choice)
-        if is_past():
-            return (
-                "the image exceeds the thresholds only where a part is one program: no module of it alone is at fault"
-            )
-        return "generated once more the image is inside the thresholds: the result changes from call to call"
-    last = kept[bisect(len(kept), past_with)]
-    return (
-        f"images go past the thresholds when {last.name} ({last.kind}) is compiled besides what is called before it: rounding "
-        "that adds up to more than the thresholds allow, or something that one call leaves to the next"
-    )
+    if past_with(len(kept)):
+        last = kept[bisect(len(kept), past_with)]
+        return (
+            f"images go past the thresholds when {last.name} ({last.kind}) is compiled besides what is called before it: "
+            "rounding that adds up to more than the thresholds allow, or something that one call leaves to the next"
+        )
+    for entry in kept:
+        entry.installed.use(entry.choice)
+    if is_past():
+        return "the image exceeds the thresholds only where a part is one program: no module of it alone is at fault"
+    return "generated once more the image is inside the thresholds: the result changes from call to call"
