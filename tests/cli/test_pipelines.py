@@ -13,7 +13,6 @@ from tritium.bench.generation import Job
 from tritium.bench.results import Results
 from tritium.cli.app import app
 from tritium.errors import ConfigError
-from tritium.example import PROMPTS
 from tritium.pipelines import recipe, trial
 
 EAGER = {"TRITIUM_ENGINE": "eager"}
@@ -157,7 +156,7 @@ class TestRun:
 
 class TestBench:
     def test_a_folder_is_a_workload(self, folder, tmp_path, monkeypatch):
-        monkeypatch.setattr("tritium.bench.pipelines.jobs_for", small_jobs)
+        monkeypatch.setattr("tritium.bench.generation.jobs_for", small_jobs)
         done = invoke(
             "bench", folder, "--warm", "--against", "eager", "--seconds", 0, "--json", tmp_path / "found.json"
         )
@@ -248,7 +247,7 @@ class TestTune:
 
 class TestExplain:
     def test_a_pipeline_is_explained_with_its_components(self, folder, monkeypatch):
-        monkeypatch.setattr("tritium.bench.pipelines.jobs_for", small_jobs)
+        monkeypatch.setattr("tritium.bench.generation.jobs_for", small_jobs)
         done = invoke("explain", folder, "--json")
         assert done.exit_code == 0, done.output
         found = json.loads(done.stdout)
@@ -256,13 +255,7 @@ class TestExplain:
         assert found["sites"]["rope"]["declined"] == 0
 
     def test_as_a_page(self, folder, tmp_path, monkeypatch):
-        monkeypatch.setattr("tritium.bench.pipelines.jobs_for", small_jobs)
+        monkeypatch.setattr("tritium.bench.generation.jobs_for", small_jobs)
         done = invoke("explain", folder, "--html", tmp_path / "report.html")
         assert done.exit_code == 0, done.output
         assert "FluxPipeline, one image of" in (tmp_path / "report.html").read_text()
-
-
-def test_prompts_of_the_example_are_known_words():
-    from tritium.cli.run import known_prompt
-
-    assert [known_prompt(prompt, "example") for prompt in PROMPTS] == list(PROMPTS)

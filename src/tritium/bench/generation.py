@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from tritium import device
 from tritium.bench import quality
 from tritium.bench.quality import Difference
 from tritium.errors import ConfigError, brief
-from tritium.example import load_example
+from tritium.example import PROMPTS, VOCABULARY, load_example, unknown_words
 from tritium.example.loading import load_pipeline
 
 EXAMPLE = "example"
@@ -25,8 +25,14 @@ EXAMPLE = "example"
 # Image sizes are multiples of this: a VAE's factor of 8 and patches of 2.
 MULTIPLE = 16
 
+# A square of this side has 4 gigapixels, so a larger number is a typing error.
+LONGEST_SIDE = 2**16
+
 # The range that torch.Generator.manual_seed accepts.
 SEEDS = range(-(2**63), 2**64)
+
+# For pipelines other than the example.
+_PROMPTS = ("a red apple on a wooden table", "a lighthouse at night, long exposure")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +52,8 @@ class Job:
             size = getattr(self, name)
             if size is not None and (size < MULTIPLE or size % MULTIPLE):
                 raise ConfigError(f"{name} {size} is not a multiple of {MULTIPLE}")
+            if size is not None and size > LONGEST_SIDE:
+                raise ConfigError(f"{name} {size}: a side has at most {LONGEST_SIDE} pixels")
         if self.steps is not None and self.steps < 1:
             raise ConfigError(f"steps must be at least 1, got {self.steps}")
         if self.seed not in SEEDS:
@@ -73,15 +81,36 @@ class Image:
         return quality.difference(self.pixels, reference.pixels, latents, perceptual=perceptual)
 
 
-def parse_size(text: str) -> tuple[int, int]:
-    """Parse `WxH`.
+def prompts_of(model: str) -> Sequence[str]:
+    """Return prompts for a pipeline; those of the example are what it was trained for."""
+    return PROMPTS if model == EXAMPLE else _PROMPTS
 
-    >>> parse_size("192x128")
-    (192, 128)
-    """
-    found = re.fullmatch(r"([0-9]+)x([0-9]+)", text.lower())
+
+def jobs_for(
+    model: str,
+    prompts: Sequence[str] | None = None,
+    sizes: Sequence[str] | None = None,
+    steps: int | None = None,
+    seeds: Sequence[int] | None = None,
+) -> list[Job]:
+    """Return a job for every prompt, size (`WxH`) and seed; without seeds, every prompt has one of its own."""
+    prompts = prompts or prompts_of(model)
+    strange = dict.fromkeys(word for prompt in prompts for word in unknown_words(prompt)) if model == EXAMPLE else None
+    if strange:
+        words = ", ".join(map(repr, strange))
+        raise ConfigError(f"the example model does not know {words}; its words are: {' '.join(VOCABULARY)}")
+    return [
+        Job(prompt=prompt, width=width, height=height, steps=steps, seed=seed)
+        for index, prompt in enumerate(prompts)
+        for width, height in (map(_parsed, sizes) if sizes else [(None, None)])
+        for seed in seeds or [index]
+    ]
+
+
+def _parsed(size: str) -> tuple[int, int]:
+    found = re.fullmatch(r"([0-9]+)x([0-9]+)", size.lower())
     if found is None:
-        raise ConfigError(f"size {text!r} is not WIDTHxHEIGHT, such as 128x128")
+        raise ConfigError(f"size {size!r} is not WIDTHxHEIGHT, such as 128x128")
     return int(found[1]), int(found[2])
 
 

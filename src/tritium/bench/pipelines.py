@@ -24,7 +24,6 @@ from tritium.bench.generation import Image, Job
 from tritium.bench.results import EAGER, GRAPHS, INDUCTOR, REDUCE_OVERHEAD, TRITIUM, Row
 from tritium.bench.settings import Notify, Settings
 from tritium.errors import ConfigError
-from tritium.example import PROMPTS
 from tritium.pipelines.plan import Choice, Plan
 
 # Images of one variant in a row, as users generate them: the first one after another variant has to allocate again.
@@ -47,21 +46,13 @@ def is_pipeline(name: str) -> bool:
     return name == generation.EXAMPLE or (Path(name) / "model_index.json").is_file()
 
 
-def jobs_for(name: str) -> list[Job]:
-    """List the jobs of a pipeline: its plain call, on prompts it was trained for."""
-    if name == generation.EXAMPLE:
-        return [Job(prompt=prompt, seed=seed) for seed, prompt in enumerate(PROMPTS)]
-    prompts = ("a red apple on a wooden table", "a lighthouse at night, long exposure")
-    return [Job(prompt=prompt, seed=seed) for seed, prompt in enumerate(prompts)]
-
-
 def run(name: str, settings: Settings, notify: Notify) -> list[Row]:
     """Measure a pipeline: time of an image, first images cold and with artifacts, differences from eager."""
     settings.refuse_options_of_models(name, "is a whole pipeline")
     label = name if name == generation.EXAMPLE else Path(name).name
     notify(f"{label}: loading", 0.0)
     pipe = generation.load(name, settings.device_type, settings.dtype)
-    jobs = jobs_for(name)
+    jobs = generation.jobs_for(name)
     images: dict[str, list[Image]] = {}
     restart: dict[str, float] = {}
     comparison = Comparison(workload=label, settings=settings, notify=notify, shrunk=False, inference_mode=False)

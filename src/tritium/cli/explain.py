@@ -100,7 +100,7 @@ def _explain(
 def _of_pipeline(name: str, settings: Settings, config: CompilationConfig, *, kernels: bool) -> tuple[str, Report]:
     """Return a headline and the report over all components of a pipeline that generates one image."""
     tritium: Any = importlib.import_module("tritium")
-    job = pipelines.jobs_for(name)[0]
+    job = generation.jobs_for(name)[0]
     with progress.shown() as notify:
         notify(f"loading {name}", 0.0)
         pipe = generation.load(name, settings.device_type)

@@ -13,7 +13,7 @@ import typer
 
 import tritium
 from tritium import config, example
-from tritium.bench import generation, images, pipelines, quality
+from tritium.bench import generation, images, pipelines
 from tritium.bench.generation import Job
 from tritium.bench.images import Panel
 from tritium.bench.pipelines import Compared
@@ -51,8 +51,9 @@ def command(
     if eager and (compare or recipe or artifacts):
         raise ConfigError("--eager draws without Tritium: leave out --compare, --recipe and --artifacts")
     config.check_environment()
-    width, height = _known_size(size) if size is not None else (None, None)
-    job = Job(prompt=known_prompt(prompt, model), width=width, height=height, steps=steps, seed=seed)
+    if not prompt and model != generation.EXAMPLE:
+        raise ConfigError(f"model {model!r} needs a prompt")
+    (job,) = generation.jobs_for(model, [prompt or example.PROMPTS[0]], None if size is None else [size], steps, [seed])
     if not output.parent.is_dir():
         raise ConfigError(f"-o {output}: there is no folder {output.parent}; create it first, or write elsewhere")
     images.check_writable(output)
@@ -79,38 +80,12 @@ def command(
     if compared is None:
         images.save(first.pixels[0], output)
     else:
-        difference = _difference(compared)
+        difference = compared.ours.difference(compared.eager)
         found["seconds"] |= {"eager": compared.eager.seconds, "tritium": compared.ours.seconds}
         found["difference"] = difference.to_dict()
         summary += f"\n{difference}"
         images.save_sheet(panels(compared, job), output)
     _tell(found, json=json, summary=summary)
-
-
-# In pixels. A square of this side has 4 gigapixels, so a larger value is a typing error.
-_LONGEST_SIDE = 2**16
-
-
-def _known_size(size: str) -> tuple[int, int]:
-    width, height = generation.parse_size(size)
-    if max(width, height) > _LONGEST_SIDE:
-        raise ConfigError(f"--size {size}: a side has at most {_LONGEST_SIDE} pixels")
-    return width, height
-
-
-def known_prompt(prompt: str | None, model: str) -> str:
-    """Return the prompt; for the example model, check that it was trained on all words."""
-    if model != generation.EXAMPLE:
-        if not prompt:
-            raise ConfigError(f"model {model!r} needs a prompt")
-        return prompt
-    if prompt is None:
-        return example.PROMPTS[0]
-    strange = example.unknown_words(prompt)
-    if strange:
-        words = ", ".join(map(repr, strange))
-        raise ConfigError(f"the example model does not know {words}; its words are: {' '.join(example.VOCABULARY)}")
-    return prompt
 
 
 @contextlib.contextmanager
@@ -128,7 +103,7 @@ def _short_of_memory(size: str | None) -> Iterator[None]:
 
 def panels(compared: Compared, job: Job) -> list[Panel]:
     """Return the eager image, the accelerated one, and their difference."""
-    eager, ours, found = compared.eager, compared.ours, _difference(compared)
+    eager, ours, found = compared.eager, compared.ours, compared.ours.difference(compared.eager)
     return [
         Panel(eager.pixels[0], ("eager", f"{eager.seconds:.2f} s", job.prompt)),
         Panel(
@@ -144,12 +119,6 @@ def panels(compared: Compared, job: Job) -> list[Panel]:
             ),
         ),
     ]
-
-
-def _difference(compared: Compared) -> quality.Difference:
-    ours, eager = compared.ours, compared.eager
-    latents = None if ours.latents is None or eager.latents is None else (ours.latents, eager.latents)
-    return quality.difference(ours.pixels, eager.pixels, latents)
 
 
 def _tell(found: dict[str, Any], *, json: bool, summary: str = "") -> None:

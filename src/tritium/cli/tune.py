@@ -24,7 +24,6 @@ from tritium.bench.generation import Job
 from tritium.bench.settings import DTYPES
 from tritium.cli import progress
 from tritium.cli.bench import known_device
-from tritium.cli.run import known_prompt
 from tritium.cli.table import console
 from tritium.compiler.compile import compile_pinned
 from tritium.errors import ConfigError, nearest
@@ -79,7 +78,8 @@ def command(
     if names and pipelines.is_pipeline(names[0]):
         if len(names) > 1 or dtype or to or show:
             raise ConfigError("tune takes one pipeline, or ops; --to, --show and --dtype concern ops")
-        jobs = _jobs(names[0], prompts, sizes, steps)
+        prompts = prompts or list(generation.prompts_of(names[0])[:2])
+        jobs = generation.jobs_for(names[0], prompts, sizes, steps)
         budget = recipes.Budget(min_psnr=40.0 if min_psnr is None else min_psnr, seconds=seconds)
         _tune_pipeline(names[0], jobs, budget, output or Path("recipe.json"), known_device(device_type), json=json)
         return
@@ -145,19 +145,6 @@ def _shown(machine: str, path: Path | None) -> list[Verdict]:
     if table.damage is not None:
         raise ConfigError(f"cannot show {path}: {table.damage}; `tritium tune --to {path}` writes it again")
     return list(table.rows.values())
-
-
-def _jobs(model: str, prompts: list[str] | None, sizes: list[str] | None, steps: int | None) -> list[Job]:
-    """Return a job for every prompt in every size."""
-    said = [known_prompt(prompt, model) for prompt in prompts] if prompts else None
-    if said is None:
-        said = [job.prompt for job in pipelines.jobs_for(model)][:2]
-    measured = [generation.parse_size(size) for size in sizes] if sizes else [(None, None)]
-    return [
-        Job(prompt=prompt, width=width, height=height, steps=steps, seed=seed)
-        for seed, prompt in enumerate(said)
-        for width, height in measured
-    ]
 
 
 def _tune_pipeline(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import json as json_format
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tritium.bench import verify
-from tritium.bench.generation import EXAMPLE, Job, load, parse_size
+from tritium.bench.generation import EXAMPLE, jobs_for, load
 from tritium.bench.quality import Difference
 from tritium.bench.verify import Row, Thresholds, Verified
 from tritium.cli import progress
@@ -73,11 +71,9 @@ def command(
     )
     if accept_differences and recipe is None:
         raise ConfigError("--accept-differences concerns recipes: give --recipe with it")
-    jobs = _jobs(prompt or _prompts(model), size or [], steps, seed or [0])
-    if model == EXAMPLE:
-        _check_words(jobs)
-    where = known_device(device_type)
-    pipe = load(model, where)
+    prompts = prompt or ([_PROMPT] if model != EXAMPLE else None)
+    jobs = jobs_for(model, prompts, size, steps, seed or [0])
+    pipe = load(model, known_device(device_type))
     with progress.shown() as notify:
         verified = verify.verify(
             pipe, jobs, thresholds, notify, recipe, accept_differences=accept_differences, find_cause=locate
@@ -88,31 +84,6 @@ def command(
         show(verified)
     if not verified.passed:
         raise typer.Exit(1)
-
-
-def _prompts(model: str) -> Sequence[str]:
-    if model != EXAMPLE:
-        return [_PROMPT]
-    from tritium.example import PROMPTS
-
-    return list(PROMPTS)
-
-
-def _check_words(jobs: Sequence[Job]) -> None:
-    from tritium.example import unknown_words
-
-    for job in jobs:
-        unknown = unknown_words(job.prompt)
-        if unknown:
-            raise ConfigError(f"the example was never taught {', '.join(map(repr, unknown))} (prompt {job.prompt!r})")
-
-
-def _jobs(prompts: Sequence[str], sizes: Sequence[str], steps: int | None, seeds: Sequence[int]) -> list[Job]:
-    parsed: list[tuple[int | None, int | None]] = [parse_size(size) for size in sizes] or [(None, None)]
-    return [
-        Job(prompt=prompt, width=width, height=height, steps=steps, seed=seed)
-        for prompt, (width, height), seed in itertools.product(prompts, parsed, seeds)
-    ]
 
 
 def show(verified: Verified) -> None:
