@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from support.bench import is_a_share, job
 from support.changed import wrong_fusion, wrong_provider
 from tritium import CompilationConfig, FusionPatterns, fidelity
 from tritium.api import optimize
 from tritium.bench.bisect import Call, find_fault
-from tritium.bench.generation import Job
 from tritium.bench.locate import Checked, Location, locate
 from tritium.catalog import Entry
 from tritium.compiler import pipeline
@@ -27,20 +27,14 @@ from tritium.pipelines.whole import Whole
 pytest.importorskip("diffusers")
 small_pipelines = importlib.import_module("support.small_pipelines")
 
-JOB = Job(prompt="a red circle", width=32, height=32, steps=1, extra={"max_sequence_length": 16})
-
 # A region would take the norms over.
 NO_REGION = FusionPatterns(enable_qk_norm_rope=False)
-
-
-def silent(what, share):
-    assert 0 <= share <= 1, what
 
 
 def located(config, is_past=None, **plan):
     with optimize(small_pipelines.flux(), Plan(config=config, progress=False, **plan)) as handle:
         before = handle.choices
-        found = locate(handle, JOB, silent, is_past and is_past(handle.pipe))
+        found = locate(handle, job(), is_a_share, is_past and is_past(handle.pipe))
         assert handle.choices == before
         assert not any(module._forward_pre_hooks for module in handle.pipe.transformer.modules())
         return found
@@ -150,17 +144,20 @@ def blamed(config, module=None):
     return find_fault(call_of(module or Norms(), torch.randn(3, 8)), config, dynamic=False)
 
 
-def test_no_numbers_are_outside_and_no_number_in_json():
-    found = Checked(name="transformer.norm_out", kind="Norm", excess=math.inf)
-    assert str(found) == "transformer.norm_out (Norm): no numbers, or another shape or dtype"
-    assert found.to_dict() == {"name": "transformer.norm_out", "kind": "Norm", "excess": None, "outside": True}
-    assert Location(checked=(found,)).outside == [found]
-
-
-def test_what_cannot_be_compared_is_said():
-    found = Checked(name="transformer.norm_out", kind="Norm", excess=None)
-    assert str(found) == "transformer.norm_out (Norm): returns nothing that can be compared"
-    assert not found.to_dict()["outside"]
+@pytest.mark.parametrize(
+    ("excess", "text", "is_outside"),
+    [
+        (math.inf, "no numbers, or another shape or dtype", True),
+        (None, "returns nothing that can be compared", False),
+        (0.5, "error 0.5 x the bound", False),
+    ],
+)
+def test_what_a_module_s_error_is_called(excess, text, is_outside):
+    found = Checked(name="transformer.norm_out", kind="Norm", excess=excess)
+    assert str(found) == f"transformer.norm_out (Norm): {text}"
+    finite = excess if excess != math.inf else None
+    assert found.to_dict() == {**vars(found), "excess": finite, "outside": is_outside}
+    assert Location(checked=(found,)).outside == [found] * is_outside
 
 
 class TestFaults:

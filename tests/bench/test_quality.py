@@ -79,13 +79,6 @@ class TestImages:
         with pytest.raises(ConfigError, match="has no ending that says what image to write"):
             images.check_writable(tmp_path / name)
 
-    def test_checking_leaves_nothing_behind_and_keeps_what_is_there(self, tmp_path):
-        images.check_writable(tmp_path / "new" / "a.png")
-        assert not (tmp_path / "new" / "a.png").exists()
-        (tmp_path / "b.png").write_bytes(b"kept")
-        images.check_writable(tmp_path / "b.png")
-        assert (tmp_path / "b.png").read_bytes() == b"kept"
-
     def test_a_folder_is_no_file(self, tmp_path):
         (tmp_path / "c.png").mkdir()
         with pytest.raises(ConfigError, match="cannot be written"):

@@ -10,7 +10,6 @@ import torch
 
 from support.bench import ROW, settings
 from tritium.bench import flux_pipeline, suites
-from tritium.bench.comparison import twin
 from tritium.bench.results import Store
 from tritium.bench.settings import silent
 from tritium.bench.suite import Clock, Outcome, Suite, Task
@@ -18,16 +17,6 @@ from tritium.bench.suites import SUITES
 from tritium.errors import TritiumError
 
 pytest.importorskip("diffusers")
-
-
-def test_twins_share_weights_and_nothing_else():
-    block = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)).eval()
-    copied = twin(block)
-    assert copied[0] is not block[0]
-    assert copied[0].weight is block[0].weight
-    assert copied[1].running_mean is block[1].running_mean
-    copied[0].forward = lambda x: x
-    assert not torch.equal(block[0](torch.ones(1, 3)), torch.ones(1, 3))
 
 
 def test_what_optimize_does_to_a_twin_is_not_seen_by_the_original():
@@ -63,8 +52,12 @@ def test_the_pipeline_is_measured_size_by_size(tmp_path, monkeypatch):
     assert before[1].remark.startswith("first image: first size of this process")
 
 
-def test_sizes_without_time_are_left_to_the_next_run():
-    assert SUITES["pipeline"].run(settings(), Store(None, "cpu"), Clock(0), silent) == Outcome(["flux pipeline 64"])
+@pytest.mark.parametrize(
+    ("suite", "only", "left_over"),
+    [("pipeline", (), ["flux pipeline 64"]), ("families", ["pixart-512", "flux-512"], ["flux-512", "pixart-512"])],
+)
+def test_what_no_time_is_left_for_is_named(suite, only, left_over):
+    assert SUITES[suite].run(settings(), Store(None, "cpu"), Clock(0), silent, only) == Outcome(left_over)
 
 
 def test_torch_compile_of_the_pipeline_compiles_repeated_blocks_and_decode():

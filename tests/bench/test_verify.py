@@ -9,10 +9,10 @@ import math
 import pytest
 import torch
 
+from support.bench import is_a_share, job
 from support.changed import wrong_provider
 from tritium import CompilationConfig, FusionPatterns
 from tritium.bench import quality
-from tritium.bench.generation import Job
 from tritium.bench.verify import Thresholds, verify
 from tritium.errors import ConfigError, PipelineError, RecipeError
 from tritium.pipelines.plan import Plan
@@ -28,16 +28,6 @@ WRONG = Plan(
         force_provider={"rms_norm": "triton"},
     )
 )
-
-
-def job(seed=0, **given):
-    return Job(
-        prompt="a red circle", width=32, height=32, steps=1, seed=seed, extra={"max_sequence_length": 16}, **given
-    )
-
-
-def silent(what, share):
-    assert 0 <= share <= 1, what
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +57,7 @@ def test_a_right_pipeline_passes_and_is_given_back(pipe):
 
 def test_images_are_compared_seed_by_seed(pipe):
     # Were an image compared with another seed's, it would not be equal.
-    found = verify(pipe, [job(0), job(1)], Thresholds(min_psnr=math.inf, max_difference=0.0), silent, EAGER)
+    found = verify(pipe, [job(0), job(1)], Thresholds(min_psnr=math.inf, max_difference=0.0), is_a_share, EAGER)
     assert found.passed
     assert found.to_dict()["thresholds"] == {"min_psnr": "inf", "max_difference": 0.0}
 
@@ -75,7 +65,7 @@ def test_images_are_compared_seed_by_seed(pipe):
 @pytest.mark.thorough  # The command line's own test has the same fault located.
 def test_a_wrong_provider_fails_and_is_located(pipe):
     with wrong_provider("rms_norm", lambda result, *_: result * 20 + 3):
-        found = verify(pipe, [job(0)], Thresholds(min_psnr=90.0), silent, WRONG, find_cause=True)
+        found = verify(pipe, [job(0)], Thresholds(min_psnr=90.0), is_a_share, WRONG, find_cause=True)
     assert not found.passed
     assert found.broken[0].startswith("psnr ")
     assert found.rows[0].broken
@@ -86,7 +76,7 @@ def test_a_wrong_provider_fails_and_is_located(pipe):
 
 def test_a_image_without_numbers_never_passes(pipe):
     with wrong_provider("rms_norm", lambda result, *_: result * torch.nan):
-        found = verify(pipe, [job(0)], Thresholds(min_psnr=None), silent, WRONG)
+        found = verify(pipe, [job(0)], Thresholds(min_psnr=None), is_a_share, WRONG)
     assert not found.passed
     assert "no numbers" in found.broken[0]
     json.dumps(found.to_dict(), allow_nan=False)
@@ -158,12 +148,9 @@ class TestNoNumbers:
             quality.difference(self.image, self.image * torch.nan)
 
 
-def test_no_job_is_an_error(pipe):
+def test_no_job_and_no_recipe_are_errors_before_anything_is_drawn(pipe, tmp_path):
     with pytest.raises(ConfigError, match="nothing to verify"):
-        verify(pipe, [], Thresholds(), silent, EAGER)
-
-
-def test_a_recipe_that_is_none_is_an_error_before_anything_is_drawn(pipe, tmp_path):
+        verify(pipe, [], Thresholds(), pytest.fail, EAGER)
     (tmp_path / "recipe.json").write_text("{}")
     with pytest.raises(RecipeError, match="is no recipe"):
         verify(pipe, [job()], Thresholds(), pytest.fail, tmp_path / "recipe.json")

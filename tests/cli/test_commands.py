@@ -5,17 +5,17 @@ import io
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
-import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
 from support.bench import ROW as A_ROW
+from support.bench import Tiny
 from tritium import cli, compat, envs, fusions, measure, tuning
 from tritium.bench import comparison, workloads
 from tritium.bench.results import Results
-from tritium.bench.workload import Built
 from tritium.cli import progress
 from tritium.cli.app import app
 from tritium.tuning import Verdict
@@ -30,31 +30,18 @@ def invoke(*arguments, **environment):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """Replaces the measuring by made-up rows; what was asked for is kept."""
-    asked = []
+    """Replaces the measuring by made-up rows, which a test may change; what was asked for is kept."""
+    asked, rows = [], [ROW]
 
     def fake(workload, settings, notify):
         asked.append((workload.name, settings))
         notify(f"{workload.name}: timing", 0.5)
-        rows = [dataclasses.replace(ROW, workload=workload.name)]
-        settings.on_rows(rows)
-        return rows
+        found = [dataclasses.replace(row, workload=workload.name) for row in rows]
+        settings.on_rows(found)
+        return found
 
     monkeypatch.setattr(workloads, "run", fake)
-    return asked
-
-
-def measure_always(monkeypatch, rows):
-    """The same rows of whatever is measured; returns the settings that are asked for."""
-    asked = []
-
-    def fake(workload, settings, notify):
-        asked.append(settings)
-        settings.on_rows(rows)
-        return rows
-
-    monkeypatch.setattr(workloads, "run", fake)
-    return asked
+    return SimpleNamespace(asked=asked, rows=rows)
 
 
 @pytest.mark.parametrize("command", ["doctor", "bench", "explain", "verify"])
@@ -89,6 +76,8 @@ def test_an_unknown_workload_lists_all_that_is_valid(command, others):
     [
         (["bench", "flux", "--mode", "defalt"], "did you mean 'default'"),
         (["bench", "flux", "--against", "eager,inducto"], "did you mean 'inductor'"),
+        (["bench", "flux", "--without", "rms_nrom"], "did you mean 'rms_norm'"),
+        (["bench", "flux", "--graphs", "--mode", "reduce-overhead"], "compares with mode 'reduce-overhead' already"),
         (["bench", "flux", "--device", "tpu"], "device 'tpu' is not known"),
         (["bench", "kl-decode", "--regime", "dynamc"], "did you mean 'dynamic'"),
         (["bench", "kl-decode", "flux", "--regime", "dynamic"], "flux has no dynamic sizes"),
@@ -129,9 +118,10 @@ def test_bench_prints_a_table_and_writes_what_it_printed(measured, tmp_path):
     path = tmp_path / "results.json"
     result = invoke("bench", "flux", "wan", "--against", "inductor", "--seconds", "3", "--json", str(path))
     assert result.exit_code == 0, result.output
-    assert [name for name, _ in measured] == ["flux", "wan"]
-    assert measured[0][1].variants == ["inductor", "tritium"]
-    assert measured[0][1].seconds == 3.0
+    assert [name for name, _ in measured.asked] == ["flux", "wan"]
+    assert measured.asked[0][1].variants == ["inductor", "tritium"]
+    assert measured.asked[0][1].seconds == 3.0
+    assert "[ 50%] flux: timing" in result.stderr
     assert "1.25x" in result.stdout
     assert "shrunk for the CPU" in result.stdout
     assert [row.workload for row in Results.load(path).rows] == ["flux", "wan"]
@@ -144,30 +134,33 @@ def test_results_that_cannot_be_written_are_refused_before_measuring(measured, t
     assert result.exit_code == 2
     assert "cannot be written" in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
-    assert not measured
+    assert not measured.asked
 
 
-def test_a_file_that_gets_no_results_is_not_left_behind(monkeypatch, tmp_path):
-    def stopped(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(workloads, "run", stopped)
-    (tmp_path / "old.json").write_text("kept")
-    for name in ("new.json", "old.json"):
-        assert invoke("bench", "flux", "--json", str(tmp_path / name)).exit_code != 0
-    assert [path.name for path in tmp_path.iterdir()] == ["old.json"]
-    assert (tmp_path / "old.json").read_text() == "kept"
-
-
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"[]", b"{}"])
-def test_results_that_are_none_are_refused_before_measuring(measured, tmp_path, content):
+def test_results_that_are_none_are_refused_before_measuring(measured, tmp_path):
     path = tmp_path / "old.json"
-    path.write_bytes(content)
+    path.write_bytes(b"\xff\xfe")
     result = invoke("bench", "flux", "--compare", str(path))
     assert result.exit_code == 2
     assert "is no result of `tritium bench --json`" in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
-    assert not measured
+    assert not measured.asked
+
+
+@pytest.mark.parametrize("measured_before", [False, True])
+def test_what_was_measured_before_somebody_stopped_it_is_written(monkeypatch, tmp_path, measured_before):
+    def run_(workload, settings, notify):
+        if workload.name == "wan" or not measured_before:
+            raise KeyboardInterrupt
+        settings.on_rows([ROW])
+        return [ROW]
+
+    monkeypatch.setattr(workloads, "run", run_)
+    path = tmp_path / "results.json"
+    Results.now([dataclasses.replace(ROW, workload="sd3")], "cpu").save(path)
+    assert invoke("bench", "flux", "wan", "--json", str(path)).exit_code != 0
+    assert [row.workload for row in Results.load(path).rows] == (["flux"] if measured_before else ["sd3"])
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_suite_keeps_its_rows_and_says_what_failed(monkeypatch, tmp_path):
@@ -184,35 +177,30 @@ def test_a_suite_keeps_its_rows_and_says_what_failed(monkeypatch, tmp_path):
     assert "tritium optimize failed: ValueError: not today" in " ".join(result.stdout.split())
 
 
-def test_bench_with_graphs_has_a_column_for_the_time_on_the_host(monkeypatch, tmp_path):
-    rows = [ROW, dataclasses.replace(ROW, variant="tritium graphs", host_us=123.4)]
-    asked = measure_always(monkeypatch, rows)
-    result = invoke("bench", "flux", "--graphs", "--json", str(tmp_path / "results.json"))
+@pytest.mark.parametrize(
+    ("option", "fields", "printed"),
+    [
+        ("--graphs", {"variant": "tritium graphs", "host_us": 123.4}, "host us: until a call returns"),
+        ("--graphs", {"variant": "tritium graphs", "host_us": 123.4}, " 123 "),
+        ("--cold", {"disturbed": True}, "DISTURBED"),
+        (
+            "--profile",
+            {"operators_us": 6000.0, "fusion_gain": -0.25},
+            "6.00 ms in operators and kernels, eagerly 8.00 ms: fusion gain -25.0%",
+        ),
+        (
+            "--cold",
+            {"cold_start_s": 30.0, "restart_s": 6.0},
+            "6.0 s to the first image of another process with compile artifacts, 20% of 30.0 s",
+        ),
+    ],
+)
+def test_bench_prints_what_a_row_has(measured, option, fields, printed):
+    eager = dataclasses.replace(ROW, variant="eager", operators_us=8000.0)
+    measured.rows[:] = [eager, dataclasses.replace(ROW, **fields)]
+    result = invoke("bench", "flux", option, "--device", "cpu", COLUMNS="300")
     assert result.exit_code == 0, result.output
-    assert asked[0].graphs
-    assert "host us" in result.stdout
-    assert any("Tritium graphs" in line and " 123 " in line for line in result.stdout.splitlines())
-    assert [row.host_us for row in Results.load(tmp_path / "results.json").rows] == [None, 123.4]
-
-
-def test_what_was_measured_before_somebody_stopped_it_is_written(monkeypatch, tmp_path):
-    def run_(workload, settings, notify):
-        if workload.name == "wan":
-            settings.on_rows([dataclasses.replace(ROW, workload="wan", note="static")])
-            raise KeyboardInterrupt
-        settings.on_rows([ROW])
-        return [ROW]
-
-    monkeypatch.setattr(workloads, "run", run_)
-    path = tmp_path / "results.json"
-    assert invoke("bench", "flux", "wan", "--json", str(path)).exit_code != 0
-    assert [row.workload for row in Results.load(path).rows] == ["flux", "wan"]
-
-
-def test_bench_says_when_the_machine_was_disturbed(monkeypatch):
-    rows = [dataclasses.replace(ROW, disturbed=True)]
-    measure_always(monkeypatch, rows)
-    assert "DISTURBED" in invoke("bench", "flux").stdout
+    assert printed in " ".join(result.stdout.split())
 
 
 @pytest.mark.parametrize(("before", "code"), [(100 / 1.06, 1), (100 / 1.04, 0)])
@@ -222,11 +210,6 @@ def test_compare_fails_past_five_percent(measured, tmp_path, before, code):
     result = invoke("bench", "flux", "--device", "cpu", "--compare", str(path))
     assert result.exit_code == code, result.output
     assert ("REGRESSION" in result.stdout) == bool(code)
-
-
-def test_log_lines_where_there_is_no_terminal(measured):
-    result = invoke("bench", "flux")
-    assert "[ 50%] flux: timing" in result.stderr
 
 
 def shown_on(console):
@@ -269,14 +252,6 @@ def test_explain_prints_the_page():
     assert "Sites" in result.stdout
 
 
-class Tiny:
-    name, dynamic = "tiny", (False,)
-
-    def build(self, device, dtype, *, small):
-        model = torch.nn.Sequential(torch.nn.RMSNorm(16), torch.nn.SiLU())
-        return Built(model.to(device, dtype), {"input": torch.randn(3, 16)}, "3 tokens", small)
-
-
 @pytest.mark.codegen
 def test_explain_writes_a_folder_for_every_kernel(monkeypatch, tmp_path):
     monkeypatch.setattr(workloads, "find", lambda name, others: [Tiny()])
@@ -286,17 +261,6 @@ def test_explain_writes_a_folder_for_every_kernel(monkeypatch, tmp_path):
     assert (folder / "kernel.cpp").exists()
     assert f"1 kernels in {tmp_path / 'kernels'}" in result.stdout
     assert "Lowered " in result.stdout
-
-
-def test_bench_prints_what_fusion_gains(monkeypatch):
-    rows = [
-        dataclasses.replace(ROW, variant="eager", operators_us=8000.0),
-        dataclasses.replace(ROW, variant="tritium", operators_us=6000.0, fusion_gain=-0.25),
-    ]
-    measure_always(monkeypatch, rows)
-    printed = " ".join(invoke("bench", "flux", "--device", "cpu", "--profile").stdout.split())
-    assert "6.00 ms in operators and kernels, eagerly 8.00 ms: fusion gain -25.0%" in printed
-    assert "(fused total - unfused total) / unfused total" in printed
 
 
 def test_explain_lists_every_fusion():
@@ -411,13 +375,6 @@ class TestTune:
         assert {key.dtype for key in tuning.load(path).rows} == {"bfloat16", "float16"}
         assert len(compared) == 2
 
-    def test_what_is_known_is_shown_without_measuring(self, compared):
-        invoke("tune", "rope", "--device", "cpu")
-        del compared[:]
-        result = invoke("tune", "--device", "cpu", "--show")
-        assert result.exit_code == 0
-        assert compared == []
-
     def test_a_damaged_table_is_shown_without_what_is_damaged(self, compared, tmp_path):
         invoke("tune", "rope", "--device", "cpu")
         (path,) = tmp_path.iterdir()
@@ -446,15 +403,6 @@ class TestTune:
         assert "2.00x" in result.output
         assert compared == []
 
-    def test_verdicts_of_first_calls_are_shown(self, compared, tmp_path):
-        path = tmp_path / "mine.json"
-        key = tuning.Key("attention", "heads=2", "float32")
-        tuning.store(path, tuning.Machine("m"), [Verdict(key, "sdpa", {"sdpa": 1.0, "math": 2.0})])
-        result = invoke("tune", "--show", "--to", str(path))
-        assert result.exit_code == 0
-        assert all(text in result.output for text in ("attention", "sdpa", "1.000 / 2.000"))
-        assert compared == []
-
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
@@ -468,11 +416,3 @@ class TestTune:
         result = invoke("tune", *arguments)
         assert result.exit_code == 2
         assert message in " ".join(result.output.split())
-
-
-def test_the_start_of_another_process_is_told_against_a_cold_one(measured, monkeypatch):
-    del measured
-    row = dataclasses.replace(ROW, cold_start_s=30.0, restart_s=6.0)
-    measure_always(monkeypatch, [row])
-    said = " ".join(invoke("bench", "flux", COLUMNS="300").stdout.split())
-    assert "6.0 s to the first image of another process with compile artifacts, 20% of 30.0 s" in said

@@ -8,6 +8,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from support import small_pipelines
+from support.bench import job
 from tritium import Choice
 from tritium.bench.generation import Job
 from tritium.bench.results import Results
@@ -180,7 +181,7 @@ class TestBench:
 
 
 def small_jobs(_name):
-    return [Job(prompt="a red circle", width=32, height=32, steps=1, extra={"max_sequence_length": 16})]
+    return [job()]
 
 
 class TestTune:

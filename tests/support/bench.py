@@ -1,8 +1,12 @@
-"""A measured row, and settings under which benchmarks take milliseconds and generate no code."""
+"""Rows, settings and a workload with which benchmarks take milliseconds and generate no code."""
+
+import torch
 
 from tritium import CompilationConfig
+from tritium.bench.generation import Job
 from tritium.bench.results import Row
 from tritium.bench.settings import Settings
+from tritium.bench.workload import Built
 
 ROW = Row(
     workload="flux",
@@ -29,3 +33,38 @@ ROW = Row(
 def settings(**fields):
     eager = CompilationConfig(engine="eager")
     return Settings(**{"seconds": 0.0, "against": ("eager",), "cold": False, "config": eager, **fields})
+
+
+class Block(torch.nn.Module):
+    """Stands in for a transformer: two linear maps and a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(16, 32)
+        self.norm = torch.nn.RMSNorm(32, eps=1e-6)
+        self.down = torch.nn.Linear(32, 16)
+
+    def forward(self, hidden_states, return_dict=True):
+        return (self.down(self.norm(self.up(hidden_states))),)
+
+
+class Tiny:
+    """A workload of one block."""
+
+    name, dynamic = "tiny", (False,)
+
+    def build(self, device, dtype, *, small):
+        torch.manual_seed(0)
+        model = Block().to(device, dtype).eval()
+        inputs = {"hidden_states": torch.randn(1, 7, 16).to(device, dtype), "return_dict": False}
+        return Built(model, inputs, "7 tokens", small)
+
+
+def job(seed=0):
+    """Return one small step of a small FLUX pipeline."""
+    return Job(prompt="a red circle", width=32, height=32, steps=1, seed=seed, extra={"max_sequence_length": 16})
+
+
+def is_a_share(what, share):
+    """Take progress, and check it."""
+    assert 0 <= share <= 1, what
