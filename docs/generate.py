@@ -82,13 +82,29 @@ def fusion_page(fusion) -> str:
     )
     text += "\n## Spellings\n\n"
     if fusion.spellings:
-        text += "Each in any operand order, through casts:\n\n"
-    text += "".join(f"```python\n{inspect.getsource(spelling).strip()}\n```\n\n" for spelling in fusion.spellings)
+        text += f"Each in any operand order, through casts:\n\n```python\n{spellings(fusion)}\n```\n\n"
     if fusion.find is not None:
         text += f"Found by structure. {inspect.getdoc(fusion.find) or 'The forms are those above.'}\n\n"
     text += "\n\n".join(forms) + "\n\n## What is not meant, and when it declines\n\n"
     text += "".join(judgement(getattr(fusion, name)) for name in ("accept", "decline"))
     return text + "What every fusion declines is on [the first page](index.md).\n"
+
+
+def spellings(fusion) -> str:
+    """The source of a fusion's functions, or of its file's patterns."""
+    from tritium.fusions.patterns import Pattern
+
+    functions = [inspect.getsource(spelling) for spelling in fusion.spellings if inspect.isfunction(spelling)]
+    module = sys.modules[f"tritium.fusions.{fusion.name}"]
+    source = inspect.getsource(module)
+    patterns = []
+    for statement in ast.parse(source).body:
+        if isinstance(statement, ast.Assign):
+            made = getattr(module, statement.targets[0].id)
+            given = [keyword for keyword in getattr(statement.value, "keywords", ()) if keyword.arg == "spellings"]
+            shown = [statement] if isinstance(made, Pattern) else given if made is fusion and not functions else []
+            patterns += [ast.get_source_segment(source, part) for part in shown]
+    return "\n".join((*functions, *patterns)).strip()
 
 
 def judgement(function) -> str:

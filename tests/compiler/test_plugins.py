@@ -135,7 +135,7 @@ def boom(*_, **__):
 class TestFusions:
     @pytest.mark.parametrize("where", ["find", "accept", "decline", "arguments"])
     def test_one_that_raises_is_off_alone(self, call, where):
-        more = {"spellings": (doubled,), "replacement": ops.catalog()["rms_norm"], "priority": 99}
+        more = {"spellings": (doubled,), "replacement": ops.catalog()["rms_norm"], "before": ("rope",)}
         broken = Fusion("broken", ("broken",), **({} if where == "find" else more), **{where: boom})
         results, report, told = run(call, fusions=[broken])
         torch.testing.assert_close(results[0], function(*call)[0])

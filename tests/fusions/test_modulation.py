@@ -337,7 +337,7 @@ def test_the_layout_of_what_convolutions_alone_read_is_free(after, free):
     """On a GPU ATen's GroupNorm gives up channels-last, which the op keeps: strides may differ where nobody sees them."""
     graph = fx.symbolic_trace(lambda x, w: after(F.silu(F.group_norm(x, 2)), w)).graph
     (silu,) = [node for node in graph.nodes if node.target is F.silu]
-    assert group_norm_silu._feeds_convolutions(silu) is free
+    assert group_norm_silu.feeds_convolutions(silu) is free
 
 
 @pytest.mark.parametrize("switch", SWITCHES)

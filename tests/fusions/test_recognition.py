@@ -10,7 +10,6 @@ from torch import nn
 import tritium
 from support.fidelity import assert_no_worse
 from tritium import fusions
-from tritium.fusions.match import pattern_of
 
 EAGER = tritium.CompilationConfig(engine="eager")
 
@@ -336,13 +335,12 @@ def test_whatever_the_shapes_the_numbers_are_eager_s(batch, tokens, width, order
 
 class TestCatalogue:
     @pytest.mark.parametrize("name", fusions.catalog())
-    def test_every_spelling_matches_itself(self, name):
+    def test_every_fusion_says_what_it_replaces(self, name):
         fusion = fusions.catalog()[name]
         assert fusion.doc
         assert "Before:" in fusion.doc
         assert "After:" in fusion.doc
-        for spelling in fusion.spellings:
-            assert pattern_of(spelling).op != "opaque"
+        assert fusion.spellings or fusion.find
 
     def test_one_file_one_fusion(self):
         assert {"rms_norm", "gated_residual"} <= set(fusions.catalog())

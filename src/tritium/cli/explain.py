@@ -161,7 +161,7 @@ def _describe(fusion: Fusion) -> dict[str, Any]:
         "name": fusion.name,
         "families": list(fusion.families),
         "op": None if fusion.replacement is None else fusion.replacement.name,
-        "spellings": [spelling.__name__ for spelling in fusion.spellings],
+        "spellings": [getattr(spelling, "__name__", str(spelling)) for spelling in fusion.spellings],
         "by_structure": fusion.find is not None,
         "region": fusion.region,
         "doc": fusion.doc.strip().partition("\n")[0],

@@ -104,7 +104,7 @@ class Backend:
 
     def all_fusions(self) -> list[Fusion]:
         """Return every fusion of this backend: built-in, plug-ins', constructor's."""
-        return [*fusions.catalog().values(), *self.fusions]
+        return fusions.ordered([*fusions.catalog().values(), *self.fusions])
 
     def reset(self) -> None:
         """Clear records and kept pieces: `torch._dynamo.reset()` calls this after dropping the compiled code."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from torch import fx
 from tritium import compat
 from tritium.errors import TritiumError
 from tritium.fusions.expression import Expr, dtype_of, shape_of
+from tritium.fusions.patterns import Pattern
 from tritium.graph import value_of
 from tritium.ops import Op
 from tritium.report.graph_text import source_line
@@ -32,7 +34,7 @@ class Call:
 
 @dataclass
 class Match:
-    """One place where a fusion applies.
+    """One place where a fusion applies: what its patterns, or its `find`, fill in.
 
     `nodes` belong to this site alone. `inner` nodes are covered too but may be shared, as a norm that feeds two
     modulations. `writes` are in-place writes that fill an empty tensor: `root` is that tensor, and the value is its
@@ -44,12 +46,8 @@ class Match:
     nodes: set[fx.Node] = field(default_factory=set)
     inner: set[fx.Node] = field(default_factory=set)
     writes: tuple[fx.Node, ...] = ()
-    # Families of smaller sites inside this one: switching one of them off also leaves this one alone.
-    covers: tuple[str, ...] = ()
     # The results of an op with several, in its order; the last one is the root. Empty: only the root.
     outputs: tuple[fx.Node, ...] = ()
-    # True if the readers accept any memory format: the op may then return another one.
-    any_layout: bool = False
     # A method with arguments to apply to the op's result; empty: the result is the value.
     shown: tuple[Any, ...] = ()
 
@@ -71,7 +69,8 @@ class Match:
 
     @property
     def inputs(self) -> list[fx.Node]:
-        return list(_held(self.bindings.values()))
+        """Return the nodes outside that the captured values are held by."""
+        return [node for node in _held(self.bindings.values()) if node not in self.nodes and node not in self.inner]
 
     @property
     def source_line(self) -> str:
@@ -90,9 +89,14 @@ def _held(things: Iterable[Any]) -> Iterator[fx.Node]:
             yield from _held(thing)
 
 
-def _anything(match: Match) -> bool:
+def _always(match: Match) -> bool:
     del match
     return True
+
+
+def _never(match: Match) -> bool:
+    del match
+    return False
 
 
 def _nothing(match: Match) -> str | None:
@@ -104,33 +108,46 @@ def _nothing(match: Match) -> str | None:
 class Fusion:
     """A rewrite, declared as `FUSION` in a separate file or listed in the entry points `tritium.fusions`.
 
-    A spelling is a plain function of tensors; it is brought into canonical form, so one spelling covers every operand
-    order, cast and method-or-function variant. A parameter annotated `float` matches any number.
+    A spelling is a pattern, or a plain function of tensors in which a parameter annotated `float` matches any number.
+    It matches canonical forms, so one spelling covers every operand order, cast and method-or-function variant.
     `accept` returns False for a place that looks like the spelling but computes something else; `decline` returns a
-    reason to leave a correct match unchanged. Without a `replacement`, sites are only counted. `arguments` maps a match
-    to the op's arguments by name: expressions and numbers.
+    reason to leave a correct match unchanged. Without a `replacement`, sites are only counted.
     """
 
     name: str
     families: tuple[str, ...]
-    spellings: tuple[Callable[..., Any], ...] = ()
+    spellings: tuple[Pattern | Callable[..., Any], ...] = ()
     replacement: Op | None = None
-    # For matches that no spelling can express: return the match that ends at a node, or None. Called for live nodes.
+    # For matches that no pattern can express: return the match that ends at a node, or None. Called for live nodes.
     find: Callable[[Any, fx.Node], Match | None] | None = None
-    # Fusions with higher numbers match first; among equal numbers, larger spellings first.
-    priority: int = 0
+    # Fusions that match later, as parts of a form that this one matches as a whole.
+    before: tuple[str, ...] = ()
     # A region consists of sites that other fusions match, and may overlap them; its rewrite replaces them.
     region: bool = False
-    accept: Callable[[Match], bool] = _anything
+    # The op rounds its result once: a match extends over casts after it that only round.
+    rounds: bool = True
+    # Names of captures that are further results of the op, before the last one.
+    outputs: tuple[str, ...] = ()
+    accept: Callable[[Match], bool] = _always
     decline: Callable[[Match], str | None] = _nothing
+    # Why to decline if other nodes read a value inside that is as large as the result: it would be computed twice.
+    used_elsewhere: str = ""
+    # True if all readers of the result accept any memory format: the op may then return another one.
+    any_layout: Callable[[Match], bool] = _never
+    # The op's arguments by name, expressions and numbers. None: the captures of these names.
     arguments: Callable[[Match], Mapping[str, Any]] | None = None
     # A description for the generated documentation.
     doc: str = ""
 
     def arguments_of(self, match: Match) -> dict[str, Any]:
-        if self.arguments is not None:
-            return dict(self.arguments(match))
-        return {**match.bindings, "out_dtype": match.out.dtype}
+        """Return the arguments of the op by name, in its order."""
+        assert self.replacement is not None
+        known = {**match.bindings, "out_dtype": match.out.dtype} if self.arguments is None else self.arguments(match)
+        return {
+            name: known[name]
+            for name, default in self.replacement.parameters.items()
+            if name in known or default is inspect.Parameter.empty
+        }
 
 
 class FusionFailed(Exception):

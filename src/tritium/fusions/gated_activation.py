@@ -8,67 +8,39 @@ Forms, in either operand order, with a and b of one shape: halves of one project
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-import torch
-from torch import fx
-
-from tritium.fusions.expression import Expr, nodes_between, shape_of, strip_casts, strip_same
+from tritium.fusions.expression import shape_of
 from tritium.fusions.fusion import Fusion, Match
-from tritium.fusions.match import Recogniser
-from tritium.graph import same_shape, value_of
+from tritium.fusions.patterns import form, given, one_of, value
+from tritium.graph import same_shape
 from tritium.ops import gated_activation
 
-
-def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
-    """Match a product of an activated and a plain floating-point value of one shape."""
-    expr = recogniser.canon.of(node)
-    if expr.op != "mul" or not isinstance(value_of(node), torch.Tensor):
-        return None
-    for activated, value in (expr.args, expr.args[::-1]):
-        inner = strip_casts(activated)
-        if not isinstance(inner, Expr) or inner.op not in ("silu", "gelu") or inner.node is None:
-            continue
-        gate = inner.args[0]
-        if not isinstance(value, Expr) or not isinstance(gate, Expr) or gate.node is None:
-            continue
-        # `x * silu(scale)` with a broadcast scale is a modulation, not a gate.
-        if not all(same_shape(shape_of(part), value_of(node).shape) for part in (value, inner)):
-            continue
-        nodes = {node, inner.node} | nodes_between(activated, inner)
-        return Match(node, {"gate": gate, "value": strip_same(value), "activation": _name(inner)}, nodes)
-    return None
+GATE = value("gate")
+ACTIVATED = one_of(
+    given(form("silu", GATE), activation="silu"),
+    given(form("gelu", GATE, attrs=("tanh",)), activation="gelu_tanh"),
+    given(form("gelu", GATE, attrs=("none",)), activation="gelu"),
+)
 
 
-def _name(activation: Expr) -> str:
-    if activation.op == "silu":
-        return "silu"
-    return "gelu_tanh" if activation.attrs == ("tanh",) else "gelu"
+def accept(match: Match) -> bool:
+    """Accept values of one shape: `x * silu(scale)` with a broadcast scale is a modulation, not a gate."""
+    return all(same_shape(shape_of(match.bindings[name]), match.out.shape) for name in ("gate", "value"))
 
 
 def decline(match: Match) -> str | None:
     """Decline an activation in another dtype than its input, such as FP32SiLU: the op has one dtype."""
-    gate, value = match.dtype("gate"), match.dtype("value")
-    return (
-        None
-        if gate == value == match.out.dtype
-        else f"the gate is {gate}, the value {value}, the result {match.out.dtype}"
-    )
-
-
-def arguments(match: Match) -> Mapping[str, Any]:
-    bound = match.bindings
-    return {name: bound[name] for name in ("gate", "value", "activation")} | {"out_dtype": match.out.dtype}
+    gate, value, out = match.dtype("gate"), match.dtype("value"), match.out.dtype
+    return None if gate == value == out else f"the gate is {gate}, the value {value}, the result {out}"
 
 
 FUSION = Fusion(
     name="gated_activation",
     families=("gelu",),
-    find=find,
-    priority=30,
+    spellings=(form("mul", ACTIVATED, value("value")),),
+    before=("gelu", "gated_residual", "adalayernorm"),
+    rounds=False,
     replacement=gated_activation.OP,
+    accept=accept,
     decline=decline,
-    arguments=arguments,
     doc=__doc__,
 )

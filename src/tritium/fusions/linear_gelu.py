@@ -2,43 +2,25 @@
 
 Before:  linear(x) -> gelu
 After:   tritium::linear_gelu(x, weight, bias, approximate)
+
+A GELU of a half or a slice of the linear's result is a gate, and no site.
 """
 
 from __future__ import annotations
 
-from torch import fx
-
-from tritium.fusions.expression import Expr, strip_same
-from tritium.fusions.fusion import Fusion, Match
-from tritium.fusions.match import Recogniser
+from tritium.fusions.fusion import Fusion
+from tritium.fusions.patterns import form, value
 from tritium.ops import linear_gelu
 
-
-def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
-    """Match a GELU of a linear's whole result; a GELU of a half or a slice is a gate."""
-    expr = recogniser.canon.of(node)
-    if expr.op != "gelu":
-        return None
-    linear = strip_same(expr.args[0])
-    if not isinstance(linear, Expr) or linear.op != "linear" or linear.node is None:
-        return None
-    x, weight, bias = linear.args
-    bindings = {"x": x, "weight": weight, "bias": bias, "approximate": expr.attrs[0]}
-    return Match(node, bindings, {node, linear.node}, covers=("gelu",))
-
-
-def decline(match: Match) -> str | None:
-    """Decline if another node reads the linear's result."""
-    linear = next(node for node in match.nodes if node is not match.root)
-    return "the linear's result is used elsewhere too" if len(linear.users) > 1 else None
-
+LINEAR = form("linear", value("x"), value("weight"), value("bias"), casts=False)
 
 FUSION = Fusion(
     name="linear_gelu",
     families=("linear_gelu",),
-    find=find,
+    spellings=(form("gelu", LINEAR, attrs=(value("approximate"),)),),
     region=True,
+    rounds=False,
     replacement=linear_gelu.OP,
-    decline=decline,
+    used_elsewhere="the linear's result is used elsewhere too",
     doc=__doc__,
 )

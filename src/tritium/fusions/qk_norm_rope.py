@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import fx
 
-from tritium.fusions.canonical.rope import equal
 from tritium.fusions.expression import Expr, dtype_of, shape_of
 from tritium.fusions.fusion import Call, Fusion, Match
-from tritium.fusions.match import Recogniser, same_value
+from tritium.fusions.match import Recogniser
+from tritium.fusions.patterns import same_value
+from tritium.fusions.rope_elements import equal
 from tritium.graph import argument, same_shape, same_size, value_of
 from tritium.ops import qk_norm_rope
 from tritium.ops.rope import COMPLEX, MATRIX
@@ -67,7 +68,6 @@ def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
         return None
     outputs = tuple(given)
     inner = (query.nodes | key.nodes) - set(outputs)
-    families = ("rms_norm", "rope") if any(part.rope is not None for part in query.parts) else ("rms_norm",)
     writes = tuple(sorted((*query.writes, *key.writes), key=lambda write: recogniser.position[write]))
     bindings = {"query": query.parts, "key": key.parts, **_inputs(query, key)}
     heads_first = value_of(given[0]).is_contiguous()
@@ -77,7 +77,6 @@ def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
         set(outputs),
         inner,
         writes,
-        covers=families,
         outputs=outputs,
         shown=() if heads_first else ("transpose", 1, 2),
     )

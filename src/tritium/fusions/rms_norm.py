@@ -6,52 +6,35 @@ After:   tritium::rms_norm(x, weight, eps)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-import torch
-
+from tritium.fusions.expression import shape_of
 from tritium.fusions.fusion import Fusion, Match
+from tritium.fusions.patterns import form, number, optional, tensor
 from tritium.graph import same_size
 from tritium.ops import rms_norm
 
-
-def weighted(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
-
-
-def plain(x: torch.Tensor, eps: float) -> torch.Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+X = tensor("x")
+NORMED = form("mul", X, form("rsqrt", form("add", form("mean", form("square", X), attrs=(-1,)), number("eps"))))
 
 
 def accept(match: Match) -> bool:
     """Accept a factor with one element per column; other shapes are modulations or gates, not weights."""
-    if "weight" not in match.bindings:
-        return True
-    x, weight = match.shape("x"), match.shape("weight")
-    return x is not None and weight is not None and len(weight) == 1 and same_size(weight[0], x[-1])
+    weight, x = shape_of(match.bindings["weight"]), match.shape("x")
+    is_weight = weight is not None and x is not None and len(weight) == 1 and same_size(weight[0], x[-1])
+    return is_weight or match.bindings["weight"] is None
 
 
 def decline(match: Match) -> str | None:
     dtype = match.dtype("x")
-    if dtype is None or not dtype.is_floating_point:
-        return f"RMSNorm of {dtype}"
-    return None
-
-
-def arguments(match: Match) -> Mapping[str, Any]:
-    bound = match.bindings
-    return {"x": bound["x"], "weight": bound.get("weight"), "eps": bound["eps"], "out_dtype": match.out.dtype}
+    return None if dtype is not None and dtype.is_floating_point else f"RMSNorm of {dtype}"
 
 
 FUSION = Fusion(
     name="rms_norm",
     families=("rms_norm",),
-    spellings=(weighted, plain),
-    priority=10,
+    spellings=(optional(form("mul", NORMED, tensor("weight")), NORMED, weight=None),),
+    before=("adalayernorm",),
     replacement=rms_norm.OP,
     accept=accept,
     decline=decline,
-    arguments=arguments,
     doc=__doc__,
 )

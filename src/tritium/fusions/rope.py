@@ -18,7 +18,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from tritium.fusions.canonical.rope import (
+from tritium.fusions.expression import Expr, dtype_of, shape_of
+from tritium.fusions.fusion import Fusion, Match
+from tritium.fusions.match import Recogniser
+from tritium.fusions.rope_elements import (
     Lane,
     Rotation,
     Seen,
@@ -34,9 +37,6 @@ from tritium.fusions.canonical.rope import (
     selection,
     split,
 )
-from tritium.fusions.expression import Expr, dtype_of, shape_of
-from tritium.fusions.fusion import Fusion, Match
-from tritium.fusions.match import Recogniser
 from tritium.graph import same_shape, storages, value_of
 from tritium.ops import rope
 from tritium.ops.rope import HALF, INTERLEAVED
@@ -274,7 +274,7 @@ FUSION = Fusion(
     families=("rope",),
     find=find,
     replacement=rope.OP,
-    priority=100,
+    before=("rms_norm", "adalayernorm", "gated_residual", "scaled_add"),
     decline=decline,
     arguments=arguments,
     doc=__doc__,

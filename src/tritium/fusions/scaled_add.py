@@ -28,7 +28,6 @@ FUSION = Fusion(
     name="scaled_add",
     families=("mul_add",),
     spellings=(scaled,),
-    priority=-20,
     replacement=scaled_add.OP,
     accept=accept,
     doc=__doc__,

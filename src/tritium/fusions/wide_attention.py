@@ -13,27 +13,22 @@ from torch import fx
 
 from tritium.fusions.expression import Expr, dtype_of, shape_of
 from tritium.fusions.fusion import Fusion, Match
-from tritium.fusions.match import Recogniser
+from tritium.fusions.patterns import form, value
 from tritium.graph import same_shape
 from tritium.ops import wide_attention
 
+ATTENTION = form(
+    "attention",
+    *map(value, ("q", "k", "v", "mask", "scale")),
+    attrs=tuple(map(value, ("dropout", "causal", "grouped"))),
+)
 
-def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
-    """Match `F.scaled_dot_product_attention` with heads wider than 256; narrower ones have a flash kernel."""
-    expr = recogniser.canon.of(node)
-    if expr.op != "attention":
-        return None
-    q, k, v, mask, scale = expr.args
-    shapes = [shape_of(side) for side in (q, k, v)]
-    if any(shape is None or len(shape) != 4 for shape in shapes):
-        return None
-    width = shapes[0][3]  # type: ignore[index]
-    if not isinstance(width, int) or width <= wide_attention.WIDEST_FLASH:
-        return None
-    dropout, causal, grouped = expr.attrs
-    bindings = {"q": q, "k": k, "v": v, "scale": width**-0.5 if scale is None else scale}
-    asked = {"mask": mask, "dropout": dropout, "causal": causal, "grouped": grouped}
-    return Match(node, {**bindings, **asked}, {node})
+
+def accept(match: Match) -> bool:
+    """Accept heads wider than 256; narrower ones have a flash kernel."""
+    shapes = [shape_of(match.bindings[name]) for name in "qkv"]
+    width = shapes[0][3] if all(shape is not None and len(shape) == 4 for shape in shapes) else None  # type: ignore[index]
+    return isinstance(width, int) and width > wide_attention.WIDEST_FLASH
 
 
 def decline(match: Match) -> str | None:
@@ -47,10 +42,7 @@ def decline(match: Match) -> str | None:
         return "the attention is causal"
     if bound["grouped"] is not False:
         return "groups of heads share keys"
-    q, k, v = (shape_of(bound[name]) for name in "qkv")
-    assert q is not None
-    assert k is not None
-    assert v is not None
+    q, k, v = (shape_of(bound[name]) or () for name in "qkv")
     if not same_shape(q[:2], k[:2]) or not same_shape(k[:3], v[:3]):
         return "the shapes of query, key and value are broadcast"
     if len({dtype_of(bound[name]) for name in "qkv"}) > 1:
@@ -59,14 +51,17 @@ def decline(match: Match) -> str | None:
 
 
 def arguments(match: Match) -> Mapping[str, Any]:
-    return {name: match.bindings[name] for name in ("q", "k", "v", "scale")}
+    scale, width = match.bindings["scale"], match.bindings["q"].value.shape[3]
+    return {**match.bindings, "scale": width**-0.5 if scale is None else scale}
 
 
 FUSION = Fusion(
     name="wide_attention",
     families=("wide_attention",),
-    find=find,
+    spellings=(ATTENTION,),
+    rounds=False,
     replacement=wide_attention.OP,
+    accept=accept,
     decline=decline,
     arguments=arguments,
     doc=__doc__,

@@ -24,6 +24,7 @@ FUSION = Fusion(
     name="self_gate",
     families=("self_gate",),
     spellings=(gate_by_itself,),
+    before=("gated_residual",),
     replacement=gated_residual.OP,
     accept=accept,
     arguments=lambda match: {

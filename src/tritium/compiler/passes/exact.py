@@ -70,12 +70,14 @@ def _copy(value: Any) -> Any:
     return value.as_strided((max(last + 1, 0),), (1,)).clone().as_strided(value.shape, value.stride())
 
 
-def bit_equal(gm: fx.GraphModule, example_inputs: Sequence[Any], sites: Sequence[tuple[Match, Compute]]) -> list[bool]:
+def bit_equal(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], sites: Sequence[tuple[Match, Compute, bool]]
+) -> list[bool]:
     """Return for each site if its replacement has equal bits and strides; do not write to the inputs."""
     by_end: dict[fx.Node, list[tuple[int, Match, Compute]]] = {}
-    for index, (match, compute) in enumerate(sites):
+    for index, (match, compute, any_layout) in enumerate(sites):
         # For other sites, `fuse` has already compared the strides.
-        if match.any_layout and not _same_strides(match, compute):
+        if any_layout and not _same_strides(match, compute):
             continue
         end = max((*match.values, *match.writes))
         by_end.setdefault(end, []).append((index, match, compute))

@@ -120,7 +120,9 @@ def _keep_bit_equal(graph: fx.Graph, context: PassContext, sites: list[Judged]) 
     if not sites:
         return
     gm = fx.GraphModule(torch.nn.Module(), graph)
-    equal = bit_equal(gm, context.example_inputs, [(site.match, site.compute) for site in sites])
+    equal = bit_equal(
+        gm, context.example_inputs, [(site.match, site.compute, site.fusion.any_layout(site.match)) for site in sites]
+    )
     for site, same in zip(sites, equal, strict=True):
         if not same:
             site.decline(NOT_EQUAL)
@@ -137,7 +139,7 @@ def _judge(fusion: Fusion, match: Match, reason: str | None, context: PassContex
     provider, why = tuning.choose(op, fakes, context.config, context.device_type)
     if provider == INDUCTOR:
         return Judged(fusion, match, "inductor", why)
-    reason = rewrite.decline(match) or rewrite.changed_meta(match, op, arguments)
+    reason = rewrite.decline(match) or rewrite.changed_meta(match, op, arguments, any_layout=fusion.any_layout(match))
     if reason is not None:
         return Judged(fusion, match, "declined", reason)
     # An inlined provider becomes part of the code that Inductor generates, so its outcome is `inductor`.
@@ -150,7 +152,8 @@ def _decline(fusion: Fusion, match: Match, recogniser: Recogniser, context: Pass
     off = [family for family in fusion.families if not context.config.fusion_patterns.enables(family)]
     if off:
         return f"switched off: fusion_patterns for {', '.join(off)}"
-    inside = [family for family in match.covers if not context.config.fusion_patterns.enables(family)]
+    covered = recogniser.covers(fusion, match)
+    inside = [family for family in covered if not context.config.fusion_patterns.enables(family)]
     if inside:
         return f"it covers {', '.join(inside)}, switched off in fusion_patterns"
-    return context.read_only or recogniser.hazard(match) or fusion.decline(match)
+    return context.read_only or recogniser.hazard(fusion, match) or fusion.decline(match)

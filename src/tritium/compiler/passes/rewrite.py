@@ -100,7 +100,7 @@ def erase(match: Match) -> None:
             graph.erase_node(node)
 
 
-def changed_meta(match: Match, op: Op, arguments: Mapping[str, Any]) -> str | None:
+def changed_meta(match: Match, op: Op, arguments: Mapping[str, Any], *, any_layout: bool) -> str | None:
     """Return how the op's results would differ from the values they replace, or None."""
     wanted = [value_of(node) for node in match.values]
     mode = getattr(wanted[0], "fake_mode", None)
@@ -116,7 +116,7 @@ def changed_meta(match: Match, op: Op, arguments: Mapping[str, Any]) -> str | No
             return f"the replacement gives {result.dtype} where the model has {value.dtype}"
         if not same_shape(result.shape, value.shape):
             return f"the replacement gives shape {tuple(result.shape)} where the model has {tuple(value.shape)}"
-        if not match.any_layout and not same_shape(result.stride(), value.stride()):
+        if not any_layout and not same_shape(result.stride(), value.stride()):
             if op.keeps_strides:
                 return "the value lies in memory in another order than the replacement's would"
             return "the value is not contiguous, and the replacement's would be"

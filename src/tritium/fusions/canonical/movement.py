@@ -2,7 +2,8 @@
 
     q, k = x.chunk(2, -1); x.split(...); x.unbind(1)   -> piece(x, kind, dim, index)
     x[..., 0::2], x[:, :n]                             -> index(x, (...))
-    x[:, None]                                         -> view(x)
+    x[:, None], x.unsqueeze(1), x.expand(...)          -> view(x)
+    (1 + s)[:, None]                                   -> add(view(s), 1)
     torch.stack([a, b], -1), torch.cat([a, b], 1)      -> stack(a, b), cat(a, b)
     x.view(...), x.reshape(...), x.flatten(3)          -> reshape(x); the nodes' values have the shapes
     x.transpose(1, 2), x.permute(...), x.swapaxes(1, 2) -> permute(x, dims)
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tritium.fusions.expression import Canonicaliser, Expr, broadcast_view, builder, shape_of, strip_same
+from tritium.fusions.expression import Expr, Forms, Of, is_number, shape_of, strip_same
 from tritium.graph import argument, same_shape, same_size, value_of
 
 _SPLITS = {
@@ -33,6 +34,9 @@ _SPLITS = {
     "unbind": "unbind",
     "tensor_split": "split",
 }
+_SWAPS = ("transpose", "swapaxes", "swapdims")
+
+FORMS = Forms("movement")
 
 
 def positive(dim: int, rank: int | None) -> int:
@@ -44,9 +48,25 @@ def rank_of(expr: Any) -> int | None:
     return len(shape) if shape is not None else None
 
 
-@builder(*_SPLITS)
-def _pieces(canon: Canonicaliser, node: fx.Node) -> Expr | None:
-    operand = canon.of(node.args[0])
+def broadcast_view(operand: Any, node: fx.Node) -> Expr | None:
+    """Return a view that only adds dims of size one or repeats them, moved inside `s + 1` for modulations."""
+    if not isinstance(operand, Expr):
+        return None
+    inner = strip_same(operand)
+    if inner.op == "add" and is_number(inner.args[1]) and isinstance(inner.args[0], Expr):
+        # No node holds the view of s: to use it, apply `node` to s.
+        return Expr("add", (Expr("view", (inner.args[0],), attrs=(node,)), inner.args[1]), node)
+    return Expr("view", (operand,), node)
+
+
+@FORMS.builder("unsqueeze", torch.unsqueeze, "expand", "expand_as")
+def _view(of: Of, node: fx.Node) -> Expr | None:
+    return broadcast_view(of(node.args[0]), node)
+
+
+@FORMS.builder(*_SPLITS)
+def _pieces(of: Of, node: fx.Node) -> Expr | None:
+    operand = of(node.args[0])
     if not isinstance(operand, Expr):
         return None
     kind = _SPLITS[node.target]
@@ -58,9 +78,9 @@ def _pieces(canon: Canonicaliser, node: fx.Node) -> Expr | None:
     return Expr("pieces", (operand,), node, attrs=(kind, positive(dim, rank_of(operand)), sizes))
 
 
-@builder(operator.getitem)
-def _getitem(canon: Canonicaliser, node: fx.Node) -> Expr | None:
-    operand, index = canon.of(node.args[0]), node.args[1]
+@FORMS.builder(operator.getitem)
+def _getitem(of: Of, node: fx.Node) -> Expr | None:
+    operand, index = of(node.args[0]), node.args[1]
     if not isinstance(operand, Expr):
         return None
     if operand.op == "pieces":
@@ -81,23 +101,23 @@ def _frozen(part: Any) -> Any:
     return ("slice", part.start, part.stop, part.step) if isinstance(part, slice) else part
 
 
-@builder(torch.select, "select")
-def _select(canon: Canonicaliser, node: fx.Node) -> Expr | None:
-    operand, dim, index = canon.of(node.args[0]), argument(node, 1, "dim"), argument(node, 2, "index")
+@FORMS.builder(torch.select, "select")
+def _select(of: Of, node: fx.Node) -> Expr | None:
+    operand, dim, index = of(node.args[0]), argument(node, 1, "dim"), argument(node, 2, "index")
     if not isinstance(dim, int) or not isinstance(index, int):
         return None
     return Expr("piece", (operand,), node, attrs=("unbind", positive(dim, rank_of(operand)), index))
 
 
-@builder(torch.cat, torch.concat, torch.stack)
-def _joined(canon: Canonicaliser, node: fx.Node) -> Expr | None:
+@FORMS.builder(torch.cat, torch.concat, torch.stack)
+def _joined(of: Of, node: fx.Node) -> Expr | None:
     parts, dim = node.args[0], argument(node, 1, "dim", 0)
     if not isinstance(parts, (tuple, list)) or not isinstance(dim, int):
         return None
     name = "stack" if node.target is torch.stack else "cat"
     value = value_of(node)
     rank = value.dim() if isinstance(value, torch.Tensor) else None
-    joined = Expr(name, tuple(canon.of(part) for part in parts), node, attrs=(positive(dim, rank),))
+    joined = Expr(name, tuple(of(part) for part in parts), node, attrs=(positive(dim, rank),))
     whole = _put_together_again(joined) if name == "cat" else None
     return joined if whole is None else Expr("same", (whole,), node)
 
@@ -138,11 +158,11 @@ def _without_ones(shape: torch.Size) -> list[Any]:
     return [size for size in shape if not same_size(size, 1)]
 
 
-@builder(
+@FORMS.builder(
     "view", "reshape", torch.reshape, "flatten", torch.flatten, "unflatten", torch.unflatten, "squeeze", torch.squeeze
 )
-def _reshape(canon: Canonicaliser, node: fx.Node) -> Expr | None:
-    operand = canon.of(node.args[0])
+def _reshape(of: Of, node: fx.Node) -> Expr | None:
+    operand = of(node.args[0])
     before, after = shape_of(operand), value_of(node)
     if not isinstance(operand, Expr) or (after is not None and not isinstance(after, torch.Tensor)):
         return None
@@ -157,45 +177,32 @@ def _reshape(canon: Canonicaliser, node: fx.Node) -> Expr | None:
     return Expr("reshape", (operand,), node)
 
 
-@builder("transpose", torch.transpose, "permute", torch.permute, "movedim", "t")
-def _permute(canon: Canonicaliser, node: fx.Node) -> Expr | None:
-    operand = canon.of(node.args[0])
+@FORMS.builder("permute", torch.permute, *(place for name in _SWAPS for place in (name, getattr(torch, name))))
+def _permute(of: Of, node: fx.Node) -> Expr | None:
+    operand = of(node.args[0])
     rank = rank_of(operand)
-    if not isinstance(operand, Expr) or rank is None or node.target in ("movedim", "t"):
+    dims: Any = (*node.args[1:], *node.kwargs.values())
+    if len(dims) == 1 and isinstance(dims[0], (tuple, list)):
+        dims = dims[0]
+    if rank is None or not all(isinstance(dim, int) for dim in dims):
         return None
-    dims = node.args[1:]
-    if node.target in ("permute", torch.permute):
-        order = list(dims[0]) if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else list(dims)
-    else:
+    order = [positive(dim, rank) for dim in dims]
+    if node.target not in ("permute", torch.permute):
+        first, second = order
         order = list(range(rank))
-        first, second = (argument(node, index, f"dim{index - 1}") for index in (1, 2))
-        order[first], order[second] = order[second], order[first]
-    known = tuple(positive(dim, rank) for dim in order if isinstance(dim, int))
-    return Expr("permute", (operand,), node, attrs=known) if len(known) == len(order) else None
-
-
-@builder("swapaxes", torch.swapaxes, "swapdims", torch.swapdims)
-def _swap(canon: Canonicaliser, node: fx.Node) -> Expr | None:
-    operand = canon.of(node.args[0])
-    rank = rank_of(operand)
-    dims = [dim for dim in node.args[1:] if isinstance(dim, int)]
-    if not isinstance(operand, Expr) or rank is None or len(dims) != 2:
-        return None
-    order = list(range(rank))
-    first, second = (positive(dim, rank) for dim in dims)
-    order[first], order[second] = order[second], order[first]
+        order[first], order[second] = second, first
     return Expr("permute", (operand,), node, attrs=tuple(order))
 
 
-@builder(torch.view_as_complex, torch.view_as_real)
-def _complex_view(canon: Canonicaliser, node: fx.Node) -> Expr | None:
-    operand = canon.of(node.args[0])
+@FORMS.builder(torch.view_as_complex, torch.view_as_real)
+def _complex_view(of: Of, node: fx.Node) -> Expr | None:
+    operand = of(node.args[0])
     name = "view_as_real" if node.target is torch.view_as_real else "view_as_complex"
     return Expr(name, (operand,), node) if isinstance(operand, Expr) else None
 
 
-@builder(torch.empty_like, torch.zeros_like, torch.empty, torch.zeros, "new_empty", "new_zeros")
-def _blank(canon: Canonicaliser, node: fx.Node) -> Expr | None:
+@FORMS.builder(torch.empty_like, torch.zeros_like, torch.empty, torch.zeros, "new_empty", "new_zeros")
+def _blank(of: Of, node: fx.Node) -> Expr | None:
     """Return `blank()` without operands: the arguments only give its shape."""
-    del canon
+    del of
     return Expr("blank", (), node) if isinstance(value_of(node), torch.Tensor) else None

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from tritium.fusions.expression import Expr, dtype_of, nodes_between, shape_of, strip_casts, strip_widening
-from tritium.fusions.match import same_value
+from tritium.fusions.patterns import same_value
 from tritium.graph import same_shape
 from tritium.ops.rope import COMPLEX, HALF, INTERLEAVED, MATRIX
 
