@@ -100,7 +100,9 @@ def spellings(fusion) -> str:
     patterns = []
     for statement in ast.parse(source).body:
         if isinstance(statement, ast.Assign):
-            made = getattr(module, statement.targets[0].id)
+            made = getattr(
+                module, next(part.id for part in ast.walk(statement.targets[0]) if isinstance(part, ast.Name))
+            )
             given = [keyword for keyword in getattr(statement.value, "keywords", ()) if keyword.arg == "spellings"]
             shown = [statement] if isinstance(made, Pattern) else given if made is fusion and not functions else []
             patterns += [ast.get_source_segment(source, part) for part in shown]

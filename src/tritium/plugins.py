@@ -1,8 +1,9 @@
-"""Types for plug-ins: ops, providers, fusions, passes and techniques that are declared outside of this package.
+"""What plug-ins declare: ops, providers, fusions and their patterns, passes and techniques outside of this package.
 
 Entry point groups: `tritium.providers`, `tritium.fusions`, `tritium.passes`, `tritium.techniques`.
 """
 
+from tritium.fusions import patterns
 from tritium.fusions.fusion import Fusion, Match
 from tritium.ops.bridge import custom_op
 from tritium.ops.op import Arguments, Op, Provider, Trial
@@ -25,4 +26,5 @@ __all__ = [
     "Technique",
     "Trial",
     "custom_op",
+    "patterns",
 ]

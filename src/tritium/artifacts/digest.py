@@ -13,6 +13,7 @@ import tritium
 from tritium import compat, disk, fusions, ops
 from tritium.config import CompilationConfig
 from tritium.fusions import Fusion
+from tritium.fusions.patterns import Pattern
 from tritium.ops import bridge
 from tritium.passes import Pass
 
@@ -41,16 +42,12 @@ def identity(
     """Return a key of everything in Tritium that can change code and is not in Inductor's key."""
     files = {*ops.files(), *fusions.files()}
     files.update(file for entry in passes if (file := entry.file()) is not None)
-    files.update(file for fusion in extra_fusions if (file := _file_of(fusion)) is not None)
+    given = list(extra_fusions)
+    files.update(file for fusion in given for file in fusion.files())
     files.update(file for op in bridge.in_graph(graph) for file in op.files())
     plugged_in = sorted(disk.digest(file) for file in files.difference(package_files()))
-    return bytes.fromhex(disk.digest(tritium.__version__, config.identity(), package_digest(), *plugged_in))
-
-
-def _file_of(fusion: Fusion) -> Path | None:
-    function = next(iter(fusion.spellings), fusion.find)
-    code = getattr(function, "__code__", None)
-    return Path(code.co_filename) if code is not None and Path(code.co_filename).exists() else None
+    patterns = [repr(one) for fusion in given for one in fusion.spellings if isinstance(one, Pattern)]
+    return bytes.fromhex(disk.digest(tritium.__version__, config.identity(), package_digest(), *plugged_in, *patterns))
 
 
 def settings_digest() -> str:

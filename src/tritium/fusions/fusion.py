@@ -6,6 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -138,6 +139,12 @@ class Fusion:
     arguments: Callable[[Match], Mapping[str, Any]] | None = None
     # A description for the generated documentation.
     doc: str = ""
+
+    def files(self) -> set[Path]:
+        """Return the files of its functions: part of every cache key."""
+        functions = (*self.spellings, self.find, self.accept, self.decline, self.any_layout, self.arguments)
+        codes = [code for function in functions if (code := getattr(function, "__code__", None)) is not None]
+        return {file for code in codes if (file := Path(code.co_filename)).exists()}
 
     def arguments_of(self, match: Match) -> dict[str, Any]:
         """Return the arguments of the op by name, in its order."""

@@ -31,7 +31,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol
 
 from torch import fx
 
@@ -78,20 +78,37 @@ class Found:
             yield self
 
 
+# Yields the ways to match a value after what was found before.
+Match = Callable[[Any, Found], Iterator[Found]]
+Forms = frozenset[str]
+P = ParamSpec("P")
+
+# The form of a pattern that can end anywhere, and of one for all remaining operands.
+ANY: Forms = frozenset({"any"})
+REST: Forms = frozenset({"rest"})
+
+
 @dataclass(frozen=True, repr=False)
 class Pattern:
-    """A pattern: its matches of a value, given what was found before, and the forms at which a match can end."""
+    """A pattern: how it matches a value, the forms at which a match can end, and its source."""
 
-    match: Callable[[Any, Found], Iterator[Found]]
-    forms: frozenset[str]
+    match: Match
+    forms: Forms
     text: str
 
     def __repr__(self) -> str:
         return self.text
 
 
-# The form of a pattern that can end anywhere.
-ANY = frozenset({"any"})
+def _pattern(make: Callable[P, tuple[Match, Forms]]) -> Callable[P, Pattern]:
+    """Declare a kind of pattern by a function that returns how it matches and at which forms."""
+
+    @functools.wraps(make)
+    def made(*args: P.args, **kwargs: P.kwargs) -> Pattern:
+        shown = [*map(repr, args), *(f"{name}={thing!r}" for name, thing in kwargs.items())]
+        return Pattern(*make(*args, **kwargs), f"{make.__name__}({', '.join(shown)})")
+
+    return made
 
 
 def same_value(left: Any, right: Any) -> bool:
@@ -117,7 +134,8 @@ def _all_match(parts: Sequence[Any], targets: Sequence[Any], found: Found) -> It
         yield from _all_match(parts[1:], targets[1:], first)
 
 
-def form(name: str, *operands: Any, attrs: Sequence[Any] | None = None, casts: bool = True) -> Pattern:
+@_pattern
+def form(name: str, *operands: Any, attrs: Sequence[Any] | None = None, casts: bool = True) -> tuple[Match, Forms]:
     """Match a value of a canonical form; without `casts`, only identities may stand in front of it."""
     has_rest = bool(operands) and isinstance(operands[-1], Pattern) and operands[-1].forms == REST
 
@@ -138,10 +156,11 @@ def form(name: str, *operands: Any, attrs: Sequence[Any] | None = None, casts: b
         for order in (args, args[::-1]) if name in COMMUTATIVE else (args,):
             yield from _all_match(parts, (*order, *inner.attrs[: len(attrs or ())]), own)
 
-    return Pattern(match, frozenset({name}), f"{name}({', '.join(map(repr, (*operands, *(attrs or ()))))})")
+    return match, frozenset({name})
 
 
-def tensor(name: str) -> Pattern:
+@_pattern
+def tensor(name: str) -> tuple[Match, Forms]:
     """Match and capture any tensor, without casts that lose nothing and identities that keep its strides."""
 
     def match(target: Any, found: Found) -> Iterator[Found]:
@@ -149,10 +168,11 @@ def tensor(name: str) -> Pattern:
         if isinstance(inner, Expr) and shape_of(inner) is not None:
             yield from found.covering(target, inner).binding(name, inner)
 
-    return Pattern(match, ANY, name)
+    return match, ANY
 
 
-def number(name: str) -> Pattern:
+@_pattern
+def number(name: str) -> tuple[Match, Forms]:
     """Match and capture a number, or a value of the graph that is one."""
 
     def match(target: Any, found: Found) -> Iterator[Found]:
@@ -160,53 +180,52 @@ def number(name: str) -> Pattern:
         if is_scalar(inner):
             yield from found.binding(name, inner)
 
-    return Pattern(match, ANY, name)
+    return match, ANY
 
 
-def value(name: str) -> Pattern:
+@_pattern
+def value(name: str) -> tuple[Match, Forms]:
     """Match and capture any operand or attribute as it is."""
-    return Pattern(lambda target, found: found.binding(name, target), ANY, name)
+    return lambda target, found: found.binding(name, target), ANY
 
 
-# Marks the pattern of all remaining operands.
-REST = frozenset({"rest"})
-
-
-def rest(name: str) -> Pattern:
+@_pattern
+def rest(name: str) -> tuple[Match, Forms]:
     """Match and capture all remaining operands of a form as a list."""
-    return replace(value(name), forms=REST, text=f"*{name}")
+    return value(name).match, REST
 
 
-def captured(name: str, pattern: Pattern) -> Pattern:
+@_pattern
+def captured(name: str, pattern: Pattern) -> tuple[Match, Forms]:
     """Match a pattern, and capture the whole value without the casts that lose nothing."""
 
     def match(target: Any, found: Found) -> Iterator[Found]:
         for inner in pattern.match(target, found):
             yield from inner.binding(name, strip_widening(target))
 
-    return replace(pattern, match=match)
+    return match, pattern.forms
 
 
-def one_of(*patterns: Pattern) -> Pattern:
+@_pattern
+def one_of(*patterns: Pattern) -> tuple[Match, Forms]:
     """Match any of some patterns, tried in this order."""
 
     def match(target: Any, found: Found) -> Iterator[Found]:
         for pattern in patterns:
             yield from pattern.match(target, found)
 
-    return Pattern(
-        match, frozenset[str]().union(*(pattern.forms for pattern in patterns)), " | ".join(map(repr, patterns))
-    )
+    return match, frozenset[str]().union(*(pattern.forms for pattern in patterns))
 
 
-def given(pattern: Pattern, **captures: Any) -> Pattern:
+@_pattern
+def given(pattern: Pattern, **captures: Any) -> tuple[Match, Forms]:
     """Match a pattern, and add constant captures."""
 
     def match(target: Any, found: Found) -> Iterator[Found]:
         for inner in pattern.match(target, found):
             yield replace(inner, bindings={**inner.bindings, **captures})
 
-    return replace(pattern, match=match)
+    return match, pattern.forms
 
 
 def optional(outer: Pattern, inner: Pattern, **absent: Any) -> Pattern:
@@ -214,7 +233,8 @@ def optional(outer: Pattern, inner: Pattern, **absent: Any) -> Pattern:
     return one_of(outer, given(inner, **absent))
 
 
-def only_reader(pattern: Pattern) -> Pattern:
+@_pattern
+def only_reader(pattern: Pattern) -> tuple[Match, Forms]:
     """Match an operand that is read by one node alone, through casts and identities."""
 
     def match(target: Any, found: Found) -> Iterator[Found]:
@@ -223,20 +243,22 @@ def only_reader(pattern: Pattern) -> Pattern:
         if isinstance(inner, Expr) and inner.node is not None and all(len(n.users) == 1 for n in (*nodes, inner.node)):
             yield from pattern.match(target, found)
 
-    return replace(pattern, match=match)
+    return match, pattern.forms
 
 
-def shared(pattern: Pattern) -> Pattern:
+@_pattern
+def shared(pattern: Pattern) -> tuple[Match, Forms]:
     """Match a pattern whose nodes other sites may contain too, as a norm that feeds two modulations."""
 
     def match(target: Any, found: Found) -> Iterator[Found]:
         for inner in pattern.match(target, replace(found, nodes=frozenset())):
             yield replace(inner, nodes=found.nodes, shared=inner.shared | inner.nodes)
 
-    return replace(pattern, match=match)
+    return match, pattern.forms
 
 
-def site(fusion: str, *, casts: bool = True, **parts: Pattern) -> Pattern:
+@_pattern
+def site(fusion: str, *, casts: bool = True, **parts: Pattern) -> tuple[Match, Forms]:
     """Match the value of another fusion's site, with its captures; match `parts` with those of the same name.
 
     Without `casts`, only casts that lose nothing may stand in front of it.
@@ -251,7 +273,7 @@ def site(fusion: str, *, casts: bool = True, **parts: Pattern) -> Pattern:
         whole = replace(found, bindings={**found.bindings, **others}, shared=covered)
         yield from _all_match(list(parts.values()), [inside.bindings[name] for name in parts], whole)
 
-    return Pattern(match, ANY, f"site of {fusion}")
+    return match, ANY
 
 
 @functools.cache
