@@ -43,6 +43,13 @@ def make(spec: dict[str, Any]) -> Any:
     return flat.as_strided(size, stride)
 
 
+def cpp_parameters(source: str) -> list[str]:
+    """Return the parameters of the C++ function in a source, each with its type."""
+    start = source.rindex('extern "C"')
+    inner = source[source.index("(", start) + 1 : source.index(")", start)]
+    return [parameter.strip() for parameter in inner.split(",") if parameter.strip()]
+
+
 def load_kernel(folder: Path, language: str) -> Callable[..., None]:
     """Compile the current source in the folder and return a function of the kernel's arguments."""
     if language == "cpp":
@@ -50,31 +57,22 @@ def load_kernel(folder: Path, language: str) -> Callable[..., None]:
         from torch._inductor.codecache import CppPythonBindingsCodeCache
 
         source = (folder / "kernel.cpp").read_text(encoding="utf-8")
-        start = source.rindex('extern "C"')
-        parameters = source[source.index("(", start) + 1 : source.index(")", start)]
-        types = [" ".join(parameter.split()[:-1]) for parameter in parameters.split(",")]
+        types = [parameter.rpartition(" ")[0] for parameter in cpp_parameters(source)]
         loaded: Callable[..., None] = CppPythonBindingsCodeCache.load_pybinding(types, source)
         return loaded
 
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     # The module is as Inductor wrote it; the first launch tries the tile sizes in its decorator.
-    kernels = [
-        value for value in vars(load_module(folder / "kernel.py")).values() if isinstance(value, CachingAutotuner)
-    ]
-    if len(kernels) != 1:
-        raise SystemExit(f"{folder / 'kernel.py'} must define one kernel, it defines {len(kernels)}")
-
-    def launch(*arguments: Any) -> None:
-        kernels[0].run(*arguments, stream=torch.cuda.current_stream().cuda_stream)
-
-    return launch
+    values = vars(load_module(folder / "kernel.py")).values()
+    (kernel,) = [value for value in values if isinstance(value, CachingAutotuner)]
+    return lambda *arguments: kernel.run(*arguments, stream=torch.cuda.current_stream().cuda_stream)
 
 
 def load_module(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise SystemExit(f"{path} is no Python file")
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # Triton looks up a kernel's module by name.
     sys.modules[spec.name] = module
@@ -96,14 +94,11 @@ def copy_bandwidth(device: str) -> float:
     return 2 * COPIED[device] / seconds(lambda: target.copy_(source))
 
 
-def compare(folder: Path, meta: dict[str, Any], kernel: Callable[..., None]) -> float | str:
+def compare(meta: dict[str, Any], kernel: Callable[..., None], fragment: Any) -> float | str:
     """Return the largest relative L2 difference between results of kernel and operators, or a reason."""
-    if not (folder / "fragment.py").exists():
-        return "there is no fragment.py"
     unknown = [given["parameter"] for given in meta["arguments"] if given.get("input") and given["reads"] is None]
     if unknown:
         return f"no operator returns what {', '.join(unknown)} holds"
-    fragment = load_module(folder / "fragment.py")
     values = fragment.make_inputs()
     values.update(fragment.run(**values))
     arguments = [make(given) for given in meta["arguments"]]
@@ -113,12 +108,12 @@ def compare(folder: Path, meta: dict[str, Any], kernel: Callable[..., None]) -> 
                 return f"fragment.py has no {given['reads']}, which {given['parameter']} holds"
             argument.copy_(values[given["reads"]])
     kernel(*arguments)
-    found = [
+    differences = [
         _relative_l2(argument, values[given["writes"]])
         for given, argument in zip(meta["arguments"], arguments, strict=True)
         if given.get("output") and given["writes"] in values
     ]
-    return max(found) if found else "no operator returns what the kernel writes"
+    return max(differences, default="no operator returns what the kernel writes")
 
 
 def _relative_l2(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -132,22 +127,22 @@ def measure(folder: Path) -> dict[str, Any]:
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     if meta.get("not_runnable"):
         raise SystemExit(f"{meta['name']} cannot be run on its own: {meta['not_runnable']}")
-    device = meta["device"]
     kernel = load_kernel(folder, meta["language"])
     arguments = [make(given) for given in meta["arguments"]]
+    difference: float | str = "there is no fragment.py"
+    eager = None
     with torch.inference_mode():
-        difference = compare(folder, meta, kernel)
-        taken = seconds(lambda: kernel(*arguments))
-        eager = None
         if (folder / "fragment.py").exists():
             fragment = load_module(folder / "fragment.py")
+            difference = compare(meta, kernel, fragment)
             inputs = fragment.make_inputs()
             eager = seconds(lambda: fragment.run(**inputs))
-        bandwidth = copy_bandwidth(device)
+        taken = seconds(lambda: kernel(*arguments))
+        bandwidth = copy_bandwidth(meta["device"])
     moved = meta["bytes_read"] + meta["bytes_written"]
     return {
         "name": meta["name"],
-        "device": device,
+        "device": meta["device"],
         "us": taken * 1e6,
         "eager_us": eager * 1e6 if eager is not None else None,
         "bytes": moved,
@@ -158,26 +153,24 @@ def measure(folder: Path) -> dict[str, Any]:
     }
 
 
-def lines(found: dict[str, Any]) -> list[str]:
+def text(found: dict[str, Any]) -> str:
     share = found["gb_per_s"] / found["copy_gb_per_s"]
     cached = " (the data stays in a cache)" if share > 1 else ""
-    told = [
-        f"{found['name']} on {found['device']}",
-        f"  time        {found['us']:.2f} us a launch",
-        f"  bandwidth   {found['gb_per_s']:.2f} GB/s for {found['bytes']} bytes",
-        f"  copy        {found['copy_gb_per_s']:.2f} GB/s by a large copy here: the kernel reaches {share:.0%}{cached}",
-    ]
-    if found["eager_us"] is not None:
-        told.append(
-            f"  operators   {found['eager_us']:.2f} us one by one, {found['eager_us'] / found['us']:.2f}x as long"
-        )
+    compared = f"not compared: {found['not_compared']}"
     if found["difference"] is not None:
-        told.append(f"  difference  {found['difference']:.1e} relative to fragment.py")
-    else:
-        told.append(f"  difference  not compared: {found['not_compared']}")
-    return told
+        compared = f"{found['difference']:.1e} relative to fragment.py"
+    eager = "no fragment.py"
+    if found["eager_us"] is not None:
+        eager = f"{found['eager_us']:.2f} us one by one, {found['eager_us'] / found['us']:.2f}x as long"
+    return f"""{found["name"]} on {found["device"]}
+  time        {found["us"]:.2f} us a launch
+  bandwidth   {found["gb_per_s"]:.2f} GB/s for {found["bytes"]} bytes
+  copy        {found["copy_gb_per_s"]:.2f} GB/s by a large copy here: the kernel reaches {share:.0%}{cached}
+  operators   {eager}
+  difference  {compared}
+"""
 
 
 if __name__ == "__main__":
     result = measure(HERE)
-    sys.stdout.write(json.dumps(result) + "\n" if "--json" in sys.argv[1:] else "\n".join(lines(result)) + "\n")
+    sys.stdout.write(json.dumps(result) + "\n" if "--json" in sys.argv[1:] else text(result))

@@ -50,13 +50,10 @@ def _done(installed: Installed) -> tuple[str, list[str]]:
     if not records and not any(map(compat.dynamo.compiled_versions, codes)):
         return "runs eagerly: nothing was compiled", []
     notes = [f"{len(failed)} of {len(records)} graphs run eagerly, see the failures in the report"] if failed else []
-    places = {(code.co_name, code.co_filename, code.co_firstlineno) for code in codes}
-    reached = {limit for limit in LEDGER.limits() if (limit.function, limit.file, limit.line) in places}
-    reached.update(LEDGER.limits_of(records))
     notes += sorted(
         {
             f"{limit.limit} ({limit.value}) reached in {limit.function}: it runs eagerly where no compiled version fits"
-            for limit in reached
+            for limit in LEDGER.limits_of(records, codes)
         }
     )
     if installed.replaced:

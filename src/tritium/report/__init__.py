@@ -6,6 +6,7 @@ the process. A `Report` is a view of the records of one model.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -20,8 +21,18 @@ from tritium.report import text
 from tritium.report.ledger import LEDGER
 from tritium.report.observation import merged
 from tritium.report.recompiles import Recompile, parse_guard_failure
-from tritium.report.record import as_dict
 from tritium.report.records import SEED_FAMILIES, Component, GraphRecord, Measurement, SiteCounts, Violation
+
+
+def _by_graph(name: str) -> property:
+    """Return a property with one list of all records as data, each entry with its graph."""
+
+    def entries(report: Report) -> list[dict[str, Any]]:
+        return [
+            {"graph": record.graph, **entry.to_dict()} for record in report.records for entry in getattr(record, name)
+        ]
+
+    return property(entries)
 
 
 class Report:
@@ -55,9 +66,7 @@ class Report:
         counts = {family: SiteCounts() for family in SEED_FAMILIES}
         for site in itertools.chain.from_iterable(record.sites for record in self.records):
             for family in site.families:
-                of_family = counts.setdefault(family, SiteCounts())
-                setattr(of_family, site.outcome, getattr(of_family, site.outcome) + 1)
-                of_family.reasons[site.reason] += 1
+                counts.setdefault(family, SiteCounts()).add(site)
         return counts
 
     @property
@@ -79,11 +88,6 @@ class Report:
         return [{"op": op, "count": count} for op, count in total.most_common()]
 
     @property
-    def not_fused(self) -> list[dict[str, Any]]:
-        """Pairs of generated kernels that share or pass data, with Inductor's reason for not fusing them."""
-        return self._by_graph("not_fused")
-
-    @property
     def recompiles(self) -> list[dict[str, str | None]]:
         found = [record.recompile for record in self.records if record.recompile is not None]
         for limit in self.limits:
@@ -100,31 +104,13 @@ class Report:
             )
         return [entry.to_dict() for entry in found]
 
-    @property
-    def captures(self) -> list[dict[str, Any]]:
-        return self._by_graph("captures")
-
-    @property
-    def kernels(self) -> list[dict[str, Any]]:
-        return self._by_graph("kernels")
-
-    @property
-    def passes(self) -> list[dict[str, Any]]:
-        return self._by_graph("passes")
-
-    @property
-    def frozen(self) -> list[dict[str, Any]]:
-        return self._by_graph("frozen")
-
-    @property
-    def failures(self) -> list[dict[str, Any]]:
-        return self._by_graph("failures")
-
-    def _by_graph(self, name: str) -> list[dict[str, Any]]:
-        """Return one list of all records as data, each entry with its graph."""
-        return [
-            {"graph": record.graph, **entry.to_dict()} for record in self.records for entry in getattr(record, name)
-        ]
+    captures = _by_graph("captures")
+    kernels = _by_graph("kernels")
+    # Pairs of generated kernels that share or pass data, with Inductor's reason for not fusing them.
+    not_fused = _by_graph("not_fused")
+    passes = _by_graph("passes")
+    frozen = _by_graph("frozen")
+    failures = _by_graph("failures")
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -139,7 +125,7 @@ class Report:
             "fallbacks": self.fallbacks,
             "not_fused": self.not_fused,
             "recompiles": self.recompiles,
-            "limits": [as_dict(limit) for limit in self.limits],
+            "limits": [dataclasses.asdict(limit) for limit in self.limits],
             "violations": [violation.to_dict() for violation in self.violations],
             "captures": self.captures,
             "kernels": self.kernels,

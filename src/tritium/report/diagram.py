@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection
 
 from torch import fx
 
@@ -20,7 +20,7 @@ def diagram(before: fx.Graph, after: fx.Graph) -> Diagram:
     block = _block(before)
     old, new = (_without_parameters(graph) for graph in (before, after))
     if block is not None:
-        old = _part(old, {node.name for node in old if _within(node, block)})
+        old = _part(old, {node.name for node in old if _path(node)[: len(block)] == block})
         names = {node.name for node in before.nodes}
         new = _part(new, {node.name for node in old}, added={node.name for node in new} - names)
     shown_old, shown_new = old[:MOST_NODES], new[:MOST_NODES]
@@ -33,16 +33,14 @@ def diagram(before: fx.Graph, after: fx.Graph) -> Diagram:
 
 
 def _without_parameters(graph: fx.Graph) -> list[fx.Node]:
-    return [
-        node for node in graph.nodes if node.op != "placeholder" or not compat.dynamo.is_parameter_placeholder(node)
-    ]
+    is_parameter = compat.dynamo.is_parameter_placeholder
+    return [node for node in graph.nodes if node.op != "placeholder" or not is_parameter(node)]
 
 
 def _block(graph: fx.Graph) -> tuple[str, ...] | None:
     """Return the path of the first among the repeated blocks with the most nodes, or None."""
     sizes: Counter[tuple[str, ...]] = Counter()
-    for node in graph.nodes:
-        path = _path(node)
+    for path in map(_path, graph.nodes):
         place = next((place for place, word in enumerate(path) if word.isdecimal()), None)
         if place is not None:
             sizes[path[: place + 1]] += 1
@@ -51,16 +49,12 @@ def _block(graph: fx.Graph) -> tuple[str, ...] | None:
     return max(first.values(), key=sizes.__getitem__, default=None)
 
 
-def _within(node: fx.Node, block: Sequence[str]) -> bool:
-    return _path(node)[: len(block)] == tuple(block)
-
-
 def _path(node: fx.Node) -> tuple[str, ...]:
     # Dynamo attributes an input to the module that reads it first, although its node is far above.
     return compat.dynamo.module_path(node) if node.op.startswith("call_") else ()
 
 
-def _part(nodes: list[fx.Node], inside: set[str], added: frozenset[str] | set[str] = frozenset()) -> list[fx.Node]:
+def _part(nodes: list[fx.Node], inside: set[str], added: Collection[str] = ()) -> list[fx.Node]:
     """Return the nodes from the first to the last in `inside`, with adjacent nodes in `added`."""
     places = [place for place, node in enumerate(nodes) if node.name in inside]
     if not places:

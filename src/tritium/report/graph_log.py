@@ -28,11 +28,7 @@ class GraphLog:
             write(graph, self.folder, f"{self._count:02d}-{file_name(stage)}-{when}")
 
     def failed(
-        self,
-        graphs: Iterable[tuple[str, fx.Graph]],
-        stage: str,
-        otherwise: Path,
-        kernels: Sequence[KernelSource] = (),
+        self, graphs: Iterable[tuple[str, fx.Graph]], stage: str, otherwise: Path, kernels: Sequence[KernelSource] = ()
     ) -> str | None:
         """Write the graphs and kernels of a failed stage, to `otherwise` if logging is off.
 

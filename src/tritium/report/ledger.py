@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import CodeType
 from typing import Any
 
 from tritium import compat
@@ -93,14 +94,13 @@ class Ledger:
         with self._lock:
             return list(self._limits)
 
-    def limits_of(self, records: Sequence[GraphRecord]) -> list[compat.dynamo.LimitReached]:
-        places = set()
-        for record in records:
-            code = record.code() if record.code is not None else None
-            if code is not None:
-                places.add((code.co_name, code.co_filename, code.co_firstlineno))
-        with self._lock:
-            return [limit for limit in self._limits if (limit.function, limit.file, limit.line) in places]
+    def limits_of(
+        self, records: Iterable[GraphRecord], codes: Iterable[CodeType] = ()
+    ) -> list[compat.dynamo.LimitReached]:
+        """Return the recompile limits reached by the code of some graphs, and by other code."""
+        known = [*codes, *(record.code() for record in records if record.code is not None)]
+        places = {(code.co_name, code.co_filename, code.co_firstlineno) for code in known if code is not None}
+        return [limit for limit in self.limits() if (limit.function, limit.file, limit.line) in places]
 
     def clear(self) -> None:
         with self._lock:

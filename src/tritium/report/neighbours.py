@@ -111,9 +111,8 @@ def _touching(kernels: Sequence[GeneratedKernel]) -> Iterator[tuple[int, int]]:
     """Yield the places of kernels with each later one that reads a buffer that they read or write."""
     touched: dict[str, list[int]] = {}
     for place, kernel in enumerate(kernels):
-        yield from (
-            (earlier, place) for earlier in sorted({at for name in kernel.reads for at in touched.get(name, ())})
-        )
+        earlier = {at for name in kernel.reads for at in touched.get(name, ())}
+        yield from ((at, place) for at in sorted(earlier))
         for name in [*kernel.reads, *kernel.writes]:
             touched.setdefault(name, []).append(place)
 

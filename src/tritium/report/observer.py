@@ -79,72 +79,65 @@ class KernelObserver:
         for kernel, (region, ideal_bytes), why in zip(kernels, places, reasons, strict=True):
             contracted = {node: flops for node in kernel.origins if node not in counted and (flops := flops_of(node))}
             counted.update(contracted)
-            flops = sum(contracted.values()) or None
-            read, written = sum(kernel.reads.values()), sum(kernel.writes.values())
-            self.kernels.append(
-                Kernel(
-                    name=kernel.name,
-                    kind="generated",
-                    ops=kernel.operators,
-                    source_lines=_source_lines(kernel.origins),
-                    bytes_read=read,
-                    bytes_written=written,
-                    ideal_bytes=ideal_bytes,
-                    region=region,
-                    flops=flops,
-                    dtype=_dtype(next(iter(contracted))) if contracted else None,
-                    estimated_us=self._estimate(read + written, flops),
-                    why_not_fused=why,
-                    tiling=self._tiling(kernel.nodes),
-                )
+            self._add(
+                sum(kernel.reads.values()),
+                sum(kernel.writes.values()),
+                sum(contracted.values()) or None,
+                name=kernel.name,
+                kind="generated",
+                ops=kernel.operators,
+                source_lines=_source_lines(kernel.origins),
+                ideal_bytes=ideal_bytes,
+                region=region,
+                dtype=_dtype(next(iter(contracted))) if contracted else None,
+                why_not_fused=why,
+                tiling=self._tiling(kernel.nodes),
             )
-        self.kernels += [self._launched(launch) for launch in compat.observation.user_kernels(lowering)]
-        self.kernels += [self._called(overload, node) for overload, node in calls]
+        for launch in compat.observation.user_kernels(lowering):
+            self._launched(launch)
+        for overload, node in calls:
+            self._called(overload, node)
         self.fallbacks += _fallbacks(lowering)
         self.lowered += _lowered(lowering, called)
         self.dissection.graph(lowering.graph, kernels)
 
-    def _called(self, overload: OpOverload, node: fx.Node) -> Kernel:
-        """Describe an operator that generated code calls and that launches separate kernels."""
+    def _called(self, overload: OpOverload, node: fx.Node) -> None:
+        """Add an operator that generated code calls and that launches separate kernels."""
         inputs = [source.meta.get("val") for source in node.all_input_nodes]
-        read, written, flops = bytes_of(inputs), bytes_of(node.meta.get("val")), flops_of(node)
         shapes = [_shape_text(value) for value in inputs if isinstance(value, torch.Tensor) and value.ndim > 1]
-        return Kernel(
+        self._add(
+            bytes_of(inputs),
+            bytes_of(node.meta.get("val")),
+            flops_of(node),
             name=f"{overload.overloadpacket.__name__} ({', '.join(shapes)})",
             kind="owned" if overload.namespace == self.namespace else "library",
             ops=[str(overload.overloadpacket)],
             source_lines=_source_lines([node]),
-            bytes_read=read,
-            bytes_written=written,
-            ideal_bytes=read + written,
-            flops=flops,
             dtype=_dtype(node),
-            estimated_us=self._estimate(read + written, flops),
         )
 
-    def _launched(self, launch: compat.observation.UserKernel) -> Kernel:
-        """Describe a launched Triton kernel that Inductor did not write: an op's or the model's."""
+    def _launched(self, launch: compat.observation.UserKernel) -> None:
+        """Add a launched Triton kernel that Inductor did not write: an op's or the model's."""
         op = self.op_of(launch.function)
-        read, written = bytes_of(launch.read), bytes_of(launch.written)
-        return Kernel(
+        self._add(
+            bytes_of(launch.read),
+            bytes_of(launch.written),
             name=launch.name,
             kind="library" if op is None else "owned",
             ops=[launch.function.__name__ if op is None else f"{self.namespace}.{op}"],
             source_lines=_source_lines([launch.node]),
-            bytes_read=read,
-            bytes_written=written,
-            ideal_bytes=read + written,
-            estimated_us=self._estimate(read + written, None),
         )
+
+    def _add(self, read: int, written: int, flops: int | None = None, **fields: Any) -> None:
+        """Add a kernel. Contractions have no estimated time: arithmetic dominates it."""
+        us = None
+        if self._bandwidth is not None and flops is None:
+            us = round((read + written) / self._bandwidth * 1e6, 2)
+        moved = {"bytes_read": read, "bytes_written": written, "ideal_bytes": read + written}
+        self.kernels.append(Kernel(**{**moved, "flops": flops, "estimated_us": us, **fields}))
 
     def _tiling(self, nodes: Sequence[Any]) -> KernelTiling | None:
         return self.tilings.of(node.get_name() for node in nodes) if self.tilings is not None else None
-
-    def _estimate(self, moved: int, flops: int | None) -> float | None:
-        """Estimate the microseconds for moving the bytes; None for a contraction, where arithmetic dominates."""
-        if self._bandwidth is None or flops is not None:
-            return None
-        return round(moved / self._bandwidth * 1e6, 2)
 
 
 def _fallbacks(lowering: Any) -> list[Fallback]:

@@ -57,18 +57,15 @@ def parse_guard_failure(graph: str, text: str, arguments: Mapping[str, Any]) -> 
             # Ordinary use changes only this key: tensors created under inference_mode lack it.
             values = ["normal tensor" if "ADInplaceOrView" in value else "inference tensor" for value in values]
         return Recompile(graph, _argument_name(mismatch["argument"]), values[0], values[1], reason)
-    if reason.startswith("GLOBAL_STATE changed"):
-        return Recompile(graph, None, None, None, reason)
     equality = _EQUALITY.match(reason)
+    was = equality["was"].strip() if equality is not None else None
     inside = _INSIDE.search(reason)
     if inside is not None:
-        was = equality["was"].strip() if equality is not None else None
         return Recompile(graph, _inner_name(inside[0]), was, None, reason)
     named = next((name for name in _NAME.findall(reason) if name in arguments), None)
     argument = equality["argument"] if equality is not None else named
     if argument is None:
         return Recompile(graph, None, None, None, reason)
-    was = equality["was"].strip() if equality is not None else None
     now = _brief(arguments[argument]) if argument in arguments else None
     return Recompile(graph, _argument_name(argument), was, now, reason)
 

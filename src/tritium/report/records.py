@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import CodeType
@@ -46,7 +45,11 @@ class SiteCounts(Record):
     fused: int = 0
     inductor: int = 0
     declined: int = 0
-    reasons: Counter[str] = field(default_factory=Counter)
+    reasons: dict[str, int] = field(default_factory=dict)
+
+    def add(self, site: Site) -> None:
+        setattr(self, site.outcome, getattr(self, site.outcome) + 1)
+        self.reasons[site.reason] = self.reasons.get(site.reason, 0) + 1
 
     @property
     def recognised(self) -> int:
@@ -266,14 +269,12 @@ class GraphRecord:
         if piece is None:
             self.forget_pieces()
         number, count = (piece.number, piece.count) if piece is not None else (None, 1)
-        first = 1 + max((kernel.region for kernel in self.kernels if kernel.region is not None), default=-1)
-        self.kernels = [*self.kernels, *(kernel.in_piece(number, count, first) for kernel in observation.kernels)]
+        region = 1 + max((kernel.region for kernel in self.kernels if kernel.region is not None), default=-1)
+        self.kernels = [*self.kernels, *(kernel.in_piece(number, count, region) for kernel in observation.kernels)]
         self.fallbacks = [*self.fallbacks, *(entry.times(count) for entry in observation.fallbacks)]
         self.lowered = [*self.lowered, *(replace(entry, count=entry.count * count) for entry in observation.lowered)]
-        self.not_fused = [
-            *self.not_fused,
-            *(replace(entry, count=entry.count * count) for entry in observation.not_fused),
-        ]
+        pairs = (replace(pair, count=pair.count * count) for pair in observation.not_fused)
+        self.not_fused = [*self.not_fused, *pairs]
         self.sources = [*self.sources, observation.sources]
         self.kernels_from = "codegen" if "codegen" in (source, self.kernels_from) else source
 
@@ -283,15 +284,6 @@ class GraphRecord:
         self.sources, self.kernels_from, self.order = [], "none", []
 
     def describe(self) -> dict[str, Any]:
-        return {
-            "graph": self.graph,
-            "function": self.function,
-            "engine": self.engine,
-            "device": self.device_type,
-            "nodes": self.nodes,
-            "seconds": round(self.seconds, 3),
-            "needs_gradients": self.needs_gradients,
-            "break_reason": self.break_reason,
-            "kernels_from": self.kernels_from,
-            "runs": self.runs,
-        }
+        names = ("graph", "function", "engine", "nodes", "needs_gradients", "break_reason", "kernels_from", "runs")
+        known = {name: getattr(self, name) for name in names}
+        return {**known, "device": self.device_type, "seconds": round(self.seconds, 3)}

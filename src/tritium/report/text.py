@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tritium import compat
-from tritium.report.observation import Kernel
 from tritium.report.units import bytes_text
 
 if TYPE_CHECKING:
@@ -20,14 +20,13 @@ MOST_PAIRS = 20
 def of_report(report: Report) -> str:
     """Return the report as text, with one section per kind of record."""
     versions = ", ".join(f"{name} {version}" for name, version in compat.versions.versions().items() if version)
+    attention = [(entry["graph"], entry["by"], entry["what"]) for entry in report.attention]
     sections = [
         f"Tritium report: {versions}; {report.device['type']} {report.device['name']}",
         components(report),
         _graphs(report),
         _sites(report),
-        _table(
-            "Attention", "graph, by, what", [(entry["graph"], entry["by"], entry["what"]) for entry in report.attention]
-        ),
+        _table("Attention", "graph, by, what", attention),
         _operators(report),
         _recompiles(report),
         _violations(report),
@@ -46,9 +45,9 @@ def components(report: Report) -> str:
         (
             component.name,
             component.calls,
-            "-" if component.milliseconds is None else f"{component.milliseconds:.2f}",
-            "-" if component.share is None else f"{component.share:.0%}",
-            f"{component.first_call_seconds:.1f}" if component.first_call_seconds else "-",
+            _formatted(component.milliseconds, ".2f"),
+            _formatted(component.share, ".0%"),
+            _formatted(component.first_call_seconds or None, ".1f"),
             component.what,
         )
         for component in report.components
@@ -69,13 +68,12 @@ def _graphs(report: Report) -> str:
 def _sites(report: Report) -> str:
     rows = []
     for family, counts in report.sites.items():
-        reasons = "; ".join(f"{count}x {reason}" for reason, count in counts.reasons.most_common())
+        reasons = "; ".join(f"{count}x {reason}" for reason, count in Counter(counts.reasons).most_common())
         rows.append((family, counts.fused, counts.inductor, counts.declined, reasons))
     return _table("Sites", "family, fused, inductor, declined, why", rows)
 
 
 def _operators(report: Report) -> str:
-    """Return Inductor's operators: generated code, or fallback calls with reasons."""
     lines = [f"Lowered {entry['count']}x {entry['op']}" for entry in report.lowered]
     for entry in report.fallbacks:
         first, *others = entry["arguments"] or [""]
@@ -89,11 +87,7 @@ def _operators(report: Report) -> str:
 
 def _recompiles(report: Report) -> str:
     rows = [
-        (
-            entry["graph"],
-            *(entry[name] or "-" for name in ("argument", "was", "now")),
-            _with_advice(entry["reason"], entry["suggestion"]),
-        )
+        (*(entry[name] for name in ("graph", "argument", "was", "now")), _advised(entry["reason"], entry["suggestion"]))
         for entry in report.recompiles
     ]
     return _table("Recompiles", "graph, argument, was, now, reason", rows)
@@ -101,13 +95,13 @@ def _recompiles(report: Report) -> str:
 
 def _violations(report: Report) -> str:
     rows = [
-        (entry.part, f"{entry.times}x {entry.done}", _with_advice(entry.what, entry.suggestion))
+        (entry.part, f"{entry.times}x {entry.done}", _advised(entry.what, entry.suggestion))
         for entry in report.violations
     ]
     return _table("Calls outside of the promised shapes", "part, done, what was new", rows)
 
 
-def _with_advice(reason: str | None, suggestion: str | None) -> str:
+def _advised(reason: str | None, suggestion: str | None) -> str:
     return f"{reason}; to prevent it: {suggestion}" if suggestion else str(reason)
 
 
@@ -139,41 +133,27 @@ def _kernels(report: Report) -> str:
         missing = [record.graph for record in report.records if record.engine == "inductor"]
         return f"Kernels: none recorded for graph {', '.join(missing)}" if missing else ""
     is_measured = report.measurement is not None
-    rows = [
-        (record.graph, *_kernel_row(kernels, is_measured=is_measured))
-        for record in report.records
-        for kernels in record.kernels_by_name().values()
-    ]
+    rows = []
+    for record in report.records:
+        for name, kernels in record.kernels_by_name().items():
+            times = [kernel.measured_us for kernel in kernels if kernel.measured_us is not None]
+            each = [_formatted(statistics.fmean(times) if times else None, ".1f")] if is_measured else []
+            launches, first = sum(kernel.count for kernel in kernels), kernels[0]
+            moves = (bytes_text(first.bytes_moved), bytes_text(first.ideal_bytes))
+            rows.append((record.graph, name, f"{launches}x", *each, *moves, " ".join(first.ops)))
     launches = sum(kernel.count for record in report.records for kernel in record.kernels)
     title = f"Kernels ({launches} launches; region = bytes the whole memory-bound region must move)"
-    each = "us each, " if is_measured else ""
-    return _table(title, f"graph, kernel, times, {each}moves, region, operators", rows)
-
-
-def _kernel_row(kernels: Sequence[Kernel], *, is_measured: bool) -> list[str]:
-    first = kernels[0]
-    times = [kernel.measured_us for kernel in kernels if kernel.measured_us is not None]
-    each = [f"{statistics.fmean(times):.1f}" if times else "-"]
-    return [
-        first.name,
-        f"{sum(kernel.count for kernel in kernels)}x",
-        *(each if is_measured else ()),
-        bytes_text(first.bytes_moved),
-        bytes_text(first.ideal_bytes),
-        " ".join(first.ops),
-    ]
+    each_us = "us each, " if is_measured else ""
+    return _table(title, f"graph, kernel, times, {each_us}moves, region, operators", rows)
 
 
 def _pairs(report: Report) -> str:
     pairs = [(record.graph, pair) for record in report.records for pair in record.not_fused]
     pairs.sort(key=lambda entry: -entry[1].count * (entry[1].bytes_passed + entry[1].bytes_shared))
-    rows = [
-        (
-            *(graph, pair.first, pair.second, f"{pair.count}x"),
-            *(bytes_text(pair.bytes_passed), bytes_text(pair.bytes_shared), pair.reason),
-        )
-        for graph, pair in pairs[:MOST_PAIRS]
-    ]
+    rows = []
+    for graph, pair in pairs[:MOST_PAIRS]:
+        moves = (bytes_text(pair.bytes_passed), bytes_text(pair.bytes_shared))
+        rows.append((graph, pair.first, pair.second, f"{pair.count}x", *moves, pair.reason))
     title = "Not fused (pairs of kernels: the second reads what the first writes, or both read the same)"
     if len(pairs) > MOST_PAIRS:
         title += f"; the {MOST_PAIRS} that move most of {len(pairs)}"
@@ -182,10 +162,7 @@ def _pairs(report: Report) -> str:
 
 def _frozen(report: Report) -> str:
     rows = [
-        (
-            *(entry["graph"], entry["value"], bytes_text(entry["bytes"])),
-            *(", ".join(entry["sources"]), entry["declined"] or "-"),
-        )
+        (entry["graph"], entry["value"], bytes_text(entry["bytes"]), ", ".join(entry["sources"]), entry["declined"])
         for entry in report.frozen
     ]
     return _table("Frozen", "graph, value, bytes, from, declined", rows)
@@ -199,13 +176,17 @@ def _failures(report: Report) -> str:
     return _lines("Failures", lines)
 
 
+def _formatted(value: float | None, form: str) -> str | None:
+    return None if value is None else format(value, form)
+
+
 def _lines(title: str, lines: Sequence[str]) -> str:
     return "\n".join([title, *lines]) if lines else ""
 
 
 def _table(title: str, columns: str, rows: Sequence[Sequence[Any]]) -> str:
     """Return a table with left-aligned columns, empty without rows; only the last may exceed 48 characters."""
-    cells = [[str(cell) for cell in row] for row in [columns.split(", "), *rows]]
+    cells = [["-" if cell is None else str(cell) for cell in row] for row in [columns.split(", "), *rows]]
     widths = [min(48, max(map(len, column))) for column in zip(*cells, strict=True)]
     lines = ("  ".join([*map(str.ljust, row[:-1], widths), row[-1]]) for row in cells)
     return _lines(title, [f"  {line}".rstrip() for line in lines] if rows else [])

@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
-_NONE = "–"
+from collections.abc import Callable
 
 
-def number(value: float | None) -> str:
+def optional(form: Callable[[float], str]) -> Callable[[float | None], str]:
+    """Return a format that writes None as a dash."""
+    return lambda value: "–" if value is None else form(value)
+
+
+def number(value: float) -> str:
     """Return a number with three digits, without an exponent if that is short.
 
-    >>> [number(value) for value in (None, 0, 0.1234, 3.0, 12.34, 1234.5, 1234567)]
-    ['–', '0', '0.123', '3', '12.3', '1,234', '1,234,567']
+    >>> [number(value) for value in (0, 0.1234, 3.0, 12.34, 1234.5, 1234567)]
+    ['0', '0.123', '3', '12.3', '1,234', '1,234,567']
     """
-    if value is None:
-        return _NONE
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def bytes_text(count: float | None) -> str:
+def bytes_text(count: float) -> str:
     """Return a number of bytes with a fitting unit.
 
-    >>> [bytes_text(count) for count in (None, 12, 1536, 3 << 30)]
-    ['–', '12 B', '1.5 KiB', '3.0 GiB']
+    >>> [bytes_text(count) for count in (12, 1536, 3 << 30)]
+    ['12 B', '1.5 KiB', '3.0 GiB']
     """
-    if count is None:
-        return _NONE
-    size = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
+    if count < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB"):
+        count /= 1024
+        if count < 1024:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1024:.1f} GiB"
 
 
 def rate(value: float, unit: str) -> str:
@@ -46,27 +46,13 @@ def rate(value: float, unit: str) -> str:
     return f"{value:.3g} {unit}"
 
 
-def percent(share: float | None) -> str:
+def percent(share: float) -> str:
     """Return a share as a percentage.
 
-    >>> [percent(share) for share in (None, 0.004, 0.056, 0.5)]
-    ['–', '0.4 %', '5.6 %', '50 %']
+    >>> [percent(share) for share in (0.004, 0.056, 0.5)]
+    ['0.4 %', '5.6 %', '50 %']
     """
-    if share is None:
-        return _NONE
-    return f"{share:.0%}".replace("%", " %") if share >= 0.1 else f"{share:.1%}".replace("%", " %")
-
-
-def microseconds(value: float | None) -> str:
-    return _NONE if value is None else f"{value:,.1f}"
-
-
-def times(ratio: float | None) -> str:
-    return _NONE if ratio is None else f"{ratio:.2f}×"
-
-
-def operations(value: float | None) -> str:
-    return _NONE if value is None else rate(value, "FLOP")
+    return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.1f} %"
 
 
 def count(value: int, one: str, many: str | None = None) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,12 +49,12 @@ def render(report: Report, title: str) -> str:
         lstrip_blocks=True,
     )
     environment.filters.update(
-        bytes=units.bytes_text,
-        percent=units.percent,
-        us=units.microseconds,
-        number=number,
-        times=units.times,
-        operations=units.operations,
+        bytes=units.optional(units.bytes_text),
+        percent=units.optional(units.percent),
+        us=units.optional("{:,.1f}".format),
+        number=units.optional(number),
+        times=units.optional("{:.2f}×".format),
+        operations=units.optional(partial(units.rate, unit="FLOP")),
         count=count,
         # Files of this folder.
         trusted=markupsafe.Markup,
@@ -66,7 +67,7 @@ def render(report: Report, title: str) -> str:
         report=report,
         data=report.to_dict(),
         kernels=kernels,
-        summary=_summary(report, kernels),
+        outcomes=Counter(site.outcome for record in report.records for site in record.sites),
         bars=_bars(report, kernels),
         sites=_sites(report),
         families=[(family, entry) for family, entry in report.sites.items() if entry.total],
@@ -90,51 +91,13 @@ def write(path: Path, text: str) -> None:
         raise ReportError(f"the report cannot be written to {path}: {error.strerror or error}") from error
 
 
-def _summary(report: Report, kernels: Kernels) -> list[str]:
-    """Summarise the report in sentences."""
-    seconds = sum(record.seconds for record in report.records)
-    engines = " and ".join(sorted({record.engine for record in report.records})) or "none"
-    outcomes = Counter(site.outcome for record in report.records for site in record.sites)
-    trouble = ", ".join(
-        [
-            count(len(report.recompiles), "recompile"),
-            count(len(report.fallbacks), "operator without generated code", "operators without generated code"),
-            count(len(report.failures), "failure"),
-        ]
-    )
-    graphs = f"{count(len(report.records), 'graph')} compiled in {number(seconds)} s for engine {engines}."
-    sites = (
-        f"{count(outcomes.total(), 'site')} recognised: {outcomes['fused']} run an owned kernel, "
-        f"{outcomes['inductor']} left to Inductor, {outcomes['declined']} declined."
-    )
-    return [graphs, sites, f"{trouble[0].upper()}{trouble[1:]}.", *_about_times(report, kernels)]
-
-
-def _about_times(report: Report, kernels: Kernels) -> list[str]:
-    measurement = report.measurement
-    if measurement is None:
-        if not kernels.rows:
-            return ["No kernels are recorded, so there are no times."]
-        if kernels.total_us:
-            return ["Nothing was measured: times are estimated from the bytes that memory-bound kernels move."]
-        return ["Nothing was measured: this device's bandwidth is not known, so there are no estimates either."]
-    timed = (
-        f"One call takes {number(measurement.call_ms)} ms; {measurement.timed} of "
-        f"{count(measurement.of, 'launch', 'launches')} were timed under the profiler, mean of {measurement.calls} calls, "
-        f"and take {number(kernels.total_us / 1e3)} ms together."
-    )
-    if not measurement.disturbed:
-        return [timed]
-    return [timed, "Other programs used this machine during the measurement: the times are not to be trusted."]
-
-
 def _bars(report: Report, kernels: Kernels) -> list[dict[str, Any]]:
     """Return bars for a pipeline's components, else for measured graphs, else for kinds of kernels."""
     if report.components:
         return [component.to_dict() for component in report.components]
     by_graph = kernels.us_by(lambda row: row.graph)
     if sum(us > 0 for us in by_graph.values()) > 1:
-        bars = [(record.function, by_graph.get(record.graph, 0.0), _ran(record)) for record in report.records]
+        bars = [(record.function, by_graph.get(record.graph, 0.0), _described(record)) for record in report.records]
     else:
         by_kind = kernels.us_by(lambda row: row.kernel.kind)
         bars = [(name, by_kind.get(kind, 0.0), what) for kind, name, what in _KINDS]
@@ -145,7 +108,7 @@ def _bars(report: Report, kernels: Kernels) -> list[dict[str, Any]]:
     ]
 
 
-def _ran(record: GraphRecord) -> str:
+def _described(record: GraphRecord) -> str:
     runs = f", ran {number(record.runs)} times in one call" if record.runs is not None else ""
     return f"graph {record.graph}, {count(record.nodes, 'node')}{runs}"
 

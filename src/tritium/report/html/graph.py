@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tritium.report.graph_text import GraphNode
@@ -54,32 +54,17 @@ class Side:
 
 
 def compared(diagram: Diagram, sites: Iterable[Site]) -> list[Side]:
-    """Return both sides; removed and added nodes are marked, and sites have their fusion."""
+    """Return both sides with equal nodes on one line; removed and added nodes are marked, and sites have their fusion."""
     marks = {site.node: site for site in sites}
     before, after = Side("before", "as Dynamo made it", []), Side("after", "as the passes left it", [])
-    for old, new in aligned(diagram.before, diagram.after):
-        same = old is not None and new is not None and (old.name, old.target) == (new.name, new.target)
-        for side, node, state in ((before, old, "went"), (after, new, "came")):
-            line = Line(None) if node is None else Line(node, "same" if same else state, marks.get(node.name))
-            side.lines.append(line)
-    return [before, after] if diagram.is_changed else [Side("before and after", before.title, before.lines)]
-
-
-def aligned(before: Sequence[GraphNode], after: Sequence[GraphNode]) -> list[tuple[GraphNode | None, GraphNode | None]]:
-    """Align two lists of nodes so that equal nodes share a line.
-
-    >>> node = lambda name: GraphNode(name, "mul", "", ())
-    >>> pairs = aligned([node("a"), node("b"), node("c")], [node("a"), node("fused"), node("c")])
-    >>> [(left and left.name, right and right.name) for left, right in pairs]
-    [('a', 'a'), ('b', 'fused'), ('c', 'c')]
-    """
-    old_keys, new_keys = ([(node.name, node.target) for node in nodes] for nodes in (before, after))
+    old_keys, new_keys = ([(node.name, node.target) for node in nodes] for nodes in (diagram.before, diagram.after))
     matcher = difflib.SequenceMatcher(None, old_keys, new_keys, autojunk=False)
-    return [
-        pair
-        for _, left, left_end, right, right_end in matcher.get_opcodes()
-        for pair in itertools.zip_longest(before[left:left_end], after[right:right_end])
-    ]
+    for operation, start, end, new_start, new_end in matcher.get_opcodes():
+        removed, added = ("same", "same") if operation == "equal" else ("went", "came")
+        for old, new in itertools.zip_longest(diagram.before[start:end], diagram.after[new_start:new_end]):
+            for side, node, state in ((before, old, removed), (after, new, added)):
+                side.lines.append(Line(None) if node is None else Line(node, state, marks.get(node.name)))
+    return [before, after] if diagram.is_changed else [Side("before and after", before.title, before.lines)]
 
 
 def _path(start: int, end: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from tritium.report import Report
 
 
-@dataclass(frozen=True)
+@dataclass
 class Row:
     """All launches of one kernel in one graph; `kernel` is the first."""
 
@@ -51,7 +50,7 @@ class Row:
         return self.moved / self.us * 1e6 if self.us else None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Kernels:
     """The rows, longest time first, and the limits they are compared with."""
 
@@ -65,10 +64,6 @@ class Kernels:
     def total_us(self) -> float:
         return sum(row.total_us or 0.0 for row in self.rows)
 
-    @property
-    def launches(self) -> int:
-        return sum(row.launches for row in self.rows)
-
     def us_by(self, key: Callable[[Row], str]) -> dict[str, float]:
         """Return the total time of the rows with each key."""
         times: defaultdict[str, float] = defaultdict(float)
@@ -81,15 +76,12 @@ class Kernels:
         roofs = report.measurement.roofs if report.measurement is not None else None
         peak, dtype = (roofs.flops_per_s, roofs.dtype) if roofs is not None else (None, None)
         kernels = cls([], roofs is not None, report.bandwidth, peak, dtype)
-        rows = [row for record in report.records for row in kernels.rows_of(record)]
-        total = sum(row.total_us or 0.0 for row in rows)
-        if total:
-            rows = [
-                dataclasses.replace(row, share=row.total_us / total) if row.total_us is not None else row
-                for row in rows
-            ]
-        rows.sort(key=lambda row: (-(row.total_us or 0.0), -row.moved))
-        return dataclasses.replace(kernels, rows=rows)
+        kernels.rows = [row for record in report.records for row in kernels.rows_of(record)]
+        kernels.rows.sort(key=lambda row: (-(row.total_us or 0.0), -row.moved))
+        total = kernels.total_us
+        for row in kernels.rows:
+            row.share = row.total_us / total if total and row.total_us is not None else None
+        return kernels
 
     def rows_of(self, record: GraphRecord) -> list[Row]:
         excess = _excess(record.kernels)

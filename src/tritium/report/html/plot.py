@@ -7,40 +7,50 @@ transfer rate are known. The template draws the plots.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from tritium.report import units
 from tritium.report.html.kernels import Kernels, Row
-from tritium.report.units import bytes_text, number, percent, rate
+from tritium.report.units import bytes_text, number, rate
 
 WIDTH, HEIGHT = 520, 330
-LEFT, RIGHT, TOP, BOTTOM = 88, WIDTH - 24, 22, HEIGHT - 46
+LEFT, RIGHT, TOP, BOTTOM = 88.0, WIDTH - 24.0, 22.0, HEIGHT - 46.0
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A logarithmic scale from a range of values to pixels."""
+    """A logarithmic scale of at least two whole decades around some values, from `start` to `end` in pixels."""
 
-    low: float
-    high: float
+    values: Sequence[float]
     start: float
     end: float
+    form: Callable[[float], str]
 
-    @classmethod
-    def around(cls, values: Sequence[float], start: float, end: float) -> Axis:
-        """Return an axis of at least two whole decades that contains all values."""
-        low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
-        return cls(10.0**low, 10.0 ** max(high, low + 2), start, end)
+    @property
+    def powers(self) -> tuple[int, int]:
+        low, high = math.floor(math.log10(min(self.values))), math.ceil(math.log10(max(self.values)))
+        return low, max(high, low + 2)
+
+    @property
+    def low(self) -> float:
+        return 10.0 ** self.powers[0]
+
+    @property
+    def high(self) -> float:
+        return 10.0 ** self.powers[1]
 
     def at(self, value: float) -> float:
-        bounded = min(max(value, self.low), self.high)
-        share = math.log10(bounded / self.low) / math.log10(self.high / self.low)
+        low, high = self.powers
+        share = (math.log10(min(max(value, self.low), self.high)) - low) / (high - low)
         return self.start + share * (self.end - self.start)
 
     @property
-    def decades(self) -> list[float]:
-        first, last = round(math.log10(self.low)), round(math.log10(self.high))
-        return [10.0**power for power in range(first, last + 1, max(1, (last - first + 5) // 6))]
+    def ticks(self) -> list[tuple[float, str]]:
+        low, high = self.powers
+        decades = [10.0**power for power in range(low, high + 1, max(1, (high - low + 5) // 6))]
+        return [(self.at(value), self.form(value)) for value in decades]
 
 
 @dataclass(frozen=True)
@@ -59,8 +69,8 @@ class Mark:
 
     @property
     def title(self) -> str:
-        row = self.row
-        return f"{row.kernel.name}: {self.text}; {percent(row.share)} of the time, {percent(row.of_limit)} of the limit"
+        share, of_limit = map(units.optional(units.percent), (self.row.share, self.row.of_limit))
+        return f"{self.row.kernel.name}: {self.text}; {share} of the time, {of_limit} of the limit"
 
 
 @dataclass(frozen=True)
@@ -69,19 +79,13 @@ class Plot:
 
     name: str
     title: str
+    x_label: str
     x: Axis
     y: Axis
-    x_label: str
-    x_ticks: list[str]
-    y_unit: str
     roof: list[tuple[float, float]]
     marks: list[Mark]
     # Texts left of and above a pixel.
     notes: list[tuple[float, float, str]]
-
-    @property
-    def y_ticks(self) -> list[str]:
-        return [rate(value, self.y_unit) for value in self.y.decades]
 
 
 def roofline_plot(kernels: Kernels) -> Plot | None:
@@ -95,26 +99,17 @@ def roofline_plot(kernels: Kernels) -> Plot | None:
     if not marks or bandwidth is None or peak is None:
         return None
     ridge = peak / bandwidth
-    x = Axis.around([*(mark.x for mark in marks), ridge / 3, ridge * 3], LEFT, RIGHT)
-    y = Axis.around([*(mark.y for mark in marks), peak * 1.5], BOTTOM, TOP)
+    x = Axis([*(mark.x for mark in marks), ridge / 3, ridge * 3], LEFT, RIGHT, number)
+    y = Axis([*(mark.y for mark in marks), peak * 1.5], BOTTOM, TOP, partial(rate, unit="FLOP/s"))
     # Start the roof where it enters the plot from below.
     start = max(x.low, y.low / bandwidth)
     middle = math.sqrt(start * ridge)
-    return Plot(
-        name="roofline",
-        title="Contractions on the roofline",
-        x=x,
-        y=y,
-        x_label="operations a byte",
-        x_ticks=list(map(number, x.decades)),
-        y_unit="FLOP/s",
-        roof=[(start, start * bandwidth), (ridge, peak), (x.high, peak)],
-        marks=marks,
-        notes=[
-            (x.at(x.high) - 4, y.at(peak) - 6, f"{rate(peak, 'FLOP/s')} ({kernels.dtype})"),
-            (x.at(middle) - 8, y.at(middle * bandwidth), rate(bandwidth, "B/s")),
-        ],
-    )
+    roof = [(start, start * bandwidth), (ridge, peak), (x.high, peak)]
+    notes = [
+        (RIGHT - 4, y.at(peak) - 6, f"{rate(peak, 'FLOP/s')} ({kernels.dtype})"),
+        (x.at(middle) - 8, y.at(middle * bandwidth), rate(bandwidth, "B/s")),
+    ]
+    return Plot("roofline", "Contractions on the roofline", "operations a byte", x, y, roof, marks, notes)
 
 
 def bandwidth_plot(kernels: Kernels) -> Plot | None:
@@ -127,17 +122,8 @@ def bandwidth_plot(kernels: Kernels) -> Plot | None:
     ]
     if not marks or bandwidth is None:
         return None
-    x = Axis.around([mark.x for mark in marks], LEFT, RIGHT)
-    y = Axis.around([*(mark.y for mark in marks), bandwidth * 1.5], BOTTOM, TOP)
-    return Plot(
-        name="bandwidth",
-        title="Other kernels against the bandwidth",
-        x=x,
-        y=y,
-        x_label="bytes a launch",
-        x_ticks=[rate(value, "B") for value in x.decades],
-        y_unit="B/s",
-        roof=[(x.low, bandwidth), (x.high, bandwidth)],
-        marks=marks,
-        notes=[(RIGHT - 4, y.at(bandwidth) - 6, f"a large copy: {rate(bandwidth, 'B/s')}")],
-    )
+    x = Axis([mark.x for mark in marks], LEFT, RIGHT, partial(rate, unit="B"))
+    y = Axis([*(mark.y for mark in marks), bandwidth * 1.5], BOTTOM, TOP, partial(rate, unit="B/s"))
+    roof = [(x.low, bandwidth), (x.high, bandwidth)]
+    notes = [(RIGHT - 4, y.at(bandwidth) - 6, f"a large copy: {rate(bandwidth, 'B/s')}")]
+    return Plot("bandwidth", "Other kernels against the bandwidth", "bytes a launch", x, y, roof, marks, notes)

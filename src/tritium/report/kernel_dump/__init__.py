@@ -11,25 +11,65 @@ fused_<operators>_<hash>/
 
 from __future__ import annotations
 
+import base64
 import inspect
 import json
 import re
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tritium import disk
 from tritium.compat import kernel_benchmark
-from tritium.report.kernel_dump.source import KernelSource, pack, unpack
+from tritium.compat.observation import KernelArgument
+from tritium.report.graph_text import GraphNode
 from tritium.report.observation import Kernel
 from tritium.report.onnx_file import write_onnx
-
-__all__ = ["KernelSource", "folder_name", "pack", "unpack", "write"]
+from tritium.report.record import Record
 
 # Maximum number of operators in a folder's name.
 _NAMED = 6
 
 _SOURCE = {"triton": "kernel.py", "cpp": "kernel.cpp"}
+
+
+@dataclass(kw_only=True)
+class KernelSource(Record):
+    """The source of one generated kernel and everything that is needed to run it alone, as data that can be stored."""
+
+    name: str
+    # "triton" or "cpp".
+    language: str
+    source: str
+    operators: list[str] = field(default_factory=list)
+    device: str = ""
+    # Inductor's loop IR.
+    loops: str | None = None
+    # The operators as a script and as a graph.
+    fragment: str | None = None
+    graph: list[GraphNode] = field(default_factory=list)
+    arguments: list[KernelArgument] = field(default_factory=list)
+    # Parts that could not be described, with the reason; and the reason why the kernel cannot run alone.
+    missing: dict[str, str] = field(default_factory=dict)
+    not_runnable: str | None = None
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> KernelSource:
+        graph = [GraphNode(**node) for node in stored["graph"]]
+        return cls(
+            **{**stored, "graph": graph, "arguments": [KernelArgument(**entry) for entry in stored["arguments"]]}
+        )
+
+
+def pack(kernels: Sequence[KernelSource]) -> str:
+    """Compress kernels, so that they can be kept with every compiled graph."""
+    return base64.b64encode(zlib.compress(json.dumps([kernel.to_dict() for kernel in kernels]).encode())).decode()
+
+
+def unpack(packed: str) -> list[KernelSource]:
+    return [KernelSource.from_dict(entry) for entry in json.loads(zlib.decompress(base64.b64decode(packed)))]
 
 
 def write(folder: Path, kernels: Sequence[KernelSource], records: Sequence[Kernel]) -> list[Path]:
@@ -43,7 +83,7 @@ def folder_name(kernel: KernelSource) -> str:
 
     >>> operators = ["aten.add", "aten.mul"]
     >>> folder_name(KernelSource(name="cpp_fused_add_0", language="cpp", source="int x;", operators=operators))
-    'fused_add_mul_dca32da2'
+    'fused_add_mul_93997fec'
     """
     operators = [re.sub(r"\W", "_", name.partition(".")[2] or name) for name in kernel.operators]
     words = "_".join(operators[:_NAMED]) or "nothing"
@@ -52,12 +92,15 @@ def folder_name(kernel: KernelSource) -> str:
 
 def _write_one(folder: Path, kernel: KernelSource, record: Kernel | None) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
+    meta = {**kernel.to_dict(), **(record.to_dict() if record is not None else {})}
+    for name in ("source", "loops", "fragment", "graph", "ops", "kind"):
+        meta.pop(name, None)
     texts = {
         _SOURCE[kernel.language]: kernel.source,
         "loops.txt": kernel.loops,
         "fragment.py": kernel.fragment,
         "benchmark.py": inspect.getsource(kernel_benchmark),
-        "meta.json": json.dumps(_meta(kernel, record), indent=2) + "\n",
+        "meta.json": json.dumps(meta, indent=2) + "\n",
     }
     for name, text in texts.items():
         if text is not None:
@@ -65,11 +108,3 @@ def _write_one(folder: Path, kernel: KernelSource, record: Kernel | None) -> Pat
     if kernel.graph:
         write_onnx(kernel.graph, folder / "fragment.onnx")
     return folder
-
-
-def _meta(kernel: KernelSource, record: Kernel | None) -> dict[str, Any]:
-    """Return the report's record, and the data needed to run the kernel alone."""
-    about = record.to_dict() if record is not None else {}
-    known = {**kernel.to_dict(), **about}
-    left_out = ("source", "loops", "fragment", "graph", "ops", "kind")
-    return {name: value for name, value in known.items() if name not in left_out}

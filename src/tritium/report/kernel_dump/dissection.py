@@ -15,10 +15,11 @@ import torch
 from torch import fx
 
 from tritium import compat
+from tritium.compat import kernel_benchmark
 from tritium.compat.observation import KernelArgument, buffer_argument, loops_of
 from tritium.report.graph_text import GraphNode
+from tritium.report.kernel_dump import KernelSource
 from tritium.report.kernel_dump.fragment import fragment, script
-from tritium.report.kernel_dump.source import KernelSource
 from tritium.report.neighbours import GeneratedKernel
 
 
@@ -26,51 +27,42 @@ class Dissection:
     """The kernels of one lowering, each name once."""
 
     def __init__(self) -> None:
-        self._sources: dict[str, tuple[str, str]] = {}
+        # Sources without a description.
+        self._defined: dict[str, KernelSource] = {}
         self._launches: dict[str, Callable[[], list[KernelArgument]]] = {}
         self.kernels: list[KernelSource] = []
 
     def source(self, name: str, language: str, text: str) -> None:
-        self._sources[name] = (language, text)
+        reason = "code generation failed before this kernel was launched"
+        self._defined[name] = KernelSource(name=name, language=language, source=text, not_runnable=reason)
 
     def launch(self, name: str, arguments: Callable[[], list[KernelArgument]]) -> None:
         self._launches.setdefault(name, arguments)
 
     def graph(self, graph: fx.Graph, kernels: Iterable[GeneratedKernel]) -> None:
         """Describe all kernels of a graph."""
-        first: dict[str, GeneratedKernel] = {}
         for kernel in kernels:
-            if kernel.name in self._sources:
-                first.setdefault(kernel.name, kernel)
-        self.kernels += [self._describe(graph, kernel) for kernel in first.values()]
+            result = self._defined.pop(kernel.name, None)
+            if result is not None:
+                self._describe(result, graph, kernel)
+                self.kernels.append(result)
 
     def unfinished(self) -> list[KernelSource]:
         """Return the sources of an incomplete code generation, with the reason why the rest is missing."""
-        reason = "code generation failed before this kernel was launched"
-        return self.kernels or [
-            KernelSource(name=name, language=language, source=text, not_runnable=reason)
-            for name, (language, text) in self._sources.items()
-        ]
+        return self.kernels or list(self._defined.values())
 
-    def _describe(self, graph: fx.Graph, kernel: GeneratedKernel) -> KernelSource:
-        language, source = self._sources[kernel.name]
-        device = "cuda" if language == "triton" else "cpu"
-        result = KernelSource(
-            name=kernel.name, language=language, source=source, operators=kernel.operators, device=device
-        )
+    def _describe(self, result: KernelSource, graph: fx.Graph, kernel: GeneratedKernel) -> None:
+        result.operators = kernel.operators
+        result.device = "cuda" if result.language == "triton" else "cpu"
         # The fragment depends on the arguments.
-        for part, add in {
-            "arguments": self._add_arguments,
-            "loops.txt": _add_loops,
-            "fragment.py": _add_fragment,
-        }.items():
+        parts = (("arguments", self._add_arguments), ("loops.txt", _add_loops), ("fragment.py", _add_fragment))
+        for part, add in parts:
             try:
                 add(result, graph, kernel)
             except Exception as error:  # noqa: BLE001 - a failed description must not stop compilation
                 result.missing[part] = f"{type(error).__name__}: {error}"
-        if not result.arguments:
-            result.not_runnable = result.missing.get("arguments", "it is launched as part of another kernel")
-        return result
+        otherwise = result.missing.get("arguments", "it is launched as part of another kernel")
+        result.not_runnable = None if result.arguments else otherwise
 
     def _add_arguments(self, result: KernelSource, graph: fx.Graph, kernel: GeneratedKernel) -> None:
         launch = self._launches.get(kernel.name)
@@ -84,14 +76,10 @@ class Dissection:
 def parameter_names(source: str, language: str) -> list[str]:
     """Return the parameter names of a kernel's function; for Triton only those that a launch passes."""
     if language == "cpp":
-        start = source.rindex('extern "C"')
-        inner = source[source.index("(", start) + 1 : source.index(")", start)]
-        return [parameter.split()[-1] for parameter in inner.split(",") if parameter.strip()]
-    functions = re.findall(r"^def \w+\(([^)]*)\):", source, re.MULTILINE)
-    if not functions:
-        raise ValueError("no function in the source")
+        return [parameter.split()[-1] for parameter in kernel_benchmark.cpp_parameters(source)]
     # The combine function of a scan comes before the kernel.
-    parameters = [parameter.strip() for parameter in functions[-1].split(",")]
+    *_, inner = re.findall(r"^def \w+\(([^)]*)\):", source, re.MULTILINE)
+    parameters = [parameter.strip() for parameter in inner.split(",")]
     return [parameter for parameter in parameters if parameter and "tl.constexpr" not in parameter]
 
 

@@ -58,7 +58,10 @@ def fragment(
     Without wanted nodes it computes all of `origins` that are read from outside. Nodes in `also` are returned too, if
     they are in the part.
     """
-    inside = _inside(origins, cut)
+    inside = {node for node in origins if node.op == "call_function"}
+    # Inductor has no node for selecting one of several results.
+    inside |= {user for node in inside for user in node.users if user.target is operator.getitem}
+    inside = {node for node in inside if node.name not in cut}
     ends = {node for node in inside if node.name in wanted}
     ends = ends or {node for node in inside if any(user not in inside for user in node.users)}
     needed = _needed(ends, inside, cut)
@@ -66,21 +69,14 @@ def fragment(
     return _extracted(calls, [node for node in calls if node in ends or node.name in also])
 
 
-def _inside(origins: Iterable[fx.Node], cut: Collection[str | None]) -> set[fx.Node]:
-    inside = {node for node in origins if node.op == "call_function"}
-    # Inductor has no node for selecting one of several results.
-    inside |= {user for node in inside for user in node.users if user.target is operator.getitem}
-    return {node for node in inside if node.name not in cut}
-
-
 def _needed(ends: Iterable[fx.Node], inside: Collection[fx.Node], cut: Collection[str | None]) -> set[fx.Node]:
     """Return the nodes that compute `ends`, with views and sizes, so that buffers and sizes are the inputs."""
 
     def is_free(node: fx.Node) -> bool:
+        if node.op != "call_function" or node.name in cut:
+            return False
         is_size = not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
-        return (
-            node.name not in cut and node.op == "call_function" and (is_size or compat.observation.is_view(node.target))
-        )
+        return is_size or compat.observation.is_view(node.target)
 
     needed: set[fx.Node] = set()
     stack = list(ends)
