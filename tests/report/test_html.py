@@ -3,13 +3,12 @@
 import os
 import re
 import stat
-from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
 from support.report_samples import Page, full_report, measurement
-from tritium import disk
+from tritium import device, disk
 from tritium.bench.settings import Settings
 from tritium.cli.app import app
 from tritium.errors import ReportError, TritiumError
@@ -103,25 +102,27 @@ def test_the_page_loads_nothing(written):
     assert found.all("meta", name="viewport")
 
 
-def test_without_a_measurement_the_page_says_so(written):
-    found = Page(written(full_report(measured=False)))
-    assert "Nothing was measured" in found.words
-    assert "no times" in found.words
-    assert not found.all("circle")
-    assert "There is no roofline without measured times" in found.words
+def busy():
+    report = full_report()
+    report.measurement = measurement(disturbed=True)
+    return report
 
 
-def test_estimates_are_called_estimates(written, monkeypatch):
-    from tritium import device
-
-    monkeypatch.setattr(device, "copy_bandwidth", lambda which: 1e9)
-    report = full_report(measured=False)
-    first = report.records[0].kernels[0]
-    report.records[0].kernels[0] = replace(first, estimated_us=4.0)
+@pytest.mark.parametrize(
+    ("report", "copies_per_s", "said"),
+    [
+        (full_report(measured=False), None, ["Nothing was measured", "no times", "There is no roofline"]),
+        (full_report(measured=False, estimated_us=4.0), 1e9, ["estimated, not measured"]),
+        (busy(), None, ["Times are measured", "not to be trusted"]),
+        (Report([]), None, ["No kernels are recorded", "No sites were recognised"]),
+    ],
+    ids=["unmeasured", "estimated", "busy", "empty"],
+)
+def test_the_page_says_where_times_come_from(written, monkeypatch, report, copies_per_s, said):
+    monkeypatch.setattr(device, "copy_bandwidth", lambda which: copies_per_s)
     found = Page(written(report))
-    assert "estimated, not measured" in found.words
-    assert "Times are measured" not in found.words
-    assert not found.all("circle")
+    assert [text for text in said if text not in found.words] == []
+    assert ("Times are measured" in found.words) == bool(found.all("circle")) == (report.measurement is not None)
 
 
 def test_without_components_the_bars_are_kinds_or_graphs(written):

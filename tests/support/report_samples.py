@@ -80,11 +80,18 @@ def measurement(**changes):
     return Measurement(**{**found, **changes})
 
 
-def full_report(text="plain", *, measured=True):
+def full_report(text="plain", *, measured=True, **first):
     """One of everything."""
     us = (lambda value: value) if measured else (lambda value: None)
     kernels = [
-        kernel(f"cpp_fused_{text}_0", measured_us=us(8.0), region=0, ideal_bytes=5000, why_not_fused=[f"buf1: {text}"]),
+        kernel(
+            f"cpp_fused_{text}_0",
+            measured_us=us(8.0),
+            region=0,
+            ideal_bytes=5000,
+            why_not_fused=[f"buf1: {text}"],
+            **first,
+        ),
         kernel(f"cpp_fused_{text}_0", measured_us=us(8.0), region=0, ideal_bytes=5000),
         kernel(
             "addmm (64×64)", kind="library", flops=2 * 64**3, dtype="float32", measured_us=us(80.0), ops=["aten.addmm"]

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -243,15 +244,13 @@ def is_static_input(node: fx.Node) -> bool:
     return "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})
 
 
-@contextlib.contextmanager
-def floats_as_constants() -> Iterator[None]:
+def floats_as_constants() -> AbstractContextManager[None]:
     """Let Dynamo trace Python floats as guarded constants in calls inside, even under `dynamic=True`.
 
     As inputs, the `eps` of each norm becomes a symbol, and Inductor makes Dynamo trace the model a second time.
     """
     config: Any = importlib.import_module("torch._dynamo.config")
-    with config.patch(specialize_float=True):
-        yield
+    return config.patch(specialize_float=True)  # type: ignore[no-any-return]
 
 
 def size_hint(size: Any) -> int | None:
@@ -289,10 +288,9 @@ def marked_dynamic(marks: Sequence[tuple[torch.Tensor, int]], *, weakly: bool = 
 
     With `weakly`, a dim that the model specialises raises no error.
     """
-    tensors = list({id(tensor): tensor for tensor, _ in marks}.values())
-    saved = [{name: tensor.__dict__[name] for name in _mark_names(tensor)} for tensor in tensors]
+    saved = {id(tensor): (tensor, {name: tensor.__dict__[name] for name in _mark_names(tensor)}) for tensor, _ in marks}
     try:
-        for tensor, attributes in zip(tensors, saved, strict=True):
+        for tensor, attributes in saved.values():
             # Marking adds to existing sets: copy them, so that the caller's are unchanged.
             tensor.__dict__.update({name: copy.copy(value) for name, value in attributes.items()})
         for tensor, dim in marks:
@@ -303,7 +301,7 @@ def marked_dynamic(marks: Sequence[tuple[torch.Tensor, int]], *, weakly: bool = 
                 torch._dynamo.mark_dynamic(tensor, dim)
         yield
     finally:
-        for tensor, attributes in zip(tensors, saved, strict=True):
+        for tensor, attributes in saved.values():
             for name in _mark_names(tensor):
                 del tensor.__dict__[name]
             tensor.__dict__.update(attributes)
@@ -311,11 +309,9 @@ def marked_dynamic(marks: Sequence[tuple[torch.Tensor, int]], *, weakly: bool = 
 
 def _mark_names(tensor: torch.Tensor) -> list[str]:
     """Return the attributes that Dynamo's marks set on a tensor; newer torch versions have more of them."""
-    return [name for name in tensor.__dict__ if name.startswith("_dynamo_") or name in _MARKS]
-
-
-# Attributes without Dynamo's prefix that mark_dynamic sets: torch 2.13 guards on the first.
-_MARKS = ("_has_dynamo_dim_marking", "_specialize_on")
+    # torch 2.13 guards on the first of those without Dynamo's prefix.
+    others = ("_has_dynamo_dim_marking", "_specialize_on")
+    return [name for name in tensor.__dict__ if name.startswith("_dynamo_") or name in others]
 
 
 def why_not_traced(error: Exception) -> str | None:

@@ -14,6 +14,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import fx
 
+from tritium.compat.wrapping import wrap_once
+
 
 @dataclass(frozen=True, kw_only=True)
 class KernelArgument:
@@ -101,17 +103,15 @@ def _install() -> None:
 
 def _observe(owner: Any, name: str, notify: Callable[..., None]) -> None:
     """Let `notify` be called with an observer, the result and the arguments of every call of a method."""
-    original = getattr(owner, name)
 
-    @functools.wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
+    def method(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         observer = _OBSERVER.get()
         if observer is not None:
             notify(observer, result, *args, **kwargs)
         return result
 
-    setattr(owner, name, method)
+    wrap_once(owner, name, method)
 
 
 def _kernel_defined(observer: CodegenObserver, name: Any, _: Any, __: Any, nodes: Any, *___: Any) -> None:
@@ -129,7 +129,7 @@ def _launched(
     observer: CodegenObserver, _: Any, wrapper: Any, kernel_name: str, call_args: Any, *__: Any, **___: Any
 ) -> None:
     given, spaces = list(call_args), vars(wrapper).get(_WORKSPACES, {})
-    observer.launch(str(kernel_name), lambda: [_kernel_argument(argument, spaces) for argument in given])
+    observer.launch(str(kernel_name), lambda: [kernel_argument(argument, spaces) for argument in given])
 
 
 def _workspace_allocated(_: Any, __: Any, wrapper: Any, space: Any) -> None:
@@ -146,27 +146,23 @@ def _kernel_source(body: str) -> tuple[str, str] | None:
         call = ast.parse(body.strip(), mode="eval").body
     except SyntaxError:
         return None
-    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or len(call.args) < 2:
-        return None
-    source = call.args[1]
-    language = _LANGUAGES.get(call.func.attr)
-    if language is None or not isinstance(source, ast.Constant) or not isinstance(source.value, str):
-        return None
-    return language, source.value.strip("\n") + "\n"
+    match call:
+        case ast.Call(func=ast.Attribute(attr=method), args=[_, ast.Constant(value=str(source)), *_]):
+            return (_LANGUAGES[method], source.strip("\n") + "\n") if method in _LANGUAGES else None
+    return None
 
 
-def _kernel_argument(argument: Any, workspaces: Mapping[str, Any]) -> KernelArgument:
-    """Return a wrapper's kernel argument; call it while Inductor still has the graph."""
+def kernel_argument(argument: Any, workspaces: Mapping[str, Any] | None = None) -> KernelArgument:
+    """Return a wrapper's kernel argument, or the buffer of a name; call it while Inductor still has the graph."""
     graph = importlib.import_module("torch._inductor.virtualized").V.graph
     if not isinstance(argument, str):
         return KernelArgument(kind="number", value=_hint(graph, getattr(argument, "inner_expr", argument)))
-    if argument in workspaces:
+    if workspaces and argument in workspaces:
         space = workspaces[argument]
         dtype, count = str(space.dtype).removeprefix("torch."), int(_hint(graph, space.count))
         return KernelArgument(kind="workspace", dtype=dtype, size=(count,), stride=(1,), device=str(space.device))
-    held = graph.try_get_buffer(argument)
-    if held is None:
-        held = graph.constants.get(argument)
+    buffer = graph.try_get_buffer(argument)
+    held = graph.constants.get(argument) if buffer is None else buffer
     if held is None:
         return KernelArgument(kind="number", value=_number(graph, argument))
     is_tensor = isinstance(held, torch.Tensor)
@@ -183,11 +179,6 @@ def _kernel_argument(argument: Any, workspaces: Mapping[str, Any]) -> KernelArgu
     )
 
 
-def buffer_argument(name: str) -> KernelArgument:
-    """Return a buffer of Inductor's current graph as a kernel argument."""
-    return _kernel_argument(name, {})
-
-
 def _origin_name(held: Any) -> str | None:
     ask = getattr(held, "get_origin_node", None)
     node = ask() if ask is not None else None
@@ -197,8 +188,7 @@ def _origin_name(held: Any) -> str | None:
 def _hint(graph: Any, expression: Any) -> int | float:
     if isinstance(expression, (int, float)):
         return expression
-    ask = getattr(graph.sizevars, "optimization_hint", None) or graph.sizevars.size_hint
-    return cast("int", ask(expression, fallback=_UNKNOWN_SIZE))
+    return cast("int", graph.sizevars.optimization_hint(expression, fallback=_UNKNOWN_SIZE))
 
 
 def _number(graph: Any, text: str) -> int | float:

@@ -15,8 +15,6 @@ _NEEDED = (
     ("CPU convolutions without guards on their size", "torch._C", "_conv_determine_backend_memory_format"),
     ("GroupNorm traced by its sizes alone", "torch._subclasses.fake_impls", "FAST_OP_IMPLEMENTATIONS"),
     ("attention of packed sequences", "torch.nn.attention.varlen", "varlen_attn"),
-    ("channels-last copies of images", "torch._inductor.ir", "NHWC_STRIDE_ORDER"),
-    ("channels-last copies of videos", "torch._inductor.ir", "NHWDC_STRIDE_ORDER"),
     ("shorter compilation without Dynamo's trace logs", "torch._dynamo.symbolic_convert", "get_funcname"),
     ("shorter compilation without guard profiles", "torch._dynamo.guards", "profile_guard_manager"),
     ("reuse of captured outputs", "torch._C", "_storage_Use_Count"),

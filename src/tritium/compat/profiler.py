@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -34,28 +35,26 @@ def visible_kernels(names: Collection[str]) -> Iterator[None]:
     Inductor has a setting for this, but it changes the generated code. Here the called functions are wrapped only while
     the context is active.
     """
-    cache = importlib.import_module("torch._inductor.codecache").PyCodeCache
-    replaced: list[tuple[dict[str, Any], str, Any]] = []
-    for module in cache.modules:
-        space = vars(module)
-        for name in [name for name in names if name.startswith("cpp_") and callable(space.get(name))]:
-            replaced.append((space, name, space[name]))
-            space[name] = _named(name, space[name])
-    try:
-        yield
-    finally:
-        for space, name, original in reversed(replaced):
-            space[name] = original
-
-
-def _named(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    modules = importlib.import_module("torch._inductor.codecache").PyCodeCache.modules
     record = importlib.import_module("torch._C._profiler")._RecordFunctionFast
 
-    def named(*args: Any, **kwargs: Any) -> Any:
+    def named(name: str, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with record(name):
             return kernel(*args, **kwargs)
 
-    return named
+    originals = [
+        (vars(module), name, vars(module)[name])
+        for module in modules
+        for name in vars(module).keys() & set(names)
+        if name.startswith("cpp_") and callable(vars(module)[name])
+    ]
+    for space, name, kernel in originals:
+        space[name] = functools.partial(named, name, kernel)
+    try:
+        yield
+    finally:
+        for space, name, kernel in originals:
+            space[name] = kernel
 
 
 def is_work(event: str) -> bool:

@@ -16,7 +16,7 @@ from torch import fx
 
 from tritium import compat
 from tritium.compat import kernel_benchmark
-from tritium.compat.observation import KernelArgument, buffer_argument, loops_of
+from tritium.compat.observation import KernelArgument, kernel_argument, loops_of
 from tritium.report.graph_text import GraphNode
 from tritium.report.kernel_dump import KernelSource
 from tritium.report.kernel_dump.fragment import fragment, script
@@ -94,7 +94,7 @@ def _arguments(
     in_place = sum(name.startswith("in_out_ptr") for name in names)
     before = None
     if len(overwritten) == in_place == 1:
-        before = _held_node(buffer_argument(overwritten[0]), nodes)
+        before = _held_node(kernel_argument(overwritten[0]), nodes)
     arguments = []
     for parameter, argument in zip(names, launched, strict=False):
         role: dict[str, Any] = {}
