@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from tritium import compat, device, measure
-from tritium.report.tiling import ReductionChoice
+from tritium.report.observation import ReductionChoice
 from tritium.tiling import session
 from tritium.tiling.policy import OFF
 from tritium.tiling.reductions import MOST_PERSISTENT

@@ -10,8 +10,7 @@ from torch import fx
 
 import tritium
 from tritium.artifacts import digest, observations
-from tritium.report.observation import Fallback, Kernel, LoweredOp, Observation, Pair
-from tritium.report.tiling import KernelTiling, ReductionChoice
+from tritium.report.observation import Fallback, Kernel, KernelTiling, LoweredOp, Observation, Pair, ReductionChoice
 
 OP = """
 import torch

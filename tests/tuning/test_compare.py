@@ -10,8 +10,8 @@ from support.report_samples import kernel
 from tritium import ops, tuning
 from tritium.compiler.compile import compile_pinned
 from tritium.ops.op import draw_from
+from tritium.report.observation import KernelTiling, ReductionChoice
 from tritium.report.records import GraphRecord
-from tritium.report.tiling import KernelTiling, ReductionChoice
 from tritium.tuning import Key, Verdict, compare
 from tritium.tuning.verdict import Loop
 

@@ -18,8 +18,7 @@ from tritium.report import kernel_dump
 from tritium.report.flops import bytes_of, flops_of
 from tritium.report.kernel_dump.dissection import Dissection
 from tritium.report.neighbours import GeneratedKernel, not_fused, regions
-from tritium.report.observation import Fallback, Kernel, LoweredOp, Observation, Pair, merged
-from tritium.report.tiling import KernelTiling, Tilings
+from tritium.report.observation import Fallback, Kernel, KernelTiling, LoweredOp, Observation, Pair, Tilings, merged
 
 
 class KernelObserver:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tritium.report.record import Record
+from tritium.report.observation import Record
 
 _MISMATCH = re.compile(
     r"tensor '(?P<argument>.+?)' (?P<what>[\w ]+?) mismatch(?: at index (?P<index>\d+))?\. "

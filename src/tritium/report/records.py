@@ -12,9 +12,8 @@ from typing import Any, Literal
 from tritium import measure
 from tritium.report import kernel_dump
 from tritium.report.graph_text import GraphNode
-from tritium.report.observation import Fallback, Kernel, LoweredOp, Observation, Pair
+from tritium.report.observation import Fallback, Kernel, LoweredOp, Observation, Pair, Record
 from tritium.report.recompiles import Recompile
-from tritium.report.record import Record
 
 SEED_FAMILIES = ("rms_norm", "rope", "adalayernorm", "gelu", "mul_add")
 
@@ -54,10 +53,6 @@ class SiteCounts(Record):
     @property
     def recognised(self) -> int:
         return self.fused + self.inductor
-
-    @property
-    def total(self) -> int:
-        return self.recognised + self.declined
 
 
 @dataclass

@@ -15,7 +15,7 @@ from typing import Any
 import sympy
 
 from tritium import compat
-from tritium.report.tiling import KernelTiling
+from tritium.report.observation import KernelTiling
 from tritium.tiling import cost
 
 Tiling = Mapping[str, sympy.Expr]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tritium.report.tiling import Form, ReductionChoice
+from tritium.report.observation import Form, ReductionChoice
 from tritium.tuning.tables import INDUCTOR_LIMITS, INDUCTOR_PERSISTENT, ReductionLimits
 
 # Longer rows do not fit the registers of a block with 8 warps: 64 values for each of its 256 threads.

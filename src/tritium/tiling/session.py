@@ -17,7 +17,7 @@ import sympy
 from tritium import compat, device
 from tritium.compat import generated
 from tritium.errors import brief
-from tritium.report.tiling import Form, KernelTiling, ReductionChoice
+from tritium.report.observation import Form, KernelTiling, ReductionChoice
 from tritium.tiling import choose as choosing
 from tritium.tiling import reductions
 from tritium.tiling.divisibility import is_multiple

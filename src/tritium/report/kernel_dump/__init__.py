@@ -25,9 +25,8 @@ from tritium import disk
 from tritium.compat import kernel_benchmark
 from tritium.compat.observation import KernelArgument
 from tritium.report.graph_text import GraphNode
-from tritium.report.observation import Kernel
+from tritium.report.observation import Kernel, Record
 from tritium.report.onnx_file import write_onnx
-from tritium.report.record import Record
 
 # Maximum number of operators in a folder's name.
 _NAMED = 6
