@@ -224,9 +224,10 @@ class TestModesOfAutograd:
                 torch.testing.assert_close(compiled(*inputs), model(*inputs))
         assert backend.compiled == 2
 
-    def test_a_graph_that_needs_gradients_is_left_alone_and_counted(self):
+    @pytest.mark.parametrize("engine", ["eager", pytest.param("inductor", marks=pytest.mark.codegen)])
+    def test_a_graph_that_needs_gradients_is_left_alone_and_counted(self, engine):
         model, (x, gate) = Block(), block_inputs()
-        compiled = torch.compile(model, backend=eager_backend())
+        compiled = torch.compile(model, backend=eager_backend(engine=engine))
         compiled(x, gate).sum().backward()
         gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
         model.zero_grad()
