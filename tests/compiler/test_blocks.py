@@ -13,7 +13,7 @@ from support.blocks import Block, Model, inputs
 from support.small_models import Stack, block_inputs, flux, flux_inputs
 from support.zoo import ZOO
 from tritium import Backend, CompilationConfig, FusionPatterns, compat
-from tritium.compiler.blocks import cut, find
+from tritium.compiler.blocks import cut
 from tritium.compiler.blocks.reuse import _kept
 from tritium.compiler.blocks.segments import Facts
 
@@ -148,20 +148,6 @@ class Stages(nn.Module):
         for stage in self.stages:
             x = stage(x, temb)
         return x
-
-
-class TestModulesAreUnknown:
-    def test_periods_are_found(self, monkeypatch):
-        monkeypatch.setattr(compat.dynamo, "module_stack", lambda node: ())
-        (entry,) = check(model_of(Block, 8))
-        total, compiled = counts(entry)
-        assert total >= 8
-        assert compiled <= 6
-
-    def test_of_two_kinds_of_blocks(self):
-        kinds = [*"ab", *"cde" * 5, *"fg" * 6, "h"]
-        first, period, times = find._longest_period([hash(kind) for kind in kinds])
-        assert (first, period, times) == (2, 3, 5)
 
 
 class Sharing(nn.Module):

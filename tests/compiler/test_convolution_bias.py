@@ -13,7 +13,7 @@ from support.fidelity import assert_no_worse
 from support.interpreter import interpreted
 from support.small_vaes import SMALL_VAES
 from support.zoo.codec import CODECS
-from tritium import device, envs
+from tritium import device, envs, fusions
 from tritium.compiler.passes import channels_last, convolution_bias
 from tritium.compiler.pipeline import passes_for
 from tritium.ops import channel_norm
@@ -204,7 +204,7 @@ def test_no_norm_of_wan_s_decoder_is_handed_another_layout(monkeypatch):
 
     def rewrite(graph):
         config = tritium.CompilationConfig(force_provider=PINNED)
-        context = PassContext(config, "cuda")
+        context = PassContext(config, "cuda", fusions=tuple(fusions.catalog().values()))
         for entry in passes_for(config, ()):
             entry.run(graph, context)
         taken.extend(site for site in context.sites if site.provider == "triton")

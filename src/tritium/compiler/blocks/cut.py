@@ -78,9 +78,10 @@ def cut(gms: Sequence[fx.GraphModule]) -> Cut | str:
     nodes = sum(len(own.calls) for own in facts)
     best: Cut | None = None
     reasons: dict[str, None] = {}
-    for level in _levels(facts):
-        groups = [find.by_period(own.calls) if level is None else find.by_modules(own.calls, level) for own in facts]
-        found = _cut(facts, groups)
+    deepest = max((find.deepest_level(own.calls) for own in facts), default=0)
+    # Level 0 takes whole graphs as pieces, if there are several.
+    for level in range(0 if len(facts) > 1 else 1, deepest + 1):
+        found = _cut(facts, [find.by_modules(own.calls, level) for own in facts])
         if isinstance(found, str):
             reasons[found] = None
         elif found.equal < LEAST_EQUAL or found.cost > WORTH_CUTTING * nodes:
@@ -90,14 +91,6 @@ def cut(gms: Sequence[fx.GraphModule]) -> Cut | str:
         if best is not None and best.cost <= ENOUGH * nodes:
             break
     return best or "; ".join(reasons) or "it has no repeated blocks"
-
-
-def _levels(facts: Sequence[Facts]) -> Iterator[int | None]:
-    """Yield the levels to try: 0 (whole graphs, if several), module levels, and None (periods)."""
-    if len(facts) > 1:
-        yield 0
-    yield from range(1, max((find.deepest_level(own.calls) for own in facts), default=0) + 1)
-    yield None
 
 
 def _cut(facts: Sequence[Facts], groups: Sequence[list[find.Group]]) -> Cut | str:

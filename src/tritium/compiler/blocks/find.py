@@ -1,4 +1,4 @@
-"""Find repeated blocks by the modules that nodes come from, else by the period of the operations.
+"""Find repeated blocks by the modules that nodes come from.
 
 A level is a depth of nesting. At level 1 a node belongs to the outermost numbered module around it
 (`transformer_blocks.3`), at level 2 to the next one inside (`attentions.1`), and so on. The keys of blocks determine
@@ -16,28 +16,19 @@ over the stream per block. A node moves if no product and no attention of its bl
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import fx
 
 from tritium import compat
 from tritium.compiler.blocks.segments import Facts, acts, is_item, name_of
-from tritium.graph import value_of
 
 # The most numbered modules around a node in stock models is four: down_blocks.0.attentions.1.transformer_blocks.0.ff.net.0.
 DEEPEST = 4
 
 # A rewrite can leave nodes of another block inside a block: at most this many are ignored.
 MOST_STRAYS = 2
-
-# The least number of periods in a row.
-LEAST_PERIODS = 4
-
-# The number of distances between equal nodes that are tried as the period, those that cover the most nodes first.
-MOST_DISTANCES = 8
 
 _NUMBERED = re.compile(r"(?:\.|\[')\d+(?:'\])?$")
 
@@ -48,7 +39,8 @@ _PRODUCTS = frozenset(
     """.split()  # noqa: SIM905 - shorter than one name per line
 )
 
-Label = Hashable
+# The innermost module of a block that a node belongs to; None for a part between blocks.
+Label = str | None
 
 
 class Group(NamedTuple):
@@ -80,25 +72,8 @@ def by_modules(calls: Sequence[fx.Node], level: int) -> list[Group]:
         if name_of(calls[place].target).startswith("_enter"):
             # A mode is entered for the next node.
             labels[place] = labels[place + 1]
-    return _grouped(calls, _without_strays(labels))
-
-
-def by_period(calls: Sequence[fx.Node]) -> list[Group]:
-    """Return operations in groups: one for each period of the operations that repeat, others for the rest."""
-    kinds = [_kind(node) for node in calls]
-    labels: list[Label] = [None] * len(calls)
-    stretches = [(0, len(calls))]
-    while stretches:
-        start, end = stretches.pop()
-        found = _longest_period(kinds[start:end])
-        if found is None:
-            continue
-        first, period, times = found
-        first += start
-        for place in range(first, first + period * times):
-            labels[place] = (first, (place - first) // period)
-        stretches += [(start, first), (first + period * times, end)]
-    return _grouped(calls, labels)
+    labels = _without_strays(labels)
+    return [Group(list(calls[start:end]), labels[start] is not None) for start, end in _runs(labels)]
 
 
 def _numbered(node: fx.Node) -> list[str]:
@@ -119,44 +94,6 @@ def _without_strays(labels: list[Label]) -> list[Label]:
 def _runs(labels: Sequence[Label]) -> list[tuple[int, int]]:
     starts = [place for place, label in enumerate(labels) if place == 0 or label != labels[place - 1]]
     return list(zip(starts, [*starts[1:], len(labels)], strict=True))
-
-
-def _grouped(calls: Sequence[fx.Node], labels: Sequence[Label]) -> list[Group]:
-    groups = [Group(list(calls[start:end]), labels[start] is not None) for start, end in _runs(labels)]
-    place = {node: index for index, group in enumerate(groups) for node in group.nodes}
-    # An item of a tuple stays with the node that returns the tuple: pieces cannot exchange tuples.
-    for node in calls:
-        if is_item(node) and (source := place.get(node.all_input_nodes[0])) is not None and source != place[node]:
-            groups[place[node]].nodes.remove(node)
-            groups[source].nodes.append(node)
-            place[node] = source
-    return [group for group in groups if group.nodes]
-
-
-def _kind(node: fx.Node) -> int:
-    """Return a number that is equal for the same operations with results of equal shapes."""
-    value = value_of(node)
-    shape = (str(value.dtype), *map(str, value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
-    return hash((node.op, str(node.target), repr(fx.map_arg((node.args, node.kwargs), lambda _: None)), shape))
-
-
-def _longest_period(kinds: Sequence[int]) -> tuple[int, int, int] | None:
-    """Return the start, length and count of the periods that cover the most of a sequence, or None."""
-    seen: dict[int, int] = {}
-    distances: Counter[int] = Counter()
-    for place, kind in enumerate(kinds):
-        if kind in seen:
-            distances[place - seen[kind]] += 1
-        seen[kind] = place
-    best: tuple[int, int, int] | None = None
-    for period, _ in sorted(distances.items(), key=lambda entry: -entry[0] * entry[1])[:MOST_DISTANCES]:
-        equal = [kinds[place] == kinds[place + period] for place in range(len(kinds) - period)]
-        for start, end in _runs(equal):
-            times = (end - start) // period + 1
-            enough = equal[start] and times >= LEAST_PERIODS
-            if enough and (best is None or period * times > best[1] * best[2]):
-                best = (start, period, times)
-    return best
 
 
 def is_product(node: fx.Node) -> bool:

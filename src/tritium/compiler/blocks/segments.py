@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +29,11 @@ class Facts:
         nodes = list(gm.graph.nodes)
         # Nodes that a result depends on, or that have side effects; others are dropped.
         self.live = live_nodes(gm.graph, acts)
-        # Attributes are not among them: they belong to every segment that reads them.
-        self.calls = [
-            node for node in nodes if node in self.live and node.op not in ("placeholder", "output", "get_attr")
-        ]
+        # Attributes are not among them: they belong to every segment that reads them. Items of a tuple follow the node that
+        # returns the tuple, because segments cannot exchange tuples.
+        kinds = ("call_function", "call_method", "call_module")
+        roots = [node for node in nodes if node.op in kinds and not is_item(node)]
+        self.calls = [call for node in roots for call in _with_items(node) if call in self.live]
         self.storages = {node: storages([node]) for node in nodes}
         # The memory that a node writes to.
         self.written = {node: self.memory_of(arguments) for node in nodes if (arguments := mutated_arguments(node))}
@@ -121,6 +122,13 @@ def is_item(node: fx.Node) -> bool:
     """Return whether a node takes an item of a tuple: it stays with the node that returns the tuple."""
     source = node.args[0] if node.op == "call_function" and node.target is operator.getitem else None
     return isinstance(source, fx.Node) and not isinstance(value_of(source), torch.Tensor) and source.op != "placeholder"
+
+
+def _with_items(node: fx.Node) -> Iterator[fx.Node]:
+    yield node
+    for user in node.users:
+        if is_item(user):
+            yield from _with_items(user)
 
 
 def graph_of(segment: Segment) -> fx.Graph:

@@ -50,11 +50,10 @@ def _split(gm: fx.GraphModule, cuts: set[fx.Node]) -> list[Piece]:
     groups: list[list[fx.Node]] = [[]]
     facts = Facts(gm)
     for node in facts.calls:
-        item_of_cut = is_item(node) and node.all_input_nodes[0] in cuts
         if node in cuts:
             groups += [[node], []]
         else:
-            groups[-2 if item_of_cut and not groups[-1] else -1].append(node)
+            groups[-2 if is_item(node) and node.all_input_nodes[0] in cuts else -1].append(node)
     written = _written_storages(gm.graph)
     pieces = []
     for place, segment in enumerate(segments_of(groups, facts)):
