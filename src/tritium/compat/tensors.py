@@ -47,11 +47,6 @@ def flatten(
     return leaves, lambda parts: pytree.tree_unflatten(list(parts), spec)
 
 
-def is_container(value: Any) -> bool:
-    """Return True if `flatten` takes values of this type apart."""
-    return type(value) in pytree.SUPPORTED_NODES
-
-
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """Return equal containers with the results of a function in place of the tensors."""
     return pytree.tree_map_only(torch.Tensor, function, value)
@@ -65,6 +60,11 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 def fake_mode(**options: Any) -> Any:
     """Return a mode in which operators compute sizes, dtypes and strides only."""
     return importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode(**options)
+
+
+def fake_mode_of(value: Any) -> Any:
+    """Return the fake mode of the first fake tensor in nested containers, or None."""
+    return next((leaf.fake_mode for leaf in leaves_of(value) if hasattr(leaf, "fake_mode")), None)
 
 
 def python_decompositions() -> AbstractContextManager[Any]:

@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from tritium import compat
-from tritium.compiler.passes.arguments import as_fake, as_value
 from tritium.compiler.passes.channels_last.strides import as_dynamo_does
+from tritium.compiler.passes.rewrite import as_fake, as_value
 from tritium.fusions import Match
 from tritium.graph import same_shape, value_of
 

@@ -150,12 +150,11 @@ def _computed_from_parameters(graph: fx.Graph, placeholders: Sequence[fx.Node]) 
 
 
 def _is_pure(node: fx.Node) -> bool:
-    fake_modes = (getattr(value_of(source), "fake_mode", None) for source in node.all_input_nodes)
-    fake_mode = next((mode for mode in fake_modes if mode is not None), None)
-    if fake_mode is None:
-        return False
     args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
-    with fake_mode:
+    mode = compat.tensors.fake_mode_of((args, kwargs))
+    if mode is None:
+        return False
+    with mode:
         return compat.traced.is_pure(functools.partial(call, node), args, kwargs)
 
 

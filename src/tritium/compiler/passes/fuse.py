@@ -15,7 +15,6 @@ from torch import fx
 
 from tritium import ops, tuning
 from tritium.compiler.passes import rewrite
-from tritium.compiler.passes.arguments import as_fake
 from tritium.compiler.passes.exact import NOT_EQUAL, bit_equal
 from tritium.fusions import Fusion, Match
 from tritium.fusions.fusion import FusionFailed, blamed
@@ -135,7 +134,7 @@ def _judge(fusion: Fusion, match: Match, reason: str | None, context: PassContex
     if op is None:
         return Judged(fusion, match, "inductor", LEFT_TO_INDUCTOR)
     arguments = fusion.arguments_of(match)
-    fakes = {name: as_fake(value) for name, value in arguments.items()}
+    fakes = {name: rewrite.as_fake(value) for name, value in arguments.items()}
     provider, why = tuning.choose(op, fakes, context.config, context.device_type)
     if provider == INDUCTOR:
         return Judged(fusion, match, "inductor", why)

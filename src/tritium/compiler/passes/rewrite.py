@@ -10,11 +10,13 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import fx
 
+from tritium import compat
 from tritium.compat.operators import is_erased
-from tritium.compiler.passes.arguments import as_fake, as_node
-from tritium.fusions import Match
+from tritium.fusions import Call, Match
+from tritium.fusions.expression import Expr
 from tritium.graph import mutated_arguments, same_shape, value_of
 from tritium.ops import Op
 
@@ -24,8 +26,6 @@ EFFECTS_BETWEEN = "something between the values of the region writes to memory o
 
 def decline(match: Match) -> str | None:
     """Return why the values of a match are not computed together in one place, or None."""
-    if len(match.values) < 2:
-        return None
     waiting = _waiting(match)
     if any(node in waiting for node in match.inputs):
         return DEPENDS_ON_ITSELF
@@ -68,7 +68,9 @@ def replace(match: Match, arguments: Mapping[str, Any], target: Callable[..., An
     with graph.inserting_before(place):
         given = tuple(as_node(graph, value) for value in arguments.values())
         made = graph.call_function(target, given, dict(options))
-        results = [made] if not match.outputs else [_result(graph, made, index) for index in range(len(match.outputs))]
+        results = [made]
+        if match.outputs:
+            results = [graph.call_function(operator.getitem, (made, index)) for index in range(len(match.outputs))]
         if match.shown:
             results = [graph.call_method(match.shown[0], (result, *match.shown[1:])) for result in results]
     if match.outputs:
@@ -82,10 +84,6 @@ def replace(match: Match, arguments: Mapping[str, Any], target: Callable[..., An
     for node in reversed(waiting):
         results[-1].append(node)
     erase(match)
-
-
-def _result(graph: fx.Graph, made: fx.Node, index: int) -> fx.Node:
-    return graph.call_function(operator.getitem, (made, index))
 
 
 def erase(match: Match) -> None:
@@ -103,7 +101,7 @@ def erase(match: Match) -> None:
 def changed_meta(match: Match, op: Op, arguments: Mapping[str, Any], *, any_layout: bool) -> str | None:
     """Return how the op's results would differ from the values they replace, or None."""
     wanted = [value_of(node) for node in match.values]
-    mode = getattr(wanted[0], "fake_mode", None)
+    mode = compat.tensors.fake_mode_of(wanted)
     if mode is None:
         return "nothing is known about the value's shape"
     with mode:
@@ -121,3 +119,73 @@ def changed_meta(match: Match, op: Op, arguments: Mapping[str, Any], *, any_layo
                 return "the value lies in memory in another order than the replacement's would"
             return "the value is not contiguous, and the replacement's would be"
     return None
+
+
+# --- arguments of a replacement: expressions, calls, numbers ---
+
+
+def _evaluate(thing: Any, held: Callable[[fx.Node], Any], viewed: Callable[[Expr], Any]) -> Any:
+    """Evaluate an argument, given functions for values that a node holds and for views that no node holds."""
+    if isinstance(thing, list):
+        return [_evaluate(part, held, viewed) for part in thing]
+    if isinstance(thing, Call):
+        owner, *rest = (_evaluate(part, held, viewed) for part in thing.args)
+        return getattr(owner, thing.method)(*rest)
+    if not isinstance(thing, Expr):
+        return thing
+    return held(thing.node) if thing.node is not None else viewed(thing)
+
+
+def as_fake(thing: Any) -> Any:
+    """Return the fake tensor or the number of an argument."""
+
+    def viewed(expr: Expr) -> Any:
+        # The model's view of `1 + s`, evaluated on s: it has the shape of the former and the dtype of s.
+        source, shown = as_fake(expr.args[0]), value_of(expr.attrs[0])
+        with shown.fake_mode:
+            return source.new_empty(shown.shape)
+
+    return _evaluate(thing, value_of, viewed)
+
+
+def as_value(thing: Any, environment: dict[fx.Node, Any]) -> Any:
+    """Return an argument's value while the graph runs."""
+
+    def viewed(expr: Expr) -> Any:
+        view = expr.attrs[0]
+        source = as_value(expr.args[0], environment)
+        args, kwargs = fx.map_arg((view.args[1:], view.kwargs), lambda node: environment[node])
+        if view.op == "call_method":
+            return getattr(source, view.target)(*args, **kwargs)
+        return view.target(source, *args, **kwargs)
+
+    return _evaluate(thing, environment.__getitem__, viewed)
+
+
+def as_node(graph: fx.Graph, thing: Any) -> Any:
+    """Return an argument's node, created if necessary, or its number."""
+    if isinstance(thing, list):
+        return [as_node(graph, part) for part in thing]
+    if isinstance(thing, Call):
+        made = graph.call_method(thing.method, tuple(as_node(graph, part) for part in thing.args))
+        made.meta["example_value"] = as_fake(thing)
+        return made
+    if not isinstance(thing, Expr):
+        return thing
+    if thing.node is None:
+        return _repeated_view(graph, thing)
+    known = thing.value
+    # `dynamic=True` turns an eps into an input. It is a constant of the model: guard on it, like Inductor.
+    return float(known) if isinstance(known, (torch.SymFloat, torch.SymInt)) else thing.node
+
+
+def _repeated_view(graph: fx.Graph, value: Expr) -> fx.Node:
+    """Insert a view on s that repeats the model's view of `1 + s`."""
+    if value.op != "view" or not value.attrs:
+        raise TypeError(f"no node holds {value}")
+    view = value.attrs[0]
+    source = as_node(graph, value.args[0])
+    made = graph.create_node(view.op, view.target, (source, *view.args[1:]), dict(view.kwargs))
+    fake = as_fake(value)
+    made.meta = {"example_value": fake} if fake is not None else {}
+    return made

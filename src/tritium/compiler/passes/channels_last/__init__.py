@@ -19,8 +19,8 @@ from collections import Counter
 
 from torch import fx
 
+from tritium.compiler.passes.channels_last.border import make_known_to_inductor
 from tritium.compiler.passes.channels_last.convert import Converter
-from tritium.compiler.passes.channels_last.copy_op import make_known_to_inductor
 from tritium.graph import spatial_convolutions
 from tritium.passes import Applied, Decline, Pass, PassContext
 

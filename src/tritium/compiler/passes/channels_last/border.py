@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from tritium import compat
 from tritium.compiler.passes import freezing
-from tritium.compiler.passes.channels_last.copy_op import CHANNELS_LAST
 from tritium.compiler.passes.channels_last.region import Model
 from tritium.compiler.passes.channels_last.strides import (
     as_dynamo_does,
@@ -20,6 +20,27 @@ from tritium.compiler.passes.channels_last.strides import (
 )
 from tritium.graph import call, value_of
 from tritium.ops.memory_format import FORMATS
+
+# `tritium::channels_last(x)`: a channels-last copy that Inductor does not inline. Inductor treats
+# `x.contiguous(memory_format=...)` as an expression and computes it again in every kernel that reads it, so that each
+# would read the image across its strides. This op writes a separate buffer once, with a kernel that Inductor tiles.
+_LIBRARY = torch.library.Library("tritium", "FRAGMENT")
+_LIBRARY.define("channels_last(Tensor x) -> Tensor")
+
+
+def _copy(x: torch.Tensor) -> torch.Tensor:
+    return x.clone(memory_format=FORMATS[x.dim()])
+
+
+_LIBRARY.impl("channels_last", _copy, "CompositeExplicitAutograd")
+torch.library.register_fake("tritium::channels_last", _copy, lib=_LIBRARY)
+
+CHANNELS_LAST = torch.ops.tritium.channels_last.default
+
+
+def make_known_to_inductor() -> None:
+    """Register the op's lowering before a graph with it is lowered; ATen copies if torch lacks support."""
+    compat.lowerings.lower(CHANNELS_LAST, compat.lowerings.channels_last)
 
 
 class Border:

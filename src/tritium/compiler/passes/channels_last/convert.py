@@ -9,18 +9,16 @@ import torch
 from torch import fx
 
 from tritium.compiler.passes.channels_last import region
-from tritium.compiler.passes.channels_last.agnostic_ops import JOINS, QUERIES
 from tritium.compiler.passes.channels_last.border import Border
-from tritium.compiler.passes.channels_last.region import Model, operands
+from tritium.compiler.passes.channels_last.region import JOINS, QUERIES, Model, operands
 from tritium.compiler.passes.channels_last.strides import (
     as_dynamo_does,
     is_channels_last,
     is_contiguous,
     same_meta,
     same_strides,
-    tensors_of,
 )
-from tritium.graph import argument, call, same_shape, storages, value_of
+from tritium.graph import argument, call, same_shape, storages, tensors_of, value_of
 from tritium.ops.memory_format import FORMATS
 
 NOT_FOLLOWED = "its result is not the one Dynamo saw (autocast?), so its layout cannot be followed"
@@ -86,7 +84,7 @@ class Converter:
 
     def _reader(self, node: fx.Node, *, is_upstream: bool) -> None:
         """Let an operation read channels-last inputs, or restore them if its result depends on strides."""
-        tensors = tensors_of(self.model.values[node])
+        tensors = list(tensors_of(self.model.values[node]))
         if not tensors and (node.target in QUERIES or node.target is getattr):
             return
         others = self._inputs_to_convert(node) if tensors and self.model.is_agnostic(node) else None

@@ -10,13 +10,9 @@ from typing import Any
 import torch
 
 from tritium import compat
-from tritium.graph import same_shape, same_size
+from tritium.graph import same_shape, same_size, tensors_of
 from tritium.ops.memory_format import FORMATS
 from tritium.ops.op import present
-
-
-def tensors_of(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in compat.tensors.leaves_of(value) if isinstance(leaf, torch.Tensor)]
 
 
 def packed(shape: Sequence[Any]) -> list[Any]:
@@ -68,7 +64,7 @@ def same_strides(left: Any, right: Any) -> bool:
 
 def same_meta(left: Any, right: Any) -> bool:
     """Return True if two values differ in nothing but strides."""
-    ones, others = tensors_of(left), tensors_of(right)
+    ones, others = list(tensors_of(left)), list(tensors_of(right))
     return len(ones) == len(others) and all(
         one.dtype == other.dtype and one.device == other.device and same_shape(one.shape, other.shape)
         for one, other in zip(ones, others, strict=True)
@@ -78,7 +74,6 @@ def same_meta(left: Any, right: Any) -> bool:
 @contextlib.contextmanager
 def as_dynamo_does(value: Any) -> Iterator[None]:
     """Compute in a value's fake mode, without specialising more symbolic sizes than Dynamo did."""
-    mode = next(tensor.fake_mode for tensor in tensors_of(value) if hasattr(tensor, "fake_mode"))
     # Without Python's dispatcher, the C++ code of some operators specialises symbolic sizes.
-    with mode, torch.no_grad(), compat.tensors.python_decompositions():
+    with compat.tensors.fake_mode_of(value), torch.no_grad(), compat.tensors.python_decompositions():
         yield
