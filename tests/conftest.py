@@ -37,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Files that take minutes, longest first: a worker that began one of them last would be the only one at work in the end.
 LONG = (
-    *("census/test_census.py", "compiler/test_channels_last.py", "test_api.py", "pipelines/test_shapes.py"),
+    *("census/test_census.py", "compiler/passes/test_channels_last.py", "test_api.py", "pipelines/test_shapes.py"),
     *("pipelines/test_sizes.py", "artifacts/test_cache.py", "tiling/test_codegen.py", "census/test_numbers.py"),
     *("census/test_truth.py", "examples/test_demo.py", "tiling/test_autofuse.py", "test_public_surface.py"),
     *("fusions/test_rope.py", "report/test_kernel_dump.py", "ops/test_contract.py"),

@@ -3,6 +3,9 @@
 import torch
 from torch import nn
 
+import tritium
+from tritium import Backend, CompilationConfig
+
 
 class Block(nn.Module):
     """A residual block of about sixty operations, so that a cut pays."""
@@ -39,3 +42,37 @@ class Model(nn.Module):
 def inputs(batch=2, tokens=5):
     generator = torch.Generator().manual_seed(1)
     return torch.randn(batch, tokens, 16, generator=generator), torch.randn(batch, 16, generator=generator)
+
+
+EAGER = CompilationConfig(reuse_blocks=True, engine="eager")
+
+
+def model_of(kind, count=6, **arguments):
+    torch.manual_seed(0)
+    return Model(*(kind(**arguments) for _ in range(count))).requires_grad_(False)
+
+
+def reuse(compiled):
+    """What the pass says of each graph."""
+    passes = [entry for record in tritium.explain(compiled).records for entry in record.passes]
+    return [entry for entry in passes if entry.name == "reuse_blocks"]
+
+
+def check(model, *calls, config=EAGER, **options):
+    """The compiled model gives eager's numbers and changes inputs as eager does; returns what the pass says."""
+    compiled = torch.compile(model, backend=Backend(config), fullgraph=True, **options)
+    with torch.no_grad():
+        for call in calls or [inputs()]:
+            mine, theirs = ([part.clone() for part in call] for _ in range(2))
+            torch.testing.assert_close(compiled(*mine), model(*theirs), atol=0, rtol=0)
+            torch.testing.assert_close(mine, theirs, atol=0, rtol=0)
+    entries = reuse(compiled)
+    assert all(entry.failed is None for entry in entries)
+    return entries
+
+
+def counts(entry):
+    """Pieces, and those of them that were compiled."""
+    assert entry.summary is not None, entry.declined
+    words = entry.summary.split()
+    return int(words[0]), int(words[2])
