@@ -77,7 +77,7 @@ class TestChoice:
         tritium.attention_forward(q, k, v, scale=0.3, is_causal=True, **options)
         assert len(calls) == 2
 
-    def test_providers_that_hold_all_scores_are_not_measured_for_a_video(self):
+    def test_providers_that_hold_all_scores_skip_a_video(self):
         video = arguments(32_760, 32_760)
         assert trial.skip("math", video, False) == "not measured: its scores would take 32.0 GiB"
         for name in ("sdpa", "chunked"):
@@ -91,7 +91,7 @@ class TestChoice:
         assert trial.skip("flex", on_a_gpu(), False) is None
         assert trial.skip("flex", arguments(), False) == "not measured on cpu"
 
-    def test_a_graph_stores_its_verdict_apart_and_prefers_eager_ones(self):
+    def test_a_graph_stores_a_separate_verdict(self):
         q, k, v = qkv()
         compiled = torch.compile(tritium.attention_forward, backend="aot_eager", dynamic=True, fullgraph=True)
         with torch.inference_mode():

@@ -49,7 +49,7 @@ def test_dense_steps_and_layers_and_the_rest(made):
     assert len(made) == 4
 
 
-def test_a_mask_serves_for_some_steps_and_for_its_layer_and_shape_alone(made):
+def test_a_mask_is_for_some_steps_one_layer_and_one_shape(made):
     attention = SparseAttention(LAYOUT, sparsity=0.6, reuse_steps=3)
     for step in range(7):
         for layer in range(2):

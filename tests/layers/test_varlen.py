@@ -219,9 +219,7 @@ class TestKernels:
             ([0, 2], [0, 5], True, True),
         ],
     )
-    def test_rows_that_see_nothing_are_not_left_to_a_kernel_that_skips_them(
-        self, kernels, queries, keys, causal, together
-    ):
+    def test_rows_without_keys_are_not_left_to_the_nested_kernel(self, kernels, queries, keys, causal, together):
         q, k = stream(sum(queries), 2, 8, 0), stream(sum(keys), 2, 8, 1)
         cu = boundaries(queries), boundaries(keys)
         exact = exact_of(q, k, k, *cu, causal=causal)

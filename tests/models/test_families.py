@@ -28,7 +28,7 @@ def test_codec_classes_exist_in_diffusers(codec):
 
 
 @pytest.mark.parametrize("name", small_vaes.SMALL_VAES)
-def test_the_varying_arguments_of_a_codec_are_arguments_of_its_halves(name):
+def test_varying_arguments_of_a_codec_exist(name):
     vae = small_vaes.SMALL_VAES[name].build()
     codec = models.codec_of(type(vae).__name__)
     for half in ("decoder", "encoder"):

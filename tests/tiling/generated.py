@@ -14,6 +14,10 @@ import torch
 import torch._inductor.config as inductor_config
 from torch._inductor.graph import GraphLowering
 
+import tritium
+from tiling.patterns import ALL
+from tritium import compat
+
 
 class _Stop(Exception):
     pass
@@ -97,3 +101,27 @@ def generate(
     ):
         torch.compile(function, fullgraph=True, backend=backend)(*inputs)
     return kernels
+
+
+def generate_pattern(
+    name: str,
+    *,
+    dynamic: bool = True,
+    dtype: torch.dtype = torch.float32,
+    backend: Any = "inductor",
+    policy: Any = None,
+) -> tuple[list[Kernel], dict[str, Any]]:
+    """The kernels of a pattern, and the decisions of `autofuse` if `policy` has the arguments of `enable`."""
+    pattern = ALL[name]
+    inputs = [tensor.to(dtype) for tensor in pattern.inputs()]
+    arguments = pattern.function, inputs, pattern.dynamic if dynamic else None
+    if policy is None:
+        return generate(*arguments, backend=backend), {}
+    with tritium.autofuse.enabled(**policy) as declined:
+        assert declined is None
+        return generate(*arguments, backend=backend), tritium.autofuse.decisions()
+
+
+def hook_owner(attribute: str) -> Any:
+    """Inductor's class or module that has a function which the policy uses."""
+    return next(hook.owner for hook in compat.tiling.hooks() if hook.attribute == attribute)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import tritium
-from tiling.generated import generate
+from tiling.generated import generate, generate_pattern, triton_on_cpu
 from tiling.patterns import ALL, CUT, TRANSFORMER
 from tritium import compat
 from tritium.tiling import choose, cost
@@ -32,16 +32,10 @@ def dims(kernels):
     return [f"{'r' if kernel.is_reduction else ''}{kernel.dims}" for kernel in kernels]
 
 
-def compiled(name, *, dynamic=True, dtype=torch.float32, **parts):
+def compiled(name, **options):
     """The kernels of a pattern; with the policy if any part of it is given."""
-    pattern = ALL[name]
-    inputs = [tensor.to(dtype) for tensor in pattern.inputs()]
-    arguments = (pattern.function, inputs, pattern.dynamic if dynamic else None)
-    if not parts:
-        return generate(*arguments)
-    with tritium.autofuse.enabled(**parts) as declined:
-        assert declined is None
-        return generate(*arguments)
+    policy = {part: options.pop(part) for part in ("choose_tiling", "narrow_sizes") if part in options}
+    return generate_pattern(name, policy=policy or None, **options)[0]
 
 
 # torch 2.11 gives broadcasts a dim of their own that are coalesced without (pytorch#177117).
@@ -49,13 +43,13 @@ OVERTILED = {"pad_group_norm"} if compat.versions.TORCH < (2, 13) else set()
 
 
 @pytest.mark.parametrize("name", sorted(set(ALL) - OVERTILED))
-def test_with_the_proof_dynamic_sizes_are_tiled_like_static_ones(name):
+def test_with_the_proof_dynamic_is_tiled_like_static(name):
     proven = compiled(name, choose_tiling=False)
     assert dims(proven) == dims(compiled(name, dynamic=False))
 
 
 @pytest.mark.parametrize("name", CUT)
-def test_inductor_alone_tiles_them_like_static_ones_since_torch_2_14(name):
+def test_inductor_alone_since_torch_2_14(name):
     same = dims(compiled(name)) == dims(compiled(name, dynamic=False))
     assert same == (compat.versions.TORCH >= compat.tiling.PROVES_PRODUCTS)
 
@@ -162,9 +156,7 @@ class TestGrids:
         assert kernel.grid != "Grid3D"
         assert "y may need more than 65,535 blocks" in decision["reason"]
 
-    def test_larger_sizes_compile_again_instead_of_failing_to_launch(self):
-        from tiling.generated import triton_on_cpu
-
+    def test_larger_sizes_compile_again(self):
         torch._dynamo.reset()
         small, large = torch.empty(8, 32, 48), torch.empty(8, 70_000, 4)
         torch._dynamo.mark_dynamic(small, [1, 2])

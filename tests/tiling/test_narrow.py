@@ -68,79 +68,74 @@ def test_a_padding_kernel_becomes_narrow():
     assert (done.narrow, done.wide) == (4, 0)
 
 
-def test_a_kernel_without_sizes_is_left_alone():
-    source = kernel("x0 = (xindex % 64)")
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["x0 = (xindex % 64)"],
+        # The mean over H and W divides by their product: a value, whatever its bound is.
+        ["tmp1 = ks2*ks3", "tmp2 = tmp1.to(tl.float32)", "tmp3 = (ks2*ks3).to(tl.float32)"],
+        # The result is at most W, but 96 * 96 * W * H on the way is not bounded by anything.
+        ["x0 = ((9216*ks2*ks3) // (9216*ks3)) % ks0"],
+        [f"x0 = (xindex % ks0) % {LARGEST + 1}"],
+        [f"x0 = (xindex % ks0) % {2**40}"],
+        # A variable is narrow only if all of its definitions are.
+        ["for r0_offset in tl.range(0, 8):", "    x0 = (xindex % ks0)", "x0 = (xindex % (ks0*ks1*ks2*ks3))"],
+    ],
+)
+def test_kernels_that_stay_wide(lines):
+    assert narrow(kernel(*lines), facts()).source == kernel(*lines)
+
+
+def test_text_without_sizes_or_without_a_kernel_does_not_change():
+    source = kernel("x0 = (xindex % ks0)")
     assert narrow(source, facts(sizes={})).source == source
     assert narrow("no kernel here", facts()).source == "no kernel here"
 
 
-def test_a_size_used_as_a_value_keeps_its_64_bits():
-    """The mean over H and W divides by their product: a value, whatever it is bounded by."""
-    source = kernel("tmp1 = ks2*ks3", "tmp2 = tmp1.to(tl.float32)", "tmp3 = (ks2*ks3).to(tl.float32)")
-    done = narrow(source, facts())
-    assert done.source == source
-    assert (done.narrow, done.wide) == (0, 2)
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        # A narrow index that is used as a value is widened again.
+        (
+            ["x0 = (xindex % ks0)", "tmp0 = x0", "tmp1 = x0 * 100000 + tmp9"],
+            ["x0 = (xindex % ks0_i32)", "tmp0 = x0.to(tl.int64)", "tmp1 = x0.to(tl.int64) * 100000 + tmp9"],
+        ),
+        # An index that was loaded from memory has no bound.
+        (
+            ["x1 = ((xindex // ks0) % ks1)", "tmp0 = tl.load(in_ptr0 + (tmp8 + ks2*x1), xmask)"],
+            ["tmp0 = tl.load(in_ptr0 + (tmp8 + ks2*x1.to(tl.int64)), xmask)"],
+        ),
+        # Masks keep their width.
+        (
+            ["x0 = (xindex % ks0)", "tmp1 = x0 < ks2", "tmp2 = tl.load(in_ptr0 + (x0), tmp1 & (x0 < ks3))"],
+            ["tmp1 = x0.to(tl.int64) < ks2", "tmp2 = tl.load(in_ptr0 + (x0), tmp1 & (x0.to(tl.int64) < ks3))"],
+        ),
+        (
+            ["for r0_offset in tl.range(0, 8):", "    x0 = (xindex % ks0)", "    tmp0 = tl.load(in_ptr0 + (x0))"],
+            ["x0 = (xindex % ks0_i32)", "tmp0 = tl.load(in_ptr0 + (x0))"],
+        ),
+    ],
+)
+def test_parts_of_kernels(lines, expected):
+    assert body_of(narrow(kernel(*lines), facts()).source)[-len(expected) :] == expected
 
 
-def test_a_narrow_index_used_as_a_value_is_widened_again():
-    source = kernel("x0 = (xindex % ks0)", "tmp0 = x0", "tmp1 = x0 * 100000 + tmp9")
-    assert body_of(narrow(source, facts()).source)[1:] == [
-        "x0 = (xindex % ks0_i32)",
-        "tmp0 = x0.to(tl.int64)",
-        "tmp1 = x0.to(tl.int64) * 100000 + tmp9",
-    ]
-
-
-def test_a_product_that_no_guard_bounds_stays_wide():
+def test_a_product_without_a_guard_stays_wide():
     """N x W may exceed 2^31 - 1 though no buffer does: the divisor would be another number."""
     unbounded = facts(sizes={"ks0": W, "ks1": N}, least={W: 2, N: 2}.get)
     source = kernel("x0 = xindex // (ks0*ks1)")
-    done = narrow(source, unbounded)
-    assert done.source == source
-    assert done.summary == "0 of 1 index expressions with dynamic sizes in 32 bits"
+    result = narrow(source, unbounded)
+    assert result.source == source
+    assert result.summary == "0 of 1 index expressions with dynamic sizes in 32 bits"
 
 
-def test_an_intermediate_result_that_may_overflow_keeps_the_whole_expression_wide():
-    # The result is at most W, but 96 * 96 * W * H on the way is not bounded by anything.
-    source = kernel("x0 = ((9216*ks2*ks3) // (9216*ks3)) % ks0")
-    assert narrow(source, facts()).source == source
-
-
-def test_an_indirect_index_stays_wide():
-    source = kernel("x1 = ((xindex // ks0) % ks1)", "tmp0 = tl.load(in_ptr0 + (tmp8 + ks2*x1), xmask)")
-    assert body_of(narrow(source, facts()).source)[-1] == (
-        "tmp0 = tl.load(in_ptr0 + (tmp8 + ks2*x1.to(tl.int64)), xmask)"
-    )
-
-
-def test_a_symbol_of_which_nothing_is_known_stays_wide():
+def test_a_symbol_without_bounds_stays_wide():
     """An unbacked symbol may be 0; then the product of all dims bounds no other dim."""
     source = kernel("x0 = (x2 % ks0)")
     for least in ({H: 0, W: 2}.get, {H: None, W: 2}.get, {H: -5, W: 2}.get):
         bounded = facts(sizes={"ks0": W}, limits=[96 * H * W], least=least)
         assert narrow(source, bounded).source == source
     assert "ks0_i32" in narrow(source, facts(sizes={"ks0": W}, limits=[96 * H * W])).source
-
-
-def test_a_variable_that_is_defined_twice_is_narrow_only_if_both_are():
-    both = ["for r0_offset in tl.range(0, 8):", "    x0 = (xindex % ks0)", "    tmp0 = tl.load(in_ptr0 + (x0))"]
-    again = ["for r0_offset in tl.range(0, 8):", "    x0 = (xindex % (ks0*ks1*ks2*ks3))"]
-    assert "x0 = (xindex % ks0_i32)" in narrow(kernel(*both), facts()).source
-    assert narrow(kernel(*both, *again), facts()).source == kernel(*both, *again)
-
-
-def test_masks_keep_their_width():
-    source = kernel("x0 = (xindex % ks0)", "tmp1 = x0 < ks2", "tmp2 = tl.load(in_ptr0 + (x0), tmp1 & (x0 < ks3))")
-    assert body_of(narrow(source, facts()).source)[-2:] == [
-        "tmp1 = x0.to(tl.int64) < ks2",
-        "tmp2 = tl.load(in_ptr0 + (x0), tmp1 & (x0.to(tl.int64) < ks3))",
-    ]
-
-
-def test_numbers_above_the_largest_stay_wide():
-    for number in (LARGEST + 1, 2**40):
-        source = kernel(f"x0 = (xindex % ks0) % {number}")
-        assert narrow(source, facts()).source == source
 
 
 class TestBounds:

@@ -17,7 +17,7 @@ from tritium import compat
 from tritium.compiler import lower
 from tritium.report.records import GraphRecord, PassRecord
 from tritium.tiling import session
-from tritium.tiling.policy import OFF, TilingPolicy, policy_of
+from tritium.tiling.policy import OFF, TilingPolicy
 from tritium.tiling.reductions import Reduction, cut, walk
 from tritium.tuning import Limit, Machine, ReductionLimits, tables
 from tritium.tuning.tables import INDUCTOR_LIMITS
@@ -111,24 +111,19 @@ class TestRules:
         assert reason in choice.reason
 
     @pytest.mark.parametrize(
-        ("count", "elements", "parts", "form"),
+        ("elements", "parts", "table", "form"),
         [
-            (128, 8192, 1, "looped"),
-            (128, 8193, 2, "split"),
-            (128, 16384, 2, "split"),
-            (32, 1 << 20, 17, "split"),
-            (1, 1 << 20, 128, "split"),
-            (4096, 1 << 20, 1, "looped"),
+            (8192, 1, INDUCTOR_LIMITS, "looped"),
+            (8193, 2, INDUCTOR_LIMITS, "split"),
+            (1 << 20, 17, INDUCTOR_LIMITS, "split"),
+            (12288, 2, WHOLE, "looped"),
+            (16385, 3, WHOLE, "split"),
         ],
     )
-    def test_without_a_table_cuts_are_inductor_s(self, count, elements, parts, form):
-        choice = cut(count, elements, parts)
+    def test_cuts(self, elements, parts, table, form):
+        choice = cut(128, elements, parts, table)
         assert choice.form == form
         assert choice.parts == (parts if form == "split" else 1)
-
-    def test_a_table_moves_the_limits_of_cutting(self):
-        assert cut(128, 12288, 2, WHOLE).form == "looped"
-        assert cut(128, 16385, 3, WHOLE).form == "split"
 
 
 class TestGeneratedCode:
@@ -161,25 +156,29 @@ class TestGeneratedCode:
         assert kinds(observer) == ["per"]
         assert (choice.form, choice.inductor) == ("persistent", "split")
 
-    def test_huge_groups_are_cut_as_inductor_does(self):
-        plain = generated(GROUPS[0], *GROUPS[1])
-        observer, choices = with_table(GROUPS, INDUCTOR_LIMITS)
+    @pytest.mark.parametrize(
+        ("case", "dynamic"),
+        [
+            *(((pattern.function, pattern.inputs()), None) for pattern in TRANSFORMER.values()),
+            *(((pattern.function, pattern.inputs()), pattern.dynamic) for pattern in TRANSFORMER.values()),
+            (GROUPS, None),
+            (rows(4096, 1536), None),
+            (rows(4096, 16384), None),
+            # Rows are cut as Inductor does it where sizes are dynamic.
+            ((lambda x: F.layer_norm(x, (x.shape[-1],)), (bf16(128, 12288),)), {0: (1,)}),
+        ],
+    )
+    def test_without_measurements_code_is_inductors(self, case, dynamic):
+        plain = generated(case[0], *case[1], dynamic=dynamic)
+        observer, choices = with_table(case, INDUCTOR_LIMITS, dynamic=dynamic)
         assert sources(observer) == sources(plain)
-        assert [choice.differs for choice in choices] == [False, False]
+        assert not any(choice.differs for choice in choices)
 
-    def test_rows_of_dynamic_length_are_inductor_s(self):
-        case = rows(4096, 3072)
-        function = lambda x: F.layer_norm(x, (x.shape[-1],))  # noqa: E731
-        observer, choices = with_table((function, case[1][:1]), PERSISTENT, dynamic={0: (1,)})
+    def test_rows_of_dynamic_length_are_inductors(self):
+        case = (lambda x: F.layer_norm(x, (x.shape[-1],))), (bf16(4096, 3072),)
+        observer, choices = with_table(case, PERSISTENT, dynamic={0: (1,)})
         assert kinds(observer) == ["red"]
         assert choices == []
-
-    def test_rows_are_cut_as_inductor_does_where_sizes_are_dynamic(self):
-        function = lambda x: F.layer_norm(x, (x.shape[-1],))  # noqa: E731
-        case = function, (bf16(128, 12288),)
-        observer, _ = with_table(case, INDUCTOR_LIMITS, dynamic={0: (1,)})
-        assert sources(observer) == sources(generated(function, *case[1], dynamic={0: (1,)}))
-        assert len(launches(observer)) > 1
 
     def test_a_dynamic_number_of_rows_changes_nothing(self):
         observer, (choice,) = with_table(rows(4096, 3072), PERSISTENT, dynamic={0: (0,)})
@@ -234,22 +233,6 @@ class TestGeneratedCode:
         assert kinds(observer) == ["red"]
         assert choice.reason == "the rules failed: AssertionError: no statistics"
 
-    @pytest.mark.parametrize("name", sorted(TRANSFORMER))
-    @pytest.mark.parametrize("dynamic", [False, True])
-    def test_transformer_kernels_are_as_they_were(self, name, dynamic):
-        pattern = TRANSFORMER[name]
-        case, sizes = (pattern.function, pattern.inputs()), pattern.dynamic if dynamic else None
-        plain = generated(*case[:1], *case[1], dynamic=sizes)
-        observer, choices = with_table(case, INDUCTOR_LIMITS, dynamic=sizes)
-        assert sources(observer) == sources(plain)
-        assert not any(choice.differs for choice in choices)
-
-    @pytest.mark.parametrize("elements", [1536, 3072, 5120, 16384])
-    def test_norms_of_many_rows_are_as_they_were(self, elements):
-        case = rows(4096, elements)
-        observer, _ = with_table(case, INDUCTOR_LIMITS)
-        assert sources(observer) == sources(generated(case[0], *case[1]))
-
     def test_off_is_inductor(self):
         case = rows(128, 12288)
         plain = generated(case[0], *case[1])
@@ -274,15 +257,6 @@ class TestReached:
         assert kernel["reduction"]["inductor"] == "split"
         with tritium.autofuse.enabled(choose_reduction=False):
             assert kinds(generated(case[0], *case[1])) == ["red", "per", "poi"]
-
-    def test_by_the_backend_s_configuration(self):
-        switches = tritium.PassConfig()
-        config = tritium.CompilationConfig(pass_config=switches)
-        assert policy_of(config).choose_reduction
-        off = dataclasses.replace(switches, enable_reduction_choice=False)
-        assert not policy_of(dataclasses.replace(config, pass_config=off)).choose_reduction
-        off = dataclasses.replace(switches, enable_tiling_policy=False)
-        assert not policy_of(dataclasses.replace(config, pass_config=off)).choose_reduction
 
     def test_the_report_has_it(self, monkeypatch):
         class Observer(codegen.KernelObserver):
@@ -317,7 +291,7 @@ class TestTables:
         assert tables.reduction_limits(Machine("Another GPU")) == ReductionLimits(whole_up_to=4096)
         assert tables.reduction_limits(Machine("A third GPU")) == INDUCTOR_LIMITS
 
-    def test_this_machine_s_own_come_first_if_they_are_of_this_torch(self, own_tables):
+    def test_own_limits_come_first_if_they_are_of_this_torch(self, own_tables):
         write(tables.SHIPPED, "g", HELD)
         write(tables.user_folder(), "g", ReductionLimits(whole_up_to=1, versions={"torch": "1.0"}))
         assert tables.reduction_limits(Machine("g")).limit(3) == 8192

@@ -7,6 +7,7 @@ import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tritium import disk
 from tritium.config import CompilationConfig
@@ -52,21 +53,21 @@ class TilingPolicy:
         return disk.digest(json.dumps(deciding, sort_keys=True), *sorted(Path(__file__).parent.glob("*.py")))
 
 
-OFF = TilingPolicy(
-    prove_divisibility=False, narrow_sizes=False, choose_tiling=False, choose_reduction=False, retry_analysis=False
-)
+# The switch in `PassConfig` of each part.
+SWITCHES = {
+    "prove_divisibility": "enable_divisibility_proof",
+    "narrow_sizes": "enable_narrow_sizes",
+    "choose_tiling": "enable_nd_tiling_workaround",
+    "choose_reduction": "enable_reduction_choice",
+    "retry_analysis": "enable_tiling_retry",
+}
+
+_NONE: Any = dict.fromkeys(SWITCHES, False)
+OFF = TilingPolicy(**_NONE)
 
 
 def policy_of(config: CompilationConfig) -> TilingPolicy:
     """Return the policy that a backend's configuration selects."""
-    switches = config.pass_config
-    if not switches.enable_tiling_policy:
-        return dataclasses.replace(OFF, pins=config.tiling_pins())
-    return TilingPolicy(
-        prove_divisibility=switches.enable_divisibility_proof,
-        narrow_sizes=switches.enable_narrow_sizes,
-        choose_tiling=switches.enable_nd_tiling_workaround,
-        choose_reduction=switches.enable_reduction_choice,
-        retry_analysis=switches.enable_tiling_retry,
-        pins=config.tiling_pins(),
-    )
+    is_on = config.pass_config.enable_tiling_policy
+    parts: Any = {part: is_on and getattr(config.pass_config, switch) for part, switch in SWITCHES.items()}
+    return TilingPolicy(**parts, pins=config.tiling_pins())
