@@ -64,18 +64,18 @@ def fusions() -> str:
 
 def fusion_page(fusion) -> str:
     """What, before and after, spellings, when it declines: from the docstrings and the source of one file."""
-    from tritium.config import SWITCH_OF_FAMILY
+    from tritium.config import switch_of
 
     _, *paragraphs = paragraphs_of(fusion.doc)
     graphs = [paragraph for paragraph in paragraphs if paragraph.lstrip().startswith("Before:")]
     forms = [paragraph for paragraph in paragraphs if paragraph not in graphs]
     text = f"# {fusion.name}\n\n{headline(fusion)}\n\n" + "".join(f"```\n{graph}\n```\n\n" for graph in graphs)
-    switches = {f: SWITCH_OF_FAMILY.get(f, f"enable_{f}") for f in fusion.families}
+    switches = map(switch_of, fusion.families)
     text += table(
         ["", ""],
         [
             ["families", ", ".join(f"`{family}`" for family in fusion.families)],
-            ["switched off by", ", ".join(f"`FusionPatterns({switch}=False)`" for switch in switches.values())],
+            ["switched off by", ", ".join(f"`FusionPatterns({switch}=False)`" for switch in switches)],
             ["op", op_link(fusion)],
             ["kind", "a region over sites of other fusions" if fusion.region else "a site"],
         ],

@@ -12,10 +12,11 @@ import functools
 import importlib.metadata
 import json
 import re
+import sys
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NoReturn, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from tritium import envs
 from tritium.errors import ConfigError, nearest
@@ -88,35 +89,51 @@ class _Group:
         return dataclasses.replace(self, **changes)  # type: ignore[type-var]
 
 
-@keywords_only
-@dataclass(frozen=True, kw_only=True)
-class FusionPatterns(_Group):
-    """One switch per family. Disabling a family also disables larger regions that cover it."""
+class _Switches(_Group):
+    """One switch per family of fusions, also of plug-ins'. Disabling one also disables larger regions that cover it.
 
-    enable_rms_norm: bool = True
-    enable_rope: bool = True
-    enable_adalayernorm: bool = True
-    # Replaces GELU by an exact implementation, not by an approximation.
-    enable_fast_gelu: bool = True
-    enable_mul_add: bool = True
-    enable_group_norm_silu: bool = True
-    enable_wide_attention: bool = True
-    # Regions: each also needs the switches of the families that it covers.
-    enable_qk_norm_rope: bool = True
-    enable_residual_norm_modulate: bool = True
-    enable_linear_gelu: bool = True
-    enable_cat_linear: bool = True
+    `enable_fast_gelu` recognises GELU and computes it as written, never by an approximation.
+    """
 
     def enables(self, family: str) -> bool:
-        """Return True if sites of a family may be rewritten; always True for a plug-in's family."""
-        return bool(getattr(self, SWITCH_OF_FAMILY.get(family, f"enable_{family}"), True))
+        """Return True if sites of a family may be rewritten; always True for one that no installed fusion declares."""
+        return bool(getattr(self, switch_of(family), True))
+
+
+def switch_of(family: str) -> str:
+    """Return the field of `FusionPatterns` for a family."""
+    return "enable_fast_gelu" if family == "gelu" else f"enable_{family}"
+
+
+if TYPE_CHECKING:
+
+    class FusionPatterns(_Switches):
+        def __init__(self, **switches: bool) -> None: ...
+        def __getattr__(self, switch: str) -> bool: ...
+
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Generate `FusionPatterns` from the families that fusions declare, when it is first used."""
+        if name != "FusionPatterns":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        # Imported by name: fusions are above the configuration, which they import.
+        families = importlib.import_module("tritium.fusions").families()
+        switches = [(switch_of(family), bool, True) for family in families]
+        namespace = {"__module__": __name__, "__doc__": _Switches.__doc__}
+        made = dataclasses.make_dataclass(
+            name, switches, bases=(_Switches,), namespace=namespace, frozen=True, kw_only=True
+        )
+        return globals().setdefault(name, keywords_only(made))
+
+
+def _all_enabled() -> FusionPatterns:
+    enabled: FusionPatterns = sys.modules[__name__].FusionPatterns()
+    return enabled
 
 
 # Tilings that a kernel can be pinned to: a number of dims, or the result of Inductor's coalescing analysis.
 TILINGS = ("1d", "coalesced", "2d", "3d")
-
-# Families whose switch has another name than `enable_<family>`.
-SWITCH_OF_FAMILY = {"gelu": "enable_fast_gelu"}
 
 
 @keywords_only
@@ -145,11 +162,12 @@ class PassConfig(_Group):
 class CompilationConfig(_Group):
     """All settings of a backend.
 
+    >>> from tritium import FusionPatterns
     >>> CompilationConfig(engine="eager", fusion_patterns=FusionPatterns(enable_rope=False))  # doctest: +ELLIPSIS
     CompilationConfig(fusion_patterns=FusionPatterns(...enable_rope=False...engine='eager'...)
     """
 
-    fusion_patterns: FusionPatterns = dataclasses.field(default_factory=FusionPatterns)
+    fusion_patterns: FusionPatterns = dataclasses.field(default_factory=_all_enabled)
     enable_freezing: bool = False
     # Compile each distinct block of a model once and reuse its code for all equal blocks.
     reuse_blocks: bool = False
@@ -218,18 +236,15 @@ class CompilationConfig(_Group):
         return json.dumps(plain, sort_keys=True)
 
 
-_GROUPS: dict[type, str] = {
-    CompilationConfig: envs.PREFIX,
-    FusionPatterns: envs.PREFIX + "FUSION_PATTERNS__",
-    PassConfig: envs.PREFIX + "PASS_CONFIG__",
-}
+_PREFIXES = {"CompilationConfig": "", "FusionPatterns": "FUSION_PATTERNS__", "PassConfig": "PASS_CONFIG__"}
 
 
 def environment_names() -> dict[str, tuple[type, str]]:
     """Return every valid environment variable with the group and field that it sets."""
+    groups = {getattr(sys.modules[__name__], name): prefix for name, prefix in _PREFIXES.items()}
     return {
-        prefix + field.name.upper(): (group, field.name)
-        for group, prefix in _GROUPS.items()
+        envs.PREFIX + prefix + field.name.upper(): (group, field.name)
+        for group, prefix in groups.items()
         for field in fields(group)
         if field.name not in ("fusion_patterns", "pass_config")
     }
@@ -250,7 +265,7 @@ def check_environment() -> None:
 
 
 def _from_environment(cls: type) -> dict[str, Any]:
-    if cls not in _GROUPS:
+    if not issubclass(cls, _Group):
         return {}
     check_environment()
     variables, hints = envs.tritium_variables(), get_type_hints(cls)

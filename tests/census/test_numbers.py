@@ -19,16 +19,12 @@ from census.measure import EAGER
 from support.fidelity import assert_no_worse
 from support.zoo import ZOO
 from tritium import fusions
-from tritium.config import SWITCH_OF_FAMILY
+from tritium.config import switch_of
 from tritium.report.ledger import LEDGER
 from tritium.report.records import Site
 
 EVERYTHING = "everything"
 SWITCHES = tuple(field.name for field in dataclasses.fields(tritium.FusionPatterns))
-
-
-def switch_of(family: str) -> str:
-    return SWITCH_OF_FAMILY.get(family, f"enable_{family}")
 
 
 REGIONS = {switch_of(family) for fusion in fusions.catalog().values() if fusion.region for family in fusion.families}

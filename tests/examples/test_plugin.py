@@ -1,5 +1,7 @@
 """The example plug-in, installed as a user would install it, in a process that sees it."""
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -30,13 +32,31 @@ report = tritium.explain(compiled).to_dict()
 print(json.dumps({"sites": report["sites"], "passes": report["passes"]}))
 """
 
+SWITCHES = """
+import dataclasses, json, torch, tritium
+
+def sites(gate, **switches):
+    torch._dynamo.reset()
+    config = tritium.CompilationConfig(engine="eager", fusion_patterns=tritium.FusionPatterns(**switches))
+    compiled = torch.compile(lambda x, gate: x + gate * x, backend=tritium.Backend(config))
+    compiled(torch.randn(2, 3, 8), gate)
+    return tritium.explain(compiled).to_dict()["sites"]["self_gate"]
+
+with torch.inference_mode():
+    found = [
+        sites(torch.randn(2, 1, 8)),
+        sites(torch.randn(2, 3, 8)),
+        sites(torch.randn(2, 1, 8), enable_self_gate=False),
+    ]
+fields = [field.name for field in dataclasses.fields(tritium.FusionPatterns)]
+print(json.dumps({"found": found, "fields": fields}))
+"""
+
 
 @pytest.fixture(scope="module")
 def site_packages(tmp_path_factory) -> Path:
     target = tmp_path_factory.mktemp("site")
     copy = tmp_path_factory.mktemp("plugin") / "plugin"
-    import shutil
-
     # Setuptools builds inside the source folder: keep the repository clean.
     shutil.copytree(PLUGIN, copy)
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
@@ -50,8 +70,6 @@ def run(program: str, site_packages: Path) -> subprocess.CompletedProcess:
 
 
 def test_pass_fusion_and_provider_take_part(site_packages):
-    import json
-
     done = run(PROGRAM, site_packages)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -60,6 +78,19 @@ def test_pass_fusion_and_provider_take_part(site_packages):
     entry = next(entry for entry in found["passes"] if entry["name"] == "remove_scale_by_one")
     assert entry["changed"] is True
     assert entry["requests"][0]["settings"] == {"cpp.use_decompose_tanh": True}
+
+
+def test_a_fusion_has_its_own_switch_sites_and_reasons(site_packages):
+    done = run(SWITCHES, site_packages)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert "enable_self_gate" in result["fields"]
+    fused, near_miss, off = result["found"]
+    assert (fused["fused"], fused["declined"]) == (1, 0)
+    assert near_miss["reasons"] == {"the gate is as large as what it gates": 1}
+    assert off["reasons"] == {"switched off: fusion_patterns for self_gate": 1}
+    misspelled = run("import tritium; tritium.FusionPatterns(enable_selfgate=False)", site_packages)
+    assert "did you mean 'enable_self_gate'?" in misspelled.stderr
 
 
 def test_a_broken_plug_in_is_named_and_not_used(site_packages, tmp_path):
