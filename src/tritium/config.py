@@ -35,9 +35,6 @@ ATTENTIONS = (
 
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
-# Fields that map names to names, and what these are.
-_MAPS = {"force_provider": "op names to provider names", "force_tiling": "kernel names to tilings"}
-
 _T = TypeVar("_T")
 
 
@@ -189,7 +186,10 @@ class CompilationConfig(_Group):
             pairs = (_parse_pair("force_tiling", pair, "kernel=tiling") for pair in self.force_tiling.split(","))
             object.__setattr__(self, "force_tiling", tuple(sorted(pairs)))
         for kernel, tiling in self.tiling_pins():
-            _check_pin(kernel, tiling)
+            if tiling not in TILINGS:
+                raise ConfigError(f"force_tiling: {kernel!r} cannot be tiled {tiling!r}; {nearest(tiling, TILINGS)}")
+            if re.fullmatch(r"triton_[a-z]{3}_\w+_\d+", kernel) is None:
+                raise ConfigError(f"force_tiling: {kernel!r} is not the name of a generated kernel; see the report")
         if self.max_captures < 1:
             raise ConfigError(f"CompilationConfig.max_captures must be at least 1, got {self.max_captures}")
         self._check_effects()
@@ -278,24 +278,19 @@ def _from_environment(cls: type) -> dict[str, Any]:
 
 def _parse(variable: str, hint: Any, text: str) -> Any:
     """Parse an environment variable according to the type of its field."""
+    value: Any = text
     lowered = text.strip().lower()
     if hint is bool:
-        if lowered not in _BOOLEANS:
-            raise ConfigError(f"{variable}={text!r} is not a boolean; use 1 or 0")
-        return _BOOLEANS[lowered]
-    if hint is int:
-        if not lowered.isdecimal():
-            raise ConfigError(f"{variable}={text!r} is not an integer")
-        return int(lowered)
-    if get_origin(hint) is Literal:
-        if lowered not in get_args(hint):
-            raise ConfigError(f"{variable}={text!r}: {nearest(lowered, get_args(hint))}")
-        return lowered
-    if lowered in ("", "none"):
-        return None
-    if variable.endswith("FORCE_PROVIDER") and "=" in text:
-        return dict(_parse_pair(variable, pair) for pair in text.split(","))
-    return text
+        value = _BOOLEANS.get(lowered, text)
+    elif hint is int and lowered.isdecimal():
+        value = int(lowered)
+    elif get_origin(hint) is Literal:
+        value = lowered
+    elif lowered in ("", "none"):
+        value = None
+    elif variable.endswith("FORCE_PROVIDER") and "=" in text:
+        value = dict(_parse_pair(variable, pair) for pair in text.split(","))
+    return _check(variable, hint, value)
 
 
 def _parse_pair(variable: str, pair: str, form: str = "op=provider") -> tuple[str, str]:
@@ -305,32 +300,19 @@ def _parse_pair(variable: str, pair: str, form: str = "op=provider") -> tuple[st
     return name, value
 
 
-def _check_pin(kernel: str, tiling: str) -> None:
-    if tiling not in TILINGS:
-        raise ConfigError(f"force_tiling: kernel {kernel!r} cannot be tiled {tiling!r}; {nearest(tiling, TILINGS)}")
-    if re.fullmatch(r"triton_[a-z]{3}_\w+_\d+", kernel) is None:
-        raise ConfigError(
-            f"force_tiling: {kernel!r} is not the name of a generated kernel; use one that the report lists, "
-            "as in 'triton_poi_fused_add_0'"
-        )
-
-
 def _check(name: str, hint: Any, value: Any) -> Any:
     """Return a field's value, with a mapping as sorted pairs; raise a `ConfigError` if its type is wrong."""
     origin = get_origin(hint)
     if origin is Literal:
-        options = get_args(hint)
-        if value not in options:
-            hint_text = nearest(value, options) if isinstance(value, str) else "valid: " + ", ".join(map(repr, options))
-            raise ConfigError(f"{name} cannot be {value!r}; {hint_text}")
+        if value not in get_args(hint):
+            raise ConfigError(f"{name} cannot be {value!r}; {nearest(str(value), get_args(hint))}")
         return value
     if origin in (Union, types.UnionType):
-        what = _MAPS.get(name.rpartition(".")[2])
-        if what is not None and isinstance(value, (Mapping, tuple)):
+        if isinstance(value, (Mapping, tuple)) and any(get_origin(option) is tuple for option in get_args(hint)):
             pairs = tuple(sorted(value.items(), key=str)) if isinstance(value, Mapping) else value
             for pair in pairs:
                 if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(part, str) for part in pair)):
-                    raise ConfigError(f"{name} must map {what}, got {pair!r}")
+                    raise ConfigError(f"{name} must map names to names, got {pair!r}")
             return pairs
         options = tuple(option for option in get_args(hint) if isinstance(option, type))
         if not isinstance(value, options):

@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class Device:
     threads: int | None = None
 
     def to_dict(self) -> dict[str, str | int | None]:
-        return {"type": self.type, "name": self.name, "capability": self.capability, "threads": self.threads}
+        return asdict(self)
 
 
 def cuda_available() -> bool:
@@ -195,17 +195,10 @@ _BF16_PROBE = "import torch; a = torch.ones(256, 256, dtype=torch.bfloat16); ass
 
 
 def bf16_matmul_works(environment: Mapping[str, str]) -> bool:
-    """Return True if a bfloat16 matrix product on the CPU succeeds under an environment.
+    """Return True if a bfloat16 matrix product on the CPU succeeds in a child process with an environment.
 
-    Some virtual machines advertise AMX and then fault on its instructions, so this runs in a child process.
+    Some virtual machines advertise AMX and then fault on its instructions.
     """
-    return _bf16_matmul_works(frozenset(environment.items()))
-
-
-@functools.cache
-def _bf16_matmul_works(environment: frozenset[tuple[str, str]]) -> bool:
+    command = [sys.executable, "-c", _BF16_PROBE]
     # Safe: this interpreter runs a constant program.
-    child = subprocess.run(  # noqa: S603
-        [sys.executable, "-c", _BF16_PROBE], env=dict(environment), capture_output=True, check=False
-    )
-    return child.returncode == 0
+    return subprocess.run(command, env=dict(environment), capture_output=True, check=False).returncode == 0  # noqa: S603
