@@ -210,32 +210,32 @@ class TestPipelines:
         pipe.set_progress_bar_config(disable=True)
         return pipe
 
-    def draw(self, pipe, steps=8):
+    def generate(self, pipe, steps=8):
         generator = torch.Generator("cpu").manual_seed(0)
         return pipe(tritium.example.PROMPTS[0], num_inference_steps=steps, generator=generator, output_type="pt").images
 
-    def test_pictures_are_close_and_come_back_bit_equal(self, pipe):
-        eager = self.draw(pipe)
+    def test_images_are_close_and_come_back_bit_equal(self, pipe):
+        eager = self.generate(pipe)
         with tritium.optimize(pipe, tritium.Plan(progress=False)) as handle:
-            accelerated = self.draw(pipe)
-            self.draw(pipe)
+            accelerated = self.generate(pipe)
+            self.generate(pipe)
             times = {component.name: component.milliseconds for component in handle.components}
             assert handle.report.device["type"] == "cuda"
         assert quality.psnr(accelerated, eager) >= 40
         assert times["transformer"] > 0
         assert times["vae.decode"] > 0
-        assert torch.equal(self.draw(pipe), eager)
+        assert torch.equal(self.generate(pipe), eager)
 
     def test_offloading_a_model_at_a_time_works(self):
         pipe = tritium.load_example("cpu")
         pipe.set_progress_bar_config(disable=True)
         pipe.enable_model_cpu_offload()
-        eager = self.draw(pipe, steps=2)
+        eager = self.generate(pipe, steps=2)
         with tritium.optimize(pipe, tritium.Plan(progress=False)):
-            assert quality.psnr(self.draw(pipe, steps=2), eager) >= 40
+            assert quality.psnr(self.generate(pipe, steps=2), eager) >= 40
 
     def test_every_part_is_measured(self, pipe):
         with tritium.optimize(pipe, tritium.Plan(progress=False, measure=True)) as handle:
-            self.draw(pipe, steps=2)
+            self.generate(pipe, steps=2)
             for name in ("transformer", "vae.decode", "text_encoder_2"):
                 assert set(handle.part(name).measured) >= {"eager", "inductor", "tritium"}

@@ -1,15 +1,13 @@
 """Static graphs where they are CUDA's own. What holds on every device is in compiler/capture, which run on a GPU too."""
 
-import random
 import threading
 
 import pytest
 import torch
-from torch import nn
 
 import tritium
-from support import capture, small_pipelines
-from tritium import Backend, CompilationConfig, Plan, Shapes, compat
+from support import capture, scripts
+from tritium import Backend, CompilationConfig
 from tritium.compiler.capture import auto
 from tritium.compiler.capture.region import CAPTURED_AROUND
 
@@ -22,17 +20,11 @@ def region(run, names=("x",), **config):
     return capture.region(run, DEVICE, names, **config)
 
 
-def block(width=64):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-    return model.to(DEVICE, torch.bfloat16).requires_grad_(False)
-
-
 class TestStreams:
     def test_replaying_waits_for_nothing(self):
         f, _ = region(lambda x: torch.relu(x) * 2)
         inputs = [torch.full((1024,), float(value), device=DEVICE) for value in range(4)]
-        # A result that is held over the next call: from there on results are copied, and nothing is recorded any more.
+        # A result that is held over the next call: from there on results are copied, and nothing is captured any more.
         held = f(inputs[0])
         f(inputs[1])
         del held
@@ -45,7 +37,7 @@ class TestStreams:
         for value, result in enumerate(results):
             assert bool((result == 2 * value).all())
 
-    def test_callers_on_different_streams_do_not_meet(self):
+    def test_streams_do_not_interfere(self):
         weight = torch.randn(2048, 2048, device=DEVICE)
         f, _ = region(lambda x: (x @ weight).relu() @ weight)
         streams = [torch.cuda.Stream() for _ in range(3)]
@@ -62,11 +54,11 @@ class TestStreams:
         for found, right in zip(sums, expected, strict=True):
             assert found == right.double().sum()
 
-    def test_a_thread_that_has_multiplied_nothing_records_again(self):
+    def test_a_thread_that_has_multiplied_nothing_captures_again(self):
         x = torch.randn(64, 64, device=DEVICE)
         f, record = region(lambda x: x @ x)
         held = [f(x)]
-        # This one finds the result held, and so records anew, before it has a handle of cuBLAS.
+        # This one finds the result held, and so captures again, before it has a handle of cuBLAS.
         thread = threading.Thread(target=lambda: held.append(f(x)))
         thread.start()
         thread.join()
@@ -74,7 +66,7 @@ class TestStreams:
         assert record.captures[0].declined is None
         assert record.captures[0].copies
 
-    def test_inside_somebody_elses_recording_nothing_is_replayed(self):
+    def test_inside_a_capture_of_the_caller_nothing_is_replayed(self):
         f, record = region(lambda x: x * 2)
         x = torch.ones(4, device=DEVICE)
         f(x)
@@ -90,7 +82,7 @@ class TestStreams:
 
 
 class TestRefusals:
-    def test_a_call_that_waits_for_the_device_cannot_be_recorded(self):
+    def test_a_call_that_waits_for_the_device_is_not_captured(self):
         f, record = region(lambda x: x * float(x.sum().item()))
         x = torch.ones(4, device=DEVICE)
         stream = torch.cuda.current_stream()
@@ -101,7 +93,7 @@ class TestRefusals:
         assert f(x * 2).tolist() == [16.0] * 4
         assert record.captures[0].declined
         g, _ = region(lambda x: x + 1)
-        assert g(x).tolist() == [2.0] * 4, "a recording that failed does not spoil the next one"
+        assert g(x).tolist() == [2.0] * 4, "a capture that failed does not spoil the next one"
         assert len(g) == 1
 
     def test_a_tensor_on_the_host_would_be_baked_in(self):
@@ -168,47 +160,7 @@ class TestAuto:
 
 
 @pytest.mark.codegen
-class TestManyShapes:
-    def test_five_hundred_calls_of_24_shapes_in_any_order(self):
-        model = block()
-        plain = torch.compile(model, backend=Backend(CompilationConfig()), dynamic=False)
-        captured = torch.compile(model, backend=Backend(CompilationConfig(graphs="with_compile")), dynamic=False)
-        shapes = [(batch, 16 * size, 64) for batch in (1, 2) for size in range(4, 16)]
-        generator = torch.Generator().manual_seed(0)
-        inputs = {shape: torch.randn(shape, generator=generator).to(DEVICE, torch.bfloat16) for shape in shapes}
-        checksums = {shape: x.double().sum() for shape, x in inputs.items()}
-        with torch.inference_mode(), compat.cached_code.recompile_limit(4096):
-            expected = {shape: plain(x).clone() for shape, x in inputs.items()}
-            for shape in shapes:
-                captured(inputs[shape])
-                captured(inputs[shape])
-            graphs = compat.dynamo.graphs_compiled()
-            torch.cuda.synchronize()
-            memory = torch.cuda.memory_allocated()
-            order = random.Random(0)
-            for _ in range(500):
-                shape = order.choice(shapes)
-                assert torch.equal(captured(inputs[shape]), expected[shape])
-            torch.cuda.synchronize()
-        assert compat.dynamo.graphs_compiled() == graphs
-        assert torch.cuda.memory_allocated() == memory
-        assert all(inputs[shape].double().sum() == total for shape, total in checksums.items())
-        rows = tritium.explain(captured).captures
-        assert len(rows) == len(shapes)
-        assert all(row["declined"] is None for row in rows)
-
-
-class TestPipeline:
-    def test_guidance_by_two_calls_for_28_steps_is_bit_equal(self):
-        pipe = small_pipelines.flux(2, 2).to(DEVICE)
-
-        shapes = Shapes(sizes=[(32, 32)], text_tokens=[16], on_violation="error")
-        pictures = []
-        for graphs in ("off", "with_compile"):
-            torch._dynamo.reset()
-            plan = Plan(config=CompilationConfig(graphs=graphs), shapes=shapes, progress=False)
-            with tritium.optimize(pipe, plan) as handle:
-                handle.warmup(negative_prompt="a blue square", true_cfg_scale=3.0)
-                pictures.append(small_pipelines.guided(pipe, 28))
-                assert bool(handle.report.captures) == (graphs != "off")
-        assert torch.equal(*pictures)
+@pytest.mark.parametrize("arguments", [["shapes", "--apart"], ["guidance"]], ids=lambda arguments: arguments[0])
+def test_the_promises_that_the_benchmark_checks(arguments):
+    """500 calls of 24 shapes in any order, and 28 steps with guidance in two calls."""
+    assert scripts.load("benchmarks/static_graphs.py").main([*arguments, "--device", DEVICE]) == 0

@@ -187,7 +187,7 @@ class TestPins:
             ("2d", "is not of the form kernel=tiling"),
             (f"{PAD}=4d", "cannot be tiled '4d'; valid: '1d'"),
             ("add=2d", "is not the name of a generated kernel"),
-            ({PAD: 2}, "must map kernel names to tilings"),
+            ({PAD: 2}, "must map names to names"),
         ],
     )
     def test_what_cannot_be_honoured_is_an_error(self, value, message):
