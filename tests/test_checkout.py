@@ -53,7 +53,6 @@ LONG_NAMES = {
     "report/test_html.py",
     "report/test_kernel_dump.py",
     "test_api.py",
-    "test_measure.py",
     "tuning/test_choice.py",
     "tuning/test_compare.py",
     "tuning/test_first_use.py",
