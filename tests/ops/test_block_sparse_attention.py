@@ -10,7 +10,6 @@ from support.fidelity import assert_no_worse
 from support.interpreter import interpreted
 from tritium import device
 from tritium.ops import block_sparse_attention as op
-from tritium.ops.block_sparse_attention import tables
 from tritium.ops.block_sparse_attention import triton as kernel
 
 pytestmark = pytest.mark.skipif(not device.has_triton(), reason="triton is not installed")
@@ -65,8 +64,8 @@ class TestTables:
     @pytest.mark.parametrize("name", ["tokens first", "heads first", "a third of a projection"])
     def test_each_head_is_found(self, name):
         tensor = laid_out(name)
-        row_batch, row_head, column_head = places = tables.places_of(tensor)
-        told = tables.table(tensor, places, 4)
+        row_batch, row_head, column_head = places = kernel.places_of(tensor)
+        told = kernel.table(tensor, places, 4)
         flat = tensor.as_strided(told.shape, told.strides)
         for sample, head in itertools.product(range(2), range(3)):
             row, column = sample * row_batch + head * row_head, head * column_head
@@ -74,8 +73,8 @@ class TestTables:
 
     def test_one_token_of_any_stride(self):
         tensor = torch.randn(1, 1, 1, 64).as_strided((1, 1, 1, 64), (7, 3, 5, 1))
-        assert tables.places_of(tensor) == (0, 0, 0)
-        assert tables.table(tensor, (0, 0, 0), 16).strides == [64, 1]
+        assert kernel.places_of(tensor) == (0, 0, 0)
+        assert kernel.table(tensor, (0, 0, 0), 16).strides == [64, 1]
 
     @pytest.mark.parametrize(
         "tensor",
@@ -89,7 +88,7 @@ class TestTables:
         ids=["address", "strides", "one token for all", "samples apart", "no keys"],
     )
     def test_what_the_engine_cannot_read(self, tensor):
-        assert tables.places_of(tensor) is None
+        assert kernel.places_of(tensor) is None
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.5, float("nan")])

@@ -18,27 +18,17 @@ def context(device_type="cpu", **settings):
     return PassContext(tritium.CompilationConfig(**settings), device_type)
 
 
-def complex_rope():
-    return {
-        "x": torch.randn(1, 14000, 24, 8),
-        "table": torch.randn(14000, 1, 4, dtype=torch.complex64),
-        "sin": None,
-        "mode": "complex",
-        "merge_heads": False,
-        "out_dtype": None,
-    }
+def complex_rope(tokens=14000):
+    table = torch.randn(tokens, 1, 4, dtype=torch.complex64)
+    return {"x": torch.randn(1, tokens, 24, 8), "table": table, "sin": None, "mode": "complex", "merge_heads": False}
 
 
-def choose(op, arguments, context):
-    return tuning.choose(op, arguments, context.config, context.device_type)
+def choose(op, arguments, device_type="cpu", **settings):
+    return tuning.choose(op, arguments, tritium.CompilationConfig(**settings), device_type)
 
 
 def key_of(op, arguments):
     return tuning.key_of(op, op.bind(**arguments))
-
-
-def plain_norm():
-    return {"x": torch.randn(2, 8), "weight": None, "eps": 1e-6, "out_dtype": None}
 
 
 @pytest.fixture
@@ -48,8 +38,8 @@ def table(tmp_path, monkeypatch):
     monkeypatch.setattr(tuning.tables, "user_folder", lambda: tmp_path)
     monkeypatch.setattr(tuning.tables, "_machine", lambda where: here)
 
-    def add(key, **ms):
-        row = Verdict(key, "inductor", ms, versions={"torch": compat.versions.version_text()})
+    def add(op, arguments, **ms):
+        row = Verdict(key_of(op, arguments), "inductor", ms, versions={"torch": compat.versions.version_text()})
         tuning.store(tmp_path / here.file_name, here, [row])
 
     return add
@@ -57,20 +47,19 @@ def table(tmp_path, monkeypatch):
 
 class TestChoice:
     def test_a_gpu_gets_what_near_shapes_say_and_a_cpu_does_not(self, table):
-        arguments = complex_rope()
-        near = {**arguments, "x": arguments["x"][:, :2000], "table": arguments["table"][:2000]}
-        table(key_of(rope.OP, near), inductor=1.0, aten=0.5)
-        provider, why = choose(rope.OP, arguments, context("cuda"))
+        table(rope.OP, complex_rope(2000), inductor=1.0, aten=0.5)
+        provider, why = choose(rope.OP, complex_rope(), "cuda")
         assert provider == "aten"
         assert why.startswith("predicted 2.0")
-        assert choose(rope.OP, arguments, context("cpu"))[0] == "inductor"
+        provider, why = choose(rope.OP, complex_rope())
+        assert provider == "inductor"
+        assert why.startswith("left to Inductor: nothing was measured for rope")
 
     @pytest.mark.parametrize("graphs", ["with_compile", "auto"])
     def test_replayed_graphs_do_not_wait_for_the_host(self, table, graphs):
-        arguments = complex_rope()
-        table(key_of(rope.OP, arguments), inductor=0.004, aten=0.003)
-        assert choose(rope.OP, arguments, context("cuda"))[0] == "inductor"
-        assert choose(rope.OP, arguments, context("cuda", graphs=graphs))[0] == "aten"
+        table(rope.OP, complex_rope(), inductor=0.004, aten=0.003)
+        assert choose(rope.OP, complex_rope(), "cuda")[0] == "inductor"
+        assert choose(rope.OP, complex_rope(), "cuda", graphs=graphs)[0] == "aten"
 
     def test_inductor_holds_rows_by_its_rule_or_by_the_tiling_policy(self, monkeypatch):
         """The limits that decide are those of the device, unless the policy is off."""
@@ -84,48 +73,28 @@ class TestChoice:
         assert held == [(True, True, False), (True, False, False), (True, False, False)]
 
     def test_an_op_that_is_never_compared_is_left_to_inductor(self):
-        provider, why = choose(rms_norm.OP, plain_norm(), context())
+        provider, why = choose(rms_norm.OP, {"x": torch.randn(2, 8), "weight": None, "eps": 1e-6})
         assert provider == "inductor"
         assert "runs on cpu" in why
 
-    def test_without_a_measurement_inductor_keeps_it_and_says_so(self, table):
-        del table
-        provider, why = choose(rope.OP, complex_rope(), context())
-        assert provider == "inductor"
-        assert why.startswith("left to Inductor: nothing was measured for rope")
-
     @pytest.mark.parametrize(("ms", "provider"), [(0.5, "aten"), (0.99, "inductor")])
     def test_a_measurement_decides(self, table, ms, provider):
-        arguments = complex_rope()
-        table(key_of(rope.OP, arguments), inductor=1.0, aten=ms)
-        chosen, why = choose(rope.OP, arguments, context())
+        table(rope.OP, complex_rope(), inductor=1.0, aten=ms)
+        chosen, why = choose(rope.OP, complex_rope())
         assert chosen == provider
         assert f"{1 / ms:.2f}x against Inductor in a block" in why
         assert why.endswith("on this machine")
+        # A pin and the engine come before a table.
+        pinned = choose(rope.OP, complex_rope(), force_provider={"rope": "inductor"})
+        assert pinned == ("inductor", "pinned by force_provider='inductor'")
+        assert choose(rope.OP, complex_rope(), engine="eager")[0] == "reference"
 
     def test_a_provider_that_cannot_take_the_arguments_is_not_chosen(self, table):
-        arguments = {
-            "x": torch.randn(2, 8),
-            "weight": torch.randn(8, 8),
-            "bias": None,
-            "approximate": "tanh",
-            "out_dtype": None,
-        }
-        table(key_of(linear_gelu.OP, arguments), inductor=1.0, aten=0.5)
-        provider, why = choose(linear_gelu.OP, arguments, context())
+        arguments = {"x": torch.randn(2, 8), "weight": torch.randn(8, 8), "bias": None, "approximate": "tanh"}
+        table(linear_gelu.OP, arguments, inductor=1.0, aten=0.5)
+        provider, why = choose(linear_gelu.OP, arguments)
         assert provider == "inductor"
         assert "only CUDA" in why
-
-    def test_a_pin_beats_the_table(self, table):
-        arguments = complex_rope()
-        table(key_of(rope.OP, arguments), inductor=1.0, aten=0.5)
-        provider, why = choose(rope.OP, arguments, context(force_provider={"rope": "inductor"}))
-        assert (provider, why) == ("inductor", "pinned by force_provider='inductor'")
-
-    def test_the_eager_engine_asks_no_table(self, table):
-        arguments = complex_rope()
-        table(key_of(rope.OP, arguments), inductor=1.0, aten=0.5)
-        assert choose(rope.OP, arguments, context(engine="eager"))[0] == "reference"
 
 
 def test_symbolic_sizes_are_looked_up_at_their_present_size():
@@ -173,7 +142,7 @@ def test_a_first_call_measures_nothing(table, untimed, known, device_type):
     del untimed
     x, freqs = torch.randn(2, 14000, 24, 8), torch.randn(14000, 1, 4, dtype=torch.complex64)
     if known:
-        table(key_of(rope.OP, complex_rope()), inductor=1.0, aten=0.5)
+        table(rope.OP, complex_rope(), inductor=1.0, aten=0.5)
     found = context(device_type)
 
     def backend(gm, example_inputs):
@@ -195,7 +164,7 @@ def test_a_first_call_measures_nothing(table, untimed, known, device_type):
 def test_generated_code_has_what_was_chosen(table):
     """Spelled in real numbers by the chosen provider: nothing falls back to ATen."""
     x, freqs = torch.randn(2, 14000, 24, 8), torch.randn(14000, 1, 4, dtype=torch.complex64)
-    table(key_of(rope.OP, complex_rope()), inductor=1.0, aten=0.5)
+    table(rope.OP, complex_rope(), inductor=1.0, aten=0.5)
     with torch.inference_mode():
         compiled = torch.compile(attention, backend=tritium.Backend(), fullgraph=True)
         torch.testing.assert_close(compiled(x, freqs), attention(x, freqs))

@@ -29,16 +29,21 @@ class Busy(Quiet):
     disturbed, foreign_cores = True, 1.5
 
 
+KEY = Key.of("rope", {"tokens": 64, "width": 8, "mode": "complex"}, torch.float32)
+
+
+def measured(path, **options):
+    told = []
+    (row,) = compare.measure_keys([KEY], "cpu", path, lambda *what: told.append(what), compile_pinned, **options)
+    assert told == [(KEY, 0, 1)]
+    return row
+
+
 def test_a_verdict_of_a_busy_cpu_is_not_kept(tmp_path, monkeypatch):
-    key = Key.of("rope", {"tokens": 64, "width": 8, "mode": "complex"}, torch.float32)
-    monkeypatch.setattr(
-        compare,
-        "compare_in_block",
-        lambda key, where, compiler, seconds: Verdict(key, "aten", {"inductor": 2.0, "aten": 1.0}),
-    )
+    found = Verdict(KEY, "aten", {"inductor": 2.0, "aten": 1.0})
+    monkeypatch.setattr(compare, "compare_in_block", lambda *given: found)
     monkeypatch.setattr(compare.measure, "LoadMeter", Busy)
-    (row,) = compare.measure_keys([key], "cpu", tmp_path / "t.json", lambda *what: None, compile_pinned)
-    assert row.remarks == {compare.DISTURBED: "1.5 cores were taken by others"}
+    assert measured(tmp_path / "t.json").remarks == {compare.DISTURBED: "1.5 cores were taken by others"}
     assert not (tmp_path / "t.json").exists()
 
 
@@ -78,11 +83,7 @@ def test_a_row_names_the_size_that_inductor_looped_over(form, elements, looped):
 @pytest.mark.codegen
 def test_a_comparison_on_this_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(compare.measure, "LoadMeter", Quiet)
-    key = Key.of("rope", {"tokens": 64, "width": 8, "mode": "complex"}, torch.float32)
-    told = []
-    path = tmp_path / "t.json"
-    (row,) = compare.measure_keys([key], "cpu", path, lambda *what: told.append(what), compile_pinned, seconds=0.05)
-    assert told == [(key, 0, 1)]
+    row = measured(tmp_path / "t.json", seconds=0.05)
     assert set(row.ms) == {"inductor", "aten"}
     assert all(ms > 0 for ms in (*row.ms.values(), *row.alone_us.values()))
     assert row.provider == row.site(replayed=True).choose()
@@ -90,7 +91,7 @@ def test_a_comparison_on_this_machine(tmp_path, monkeypatch):
     assert row.issue_us == {}
     # x and result of 64 rows of 8 floats, and the table of 4 tokens.
     assert row.bytes == 2 * 64 * 8 * 4 + 4 * 4 * 8
-    assert dict(tuning.load(path).rows) == {key: row}
+    assert dict(tuning.load(tmp_path / "t.json").rows) == {KEY: row}
 
 
 def test_a_failed_measurement_is_a_row_of_inductor_with_the_reason(tmp_path, monkeypatch):
@@ -99,8 +100,7 @@ def test_a_failed_measurement_is_a_row_of_inductor_with_the_reason(tmp_path, mon
 
     monkeypatch.setattr(compare, "compare_in_block", broken)
     monkeypatch.setattr(compare.measure, "LoadMeter", Quiet)
-    key = Key.of("rope", {"tokens": 64, "width": 8, "mode": "complex"}, torch.float32)
-    (row,) = compare.measure_keys([key], "cpu", tmp_path / "t.json", lambda *what: None, compile_pinned)
+    row = measured(tmp_path / "t.json")
     assert row.provider == "inductor"
     assert row.why() == "not measured: RuntimeError: no such luck"
 

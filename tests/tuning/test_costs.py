@@ -3,7 +3,7 @@
 import pytest
 
 from tritium.tuning import Key, Verdict
-from tritium.tuning.costs import EXCHANGE, LAUNCH_US, Cost, Site
+from tritium.tuning.verdict import EXCHANGE, LAUNCH_US, Cost, Site
 
 KEY = Key("residual_norm_modulate", "tokens=4096 width=3072 norm=layer", "bfloat16")
 
@@ -97,20 +97,20 @@ class TestRows:
 
     def test_a_measured_host_decides(self):
         assert row(issue_us={"inductor": 125.0, "triton": 125.4}).site().choose() == "triton"
-        assert row(issue_us={"inductor": 125.0, "triton": 170.4}).site().choose() == "inductor"
-        assert row(issue_us={"inductor": 125.0, "triton": 170.4}).site(replayed=True).choose() == "triton"
-        assert "host +45.4 us, measured" in row(issue_us={"inductor": 125.0, "triton": 170.4}).why()
+        # It comes before launches.
+        slow = row(issue_us={"inductor": 125.0, "triton": 170.4}, launches=launches(1))
+        assert slow.site().choose() == "inductor"
+        assert slow.site(replayed=True).choose() == "triton"
+        assert "host +45.4 us, measured" in slow.why()
 
     def test_launches_stand_for_a_host_that_was_not_measured(self):
-        one = {"inductor": {"generated": 1, "library": 2}, "triton": {"owned": 1, "library": 2}}
-        assert row(launches=one).site().choose() == "triton"
-        many = {"inductor": {"generated": 1, "library": 2}, "triton": {"owned": 3, "library": 2}}
+        assert row(launches=launches(1)).site().choose() == "triton"
         # Two launches more, 10.7 us, for 14.7 us of the device; then for 38.3.
-        assert row(launches=many).site().choose() == "inductor"
-        assert row(owned=0.0200, alone=9.0, launches=many).site().choose() == "triton"
+        assert row(launches=launches(3)).site().choose() == "inductor"
+        assert row(owned=0.0200, alone=9.0, launches=launches(3)).site().choose() == "triton"
         extra = 3 * LAUNCH_US["owned"] - LAUNCH_US["generated"]
-        assert f"host {extra:+.1f} us, from launches" in row(launches=many).why()
+        assert f"host {extra:+.1f} us, from launches" in row(launches=launches(3)).why()
 
-    def test_a_measured_host_comes_before_launches(self):
-        one = {"inductor": {"generated": 1, "library": 2}, "triton": {"owned": 1, "library": 2}}
-        assert row(launches=one, issue_us={"inductor": 125.0, "triton": 170.4}).site().choose() == "inductor"
+
+def launches(owned):
+    return {"inductor": {"generated": 1, "library": 2}, "triton": {"owned": owned, "library": 2}}

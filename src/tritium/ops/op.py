@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tritium import compat
-from tritium.errors import CatalogError, ProviderError
+from tritium.errors import CatalogError, ProviderError, brief
 from tritium.ops import triton_launch
 from tritium.report import flops
 from tritium.report.ledger import FAILED_PROVIDERS
@@ -39,10 +39,7 @@ class Arguments(SimpleNamespace):
 
 @dataclass(frozen=True)
 class Provider:
-    """One implementation of an op.
-
-    It returns tensors with the shapes, dtypes and strides of the op's fake results.
-    """
+    """One implementation of an op. Its results have the shapes, dtypes and strides of the op's fake results."""
 
     name: str
     op: str
@@ -90,18 +87,15 @@ def draw_from(dtype: torch.dtype, device_type: str) -> Draw:
 class FirstUse:
     """How the providers of an op are compared at the first call of a shape class: alone, on the machine that calls."""
 
-    # Returns a function that creates arguments like these, possibly fake ones, without modes of the caller; or None if
-    # nothing can be measured now.
+    # Returns a function that creates arguments like these, which may be fake; None if nothing can be measured now.
     alike: Callable[[Arguments], Callable[[], Mapping[str, Any]] | None]
-    # Computes the expected result of such arguments, and returns a function of a provider's result: why it is too far
-    # from that, or None.
+    # Computes the expected result, and returns a function: why a provider's result is too far from it, or None.
     check: Callable[[Arguments], Callable[[Any], str | None]]
     # Returns the provider of a shape class without a verdict.
     default: Callable[[Arguments], str]
-    # Returns the versions of the packages that compute, besides the device: a verdict is valid for these.
+    # Returns the versions of the packages that compute: a verdict is valid for these.
     versions: Callable[[], Mapping[str, str]]
-    # Returns why a provider that takes the arguments is not measured, or None; the flag tells whether a function is being
-    # compiled.
+    # Returns why a provider that takes the arguments is not measured, or None; the flag is True while compiling.
     skip: Callable[[str, Arguments, bool], str | None] | None = None
     # The provider that is kept unless another is faster by the margin, or None.
     preferred: str | None = None
@@ -117,7 +111,7 @@ class Trial:
 
     # Returns the shape class of (possibly fake) arguments.
     shape: Callable[[Arguments], Shape]
-    # Returns arguments of a shape class.
+    # Returns arguments of a shape class, and the block.
     alone: Callable[[Any, Draw], Mapping[str, Any]] | None = None
     block: Callable[[Any, Draw], Block] | None = None
     # The shape classes of known models, which shipped tables cover.
@@ -198,8 +192,8 @@ class Op:
     def bind(self, *args: Any, **kwargs: Any) -> Arguments:
         """Return the arguments of a call by parameter name, with defaults."""
         values = {**self.parameters, **dict(zip(self.parameters, args, strict=False)), **kwargs}
-        missing = [name for name, value in values.items() if value is inspect.Parameter.empty]
-        if missing or len(values) > len(self.parameters) or len(args) > len(self.parameters):
+        is_missing = any(value is inspect.Parameter.empty for value in values.values())
+        if is_missing or max(len(values), len(args)) > len(self.parameters):
             expected = ", ".join(self.parameters)
             raise TypeError(f"op {self.name!r} takes {expected}; got {len(args)} arguments and {', '.join(kwargs)}")
         return Arguments(**values)
@@ -239,7 +233,7 @@ def launch_provider(op: Op, providers: Mapping[str, Provider], *arguments: Any, 
         # Running the reference cannot help: a broken device returns wrong results, a full one fails again.
         raise
     except Exception as error:  # noqa: BLE001 - compilers raise many types; the failure is reported and warned about
-        FAILED_PROVIDERS[key] = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+        FAILED_PROVIDERS[key] = brief(error)
         warnings.warn(
             f"tritium: provider {provider!r} of op {op.name!r} failed and is turned off ({FAILED_PROVIDERS[key]}); "
             "its reference computes instead",
@@ -260,8 +254,7 @@ def register(ops: Mapping[str, Op], providers: Mapping[str, Mapping[str, Provide
         flops.REFERENCES[op.qualified_name] = op.reference
         _LIBRARY.impl(op.name, functools.partial(launch_provider, op, providers[op.name]), "CompositeExplicitAutograd")
         torch.library.register_fake(op.qualified_name, functools.partial(_fake, op), lib=_LIBRARY)
-        traced = functools.partial(_trace, op, providers[op.name])
-        compat.traced.take_apart(op.qualified_name, _LIBRARY, traced)
+        compat.traced.take_apart(op.qualified_name, _LIBRARY, functools.partial(_trace, op, providers[op.name]))
 
 
 def _fake(op: Op, *arguments: Any, provider: str, **named: Any) -> Result:

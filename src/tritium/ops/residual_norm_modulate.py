@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812 - the conventional name
 from tritium import compat
 from tritium.ops.ada_norm import normed_and_modulated
 from tritium.ops.op import NARROW, Arguments, Block, Draw, Op, Provider, Samples, Shape, Trial, count, octave, present
-from tritium.ops.triton_launch import DTYPES, dynamic_width, launch, obstacle
+from tritium.ops.triton_launch import DTYPES, dynamic_width, launch, obstacle, with_dense_rows
 
 NORMS = ("layer", "rms")
 
@@ -125,12 +125,6 @@ def as_rows(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return tensor.expand(shape).reshape(shape[0] if len(shape) > 2 else 1, -1, shape[-1])
 
 
-def as_dense_rows(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return `as_rows(tensor, shape)` with contiguous columns, copied if necessary."""
-    rows = as_rows(tensor, shape)
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
-
-
 def results(given: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
     x, narrow = given.x, given.residual_dtype or torch.promote_types(given.x.dtype, given.y.dtype)
     residual = torch.empty(x.shape, dtype=narrow, device=x.device)
@@ -144,7 +138,7 @@ def run_triton(given: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
     shape = given.x.shape
     if compat.traced.statically_known(out.numel() == 0):
         return residual, out
-    x, y = as_dense_rows(given.x, shape), as_dense_rows(given.y, shape)
+    x, y = (with_dense_rows(as_rows(part, shape)) for part in (given.x, given.y))
     gate, scale, shift = (
         None if part is None else as_rows(part, shape) for part in (given.gate, given.scale, given.shift)
     )

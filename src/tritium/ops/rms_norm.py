@@ -8,7 +8,7 @@ import torch
 
 from tritium import compat
 from tritium.ops.op import Arguments, Draw, Op, Provider, Samples
-from tritium.ops.triton_launch import contiguous, launch, obstacle
+from tritium.ops.triton_launch import contiguous, launch, obstacle, with_dense_rows
 
 # The widest row that fits in the registers of one program of 16 warps; wider rows take a second pass over memory.
 WHOLE_ROW = 16_384
@@ -66,9 +66,7 @@ def run_triton(given: Arguments) -> torch.Tensor:
     out = results(given)
     if compat.traced.statically_known(out.numel() == 0):
         return out
-    rows = x.reshape(-1, width)
-    if rows.stride(-1) != 1:
-        rows = rows.contiguous()
+    rows = with_dense_rows(x.reshape(-1, width))
     cut, options = launch_options(width)
     launch(
         rms_norm_kernel,

@@ -55,19 +55,17 @@ def obstacle(*tensors: torch.Tensor | None) -> str | None:
 
 
 def dynamic_width(*sizes: int | torch.SymInt) -> str | None:
-    """Return why a kernel with a fixed width cannot take rows of these sizes, or None.
-
-    >>> dynamic_width(3072)
-    """
-    return (
-        None
-        if all(isinstance(size, int) for size in sizes)
-        else "the kernel's rows have one width, this one is dynamic"
-    )
+    """Return why a kernel with a fixed width cannot take rows of these sizes, or None."""
+    fixed = all(isinstance(size, int) for size in sizes)
+    return None if fixed else "the kernel's rows have one width, this one is dynamic"
 
 
 def contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.contiguous()
+
+
+def with_dense_rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def launch(
@@ -82,10 +80,8 @@ def launch(
         _OF_OP[kernel.fn] = _TRACED.get()
         torch.library.wrap_triton(_configured(kernel, tuple(options.items())))[grid](*arguments, **constants)
         return
-    if first.is_cuda and first.device.index != torch.cuda.current_device():
-        with torch.cuda.device(first.device):
-            compiled = kernel[grid](*arguments, **constants, **options, enable_fp_fusion=True)
-    else:
+    is_elsewhere = first.is_cuda and first.device.index != torch.cuda.current_device()
+    with torch.cuda.device(first.device) if is_elsewhere else contextlib.nullcontext():
         compiled = kernel[grid](*arguments, **constants, **options, enable_fp_fusion=True)
     # None in Triton's interpreter.
     if compiled is not None:

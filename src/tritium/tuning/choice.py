@@ -29,10 +29,9 @@ from tritium.config import CompilationConfig
 from tritium.errors import ProviderError, nearest
 from tritium.ops import INDUCTOR, REFERENCE, Arguments, Op
 from tritium.tuning import tables
-from tritium.tuning.costs import Cost, Site
 from tritium.tuning.first_use import choose_at_first_use, key_of
 from tritium.tuning.tables import INDUCTOR_LIMITS, Machine, ReductionLimits
-from tritium.tuning.verdict import LONG, Key, Verdict
+from tritium.tuning.verdict import LONG, Cost, Key, Site, Verdict
 
 LEFT_TO_INDUCTOR = "left to Inductor: no owned kernel is measured faster here"
 

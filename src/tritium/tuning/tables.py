@@ -167,16 +167,13 @@ def _load(path: Path, version: tuple[int, ...]) -> Table:
             return None
 
     verdicts = [read(f"row {place}", Verdict.from_dict, row) for place, row in enumerate(content["rows"], start=1)]
+    rows = {verdict.key: verdict for verdict in verdicts if verdict is not None}
     reductions = None
     if "reductions" in content:
         reductions = read("reductions", functools.partial(parse, ReductionLimits), content["reductions"])
-    # Without a valid description of its device, a table serves that device alone.
-    machine = Machine()
-    with contextlib.suppress(TypeError):
-        machine = parse(Machine, {**content, "name": content.get("device", "")})
+    machine = read("device", functools.partial(parse, Machine), {**content, "name": content.get("device", "")})
     more = f", and {len(damage) - 1} more" if len(damage) > 1 else ""
-    rows = {verdict.key: verdict for verdict in verdicts if verdict is not None}
-    return Table(rows, machine, reductions, f"{damage[0]}{more}" if damage else None)
+    return Table(rows, machine or Machine(), reductions, f"{damage[0]}{more}" if damage else None)
 
 
 def store(
@@ -186,12 +183,8 @@ def store(
     table = load(path)
     merged = {**table.rows, **{verdict.key: verdict for verdict in verdicts}}
     limits = reductions or table.reductions
-    about = {
-        "device": machine.name,
-        "capability": machine.capability,
-        "multiprocessors": machine.multiprocessors,
-        "reductions": limits.to_dict() if limits is not None else None,
-    }
+    device = {"device": machine.name, "capability": machine.capability, "multiprocessors": machine.multiprocessors}
+    about = {**device, "reductions": limits and limits.to_dict()}
     lines = [f"{json.dumps(name)}: {json.dumps(value)},\n" for name, value in about.items() if value]
     keys = sorted(merged, key=lambda key: (key.op, key.dtype, key.shape))
     text = ",\n".join(json.dumps(merged[key].to_dict()) for key in keys)
@@ -259,12 +252,13 @@ def like(machine: Machine) -> Machine | None:
 
 def digest(op: str) -> str:
     """Return a digest of the user's rows of an op, on all devices: part of the cache key of a graph that contains a choice."""
-    paths: list[Path] = []
+    rows: list[str] = []
     # An unreadable folder is empty; its name may be too long, for example.
     with contextlib.suppress(OSError):
-        paths = sorted(user_folder().glob("*.json"))
-    rows = [(path.name, row) for path in paths for key, row in load(path).rows.items() if key.op == op]
-    return disk.digest(*(f"{name} {json.dumps(row.to_dict(), sort_keys=True)}" for name, row in rows))[:16]
+        for path in sorted(user_folder().glob("*.json")):
+            own_rows = [row.to_dict() for key, row in load(path).rows.items() if key.op == op]
+            rows += [f"{path.name} {json.dumps(row, sort_keys=True)}" for row in own_rows]
+    return disk.digest(*rows)[:16]
 
 
 def forget() -> None:

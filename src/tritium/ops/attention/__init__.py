@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from tritium.ops.attention.providers import PROVIDERS
+from tritium.ops.attention.providers import PROVIDERS, words
 from tritium.ops.attention.reference import attention_math, draw_samples, reference
-from tritium.ops.attention.request import words
 from tritium.ops.attention.trial import TRIAL, rule
 from tritium.ops.op import Arguments, Op
 from tritium.ops.wide_attention import empty_result

@@ -10,7 +10,7 @@ import functools
 import importlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the conventional name
@@ -19,11 +19,72 @@ from tritium import compat, device
 from tritium.compat import attention as compat_attention
 from tritium.compat.products import wide_product_obstacle
 from tritium.ops import wide_attention
-from tritium.ops.attention import request
 from tritium.ops.attention.reference import arranged, chunked
-from tritium.ops.attention.request import HALF, Sizes
-from tritium.ops.op import Arguments, Provider
+from tritium.ops.op import Arguments, Provider, present
 from tritium.ops.triton_launch import obstacle
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+class Sizes(NamedTuple):
+    """The sizes of an attention; a symbolic size counts as its value in the call that is being compiled."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    width: int
+    value_width: int
+
+    @classmethod
+    def of(cls, given: Arguments) -> Self:
+        batch, heads, queries, width = map(present, given.q.shape)
+        _, kv_heads, keys, value_width = map(present, given.v.shape)
+        return cls(batch, heads, kv_heads, queries, keys, width, value_width)
+
+    @property
+    def score_bytes(self) -> int:
+        """The bytes of all scores in float32."""
+        return 4 * self.batch * self.heads * self.queries * self.keys
+
+
+def tensors(given: Arguments) -> list[torch.Tensor]:
+    return [tensor for tensor in (given.q, given.k, given.v, given.mask) if tensor is not None]
+
+
+def is_packed(given: Arguments) -> bool:
+    """Return whether the elements of a head are contiguous."""
+    return all(present(t.stride(3)) == 1 or present(t.shape[3]) == 1 for t in (given.q, given.k, given.v))
+
+
+def has_heads_first_in_memory(given: Arguments) -> bool:
+    return present(given.q.stride(1)) >= present(given.q.stride(2))
+
+
+def has_wide_mask(given: Arguments) -> bool:
+    """Return whether an added mask has another dtype than the query: rounding would change the mask."""
+    return given.mask is not None and given.mask.dtype not in (torch.bool, given.q.dtype)
+
+
+def needs_gradients(given: Arguments) -> bool:
+    return compat.dynamo.needs_gradients(*tensors(given))
+
+
+def words(given: Arguments) -> str:
+    """Return a description for error messages and reports."""
+    q, mask, sizes = given.q, given.mask, Sizes.of(given)
+    parts = [f"{q.dtype} on {q.device.type}", f"{sizes.queries} queries, {sizes.keys} keys"]
+    parts.append(f"{sizes.heads} heads of {sizes.width}")
+    if sizes.heads != sizes.kv_heads:
+        parts.append(f"{sizes.kv_heads} heads of keys")
+    if mask is not None:
+        kind = "a boolean" if mask.dtype == torch.bool else "an additive"
+        parts.append(f"{kind} mask {tuple(map(present, mask.shape))}")
+    if given.causal:
+        parts.append("causal")
+    return ", ".join(parts)
+
 
 Run = Callable[[Arguments], torch.Tensor]
 
@@ -62,7 +123,7 @@ def decline_math(given: Arguments) -> str | None:
 
 
 def decline_sdpa(given: Arguments) -> str | None:
-    if given.q.is_cuda and request.has_wide_mask(given):
+    if given.q.is_cuda and has_wide_mask(given):
         return "on a GPU it takes an added mask in the dtype of the query, not in float32"
     return decline_math(given)
 
@@ -71,7 +132,7 @@ def _decline_form(given: Arguments) -> str | None:
     """Return why kernels on a GPU cannot take a call, or None."""
     if not given.q.is_cuda:
         return f"it runs on a GPU, the tensors are on {given.q.device.type}"
-    if not request.is_packed(given):
+    if not is_packed(given):
         return "it takes heads whose elements are contiguous"
     return decline_sdpa(given)
 
@@ -106,7 +167,7 @@ def decline_efficient(given: Arguments) -> str | None:
 
 
 def decline_chunked(given: Arguments) -> str | None:
-    if any(not isinstance(size, int) for tensor in request.tensors(given) for size in tensor.shape):
+    if any(not isinstance(size, int) for tensor in tensors(given) for size in tensor.shape):
         return "it loops over queries, whose number is symbolic in this graph"
     return decline_math(given)
 
@@ -127,7 +188,7 @@ def decline_products(given: Arguments) -> str | None:
 
 
 def _decline_gradients(given: Arguments) -> str | None:
-    return "it computes no gradients here" if request.needs_gradients(given) else None
+    return "it computes no gradients here" if needs_gradients(given) else None
 
 
 def flash3(given: Arguments) -> torch.Tensor:

@@ -10,10 +10,9 @@ import torch
 
 from tritium import device, fidelity
 from tritium.compat import attention as compat_attention
-from tritium.ops.attention import request
-from tritium.ops.attention.providers import PROVIDERS
+from tritium.ops.attention import providers
+from tritium.ops.attention.providers import PROVIDERS, Sizes
 from tritium.ops.attention.reference import attention_math
-from tritium.ops.attention.request import Sizes
 from tritium.ops.op import Arguments, FirstUse, Shape, Trial, present
 
 # The number of queries whose result is compared with float64.
@@ -37,9 +36,9 @@ def shape(given: Arguments) -> Shape:
     mask = "none"
     if given.mask is not None:
         dims = zip("BNQK", given.mask.shape, strict=True)
-        kind = "keep" if given.mask.dtype == torch.bool else "add32" if request.has_wide_mask(given) else "add"
+        kind = "keep" if given.mask.dtype == torch.bool else "add32" if providers.has_wide_mask(given) else "add"
         mask = f"{kind}-{''.join(name if present(size) > 1 else '1' for name, size in dims)}"
-    memory, sizes = "BNSD" if request.has_heads_first_in_memory(given) else "BSND", Sizes.of(given)
+    memory, sizes = "BNSD" if providers.has_heads_first_in_memory(given) else "BSND", Sizes.of(given)
     return {
         "batch": sizes.batch,
         "heads": sizes.heads,
@@ -51,8 +50,8 @@ def shape(given: Arguments) -> Shape:
         "value_width": sizes.value_width,
         "mask": mask,
         "causal": int(given.causal),
-        "memory": memory if request.is_packed(given) else f"{memory}-apart",
-        "grad": int(request.needs_gradients(given)),
+        "memory": memory if providers.is_packed(given) else f"{memory}-apart",
+        "grad": int(providers.needs_gradients(given)),
     }
 
 
@@ -72,7 +71,7 @@ def alike(given: Arguments) -> Callable[[], Mapping[str, Any]] | None:
         return None
     shape_of_mask = None if given.mask is None else tuple(map(present, given.mask.shape))
     mask_dtype = None if given.mask is None else given.mask.dtype
-    heads_first, packed = request.has_heads_first_in_memory(given), request.is_packed(given)
+    heads_first, packed = providers.has_heads_first_in_memory(given), providers.is_packed(given)
     dtype, where, causal = given.q.dtype, given.q.device, given.causal
 
     def create() -> dict[str, Any]:
@@ -146,7 +145,7 @@ def rule(given: Arguments) -> str:
     capability = device.capability(given.q.device)
     sizes = Sizes.of(given)
     fastest = capability is not None and capability >= (9, 0) and given.mask is None and sizes.width <= 128
-    if fastest and not request.needs_gradients(given) and 0 not in sizes:
+    if fastest and not providers.needs_gradients(given) and 0 not in sizes:
         order.insert(0, "cudnn")
     declines = {provider.name: provider.decline for provider in PROVIDERS}
     return next(name for name in order if declines[name](given) is None)

@@ -9,15 +9,15 @@ from typing import TypeVar
 import torch
 
 from tritium import compat
-from tritium.ops import rope as rotation
 from tritium.ops.op import Arguments
 from tritium.ops.qk_norm_rope.reference import NONE
-from tritium.ops.triton_launch import dynamic_width, launch, obstacle
+from tritium.ops.rope import COMPLEX, HALF
+from tritium.ops.triton_launch import contiguous, dynamic_width, launch, obstacle, with_dense_rows
 
 T = TypeVar("T")
 
 # A table has one value per element, one per pair, or the cosine and sine of each pair as adjacent values.
-ELEMENT, PAIR, COMPLEX = "element", "pair", rotation.COMPLEX
+ELEMENT, PAIR = "element", "pair"
 
 # The widest head: 32 elements for each thread of one warp.
 WIDEST_HEAD = 1024
@@ -76,13 +76,13 @@ def run_triton(given: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
     q_out, k_out = results(given)
     if compat.traced.statically_known(batch * tokens == 0):
         return q_out, k_out
-    rows = [None if part is None else _rows(part) for part in (*_two(q), *_two(k))]
-    weights = [None if w is None else w.contiguous() for w in (*_two(given.q_weights), *_two(given.k_weights))]
+    rows = [None if part is None else with_dense_rows(part) for part in (*_two(q), *_two(k))]
+    weights = [contiguous(weight) for weight in (*_two(given.q_weights), *_two(given.k_weights))]
     rotations = [None if rope == NONE else _rotation(*angles) for angles in zip(given.tables, given.sines, strict=True)]
     turned = [(None, None) if angles is None else angles for angles in _ends(rotations)]
     x_unit, x_strides = _in_units([_steps(row, 3) for row in rows])
     table_unit, table_strides = _in_units([_steps(cosines, 2) for cosines, _ in turned])
-    halves = rope == rotation.HALF
+    halves = rope == HALF
     cut, options = launch_options(max(heads, k[0].shape[2]), width, q[0].element_size(), halves=halves)
     launch(
         qk_norm_rope_kernel,
@@ -120,10 +120,7 @@ def run_triton(given: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _two(given: Sequence[T | None]) -> tuple[T | None, T | None]:
-    """Return the first value, and the second or None.
-
-    The kernel does not read a second one that is missing. Passing the first twice could make Inductor compute it twice.
-    """
+    """Return the first value, and the second or None: passing the first twice could make Inductor compute it twice."""
     return given[0], given[1] if len(given) == 2 else None
 
 
@@ -131,10 +128,6 @@ def _ends(given: Sequence[T | None]) -> tuple[T | None, T | None]:
     """Return two tables for the kernel; a missing one is replaced by the other, for a valid address."""
     first, last = _two(given)
     return (last if first is None else first), (first if last is None and len(given) == 2 else last)
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _steps(x: torch.Tensor | None, dims: int) -> list[int]:
@@ -161,10 +154,10 @@ def _rotation(table: torch.Tensor | None, sine: torch.Tensor | None) -> tuple[to
     """Return cosines and sines with equal strides; a complex table alone, as adjacent real pairs."""
     if table is None:
         return None
-    cosines = _rows(real(table).flatten(2))
+    cosines = with_dense_rows(real(table).flatten(2))
     if sine is None:
         return cosines, None
-    sines = _rows(sine)
+    sines = with_dense_rows(sine)
     same = zip(_steps(cosines, 3), _steps(sines, 3), strict=True)
     if not all(compat.traced.statically_known(one == other) for one, other in same):
         return cosines.contiguous(), sines.contiguous()
@@ -179,7 +172,7 @@ def table_kind(tables: Sequence[torch.Tensor | None], rope: str, width: int) -> 
     widths = {table.shape[-1] for table in tables if table is not None}
     if rope == NONE or not widths:
         return NONE
-    if rope == rotation.COMPLEX:
+    if rope == COMPLEX:
         return COMPLEX
     return ELEMENT if widths == {width} else PAIR
 
@@ -187,12 +180,8 @@ def table_kind(tables: Sequence[torch.Tensor | None], rope: str, width: int) -> 
 def decline_triton(given: Arguments) -> str | None:
     q, k, weights = given.q, given.k, [*given.q_weights, *given.k_weights]
     angles = [] if given.rope == NONE else [real(table) for table in (*given.tables, *given.sines) if table is not None]
-    tensors = (*q, *k, *weights, *angles)
-    return (
-        dynamic_width(*(part.shape[dim] for part in (*q, *k) for dim in (2, 3)))
-        or _decline_form(q, k, weights, angles)
-        or obstacle(*tensors)
-    )
+    dynamic = dynamic_width(*(part.shape[dim] for part in (*q, *k) for dim in (2, 3)))
+    return dynamic or _decline_form(q, k, weights, angles) or obstacle(*q, *k, *weights, *angles)
 
 
 def _decline_form(
