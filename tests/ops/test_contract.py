@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from support.fidelity import assert_no_worse
+from support.hopper import compile_instead_of_launching
 from support.interpreter import interpreted
 from tritium import device, envs, ops
 
@@ -178,9 +179,6 @@ print("triton" in sys.modules)
     assert in_process(program).split()[-1] == "False"
 
 
-TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
-
-
 @pytest.mark.skipif(not device.has_triton(), reason="triton is not installed")
 @pytest.mark.parametrize(
     ("op", "name"),
@@ -189,33 +187,7 @@ TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", t
 )
 def test_triton_kernels_compile_for_hopper_without_one(op, name, monkeypatch):
     """The interpreter accepts what the compiler refuses. Every launch of every sample is compiled instead of run."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    compiled = set()
-
-    def type_of(value):
-        if isinstance(value, torch.Tensor):
-            return f"*{TYPES[value.dtype]}"
-        return "fp32" if isinstance(value, float) else "i32" if -(2**31) <= value < 2**31 else "i64"
-
-    def compile_instead(kernel, *arguments, grid, warmup, **options):
-        del grid, warmup
-        values = dict(zip(kernel.arg_names, arguments, strict=False))
-        values |= {name: options.pop(name) for name in list(options) if name in kernel.arg_names}
-        constants = {param.name for param in kernel.params if param.is_constexpr}
-        constants |= {name for name, value in values.items() if value is None}
-        types = {n: "constexpr" if n in constants else type_of(values[n]) for n in kernel.arg_names}
-        places = {(kernel.arg_names.index(name),): values[name] for name in constants}
-        key = (kernel.__name__, *types.values(), *places.values())
-        if key not in compiled:
-            compiled.add(key)
-            source = ASTSource(kernel, signature=types, constexprs=places)
-            made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-            assert "ptx" in made.asm
-
-    monkeypatch.setattr(triton.JITFunction, "run", compile_instead)
+    compiled = compile_instead_of_launching(monkeypatch)
     # Not interpreted, but as willing to take a tensor of this machine as if it were.
     monkeypatch.setattr(envs, "triton_interpreted", lambda: True)
     provider = ops.providers(op)[name]
@@ -224,6 +196,7 @@ def test_triton_kernels_compile_for_hopper_without_one(op, name, monkeypatch):
         if provider.decline(given) is None:
             provider.run(given)
     assert compiled
+    assert all("ptx" in code for code in compiled.values())
 
 
 @pytest.mark.gpu

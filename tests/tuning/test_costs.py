@@ -3,7 +3,7 @@
 import pytest
 
 from tritium.tuning import Key, Verdict
-from tritium.tuning.verdict import EXCHANGE, LAUNCH_US, Cost, Site
+from tritium.tuning.verdict import LAUNCH_US, Cost, Site
 
 KEY = Key("residual_norm_modulate", "tokens=4096 width=3072 norm=layer", "bfloat16")
 
@@ -35,16 +35,14 @@ class TestRule:
             ((20.0, 36.4), (45.0, 5.3), "inductor", "inductor"),
             ((20.0, 36.4), (30.0, 5.3), "triton", "inductor"),
             ((20.0, 36.4), (31.0, 5.3), "inductor", "inductor"),
+            # The host pays at most a third of what the device saves.
+            ((200.0, 10.0), (170.0, 19.9), "triton", "triton"),
+            ((200.0, 10.0), (170.0, 20.3), "inductor", "triton"),
         ],
     )
     def test_both_times_decide(self, inductor, triton, chosen, replayed):
         assert site(inductor, triton, host_noise_us=0.2).choose() == chosen
         assert site(inductor, triton, host_noise_us=0.2).replayed().choose() == replayed
-
-    @pytest.mark.parametrize(("extra", "chosen"), [(9.9, "triton"), (10.1, "inductor")])
-    def test_the_host_pays_at_most_a_third_of_what_the_device_saves(self, extra, chosen):
-        saved = 10 * EXCHANGE
-        assert site((200.0, 10.0), (200.0 - saved, 10.0 + extra)).choose() == chosen
 
     def test_noise_is_no_gain_and_no_loss(self):
         assert site((10.0, 5.2), (9.0, 5.2), device_noise_us=1.1).choose() == "inductor"

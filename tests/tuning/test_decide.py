@@ -91,11 +91,6 @@ class TestPredicted:
         assert decision.provider == "triton"
         assert decision.why.startswith("predicted 1.6")
         assert "from 3 measured shapes (nearest tokens=4096 width=4096 norm=layer;" in decision.why
-        assert "measured" not in decision.why.replace("measured shape", "").replace(", measured)", "")
-
-    def test_more_tokens_are_more_of_the_same(self):
-        few, many = decide(key(tokens=2048, width=2048)), decide(key(tokens=32768, width=2048))
-        assert few.provider == many.provider == "triton"
 
     def test_less_than_three_percent_is_inductor_s(self):
         decision = decide(key(width=3072, norm="rms"))
@@ -105,18 +100,13 @@ class TestPredicted:
     @pytest.mark.parametrize(
         "of",
         [
-            key(width=256),
-            key(width=65536),
-            key(tokens=1 << 20),
-            key(tokens=16),
-            key(norm="group"),
-            key(dtype="float32"),
-            key(op="another_norm"),
+            *({"width": 256}, {"width": 65536}, {"tokens": 1 << 20}, {"tokens": 16}),
+            *({"norm": "group"}, {"dtype": "float32"}, {"op": "another_norm"}),
         ],
-        ids=["narrow", "wide", "long", "short", "another form", "another dtype", "another op"],
+        ids=str,
     )
     def test_nothing_is_predicted_far_from_measured_shapes(self, of):
-        decision = decide(of)
+        decision = decide(key(**of))
         assert decision.provider == INDUCTOR
         assert decision.why.startswith("left to Inductor: no")
         assert decision.why.endswith("`tritium tune` measures")
@@ -182,8 +172,7 @@ class TestForms:
         decision = decide(key(width=3072), looped_above=8192)
         assert decision.provider == INDUCTOR
         assert "from 1 measured shape " in decision.why
-
-    def test_without_a_row_of_the_form_inductor_keeps_the_site(self):
+        # Without a row of the form Inductor keeps the site.
         decision = decide(key(width=4096), looped_above=8192)
         assert decision.provider == INDUCTOR
         assert "measured against another form of Inductor's reduction" in decision.why

@@ -25,19 +25,14 @@ def provider(name, run=lambda given: given.x * 2, decline=lambda given: None):
 
 def op_of(*providers, **fields):
     """An op that doubles a vector, with these providers."""
-
-    def alike(given):
-        size, dtype = given.x.shape[0], given.x.dtype
-        return lambda: {"x": torch.ones(int(size), dtype=dtype)}
-
-    def check(given):
-        return lambda result: None if torch.equal(result, given.x * 2) else "it is wrong"
-
-    first = FirstUse(alike, check, default=lambda given: "rule", versions=lambda: {"torch": "1", "library": "2"})
-    trial = Trial(
-        shape=lambda given: {"size": octave(given.x.shape[0])}, first_use=dataclasses.replace(first, **fields)
+    first = FirstUse(
+        alike=lambda given: lambda: {"x": torch.ones(int(given.x.shape[0]))},
+        check=lambda given: lambda result: None if torch.equal(result, given.x * 2) else "it is wrong",
+        default=lambda given: "rule",
+        versions=lambda: {"torch": "1", "library": "2"},
     )
-    return Op("doubled", doubled, lambda draw: iter(()), providers=providers, trial=trial)
+    trial = Trial(lambda given: {"size": octave(given.x.shape[0])}, first_use=dataclasses.replace(first, **fields))
+    return Op("doubled", doubled, lambda draw: iter(()), providers, trial=trial)
 
 
 def choose(op, size=64, **options):
@@ -59,14 +54,13 @@ def _own_tables(tmp_path, monkeypatch):
 @pytest.fixture
 def timed(monkeypatch):
     """Replace the times of providers by those in this mapping; and count measurements."""
-    ms, asked = {}, []
+    ms = {"asked": []}
 
     def timed(runs, device_type):
-        asked.append(list(runs))
+        ms["asked"].append(list(runs))
         return {name: ms.get(name, 1.0) for name in runs}
 
     monkeypatch.setattr(compare, "timed", timed)
-    ms["asked"] = asked
     return ms
 
 
@@ -219,27 +213,22 @@ class TestModes:
         assert seen == [True, True]
 
 
-def test_the_choice_of_a_call_is_kept_but_not_during_a_capture(monkeypatch):
+@pytest.mark.parametrize(("capturing", "choices"), [(True, 2), (False, 1)])
+def test_the_choice_of_a_call_is_kept_but_not_during_a_capture(monkeypatch, capturing, choices):
     chosen = []
-    monkeypatch.setattr(first_use.device, "is_capturing", lambda: True)
+    monkeypatch.setattr(first_use.device, "is_capturing", lambda: capturing)
     for _ in range(2):
         tuning.once("call", lambda: chosen.append(1) or "a")
-    assert len(chosen) == 2
-    monkeypatch.setattr(first_use.device, "is_capturing", lambda: False)
-    for _ in range(2):
-        tuning.once("call", lambda: chosen.append(1) or "a")
-    assert len(chosen) == 3
+    assert len(chosen) == choices
 
 
 def test_the_identity_has_providers_versions_and_rows(timed):
-    timed["b"] = 0.5
     one, two = op_of(provider("a")), op_of(provider("a"), provider("b"))
     identities = {tuning.identity(one), tuning.identity(two)}
     choose(two)
     identities.add(tuning.identity(two))
     assert len(identities) == 3
     # A row of another op changes nothing.
-    tables.store(
-        tables.user_folder() / "another.json", HERE, [Verdict(Key("other", "size=1", "float32"), "a", {"a": 1.0})]
-    )
+    other = Verdict(Key("other", "size=1", "float32"), "a", {"a": 1.0})
+    tables.store(tables.user_folder() / "another.json", HERE, [other])
     assert tuning.identity(two) in identities
