@@ -136,17 +136,14 @@ class TestErrors:
         with pytest.raises(CustomOpError, match="must be 'namespace::name'"):
             tritium.plugins.custom_op(name, outputs=["x"])
 
-    def test_outputs_that_name_nothing(self):
-        with pytest.raises(CustomOpError, match=r"outputs \['z'\] name no parameter; parameters: x"):
+    @pytest.mark.parametrize(
+        ("outputs", "message"),
+        [(["z"], r"outputs \['z'\] name no parameter; parameters: x"), ("x", "list of parameter names")],
+    )
+    def test_outputs_that_name_nothing(self, outputs, message):
+        with pytest.raises(CustomOpError, match=message):
 
-            @tritium.plugins.custom_op(fresh(), outputs=["z"])
-            def op(x: Tensor) -> Tensor:
-                return x
-
-    def test_outputs_as_a_bare_string(self):
-        with pytest.raises(CustomOpError, match="list of parameter names"):
-
-            @tritium.plugins.custom_op(fresh(), outputs="x")
+            @tritium.plugins.custom_op(fresh(), outputs=outputs)
             def op(x: Tensor) -> Tensor:
                 return x
 

@@ -1,4 +1,4 @@
-"""What `channel_norm` promises beyond the contract of every op: layouts, how pixels are cut, pixels that are zero."""
+"""`channel_norm` beyond the contract of every op: layouts, and how pixels are cut."""
 
 import pytest
 import torch
@@ -9,16 +9,13 @@ from support.fidelity import assert_no_worse
 from support.interpreter import interpreted
 from tritium import device, ops
 from tritium.ops import channel_norm
+from tritium.ops.memory_format import channels_last as last
 
 OP = ops.catalog()["channel_norm"]
 
 
 def random(*shape: int, seed: int = 3) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def last(x: torch.Tensor) -> torch.Tensor:
-    return x.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
 LAYOUTS = {

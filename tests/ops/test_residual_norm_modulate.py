@@ -1,4 +1,4 @@
-"""What the samples of residual_norm_modulate and gelu do not say: meaning, rounding, launches."""
+"""`residual_norm_modulate` and `gelu` beyond the contract of every op: meaning, rounding, launches."""
 
 import pytest
 import torch
@@ -107,12 +107,6 @@ def test_the_kernels_round_and_centre():
     assert interpreted("ops.test_residual_norm_modulate", "check_kernels") == 3
 
 
-def test_a_sum_of_squares_would_fail_around_a_large_mean():
-    x = 1000 + torch.randn(2, 3072, generator=torch.Generator().manual_seed(7))
-    variance = x.square().mean(1) - x.mean(1).square()
-    assert ((variance / x.double().var(1, correction=0)) - 1).abs().max() > 1e-3
-
-
 def test_only_x_and_y_decide_the_dtype():
     x, wide = torch.randn(2, 7, 60), torch.randn(2, 1, 60)
     for dtype in (torch.bfloat16, torch.float16):
@@ -122,18 +116,12 @@ def test_only_x_and_y_decide_the_dtype():
     assert (residual.dtype, out.dtype) == (torch.float32, torch.float16)
 
 
-def test_an_unknown_norm_is_refused():
+def test_an_unknown_norm_is_refused_and_a_wide_result_declined():
     x = torch.randn(2, 60)
+    assert "cannot write torch.float64" in declined(**arguments(x, x, out_dtype=torch.float64))
     assert "'group'" in declined(**arguments(x, x, norm="group"))
     with pytest.raises(ValueError, match="'group' is none of layer, rms"):
         computed(x=x, y=x, norm="group")
-
-
-@pytest.mark.parametrize("name", ["residual_dtype", "out_dtype"])
-def test_the_kernel_declines_what_it_cannot_write(name):
-    x = torch.randn(2, 60)
-    reason = declined(**arguments(x, x, **{name: torch.float64}))
-    assert "cannot write torch.float64" in reason
 
 
 def test_shapes_stay_symbolic():
@@ -152,15 +140,13 @@ def test_shapes_stay_symbolic():
 
 
 class TestRows:
-    @given(width=st.integers(1, residual_norm_modulate.WHOLE_ROW))
-    def test_the_pieces_hold_a_row_and_none_is_empty(self, width):
-        options, _ = residual_norm_modulate.launch_options(width)
-        assert (options["PIECES"] - 1) * options["TILE"] < width <= options["PIECES"] * options["TILE"]
-
     @given(width=st.integers(1, 2 * residual_norm_modulate.WHOLE_ROW))
-    def test_triton_takes_the_sizes(self, width):
+    def test_the_pieces_hold_a_row_and_none_is_empty(self, width):
         cut, options = residual_norm_modulate.launch_options(width)
-        assert (cut["PIECES"] == 0) == (width > residual_norm_modulate.WHOLE_ROW)
+        if width > residual_norm_modulate.WHOLE_ROW:
+            assert cut["PIECES"] == 0
+        else:
+            assert (cut["PIECES"] - 1) * cut["TILE"] < width <= cut["PIECES"] * cut["TILE"]
         for number in (cut["ROWS"], cut["TILE"], options["num_warps"]):
             assert number.bit_count() == 1
 
@@ -202,12 +188,11 @@ class TestRows:
         assert torch.equal(dense, apart)
 
 
-class TestGelu:
-    @pytest.mark.parametrize("approximate", gelu.FORMS)
-    def test_it_is_pytorch_s_rounded_once(self, approximate):
-        x = torch.linspace(-8, 8, 1001)
-        for narrow, wide in ((x.bfloat16(), torch.float32), (x.double(), torch.float64)):
-            exact = F.gelu(narrow.to(wide), approximate=approximate)
-            for dtype in (None, torch.float32):
-                out = OPS["gelu"].overload(narrow, approximate, dtype, provider="reference")
-                assert torch.equal(out, exact.to(dtype or narrow.dtype))
+@pytest.mark.parametrize("approximate", gelu.FORMS)
+def test_gelu_is_pytorch_s_rounded_once(approximate):
+    x = torch.linspace(-8, 8, 1001)
+    for narrow, wide in ((x.bfloat16(), torch.float32), (x.double(), torch.float64)):
+        exact = F.gelu(narrow.to(wide), approximate=approximate)
+        for dtype in (None, torch.float32):
+            out = OPS["gelu"].overload(narrow, approximate, dtype, provider="reference")
+            assert torch.equal(out, exact.to(dtype or narrow.dtype))

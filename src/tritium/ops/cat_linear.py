@@ -96,12 +96,13 @@ def block(shape: Any, draw: Draw) -> Block:
     return single_block, (first, narrow, given["weight"], given["bias"], *inner)
 
 
-TRIAL = Trial(
+TRIAL = Trial.in_block(
     shape,
     alone,
     block,
     # FLUX's single blocks at 512, 1024 and 2048 pixels.
-    standard=tuple({"tokens": tokens, "k": "4096+16384", "n": 4096} for tokens in (1024, 4096, 16384)),
+    "tokens k n",
+    *((tokens, "4096+16384", 4096) for tokens in (1024, 4096, 16384)),
 )
 
 OP = Op(

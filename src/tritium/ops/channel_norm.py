@@ -168,15 +168,17 @@ def block(shape: Any, draw: Draw) -> Block:
     return between, (*inputs, inner, draw(channels), draw(channels, 1, 1, 1), outer)
 
 
-TRIAL = Trial(
+TRIAL = Trial.in_block(
     shape,
     alone,
     block,
     # Four frames of 544 x 960 in the decoders of Wan 2.1 and Qwen-Image, from the last layer to the first, and of Wan 2.2.
-    standard=tuple(
-        {"pixels": pixels, "channels": channels}
-        for pixels, channels in ((1 << 21, 96), (1 << 21, 192), (1 << 19, 192), (1 << 17, 384), (1 << 19, 256))
-    ),
+    "pixels channels",
+    (1 << 21, 96),
+    (1 << 21, 192),
+    (1 << 19, 192),
+    (1 << 17, 384),
+    (1 << 19, 256),
 )
 
 OP = Op(

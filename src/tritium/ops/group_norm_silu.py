@@ -295,13 +295,14 @@ def block(shape: Any, draw: Draw) -> Block:
     return between, (_image(shape, few, draw), inner, draw(channels), given["weight"], given["bias"], outer)
 
 
-TRIAL = Trial(
+TRIAL = Trial.in_block(
     shape,
     alone,
     block,
     # The decoder of FLUX's VAE at 1024 pixels, from the last layer to the first, and SDXL's UNet.
-    standard=tuple(
-        {"pixels": pixels, "channels": channels, "groups": 32, "layout": layout}
+    "pixels channels groups layout",
+    *(
+        (pixels, channels, 32, layout)
         for layout in ("contiguous", "channels_last")
         for pixels, channels in ((1 << 20, 128), (1 << 18, 256), (1 << 16, 512), (1 << 14, 320))
     ),

@@ -76,21 +76,13 @@ def block(shape: Any, draw: Draw) -> Block:
     return feed_forward, inputs
 
 
-TRIAL = Trial(
+TRIAL = Trial.in_block(
     shape,
     alone,
     block,
-    standard=tuple(
-        {"tokens": tokens, "k": k, "n": n}
-        # FLUX and Qwen-Image (text and image), Wan 14B (text and video), SD3.5, Wan 1.3B.
-        for tokens, k, n in (
-            (256, 4096, 16384),
-            (4096, 2048, 8192),
-            (4096, 4096, 16384),
-            (32768, 2048, 8192),
-            (32768, 4096, 16384),
-        )
-    ),
+    # FLUX and Qwen-Image (text and image), Wan 14B (text and video), SD3.5, Wan 1.3B.
+    "tokens k n",
+    *((256, 4096, 16384), (4096, 2048, 8192), (4096, 4096, 16384), (32768, 2048, 8192), (32768, 4096, 16384)),
 )
 
 OP = Op(

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -118,6 +118,18 @@ class Trial:
     standard: tuple[Shape, ...] = ()
     # None: a call measures nothing, only `tritium tune` does.
     first_use: FirstUse | None = None
+
+    @classmethod
+    def in_block(
+        cls,
+        shape: Callable[[Arguments], Shape],
+        alone: Callable[[Any, Draw], Mapping[str, Any]],
+        block: Callable[[Any, Draw], Block],
+        names: str,
+        *standard: tuple[int | str, ...],
+    ) -> Self:
+        """Return the trial of an op that is compared in a block; `names` are those of the sizes in `standard`."""
+        return cls(shape, alone, block, tuple(dict(zip(names.split(), row, strict=True)) for row in standard))
 
 
 # The width of a block's outer projections: they take little time compared to the op between them.

@@ -216,29 +216,16 @@ def block(shape: Any, draw: Draw) -> Block:
     return between, (*inputs, given["gate"], given["scale"], given["shift"])
 
 
-TRIAL = Trial(
+TRIAL = Trial.in_block(
     shape,
     alone,
     block,
-    standard=tuple(
-        {"tokens": tokens, "width": width, "norm": norm}
-        for tokens, width, norm in (
-            # Wan 1.3B, SD3.5, FLUX and Qwen-Image, Wan 14B: text and image or video.
-            (32768, 1536, "layer"),
-            (256, 2432, "layer"),
-            (4096, 2432, "layer"),
-            (256, 3072, "layer"),
-            (512, 3072, "layer"),
-            (4096, 3072, "layer"),
-            (16384, 3072, "layer"),
-            (32768, 5120, "layer"),
-            # A FLUX with three heads, which the demo and CPU benchmarks run.
-            (256, 384, "layer"),
-            # LTX, Z-Image.
-            (4096, 2048, "rms"),
-            (4096, 3840, "rms"),
-        )
-    ),
+    "tokens width norm",
+    # Wan 1.3B, SD3.5, FLUX and Qwen-Image, Wan 14B: text and image or video.
+    *((32768, 1536, "layer"), (256, 2432, "layer"), (4096, 2432, "layer"), (256, 3072, "layer")),
+    *((512, 3072, "layer"), (4096, 3072, "layer"), (16384, 3072, "layer"), (32768, 5120, "layer")),
+    # A FLUX with three heads, which the demo and CPU benchmarks run; LTX; Z-Image.
+    *((256, 384, "layer"), (4096, 2048, "rms"), (4096, 3840, "rms")),
 )
 
 OP = Op(

@@ -133,11 +133,13 @@ def block(shape: Any, draw: Draw) -> Block:
     return rotated, (draw(1, tokens, NARROW), inner, given["table"], outer)
 
 
-TRIAL = Trial(
+TRIAL = Trial.in_block(
     shape,
     alone,
     block,
-    standard=tuple({"tokens": rows, "width": 128, "mode": COMPLEX} for rows in (8192, MOST_ROWS)),
+    "tokens width mode",
+    (8192, 128, COMPLEX),
+    (MOST_ROWS, 128, COMPLEX),
 )
 
 OP = Op(

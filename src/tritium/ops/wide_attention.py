@@ -242,12 +242,13 @@ def block(shape: Any, draw: Draw) -> Block:
     return middle, (x, context, *inner, outer)
 
 
-TRIAL = Trial(
+TRIAL = Trial.in_block(
     shape,
     alone,
     block,
     # AutoencoderKL's middle block at 512, 1024 and 2048 pixels.
-    standard=tuple({"tokens": tokens, "keys": SAME, "heads": 1, "width": 512} for tokens in (4096, 16384, 65536)),
+    "tokens keys heads width",
+    *((tokens, SAME, 1, 512) for tokens in (4096, 16384, 65536)),
 )
 
 OP = Op(

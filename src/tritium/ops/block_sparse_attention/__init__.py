@@ -17,7 +17,7 @@ import torch
 from tritium import compat, fidelity
 from tritium.compat import attention as compat_attention
 from tritium.ops import attention
-from tritium.ops.block_sparse_attention.flex import decline_flex, run_flex
+from tritium.ops.block_sparse_attention.flex import decline_flex, dense, run_flex
 from tritium.ops.block_sparse_attention.reference import block_lists, draw_samples, reference
 from tritium.ops.block_sparse_attention.triton import decline_triton, results, run_triton
 from tritium.ops.op import REFERENCE, Arguments, FirstUse, Op, Provider, Shape, Trial
@@ -26,9 +26,7 @@ __all__ = ["OP", "block_lists", "reference"]
 
 
 def shape(given: Arguments) -> Shape:
-    sides = {name: getattr(given, name).transpose(1, 2) for name in "qkv"}
-    dense = Arguments(**sides, mask=None, scale=given.scale, causal=given.causal)
-    return {"block": given.block, **attention.TRIAL.shape(dense)}
+    return {"block": given.block, **attention.TRIAL.shape(dense(given))}
 
 
 def alike(given: Arguments) -> Callable[[], Mapping[str, Any]] | None:

@@ -7,11 +7,9 @@ from typing import Any
 
 import torch
 
-from tritium import compat, device
 from tritium.compat import attention as compat_attention
-from tritium.ops.op import Arguments, present
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+from tritium.ops.attention import providers
+from tritium.ops.op import Arguments
 
 
 def run_flex(given: Arguments) -> torch.Tensor:
@@ -67,18 +65,14 @@ def _slots(edges: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]
     return torch.where(inside, places, edges[:-1].unsqueeze(1)).flatten().long(), inside.flatten()
 
 
+def dense(given: Arguments) -> Arguments:
+    """Return the arguments of the same attention without lists of blocks."""
+    sides = {name: getattr(given, name).transpose(1, 2) for name in "qkv"}
+    return Arguments(**sides, mask=None, scale=given.scale, causal=given.causal)
+
+
 def decline_flex(given: Arguments) -> str | None:
-    q, v = given.q, given.v
-    if q.is_cuda and not device.has_triton():
-        return "triton is not installed"
-    if compat.dynamo.needs_gradients(q, given.k, v):
-        return "it computes no gradients here"
-    if q.dtype not in DTYPES:
-        return f"it does not take {q.dtype}"
-    if not given.scale > 0:
-        return f"it takes a scale above 0, got {given.scale}"
-    if not 16 <= present(q.shape[3]) <= 256 or not 16 <= present(v.shape[3]) <= 256:
-        return "it takes heads from 16 to 256 wide"
-    if 0 in (present(q.shape[0]), present(q.shape[1]), present(given.k.shape[1])):
-        return "it takes at least one sample, query and key"
-    return None
+    form = dense(given)
+    return providers.decline_flex(form) or (
+        "it takes at least one sample, query and key" if 0 in providers.Sizes.of(form) else None
+    )

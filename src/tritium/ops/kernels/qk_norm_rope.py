@@ -102,7 +102,6 @@ def qk_norm_rope_kernel(
     BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
     ROUNDS: tl.constexpr,
-    TOGETHER: tl.constexpr,
     X_UNIT: tl.constexpr,
     TABLE_UNIT: tl.constexpr,
 ):
@@ -131,9 +130,8 @@ def qk_norm_rope_kernel(
     for index in tl.static_range(ROUNDS):
         head = index * HEADS + lane
         loaded += (read(x_row + head * x_head * X_UNIT, head < heads, WIDTH, BLOCK, HALVES),)
-    if TOGETHER:
-        # To save registers ptxas would move later loads behind arithmetic on earlier ones; the barrier prevents that.
-        tl.debug_barrier()
+    # To save registers ptxas would move later loads behind arithmetic on earlier ones; the barrier prevents that.
+    tl.debug_barrier()
 
     # Read weights and tables as [HEADS, .], like x: they then have the layout of x, need no conversion through shared
     # memory, and stay in registers for all heads of the token.

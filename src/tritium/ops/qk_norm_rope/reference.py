@@ -228,23 +228,19 @@ def block(shape: Any, draw: Draw) -> Block:
     return attention, (*streams, given["q_weights"][0], *inner, outer, *angles)
 
 
-TRIAL = Trial(
+TRIAL = Trial.in_block(
     shape,
     alone,
     block,
-    standard=tuple(
-        {"tokens": tokens, "heads": heads, "width": width, "parts": parts, "norm": norm, "rope": rope, "out": out}
-        for tokens, heads, width, parts, norm, rope, out in (
-            # FLUX's double and single blocks, Qwen-Image, Wan 14B and 1.3B, SD3.5.
-            (4096, 24, 128, 2, HEAD, INTERLEAVED, "tokens"),
-            (4096, 24, 128, 1, HEAD, INTERLEAVED, "tokens"),
-            (4096, 24, 128, 2, HEAD, COMPLEX, "tokens"),
-            (8192, 40, 128, 1, ROW, INTERLEAVED, "tokens"),
-            (8192, 12, 128, 1, ROW, INTERLEAVED, "tokens"),
-            (4096, 38, 64, 2, HEAD, NONE, "heads"),
-            # A FLUX with three heads, which the demo and CPU benchmarks run.
-            (256, 3, 128, 2, HEAD, INTERLEAVED, "tokens"),
-            (256, 3, 128, 1, HEAD, INTERLEAVED, "tokens"),
-        )
-    ),
+    "tokens heads width parts norm rope out",
+    # FLUX's double and single blocks, Qwen-Image, Wan 14B and 1.3B, SD3.5.
+    (4096, 24, 128, 2, HEAD, INTERLEAVED, "tokens"),
+    (4096, 24, 128, 1, HEAD, INTERLEAVED, "tokens"),
+    (4096, 24, 128, 2, HEAD, COMPLEX, "tokens"),
+    (8192, 40, 128, 1, ROW, INTERLEAVED, "tokens"),
+    (8192, 12, 128, 1, ROW, INTERLEAVED, "tokens"),
+    (4096, 38, 64, 2, HEAD, NONE, "heads"),
+    # A FLUX with three heads, which the demo and CPU benchmarks run.
+    (256, 3, 128, 2, HEAD, INTERLEAVED, "tokens"),
+    (256, 3, 128, 1, HEAD, INTERLEAVED, "tokens"),
 )

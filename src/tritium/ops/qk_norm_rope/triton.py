@@ -47,7 +47,7 @@ def launch_options(heads: int, width: int, itemsize: int, *, halves: bool) -> tu
     busy = [warps for warps in WARPS if loads * rounds(warps) >= 4 and idle(warps) <= 1 / 8]
     enough = [warps for warps in WARPS if loads * rounds(warps) <= 16]
     warps = max(busy[-1] if busy else WARPS[0], enough[0] if enough else WARPS[-1])
-    return {"HEADS": heads_a_warp * warps, "ROUNDS": rounds(warps), "TOGETHER": True}, {"num_warps": warps}
+    return {"HEADS": heads_a_warp * warps, "ROUNDS": rounds(warps)}, {"num_warps": warps}
 
 
 def _power_of_2(number: int) -> int:
