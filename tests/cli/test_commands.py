@@ -76,7 +76,6 @@ def test_an_unknown_workload_lists_all_that_is_valid(command, others):
     [
         (["bench", "flux", "--mode", "defalt"], "did you mean 'default'"),
         (["bench", "flux", "--against", "eager,inducto"], "did you mean 'inductor'"),
-        (["bench", "flux", "--without", "rms_nrom"], "did you mean 'rms_norm'"),
         (["bench", "flux", "--graphs", "--mode", "reduce-overhead"], "compares with mode 'reduce-overhead' already"),
         (["bench", "flux", "--device", "tpu"], "device 'tpu' is not known"),
         (["bench", "kl-decode", "--regime", "dynamc"], "did you mean 'dynamic'"),

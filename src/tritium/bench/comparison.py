@@ -12,11 +12,11 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from tritium import compat, device, measure, ops
+from tritium import compat, device, measure
 from tritium.api import Handle, optimize
 from tritium.bench.results import (
     EAGER,
@@ -30,7 +30,6 @@ from tritium.bench.results import (
     TRITIUM,
     TRITIUM_STATIC,
     Row,
-    without,
 )
 from tritium.bench.settings import Notify, Settings
 from tritium.bench.workload import Built, shapes_of
@@ -180,7 +179,6 @@ def compile_variant(model: Any, variant: str, settings: Settings, *, dynamic: bo
         EXACT: {"engine": "eager", "fidelity": "exact"},
         GRAPHS: {"graphs": "with_compile"},
         REUSE_BLOCKS: {"reuse_blocks": True},
-        **{without(op): {"force_provider": {op: ops.INDUCTOR}} for op in settings.without},
     }
     config = (settings.config or CompilationConfig()).with_(**changes.get(variant, {}))
     return torch.compile(model, backend=_VariantBackend(config, variant), mode=mode, dynamic=dynamic)
@@ -195,8 +193,7 @@ def mode_of(variant: str, settings: Settings) -> str | None:
     return settings.mode if is_compiled else None
 
 
-@dataclass(frozen=True)
-class Compiled:
+class Compiled(NamedTuple):
     """The call of a workload in one variant, and its compiled modules."""
 
     call: Callable[..., Any]

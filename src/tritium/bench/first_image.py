@@ -25,13 +25,14 @@ def main() -> None:
     pipe = generation.load(order["name"], order["device"], getattr(torch, order["dtype"]))
     # Artifacts that are refused would be measured as a cold start.
     warnings.simplefilter("error", RuntimeWarning)
+    artifacts, save = (Path(order[what]) if what in order else None for what in ("artifacts", "save"))
     start = time.perf_counter()
-    handle = optimize(pipe, Plan(progress=False), artifacts=Path(order["artifacts"]) if order["artifacts"] else None)
+    handle = optimize(pipe, Plan(progress=False), artifacts=artifacts)
     warnings.resetwarnings()
     generation.generate(pipe, Job(**order["job"]))
     seconds = time.perf_counter() - start
-    if order["save"]:
-        handle.save(Path(order["save"]))
+    if save is not None:
+        handle.save(save)
     sys.stdout.write(json.dumps({"seconds": seconds}) + "\n")
 
 

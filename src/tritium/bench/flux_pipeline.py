@@ -134,13 +134,9 @@ def _measure(
 ) -> list[Row]:
     where = settings.device_type
     images: dict[str, torch.Tensor] = {}
+    name, note = f"flux pipeline {size}", f"{scale.note}; {size} x {size} pixels"
     comparison = Comparison(
-        workload=f"flux pipeline {size}",
-        settings=settings,
-        notify=notify,
-        note=f"{scale.note}; {size} x {size} pixels",
-        shrunk=settings.small,
-        inference_mode=False,
+        workload=name, settings=settings, notify=notify, note=note, shrunk=settings.small, inference_mode=False
     )
     for variant, pipeline in variants.items():
         before = measure.allocated_bytes(where)

@@ -147,35 +147,20 @@ def _differences(images: Sequence[Image], references: Sequence[Image]) -> dict[s
 
 def _restart_times(name: str, label: str, job: Job, settings: Settings, notify: Notify) -> dict[str, float]:
     """Time the first images of other processes: with empty caches, then with the artifacts that the first one saved."""
-    times: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         saved, moved = Path(folder) / "saved", Path(folder) / "moved"
-        starts = {
-            "cold_start_s": ("with empty caches", 1, {"save": saved}),
-            "restart_s": ("with artifacts", _RESTARTS, {"artifacts": moved}),
-        }
-        for row_field, (what, count, files) in starts.items():
-            if saved.exists():
-                saved.rename(moved)
-            notify(f"{label}: first image of another process, {what}", PREPARED)
-            taken = [_first_image_of_a_process(name, settings, job, **files) for _ in range(count)]
-            times[row_field] = statistics.median(taken)
-            notify(f"{label}: {', '.join(f'{seconds:.1f}' for seconds in taken)} s {what}", PREPARED)
-    return times
+        notify(f"{label}: first image of another process, with empty caches", PREPARED)
+        cold = _first_image_of_a_process(name, settings, job, save=saved)
+        saved.rename(moved)
+        notify(f"{label}: first image of another process, with artifacts; {cold:.1f} s with empty caches", PREPARED)
+        restarts = [_first_image_of_a_process(name, settings, job, artifacts=moved) for _ in range(_RESTARTS)]
+    return {"cold_start_s": cold, "restart_s": statistics.median(restarts)}
 
 
-def _first_image_of_a_process(
-    name: str, settings: Settings, job: Job, *, artifacts: Path | None = None, save: Path | None = None
-) -> float:
-    """Return the seconds to the first image of a new process with empty caches, or with artifacts."""
-    order = {
-        "name": name,
-        "device": settings.device_type,
-        "dtype": settings.dtype_text,
-        "job": job.to_dict(),
-        "artifacts": str(artifacts) if artifacts is not None else None,
-        "save": str(save) if save is not None else None,
-    }
+def _first_image_of_a_process(name: str, settings: Settings, job: Job, **files: Path) -> float:
+    """Return the seconds to the first image of a new process with empty caches; `files` to `save` or with `artifacts`."""
+    order = {"name": name, "device": settings.device_type, "dtype": settings.dtype_text, "job": job.to_dict()}
+    order |= {what: str(path) for what, path in files.items()}
     with tempfile.TemporaryDirectory() as cache:
         # Also Triton's folder, which holds the kernels of ops.
         folders = {"TORCHINDUCTOR_CACHE_DIR": cache, envs.TRITON_CACHE: str(Path(cache) / "triton")}

@@ -31,11 +31,6 @@ STATIC = f"{INDUCTOR} static"
 TRITIUM_STATIC = f"{TRITIUM} static"
 
 
-def without(op: str) -> str:
-    """Return the name of the variant that leaves an op to Inductor."""
-    return f"{TRITIUM} without {op}"
-
-
 TOLERANCE = 0.05
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tritium import compat, device, ops
-from tritium.bench.results import EAGER, EXACT, GRAPHS, INDUCTOR, REDUCE_OVERHEAD, TRITIUM, Row, without
+from tritium import compat, device
+from tritium.bench.results import EAGER, EXACT, GRAPHS, INDUCTOR, REDUCE_OVERHEAD, TRITIUM, Row
 from tritium.bench.workload import Built, Workload
 from tritium.config import CompilationConfig
 from tritium.errors import ConfigError, nearest
@@ -49,8 +49,6 @@ class Settings:
     profile: bool = False
     # Also measure Tritium with fidelity `exact`, which shows the cost of bit-equality.
     exact: bool = False
-    # Ops whose owned kernels are disabled, one variant for each op.
-    without: tuple[str, ...] = ()
     # Also measure Tritium with static graphs, and torch.compile with CUDA graphs.
     graphs: bool = False
     # Also compare every variant with a run in float64.
@@ -61,7 +59,6 @@ class Settings:
     on_rows: Callable[[list[Row]], object] = len
 
     def __post_init__(self) -> None:
-        _check("op", self.without, list(ops.catalog()))
         _check("variant to measure against", self.against, [EAGER, INDUCTOR])
         _check("mode", [self.mode], MODES)
         _check("dtype", [self.dtype_name or "float32"], list(DTYPES))
@@ -77,8 +74,8 @@ class Settings:
 
     def refuse_options_of_models(self, name: str, what: str) -> None:
         """Raise for options that only single models have."""
-        if self.mode != "default" or self.without or self.exact or self.errors or self.kernels or self.profile:
-            options = "--mode, --without, --exact, --errors, --kernels and --profile"
+        if self.mode != "default" or self.exact or self.errors or self.kernels or self.profile:
+            options = "--mode, --exact, --errors, --kernels and --profile"
             raise ConfigError(f"{name} {what}: {options} concern single models")
 
     @property
@@ -86,7 +83,7 @@ class Settings:
         """The variants of every workload, in order."""
         others = [name for name in (EAGER, INDUCTOR) if name in self.against]
         captured = [GRAPHS] * self.graphs + [REDUCE_OVERHEAD] * (self.graphs and INDUCTOR in self.against)
-        return [*others, TRITIUM, *captured, *[EXACT] * self.exact, *map(without, self.without)]
+        return [*others, TRITIUM, *captured, *[EXACT] * self.exact]
 
     @property
     def dtype(self) -> torch.dtype:

@@ -18,7 +18,7 @@ from tritium.bench.results import EAGER, INDUCTOR, REUSE_BLOCKS, TRITIUM, Row
 from tritium.bench.settings import Notify, Settings
 from tritium.bench.suite import Clock, Suite, Task
 from tritium.bench.summary import compile_time_summary
-from tritium.bench.workload import Normals
+from tritium.bench.workload import Built, Normals
 from tritium.config import CompilationConfig
 from tritium.errors import TritiumError
 from tritium.report.explain import explain
@@ -93,13 +93,7 @@ def chain_of_sites(count: int) -> Callable[..., torch.Tensor]:
 
 def chain_of_products(count: int) -> Callable[..., torch.Tensor]:
     """Make a function of the same products alone."""
-
-    def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        for _ in range(count):
-            x = x @ weight
-        return x
-
-    return run
+    return lambda x, weight: functools.reduce(torch.matmul, [weight] * count, x)
 
 
 def measure_host(settings: Settings, clock: Clock, notify: Notify, *, provider: str | None = None) -> list[Row]:
@@ -116,14 +110,8 @@ def measure_host(settings: Settings, clock: Clock, notify: Notify, *, provider: 
     x, weight = normal(1, _TOKENS, _WIDTH), normal(_WIDTH, _WIDTH) / _WIDTH**0.5
     gate, scale, shift = normal(3, 1, 1, _WIDTH).unbind()
     inputs = {"x": x, "gate": gate, "scale": scale, "shift": shift, "weight": weight}
-    comparison = Comparison(
-        workload=HOST,
-        settings=settings,
-        notify=notify,
-        note=f"{count} in a row, {_TOKENS} tokens of {_WIDTH}; less the time of {count} products",
-        shapes={"x": list(x.shape)},
-        shrunk=settings.small,
-    )
+    note = f"{count} in a row, {_TOKENS} tokens of {_WIDTH}; less the time of {count} products"
+    comparison = Comparison.of(HOST, Built(None, {"x": x}, note, settings.small), settings, notify)
     forced = replace(settings, config=(settings.config or CompilationConfig()).with_(force_provider={OP: provider}))
     generated = INDUCTOR if INDUCTOR in settings.against else EAGER
     chain, alone = chain_of_sites(count), chain_of_products(count)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +19,7 @@ from tritium.bench.results import EAGER, GRAPHS, INDUCTOR, STATIC, TRITIUM, TRIT
 from tritium.bench.settings import Notify, Settings, part_of, silent
 from tritium.bench.workload import Built, Normals, Workload
 from tritium.errors import ConfigError, nearest
+from tritium.report.explain import explain
 
 _MODELS: tuple[Workload, ...] = (*DENOISERS, EXAMPLE, *DECODERS)
 
@@ -142,8 +141,7 @@ def _add_fields(comparison: Comparison, built: Built) -> None:
         if settings.kernels and name in (INDUCTOR, TRITIUM):
             fields["kernels"] = profile(variant.call, where)
         if name == GRAPHS:
-            tritium: Any = importlib.import_module("tritium")
-            captures = tritium.explain(variant.model).captures
+            captures = explain(variant.model).captures
             reasons = dict.fromkeys(entry["declined"] for entry in captures if entry["declined"])
             fields["note"] = built.note + "".join(f"; not captured: {reason}" for reason in reasons)
 

@@ -70,9 +70,6 @@ def command(
         bool, typer.Option("--errors", help="Also compare every variant with a run in float64, which may take long.")
     ] = False,
     exact: Annotated[bool, typer.Option("--exact", help="Also measure Tritium with fidelity 'exact'.")] = False,
-    without: Annotated[
-        str, typer.Option(metavar="OP,...", help="Also measure Tritium without the owned kernels of each of these ops.")
-    ] = "",
     sizes: Annotated[
         bool,
         typer.Option("--sizes", help="Also decode twelve sizes in a row: recompiles, and the cost of dynamic ones."),
@@ -122,7 +119,6 @@ def command(
         exact=exact,
         graphs=graphs,
         errors=errors,
-        without=_split(without),
         dtype_name=dtype_name,
         # A suite stores the rows of a task itself.
         on_rows=store.add if suite is None else len,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json as json_format
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +12,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+import tritium
 from tritium import disk
 from tritium import fusions as catalogue
 from tritium.bench import generation, pipelines, workloads
@@ -80,7 +80,10 @@ def _explain(
     if dump is not None and config.engine == "eager":
         raise ConfigError("--dump writes generated kernels, and engine 'eager' generates none")
     if dump is not None:
-        _check_folder(dump)
+        try:
+            dump.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--dump {dump}: cannot be made: {error.strerror}") from error
     settings = Settings(device_type=known_device(device_type), config=config)
     explained = _of_pipeline if pipelines.is_pipeline(name) else _of_model
     headline, report = explained(name, settings, config, kernels=html is not None)
@@ -99,7 +102,6 @@ def _explain(
 
 def _of_pipeline(name: str, settings: Settings, config: CompilationConfig, *, kernels: bool) -> tuple[str, Report]:
     """Return a headline and the report over all components of a pipeline that generates one image."""
-    tritium: Any = importlib.import_module("tritium")
     job = generation.jobs_for(name)[0]
     with progress.shown() as notify:
         notify(f"loading {name}", 0.0)
@@ -109,7 +111,7 @@ def _of_pipeline(name: str, settings: Settings, config: CompilationConfig, *, ke
             generation.generate(pipe, job)
             notify("another image", 0.8)
             generation.generate(pipe, job)
-            report: Report = tritium.explain(handle, call=(lambda: generation.generate(pipe, job)) if kernels else None)
+            report = tritium.explain(handle, call=(lambda: generation.generate(pipe, job)) if kernels else None)
     return f"{Path(name).name}: {type(pipe).__name__}, one image of {job.prompt!r}", report
 
 
@@ -123,20 +125,12 @@ def _of_model(name: str, settings: Settings, config: CompilationConfig, *, kerne
         built = settings.build(workload)
         notify(f"{name}: compiling with engine {config.engine}", 0.2)
         model = compiled(built, TRITIUM, settings)
-        tritium: Any = importlib.import_module("tritium")
         with torch.inference_mode():
             model.call(**built.inputs)
             if kernels:
                 notify(f"{name}: timing the kernels", 0.9)
             report = tritium.explain(model.parts[0], call=(lambda: model.call(**built.inputs)) if kernels else None)
     return f"{name}: {built.note}{' (shrunk for the CPU)' if built.shrunk else ''}", report
-
-
-def _check_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--dump {folder}: cannot be made: {error.strerror}") from error
 
 
 def _list_fusions(*, json: bool) -> None:
