@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tritium import compat
+from tritium import compat, device
 
 # Calls under the profiler; a kernel's time is the mean over them. The run is short, so the clock is higher than under
 # sustained load, and the sum is less than the time of a sustained call.
@@ -23,20 +23,7 @@ KEPT = 40
 
 def profile(call: Callable[[], Any], device_type: str) -> list[dict[str, Any]] | None:
     """Return the kernels of one call, longest first; None without a GPU."""
-    if device_type != "cuda":
-        return None
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(CALLS):
-            call()
-        torch.cuda.synchronize()
-    found: dict[str, list[float]] = {}
-    for event in profiler.events():
-        if event.device_type.name == "CUDA":
-            found.setdefault(event.name, []).append(event.device_time)
-    return summarise(found)
+    return summarise(_kernels(call)) if device_type == "cuda" else None
 
 
 def operator_time(call: Callable[[], Any], device_type: str) -> float:
@@ -45,25 +32,37 @@ def operator_time(call: Callable[[], Any], device_type: str) -> float:
     On a GPU these are the kernels' times. On a CPU they are the operators' own times, dispatch included, and for a
     compiled graph what it takes outside of operators: its kernels and the code that launches them.
     """
-    is_gpu = device_type == "cuda"
-    kinds = torch.profiler.ProfilerActivity
-    for _ in range(2):
-        call()
-    with torch.profiler.profile(activities=[kinds.CUDA if is_gpu else kinds.CPU]) as profiler:
-        for _ in range(CALLS):
-            with torch.profiler.record_function(_CALL):
-                call()
-        if is_gpu:
-            torch.cuda.synchronize()
-    events = profiler.events()
-    if is_gpu:
+    if device_type == "cuda":
         # A kernel runs after the call that launched it: only the sum is known.
-        return float(sum(event.device_time for event in events if event.device_type.name == "CUDA")) / CALLS
+        return sum(map(sum, _kernels(call).values())) / CALLS
+    events = _events(call, torch.profiler.ProfilerActivity.CPU)
     totals = []
     for whole in (event.time_range for event in events if event.name == _CALL):
         inside = (event for event in events if whole.start <= event.time_range.start < whole.end)
         totals.append(sum(event.self_cpu_time_total for event in inside if compat.profiler.is_work(event.name)))
     return float(statistics.median(totals))
+
+
+def _kernels(call: Callable[[], Any]) -> dict[str, list[float]]:
+    """Return the microseconds of every kernel of `CALLS` calls on a GPU, by name."""
+    found: dict[str, list[float]] = {}
+    for event in _events(call, torch.profiler.ProfilerActivity.CUDA):
+        if event.device_type.name == "CUDA":
+            found.setdefault(event.name, []).append(float(event.device_time))
+    return found
+
+
+def _events(call: Callable[[], Any], activity: torch.profiler.ProfilerActivity) -> Any:
+    for _ in range(3):
+        call()
+    where = "cpu" if activity == torch.profiler.ProfilerActivity.CPU else "cuda"
+    device.synchronize(where)
+    with torch.profiler.profile(activities=[activity]) as profiler:
+        for _ in range(CALLS):
+            with torch.profiler.record_function(_CALL):
+                call()
+        device.synchronize(where)
+    return profiler.events()
 
 
 def fusion_gain(fused: float, unfused: float) -> float:

@@ -79,18 +79,19 @@ FAMILIES_HEADER = [
 def _family(workload: str, variants: Mapping[str, Row]) -> list[str]:
     reduced = variants.get(REDUCE_OVERHEAD)
     theirs = _milliseconds(variants.get(INDUCTOR)) + (f" (reduce-overhead {_milliseconds(reduced)})" if reduced else "")
-    first = " / ".join(_cell(variants.get(name), "first_call_s", ".1f") for name in (INDUCTOR, OPTIMIZED, TRITIUM))
-    errors = " / ".join(_cell(variants.get(name), "relative_l2", ".1e") for name in (INDUCTOR, OPTIMIZED))
+    ours = variants.get(OPTIMIZED)
+    first = (_cell(variants.get(name), "first_call_s", ".1f") for name in (INDUCTOR, OPTIMIZED, TRITIUM))
+    errors = (_cell(variants.get(name), "relative_l2", ".1e") for name in (INDUCTOR, OPTIMIZED))
     return [
-        workload + (" (shrunk)" if any(row.shrunk for row in variants.values()) else ""),
+        workload + " (shrunk)" * any(row.shrunk for row in variants.values()),
         _milliseconds(variants.get(EAGER)),
         theirs,
-        _milliseconds(variants.get(OPTIMIZED)),
-        _cell(variants.get(OPTIMIZED), "ratio", ".2f"),
+        _milliseconds(ours),
+        _cell(ours, "ratio", ".2f"),
         _milliseconds(variants.get(TRITIUM)),
-        first,
-        _cell(variants.get(OPTIMIZED), "recompiles", "d"),
-        errors,
+        " / ".join(first),
+        _cell(ours, "recompiles", "d"),
+        " / ".join(errors),
     ]
 
 
@@ -99,37 +100,35 @@ PIPELINE_HEADER = ["size", "variant", "ms an image", "over torch.compile", "firs
 
 def pipeline_table(rows: Sequence[Row]) -> list[list[str]]:
     """List one line for every size and variant of a pipeline."""
-    lines = []
-    for variants in by_workload(rows).values():
-        for variant, row in variants.items():
-            lines.append(
-                [
-                    f"{row.shapes['pixels'][-1]} x {row.shapes['pixels'][-2]}" + (" (shrunk)" if row.shrunk else ""),
-                    _pipeline_variant(variant),
-                    f"{row.median_ms:.0f}",
-                    _cell(row, "ratio", ".2f"),
-                    f"{row.first_call_s:.1f}",
-                    "-" if row.peak_memory_bytes is None else f"{row.peak_memory_bytes / 2**30:.1f}",
-                    "" if variant == EAGER else "equal" if row.psnr is None else f"{row.psnr:.1f}",
-                ]
-            )
-    return lines
-
-
-def _pipeline_variant(variant: str) -> str:
-    return "`compile_repeated_blocks` and a compiled `vae.decode`" if variant == INDUCTOR else VARIANTS[variant]
+    names = {**VARIANTS, INDUCTOR: "`compile_repeated_blocks` and a compiled `vae.decode`"}
+    return [
+        [
+            f"{row.shapes['pixels'][-1]} x {row.shapes['pixels'][-2]}" + " (shrunk)" * row.shrunk,
+            names[row.variant],
+            f"{row.median_ms:.0f}",
+            _cell(row, "ratio", ".2f"),
+            f"{row.first_call_s:.1f}",
+            "-" if row.peak_memory_bytes is None else f"{row.peak_memory_bytes / 2**30:.1f}",
+            "" if row.variant == EAGER else "equal" if row.psnr is None else f"{row.psnr:.1f}",
+        ]
+        for variants in by_workload(rows).values()
+        for row in variants.values()
+    ]
 
 
 def compile_time_summary(rows: Sequence[Row]) -> list[str]:
     """Say for each variant how Inductor's time and the first call grow from the fewest blocks to the most."""
-    few, *_, many = by_workload(rows).items() if len(by_workload(rows)) > 1 else [("", {}), ("", {})]
+    grouped = list(by_workload(rows).items())
+    if len(grouped) < 2:
+        return []
+    (fewest, few), (most, many) = grouped[0], grouped[-1]
     lines = []
-    for variant, row in many[1].items():
-        less = few[1].get(variant)
+    for variant, row in many.items():
+        less = few.get(variant)
         if less is not None and row.inductor_s is not None and less.inductor_s:
             lines.append(
-                f"{variant}: {row.inductor_s:.1f} s in Inductor for {many[0]}, {row.inductor_s / less.inductor_s:.2f} times "
-                f"that for {few[0]}; first calls {row.first_call_s:.1f} and {less.first_call_s:.1f} s"
+                f"{variant}: {row.inductor_s:.1f} s in Inductor for {most}, {row.inductor_s / less.inductor_s:.2f} times "
+                f"that for {fewest}; first calls {row.first_call_s:.1f} and {less.first_call_s:.1f} s"
             )
     return lines
 

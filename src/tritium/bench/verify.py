@@ -81,7 +81,7 @@ def _is_within(name: str, value: float, limit: float) -> bool:
     return value >= limit if name.startswith("min_") else value <= limit
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Row:
     """One job."""
 
@@ -182,7 +182,12 @@ def verify(
     # This function reports progress, so parts must not report it again.
     with optimize(pipe, (plan or Plan()).with_(progress=False)) as handle, LEDGER.observed(compiling):
         images = draw("accelerated", 0.5)
-        rows = [_row(*compared, thresholds) for compared in zip(jobs, images, eager, strict=True)]
+        rows = []
+        for job, image, expected in zip(jobs, images, eager, strict=True):
+            found = image.difference(expected, perceptual=True)
+            height, width = expected.pixels.shape[-2:]
+            seconds = expected.seconds, image.seconds
+            rows.append(Row(job, width, height, found, thresholds.broken_by(found), *seconds))
         return Verified(
             pipeline=type(pipe).__name__,
             device_type=pipe.device.type,
@@ -191,20 +196,6 @@ def verify(
             rows=tuple(rows),
             location=_locate(handle, rows, eager, thresholds, searching) if find_cause else None,
         )
-
-
-def _row(job: Job, image: Image, expected: Image, thresholds: Thresholds) -> Row:
-    found = image.difference(expected, perceptual=True)
-    height, width = expected.pixels.shape[-2:]
-    return Row(
-        job=job,
-        width=width,
-        height=height,
-        difference=found,
-        broken=thresholds.broken_by(found),
-        eager_seconds=expected.seconds,
-        seconds=image.seconds,
-    )
 
 
 def _locate(
