@@ -26,8 +26,7 @@ def engine_eager(monkeypatch):
 
 @pytest.mark.parametrize("path", [*EXAMPLES, *PLUGIN], ids=lambda path: path.stem)
 def test_an_example_is_short(path):
-    # The demo also makes a sheet of images.
-    assert len(path.read_text().splitlines()) <= (2 * MOST_LINES if path.stem == "demo" else MOST_LINES)
+    assert len(path.read_text().splitlines()) <= MOST_LINES
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tritium.bench.models import MODELS, Size, StockModel
+from tritium.bench.models import MODELS, Size, StockModel, size_of
 from tritium.bench.workload import Built, Normals
 from tritium.errors import ConfigError, nearest
 from tritium.example import load_example
@@ -30,8 +30,8 @@ class Denoiser:
     full: Size
     small: Size
     # In `families`: seconds after which optional variants are cut, and whether mode "reduce-overhead" is one.
-    budget: float = 60.0
-    reduce_overhead: bool = False
+    budget: float
+    reduce_overhead: bool
     dynamic: Sequence[bool] = (False,)
 
     @property
@@ -85,81 +85,28 @@ def _first_of(config: Mapping[str, Any], *names: str) -> int:
     return next((int(config[name]) for name in names if config.get(name)), 0)
 
 
-def _denoiser(
-    name: str, model: str, config: Mapping[str, Any], grid: tuple[int, ...], text: int, batch: int = 1, **limits: Any
-) -> Denoiser:
-    """Make a workload: the published model with changes of its configuration, tiny on a CPU."""
-    stock = MODELS[model]
-    full = Size({**stock.published, **config}, grid, text, batch)
-    return Denoiser(name, stock, full, replace(stock.tiny, batch=batch), **limits)
-
-
-DENOISERS: tuple[Denoiser, ...] = tuple(
-    replace(denoiser, small=denoiser.model.shrunk or denoiser.small)
-    for denoiser in (
-        # FLUX.1-dev at 1024 x 1024; it has 19 double and 38 single blocks.
-        _denoiser("flux", "flux", {"num_layers": 4, "num_single_layers": 8}, (64, 64), 512),
-        # 1024 x 1024; it has 60 blocks.
-        _denoiser("qwen-image", "qwen_image", {"num_layers": 4}, (64, 64), 256),
-        # The 14B model at 81 frames of 480 x 832; it has 40 blocks.
-        _denoiser("wan", "wan", {"num_layers": 2}, (21, 60, 104), 512),
-        # 1024 x 1024, whose prompt is 77 CLIP and 256 T5 tokens; it has 38 blocks.
-        _denoiser("sd3", "sd3", {"num_layers": 4}, (128, 128), 333),
-        # Short kernels, so a GPU waits for their launches. It has 28 blocks.
-        _denoiser("pixart", "pixart", {"num_layers": 8}, (64, 64), 300),
+def _read(group: str, small: str) -> tuple[Denoiser, ...]:
+    """Read the sizes of a group; on a CPU, models have the configuration called `small`."""
+    return tuple(
+        Denoiser(
+            name,
+            model,
+            size_of(fields, model.published),
+            replace(getattr(model, small), batch=fields.get("batch", 1)),
+            fields.get("budget", 60.0),
+            fields.get("reduce_overhead", False),
+        )
+        for model in MODELS.values()
+        for name, fields in getattr(model, group).items()
     )
-)
+
+
+DENOISERS = _read("workloads", "shrunk")
 EXAMPLE = ExampleTransformer()
 
 # The workloads of `tritium bench families`. Image models with `512` in the name are at 512 x 512 pixels, the others at
-# 1024 x 1024; U-Nets run as pipelines call them with guidance, at batch 2. The whole U-Net comes last: it compiles for
-# minutes.
-FAMILIES: tuple[Denoiser, ...] = (
-    _denoiser("flux-512", "flux", {"num_layers": 2, "num_single_layers": 4}, (32, 32), 512),
-    _denoiser("flux", "flux", {"num_layers": 2, "num_single_layers": 4}, (64, 64), 512),
-    _denoiser("flux2-512", "flux2", {"num_layers": 1, "num_single_layers": 3}, (32, 32), 512),
-    _denoiser("qwen-image-512", "qwen_image", {"num_layers": 4}, (32, 32), 256, batch=2),
-    _denoiser("qwen-image", "qwen_image", {"num_layers": 3}, (64, 64), 256),
-    _denoiser("sd3-512", "sd3", {"num_layers": 4}, (64, 64), 333, batch=2),
-    # Inductor compiles its approximator for a minute.
-    _denoiser("chroma", "chroma", {"num_layers": 2, "num_single_layers": 4}, (64, 64), 512, budget=150.0),
-    _denoiser("pixart-512", "pixart", {"num_layers": 8}, (64, 64), 300, batch=2),
-    # Its autoencoder compresses 32 times.
-    _denoiser("sana", "sana", {"num_layers": 4}, (32, 32), 300, batch=2),
-    _denoiser("dit-512", "dit", {"num_layers": 8}, (64, 64), 0, batch=2),
-    _denoiser("z-image", "z_image", {"n_layers": 3, "n_refiner_layers": 1}, (128, 128), 96),
-    _denoiser("lumina2", "lumina2", {"num_layers": 3, "num_refiner_layers": 1}, (128, 128), 256),
-    _denoiser("auraflow-512", "auraflow", {"num_mmdit_layers": 1, "num_single_dit_layers": 4}, (64, 64), 256, batch=2),
-    _denoiser("cogview4", "cogview4", {"num_layers": 3}, (128, 128), 224),
-    # The model of 1.3 B parameters at 41 frames of 480 x 832.
-    _denoiser("wan", "wan", {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 4}, (11, 60, 104), 512),
-    # 53 frames of 704 x 1280.
-    _denoiser("wan-per-token", "wan_per_token", {"num_layers": 3}, (14, 44, 80), 512),
-    # 65 frames of 512 x 704.
-    _denoiser("ltx-512", "ltx", {"num_layers": 5}, (9, 16, 22), 128, batch=2),
-    # 33 frames of 544 x 960.
-    _denoiser(
-        "hunyuan-video",
-        "hunyuan_video",
-        {"num_layers": 1, "num_single_layers": 2, "num_refiner_layers": 1},
-        (9, 68, 120),
-        256,
-    ),
-    # 25 frames of 480 x 720, with guidance.
-    _denoiser("cogvideox", "cogvideox", {"num_layers": 2}, (7, 60, 90), 226, batch=2),
-    _denoiser("sd15-512", "sd15", {"layers_per_block": 1}, (64, 64), 77, batch=2, budget=90.0),
-    _denoiser(
-        "sdxl-shallow-512",
-        "sdxl",
-        {"layers_per_block": 1, "transformer_layers_per_block": (1, 1, 2)},
-        (64, 64),
-        77,
-        batch=2,
-        budget=120.0,
-        reduce_overhead=True,
-    ),
-    _denoiser("sdxl", "sdxl", {}, (128, 128), 77, batch=2, budget=450.0, reduce_overhead=True),
-)
+# 1024 x 1024; U-Nets run as pipelines call them with guidance, at batch 2.
+FAMILIES = _read("families", "tiny")
 
 # A call without names measures these on a CPU: two kinds of blocks, a U-Net, and a call with a timestep per token.
 FEW = ("flux-512", "pixart-512", "wan-per-token", "sd15-512")

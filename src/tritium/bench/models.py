@@ -6,7 +6,7 @@ import importlib
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,12 @@ class Size:
     batch: int = 1
 
 
+def size_of(fields: Mapping[str, Any], published: Mapping[str, Any]) -> Size:
+    """Read a size; its configuration is changes of the published one."""
+    config = {**published, **fields["config"]}
+    return Size(config, tuple(fields["grid"]), fields["text"], fields.get("batch", 1))
+
+
 @dataclass(frozen=True, kw_only=True)
 class StockModel:
     """A class of diffusers. `models.json` has one entry for each."""
@@ -40,16 +46,18 @@ class StockModel:
     # A call that takes milliseconds on a CPU, and a larger one whose figures mean something there.
     tiny: Size
     shrunk: Size | None = None
+    # Sizes of the full model by name: of `tritium bench families`, and of workloads. `about` says what a size stands for.
+    families: Mapping[str, Any] = field(default_factory=dict)
+    workloads: Mapping[str, Any] = field(default_factory=dict)
     # Rows and columns of latents in one token.
     patch: int = 2
 
     @classmethod
-    def read(cls, fields: dict[str, Any]) -> StockModel:
-        """Read an entry; the configurations of its sizes are changes of the published one."""
-        for name in fields.keys() & {"tiny", "shrunk"}:
-            size = fields[name]
-            fields[name] = Size({**fields.get("published", {}), **size["config"]}, tuple(size["grid"]), size["text"])
-        return cls(**fields)
+    def read(cls, fields: Mapping[str, Any]) -> StockModel:
+        """Read an entry of `models.json`."""
+        published = fields.get("published", {})
+        sizes = {name: size_of(fields[name], published) for name in ("tiny", "shrunk") if name in fields}
+        return cls(**{**fields, **sizes})
 
     def build(self, config: Mapping[str, Any], device: str, dtype: torch.dtype) -> Any:
         """Build a seeded model in evaluation mode, with the dtypes of a loaded checkpoint."""
@@ -234,14 +242,14 @@ def cast_as_loading_does(model: Any, dtype: torch.dtype) -> None:
             setattr(module, name, nn.Parameter(fresh) if isinstance(tensor, nn.Parameter) else fresh)
 
 
+def _read(path: Path) -> dict[str, StockModel]:
+    entries: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+    models = {}
+    for name, fields in entries.items():
+        like = entries[fields.pop("like", name)]
+        models[name] = StockModel.read({**like, **fields, "call": {**like["call"], **fields["call"]}})
+    return models
+
+
 # Published are Stable Diffusion 3.5 large, PixArt-Sigma, DiT-XL/2, Sana 1.6B, Wan 2.1 and CogVideoX 5B.
-MODELS = {
-    name: StockModel.read(fields)
-    for name, fields in json.loads((Path(__file__).parent / "models.json").read_text(encoding="utf-8")).items()
-}
-# Wan 2.2 TI2V 5B, which makes a video from an image.
-MODELS["wan_per_token"] = replace(
-    MODELS["wan"],
-    call={**MODELS["wan"].call, "timestep": "token_times"},
-    published={"num_attention_heads": 24, "in_channels": 48, "out_channels": 48, "ffn_dim": 14336},
-)
+MODELS = _read(Path(__file__).parent / "models.json")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json as json_format
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -91,11 +91,11 @@ def command(
             generation.check_model(names[0])
         raise ConfigError(f"{', '.join(superfluous)} concern a pipeline ('example' or a folder), and none was named")
     chosen = names or []
+    able = [name for name, op in ops.catalog().items() if op.trial is not None and op.trial.standard]
     for name in chosen:
         if name not in ops.catalog():
             raise ConfigError(f"there is no op {name!r}; {nearest(name, ops.catalog())}")
-        if not _standard(name):
-            able = list(filter(_standard, ops.catalog()))
+        if name not in able:
             raise ConfigError(f"op {name!r} has nothing to compare; ops that have: {', '.join(able)}")
     where = known_device(device_type)
     machine = device.describe(where).name
@@ -122,11 +122,6 @@ def command(
             err=json,
         )
         raise typer.Exit(1)
-
-
-def _standard(name: str) -> tuple[Mapping[str, int | str], ...]:
-    trial = ops.catalog()[name].trial
-    return trial.standard if trial is not None else ()
 
 
 def _shown(machine: str, path: Path | None) -> list[Verdict]:
@@ -180,13 +175,6 @@ def _print_recipe(recipe: Recipe) -> None:
     )
 
 
-def _print(machine: str, verdicts: Sequence[Verdict], *, json: bool) -> None:
-    if json:
-        print(json_format.dumps({"device": machine, "rows": [verdict.to_dict() for verdict in verdicts]}, indent=2))
-    else:
-        print_table(machine, verdicts)
-
-
 def _dtypes(text: str) -> list[torch.dtype]:
     found = [name.strip() for name in text.split(",") if name.strip()]
     for name in found:
@@ -195,8 +183,11 @@ def _dtypes(text: str) -> list[torch.dtype]:
     return [DTYPES[name] for name in found]
 
 
-def print_table(machine: str, verdicts: Sequence[Verdict]) -> None:
+def _print(machine: str, verdicts: Sequence[Verdict], *, json: bool) -> None:
     """Print one line per key: the block, the host's share of it, the op alone, and the chosen provider."""
+    if json:
+        print(json_format.dumps({"device": machine, "rows": [verdict.to_dict() for verdict in verdicts]}, indent=2))
+        return
     bandwidth = device.copy_bandwidth(device.Device("", machine))
     table = Table(title=machine, box=box.SIMPLE_HEAD)
     for name in ("op", "shape", "dtype", "chosen"):
@@ -204,7 +195,19 @@ def print_table(machine: str, verdicts: Sequence[Verdict]) -> None:
     for name in ("block ms", "ratio", "host us", "alone us", "of copy"):
         table.add_column(name, justify="right", no_wrap=True)
     for verdict in verdicts:
-        table.add_row(*_cells(verdict, bandwidth))
+        order = [INDUCTOR, *verdict.owned] if verdict.in_block else list(verdict.owned)
+        alone = [verdict.alone_us[name] for name in order if name in verdict.alone_us]
+        table.add_row(
+            verdict.key.op,
+            verdict.key.shape,
+            verdict.key.dtype,
+            verdict.provider if verdict.owned else verdict.why(),
+            " / ".join(f"{verdict.ms[name]:.3f}" for name in order),
+            f"{verdict.ratio:.2f}x" if verdict.owned and verdict.in_block else "-",
+            _host(verdict),
+            " / ".join(f"{us:.1f}" for us in alone),
+            " / ".join(f"{verdict.bytes / bandwidth / us * 1e6:.0%}" for us in alone) if bandwidth else "",
+        )
     console().print(table)
 
 
@@ -216,22 +219,3 @@ def _host(verdict: Verdict) -> str:
     extra = [site.costs[name].host_us - site.costs[INDUCTOR].host_us for name in verdict.owned]
     mark = "" if site.host_source == "measured" else "~"
     return " / ".join(f"{mark}{us:+.1f}" for us in extra)
-
-
-def _cells(verdict: Verdict, bandwidth: float | None) -> list[str]:
-    owned = [name for name in verdict.ms if name != INDUCTOR]
-    order = [INDUCTOR, *owned] if verdict.in_block else owned
-    share = ""
-    if bandwidth and verdict.alone_us:
-        share = " / ".join(f"{verdict.bytes / bandwidth / us * 1e6:.0%}" for us in (verdict.alone_us[n] for n in order))
-    return [
-        verdict.key.op,
-        verdict.key.shape,
-        verdict.key.dtype,
-        verdict.provider if owned else verdict.why(),
-        " / ".join(f"{verdict.ms[name]:.3f}" for name in order),
-        f"{verdict.ratio:.2f}x" if owned and verdict.in_block else "-",
-        _host(verdict),
-        " / ".join(f"{verdict.alone_us[name]:.1f}" for name in order if name in verdict.alone_us),
-        share,
-    ]

@@ -14,7 +14,7 @@ from rich.table import Table
 from tritium.bench import verify
 from tritium.bench.generation import EXAMPLE, jobs_for, load
 from tritium.bench.quality import Difference
-from tritium.bench.verify import Row, Thresholds, Verified
+from tritium.bench.verify import Thresholds, Verified
 from tritium.cli import progress
 from tritium.cli.bench import known_device
 from tritium.cli.table import console
@@ -92,43 +92,29 @@ def show(verified: Verified) -> None:
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("prompt", overflow="ellipsis", no_wrap=True, max_width=40)
     with_lpips = any(row.difference.lpips is not None for row in verified.rows)
-    figures = ["PSNR dB", "SSIM", "largest", "latent L2", *["LPIPS"] * with_lpips]
-    for name in ("size", "seed", *figures):
+    for name in ("size", "seed", "PSNR dB", "SSIM", "largest", "latent L2", *["LPIPS"] * with_lpips):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("")
+
+    def add(what: tuple[str, str, str], found: Difference, *, past: bool) -> None:
+        latents = "-" if found.latent_l2 is None else f"{found.latent_l2:.1e}"
+        lpips = "-" if found.lpips is None else f"{found.lpips:.4f}"
+        figures = (f"{found.psnr:.1f}", f"{found.ssim:.4f}", f"{found.largest:.1e}", latents, *[lpips] * with_lpips)
+        table.add_row(*what, *figures, "[red]past[/]" if past else "")
+
     for row in verified.rows:
-        table.add_row(*_cells(row, with_lpips=with_lpips))
+        what = (escape(row.job.prompt), f"{row.width}x{row.height}", str(row.job.seed))
+        add(what, row.difference, past=bool(row.broken))
     table.add_section()
-    table.add_row("worst", "", "", *_figures(verified.worst, with_lpips=with_lpips), _mark(past=not verified.passed))
+    add(("worst", "", ""), verified.worst, past=not verified.passed)
     out.print(table)
     ways = "; ".join(f"{name}: {choice}" for name, choice in verified.choices.items() if choice != "eager")
-    out.print(f"accelerated: {escape(ways or 'nothing')}", soft_wrap=True, highlight=False)
+    asked = ", ".join(f"{name.replace('_', ' ')} {limit:g}" for name, limit in verified.thresholds.given.items())
+    lines = [f"accelerated: {escape(ways or 'nothing')}"]
     if verified.location is not None:
-        out.print(escape(f"located: {verified.location}"), soft_wrap=True, highlight=False)
-    if verified.passed:
-        asked = ", ".join(f"{name.replace('_', ' ')} {limit:g}" for name, limit in verified.thresholds.given.items())
-        out.print(f"[green]passed[/]: {asked}", soft_wrap=True, highlight=False)
-    else:
-        out.print(f"[red]FAILED[/]: {escape('; '.join(verified.broken))}", soft_wrap=True, highlight=False)
-
-
-def _cells(row: Row, *, with_lpips: bool) -> list[str]:
-    figures = _figures(row.difference, with_lpips=with_lpips)
-    return [
-        escape(row.job.prompt),
-        f"{row.width}x{row.height}",
-        str(row.job.seed),
-        *figures,
-        _mark(past=bool(row.broken)),
-    ]
-
-
-def _figures(found: Difference, *, with_lpips: bool) -> list[str]:
-    latents = "-" if found.latent_l2 is None else f"{found.latent_l2:.1e}"
-    lpips = "-" if found.lpips is None else f"{found.lpips:.4f}"
-    figures = [f"{found.psnr:.1f}", f"{found.ssim:.4f}", f"{found.largest:.1e}", latents]
-    return [*figures, lpips] if with_lpips else figures
-
-
-def _mark(*, past: bool) -> str:
-    return "[red]past[/]" if past else ""
+        lines.append(escape(f"located: {verified.location}"))
+    lines.append(
+        f"[green]passed[/]: {asked}" if verified.passed else f"[red]FAILED[/]: {escape('; '.join(verified.broken))}"
+    )
+    for line in lines:
+        out.print(line, soft_wrap=True, highlight=False)
