@@ -20,7 +20,6 @@ LONG_FILES = {
     "pipelines/test_shapes.py",
 }
 LONG_NAMES = {
-    "artifacts/test_restart.py",
     "bench/test_bisect.py",
     "bench/test_comparison.py",
     "bench/test_families.py",
@@ -31,15 +30,6 @@ LONG_NAMES = {
     "bench/test_workloads.py",
     "cli/test_commands.py",
     "cli/test_verify.py",
-    "compiler/blocks/test_cut.py",
-    "compiler/blocks/test_reuse.py",
-    "compiler/capture/test_auto.py",
-    "compiler/capture/test_inputs.py",
-    "compiler/capture/test_region.py",
-    "compiler/passes/test_channels_last_rules.py",
-    "compiler/test_backend.py",
-    "compiler/test_compile.py",
-    "compiler/test_pipeline.py",
     "example/test_example.py",
     "example/test_training.py",
     "fusions/test_patterns.py",

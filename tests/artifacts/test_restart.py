@@ -15,7 +15,7 @@ def fresh(monkeypatch):
     monkeypatch.setattr(lower, "_compiled_again", [])
 
 
-def test_no_workers_for_a_graph_on_a_gpu_that_an_earlier_process_compiled():
+def test_a_graph_of_an_earlier_process_starts_no_workers():
     assert lower._expected(Observation(), "cuda")
     with lower._without_workers():
         assert compat.inductor.setting("compile_threads") == 1

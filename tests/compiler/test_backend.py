@@ -7,7 +7,7 @@ from torch import nn
 import tritium
 from support.fidelity import assert_no_worse
 from support.small_models import Block, Stack, block_inputs, flux, flux_inputs
-from tritium.errors import ConfigError, ProviderError, ReportError
+from tritium.errors import ProviderError, ReportError
 
 EAGER = tritium.CompilationConfig(engine="eager")
 
@@ -97,16 +97,6 @@ print(tritium.explain(f).sites["rms_norm"].fused, torch._dynamo.list_backends().
         assert report.sites["rms_norm"].fused == 4 + 2 + 2
         assert tritium.explain(model.transformer_blocks[1]).sites["rms_norm"].fused == 4
 
-    def test_function(self):
-        @torch.compile(backend=eager_backend())
-        def step(x, gate, y):
-            return x + gate * y
-
-        x = torch.randn(2, 3, 8)
-        with torch.inference_mode():
-            step(x, x[:, :1], x)
-        assert tritium.explain(step).sites["mul_add"].fused == 1
-
 
 class TestEquality:
     def test_equal_configurations_make_equal_backends(self):
@@ -144,20 +134,18 @@ class TestGuardsStay:
         with torch.inference_mode():
             yield model, torch.compile(model, backend=eager_backend()), block_inputs()
 
-    def test_flipped_bool(self, pair):
+    @pytest.mark.parametrize(
+        ("name", "values"),
+        [
+            ("flag", (True, False, True)),
+            ("bias", (None, torch.ones(16), None, torch.zeros(1))),
+            ("scale", (1.0, 2.5, 3.5, 4, 1.0)),
+        ],
+    )
+    def test_changed_argument(self, pair, name, values):
         model, compiled, inputs = pair
-        for flag in (True, False, True):
-            torch.testing.assert_close(compiled(*inputs, flag=flag), model(*inputs, flag=flag))
-
-    def test_tensor_where_none_was(self, pair):
-        model, compiled, inputs = pair
-        for bias in (None, torch.ones(16), None, torch.zeros(1)):
-            torch.testing.assert_close(compiled(*inputs, bias=bias), model(*inputs, bias=bias))
-
-    def test_changed_scalar(self, pair):
-        model, compiled, inputs = pair
-        for scale in (1.0, 2.5, 3.5, 4, 1.0):
-            torch.testing.assert_close(compiled(*inputs, scale=scale), model(*inputs, scale=scale))
+        for value in values:
+            torch.testing.assert_close(compiled(*inputs, **{name: value}), model(*inputs, **{name: value}))
 
     def test_changed_module_attribute(self, pair):
         model, compiled, inputs = pair
@@ -270,7 +258,7 @@ class TestProviders:
         with pytest.raises(ProviderError, match=message):
             eager_backend(force_provider=pin)
 
-    def test_a_pin_for_every_op_leaves_to_inductor_what_it_cannot_take(self):
+    def test_a_pin_for_every_op_skips_what_it_cannot_take(self):
         model, inputs = Block(), block_inputs()
         with torch.inference_mode():
             compiled = torch.compile(model, backend=eager_backend(force_provider="triton"))
@@ -288,10 +276,6 @@ class TestArguments:
     def test_an_unknown_option_names_the_nearest(self):
         with torch.inference_mode(), pytest.raises(Exception, match=r"did you mean 'triton\.max_tiles'"):
             torch.compile(lambda x: x + 1, backend=tritium.Backend(), options={"triton.max_tile": 3})(torch.ones(2))
-
-    def test_backend_takes_a_configuration(self):
-        with pytest.raises(ConfigError, match="takes a CompilationConfig, got dict"):
-            tritium.Backend({"engine": "eager"})
 
 
 class TestExplain:
@@ -374,20 +358,6 @@ class TestExplain:
         assert "recompile_limit (3) reached" in last["reason"]
         assert last["argument"] == "x"
         assert last["now"].startswith("size ")
-
-    def test_to_dict_has_the_documented_keys(self):
-        with torch.inference_mode():
-            compiled = torch.compile(Block(), backend=eager_backend())
-            compiled(*block_inputs())
-        report = tritium.explain(compiled)
-        found = report.to_dict()
-        assert {"versions", "device", "sites", "fallbacks", "recompiles", "captures", "kernels", "passes"} <= set(found)
-        assert {"rms_norm", "rope", "adalayernorm", "gelu", "mul_add"} <= set(found["sites"])
-        assert set(found["sites"]["rope"]) == {"fused", "inductor", "declined", "reasons"}
-        assert {"name", "changed", "requests", "seconds"} <= set(found["passes"][0])
-        import json
-
-        assert json.loads(report.to_json()) == found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

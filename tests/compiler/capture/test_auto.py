@@ -57,7 +57,7 @@ class TestAuto:
         assert reason in entry.declined
         assert record.captures[0].declined == entry.declined
 
-    def test_nothing_waits_for_marks_that_the_device_has_not_reached(self, timed):
+    def test_nothing_waits_for_events_of_the_device(self, timed):
         f, _, record = timed(host=[8.0], device=8.0, replay=5.0)
         f.done = False
         f.call(20)

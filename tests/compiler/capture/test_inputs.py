@@ -116,7 +116,7 @@ class TestInputs:
         assert regions[1][1].captures[0].bytes < regions[0][1].captures[0].bytes
 
     @pytest.mark.parametrize("shared", [False, True])
-    def test_a_result_outlives_replays_of_whatever_was_recorded_before(self, device, shared):
+    def test_a_result_outlives_replays_of_earlier_captures(self, device, shared):
         # Recordings share a pool: what an earlier one uses for a while lies where a later one's result is made.
         def model(x):
             y = ((x * 2).relu() + 1).sin() * 3

@@ -82,7 +82,7 @@ def double(x):
 
 
 class TestFailure:
-    def test_a_recording_that_fails_is_off_for_its_bucket_and_says_why(self, device, monkeypatch):
+    def test_a_failed_capture_is_off_for_its_bucket(self, device, monkeypatch):
         lane = lane_of(torch.ones(1, device=device).device)
         original = type(lane).capture
 

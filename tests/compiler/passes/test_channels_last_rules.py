@@ -83,7 +83,7 @@ class TestWeights:
             assert compiled(x).stride() == model(x).stride()
         assert tritium.explain(compiled).frozen == []
 
-    def test_those_that_cannot_be_tracked_are_laid_out_on_every_call(self):
+    def test_untracked_ones_are_converted_on_every_call(self):
         with torch.inference_mode():
             model, x = Stack(), picture()
             compiled = compile_eagerly(model)

@@ -42,7 +42,7 @@ def test_the_report_lists_what_was_frozen():
         compiled = compile_freezing(model)
         torch.testing.assert_close(compiled(x), model(x))
     entries = frozen(compiled)
-    assert [entry["sources"] for entry in entries] == [["self.q.weight", "self.k.weight"], ["self.scale"]]
+    assert [list(entry["sources"]) for entry in entries] == [["self.q.weight", "self.k.weight"], ["self.scale"]]
     assert [entry["bytes"] for entry in entries] == [16 * 8 * 4, 8 * 4]
     assert "self.q.weight" in str(tritium.explain(compiled))
     off = torch.compile(model, backend=tritium.Backend(FREEZE.with_(enable_freezing=False)))
@@ -109,15 +109,6 @@ def test_a_change_of_weights_is_seen(change, mode):
     assert not torch.equal(before, after)
 
 
-def test_a_change_under_inference_mode_is_seen():
-    model, x = Freezes(), torch.randn(3, 8)
-    with torch.inference_mode():
-        compiled = compile_freezing(model)
-        compiled(x)
-        model.q.weight.mul_(3)
-        torch.testing.assert_close(compiled(x), model(x))
-
-
 def test_new_data_at_an_old_address_is_seen():
     """The allocator hands out the same memory again; the storage is another one all the same."""
     model, x = Freezes(), torch.randn(3, 8)
@@ -159,8 +150,18 @@ class TestWhatIsNotFrozen:
         self.model, self.x, self.compiled = model, x, compiled
         return tritium.explain(compiled).frozen
 
-    def test_a_view(self):
-        assert self.check(lambda self, x: x @ self.w.t()) == []
+    @pytest.mark.parametrize(
+        "function",
+        [
+            pytest.param(lambda self, x: x @ self.w.t(), id="a view"),
+            pytest.param(lambda self, x: x @ (self.w * 2).mul_(3), id="written to"),
+            pytest.param(lambda self, x: x * self.b, id="of an input"),
+        ],
+    )
+    def test_a_value(self, function):
+        assert self.check(function) == []
+        with torch.no_grad():
+            torch.testing.assert_close(self.result, function(self.model, self.x))
 
     def test_a_random_value(self):
         assert self.check(lambda self, x: x + torch.rand_like(self.b) * self.b) == []
@@ -175,18 +176,6 @@ class TestWhatIsNotFrozen:
             again.zero_()
             torch.testing.assert_close(self.compiled(self.x)[1], self.model.w * 2)
 
-    def test_a_view_of_a_returned_value(self):
-        entries = self.check(lambda self, x: (x @ (scaled := self.w * 2), scaled.t()))
-        assert all(entry["declined"] for entry in entries)
-
-    def test_a_value_that_is_written_to(self):
-        def function(self, x):
-            scaled = self.w * 2
-            scaled[0] = 7
-            return x @ scaled
-
-        assert self.check(function) == []
-
     def test_a_buffer_the_graph_updates(self):
         def function(self, x):
             self.b.add_(1)
@@ -196,9 +185,6 @@ class TestWhatIsNotFrozen:
         with torch.no_grad():
             first, second = self.compiled(self.x), self.compiled(self.x)
         torch.testing.assert_close(second - first, self.x * 2)
-
-    def test_what_depends_on_an_input(self):
-        assert self.check(lambda self, x: x * self.b) == []
 
 
 def test_dynamic_shapes():
