@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from tritium.layers.sparse.forward import sparse_attention as sparse_attention
     from tritium.layers.sparse.layout import SparseLayout as SparseLayout
     from tritium.layers.sparse.schedule import SparseAttention as SparseAttention
-    from tritium.pipelines.plan import Choice as Choice
     from tritium.pipelines.plan import Plan as Plan
     from tritium.pipelines.shapes import Shapes as Shapes
     from tritium.report import Report as Report
     from tritium.report.explain import explain as explain
+    from tritium.techniques.choice import Choice as Choice
 
 __version__ = "0.1.0"
 

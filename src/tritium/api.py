@@ -19,16 +19,18 @@ from torch import nn
 from tritium import compat
 from tritium.artifacts import files as compiled_files
 from tritium.errors import ArtifactError, ConfigError, PipelineError, ReportError, nearest
-from tritium.pipelines import account, claims, collector, hooks, parts, recipe, trial
-from tritium.pipelines.bare import BareModel
+from tritium.pipelines import account, claims, hooks, parts, recipe, trial
+from tritium.pipelines.call import collector_paused
 from tritium.pipelines.captures import Captures
-from tritium.pipelines.installed import Installed
-from tritium.pipelines.plan import Choice, Plan, choice_of
+from tritium.pipelines.part import Part
+from tritium.pipelines.parts import BareModel, PartSpec
+from tritium.pipelines.plan import Plan, choice_of
 from tritium.pipelines.progress import Progress
 from tritium.pipelines.warm_up import warm_up
 from tritium.report import Report, text
 from tritium.report.explain import explain
 from tritium.report.records import Component, Violation
+from tritium.techniques.choice import Choice
 
 # Import at startup and not in the first call, where a user waits for an image.
 compat.inductor.import_compiler()
@@ -40,6 +42,7 @@ def optimize(
     *,
     artifacts: str | Path | None = None,
     accept_differences: bool = False,
+    scheduler: Any = None,
 ) -> Handle:
     """Accelerate a loaded diffusers pipeline, or a single denoiser or decoder; return a handle.
 
@@ -50,10 +53,11 @@ def optimize(
         artifacts: A file written by `Handle.save`: the code in it is not compiled again. A file that does not fit is
             ignored with a warning, and the pipeline compiles as usual.
         accept_differences: Use a recipe even if it was measured on another machine, version or model.
+        scheduler: The scheduler of a bare model's loop, for techniques that read it; a pipeline has its own.
 
     Compilation happens in the first call. As a context manager, the handle removes itself at the end.
     """
-    source = _source_of(pipe, "optimize")
+    source = _source_of(pipe, scheduler)
     if isinstance(plan, (str, Path)):
         plan = recipe.load(Path(plan)).plan_for(source, accept_differences=accept_differences)
     elif accept_differences:
@@ -75,34 +79,31 @@ class Handle:
         # For a bare model, a `BareModel` that users do not see.
         self._source = pipe
         self.plan = plan
-        found = parts.find(pipe, plan)
-        shared = _shared(pipe, plan, found)
-        chosen = {part.name: _chosen(part, plan, shared.get(part.name)) for part in found}
+        specs = parts.find(pipe, plan)
+        shared = _shared(pipe, plan, specs)
+        chosen = {spec.name: _chosen(spec, plan, shared.get(spec.name)) for spec in specs}
         # A choice in the plan takes precedence; only the other parts are measured.
         to_measure = {
-            part.name
-            for part in found
-            if plan.measure and plan.choice(part.name) is None and part.targets and part.name not in shared
+            spec.name
+            for spec in specs
+            if plan.measure and plan.choice(spec.name) is None and spec.blocks and spec.name not in shared
         }
-        compiled = [part for part in found if part.name in to_measure or chosen[part.name].how != "eager"]
-        for part in found:
-            parts.check_choice(part, chosen[part.name])
-        for part in compiled:
-            if part.name not in shared or shared[part.name].choice == claims.PASSIVE:
-                hooks.check(part)
-        self.artifacts = _load(compiled_before, pipe)
-        classes = {type(part.entry if part.whole else target.module) for part in compiled for target in part.targets}
+        compiled = [spec for spec in specs if spec.name in to_measure or chosen[spec.name].how != "eager"]
+        classes = {type(spec.module if spec.whole else block.module) for spec in compiled for block in spec.blocks}
         self.progress = Progress(len(classes), shown=plan.progress)
-        self._installed: list[Installed] = []
-        for part in found:
-            installed = shared.get(part.name) or Installed(part, chosen[part.name], plan, self.progress)
-            self._installed.append(installed)
+        self._parts = [shared.get(spec.name) or Part(spec, chosen[spec.name], plan, self.progress) for spec in specs]
+        for part in self._parts:
+            part.check(chosen[part.name], plan, self)
+        for spec in compiled:
+            if spec.name not in shared or shared[spec.name].choice == claims.PASSIVE:
+                hooks.check(spec)
+        self.artifacts = _load(compiled_before, pipe)
+        for part, spec in zip(self._parts, specs, strict=True):
             if part.name not in shared:
-                installed.why = "" if plan.choice(part.name) is not None else part.left
+                part.why = "" if plan.choice(part.name) is not None else spec.left
                 if part.name in to_measure:
-                    installed.entry.before_first = self._decision(installed)
-                installed.install()
-            installed.claim(self, part, chosen[part.name])
+                    part.before_first = self._decision(part)
+            part.claim(self, spec, chosen[part.name])
         self._active = True
 
     @property
@@ -110,20 +111,16 @@ class Handle:
         """Return the pipeline or model that was passed to `optimize`."""
         return _given(self._source)
 
-    @classmethod
-    def of(cls, pipe: Any) -> Handle | None:
-        """Return the handle of a pipeline, or None."""
-        source = _source_of(pipe, "Handle.of")
-        components = [value for value in source.components.values() if isinstance(value, nn.Module)]
-        found = (Installed.on(module) for component in components for module in component.modules())
-        handles = (handle for installed in found if installed is not None for handle in installed.claims.handles)
-        return next((handle for handle in handles if handle.pipe is pipe), None)
+    @property
+    def scheduler(self) -> Any:
+        """Return the scheduler of the pipeline, or the one given with a bare model; None if there is none."""
+        return getattr(self._source, "scheduler", None)
 
-    def _decision(self, installed: Installed) -> Any:
+    def _decision(self, part: Part) -> Any:
         def decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.progress.tell(f"{installed.part.name}: measuring the ways it can run")
-            trial.decide(installed, [(args, kwargs)])
-            self.progress.tell(f"{installed.part.name}: {installed.choice} ({installed.why})")
+            self.progress.tell(f"{part.name}: measuring the ways it can run")
+            trial.decide(part, [(args, kwargs)])
+            self.progress.tell(f"{part.name}: {part.choice} ({part.why})")
 
         return decide
 
@@ -141,11 +138,10 @@ class Handle:
             return
         self._active = False
         # Keep the captures of parts that another pipeline uses.
-        Captures(
-            lambda: self._report_of([one for one in self._installed if one.claims.handles == [self]]).records
-        ).clear()
-        for installed in self._installed:
-            installed.release(self)
+        own = [part for part in self._parts if part.claims.handles == [self]]
+        Captures(lambda: self._report_of(own).records).clear()
+        for part in self._parts:
+            part.release(self)
 
     def warmup(self, **call: Any) -> dict[str, float]:
         """Compile and capture every bucket of `Plan(shapes=...)`; return the seconds for each.
@@ -158,7 +154,7 @@ class Handle:
             raise PipelineError("there is nothing to warm up: say what will be asked for with Plan(shapes=Shapes(...))")
         if not self._active:
             raise PipelineError("this handle is removed")
-        return warm_up(self.pipe, self.plan.shapes, self._installed, self.progress, call)
+        return warm_up(self.pipe, self.plan.shapes, self._parts, self.progress, call)
 
     @property
     def captures(self) -> Captures:
@@ -169,10 +165,10 @@ class Handle:
     def violations(self) -> list[Violation]:
         """Return the calls outside of `Plan(shapes=...)`, and the reaction to each."""
         return [
-            Violation(installed.part.name, new.what, done, times, new.suggestion)
-            for installed in self._installed
-            if installed.contract is not None
-            for (new, done), times in installed.contract.violations.items()
+            Violation(part.name, new.what, done, times, new.suggestion)
+            for part in self._parts
+            if part.contract is not None
+            for (new, done), times in part.contract.violations.items()
         ]
 
     @property
@@ -182,7 +178,7 @@ class Handle:
     @property
     def choices(self) -> dict[str, Choice]:
         """Return the current choice for each part."""
-        return {installed.part.name: installed.choice for installed in self._installed}
+        return {part.name: part.choice for part in self._parts}
 
     def use(self, choices: Mapping[str, Choice | str]) -> None:
         """Switch parts to other ways of running; compiled code is kept for switching back."""
@@ -191,22 +187,22 @@ class Handle:
         if not isinstance(choices, Mapping):
             raise ConfigError(f"use takes a mapping from a part's name to a Choice, got {choices!r}")
         checked = [(self.part(name), choice_of(name, choice)) for name, choice in choices.items()]
-        for installed, choice in checked:
-            parts.check_choice(installed.part, choice)
-            reason = installed.refusal(installed.part, choice, self.plan, self)
+        for part, choice in checked:
+            part.check(choice, self.plan)
+            reason = part.refusal(part.spec, choice, self.plan, self)
             if reason is not None:
                 raise PipelineError(reason)
-        for installed, choice in checked:
-            installed.switch(self, choice)
+        for part, choice in checked:
+            part.switch(self, choice)
 
-    def part(self, name: str) -> Installed:
+    def part(self, name: str) -> Part:
         """Return one part by name, to switch it: `handle.part("vae.decode").use(Choice(how="eager"))`."""
         if not isinstance(name, str):
             raise PipelineError(f"a part is named by a string, got {name!r}")
-        found = {installed.part.name: installed for installed in self._installed}
-        if name not in found:
-            raise PipelineError(f"this pipeline has no part {name!r}; {nearest(name, found)}")
-        return found[name]
+        named = {part.name: part for part in self._parts}
+        if name not in named:
+            raise PipelineError(f"this pipeline has no part {name!r}; {nearest(name, named)}")
+        return named[name]
 
     @property
     def report(self) -> Report:
@@ -214,35 +210,36 @@ class Handle:
 
         `tritium.explain(handle, call=...)` also measures kernels.
         """
-        return self._report_of(self._installed)
+        return self._report_of(self._parts)
 
-    def _report_of(self, installed: list[Installed]) -> Report:
+    def _report_of(self, parts: list[Part]) -> Report:
         try:
-            return explain(_Parts([one.part.entry for one in installed], self.components, self.violations))
+            return explain(_Parts([part.module for part in parts], self.components, self.violations))
         except ReportError:
             # Nothing was compiled yet, or not with Tritium.
             return Report([], components=self.components, violations=self.violations)
 
     @property
     def entries(self) -> list[nn.Module]:
-        """Return the entry module of each part."""
-        return [installed.part.entry for installed in self._installed]
+        """Return the module of each part."""
+        return [part.module for part in self._parts]
 
     @property
     def components(self) -> list[Component]:
         """Return time, share and a description, by part."""
-        rows = [(installed, installed.entry.times.milliseconds()) for installed in self._installed]
-        total = sum(ms * installed.entry.times.calls for installed, ms in rows if ms is not None)
+        rows = [(part, part.times.milliseconds()) for part in self._parts]
+        total = sum(ms * part.times.calls for part, ms in rows if ms is not None)
         return [
             Component(
-                name=installed.part.name,
+                name=part.name,
                 milliseconds=ms,
-                calls=installed.entry.times.calls,
-                share=ms * installed.entry.times.calls / total if ms is not None and total else None,
-                first_call_seconds=sum(installed.entry.times.compiling),
-                what=account.of(installed, self._source, self),
+                calls=part.times.calls,
+                share=ms * part.times.calls / total if ms is not None and total else None,
+                first_call_seconds=sum(part.times.compiling),
+                what=account.of(part, self._source, self),
+                techniques={name: dict(note.data) for name, note in part.technique_notes.items()},
             )
-            for installed, ms in rows
+            for part, ms in rows
         ]
 
     def __str__(self) -> str:
@@ -257,12 +254,14 @@ class Handle:
         return compiled_files.save(Path(path), recipe.fingerprint_of(self._source))
 
 
-def _source_of(pipe: Any, asked: str) -> Any:
+def _source_of(pipe: Any, scheduler: Any) -> Any:
     """Return a pipeline unchanged, or a bare model wrapped as a pipeline."""
     if isinstance(pipe, nn.Module):
-        return BareModel(pipe)
+        return BareModel(pipe, scheduler)
     if not isinstance(getattr(pipe, "components", None), Mapping):
-        raise PipelineError(f"{asked} takes a DiffusionPipeline or an nn.Module, got {type(pipe).__name__}")
+        raise PipelineError(f"optimize takes a DiffusionPipeline or an nn.Module, got {type(pipe).__name__}")
+    if scheduler is not None:
+        raise ConfigError("scheduler goes with a bare model; this pipeline has its own")
     return pipe
 
 
@@ -279,23 +278,22 @@ class _Parts:
     violations: list[Violation]
 
 
-def _chosen(part: parts.Part, plan: Plan, shared: Installed | None) -> Choice:
+def _chosen(spec: PartSpec, plan: Plan, shared: Part | None) -> Choice:
     """Return the plan's choice, else that of a pipeline that shares the part, else the default."""
     theirs = shared.claims.active() if shared is not None else None
-    return plan.choice(part.name) or theirs or part.default
+    return plan.choice(spec.name) or theirs or spec.default
 
 
-def _shared(pipe: Any, plan: Plan, found: list[parts.Part]) -> dict[str, Installed]:
+def _shared(pipe: Any, plan: Plan, specs: list[PartSpec]) -> dict[str, Part]:
     """Return the parts that other pipelines have claimed; raise a `PipelineError` if choices conflict."""
-    shared = {part.name: installed for part in found if (installed := Installed.on(part.entry)) is not None}
-    if any(handle.pipe is _given(pipe) for installed in shared.values() for handle in installed.claims.handles):
+    shared = {spec.name: part for spec in specs if (part := Part.on(spec.module)) is not None}
+    if any(handle.pipe is _given(pipe) for part in shared.values() for handle in part.claims.handles):
         raise PipelineError(
-            "this pipeline is optimized already; call remove() on its handle (tritium.Handle.of(pipe)) before "
-            "optimizing it again"
+            "this pipeline is optimized already; call remove() on its handle before optimizing it again"
         )
-    for part in found:
-        if part.name in shared:
-            reason = shared[part.name].refusal(part, _chosen(part, plan, shared[part.name]), plan)
+    for spec in specs:
+        if spec.name in shared:
+            reason = shared[spec.name].refusal(spec, _chosen(spec, plan, shared[spec.name]), plan)
             if reason is not None:
                 raise PipelineError(reason)
     return shared
@@ -309,7 +307,7 @@ def _load(path: str | Path | None, pipe: Any) -> compiled_files.ArtifactSummary 
         raise ConfigError(f"artifacts takes the path of a file, got {path!r}")
     try:
         # Loading artifacts imports half of torch's compiler.
-        with collector.paused():
+        with collector_paused():
             return compiled_files.load(Path(path), recipe.fingerprint_of(pipe))
     except ArtifactError as error:
         warnings.warn(f"tritium: {error}; compiling as usual", RuntimeWarning, stacklevel=4)

@@ -20,9 +20,7 @@ from tritium.bench.locate import Checked, Location, locate
 from tritium.catalog import Entry
 from tritium.compiler import pipeline
 from tritium.passes import Pass
-from tritium.pipelines import watch
 from tritium.pipelines.plan import Plan
-from tritium.pipelines.whole import Whole
 
 pytest.importorskip("diffusers")
 small_pipelines = importlib.import_module("support.small_pipelines")
@@ -97,10 +95,11 @@ class TestImages:
 
     def test_an_error_of_the_whole_program_alone(self):
         def is_past(pipe):
-            return lambda: (
-                isinstance(pipe.transformer._compiled_call_impl, watch.Entry)
-                and isinstance(pipe.transformer._compiled_call_impl.installed._inner, Whole)
-            )
+            def is_one_program():
+                part = pipe.transformer._compiled_call_impl.part
+                return part.choice.how == "tritium" and part.among is None
+
+            return is_one_program
 
         found = located(CompilationConfig(engine="eager"), is_past)
         assert "only where a part is one program" in found.images

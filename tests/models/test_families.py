@@ -43,9 +43,9 @@ def test_a_family_covers_its_model(name):
     """Every parameter is in a compiled module, or in a single layer beside them."""
     module = zoo.ZOO[name].build()
     part = parts.denoiser("transformer", module)
-    blocks = [target for target in part.targets if type(target.module).__name__ in FAMILIES[name].blocks]
+    blocks = [block for block in part.blocks if type(block.module).__name__ in FAMILIES[name].blocks]
     assert blocks
-    compiled = {id(p) for target in part.targets for p in target.module.parameters()}
+    compiled = {id(p) for block in part.blocks for p in block.module.parameters()}
     alone = {id(p) for layer in module.modules() if parts.is_single(layer) for p in layer.parameters()}
     rest = [path for path, p in module.named_parameters() if id(p) not in compiled | alone]
     # Wan keeps one modulation table in the model itself.
@@ -56,7 +56,7 @@ def test_a_family_covers_its_model(name):
 def test_every_model_of_the_zoo_has_targets_known_or_guessed(name):
     module = zoo.ZOO[name].build()
     part = parts.denoiser("transformer", module)
-    seen = [id(inner) for target in part.targets for inner in target.module.modules()]
+    seen = [id(inner) for block in part.blocks for inner in block.module.modules()]
     assert len(seen) == len(set(seen)), "a module is in two targets"
     assert part.what
 
@@ -80,18 +80,18 @@ class Stack(nn.Module):
 class TestGuess:
     def test_a_stack_of_equal_modules_is_found(self):
         part = parts.denoiser("transformer", Stack())
-        assert [target.path for target in part.targets] == ["layers.0", "layers.1", "layers.2"]
+        assert [block.path for block in part.blocks] == ["layers.0", "layers.1", "layers.2"]
         assert part.what == "3 Sequential"
 
     def test_a_model_without_one_is_one_target(self):
         plain = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
         part = parts.denoiser("transformer", plain)
         assert part.whole
-        assert [target.module for target in part.targets] == [plain]
+        assert [block.module for block in part.blocks] == [plain]
 
     def test_named_blocks_are_used(self):
         part = parts.denoiser("transformer", Stack(), ("Sequential",))
-        assert len(part.targets) == 3
+        assert len(part.blocks) == 3
 
     def test_a_misspelt_block_gets_the_nearest(self):
         with pytest.raises(PipelineError, match="did you mean 'Sequential'"):
@@ -109,5 +109,5 @@ def test_a_whole_model_is_one_target():
         norm_num_groups=4,
     )
     part = parts.denoiser("unet", unet)
-    assert [target.module for target in part.targets] == [unet]
+    assert [block.module for block in part.blocks] == [unet]
     assert torch.is_tensor(next(unet.parameters()))

@@ -176,7 +176,7 @@ class TestControlNets:
             torch.testing.assert_close(draw_controlled(), expected)
             assert what(handle, "controlnet") == "compiled: FluxControlNetModel as one program"
             assert what(handle, "controlnet").startswith("compiled: ")
-            assert handle.part("controlnet").entry.times.calls == 1
+            assert handle.part("controlnet").times.calls == 1
             functions = {r.function for r in handle.report.records if r.belongs_to(pipe.controlnet)}
             assert functions
 
@@ -186,8 +186,8 @@ class TestControlNets:
         with tritium.optimize(pipe, PLAN.with_(components={"controlnet.1": "eager"})) as handle:
             assert handle.choices["controlnet.0"].how == "tritium"
             assert handle.choices["controlnet.1"].how == "eager"
-            assert handle.part("controlnet.0").entry.before is None
-            assert handle.part("controlnet.0").part.entry is nets.nets[0]
+            assert handle.part("controlnet.0").call.before is None
+            assert handle.part("controlnet.0").module is nets.nets[0]
         with tritium.optimize(pipe, PLAN.with_(components={"controlnet": "eager"})) as handle:
             assert {handle.choices[f"controlnet.{place}"].how for place in (0, 1)} == {"eager"}
 
@@ -209,4 +209,4 @@ class TestControlNets:
         net = nn.Sequential(nn.Linear(2, 2), nn.SiLU())
         pipe = SimpleNamespace(components={"transformer": tiny_pipeline.Denoiser(), "controlnet": net})
         (part,) = [part for part in parts.find(pipe, PLAN) if part.name == "controlnet"]
-        assert (part.what, part.targets[0].module) == ("Sequential as a whole", net)
+        assert (part.what, part.blocks[0].module) == ("Sequential as a whole", net)

@@ -10,7 +10,7 @@ from torch import nn
 
 import tritium
 from tritium import CompilationConfig, Plan
-from tritium.pipelines import collector
+from tritium.pipelines.call import collector_paused
 
 
 class Knot:
@@ -29,30 +29,30 @@ def enabled():
 
 
 def test_paused_inside_and_back_afterwards():
-    with collector.paused():
+    with collector_paused():
         assert not gc.isenabled()
-        with collector.paused():
+        with collector_paused():
             pass
         assert not gc.isenabled()
     assert gc.isenabled()
 
 
 def test_back_after_an_error():
-    with pytest.raises(RuntimeError, match="mine"), collector.paused():
+    with pytest.raises(RuntimeError, match="mine"), collector_paused():
         raise RuntimeError("mine")
     assert gc.isenabled()
 
 
 def test_who_switched_it_off_keeps_it_off():
     gc.disable()
-    with collector.paused():
+    with collector_paused():
         pass
     assert not gc.isenabled()
 
 
 def test_what_was_made_inside_is_old_afterwards():
     gc.collect()
-    with collector.paused():
+    with collector_paused():
         held = [[] for _ in range(100_000)]
     assert gc.get_count()[0] < 1000
     assert any(entry is held for entry in gc.get_objects(generation=2))
@@ -60,7 +60,7 @@ def test_what_was_made_inside_is_old_afterwards():
 
 
 def test_garbage_of_inside_is_found_by_a_full_collection():
-    with collector.paused():
+    with collector_paused():
         knot = weakref.ref(Knot())
         assert knot() is not None
     gc.collect()
@@ -71,7 +71,7 @@ def test_what_somebody_has_frozen_stays_frozen():
     # Not by their number: some are freed meanwhile, whose last reference goes.
     held = [Knot()]
     gc.freeze()
-    with collector.paused():
+    with collector_paused():
         pass
     assert gc.get_freeze_count() > 0
     assert not any(entry is held for generation in range(3) for entry in gc.get_objects(generation=generation))

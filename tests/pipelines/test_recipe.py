@@ -100,9 +100,9 @@ class TestTuning:
     def only_eager_and_layout(self, monkeypatch):
         """Two ways that need no compiler: what is tested is how they are chosen."""
 
-        def ways(installed):
+        def ways(part):
             found = [Choice(how="eager")]
-            if installed.part.name == "vae.decode":
+            if part.name == "vae.decode":
                 found.append(Choice(how="tritium"))
             return found
 
@@ -115,9 +115,9 @@ class TestTuning:
         asked = {}
         decide = trial.decide
 
-        def noted(installed, calls, seconds):
-            asked[installed.part.name] = [call[1].get("hidden_states", torch.zeros(0)).shape for call in calls]
-            decide(installed, calls, seconds=0.0)
+        def noted(part, calls, seconds):
+            asked[part.name] = [call[1].get("hidden_states", torch.zeros(0)).shape for call in calls]
+            decide(part, calls, seconds=0.0)
 
         monkeypatch.setattr(trial, "decide", noted)
         found = recipes.tune(pipe, self.JOBS, recipes.Budget(seconds=0.0), lambda *_: None)

@@ -11,7 +11,7 @@ import tritium
 from support import small_vaes, zoo
 from support.small_vaes import SMALL_VAES, decode
 from tritium import CompilationConfig, Plan, compat
-from tritium.pipelines import sizes
+from tritium.pipelines import arguments
 
 EAGER = CompilationConfig(engine="eager")
 PLAN = Plan(config=EAGER, progress=False, components={"transformer": "eager"})
@@ -93,10 +93,10 @@ def test_optimized_whole_sliced_and_tiled(name):
         sliced = decode(vae, batch)
         vae.disable_slicing()
         small_vaes.tile(vae)
-        calls = installed.entry.times.calls
+        calls = installed.times.calls
         # Tiles of six at a distance of four, the last ones three high or two wide.
         tiled = decode(vae, large)
-        assert installed.entry.times.calls - calls == 16 * (small.frames if GRAPHS[name] == 3 else 1)
+        assert installed.times.calls - calls == 16 * (small.frames if GRAPHS[name] == 3 else 1)
         vae.disable_tiling()
         # AutoencoderDC attends in another way to no more pixels than a head is wide: four here, 32 in stock configurations.
         assert graphs.new() == 0
@@ -226,7 +226,7 @@ class TestPacked:
     @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
     def test_what_is_dense_is_passed_on(self, layout):
         picture = torch.rand(2, 3, 4, 5).contiguous(memory_format=layout)
-        assert sizes.packed(picture) is picture
+        assert arguments.packed(picture) is picture
 
     @pytest.mark.parametrize(
         "slice_of",
@@ -239,7 +239,7 @@ class TestPacked:
     )
     def test_slices_get_the_strides_of_their_sizes(self, slice_of):
         picture = slice_of(torch.rand(2, 3, 4, 5, 6))
-        packed = sizes.packed(picture)
+        packed = arguments.packed(picture)
         assert torch.equal(packed, picture)
         assert packed.stride() == torch.empty(picture.shape).stride() != picture.stride()
 

@@ -5,7 +5,7 @@ import torch
 import tritium
 from support import small_pipelines
 from tritium import CompilationConfig, Plan
-from tritium.pipelines import strides
+from tritium.pipelines import arguments
 
 
 def part(batch=1):
@@ -15,7 +15,7 @@ def part(batch=1):
 
 def test_a_slice_of_a_batch_of_one_gets_the_strides_of_a_tensor_of_its_own():
     given = part()
-    made = strides.even(given)
+    made = arguments.even(given)
     assert given.stride() == (12, 2, 1)
     assert made.stride() == (8, 2, 1) == torch.empty(1, 4, 2).stride()
     assert torch.equal(made, given)
@@ -37,14 +37,14 @@ def test_what_is_no_such_slice_is_left_alone():
         torch.nn.Parameter(part()),
         marked,
     ):
-        assert strides.even(value) is value
+        assert arguments.even(value) is value
 
 
 def test_arguments_by_place_and_by_name():
     def call(x, *, y, z):
         return x.stride(0), y.stride(0), z
 
-    assert strides.evened(call)(part(), y=part(), z="z") == (8, 8, "z")
+    assert arguments.with_even_strides(call)(part(), y=part(), z="z") == (8, 8, "z")
 
 
 def test_single_stream_blocks_share_one_graph():

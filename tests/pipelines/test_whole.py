@@ -14,7 +14,8 @@ from support import small_models, small_pipelines, tiny_pipeline
 from support.zoo import ZOO
 from tritium import CompilationConfig, Plan, compat
 from tritium.errors import ConfigError, PipelineError
-from tritium.pipelines.plan import Choice
+from tritium.techniques.choice import Choice
+from tritium.techniques.graphs import Graphs
 
 EAGER = CompilationConfig(engine="eager")
 PLAN = Plan(config=EAGER, progress=False)
@@ -311,11 +312,11 @@ def test_stock_denoisers_are_one_program(name):
 
 class TestGraphs:
     def test_auto_is_the_default(self):
-        assert Plan().captures == "auto"
-        assert Plan(graphs="off").captures == "off"
+        assert Plan().inherited()["graphs"] == Graphs("auto")
+        assert Plan(graphs="off").inherited()["graphs"] == Graphs("off")
 
     def test_the_configuration_counts_where_the_plan_leaves_it(self):
-        assert Plan(config=CompilationConfig(graphs="only")).captures == "only"
+        assert Plan(config=CompilationConfig(graphs="only")).inherited()["graphs"] == Graphs("only")
 
     @pytest.mark.parametrize("wrong", ["on", None, True, 3])
     def test_a_wrong_value_raises_when_the_plan_is_made(self, wrong):

@@ -26,9 +26,9 @@ from tritium.api import Handle
 from tritium.bench.bisect import Call, Fault, bisect, copied, find_fault
 from tritium.bench.generation import Job, generate
 from tritium.bench.settings import Notify
-from tritium.pipelines.installed import Installed
-from tritium.pipelines.parts import Target
-from tritium.pipelines.plan import Choice
+from tritium.pipelines.part import Part
+from tritium.pipelines.parts import Block
+from tritium.techniques.choice import Choice
 
 _EAGER = Choice(how="eager")
 
@@ -101,21 +101,21 @@ class Location:
 
 @dataclass(frozen=True)
 class _Kept:
-    """The first call of a target while an eager image is generated."""
+    """The first call of a block while an eager image is generated."""
 
-    installed: Installed
-    target: Target
+    part: Part
+    block: Block
     choice: Choice
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     @property
     def name(self) -> str:
-        return ".".join(piece for piece in (self.installed.part.name, self.target.path) if piece)
+        return ".".join(piece for piece in (self.part.name, self.block.path) if piece)
 
     @property
     def kind(self) -> str:
-        return type(self.target.module).__name__
+        return type(self.block.module).__name__
 
 
 def locate(handle: Handle, job: Job, notify: Notify, is_past: Callable[[], bool] | None = None) -> Location:
@@ -143,47 +143,47 @@ def locate(handle: Handle, job: Job, notify: Notify, is_past: Callable[[], bool]
 
 
 def _first_calls(handle: Handle, job: Job) -> list[_Kept]:
-    """Record the first call of every compiled target, in call order; leave every part eager."""
+    """Record the first call of every compiled block, in call order; leave every part eager."""
     kept: list[_Kept] = []
     with contextlib.ExitStack() as hooks:
         for name, choice in handle.choices.items():
-            installed = handle.part(name)
-            installed.use(_EAGER)
-            for target in installed.part.targets if choice.how != "eager" else ():
-                keep = functools.partial(_keep, kept, installed, target, choice)
-                hooks.callback(target.module.register_forward_pre_hook(keep, with_kwargs=True).remove)
+            part = handle.part(name)
+            part.use(_EAGER)
+            for block in part.spec.blocks if choice.how != "eager" else ():
+                keep = functools.partial(_keep, kept, part, block, choice)
+                hooks.callback(block.module.register_forward_pre_hook(keep, with_kwargs=True).remove)
         generate(handle.pipe, job)
     return kept
 
 
 def _keep(
     kept: list[_Kept],
-    installed: Installed,
-    target: Target,
+    part: Part,
+    block: Block,
     choice: Choice,
     _module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    if all(known.target.module is not target.module for known in kept):
+    if all(known.block.module is not block.module for known in kept):
         # The pipeline continues with these tensors, and may write into them.
-        kept.append(_Kept(installed, target, choice, *copied((args, kwargs))))
+        kept.append(_Kept(part, block, choice, *copied((args, kwargs))))
 
 
 def _check(kept: Sequence[_Kept], notify: Notify) -> Iterator[Checked]:
     """Check every module alone."""
     for place, entry in enumerate(kept):
         notify(f"{entry.name}: compiled, eager and in float64", 0.1 + 0.6 * place / len(kept))
-        call, installed = _call(entry), entry.installed
+        call, part = _call(entry), entry.part
         # Block by block, also where the part is one program.
-        with installed.using(entry.choice, among={call.module}):
+        with part.using(entry.choice, among={call.module}):
             # A call of the entry would be counted and timed: call the implementation behind it.
-            excess = call.excess(installed.run if call.module is installed.part.entry else call.module)
+            excess = call.excess(part.run if call.module is part.module else call.module)
         yield Checked(name=entry.name, kind=entry.kind, excess=excess)
 
 
 def _call(entry: _Kept) -> Call:
-    module = entry.target.module
+    module = entry.block.module
     args, kwargs = copied((entry.args, entry.kwargs))
     with torch.no_grad():
         eager = compat.modules.eager_call(module)(*args, **kwargs)
@@ -196,7 +196,7 @@ def _fault(entry: _Kept, handle: Handle) -> Fault:
         return Fault(part="torch.compile", explanation=explanation)
     call = _call(entry)
     # With the weight layout of the choice.
-    with entry.installed.using(entry.choice, among=()):
+    with entry.part.using(entry.choice, among=()):
         return find_fault(call, handle.plan.config, handle.plan.dynamic)
 
 
@@ -204,9 +204,9 @@ def _by_images(kept: Sequence[_Kept], is_past: Callable[[], bool]) -> str:
     """Name the module with which an image exceeds the thresholds, when it joins the modules called before it."""
 
     def past_with(number: int) -> bool:
-        modules = {entry.target.module for entry in kept[:number]}
+        modules = {entry.block.module for entry in kept[:number]}
         for entry in kept:
-            entry.installed.use(entry.choice if number else _EAGER, among=modules)
+            entry.part.use(entry.choice if number else _EAGER, among=modules)
         return is_past()
 
     if past_with(0):
@@ -220,7 +220,7 @@ def _by_images(kept: Sequence[_Kept], is_past: Callable[[], bool]) -> str:
             "rounding that adds up to more than the thresholds allow, or something that one call leaves to the next"
         )
     for entry in kept:
-        entry.installed.use(entry.choice)
+        entry.part.use(entry.choice)
     if is_past():
         return "the image exceeds the thresholds only where a part is one program: no module of it alone is at fault"
     return "generated once more the image is inside the thresholds: the result changes from call to call"

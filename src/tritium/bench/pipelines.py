@@ -24,7 +24,8 @@ from tritium.bench.generation import Image, Job
 from tritium.bench.results import EAGER, GRAPHS, INDUCTOR, REDUCE_OVERHEAD, TRITIUM, Row
 from tritium.bench.settings import Notify, Settings
 from tritium.errors import ConfigError
-from tritium.pipelines.plan import Choice, Plan
+from tritium.pipelines.plan import Plan
+from tritium.techniques.choice import Choice
 
 # Images of one variant in a row, as users generate them: the first one after another variant has to allocate again.
 _BURST = 3
@@ -92,7 +93,7 @@ def _choices(handle: Handle, settings: Settings) -> dict[str, Choices]:
     ours = handle.choices
     inductor = {name: choice if choice.how == "eager" else Choice(how="inductor") for name, choice in ours.items()}
     captured = {
-        name: replace(choice, graphs="with_compile") if choice.how == "tritium" else choice
+        name: choice.with_(graphs="with_compile") if choice.how == "tritium" else choice
         for name, choice in ours.items()
     }
     choices: dict[str, Choices] = {EAGER: _all_eager(handle), INDUCTOR: inductor, TRITIUM: ours, GRAPHS: captured}

@@ -16,8 +16,9 @@ from tritium.bench.generation import Image, Job, generate
 from tritium.bench.settings import Notify
 from tritium.errors import ConfigError, PipelineError
 from tritium.pipelines import hooks, trial
-from tritium.pipelines.plan import Choice, Plan
+from tritium.pipelines.plan import Plan
 from tritium.pipelines.recipe import Recipe, fingerprint_of
+from tritium.techniques.choice import Choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,21 +46,21 @@ def tune(pipe: Any, jobs: Sequence[Job], budget: Budget, notify: Notify) -> Reci
     with optimize(pipe, Plan(components=dict.fromkeys(calls, "eager"), progress=False)) as handle:
         names = list(handle.choices)
         for place, name in enumerate(names):
-            installed = handle.part(name)
+            part = handle.part(name)
             chosen[name] = Choice(how="eager")
-            if not calls.get(name) or not installed.part.targets:
+            if not calls.get(name) or not part.spec.blocks:
                 continue
             try:
-                hooks.check(installed.part)
+                hooks.check(part.spec)
             except PipelineError as obstacle:
                 figures["parts"][name] = {"milliseconds": {}, "why": f"left alone: {obstacle}"}
                 continue
-            notify(f"{name}: {', '.join(map(str, trial.ways(installed)))}", 0.1 + 0.6 * place / len(names))
+            notify(f"{name}: {', '.join(map(str, trial.ways(part)))}", 0.1 + 0.6 * place / len(names))
             # As in pipelines: tensors made in inference mode would compile every part again.
             with torch.no_grad():
-                trial.decide(installed, calls[name], seconds=budget.seconds)
-            chosen[name] = installed.choice
-            figures["parts"][name] = {"milliseconds": installed.measured, "why": installed.why}
+                trial.decide(part, calls[name], seconds=budget.seconds)
+            chosen[name] = part.choice
+            figures["parts"][name] = {"milliseconds": part.measured, "why": part.why}
         notify("comparing images", 0.75)
         found = _inside(handle, pipe, jobs, reference, chosen, budget.min_psnr, figures)
         notify("timing whole images", 0.9)
@@ -75,7 +76,7 @@ def _eager(pipe: Any, jobs: Sequence[Job]) -> tuple[list[Image], dict[str, list[
     with optimize(pipe, Plan(progress=False, **_all_eager(pipe))) as handle:
         for job in jobs:
             for name in handle.choices:
-                handle.part(name).entry.before_first = _keeping(calls.setdefault(name, []))
+                handle.part(name).before_first = _keeping(calls.setdefault(name, []))
             images.append(generate(pipe, job))
     return images, calls
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json as json_format
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +21,7 @@ from tritium.cli import progress
 from tritium.cli.bench import known_device
 from tritium.errors import ConfigError
 from tritium.pipelines.plan import Plan
+from tritium.techniques import catalog
 
 
 def command(
@@ -43,17 +44,24 @@ def command(
     accept_differences: Annotated[
         bool, typer.Option("--accept-differences", help="Use a recipe that was measured elsewhere.")
     ] = False,
+    techniques: Annotated[
+        list[str] | None,
+        typer.Option("--technique", metavar="NAME[=VALUE]", help=f"As in Plan, several times: {', '.join(catalog())}."),
+    ] = None,
     device_type: Annotated[str | None, typer.Option("--device", help="cuda or cpu; the GPU if there is one.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print times and differences as JSON.")] = False,
     output: Annotated[Path, typer.Option("-o", "--output", help="The picture to write.")] = Path("out.png"),
 ) -> None:
     """Generate an image. `--compare` also runs eagerly and shows both times and the difference."""
-    if eager and (compare or recipe or artifacts):
-        raise ConfigError("--eager draws without Tritium: leave out --compare, --recipe and --artifacts")
+    if eager and (compare or recipe or artifacts or techniques):
+        raise ConfigError("--eager runs without Tritium: leave out --compare, --recipe, --artifacts and --technique")
+    if recipe and techniques:
+        raise ConfigError("a recipe has its own techniques: leave out --technique or --recipe")
     config.check_environment()
     if not prompt and model != generation.EXAMPLE:
         raise ConfigError(f"model {model!r} needs a prompt")
     (job,) = generation.jobs_for(model, [prompt or example.PROMPTS[0]], None if size is None else [size], steps, [seed])
+    settings = Plan(progress=not json, **named_techniques(techniques or ()))
     if not output.parent.is_dir():
         raise ConfigError(f"-o {output}: there is no folder {output.parent}; create it first, or write elsewhere")
     images.check_writable(output)
@@ -68,7 +76,7 @@ def command(
             _tell({"output": str(output), "seconds": {"eager": plain.seconds}}, json=json)
             return
         notify("first accelerated picture, with compilation", 0.2)
-        plan: Any = recipe if recipe is not None else Plan(progress=not json)
+        plan = recipe if recipe is not None else settings
         with tritium.optimize(pipe, plan, artifacts=artifacts, accept_differences=accept_differences) as handle:
             first = generation.generate(pipe, job)
             compared = None
@@ -86,6 +94,22 @@ def command(
         summary += f"\n{difference}"
         images.save_sheet(panels(compared, job), output)
     _tell(found, json=json, summary=summary)
+
+
+def named_techniques(options: Iterable[str]) -> dict[str, Any]:
+    """Return keyword arguments of `Plan` from options `name` or `name=value`; a value may be JSON.
+
+    >>> named_techniques(["channels_last", "graphs=off", 'sparse={"latent": [1, 8, 8]}'])
+    {'channels_last': True, 'graphs': 'off', 'sparse': {'latent': [1, 8, 8]}}
+    """
+    found: dict[str, Any] = {}
+    for option in options:
+        name, has_value, value = option.partition("=")
+        try:
+            found[name] = json_format.loads(value) if has_value else True
+        except ValueError:
+            found[name] = value
+    return found
 
 
 @contextlib.contextmanager

@@ -9,41 +9,40 @@ from typing import Any
 from torch import nn
 
 from tritium import compat
-from tritium.pipelines.installed import Installed
+from tritium.pipelines.part import Part
 from tritium.report.ledger import LEDGER
 from tritium.report.records import GraphRecord
 
 
-def of(installed: Installed, pipe: Any, handle: Any) -> str:
+def of(part: Part, pipe: Any, handle: Any) -> str:
     """Return a part's line of the summary."""
-    part, choice = installed.part, installed.choice
     component = pipe.components.get(part.name.partition(".")[0])
     if not isinstance(component, nn.Module):
         return "the pipeline has no module there any more"
-    if all(module is not part.entry for module in component.modules()):
-        stale = "; the figures are of the one before" if installed.entry.times.calls else ""
+    if all(module is not part.module for module in component.modules()):
+        stale = "; the figures are of the one before" if part.times.calls else ""
         return f"the pipeline has another module there now, which runs as it is{stale}"
-    if part.entry in installed.replaced:
+    if part.module in part.replaced:
         return "compiled by its own compile() since, which runs instead; remove() leaves it there"
-    done, notes = _done(installed)
-    layout = "; weights channels-last" if choice.channels_last else ""
-    notes = [*([installed.why] if installed.why else []), *notes, *installed.notes]
-    others = {type(other.pipe).__name__ for other in installed.claims.handles if other is not handle}
+    done, notes = _done(part)
+    techniques = [note.text for note in part.technique_notes.values() if note.text]
+    notes = [*([part.why] if part.why else []), *notes, *part.notes]
+    others = {type(other.pipe).__name__ for other in part.claims.handles if other is not handle}
     if others:
         notes.append(f"shared with another {', '.join(sorted(others))}")
-    return done + layout + (f" ({'; '.join(notes)})" if notes else "")
+    return "; ".join([done, *techniques]) + (f" ({'; '.join(notes)})" if notes else "")
 
 
-def _done(installed: Installed) -> tuple[str, list[str]]:
+def _done(part: Part) -> tuple[str, list[str]]:
     """Return how the part runs, and notes for the reader."""
-    part, how, what = installed.part, installed.choice.how, installed.what
+    how, what = part.choice.how, part.what
     if how == "eager":
         return "left alone", []
     plain = f"compiled: {what}" if how == "tritium" else f"torch.compile: {what}"
-    if not installed.entry.times.calls:
+    if not part.times.calls:
         return ("not called yet; to be " if how == "tritium" else "not called yet; ") + plain, []
-    codes = {code for target in part.targets for code in _codes(target.module)}
-    records = [record for record in LEDGER.records() if _is_of(record, installed, codes)]
+    codes = {code for block in part.spec.blocks for code in _codes(block.module)}
+    records = [record for record in LEDGER.records() if _is_of(record, part, codes)]
     failed = [record for record in records if record.lowering_failed]
     if failed and len(failed) == len(records):
         return f"runs eagerly: none of its {len(failed)} graphs could be compiled, see the failures in the report", []
@@ -56,15 +55,15 @@ def _done(installed: Installed) -> tuple[str, list[str]]:
             for limit in LEDGER.limits_of(records, codes)
         }
     )
-    if installed.replaced:
-        notes.append(f"{len(installed.replaced)} blocks were compiled by their own compile() since, which runs instead")
+    if part.replaced:
+        notes.append(f"{len(part.replaced)} blocks were compiled by their own compile() since, which runs instead")
     return plain, notes
 
 
-def _is_of(record: GraphRecord, installed: Installed, codes: set[CodeType]) -> bool:
+def _is_of(record: GraphRecord, part: Part, codes: set[CodeType]) -> bool:
     """Return True if a graph was compiled in a call of the part, or for an equal module with its code."""
     code = record.code() if record.code is not None else None
-    return record.belongs_to(installed.part.entry) or code in codes
+    return record.belongs_to(part.module) or code in codes
 
 
 def _codes(module: nn.Module) -> Iterator[CodeType]:

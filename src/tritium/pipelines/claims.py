@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from tritium.pipelines.plan import Choice
+from tritium.techniques.choice import Choice
 
 # The choice of a claim that leaves the part to other claims.
 PASSIVE = Choice(how="eager")

@@ -9,6 +9,7 @@ import inspect
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,6 @@ from torch import nn
 
 from tritium import compat
 from tritium.errors import ShapeViolation
-from tritium.pipelines.gate import CURRENT
 from tritium.pipelines.shapes import OnViolation
 from tritium.report.recompiles import parse_guard_failure, suggest
 
@@ -58,7 +58,7 @@ class Contract:
         self.violations: Counter[tuple[New, str]] = Counter()
         self._lock = threading.Lock()
 
-    def call(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def around(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.learning is None:
             return inner(*args, **kwargs)
         spelling = _spelling(args, kwargs)
@@ -86,11 +86,11 @@ class Contract:
 
     @staticmethod
     def _run(call: _Call, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        before = CURRENT.set(call)
+        before = _CURRENT.set(call)
         try:
             return inner(*args, **kwargs)
         finally:
-            CURRENT.reset(before)
+            _CURRENT.reset(before)
 
     def _promise(self, key: Hashable, found: Signature, spelling: Hashable) -> None:
         with self._lock:
@@ -184,6 +184,41 @@ class _Call:
 
     def compile(self, compiled: Callable[..., Any], reason: str) -> Callable[..., Any] | None:
         return self.contract.refused(self, compiled, reason)
+
+
+# The call of a part that is running in this thread. The part's contract decides once for the call, and the modules inside
+# follow; no state is global to the process.
+_CURRENT: ContextVar[_Call | None] = ContextVar("tritium_part_call", default=None)
+
+
+class Gate:
+    """Run a module's compiled call as the current call of its part decides.
+
+    `compiled` is the result of `torch.compile(function)`. `prepare` turns either of the two into a call of the module.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        function: Callable[..., Any],
+        compiled: Callable[..., Any],
+        prepare: Callable[[Callable[..., Any]], Callable[..., Any]],
+    ) -> None:
+        self._eager = compat.modules.eager_call(module)
+        self.compiled = prepare(compiled)
+        self._cached = prepare(compat.cached_code.only_cached(function, compiled))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Check `is_compiling` first: Dynamo cannot trace context variables.
+        if compat.dynamo.is_compiling() or (call := _CURRENT.get()) is None:
+            return self.compiled(*args, **kwargs)
+        if call.eager:
+            return self._eager(*args, **kwargs)
+        try:
+            return self._cached(*args, **kwargs)
+        except compat.cached_code.WouldCompile as refusal:
+            run = call.compile(self.compiled, refusal.reason)
+        return (run or self._eager)(*args, **kwargs)
 
 
 _MODES = ("gradients", "no_grad", "inference mode")

@@ -11,17 +11,18 @@ from typing import Any
 
 from torch import nn
 
+from tritium import compat
 from tritium.errors import PipelineError
-from tritium.pipelines.parts import Part, is_wrapped
-from tritium.pipelines.watch import Entry
+from tritium.pipelines.call import Call
+from tritium.pipelines.parts import PartSpec
 
 # Dynamo cannot trace the kernels that these packages use for quantized weights.
 _OPAQUE_QUANTIZATION = ("bitsandbytes", "gguf", "optimum.quanto")
 
 
-def check(part: Part) -> None:
-    """Raise a `PipelineError` that names the first obstacle in a part."""
-    for where, found, advice in _obstacles(part):
+def check(part: PartSpec) -> None:
+    """Raise a `PipelineError` that names the first of them in a part."""
+    for where, found, advice in _found(part):
         path = ".".join(piece for piece in (part.name, where) if piece)
         raise PipelineError(
             f"{path} has {found}, which stands in the way of compiling it: {advice}, or leave it alone with "
@@ -29,30 +30,30 @@ def check(part: Part) -> None:
         )
 
 
-def _obstacles(part: Part) -> Iterator[tuple[str, str, str]]:
+def _found(part: PartSpec) -> Iterator[tuple[str, str, str]]:
     # Check all modules: a compiled call around a block would bypass the compiled calls inside it.
-    for path, module in part.entry.named_modules():
+    for path, module in part.module.named_modules():
         if _is_compiled(module):
             yield path, "a compiled call already (torch.compile)", "optimize a pipeline that is not compiled"
-    for target in part.targets:
-        for inner_path, inner in target.module.named_modules():
-            path = ".".join(piece for piece in (target.path, inner_path) if piece)
+    for block in part.blocks:
+        for inner_path, inner in block.module.named_modules():
+            path = ".".join(piece for piece in (block.path, inner_path) if piece)
             yield from ((path, found, advice) for found, advice in _on(inner))
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    call = module._compiled_call_impl
-    # An `Entry` is Tritium's and allowed, but the call that it replaced may be compiled.
-    return is_wrapped(module) or (call.before if isinstance(call, Entry) else call) is not None
+    call = compat.modules.compiled_call(module)
+    # A `Call` is Tritium's and allowed, but the call that it replaced may be compiled.
+    return compat.modules.is_wrapped(module) or (call.before if isinstance(call, Call) else call) is not None
 
 
 def _on(module: nn.Module) -> Iterator[tuple[str, str]]:
-    hook = getattr(module, "_hf_hook", None)
+    hook = compat.modules.accelerate_hook(module)
     if hook is not None:
         yield f"an accelerate hook ({_names(hook)})", "use enable_model_cpu_offload() instead of sequential offload"
-    registry: Any = getattr(module, "_diffusers_hook", None)
-    if registry is not None and registry.hooks:
-        yield f"a diffusers hook ({', '.join(sorted(registry.hooks))})", "remove it before optimizing"
+    names = compat.modules.diffusers_hooks(module)
+    if names:
+        yield f"a diffusers hook ({', '.join(names)})", "remove it before optimizing"
     package = type(module).__module__
     if package.startswith(_OPAQUE_QUANTIZATION) or "quantizers.gguf" in package:
         yield f"quantized weights ({type(module).__module__}.{type(module).__name__})", "dequantize it"

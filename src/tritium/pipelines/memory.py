@@ -14,11 +14,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tritium import compat, device
+from tritium.compat.tensors import TorchDispatchMode
 from tritium.errors import MemoryShortage
 
 # ATen routines that read and write whole tensors with every compiler.
@@ -33,17 +31,18 @@ class _Live(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._held: dict[int, tuple[StorageWeakRef, int]] = {}
+        # By the id of a tensor's memory: a weak reference to that memory, and its bytes.
+        self._held: dict[int, tuple[Any, int]] = {}
         self.most = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        for value in pytree.tree_leaves(result):
+        for value in compat.tensors.leaves_of(result):
             if isinstance(value, torch.Tensor):
-                storage = value.untyped_storage()
-                self._held.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+                held = compat.tensors.keep_storage_id(value), value.untyped_storage().nbytes()
+                self._held.setdefault(compat.tensors.storage_id(value), held)
         self._held = {key: held for key, held in self._held.items() if not held[0].expired()}
         if func.overloadpacket.__name__.startswith(_ROUTINES):
             self.most = max(self.most, sum(size for _, size in self._held.values()))
@@ -55,7 +54,7 @@ def needed(decoder: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
 
     With `calls`, the bound holds for that many calls in a row that share a frame cache.
     """
-    fakes = torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = compat.tensors.fake_mode(allow_non_fake_inputs=True)
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
@@ -64,7 +63,7 @@ def needed(decoder: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
     # In inference mode composite operators arrive here undecomposed, without the routines they call.
     with torch.inference_mode(mode=False), torch.no_grad(), fakes:
         # `tree_map` rebuilds lists, so the call changes copies and not the caller's lists.
-        args, named = pytree.tree_map_only(torch.Tensor, fake, (args, dict(kwargs)))
+        args, named = compat.tensors.map_tensors(fake, (args, dict(kwargs)))
         started = {name: list(value) for name, value in named.items() if _counts(value)}
         with live:
             for _ in range(min(calls, _REGIMES)):
@@ -92,7 +91,7 @@ class _Signature:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], calls: int) -> _Signature:
-        leaves = pytree.tree_leaves((args, dict(kwargs)))
+        leaves = compat.tensors.leaves_of((args, dict(kwargs)))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         rest = [(leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else str(leaf) for leaf in leaves]
         return cls(tuple(tuple(tensor.shape) for tensor in tensors), tuple(rest), calls)

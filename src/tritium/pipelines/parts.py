@@ -1,7 +1,7 @@
 """Find the parts of a pipeline, and the modules in each that are worth compiling.
 
-A denoiser is one program: its whole forward is traced, and equal blocks share compiled code. Its targets are the
-repeated blocks and the remaining modules; they are compiled one by one if the forward does not trace as one graph.
+A denoiser is one program: its whole forward is traced, and equal blocks share compiled code. Its blocks and the
+remaining modules are compiled one by one if the forward does not trace as one graph.
 """
 
 from __future__ import annotations
@@ -15,11 +15,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from tritium import models
+from tritium import compat, models
 from tritium.errors import PipelineError, nearest
-from tritium.pipelines.bare import BareModel
 from tritium.pipelines.memory import Guard
-from tritium.pipelines.plan import Choice, Plan
+from tritium.pipelines.plan import Plan
+from tritium.techniques.choice import Choice
+
+
+class BareModel:
+    """Wrap a model with the attributes of a pipeline that `optimize` reads: components, scheduler and device."""
+
+    NAME = "model"
+
+    def __init__(self, module: nn.Module, scheduler: Any = None) -> None:
+        self.module = module
+        self.scheduler = scheduler
+
+    @property
+    def components(self) -> Mapping[str, Any]:
+        return {self.NAME: self.module}
+
+    @property
+    def device(self) -> torch.device:
+        tensors = (*self.module.parameters(), *self.module.buffers())
+        return tensors[0].device if tensors else torch.device("cpu")
+
 
 # Component names in diffusers pipelines of the models that run at every step.
 DENOISERS = ("transformer", "transformer_2", "unet")
@@ -35,7 +55,7 @@ _BLOCKS_HOLD = 0.5
 
 
 @dataclass(frozen=True)
-class Target:
+class Block:
     """A module with a separate compiled call."""
 
     path: str
@@ -43,28 +63,28 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Part:
-    """A unit that is measured, chosen and reported: a denoiser, one direction of a VAE, a text encoder.
+class PartSpec:
+    """What is known about a part: a denoiser, one direction of a VAE, a text encoder.
 
-    All of the part runs inside calls of the module `entry`.
+    All of the part runs inside calls of `module`.
     """
 
     name: str
-    entry: nn.Module
-    targets: tuple[Target, ...]
+    module: nn.Module
+    blocks: tuple[Block, ...]
     what: str
     default: Choice
     # Why the default leaves the part eager.
     left: str = ""
-    # Dims of the entry's arguments that vary with the image, by argument name.
+    # Dims of the module's arguments that vary with the image, by argument name.
     varying: Mapping[str, Sequence[int]] = field(default_factory=dict)
     # Checks each call before it starts.
     guard: Guard | None = None
-    # Compile as one program first; fall back to the targets one by one.
+    # Compile as one program first; fall back to the blocks one by one.
     whole: bool = False
 
 
-def find(pipe: Any, plan: Plan) -> list[Part]:
+def find(pipe: Any, plan: Plan) -> list[PartSpec]:
     """Return a pipeline's parts in the order of its components; raise if the plan names no part."""
     components: Mapping[str, Any] = pipe.components
     if isinstance(pipe, BareModel):
@@ -94,7 +114,7 @@ def _check_names(field: str, names: Iterable[str], known: Sequence[str]) -> None
             raise PipelineError(f"Plan.{field} names {name!r}, which is no part; {nearest(name, known)}")
 
 
-def _bare(module: nn.Module, plan: Plan) -> Part:
+def _bare(module: nn.Module, plan: Plan) -> PartSpec:
     """Return the single part of a bare model: a VAE's decoder, or any other model as a whole."""
     name = BareModel.NAME
     decoders = [part for part in _codec(name, module) if part.name.endswith(".decode")] if is_codec(module) else []
@@ -108,7 +128,7 @@ def is_codec(module: nn.Module) -> bool:
     return callable(getattr(module, "decode", None)) and isinstance(getattr(module, "decoder", None), nn.Module)
 
 
-def _parts_of(name: str, module: nn.Module, plan: Plan) -> Iterator[Part]:
+def _parts_of(name: str, module: nn.Module, plan: Plan) -> Iterator[PartSpec]:
     blocks = plan.blocks.get(name)
     if name in DENOISERS:
         yield denoiser(name, module, blocks)
@@ -125,17 +145,17 @@ def _parts_of(name: str, module: nn.Module, plan: Plan) -> Iterator[Part]:
             _check_blocks(name, module, blocks)
         elif encodes:
             blocks = _repeated(module)
-        targets = _targets(module, blocks) if blocks else ()
+        found = _blocks_of(module, blocks) if blocks else ()
         once = "runs once an image: compiling it takes longer than it saves; Plan(measure=True) finds out"
         left = once if encodes else "not part of the denoising loop or the VAE"
-        yield Part(name, module, targets, _in_words(targets), Choice(how="eager"), left)
+        yield PartSpec(name, module, found, _in_words(found), Choice(how="eager"), left)
 
 
-def denoiser(name: str, module: nn.Module, blocks: Sequence[str] | None = None) -> Part:
+def denoiser(name: str, module: nn.Module, blocks: Sequence[str] | None = None) -> PartSpec:
     """Return the part for a denoiser; with `blocks`, compile blocks of these classes one by one."""
     class_name = type(module).__name__
-    as_whole = Part(name, module, (Target("", module),), f"{class_name} as a whole", Choice(), whole=True)
-    if is_wrapped(module):
+    as_whole = PartSpec(name, module, (Block("", module),), f"{class_name} as a whole", Choice(), whole=True)
+    if compat.modules.is_wrapped(module):
         # torch.compile already wraps the blocks: leave the module as a whole eager, or refuse it.
         return dataclasses.replace(as_whole, whole=False)
     family = models.family_of(class_name)
@@ -144,11 +164,11 @@ def denoiser(name: str, module: nn.Module, blocks: Sequence[str] | None = None) 
         known = family.blocks if family is not None else _repeated(module)
         if not known:
             return as_whole
-        targets = _targets(module, known, left)
-        return dataclasses.replace(as_whole, targets=targets, what=_in_words(targets))
+        found = _blocks_of(module, known, left)
+        return dataclasses.replace(as_whole, blocks=found, what=_in_words(found))
     _check_blocks(name, module, blocks)
-    targets = _targets(module, blocks, left)
-    return Part(name, module, targets, _in_words(targets), Choice())
+    found = _blocks_of(module, blocks, left)
+    return PartSpec(name, module, found, _in_words(found), Choice())
 
 
 def _check_blocks(name: str, module: nn.Module, blocks: Sequence[str]) -> None:
@@ -158,20 +178,10 @@ def _check_blocks(name: str, module: nn.Module, blocks: Sequence[str]) -> None:
         raise PipelineError(f"{name!r} has no block of class {blocks[0]!r}; {nearest(blocks[0], classes)}")
 
 
-def check_choice(part: Part, choice: Choice) -> None:
-    """Raise a `PipelineError` if a part is to be compiled but has no targets."""
-    if choice.how != "eager" and not part.targets:
-        name = part.name.partition(".")[0]
-        raise PipelineError(
-            f"{part.name} cannot be compiled: its repeated blocks cannot be found; name their classes with "
-            f"Plan(blocks={{{name!r}: ('Block',)}}), or leave it alone with Plan(components={{{part.name!r}: 'eager'}})"
-        )
-
-
-def _codec(name: str, module: nn.Module) -> Iterator[Part]:
-    if is_wrapped(module):
+def _codec(name: str, module: nn.Module) -> Iterator[PartSpec]:
+    if compat.modules.is_wrapped(module):
         # Pipelines call `decode` and `encode` of the inner module and bypass the compiled call around it.
-        module = module.get_submodule("_orig_mod")
+        module = compat.modules.unwrapped(module)
     codec = models.codec_of(type(module).__name__)
     for part, attribute in ((f"{name}.encode", "encoder"), (f"{name}.decode", "decoder")):
         inner = getattr(module, attribute, None)
@@ -181,12 +191,12 @@ def _codec(name: str, module: nn.Module) -> Iterator[Part]:
         cache = codec.cache if codec is not None else ()
         guard = Guard(module, inner, cache) if attribute == "decoder" else None
         what = f"{type(inner).__name__} as a whole"
-        yield Part(part, inner, (Target("", inner),), what, Choice(), varying=varying, guard=guard)
+        yield PartSpec(part, inner, (Block("", inner),), what, Choice(), varying=varying, guard=guard)
 
 
 def _repeated(module: nn.Module) -> tuple[str, ...]:
     """Return the block classes: declared by the model, or those of uniform lists with most parameters."""
-    declared = tuple(getattr(module, "_repeated_blocks", None) or ())
+    declared = compat.modules.repeated_blocks(module)
     if declared:
         return declared
     total = sum(parameter.numel() for parameter in module.parameters()) or 1
@@ -205,18 +215,18 @@ def _repeated(module: nn.Module) -> tuple[str, ...]:
     return (largest[0][0],)
 
 
-def _targets(module: nn.Module, blocks: Sequence[str], left: Mapping[str, str] | None = None) -> tuple[Target, ...]:
+def _blocks_of(module: nn.Module, blocks: Sequence[str], left: Mapping[str, str] | None = None) -> tuple[Block, ...]:
     """Return the outermost blocks, and the largest other modules that are more than one routine."""
-    found: list[Target] = []
+    found: list[Block] = []
 
     def walk(path: str, current: nn.Module) -> None:
         if path in (left or {}):
             return
         if type(current).__name__ in blocks:
-            found.append(Target(path, current))
+            found.append(Block(path, current))
         elif not _contains(current, blocks) and not isinstance(current, (nn.ModuleList, nn.ModuleDict)):
             if not is_single(current):
-                found.append(Target(path, current))
+                found.append(Block(path, current))
         else:
             # Lists and dicts of modules are never called.
             for name, child in current.named_children():
@@ -230,17 +240,12 @@ def _contains(module: nn.Module, blocks: Sequence[str]) -> bool:
     return any(type(inner).__name__ in blocks for inner in module.modules())
 
 
-def is_wrapped(module: nn.Module) -> bool:
-    """Return True for the wrapper that `torch.compile(module)` creates."""
-    return isinstance(module, torch._dynamo.OptimizedModule)
-
-
 def is_single(module: nn.Module) -> bool:
     """Return True if a module is one of torch's layers: a single routine, with nothing to fuse around it."""
     own = type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None
-    return own or isinstance(module, (nn.Linear, nn.modules.conv._ConvNd))
+    return own or isinstance(module, nn.Linear) or compat.modules.is_convolution(module)
 
 
-def _in_words(targets: tuple[Target, ...]) -> str:
-    counts = Counter(type(target.module).__name__ for target in targets)
+def _in_words(blocks: tuple[Block, ...]) -> str:
+    counts = Counter(type(block.module).__name__ for block in blocks)
     return ", ".join(f"{count} {name}" if count > 1 else name for name, count in counts.most_common())

@@ -4,61 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any
 
-from tritium.config import CompilationConfig, check_flag, keywords_only
-from tritium.errors import ConfigError, nearest
+from tritium.config import CompilationConfig, check_flag
+from tritium.errors import ConfigError
 from tritium.pipelines.shapes import Shapes
-
-How = Literal["tritium", "inductor", "eager"]
-HOWS: tuple[How, ...] = get_args(How)
-
-Graphs = Literal["off", "only", "with_compile", "auto"]
+from tritium.techniques import catalog
+from tritium.techniques.choice import HOWS, Choice, Off, check_keywords, collect, name_of
 
 
-@keywords_only
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """The setting for one part of a pipeline.
-
-    `how` selects Tritium, plain torch.compile (`inductor`), or neither (`eager`). `channels_last` converts the part's
-    convolution weights to that memory format. `graphs` has the meaning of the field in `CompilationConfig`; None takes
-    the plan's setting.
-    """
-
-    how: How = "tritium"
-    channels_last: bool = False
-    graphs: Graphs | None = None
-
-    def __post_init__(self) -> None:
-        if self.how not in HOWS:
-            raise ConfigError(f"a part cannot run with {self.how!r}; {nearest(str(self.how), HOWS)}")
-        check_flag("Choice.channels_last", self.channels_last)
-        if self.graphs is not None and self.graphs not in get_args(Graphs):
-            raise ConfigError(f"graphs cannot be {self.graphs!r}; {nearest(str(self.graphs), get_args(Graphs))}")
-        if self.graphs not in (None, "off") and self.how != "tritium":
-            raise ConfigError(f"graphs={self.graphs!r} is Tritium's, and the part runs with {self.how!r}")
-
-    def __str__(self) -> str:
-        graphs = f", graphs {self.graphs}" if self.graphs is not None else ""
-        return self.how + (", channels-last" if self.channels_last else "") + graphs
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-
-@keywords_only
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, init=False)
 class Plan:
     """The settings for a pipeline; `tritium.optimize(pipe)` uses `Plan()`.
 
     Args:
         config: How Tritium compiles.
-        graphs: Whether calls are captured and replayed, as in `CompilationConfig`. "auto" decides for each part and
-            shape, and captures calls that wait for the host; if the configuration's setting is not "off", that one
-            applies.
+        techniques: Configs of techniques for all parts, such as `ChannelsLast()`. Each can be written by its technique's
+            name instead: `Plan(graphs="off", channels_last=True)`. A choice in `components` takes precedence. Parts to
+            which a technique does not apply go without it, and the summary says why.
         components: A choice by part (`transformer`, `vae.decode`, `text_encoder`, ...); a component's name covers all
             its parts. A string stands for `Choice(how=...)`. Other parts get the default.
         measure: On its first call, time each part eagerly, under torch.compile and under Tritium, and keep the fastest.
@@ -73,52 +38,73 @@ class Plan:
     'eager'
     """
 
-    config: CompilationConfig = field(default_factory=CompilationConfig)
-    graphs: Graphs = "auto"
-    components: Mapping[str, Choice | str] = field(default_factory=dict)
-    measure: bool = False
-    dynamic: bool | None = None
-    blocks: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    check_memory: bool = True
-    progress: bool = True
-    shapes: Shapes | None = None
+    config: CompilationConfig
+    techniques: tuple[Any, ...]
+    components: Mapping[str, Choice]
+    measure: bool
+    dynamic: bool | None
+    blocks: Mapping[str, tuple[str, ...]]
+    check_memory: bool
+    progress: bool
+    shapes: Shapes | None
 
-    def __post_init__(self) -> None:
-        if self.shapes is not None and not isinstance(self.shapes, Shapes):
-            raise ConfigError(f"Plan.shapes takes a Shapes, got {type(self.shapes).__name__}")
-        if not isinstance(self.config, CompilationConfig):
-            raise ConfigError(f"Plan.config takes a CompilationConfig, got {type(self.config).__name__}")
-        if self.graphs not in get_args(Graphs):
-            raise ConfigError(f"Plan.graphs cannot be {self.graphs!r}; {nearest(str(self.graphs), get_args(Graphs))}")
-        if self.graphs not in ("auto", self.config.graphs) and self.config.graphs != "off":
-            raise ConfigError(
-                f"Plan.graphs is {self.graphs!r} and its configuration says {self.config.graphs!r}; give one"
-            )
-        for name in ("measure", "check_memory", "progress"):
-            check_flag(f"Plan.{name}", getattr(self, name))
-        if self.dynamic is not None and not isinstance(self.dynamic, bool):
-            raise ConfigError(f"Plan.dynamic must be None, True or False, got {self.dynamic!r}")
-        choices = _by_component("components", self.components, f"a Choice or one of {', '.join(HOWS)}")
-        choices = {name: choice_of(name, choice) for name, choice in choices.items()}
-        blocks = _by_component("blocks", self.blocks, "the class names of its repeated blocks")
-        blocks = {name: _class_names(name, classes) for name, classes in blocks.items()}
-        if "vae" in blocks:
-            raise ConfigError(
-                "Plan.blocks names 'vae', whose encoder and decoder are each compiled as one; leave it out"
-            )
-        object.__setattr__(self, "components", MappingProxyType(choices))
-        object.__setattr__(self, "blocks", MappingProxyType(blocks))
-
-    @property
-    def captures(self) -> Graphs:
-        """Return the capture setting for parts whose choice has none."""
-        return self.config.graphs if self.graphs == "auto" and self.config.graphs != "off" else self.graphs
+    def __init__(
+        self,
+        *positional: Any,
+        config: CompilationConfig | None = None,
+        techniques: Iterable[Any] = (),
+        components: Mapping[str, Choice | str] = MappingProxyType({}),
+        measure: bool = False,
+        dynamic: bool | None = None,
+        blocks: Mapping[str, Sequence[str] | str] = MappingProxyType({}),
+        check_memory: bool = True,
+        progress: bool = True,
+        shapes: Shapes | None = None,
+        **by_name: Any,
+    ) -> None:
+        check_keywords("Plan", [field.name for field in dataclasses.fields(self)], positional, by_name)
+        config = CompilationConfig() if config is None else config
+        if shapes is not None and not isinstance(shapes, Shapes):
+            raise ConfigError(f"Plan.shapes takes a Shapes, got {type(shapes).__name__}")
+        if not isinstance(config, CompilationConfig):
+            raise ConfigError(f"Plan.config takes a CompilationConfig, got {type(config).__name__}")
+        for name, flag in (("measure", measure), ("check_memory", check_memory), ("progress", progress)):
+            check_flag(f"Plan.{name}", flag)
+        if dynamic is not None and not isinstance(dynamic, bool):
+            raise ConfigError(f"Plan.dynamic must be None, True or False, got {dynamic!r}")
+        values = {
+            "config": config,
+            "techniques": collect("Plan", techniques, by_name),
+            "components": _choices(components),
+            "measure": measure,
+            "dynamic": dynamic,
+            "blocks": _blocks(blocks),
+            "check_memory": check_memory,
+            "progress": progress,
+            "shapes": shapes,
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        # Raise for techniques that cannot be combined.
+        Choice(techniques=self.inherited().values())
 
     def choice(self, part: str) -> Choice | None:
         """Return the requested choice for a part, by its name or its component's; None if there is none."""
-        found = self.components.get(part) or self.components.get(part.partition(".")[0])
-        assert found is None or isinstance(found, Choice)
-        return found
+        return self.components.get(part) or self.components.get(part.partition(".")[0])
+
+    def inherited(self) -> dict[str, Any]:
+        """Return the techniques of parts whose choice has none, by name: the plan's, else the default ones."""
+        named = {name_of("Plan", config): config for config in self.techniques}
+        configs = {name: named.get(name, technique.default) for name, technique in catalog().items()}
+        return {
+            name: catalog()[name].reconcile(config, self.config)
+            for name, config in configs.items()
+            if config is not None and not isinstance(config, Off)
+        }
+
+    def names(self, technique: str) -> bool:
+        """Return True if the plan itself names a technique, so that parts without it need a reason."""
+        return any(name_of("Plan", config) == technique for config in self.techniques)
 
     def with_(self, **changes: Any) -> Plan:
         return dataclasses.replace(self, **changes)
@@ -134,6 +120,11 @@ def _by_component(name: str, value: Any, what: str) -> dict[str, Any]:
     return dict(value)
 
 
+def _choices(value: Any) -> Mapping[str, Choice]:
+    given = _by_component("components", value, f"a Choice or one of {', '.join(HOWS)}")
+    return MappingProxyType({name: choice_of(name, choice) for name, choice in given.items()})
+
+
 def choice_of(name: str, value: Any) -> Choice:
     """Return a part's choice from a Choice or a string; raise a `ConfigError` for anything else."""
     if isinstance(value, str):
@@ -143,8 +134,16 @@ def choice_of(name: str, value: Any) -> Choice:
     return value
 
 
+def _blocks(value: Any) -> Mapping[str, tuple[str, ...]]:
+    given = _by_component("blocks", value, "the class names of its repeated blocks")
+    blocks = {name: _class_names(name, classes) for name, classes in given.items()}
+    if "vae" in blocks:
+        raise ConfigError("Plan.blocks names 'vae', whose encoder and decoder are each compiled as one; leave it out")
+    return MappingProxyType(blocks)
+
+
 def _class_names(name: str, value: Any) -> tuple[str, ...]:
     names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else ()
-    if not names or not all(isinstance(one, str) and one for one in names):
+    if not names or not all(isinstance(entry, str) and entry for entry in names):
         raise ConfigError(f"Plan.blocks[{name!r}] takes the class name of a block, or several, got {value!r}")
     return names

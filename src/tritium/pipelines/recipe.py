@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from tritium import disk, techniques
 from tritium.artifacts.fingerprint import Fingerprint
 from tritium.errors import ConfigError, FingerprintError, RecipeError, RecipeMismatch
-from tritium.pipelines.plan import Choice, Plan
+from tritium.pipelines.plan import Plan
+from tritium.techniques.choice import Choice
 
 FORMAT = 1
 
@@ -73,7 +75,9 @@ def load(path: Path) -> Recipe:
 def fingerprint_of(pipe: Any) -> Fingerprint:
     """Return the fingerprint of a pipeline on its device."""
     configs = {name: _config(value) for name, value in pipe.components.items() if isinstance(value, nn.Module)}
-    return Fingerprint.current(configs, pipe.device.type)
+    fingerprint = Fingerprint.current(configs, pipe.device.type)
+    # Techniques, plug-ins' too, decide the results of a recipe as much as the compiler does.
+    return replace(fingerprint, tritium=disk.digest(fingerprint.tritium, *techniques.files()))
 
 
 def _config(module: nn.Module) -> Mapping[str, Any]:

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from tritium import measure
-from tritium.pipelines.installed import Installed
-from tritium.pipelines.plan import Choice
+from tritium import compat, measure
+from tritium.pipelines.part import Part
+from tritium.techniques.choice import Choice
 
 SECONDS = 2.0
 
@@ -22,50 +21,46 @@ GAIN = 0.03
 TIE = 0.02
 
 
-def ways(installed: Installed) -> list[Choice]:
-    """Return every way to run a part. Add new techniques for parts here."""
-    found = [Choice(how="eager")]
-    if installed.part.targets:
-        found += [Choice(how="inductor"), Choice(how="tritium")]
-        if any(parameter.dim() > 3 for parameter in installed.part.entry.parameters()):
-            found += [Choice(how="tritium", channels_last=True)]
-    return found
+def ways(part: Part) -> list[Choice]:
+    """Return every way to run a part."""
+    compiled = [Choice(how="inductor"), Choice(how="tritium"), *part.variants()] if part.spec.blocks else []
+    return [Choice(how="eager"), *compiled]
 
 
 # The arguments of one call of a part.
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
-def decide(installed: Installed, calls: Sequence[Call], seconds: float = SECONDS) -> None:
+def decide(part: Part, calls: Sequence[Call], seconds: float = SECONDS) -> None:
     """Time all ways to run the calls, interleaved; switch to the fastest and record the reason."""
-    choices = ways(installed)
-    device_type = _device_type(installed, calls)
+    choices = ways(part)
+    device_type = _device_type(part, calls)
     by_name = {str(choice): choice for choice in choices}
 
     def run() -> None:
         for call in calls:
-            # `tree_map` copies lists: each call changes the frame cache in them.
-            args, kwargs = pytree.tree_map(lambda value: value, call)
-            installed.run(*args, **kwargs)
+            # Copy lists: each call changes the frame cache in them.
+            args, kwargs = compat.tensors.map_tensors(lambda tensor: tensor, call)
+            part.run(*args, **kwargs)
 
     timings = measure.interleave(
         dict.fromkeys(by_name, run),
         device_type,
         seconds=seconds,
         burst=_BURST,
-        prepare=lambda name: installed.use(by_name[name]),
+        prepare=lambda name: part.use(by_name[name]),
     )
     taken = {choice: timings[str(choice)].median_ms / len(calls) for choice in choices}
-    best, installed.why = pick(taken)
-    installed.use(best)
-    installed.measured = {str(choice): milliseconds for choice, milliseconds in taken.items()}
+    best, part.why = pick(taken)
+    part.use(best)
+    part.measured = {str(choice): milliseconds for choice, milliseconds in taken.items()}
 
 
 def pick(taken: Mapping[Choice, float]) -> tuple[Choice, str]:
     """Return the way to keep, and why. Eager wins if the gain is small; Tritium wins ties.
 
     >>> pick({Choice(how="eager"): 10.0, Choice(how="inductor"): 8.0, Choice(how="tritium"): 7.0})
-    (Choice(how='tritium', channels_last=False, graphs=None), 'eager 10.00 ms, inductor 8.00 ms, tritium 7.00 ms')
+    (Choice(how='tritium'), 'eager 10.00 ms, inductor 8.00 ms, tritium 7.00 ms')
     """
     figures = ", ".join(f"{choice} {milliseconds:.2f} ms" for choice, milliseconds in taken.items())
     eager = min(milliseconds for choice, milliseconds in taken.items() if choice.how == "eager")
@@ -76,15 +71,15 @@ def pick(taken: Mapping[Choice, float]) -> tuple[Choice, str]:
     fastest = min(compiled.values())
     ours = {c: ms for c, ms in compiled.items() if c.how == "tritium" and ms <= fastest * (1 + TIE)}
     best = min(ours or compiled, key=compiled.__getitem__)
-    # Prefer the plain layout without graphs if it is about as fast.
+    # Prefer no techniques if that is about as fast.
     plain = Choice(how=best.how)
     if plain in compiled and compiled[plain] <= compiled[best] * (1 + TIE):
         best = plain
     return best, figures
 
 
-def _device_type(installed: Installed, calls: Sequence[Call]) -> str:
-    for value in (*calls[0][0], *calls[0][1].values(), *installed.part.entry.parameters()):
+def _device_type(part: Part, calls: Sequence[Call]) -> str:
+    for value in (*calls[0][0], *calls[0][1].values(), *part.module.parameters()):
         if isinstance(value, torch.Tensor):
             return value.device.type
     return "cpu"

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from tritium.compiler.capture import auto
+from tritium import compat
 from tritium.errors import PipelineError, ShapeError
-from tritium.pipelines.installed import Installed
+from tritium.pipelines.part import Part
 from tritium.pipelines.progress import Progress
 from tritium.pipelines.shapes import Bucket, Shapes
 from tritium.report.ledger import LEDGER
@@ -24,7 +24,7 @@ PROMPT = "a"
 
 
 def warm_up(
-    pipe: Any, shapes: Shapes, parts: Sequence[Installed], progress: Progress, call: Mapping[str, Any]
+    pipe: Any, shapes: Shapes, parts: Sequence[Part], progress: Progress, call: Mapping[str, Any]
 ) -> dict[str, float]:
     """Return seconds by bucket; raise a `ShapeError` at Dynamo's recompile limit."""
     buckets = shapes.buckets
@@ -49,9 +49,9 @@ def warm_up(
     return seconds
 
 
-def _steps(parts: Sequence[Installed]) -> int:
-    """Return the number of steps after which every part has decided on its captures."""
-    return max((auto.CALLS_TO_DECIDE for installed in parts if installed.decides_captures), default=STEPS)
+def _steps(parts: Sequence[Part]) -> int:
+    """Return the number of steps after which the calls of every part behave alike."""
+    return max([STEPS, *(part.calls_to_settle for part in parts)])
 
 
 def arguments_of(pipe: Any, bucket: Bucket, steps: int = STEPS) -> dict[str, Any]:
@@ -77,8 +77,8 @@ def arguments_of(pipe: Any, bucket: Bucket, steps: int = STEPS) -> dict[str, Any
 
 
 @contextlib.contextmanager
-def _learning(parts: Sequence[Installed]) -> Iterator[None]:
-    contracts = [installed.contract for installed in parts if installed.contract is not None]
+def _learning(parts: Sequence[Part]) -> Iterator[None]:
+    contracts = [part.contract for part in parts if part.contract is not None]
     before = [contract.learning for contract in contracts]
     for contract in contracts:
         contract.learning = True
@@ -95,7 +95,7 @@ def _learning(parts: Sequence[Installed]) -> Iterator[None]:
 @contextlib.contextmanager
 def _quiet(pipe: Any) -> Iterator[None]:
     """Hide the pipeline's progress bar during warm-up."""
-    own = getattr(pipe, "_progress_bar_config", None)
+    own = getattr(pipe, compat.modules.PROGRESS_BAR, None)
     silence = getattr(pipe, "set_progress_bar_config", None)
     if silence is not None:
         silence(**{**(own or {}), "disable": True})
@@ -103,6 +103,6 @@ def _quiet(pipe: Any) -> Iterator[None]:
         yield
     finally:
         if own is not None:
-            pipe._progress_bar_config = own
-        elif hasattr(pipe, "_progress_bar_config"):
-            del pipe._progress_bar_config
+            setattr(pipe, compat.modules.PROGRESS_BAR, own)
+        elif hasattr(pipe, compat.modules.PROGRESS_BAR):
+            delattr(pipe, compat.modules.PROGRESS_BAR)

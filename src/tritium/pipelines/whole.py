@@ -109,10 +109,8 @@ class Whole:
 
 def replaced_by_hooks(module: nn.Module) -> str | None:
     """Return which hook replaces a module's forward to move weights or arguments around it, or None."""
-    hook = module.__dict__.get("_hf_hook")
+    hook = compat.modules.accelerate_hook(module)
     if hook is not None:
         return f"an accelerate hook ({type(hook).__name__}) runs around its forward"
-    registry = module.__dict__.get("_diffusers_hook")
-    if registry is not None and registry.hooks:
-        return f"a diffusers hook ({', '.join(sorted(registry.hooks))}) runs around its forward"
-    return None
+    names = compat.modules.diffusers_hooks(module)
+    return f"a diffusers hook ({', '.join(names)}) runs around its forward" if names else None

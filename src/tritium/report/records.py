@@ -155,6 +155,8 @@ class Component(Record):
     # Total seconds of the calls that compiled.
     first_call_seconds: float
     what: str
+    # The data of each technique that is applied, by its name.
+    techniques: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

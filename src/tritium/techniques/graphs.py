@@ -51,7 +51,9 @@ def reconcile(config: Graphs, compilation: CompilationConfig) -> Graphs:
         return config
     if config.mode == "auto":
         return Graphs(compilation.graphs)
-    raise ConfigError(f"Plan.graphs is {config.mode!r} and its configuration says {compilation.graphs!r}; give one")
+    raise ConfigError(
+        f"Plan.graphs is {config.mode!r} and its configuration says {compilation.graphs!r}; give one of them"
+    )
 
 
 def settles_after(part: Part, config: Graphs) -> int:
