@@ -168,7 +168,7 @@ class TestRefusals:
 
     def test_a_codec_is_known_through_what_torch_compile_made_around_it(self, pipe):
         plain = tritium.optimize(pipe, PLAN)
-        expected = plain.part("vae.decode").part.varying
+        expected = plain.part("vae.decode").spec.varying
         plain.remove()
         pipe.vae = torch.compile(pipe.vae, backend="eager")
         with tritium.optimize(pipe, PLAN) as handle:

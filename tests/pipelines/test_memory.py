@@ -102,7 +102,7 @@ class TestRefusal:
                 decode(vae, latent)
             free(2**40)
             assert torch.isfinite(decode(vae, latent)).all()
-            assert not handle.part("vae.decode").part.guard.unknown
+            assert not handle.part("vae.decode").spec.guard.unknown
 
     def test_it_says_how_much_and_is_a_memory_error(self, free):
         vae = SMALL_VAES["kl"].build()
@@ -178,7 +178,7 @@ class TestRefusal:
             free(1000)
             with pytest.raises(MemoryShortage):
                 vae.decode(small.latent(13, 12))
-            assert not handle.part("vae.decode").part.guard.unknown
+            assert not handle.part("vae.decode").spec.guard.unknown
 
 
 class TestGuard:
