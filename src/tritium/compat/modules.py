@@ -13,6 +13,13 @@ from torch import nn
 M = TypeVar("M", bound=nn.Module)
 
 
+# The attribute of a module with the function that a call of the module runs; if it is None, a call is not compiled.
+COMPILED_CALL = "_compiled_call_impl"
+
+# The attribute of a pipeline with the arguments of its progress bar.
+PROGRESS_BAR = "_progress_bar_config"
+
+
 def eager_call(module: nn.Module) -> Callable[..., Any]:
     """Return the uncompiled call of a module: its forward between its hooks."""
     return module._call_impl
@@ -83,3 +90,18 @@ def hooks_registered() -> int:
 def repeated_blocks(module: nn.Module) -> tuple[str, ...]:
     """Return the classes that a diffusers model names for `compile_repeated_blocks`."""
     return tuple(getattr(module, "_repeated_blocks", None) or ())
+
+
+def is_convolution(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.conv._ConvNd)
+
+
+def accelerate_hook(module: nn.Module) -> Any:
+    """Return accelerate's hook on a module, or None."""
+    return getattr(module, "_hf_hook", None)
+
+
+def diffusers_hooks(module: nn.Module) -> list[str]:
+    """Return the names of diffusers' hooks on a module."""
+    registry: Any = getattr(module, "_diffusers_hook", None)
+    return sorted(registry.hooks) if registry is not None else []

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from tritium import compat
-from tritium.compiler.dynamic_dims import marking
+from tritium.compiler.compile import marking
 
 
 def with_even_strides(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,8 +8,8 @@ from typing import get_args
 from tritium.errors import ArgumentError, ConfigError, nearest
 from tritium.layers.attention.diffusers import attention_layers
 from tritium.layers.sparse.diffusers import SparseHandle, set_sparse_attention
-from tritium.layers.sparse.forward import SparseType
 from tritium.layers.sparse.layout import SparseLayout
+from tritium.layers.sparse.masks import SparseType
 from tritium.techniques.attention import Attention
 from tritium.techniques.choice import Choice
 from tritium.techniques.technique import Note, Part, Technique

@@ -67,9 +67,14 @@ def set_attention(
     return handle
 
 
+def attention_layers(module: nn.Module) -> dict[str, Any]:
+    """Return the attention layers of diffusers in a module, by path."""
+    return {path: layer for path, layer in module.named_modules() if callable(getattr(layer, "processor", None))}
+
+
 def change_layers(handle: AttentionHandle, module: nn.Module, name: str, attend: Attend) -> None:
     """Make the attention layers of a module compute by `attend`, registered with diffusers under `name`."""
-    layers = {path: layer for path, layer in module.named_modules() if callable(getattr(layer, "processor", None))}
+    layers = attention_layers(module)
     if not layers:
         raise ArgumentError(f"{type(module).__name__} has no attention layers of diffusers")
     member = register_attention_backend(name, attend)
