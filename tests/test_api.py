@@ -90,7 +90,7 @@ class TestReversible:
             backends = []
             for layout in (True, False):
                 part.use(Choice(how=how, channels_last=layout))
-                backends.append(backend_of(part._techniques.settings))
+                backends.append(backend_of(part._settings))
             assert backends[0] != backends[1]
 
     def test_weights_that_change_meanwhile_stay_changed(self, pipe):
@@ -172,9 +172,9 @@ class TestRefusals:
         plain.remove()
         pipe.vae = torch.compile(pipe.vae, backend="eager")
         with tritium.optimize(pipe, PLAN) as handle:
-            part = handle.part("vae.decode").part
-            assert part.varying == expected
-            assert part.varying
+            part = handle.part("vae.decode")
+            assert part.spec.varying == expected
+            assert part.spec.varying
             assert part.module is pipe.vae.decoder
 
     def test_a_compiled_decoder(self, pipe):

@@ -70,6 +70,8 @@ class Part:
         self.times = Times()
         self._times_of: dict[Choice, Times] = {}
         self._techniques = Stack(self)
+        # How the part is compiled now, with all techniques.
+        self._settings = Settings("eager", plan.config)
         self._missing: list[str] = []
         # The values of the slots before, and those that this class put there, by module.
         self._before: dict[nn.Module, Any] = {}
@@ -198,7 +200,8 @@ class Part:
         self._techniques.switch(Settings(choice.how, self.plan.config), configs)
         self.choice, self.among, self._missing = choice, among, missing
         self.times = self._times_of.setdefault(choice, Times())
-        self._place(self._techniques.settings, among)
+        self._settings = self._techniques.settings
+        self._place(self._settings, among)
         self._set_call(among)
         self._put(self.module, self.call)
 
@@ -236,7 +239,7 @@ class Part:
 
     def _set_call(self, among: Container[nn.Module] | None) -> None:
         """Put together the call of the part: the functions around it, outermost first, and its program."""
-        settings, outside, inside = self._techniques.settings, self._techniques.outside, self._techniques.inside
+        settings, outside, inside = self._settings, self._techniques.outside, self._techniques.inside
         around: list[Around] = [self._reported]
         if self.spec.guard is not None and self.plan.check_memory:
             around.insert(0, self._checked)
@@ -396,7 +399,7 @@ class Part:
     @property
     def refused(self) -> str | None:
         """Return why the part is compiled block by block and not as one program, or None."""
-        whole = self._wholes.get(self._techniques.settings)
+        whole = self._wholes.get(self._settings)
         return whole.refused if whole is not None else None
 
     @property

@@ -91,7 +91,7 @@ Timestep = Callable[[Sequence[Any], Mapping[str, Any]], float | None]
 def timestep_of(module: nn.Module) -> Timestep | None:
     """Return a function that reads the timestep from the arguments of a module's forward, or None if it has none."""
     # The forward of an instance may be wrapped, and the class of a compiled module has a forward of `*args`.
-    original: Any = type(getattr(module, "_orig_mod", module))
+    original: Any = type(compat.modules.unwrapped(module))
     names = list(inspect.signature(original.forward).parameters)[1:]
     name = next((name for name in TIMES if name in names), None)
     return None if name is None else functools.partial(_read_timestep, name, names.index(name))
