@@ -145,27 +145,3 @@ def test_nothing_is_wider_than_a_phone(opened, options):
     assert shown == 390
     assert wide <= shown
     assert tab.locator("h1").bounding_box()["width"] <= 390
-
-
-def test_the_table_s_head_stays_in_sight(opened):
-    tab = opened(viewport={"width": 900, "height": 220})
-    scrolled, distance = tab.locator(".scroll:has(#kernel-table)").evaluate(
-        """box => {
-            box.scrollTop = box.scrollHeight;
-            const head = box.querySelector("th").getBoundingClientRect();
-            return [box.scrollTop, head.top - box.getBoundingClientRect().top];
-        }"""
-    )
-    assert scrolled > 0
-    assert distance == pytest.approx(0, abs=2)
-
-
-def test_dark_mode_is_dark(opened):
-    shades = {}
-    for scheme in ("light", "dark"):
-        tab = opened(color_scheme=scheme)
-        read = "element => getComputedStyle(element).{}.match(/\\d+/g).slice(0, 3).reduce((a, b) => a + Number(b), 0)"
-        paper, ink = (tab.locator("body").evaluate(read.format(name)) for name in ("backgroundColor", "color"))
-        shades[scheme] = (paper, ink)
-    assert shades["light"][0] > 600 > 200 > shades["light"][1]
-    assert shades["dark"][0] < 200 < 600 < shades["dark"][1]

@@ -17,8 +17,7 @@ from support import codegen
 from tritium.compat import kernel_benchmark
 from tritium.errors import ReportError
 from tritium.report import Report, kernel_dump
-from tritium.report.kernel_dump import fragment
-from tritium.report.kernel_dump.dissection import Dissection
+from tritium.report.kernel_dump.dissection import Dissection, fragment, script
 from tritium.report.records import GraphRecord
 
 
@@ -231,7 +230,7 @@ class TestFragments:
         """The part has one input, and the script computes the expected result from it."""
         (given,) = part.find_nodes(op="placeholder")
         space: dict = {}
-        exec(fragment.script(part, "k"), space)
+        exec(script(part, "k"), space)
         torch.testing.assert_close(space["run"](**{given.name: value})[name], expected)
         return given.name
 
@@ -239,16 +238,16 @@ class TestFragments:
         graph, _ = self.captured(lambda x: (x.exp() + 1).sin() * 2, torch.randn(3))
         calls = [node for node in graph.nodes if node.op == "call_function"]
         x = torch.randn(3)
-        assert self.check(fragment.fragment(graph, calls, {"add"}, {"mul"}), x, "mul", x.sin() * 2) == "add"
+        assert self.check(fragment(graph, calls, {"add"}, {"mul"}), x, "mul", x.sin() * 2) == "add"
 
     def test_views_belong_to_it_and_other_operators_do_not(self):
         graph, nodes = self.captured(lambda x: x.exp().t().sin(), torch.randn(3, 4))
-        part, x = fragment.fragment(graph, [nodes["sin"]], set(), {"sin"}), torch.randn(3, 4)
+        part, x = fragment(graph, [nodes["sin"]], set(), {"sin"}), torch.randn(3, 4)
         assert self.check(part, x, "sin", x.t().sin()) == "exp"
 
     def test_one_of_several_results(self):
         graph, nodes = self.captured(lambda x: torch.var_mean(x, 1)[1] * 2, torch.randn(3, 4))
-        part, x = fragment.fragment(graph, [nodes["var_mean"], nodes["mul"]], set(), {"mul"}), torch.randn(3, 4)
+        part, x = fragment(graph, [nodes["var_mean"], nodes["mul"]], set(), {"mul"}), torch.randn(3, 4)
         self.check(part, x, "mul", x.mean(1) * 2)
 
     def test_values_that_print_as_no_python(self):
@@ -258,7 +257,7 @@ class TestFragments:
         graph, _ = self.captured(function, torch.randn(2))
         calls = [node for node in graph.nodes if node.op == "call_function"]
         x = torch.ones(2)
-        self.check(fragment.fragment(graph, calls, set(), {calls[-1].name}), x, calls[-1].name, function(x))
+        self.check(fragment(graph, calls, set(), {calls[-1].name}), x, calls[-1].name, function(x))
 
 
 @pytest.mark.gpu

@@ -75,7 +75,7 @@ class TestAttribution:
         found = {("0/0", "aten::addmm"): [5, 20, 7, 6, 22, 8], ("0/0", "cpp_fused_mul_0"): [1, 9, 2, 3, 11, 4]}
         timed = timing.with_times(record, found, Counter({"0/0": 2}))
         assert [entry.measured_us for entry in timed.kernels] == [6.5, 21, 2.5, 10]
-        rows = {row.kernel.name: row for row in Kernels.of(Report([timed])).rows}
+        rows = {row.kernel.name: row for row in Kernels(Report([timed])).rows}
         assert (rows["addmm (a)"].launches, rows["addmm (b)"].launches) == (2, 1)
 
 

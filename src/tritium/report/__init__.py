@@ -23,6 +23,12 @@ from tritium.report.observation import merged
 from tritium.report.recompiles import Recompile, parse_guard_failure
 from tritium.report.records import SEED_FAMILIES, Component, GraphRecord, Measurement, SiteCounts, Violation
 
+# The lists of a report by name, each an attribute.
+_LISTS = (
+    *("attention", "lowered", "fallbacks", "not_fused", "recompiles"),
+    *("captures", "kernels", "passes", "frozen", "failures"),
+)
+
 
 def _by_graph(name: str) -> property:
     """Return a property with one list of all records as data, each entry with its graph."""
@@ -120,18 +126,9 @@ class Report:
             "measurement": self.measurement.to_dict() if self.measurement is not None else None,
             "graphs": [record.describe() for record in self.records],
             "sites": {family: counts.to_dict() for family, counts in self.sites.items()},
-            "attention": self.attention,
-            "lowered": self.lowered,
-            "fallbacks": self.fallbacks,
-            "not_fused": self.not_fused,
-            "recompiles": self.recompiles,
+            **{name: getattr(self, name) for name in _LISTS},
             "limits": [dataclasses.asdict(limit) for limit in self.limits],
             "violations": [violation.to_dict() for violation in self.violations],
-            "captures": self.captures,
-            "kernels": self.kernels,
-            "passes": self.passes,
-            "frozen": self.frozen,
-            "failures": self.failures,
         }
 
     def to_json(self) -> str:

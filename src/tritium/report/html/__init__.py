@@ -6,7 +6,11 @@ Everything here is a function of the report; nothing is measured or decided. The
 from __future__ import annotations
 
 import datetime
+import difflib
+import itertools
 from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 from tritium import disk
 from tritium.errors import MissingExtra, ReportError
 from tritium.report import units
-from tritium.report.html import graph, plot
+from tritium.report.graph_text import GraphNode
+from tritium.report.html import plot
 from tritium.report.html.kernels import Kernels
-from tritium.report.records import GraphRecord, Site
+from tritium.report.records import Diagram, GraphRecord, Site
 from tritium.report.units import count, number
 
 if TYPE_CHECKING:
@@ -26,6 +31,9 @@ _FOLDER = Path(__file__).parent
 
 # One block is enough for a reader; more diagrams would only enlarge the file.
 MOST_DIAGRAMS = 3
+
+# Pixels of a line of a graph, and of the widest arc beside the lines: longer edges share the left border.
+ROW, GUTTER = 22, 64
 
 _KINDS = (
     ("generated", "Generated kernels", "written by Inductor for this model"),
@@ -59,7 +67,7 @@ def render(report: Report, title: str) -> str:
         # Files of this folder.
         trusted=markupsafe.Markup,
     )
-    kernels = Kernels.of(report)
+    kernels = Kernels(report)
     recorded = [(record, record.diagram) for record in report.records if record.diagram is not None]
     shown = sorted(recorded, key=lambda pair: not pair[1].is_changed)[:MOST_DIAGRAMS]
     return environment.get_template("report.html.jinja").render(
@@ -75,8 +83,9 @@ def render(report: Report, title: str) -> str:
         plot=plot,
         roofline=plot.roofline_plot(kernels),
         bandwidth=plot.bandwidth_plot(kernels),
-        graph=graph,
-        diagrams=[(record, diagram, graph.compared(diagram, record.sites)) for record, diagram in shown],
+        row_height=ROW,
+        gutter=GUTTER,
+        diagrams=[(record, diagram, compared(diagram, record.sites)) for record, diagram in shown],
         style=(_FOLDER / "report.css").read_text(encoding="utf-8"),
         script=(_FOLDER / "report.js").read_text(encoding="utf-8"),
         time=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -115,13 +124,63 @@ def _described(record: GraphRecord) -> str:
 
 def _sites(report: Report) -> list[tuple[Site, str, int]]:
     """Return sites with their graph and count: equal blocks repeat a site with the same outcome at the same line."""
-    first: dict[tuple[str, ...], tuple[Site, str]] = {}
-    counts: Counter[tuple[str, ...]] = Counter()
-    for record in report.records:
-        for site in record.sites:
-            key = (site.outcome, site.fusion, site.source_line, site.reason, record.graph)
-            first.setdefault(key, (site, record.graph))
-            counts[key] += 1
+    counts = Counter((replace(site, node=""), record.graph) for record in report.records for site in record.sites)
     order = ("fused", "declined", "inductor")
-    rows = [(*first[key], times) for key, times in counts.items()]
+    rows = [(site, graph, times) for (site, graph), times in counts.items()]
     return sorted(rows, key=lambda row: (order.index(row[0].outcome), row[0].fusion, row[0].source_line))
+
+
+@dataclass(frozen=True)
+class Line:
+    """A node of one side, or an empty line; with the site that begins there, if any."""
+
+    node: GraphNode | None
+    state: str = "nothing"
+    site: Site | None = None
+
+
+@dataclass(frozen=True)
+class Side:
+    """The graph before or after the passes."""
+
+    name: str
+    title: str
+    lines: list[Line]
+
+    @property
+    def nodes(self) -> list[GraphNode]:
+        return [line.node for line in self.lines if line.node is not None]
+
+    @property
+    def arcs(self) -> list[tuple[int, int, str]]:
+        """The edges as line numbers of both ends, and as an SVG path."""
+        place = {line.node.name: index for index, line in enumerate(self.lines) if line.node is not None}
+        return [
+            (place[source], place[node.name], _path(place[source], place[node.name]))
+            for node in self.nodes
+            for source in node.inputs
+            if source in place
+        ]
+
+
+def compared(diagram: Diagram, sites: Iterable[Site]) -> list[Side]:
+    """Return both sides with equal nodes on one line; removed and added nodes are marked, and sites have their fusion."""
+    marks = {site.node: site for site in sites}
+    before, after = Side("before", "as Dynamo made it", []), Side("after", "as the passes left it", [])
+    old_keys, new_keys = ([(node.name, node.target) for node in nodes] for nodes in (diagram.before, diagram.after))
+    matcher = difflib.SequenceMatcher(None, old_keys, new_keys, autojunk=False)
+    for operation, start, end, new_start, new_end in matcher.get_opcodes():
+        removed, added = ("same", "same") if operation == "equal" else ("went", "came")
+        for old, new in itertools.zip_longest(diagram.before[start:end], diagram.after[new_start:new_end]):
+            for side, node, state in ((before, old, removed), (after, new, added)):
+                side.lines.append(Line(None) if node is None else Line(node, state, marks.get(node.name)))
+    return [before, after] if diagram.is_changed else [Side("before and after", before.title, before.lines)]
+
+
+def _path(start: int, end: int) -> str:
+    top, bottom = start * ROW + ROW / 2, end * ROW + ROW / 2
+    reach = min(GUTTER - 4, 6 + 5 * abs(end - start) ** 0.75)
+    x = GUTTER - 2
+    # A Bézier curve extends to 3/4 of the distance of its control points.
+    out = x - reach * 4 / 3
+    return f"M{x} {top:.0f}C{out:.1f} {top:.0f} {out:.1f} {bottom:.0f} {x} {bottom:.0f}"

@@ -50,15 +50,20 @@ class Row:
         return self.moved / self.us * 1e6 if self.us else None
 
 
-@dataclass
 class Kernels:
-    """The rows, longest time first, and the limits they are compared with."""
+    """The rows of a report, longest time first, and the limits they are compared with."""
 
-    rows: list[Row]
-    measured: bool
-    bandwidth: float | None
-    flops_per_s: float | None
-    dtype: str | None
+    def __init__(self, report: Report) -> None:
+        roofs = report.measurement.roofs if report.measurement is not None else None
+        self.measured = roofs is not None
+        self.bandwidth = report.bandwidth
+        self.flops_per_s = roofs.flops_per_s if roofs is not None else None
+        self.dtype = roofs.dtype if roofs is not None else None
+        self.rows = [row for record in report.records for row in self.rows_of(record)]
+        self.rows.sort(key=lambda row: (-(row.total_us or 0.0), -row.moved))
+        total = self.total_us
+        for row in self.rows:
+            row.share = row.total_us / total if total and row.total_us is not None else None
 
     @property
     def total_us(self) -> float:
@@ -70,18 +75,6 @@ class Kernels:
         for row in self.rows:
             times[key(row)] += row.total_us or 0.0
         return dict(times)
-
-    @classmethod
-    def of(cls, report: Report) -> Kernels:
-        roofs = report.measurement.roofs if report.measurement is not None else None
-        peak, dtype = (roofs.flops_per_s, roofs.dtype) if roofs is not None else (None, None)
-        kernels = cls([], roofs is not None, report.bandwidth, peak, dtype)
-        kernels.rows = [row for record in report.records for row in kernels.rows_of(record)]
-        kernels.rows.sort(key=lambda row: (-(row.total_us or 0.0), -row.moved))
-        total = kernels.total_us
-        for row in kernels.rows:
-            row.share = row.total_us / total if total and row.total_us is not None else None
-        return kernels
 
     def rows_of(self, record: GraphRecord) -> list[Row]:
         excess = _excess(record.kernels)
