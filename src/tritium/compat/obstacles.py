@@ -7,7 +7,7 @@ import importlib
 from tritium.compat.products import wide_product_obstacle
 from tritium.compat.shapes import sizes_apart_obstacle
 from tritium.compat.tiling import decline_tiling
-from tritium.compat.versions import TORCH, Version, version_text
+from tritium.compat.versions import TORCH, Version, decline_name
 
 # A part of Tritium, and the function or value of torch that it requires.
 _NEEDED = (
@@ -34,13 +34,10 @@ def obstacles(version: Version = TORCH) -> dict[str, str]:
     }
     found = {part: reason for part, reason in reasons.items() if reason is not None}
     for part, module, name in _NEEDED:
-        if not _exists(module, name):
-            found.setdefault(part, f"torch {version_text()} has no {module}.{name}")
+        try:
+            reason = decline_name(importlib.import_module(module), name)
+        except ImportError as error:
+            reason = str(error)
+        if reason is not None:
+            found.setdefault(part, reason)
     return found
-
-
-def _exists(module: str, name: str) -> bool:
-    try:
-        return hasattr(importlib.import_module(module), name)
-    except ImportError:
-        return False

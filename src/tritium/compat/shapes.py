@@ -24,11 +24,8 @@ from typing import Any
 
 import torch
 
-from tritium.compat.versions import TORCH, version_text
+from tritium.compat.versions import TORCH, decline_name
 from tritium.compat.wrapping import wrap_once
-
-# The arguments of Dynamo's `OutputGraph` that identify a frame.
-_NEEDED = {"compiler_fn", "local_scope"}
 
 # The attribute of the symbols of graphs to which the wrappers below apply.
 _MARK = "_tritium_sizes_apart"
@@ -66,12 +63,9 @@ def keep_sizes_apart(when: Callable[[Any, Mapping[str, Any]], bool]) -> bool:
 def sizes_apart_obstacle() -> str | None:
     """Return why `keep_sizes_apart` cannot work on this torch, or None."""
     output_graph = importlib.import_module("torch._dynamo.output_graph").OutputGraph
-    missing = sorted(_NEEDED - set(inspect.signature(output_graph.__init__).parameters))
-    if missing:
-        return f"OutputGraph of torch {version_text()} takes no {', '.join(missing)}"
-    if not hasattr(importlib.import_module("torch.fx.experimental._config"), "use_duck_shape"):
-        return f"torch {version_text()} has no use_duck_shape"
-    return None
+    settings = importlib.import_module("torch.fx.experimental._config")
+    needed = decline_name(output_graph, "__init__", ("compiler_fn", "local_scope"))
+    return needed or decline_name(settings, "use_duck_shape")
 
 
 def backend_of(compiler: Any) -> Any:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from typing import Any
 
 from tritium.compat import generated
 from tritium.compat.inductor import inductor_config
-from tritium.compat.versions import TORCH, Version, version_text
+from tritium.compat.versions import TORCH, Version, decline_name
 from tritium.compat.wrapping import wrapped
 
 # Versions on which the hooks below were compared with Inductor's source.
@@ -163,12 +162,7 @@ class Hook:
 
     def decline(self) -> str | None:
         """Return how this torch's function differs from the expected one, or None."""
-        name, function = f"{self.owner.__name__}.{self.attribute}", getattr(self.owner, self.attribute, None)
-        if function is None:
-            return f"torch {version_text()} has no {name}"
-        signature = inspect.signature(function).parameters
-        missing = ", ".join(parameter for parameter in self.parameters if parameter not in signature)
-        return f"{name} of torch {version_text()} takes no {missing}" if missing else None
+        return decline_name(self.owner, self.attribute, self.parameters)
 
 
 def hooks() -> list[Hook]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -28,6 +31,16 @@ TORCH = parse_version(torch.__version__)
 def version_text() -> str:
     """Return major and minor: a measurement is valid for one minor version."""
     return ".".join(map(str, TORCH))
+
+
+def decline_name(owner: Any, name: str, parameters: Sequence[str] = ()) -> str | None:
+    """Return how a name of this torch differs from the expected one: it is missing, or takes other parameters; or None."""
+    value, path = getattr(owner, name, None), f"{owner.__name__}.{name}"
+    if value is None:
+        return f"torch {version_text()} has no {path}"
+    signature = inspect.signature(value).parameters if parameters else {}
+    missing = ", ".join(parameter for parameter in parameters if parameter not in signature)
+    return f"{path} of torch {version_text()} takes no {missing}" if missing else None
 
 
 def versions() -> dict[str, str | None]:
