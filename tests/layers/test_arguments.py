@@ -57,25 +57,6 @@ def test_numbers_of_other_libraries(random):
     torch.testing.assert_close(norm(x), F.rms_norm(x, (4,), eps=0.1))
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x: tritium.RMSNorm(8)(x),
-        lambda x: tritium.fast_layernorm(nn.LayerNorm(8), x),
-        lambda x: tritium.layernorm_scale_shift(nn.LayerNorm(8), x, x[:, 0], x[:, 0]),
-        lambda x: tritium.group_norm_silu(x, 1),
-        lambda x: tritium.muls_add(x, x, 0.5),
-        lambda x: tritium.residual_norm_modulate(x, x),
-        lambda x: tritium.rotary_position_embedding(x[None], x[0].float(), x[0].float()),
-        lambda x: tritium.qk_norm_rope(x[None], x[None], rope="none"),
-        lambda x: tritium.get_activation_layer("gelu-fast")(x),
-    ],
-)
-def test_integers_are_not_truncated(call):
-    with pytest.raises(ArgumentTypeError, match=r"must be float16, bfloat16, float32 or float64, got torch\.int32"):
-        call(torch.ones(2, 7, 8, dtype=torch.int32))
-
-
 def test_a_norm_on_another_device():
     with pytest.raises(ArgumentError, match="one device, got x on meta, weight on cpu"):
         tritium.RMSNorm(8)(torch.ones(2, 8, device="meta"))

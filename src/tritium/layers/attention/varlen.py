@@ -104,14 +104,15 @@ def _boundaries(
         return torch.tensor(given, dtype=torch.int32, device=stream.device)
     if given.dim() != 1 or given.shape[0] < 2 or given.is_floating_point():
         raise ArgumentError(
-            f"{name} must hold integers in one dim, two or more, got {given.dtype} of {tuple(given.shape)}"
+            f"{name} must hold 2 integers or more in one dim, got {given.dtype} of {tuple(given.shape)}"
         )
     if given.is_cpu and stream.is_cuda and not compat.dynamo.is_compiling():
         _check_boundaries(name, given.tolist(), stream.shape[0], longest)
     return given.to(stream.device)
 
 
-def _check_boundaries(name: str, places: list[int], tokens: int, longest: int | None = None) -> None:
+def _check_boundaries(name: str, places: list[int], tokens: int, longest: int | None = None) -> list[int]:
+    """Return the length of every segment; raise for wrong boundaries."""
     # Compare pairs: symbolic integers cannot be sorted.
     lengths = [later - earlier for earlier, later in itertools.pairwise(places)]
     shown = f"{places[:8]}{'...' if len(places) > 8 else ''}"
@@ -121,6 +122,7 @@ def _check_boundaries(name: str, places: list[int], tokens: int, longest: int | 
         )
     if longest is not None and any(length > longest for length in lengths):
         raise ArgumentError(f"a segment of {name} is longer than max_seqlen_{name[-1]}={longest}: {shown}")
+    return lengths
 
 
 # Untraced: it reads the lengths of segments, which a graph cannot do.
@@ -180,9 +182,7 @@ def _all_see_a_key(queries: list[int], keys: list[int], causal: bool) -> bool:
 
 def _lengths(name: str, places: torch.Tensor, stream: torch.Tensor, longest: int | None = None) -> list[int]:
     """Return the length of every segment; this synchronizes with the device."""
-    listed = places.tolist()
-    _check_boundaries(name, listed, stream.shape[0], longest)
-    return [end - start for start, end in itertools.pairwise(listed)]
+    return _check_boundaries(name, places.tolist(), stream.shape[0], longest)
 
 
 def by_segment(
@@ -199,8 +199,7 @@ def by_segment(
     """Compute one segment after the other with PyTorch's attention."""
     queries, keys = _lengths("cu_seqlens_q", cu_q, q, max_q), _lengths("cu_seqlens_k", cu_k, k, max_k)
     segments = zip(q.split(queries), k.split(keys), v.split(keys), strict=True)
-    out = [_segment(own_q, own_k, own_v, scale, causal) for own_q, own_k, own_v in segments]
-    return torch.cat(out)
+    return torch.cat([_segment(*streams, scale, causal) for streams in segments])
 
 
 def _segment(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> torch.Tensor:

@@ -40,18 +40,14 @@ class SparseHandle(AttentionHandle):
         super().__init__()
         self._counter = counter
 
-    @property
-    def attention(self) -> SparseAttention:
-        return self._counter.attention
-
     def density(self) -> float:
         """Return the share of dense attention's work that was computed since the last reset."""
-        return self.attention.density()
+        return self._counter.attention.density()
 
     def reset(self) -> None:
         """Restart the counts: the next forward is step 0 of an image, and the density starts from there."""
         self._counter.forwards, self._counter.images = 0, _Images()
-        self.attention.reset()
+        self._counter.attention.reset()
 
 
 @dataclass
