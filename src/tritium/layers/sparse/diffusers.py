@@ -38,16 +38,17 @@ class SparseHandle(AttentionHandle):
 
     def __init__(self, counter: _Counter) -> None:
         super().__init__()
+        self.attention = counter.attention
         self._counter = counter
 
     def density(self) -> float:
         """Return the share of dense attention's work that was computed since the last reset."""
-        return self._counter.attention.density()
+        return self.attention.density()
 
     def reset(self) -> None:
         """Restart the counts: the next forward is step 0 of an image, and the density starts from there."""
         self._counter.forwards, self._counter.images = 0, _Images()
-        self._counter.attention.reset()
+        self.attention.reset()
 
 
 @dataclass
