@@ -38,6 +38,7 @@ from torch import fx
 from tritium.fusions.canonical import Canonicaliser
 from tritium.fusions.expression import (
     Expr,
+    dtype_of,
     is_number,
     is_scalar,
     nodes_between,
@@ -47,6 +48,7 @@ from tritium.fusions.expression import (
     strip_same,
     strip_widening,
 )
+from tritium.graph import same_shape
 
 COMMUTATIVE = frozenset({"add", "mul"})
 
@@ -100,7 +102,7 @@ class Pattern:
         return self.text
 
 
-def _pattern(make: Callable[P, tuple[Match, Forms]]) -> Callable[P, Pattern]:
+def kind(make: Callable[P, tuple[Match, Forms]]) -> Callable[P, Pattern]:
     """Declare a kind of pattern by a function that returns how it matches and at which forms."""
 
     @functools.wraps(make)
@@ -111,12 +113,23 @@ def _pattern(make: Callable[P, tuple[Match, Forms]]) -> Callable[P, Pattern]:
     return made
 
 
+# Views of one value are equal if they are views of the same kind: two `freqs[..., 0]` of one tensor are one table.
+VIEWS = frozenset({"index", "piece", "view", "reshape", "permute"})
+
+
 def same_value(left: Any, right: Any) -> bool:
-    """Return True if two expressions are one value, except for casts that lose nothing."""
+    """Return True if two expressions are one value, or the same view of one, except for casts that lose nothing."""
     left, right = strip_widening(left), strip_widening(right)
     if not isinstance(left, Expr) or not isinstance(right, Expr):
         return not isinstance(left, Expr) and not isinstance(right, Expr) and left == right
-    return left is right or (left.node is not None and left.node is right.node)
+    if left is right or (left.node is not None and left.node is right.node):
+        return True
+    # The expression of a piece of a split does not contain the sizes of earlier pieces.
+    if left.op != right.op or left.op not in VIEWS or left.attrs != right.attrs or left.attrs[:1] == ("split",):
+        return False
+    if dtype_of(left) != dtype_of(right) or not same_shape(shape_of(left), shape_of(right)):
+        return False
+    return all(map(same_value, left.args, right.args))
 
 
 def _matches(part: Any, target: Any, found: Found) -> Iterator[Found]:
@@ -126,15 +139,16 @@ def _matches(part: Any, target: Any, found: Found) -> Iterator[Found]:
         yield found
 
 
-def _all_match(parts: Sequence[Any], targets: Sequence[Any], found: Found) -> Iterator[Found]:
+def all_match(parts: Sequence[Any], targets: Sequence[Any], found: Found) -> Iterator[Found]:
+    """Yield the ways to match values with patterns or constants, one each."""
     if not parts:
         yield found
         return
     for first in _matches(parts[0], targets[0], found):
-        yield from _all_match(parts[1:], targets[1:], first)
+        yield from all_match(parts[1:], targets[1:], first)
 
 
-@_pattern
+@kind
 def form(name: str, *operands: Any, attrs: Sequence[Any] | None = None, casts: bool = True) -> tuple[Match, Forms]:
     """Match a value of a canonical form; without `casts`, only identities may stand in front of it."""
     has_rest = bool(operands) and isinstance(operands[-1], Pattern) and operands[-1].forms == REST
@@ -154,12 +168,12 @@ def form(name: str, *operands: Any, attrs: Sequence[Any] | None = None, casts: b
             own = replace(own, nodes=own.nodes | {inner.node})
         parts = (*operands, *(attrs or ()))
         for order in (args, args[::-1]) if name in COMMUTATIVE else (args,):
-            yield from _all_match(parts, (*order, *inner.attrs[: len(attrs or ())]), own)
+            yield from all_match(parts, (*order, *inner.attrs[: len(attrs or ())]), own)
 
     return match, frozenset({name})
 
 
-@_pattern
+@kind
 def tensor(name: str) -> tuple[Match, Forms]:
     """Match and capture any tensor, without casts that lose nothing and identities that keep its strides."""
 
@@ -171,7 +185,7 @@ def tensor(name: str) -> tuple[Match, Forms]:
     return match, ANY
 
 
-@_pattern
+@kind
 def number(name: str) -> tuple[Match, Forms]:
     """Match and capture a number, or a value of the graph that is one."""
 
@@ -183,19 +197,19 @@ def number(name: str) -> tuple[Match, Forms]:
     return match, ANY
 
 
-@_pattern
+@kind
 def value(name: str) -> tuple[Match, Forms]:
     """Match and capture any operand or attribute as it is."""
     return lambda target, found: found.binding(name, target), ANY
 
 
-@_pattern
+@kind
 def rest(name: str) -> tuple[Match, Forms]:
     """Match and capture all remaining operands of a form as a list."""
     return value(name).match, REST
 
 
-@_pattern
+@kind
 def captured(name: str, pattern: Pattern) -> tuple[Match, Forms]:
     """Match a pattern, and capture the whole value without the casts that lose nothing."""
 
@@ -206,7 +220,7 @@ def captured(name: str, pattern: Pattern) -> tuple[Match, Forms]:
     return match, pattern.forms
 
 
-@_pattern
+@kind
 def one_of(*patterns: Pattern) -> tuple[Match, Forms]:
     """Match any of some patterns, tried in this order."""
 
@@ -217,7 +231,7 @@ def one_of(*patterns: Pattern) -> tuple[Match, Forms]:
     return match, frozenset[str]().union(*(pattern.forms for pattern in patterns))
 
 
-@_pattern
+@kind
 def given(pattern: Pattern, **captures: Any) -> tuple[Match, Forms]:
     """Match a pattern, and add constant captures."""
 
@@ -233,7 +247,7 @@ def optional(outer: Pattern, inner: Pattern, **absent: Any) -> Pattern:
     return one_of(outer, given(inner, **absent))
 
 
-@_pattern
+@kind
 def only_reader(pattern: Pattern) -> tuple[Match, Forms]:
     """Match an operand that is read by one node alone, through casts and identities."""
 
@@ -246,7 +260,7 @@ def only_reader(pattern: Pattern) -> tuple[Match, Forms]:
     return match, pattern.forms
 
 
-@_pattern
+@kind
 def shared(pattern: Pattern) -> tuple[Match, Forms]:
     """Match a pattern whose nodes other sites may contain too, as a norm that feeds two modulations."""
 
@@ -257,7 +271,7 @@ def shared(pattern: Pattern) -> tuple[Match, Forms]:
     return match, pattern.forms
 
 
-@_pattern
+@kind
 def site(fusion: str, *, casts: bool = True, **parts: Pattern) -> tuple[Match, Forms]:
     """Match the value of another fusion's site, with its captures; match `parts` with those of the same name.
 
@@ -271,7 +285,7 @@ def site(fusion: str, *, casts: bool = True, **parts: Pattern) -> tuple[Match, F
         others = {name: thing for name, thing in inside.bindings.items() if name not in parts}
         covered = found.shared | inside.nodes | inside.shared
         whole = replace(found, bindings={**found.bindings, **others}, shared=covered)
-        yield from _all_match(list(parts.values()), [inside.bindings[name] for name in parts], whole)
+        yield from all_match(list(parts.values()), [inside.bindings[name] for name in parts], whole)
 
     return match, ANY
 

@@ -19,7 +19,6 @@ from tritium.fusions.expression import Expr, dtype_of, shape_of
 from tritium.fusions.fusion import Call, Fusion, Match
 from tritium.fusions.match import Recogniser
 from tritium.fusions.patterns import same_value
-from tritium.fusions.rope_elements import equal
 from tritium.graph import argument, same_shape, same_size, value_of
 from tritium.ops import qk_norm_rope
 from tritium.ops.rope import COMPLEX, MATRIX
@@ -29,11 +28,10 @@ SWAP = (0, 2, 1, 3)
 
 @dataclass
 class Side:
-    """How a query or key is computed: its parts in order, and the nodes and writes on the way."""
+    """How a query or key is computed: its parts in order, and the nodes on the way."""
 
     parts: list[Part] = field(default_factory=list)
     nodes: set[fx.Node] = field(default_factory=set)
-    writes: list[fx.Node] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -66,35 +64,29 @@ def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
         return None
     if not any(part.rope is not None for part in query.parts) and len(query.parts) < 2:
         return None
-    outputs = tuple(given)
-    inner = (query.nodes | key.nodes) - set(outputs)
-    writes = tuple(sorted((*query.writes, *key.writes), key=lambda write: recogniser.position[write]))
-    bindings = {"query": query.parts, "key": key.parts, **_inputs(query, key)}
-    heads_first = value_of(given[0]).is_contiguous()
+    parts = [*query.parts, *key.parts]
+    ropes = [part.rope for part in parts if part.rope is not None]
+    bindings = {
+        "query": query.parts,
+        "key": key.parts,
+        # All values that are read, so that writes to them are detected.
+        "read": [thing for part in parts for thing in (part.source, part.weight)]
+        + [rope.bindings[name] for rope in ropes for name in ("table", "sin")],
+    }
     return Match(
-        max(outputs),
+        max(given),
         bindings,
-        set(outputs),
-        inner,
-        writes,
-        outputs=outputs,
-        shown=() if heads_first else ("transpose", 1, 2),
+        set(given),
+        (query.nodes | key.nodes).difference(given),
+        tuple(sorted({write for rope in ropes for write in rope.writes}, key=recogniser.position.__getitem__)),
+        outputs=tuple(given),
+        shown=() if value_of(given[0]).is_contiguous() else ("transpose", 1, 2),
     )
 
 
 def _is_heads(node: fx.Node) -> bool:
     value = value_of(node)
     return isinstance(value, torch.Tensor) and value.dim() == 4
-
-
-def _inputs(*sides: Side) -> dict[str, Any]:
-    """Return all values that are read, under one arbitrary name, so that writes to them are detected."""
-    read = [thing for side in sides for part in side.parts for thing in (part.source, part.weight)]
-    for side in sides:
-        for part in side.parts:
-            if part.rope is not None:
-                read += [part.rope.bindings["table"], part.rope.bindings["sin"]]
-    return {"read": read}
 
 
 def _walk(recogniser: Recogniser, expr: Any, part: Part, heads_first: bool, side: Side) -> None:
@@ -107,7 +99,6 @@ def _walk(recogniser: Recogniser, expr: Any, part: Part, heads_first: bool, side
             if taken is None:
                 break
             part, inner, passed = taken, match.bindings["x"], match.nodes | match.inner | passed
-            side.writes += match.writes
         elif expr.op == "permute" and expr.attrs == SWAP:
             heads_first = not heads_first
         elif expr.op == "cat" and expr.attrs == (2 if heads_first else 1,) and not part.joined and part.norm == "none":
@@ -128,14 +119,13 @@ def _walk(recogniser: Recogniser, expr: Any, part: Part, heads_first: bool, side
 
 def _row_normed(recogniser: Recogniser, expr: Expr, part: Part, side: Side) -> bool:
     """Complete the part and return True if an expression splits a norm over all heads into heads."""
-    found = _row_norm(recogniser, expr) if expr.op == "reshape" and _splits_heads(expr) else None
+    found = recogniser.site_at(expr.args[0], "rms_norm") if expr.op == "reshape" and _splits_heads(expr) else None
     if found is None:
         return False
-    match, between = found
-    bound, heads = match.bindings, list(shape_of(expr) or ())[2:]
-    side.nodes |= match.nodes | match.inner | between
+    bound, heads = found.bindings, list(shape_of(expr) or ())[2:]
+    side.nodes |= found.nodes | found.shared
     source = Call("unflatten", (bound["x"], -1, heads))
-    side.parts.append(replace(part, source=source, norm="row", weight=bound.get("weight"), eps=bound["eps"]))
+    side.parts.append(replace(part, source=source, norm="row", weight=bound["weight"], eps=bound["eps"]))
     return True
 
 
@@ -144,7 +134,7 @@ def _through_site(name: str, match: Match, part: Part, heads_first: bool) -> Par
     if name == "rope" and part.rope is None and part.norm == "none" and not bound.get("merge_heads"):
         return replace(part, rope=match, rope_heads_first=heads_first)
     if name == "rms_norm" and part.norm == "none":
-        return replace(part, norm="head", weight=bound.get("weight"), eps=bound["eps"])
+        return replace(part, norm="head", weight=bound["weight"], eps=bound["eps"])
     return None
 
 
@@ -154,21 +144,6 @@ def _splits_heads(expr: Expr) -> bool:
     if before is None or after is None or (len(before), len(after)) != (3, 4):
         return False
     return same_shape(before[:2], after[:2]) and all(isinstance(size, int) for size in after[2:])
-
-
-def _row_norm(recogniser: Recogniser, expr: Expr) -> tuple[Match, set[fx.Node]] | None:
-    """Return the norm over all heads whose result is split into heads, and the nodes in between."""
-    between: set[fx.Node] = set()
-    inner = expr.args[0]
-    while isinstance(inner, Expr) and inner.node is not None:
-        fusion, match = recogniser.sites.get(inner.node, (None, None))
-        if fusion is not None and match is not None:
-            return (match, between) if fusion.name == "rms_norm" else None
-        if inner.op not in ("same", "cast"):
-            return None
-        between.add(inner.node)
-        inner = inner.args[0]
-    return None
 
 
 def decline(match: Match) -> str | None:
@@ -212,7 +187,7 @@ def _same_rope(one: Part, other: Part) -> bool:
     assert one.rope is not None
     assert other.rope is not None
     mine, its = one.rope.bindings, other.rope.bindings
-    same = mine["mode"] == its["mode"] and all(equal(mine[name], its[name]) for name in ("table", "sin"))
+    same = mine["mode"] == its["mode"] and all(same_value(mine[name], its[name]) for name in ("table", "sin"))
     return same and one.rope_heads_first == other.rope_heads_first
 
 

@@ -12,7 +12,7 @@ After:   tritium::rope(x, cos, sin, mode)
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,74 +21,105 @@ from torch import fx
 from tritium.fusions.expression import Expr, dtype_of, shape_of
 from tritium.fusions.fusion import Fusion, Match
 from tritium.fusions.match import Recogniser
+from tritium.fusions.patterns import Found, Pattern, all_match, captured, form, given, one_of, tensor, value
 from tritium.fusions.rope_elements import (
-    Lane,
-    Rotation,
     Seen,
-    complex_rotation,
-    equal,
+    column,
     lane,
-    lane_rotation,
-    matrix_rotation,
+    pairs,
     peeled,
     product,
     restriction,
-    rotation,
     selection,
-    split,
+    signed,
 )
 from tritium.graph import same_shape, storages, value_of
 from tritium.ops import rope
-from tritium.ops.rope import HALF, INTERLEAVED
+from tritium.ops.rope import COMPLEX, HALF, INTERLEAVED, MATRIX
 
 ALIASED = "memory that is rotated in place is read or written elsewhere too"
 NO_TABLE = "the tables have a dim for the pair, and no value of the graph is without it"
+
+X, TABLE, SIN = map(tensor, ("x", "table", "sin"))
+
+
+def _lanes(mode: str) -> tuple[Pattern, Pattern]:
+    """Return the lanes of the result: `a * cos - b * sin` and `b * cos + a * sin` of the lanes a and b of x."""
+    a, b = (lane(mode, place, X) for place in (0, 1))
+    first = form("add", product(1, captured("own", a), TABLE), product(-1, b, SIN))
+    return captured("result", first), form("add", product(1, b, TABLE), product(1, a, SIN))
+
+
+def _turned(mode: str, sign: int) -> Pattern:
+    """Return `stack(-b, a)` flattened or `cat(-b, a)` of the lanes a and b of x; both signs may be the opposite."""
+    lanes = signed(-sign, lane(mode, 1, X)), signed(sign, lane(mode, 0, X))
+    joined = form(JOINS[mode], *lanes, attrs=(value("dim"),))
+    return joined if mode == HALF else one_of(form("reshape", joined), form("view", joined))
+
+
+def _of_mode(mode: str) -> Pattern:
+    whole = [
+        form("add", product(1, X, TABLE), product(sign, captured("own", _turned(mode, sign)), SIN)) for sign in (1, -1)
+    ]
+    return given(one_of(*whole, form(JOINS[mode], *LANES[mode], attrs=(value("dim"),))), mode=mode)
+
+
+JOINS = {INTERLEAVED: "stack", HALF: "cat"}
+LANES = {mode: _lanes(mode) for mode in JOINS}
+NUMBERS = captured("own", form("view_as_complex", pairs(X, None, 2)))
+COLUMN = pairs(X, None, 1, 2)
+BY_COLUMNS = form("add", *(product(1, column(place, TABLE), column(place, COLUMN)) for place in (0, 1)))
+BY_SUM = form("sum", product(1, TABLE, COLUMN), attrs=(value("dim"),))
+ROTATION = one_of(
+    *map(_of_mode, JOINS),
+    given(form("view_as_real", captured("result", form("mul", NUMBERS, TABLE))), sin=None, mode=COMPLEX),
+    given(one_of(BY_COLUMNS, BY_SUM), sin=None, mode=MATRIX),
+)
 
 
 def find(recogniser: Recogniser, node: fx.Node) -> Match | None:
     """Match a rotation in which x, tables, halves and signs agree in all four products."""
     expr = recogniser.canon.of(node)
-    form = FORMS.get(expr.op)
-    return form(recogniser, node, expr) if form is not None else None
-
-
-def _value(recogniser: Recogniser, node: fx.Node, expr: Expr) -> Match | None:
-    """Match the forms that return a new value."""
-    seen: Seen = {node}
-    found = _rotation(expr, seen)
-    if found is None or not _floats(found.x):
-        return None
-    return _finished(recogniser, Match(node, _bindings(found), seen), found.x)
-
-
-def _rotation(expr: Expr, seen: Seen) -> Rotation | None:
-    last = len(shape_of(expr) or ()) - 1
-    match expr.op:
-        case "add":
-            return rotation(expr, seen) or matrix_rotation(expr, seen)
-        case "sum":
-            return matrix_rotation(expr, seen)
-        case "view_as_real":
-            return complex_rotation(peeled(expr.args[0], seen), seen)
-        case "stack" | "cat" if len(expr.args) == 2 and expr.attrs == (last,):
-            found = lane_rotation(*expr.args, seen)
-            mode = INTERLEAVED if expr.op == "stack" else HALF
-            return found if found is not None and found.mode == mode else None
+    if expr.op == "blank":
+        return _strided_writes(recogniser, node)
+    if expr.op == "mul":
+        return _in_place(recogniser, node)
+    for found in recogniser.matches(ROTATION, node):
+        if _is_rotation(found, expr):
+            return _finished(recogniser, Match(node, _bindings(found), {node, *found.nodes}))
     return None
 
 
-def _floats(x: Expr) -> bool:
-    dtype = dtype_of(x)
-    return x.node is not None and dtype is not None and dtype.is_floating_point
+def _is_rotation(found: Found, expr: Expr) -> bool:
+    """Return True if the shapes and dtypes are those of a rotation."""
+    bound = found.bindings
+    x, table, mode = shape_of(bound["x"]) or (), shape_of(bound["table"]) or (), bound["mode"]
+    dtypes = [dtype_of(bound[name]) for name in ("x", "table", "sin") if bound[name] is not None]
+    if bound["x"].node is None or not all(_is_float(dtype) for dtype in dtypes[: 1 if mode == COMPLEX else None]):
+        return False
+    if mode == MATRIX:
+        summed = bound.get("dim", len(shape_of(expr) or ()))
+        return len(table) >= 3 and tuple(table[-2:]) == (2, 2) and summed == len(shape_of(expr) or ())
+    if mode == COMPLEX and (dtypes[1] is None or not dtypes[1].is_complex):
+        return False
+    if "dim" in bound and bound["dim"] != len(x) - (mode == HALF):
+        return False
+    # Lanes have a value for each pair, and the rank of x.
+    result = shape_of(bound["result"]) if "result" in bound else x
+    return len(result or ()) == len(x) and same_shape(shape_of(bound["own"]), result)
 
 
-def _bindings(found: Rotation) -> dict[str, Any]:
-    return {"x": found.x, "table": found.table, "sin": found.sin, "mode": found.mode}
+def _is_float(dtype: torch.dtype | None) -> bool:
+    return dtype is not None and dtype.is_floating_point
 
 
-def _finished(recogniser: Recogniser, match: Match, x: Expr) -> Match:
+def _bindings(found: Found) -> dict[str, Any]:
+    return {name: found.bindings[name] for name in ("x", "table", "sin", "mode")}
+
+
+def _finished(recogniser: Recogniser, match: Match) -> Match:
     """Extend a match over merged lanes, merged heads and rounding; separate unshared from shared nodes."""
-    root, seen, shape = match.root, set(match.nodes), shape_of(x) or ()
+    root, seen, shape = match.root, set(match.nodes), match.shape("x") or ()
     merged, end, passed = False, match.root, set()
     while (user := _only_user(recogniser, end, seen)) is not None:
         op, source, target = recogniser.canon.of(user).op, value_of(end), value_of(user)
@@ -131,9 +162,8 @@ def _merged_heads(recogniser: Recogniser, user: fx.Node, source: torch.Tensor, s
     return flat if same_shape(value_of(flat).shape, (batch, tokens, heads * width)) else None
 
 
-def _strided_writes(recogniser: Recogniser, node: fx.Node, expr: Expr) -> Match | None:
+def _strided_writes(recogniser: Recogniser, node: fx.Node) -> Match | None:
     """Match an empty tensor that is filled by two writes, one per lane."""
-    del expr
     position = recogniser.position
     users = sorted(node.users, key=lambda user: position[user])
     writes = [user for user in users if user.target is operator.setitem and user.args[0] is node][:2]
@@ -148,75 +178,56 @@ def _strided_writes(recogniser: Recogniser, node: fx.Node, expr: Expr) -> Match 
             values[INTERLEAVED, chosen.start] = write.args[2]
         elif chosen.step == 1 and chosen.size and chosen.start in (0, chosen.size):
             values[HALF, chosen.start // chosen.size] = write.args[2]
-    for mode in (INTERLEAVED, HALF):
+    for mode, lanes in LANES.items():
         if {(mode, 0), (mode, 1)} != set(values):
             continue
-        seen: Seen = {node, *writes}
-        first, second = (recogniser.canon.of(values[mode, place]) for place in (0, 1))
-        found = lane_rotation(first, second, seen)
-        if found is not None and found.mode == mode and _floats(found.x):
-            bindings = {**_bindings(found), "merge_heads": False}
-            return _judged(recogniser, Match(node, bindings, seen, set(), tuple(writes)))
+        targets = [recogniser.canon.of(values[mode, place]) for place in (0, 1)]
+        for found in all_match(lanes, targets, Found(recogniser, {"mode": mode})):
+            if _is_rotation(found, targets[0]):
+                bindings = {**_bindings(found), "merge_heads": False}
+                match = Match(node, bindings, {node, *writes, *found.nodes}, set(), tuple(writes))
+                return _judged(recogniser, match)
     return None
 
 
-def _in_place(recogniser: Recogniser, node: fx.Node, expr: Expr) -> Match | None:
+def _in_place(recogniser: Recogniser, node: fx.Node) -> Match | None:
     """Match `out = x * cos`, then `addcmul_` into both lanes; tables have a dim of size one for the pair."""
-    lanes = [user for user in node.users if any(write.target == "addcmul_" for write in user.users)]
-    if len(lanes) != 2 or storages(lanes) != storages([node]):
+    views = [user for user in node.users if any(write.target == "addcmul_" for write in user.users)]
+    if len(views) != 2 or storages(views) != storages([node]):
         return None
-    for spread, cos in (expr.args, expr.args[::-1]):
-        for tail, dim, mode in (((None, 2), -1, INTERLEAVED), ((2, None), -2, HALF)):
-            seen: Seen = {node, *lanes}
-            pairs = peeled(spread, seen)
-            x = split(pairs, *tail)
-            if x is None:
+    for mode, tail, dim in ((INTERLEAVED, (None, 2), -1), (HALF, (2, None), -2)):
+        seen = {node, *views}
+        chosen = [(selection(recogniser.canon.of(view), seen), view) for view in views]
+        lanes = {
+            part.start: next(iter(view.users))
+            for part, view in chosen
+            if part is not None and part.size == 1 and part.dim - value_of(view).dim() == dim
+        }
+        for spread in recogniser.matches(form("mul", pairs(X, *tail), TABLE), node):
+            found = _accumulated(recogniser, lanes, mode, spread) if lanes.keys() == {0, 1} else None
+            if found is None or not _is_float(dtype_of(found.bindings["x"])):
                 continue
-            seen.add(pairs.node)
-            whole = Lane(peeled(x, seen), mode, 0)
-            found = [_accumulated(recogniser, view, whole, dim, seen) for view in lanes]
-            if any(part is None for part in found):
-                continue
-            (first, write, sin), (second, other, other_sin) = sorted(filter(None, found), key=operator.itemgetter(0))
-            if (first, second) == (0, 1) and equal(sin, other_sin) and _floats(whole.x):
-                writes = tuple(sorted((write, other), key=lambda one: recogniser.position[one]))
-                return _in_place_match(recogniser, node, Rotation(mode, whole.x, cos, sin), dim, writes, seen)
+            writes = tuple(sorted(lanes.values(), key=recogniser.position.__getitem__))
+            seen |= {*writes, *found.nodes}
+            bindings = dict(found.bindings) | {"mode": mode}
+            tables = {name: _without(bindings[name], dim, seen) for name in ("table", "sin")}
+            bindings |= tables if None not in tables.values() else {"reason": NO_TABLE}
+            return _judged(recogniser, _finished(recogniser, Match(node, bindings, seen, set(), writes)))
     return None
 
 
-def _accumulated(
-    recogniser: Recogniser, view: fx.Node, whole: Lane, dim: int, seen: Seen
-) -> tuple[int, fx.Node, Expr] | None:
-    """Return which lane of the result a view is, the write that adds to it, and the sines it adds."""
-    chosen = selection(recogniser.canon.of(view), seen)
-    write = next(iter(view.users))
-    if chosen is None or chosen.size != 1 or chosen.dim - value_of(view).dim() != dim:
-        return None
-    if len(write.args) != 3 or write.kwargs.get("value", 1) != 1 or write.users:
-        return None
-    seen.add(write)
-    term = product(Expr("mul", tuple(recogniser.canon.of(arg) for arg in write.args[1:])), seen)
-    if term is None or term.sign != (-1, 1)[chosen.start]:
-        return None
-    for factor, sin in (term.factors, term.factors[::-1]):
-        trail: Seen = set()
-        other = lane(factor, trail)
-        if other is not None and other[1:] == (whole.mode, 1 - chosen.start) and equal(other.x, whole.x):
-            seen |= trail
-            return chosen.start, write, sin
-    return None
-
-
-def _in_place_match(
-    recogniser: Recogniser, node: fx.Node, found: Rotation, dim: int, writes: tuple[fx.Node, ...], seen: Seen
-) -> Match:
-    tables = [_without(table, dim, seen) for table in (found.table, found.sin)]
-    bindings = _bindings(found)
-    if tables[0] is None or tables[1] is None:
-        bindings["reason"] = NO_TABLE
-    else:
-        bindings |= {"table": tables[0], "sin": tables[1]}
-    return _judged(recogniser, _finished(recogniser, Match(node, bindings, seen, set(), writes), found.x))
+def _accumulated(recogniser: Recogniser, lanes: dict[int, fx.Node], mode: str, found: Found) -> Found | None:
+    """Match the writes that add `-b * sin` to lane 0 and `a * sin` to lane 1."""
+    for place, write in sorted(lanes.items()):
+        if len(write.args) != 3 or write.kwargs.get("value", 1) != 1 or write.users:
+            return None
+        added = Expr("mul", tuple(map(recogniser.canon.of, write.args[1:])))
+        matches = product((-1, 1)[place], lane(mode, 1 - place, X), SIN).match(added, found)
+        following = next(matches, None)
+        if following is None:
+            return None
+        found = following
+    return found
 
 
 def _without(table: Any, dim: int, seen: Seen) -> Expr | None:
@@ -247,15 +258,6 @@ def _judged(recogniser: Recogniser, match: Match) -> Match:
         if others:
             match.bindings["reason"] = ALIASED
     return match
-
-
-Form = Callable[[Recogniser, fx.Node, Expr], Match | None]
-
-FORMS: Mapping[str, Form] = {
-    **dict.fromkeys(("add", "sum", "view_as_real", "stack", "cat"), _value),
-    "blank": _strided_writes,
-    "mul": _in_place,
-}
 
 
 def decline(match: Match) -> str | None:

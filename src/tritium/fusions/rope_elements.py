@@ -1,43 +1,29 @@
-"""Match the elements of a RoPE: the two lanes of a tensor, signed products with tables, and rotations.
+"""Patterns of the elements of a RoPE: the two lanes of a tensor, and signed products.
 
 A lane holds one element of every rotated pair. Models write them as:
 
     interleaved    x[..., i::2], x.reshape(..., -1, 2).unbind(-1)[i], x.reshape(..., -1, 2)[..., i]
     half           x.chunk(2, -1)[i], x[..., : d // 2], x.reshape(..., 2, -1).unbind(-2)[i]
 
-Every function adds the nodes that it reads through to `seen`: a site covers these nodes.
+Functions add the nodes that they read through to `seen`: a site covers these nodes.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import fx
 
-from tritium.fusions.expression import Expr, dtype_of, nodes_between, shape_of, strip_casts, strip_widening
-from tritium.fusions.patterns import same_value
+from tritium.fusions.expression import Expr, nodes_between, shape_of, strip_casts, strip_widening
+from tritium.fusions.patterns import ANY, Forms, Found, Match, Pattern, all_match, kind
 from tritium.graph import same_shape
-from tritium.ops.rope import COMPLEX, HALF, INTERLEAVED, MATRIX
+from tritium.ops.rope import HALF, INTERLEAVED
 
 Seen = set[fx.Node]
-
-# These are equal if their operands are: two `freqs[..., 0]` of one tensor are one table.
-MOVES = frozenset({"index", "piece", "view", "reshape", "permute"})
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """x rotated by a table, and by sines if the table has only the cosines."""
-
-    mode: str
-    x: Expr
-    table: Expr
-    sin: Expr | None = None
 
 
 class Lane(NamedTuple):
@@ -58,45 +44,11 @@ class Selection(NamedTuple):
         return self.size is None or (isinstance(size, int) and size == 2 * self.size)
 
 
-class Product(NamedTuple):
-    sign: int
-    factors: tuple[Expr, Expr]
-
-
-def passed(outer: Any, inner: Any, seen: Seen) -> Any:
-    """Return `inner`, and add the casts and identities above it to `seen`."""
-    seen |= nodes_between(outer, inner)
-    return inner
-
-
 def peeled(expr: Any, seen: Seen) -> Any:
     """Return an expression without casts that lose nothing."""
-    return passed(expr, strip_widening(expr), seen)
-
-
-def is_tensor(expr: Any) -> bool:
-    """Return True if an expression is a floating-point or complex tensor."""
-    dtype = dtype_of(expr)
-    return dtype is not None and (dtype.is_floating_point or dtype.is_complex)
-
-
-def equal(left: Any, right: Any) -> bool:
-    """Return True if two expressions are one value, or the same view of one value."""
-    left, right = strip_widening(left), strip_widening(right)
-    if same_value(left, right):
-        return True
-    if not isinstance(left, Expr) or not isinstance(right, Expr) or left.op != right.op or left.op not in MOVES:
-        return False
-    if (
-        left.attrs != right.attrs
-        or dtype_of(left) != dtype_of(right)
-        or not same_shape(shape_of(left), shape_of(right))
-    ):
-        return False
-    if left.op == "piece" and left.attrs[0] == "split":
-        # The expression does not contain the sizes of earlier pieces.
-        return False
-    return all(equal(one, two) for one, two in zip(left.args, right.args, strict=True))
+    inner = strip_widening(expr)
+    seen |= nodes_between(expr, inner)
+    return inner
 
 
 def restriction(parts: Any, shape: Sequence[Any]) -> Selection | None:
@@ -177,7 +129,7 @@ def split(expr: Any, *tail: int | None) -> Expr | None:
     return whole
 
 
-def lane(expr: Any, seen: Seen) -> Lane | None:
+def _lane_of(expr: Any, seen: Seen) -> Lane | None:
     """Return the lane that an expression is; the dim of a split may be kept with size one."""
     inner = peeled(expr, seen)
     chosen = selection(inner, seen) if isinstance(inner, Expr) else None
@@ -201,188 +153,94 @@ def lane(expr: Any, seen: Seen) -> Lane | None:
     return None
 
 
-def signed(expr: Any, seen: Seen) -> tuple[int, Any]:
-    """Return the sign of an expression, and the expression without negations and lossless casts."""
-    sign, inner = 1, peeled(expr, seen)
-    while isinstance(inner, Expr) and inner.op == "neg":
-        if inner.node is not None:
+def _through(read: Callable[[Any, Seen], Any], part: Pattern) -> Match:
+    """Match a part with what a function reads through an expression, if that is not None."""
+
+    def match(target: Any, found: Found) -> Iterator[Found]:
+        seen: Seen = set()
+        inner = read(target, seen)
+        if inner is not None:
+            yield from part.match(inner, replace(found, nodes=found.nodes | seen))
+
+    return match
+
+
+@kind
+def lane(mode: str, place: int, x: Pattern) -> tuple[Match, Forms]:
+    """Match a lane of x."""
+
+    def read(expr: Any, seen: Seen) -> Any:
+        chosen = _lane_of(expr, seen)
+        return chosen.x if chosen is not None and chosen[1:] == (mode, place) else None
+
+    return _through(read, x), ANY
+
+
+@kind
+def pairs(x: Pattern, *tail: int | None) -> tuple[Match, Forms]:
+    """Match x with its last dim split into some dims; None is any size."""
+
+    def read(expr: Any, seen: Seen) -> Any:
+        inner = peeled(expr, seen)
+        whole = split(inner, *tail)
+        if whole is not None:
             seen.add(inner.node)
-        sign, inner = -sign, peeled(inner.args[0], seen)
+        return whole
+
+    return _through(read, x), ANY
+
+
+@kind
+def column(place: int, part: Pattern) -> tuple[Match, Forms]:
+    """Match `y[..., place]`."""
+
+    def read(expr: Any, seen: Seen) -> Any:
+        chosen = selection(expr, seen) if isinstance(expr, Expr) else None
+        shape = shape_of(expr.args[0]) if chosen is not None else None
+        if chosen is None or shape is None or (chosen.dim, chosen.start) != (len(shape) - 1, place):
+            return None
+        return peeled(expr.args[0], seen) if len(shape_of(expr) or ()) < len(shape) else None
+
+    return _through(read, part), ANY
+
+
+def _unsigned(expr: Any, strip: Callable[[Any], Any], seen: Seen) -> tuple[int, Any]:
+    """Return the sign of an expression, and the expression without negations and what `strip` removes."""
+    sign, inner = 1, strip(expr)
+    seen |= nodes_between(expr, inner)
+    while isinstance(inner, Expr) and inner.op == "neg":
+        expr, sign = inner.args[0], -sign
+        seen |= {inner.node} if inner.node is not None else set()
+        inner = strip(expr)
+        seen |= nodes_between(expr, inner)
     return sign, inner
 
 
-def product(expr: Any, seen: Seen) -> Product | None:
-    """Match a signed product of two tensors; it may be rounded, which the replacing op does not do."""
-    sign, inner = 1, passed(expr, strip_casts(expr), seen)
-    while isinstance(inner, Expr) and inner.op in ("neg", "mul"):
-        if inner.node is not None:
-            seen.add(inner.node)
-        if inner.op == "mul":
-            signs, factors = zip(*(signed(arg, seen) for arg in inner.args), strict=True)
-            if not all(is_tensor(factor) for factor in factors):
-                return None
-            return Product(sign * signs[0] * signs[1], factors)
-        sign, inner = -sign, passed(inner.args[0], strip_casts(inner.args[0]), seen)
-    return None
+@kind
+def signed(sign: int, part: Pattern) -> tuple[Match, Forms]:
+    """Match a value of a sign, without its negations."""
+
+    def read(expr: Any, seen: Seen) -> Any:
+        own, inner = _unsigned(expr, strip_widening, seen)
+        return inner if own == sign else None
+
+    return _through(read, part), ANY
 
 
-def products(expr: Any, seen: Seen) -> tuple[Product, Product] | None:
-    """Return the two terms of a sum of products."""
-    inner = passed(expr, strip_casts(expr), seen)
-    if not isinstance(inner, Expr) or inner.op != "add":
-        return None
-    if inner.node is not None:
-        seen.add(inner.node)
-    left, right = (product(arg, seen) for arg in inner.args)
-    return (left, right) if left is not None and right is not None else None
+@kind
+def product(sign: int, left: Pattern, right: Pattern) -> tuple[Match, Forms]:
+    """Match a product of a sign; it may be rounded, which the replacing op does not do."""
 
+    def match(target: Any, found: Found) -> Iterator[Found]:
+        seen: Seen = set()
+        total, inner = _unsigned(target, strip_casts, seen)
+        if not isinstance(inner, Expr) or inner.op != "mul":
+            return
+        signs, factors = zip(*(_unsigned(arg, strip_widening, seen) for arg in inner.args), strict=True)
+        if total * math.prod(signs) != sign:
+            return
+        seen |= {inner.node} if inner.node is not None else set()
+        for order in (factors, factors[::-1]):
+            yield from all_match((left, right), order, replace(found, nodes=found.nodes | seen))
 
-def turned(expr: Any, seen: Seen) -> tuple[int, Lane] | None:
-    """Match `stack(-x_odd, x_even)` flattened or `cat(-x2, x1)`; return the sign and lane 0 of x.
-
-    The sign is -1 if both signs are the opposite of these.
-    """
-    joined, mode = expr, HALF
-    if expr.op in ("reshape", "view"):
-        joined, mode = peeled(expr.args[0], seen), INTERLEAVED
-    if (
-        not isinstance(joined, Expr)
-        or joined.op != ("stack" if mode == INTERLEAVED else "cat")
-        or len(joined.args) != 2
-    ):
-        return None
-    shape, parts = shape_of(expr), shape_of(joined)
-    if shape is None or parts is None or joined.attrs[0] != len(parts) - 1:
-        return None
-    if mode == INTERLEAVED and not same_shape(shape, (*parts[:-2], 2 * parts[-2])):
-        return None
-    seen.update(node for node in (expr.node, joined.node) if node is not None)
-    (sign, first), (other, second) = (signed(arg, seen) for arg in joined.args)
-    high, low = lane(first, seen), lane(second, seen)
-    if high is None or low is None or sign == other or (low.place, high.place) != (0, 1):
-        return None
-    if not (low.mode == high.mode == mode) or not equal(low.x, high.x):
-        return None
-    return other, low
-
-
-def rotation(expr: Expr, seen: Seen) -> Rotation | None:
-    """Match `x * cos + turned(x) * sin`."""
-    terms = products(expr, seen)
-    if terms is None:
-        return None
-    for (straight, across), (x, cos), (other, sin) in _orders(terms):
-        trail: Seen = set()
-        found = turned(other, trail)
-        if found is None or straight.sign != 1 or across.sign * found[0] != 1 or not equal(found[1].x, x):
-            continue
-        if not same_shape(shape_of(found[1].x), shape_of(other)):
-            continue
-        seen |= trail
-        return Rotation(found[1].mode, x, cos, sin)
-    return None
-
-
-def _orders(terms: tuple[Product, Product]) -> Iterator[tuple[tuple[Product, Product], Any, Any]]:
-    """Yield every order of two products and of the factors of each."""
-    for first, second in (terms, terms[::-1]):
-        for left, right in itertools.product((1, -1), repeat=2):
-            yield (first, second), first.factors[::left], second.factors[::right]
-
-
-def _turns(expr: Any, index: int, seen: Seen) -> Iterator[tuple[Lane, Expr, Expr]]:
-    """Yield the ways to read a sum as result lane `index`: lane `index` of x, the cosines and the sines."""
-    terms = products(expr, seen)
-    shape = shape_of(expr)
-    if terms is None:
-        return
-    for (straight, across), (own, cos), (other, sin) in _orders(terms):
-        if straight.sign != 1 or across.sign != (-1, 1)[index]:
-            continue
-        trail: Seen = set()
-        here, there = lane(own, trail), lane(other, trail)
-        if here is None or there is None or (here.place, there.place) != (index, 1 - index):
-            continue
-        if here.mode != there.mode or not equal(here.x, there.x) or not same_shape(shape_of(own), shape):
-            continue
-        if len(shape_of(here.x) or ()) != len(shape or ()):
-            continue
-        seen |= trail
-        yield here, cos, sin
-
-
-def lane_rotation(first: Any, second: Any, seen: Seen) -> Rotation | None:
-    """Match `a * cos - b * sin` and `a * sin + b * cos` of the lanes a and b of one tensor."""
-    for (one, cos, sin), (two, other_cos, other_sin) in itertools.product(
-        list(_turns(first, 0, seen)), list(_turns(second, 1, seen))
-    ):
-        if one.mode == two.mode and equal(one.x, two.x) and equal(cos, other_cos) and equal(sin, other_sin):
-            return Rotation(one.mode, one.x, cos, sin)
-    return None
-
-
-def complex_rotation(expr: Any, seen: Seen) -> Rotation | None:
-    """Match `view_as_complex(x in pairs) * freqs`."""
-    if not isinstance(expr, Expr) or expr.op != "mul":
-        return None
-    for left, right in (expr.args, expr.args[::-1]):
-        trail: Seen = set()
-        number = peeled(left, trail)
-        if not isinstance(number, Expr) or number.op != "view_as_complex":
-            continue
-        pairs = peeled(number.args[0], trail)
-        x = split(pairs, None, 2)
-        dtype = dtype_of(right)
-        if x is None or dtype is None or not dtype.is_complex or not same_shape(shape_of(number), shape_of(expr)):
-            continue
-        seen |= trail | {node for node in (expr.node, number.node, pairs.node) if node is not None}
-        return Rotation(COMPLEX, peeled(x, seen), peeled(right, seen))
-    return None
-
-
-def matrix_rotation(expr: Expr, seen: Seen) -> Rotation | None:
-    """Match `f[..., 0] * x_[..., 0] + f[..., 1] * x_[..., 1]` or `(f * x_).sum(-1)`.
-
-    x_ is x as [..., d / 2, 1, 2].
-    """
-    if expr.op == "sum":
-        term = product(expr.args[0], seen)
-        last = len(shape_of(expr) or ())
-        if term is None or term.sign != 1 or expr.attrs != (last,):
-            return None
-        return _by_matrices(term.factors, seen) or _by_matrices(term.factors[::-1], seen)
-    terms = products(expr, seen)
-    if terms is None or any(term.sign != 1 for term in terms):
-        return None
-    for _, first, second in _orders(terms):
-        trail: Seen = set()
-        columns = [(_column(factors[0], trail), _column(factors[1], trail)) for factors in (first, second)]
-        (left, left_x), (right, right_x) = columns
-        if left is None or left_x is None or right is None or right_x is None:
-            continue
-        if (left[1], left_x[1], right[1], right_x[1]) != (0, 0, 1, 1):
-            continue
-        if equal(left[0], right[0]) and equal(left_x[0], right_x[0]):
-            found = _by_matrices((left[0], left_x[0]), trail)
-            if found is not None:
-                seen |= trail
-                return found
-    return None
-
-
-def _column(expr: Any, seen: Seen) -> tuple[Any, int] | None:
-    """Return (y, i) if an expression is `y[..., i]`."""
-    chosen = selection(expr, seen) if isinstance(expr, Expr) else None
-    shape = shape_of(expr.args[0]) if chosen is not None else None
-    if chosen is None or shape is None or chosen.dim != len(shape) - 1 or len(shape_of(expr) or ()) == len(shape):
-        return None
-    return peeled(expr.args[0], seen), chosen.start
-
-
-def _by_matrices(factors: tuple[Any, Any], seen: Seen) -> Rotation | None:
-    table, column = factors
-    x, shape = split(column, None, 1, 2), shape_of(table)
-    if x is None or shape is None or len(shape) < 3 or tuple(shape[-2:]) != (2, 2):
-        return None
-    seen.add(column.node)
-    return Rotation(MATRIX, peeled(x, seen), table)
+    return match, ANY
