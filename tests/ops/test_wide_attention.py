@@ -107,9 +107,9 @@ def check_softmax() -> int:
     checked = 0
     for whole_row, part in ((32_768, 8_192), (16, 16), (32, 16)):
         products.WHOLE_ROW, products.PART_OF_ROW = whole_row, part
-        for keys in (1, 7, 16, 17, 63, 100, 160):
+        for keys in (1, 16, 17, 100, 160):
             padded = -(-keys // products.ALIGNED) * products.ALIGNED
-            for scale in (0.3, 3.0, -1.0, 0.0):
+            for scale in (3.0, -1.0, 0.0):
                 scores = torch.randn(2, 3, padded, generator=torch.Generator().manual_seed(keys)) * 10
                 # The largest last: what was summed before is corrected.
                 scores[0, 0] = torch.linspace(-50, 50, padded)
