@@ -73,12 +73,12 @@ Shape = Mapping[str, int | str]
 Block = tuple[Callable[..., Any], tuple[torch.Tensor, ...]]
 
 
-def draw_from(dtype: torch.dtype, device_type: str) -> Draw:
+def draw_from(dtype: torch.dtype, where: str | torch.device) -> Draw:
     """Return a function that draws tensors of a dtype, the same ones in every process."""
-    generator = torch.Generator(device_type).manual_seed(0)
+    generator = torch.Generator(where).manual_seed(0)
 
     def draw(*sizes: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-        return torch.randn(sizes, generator=generator, device=device_type).to(dtype)
+        return torch.randn(sizes, generator=generator, device=where).to(dtype)
 
     return draw
 

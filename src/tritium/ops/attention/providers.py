@@ -10,7 +10,7 @@ import functools
 import importlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the conventional name
@@ -19,34 +19,11 @@ from tritium import compat, device
 from tritium.compat import attention as compat_attention
 from tritium.compat.products import wide_product_obstacle
 from tritium.ops import wide_attention
-from tritium.ops.attention.reference import arranged, chunked
+from tritium.ops.attention.reference import Sizes, arranged, chunked
 from tritium.ops.op import Arguments, Provider, present
 from tritium.ops.triton_launch import obstacle
 
 HALF = (torch.float16, torch.bfloat16)
-
-
-class Sizes(NamedTuple):
-    """The sizes of an attention; a symbolic size counts as its value in the call that is being compiled."""
-
-    batch: int
-    heads: int
-    kv_heads: int
-    queries: int
-    keys: int
-    width: int
-    value_width: int
-
-    @classmethod
-    def of(cls, given: Arguments) -> Self:
-        batch, heads, queries, width = map(present, given.q.shape)
-        _, kv_heads, keys, value_width = map(present, given.v.shape)
-        return cls(batch, heads, kv_heads, queries, keys, width, value_width)
-
-    @property
-    def score_bytes(self) -> int:
-        """The bytes of all scores in float32."""
-        return 4 * self.batch * self.heads * self.queries * self.keys
 
 
 def tensors(given: Arguments) -> list[torch.Tensor]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 
-from tritium.ops.op import Draw, Samples
+from tritium.ops.op import Arguments, Draw, Samples, present
 
 # The bytes of scores that `chunked` holds at once.
 CHUNK_BYTES = 64 << 20
@@ -71,23 +71,59 @@ def reference(
     return arranged(attention_math(q, k, v, mask, scale, causal))
 
 
+class Sizes(NamedTuple):
+    """The sizes of an attention; a symbolic size counts as its value in the call that is being compiled."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    width: int
+    value_width: int
+
+    @classmethod
+    def of(cls, given: Arguments) -> Self:
+        batch, heads, queries, width = map(present, given.q.shape)
+        _, kv_heads, keys, value_width = map(present, given.v.shape)
+        return cls(batch, heads, kv_heads, queries, keys, width, value_width)
+
+    @property
+    def score_bytes(self) -> int:
+        """The bytes of all scores in float32."""
+        return 4 * self.batch * self.heads * self.queries * self.keys
+
+
+def arguments(
+    draw: Draw,
+    sizes: Sizes,
+    mask: torch.Tensor | None = None,
+    *,
+    causal: bool = False,
+    heads_first: bool = False,
+    packed: bool = True,
+) -> dict[str, Any]:
+    """Return random arguments; unless `packed`, every second element of a head is left out."""
+    step = 1 if packed else 2
+
+    def side(heads: int, tokens: int, width: int) -> torch.Tensor:
+        outer = (sizes.batch, heads, tokens) if heads_first else (sizes.batch, tokens, heads)
+        made = draw(*outer, step * width)[..., ::step]
+        return made if heads_first else made.transpose(1, 2)
+
+    q = side(sizes.heads, sizes.queries, sizes.width)
+    k = side(sizes.kv_heads, sizes.keys, sizes.width)
+    v = side(sizes.kv_heads, sizes.keys, sizes.value_width)
+    return {"q": q, "k": k, "v": v, "mask": mask, "scale": sizes.width**-0.5, "causal": causal}
+
+
 def draw_samples(draw: Draw) -> Samples:
     def sample(
-        queries: int,
-        keys: int,
-        *,
-        width: int = 64,
-        value_width: int | None = None,
-        heads: int = 2,
-        kv_heads: int | None = None,
-        batch: int = 1,
-        mask: torch.Tensor | None = None,
-        causal: bool = False,
+        queries: int, keys: int, mask: torch.Tensor | None = None, *, causal: bool = False, **sizes: int
     ) -> dict[str, Any]:
-        q = draw(batch, queries, heads, width)
-        k, v = (draw(batch, keys, kv_heads or heads, size) for size in (width, value_width or width))
-        sides = {name: side.transpose(1, 2) for name, side in (("q", q), ("k", k), ("v", v))}
-        return {**sides, "mask": mask, "scale": width**-0.5, "causal": causal}
+        sizes = {"batch": 1, "heads": 2, "width": 64, **sizes}
+        sizes = {"kv_heads": sizes["heads"], "value_width": sizes["width"], **sizes}
+        return arguments(draw, Sizes(queries=queries, keys=keys, **sizes), mask, causal=causal)
 
     def kept(*shape: int) -> torch.Tensor:
         mask = draw(*shape) < 0.25
@@ -96,8 +132,7 @@ def draw_samples(draw: Draw) -> Samples:
         return mask
 
     yield "odd sizes", sample(63, 100)
-    heads_first = {name: draw(2, 3, tokens, 64) for name, tokens in (("q", 60), ("k", 63), ("v", 63))}
-    yield "heads first in memory", {**heads_first, "mask": None, "scale": 0.125, "causal": False}
+    yield "heads first in memory", arguments(draw, Sizes(2, 3, 3, 60, 63, 64, 64), heads_first=True)
     yield "one token", sample(1, 1)
     yield "one query", sample(1, 100, batch=2)
     yield "causal", sample(64, 64, causal=True)

@@ -11,9 +11,9 @@ import torch
 from tritium import device, fidelity
 from tritium.compat import attention as compat_attention
 from tritium.ops.attention import providers
-from tritium.ops.attention.providers import PROVIDERS, Sizes
-from tritium.ops.attention.reference import attention_math
-from tritium.ops.op import Arguments, FirstUse, Shape, Trial, present
+from tritium.ops.attention.providers import PROVIDERS
+from tritium.ops.attention.reference import Sizes, arguments, attention_math
+from tritium.ops.op import Arguments, FirstUse, Shape, Trial, draw_from, present
 
 # The number of queries whose result is compared with float64.
 CHECKED = 128
@@ -69,31 +69,20 @@ def alike(given: Arguments) -> Callable[[], Mapping[str, Any]] | None:
     sizes = Sizes.of(given)
     if 0 in sizes:
         return None
+    layout = {"heads_first": providers.has_heads_first_in_memory(given), "packed": providers.is_packed(given)}
     shape_of_mask = None if given.mask is None else tuple(map(present, given.mask.shape))
     mask_dtype = None if given.mask is None else given.mask.dtype
-    heads_first, packed = providers.has_heads_first_in_memory(given), providers.is_packed(given)
     dtype, where, causal = given.q.dtype, given.q.device, given.causal
 
     def create() -> dict[str, Any]:
-        generator = torch.Generator(where).manual_seed(3)
-
-        def side(heads: int, tokens: int, width: int) -> torch.Tensor:
-            step = 1 if packed else 2
-            outer = (sizes.batch, heads, tokens) if heads_first else (sizes.batch, tokens, heads)
-            made = torch.randn((*outer, step * width), generator=generator, device=where).to(dtype)[..., ::step]
-            return made if heads_first else made.transpose(1, 2)
-
-        q = side(sizes.heads, sizes.queries, sizes.width)
-        k = side(sizes.kv_heads, sizes.keys, sizes.width)
-        v = side(sizes.kv_heads, sizes.keys, sizes.value_width)
-        mask = None
+        draw, mask = draw_from(dtype, where), None
         if shape_of_mask is not None:
-            mask = torch.rand(shape_of_mask, generator=generator, device=where) < 0.75
+            mask = draw(*shape_of_mask) < 0.67
             # Leave every row a key: providers differ in the result of a row without one.
             mask[..., 0] = True
             if mask_dtype != torch.bool:
                 mask = torch.zeros(shape_of_mask, device=where, dtype=mask_dtype).masked_fill_(~mask, -math.inf)
-        return {"q": q, "k": k, "v": v, "mask": mask, "scale": sizes.width**-0.5, "causal": causal}
+        return arguments(draw, sizes, mask, causal=causal, **layout)
 
     return create
 

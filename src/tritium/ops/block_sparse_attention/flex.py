@@ -9,6 +9,7 @@ import torch
 
 from tritium.compat import attention as compat_attention
 from tritium.ops.attention import providers
+from tritium.ops.attention.reference import Sizes
 from tritium.ops.op import Arguments
 
 
@@ -74,5 +75,5 @@ def dense(given: Arguments) -> Arguments:
 def decline_flex(given: Arguments) -> str | None:
     form = dense(given)
     return providers.decline_flex(form) or (
-        "it takes at least one sample, query and key" if 0 in providers.Sizes.of(form) else None
+        "it takes at least one sample, query and key" if 0 in Sizes.of(form) else None
     )

@@ -82,7 +82,7 @@ def arguments(
     rotated: Sequence[bool] = (True, True),
     heads_first: bool = False,
 ) -> dict[str, Any]:
-    """Return arguments with parts of these numbers of tokens, each with a weight and a table of its own."""
+    """Return arguments with parts of these numbers of tokens; each part has a separate weight and table."""
 
     def weights(heads: int) -> list[torch.Tensor | None]:
         return [draw(heads * width if norm == ROW else width) if weighted else None for _ in tokens]
