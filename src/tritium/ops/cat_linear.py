@@ -96,19 +96,9 @@ def block(shape: Any, draw: Draw) -> Block:
     return single_block, (first, narrow, given["weight"], given["bias"], *inner)
 
 
-TRIAL = Trial.in_block(
-    shape,
-    alone,
-    block,
-    # FLUX's single blocks at 512, 1024 and 2048 pixels.
-    "tokens k n",
-    *((tokens, "4096+16384", 4096) for tokens in (1024, 4096, 16384)),
-)
+# FLUX's single blocks at 512, 1024 and 2048 pixels.
+STANDARD = [(tokens, "4096+16384", 4096) for tokens in (1024, 4096, 16384)]
+TRIAL = Trial.in_block(shape, alone, block, "tokens k n", STANDARD)
 
-OP = Op(
-    "cat_linear",
-    reference,
-    draw_samples,
-    providers=(Provider("aten", "cat_linear", run_aten, decline_aten, traced=True),),
-    trial=TRIAL,
-)
+PROVIDER = Provider("aten", "cat_linear", run_aten, decline_aten, traced=True)
+OP = Op("cat_linear", reference, draw_samples, (PROVIDER,), trial=TRIAL)

@@ -168,25 +168,9 @@ def block(shape: Any, draw: Draw) -> Block:
     return between, (*inputs, inner, draw(channels), draw(channels, 1, 1, 1), outer)
 
 
-TRIAL = Trial.in_block(
-    shape,
-    alone,
-    block,
-    # Four frames of 544 x 960 in the decoders of Wan 2.1 and Qwen-Image, from the last layer to the first, and of Wan 2.2.
-    "pixels channels",
-    (1 << 21, 96),
-    (1 << 21, 192),
-    (1 << 19, 192),
-    (1 << 17, 384),
-    (1 << 19, 256),
-)
+# Four frames of 544 x 960 in the decoders of Wan 2.1 and Qwen-Image, from the last layer to the first, and of Wan 2.2.
+STANDARD = ((1 << 21, 96), (1 << 21, 192), (1 << 19, 192), (1 << 17, 384), (1 << 19, 256))
+TRIAL = Trial.in_block(shape, alone, block, "pixels channels", STANDARD)
 
-OP = Op(
-    "channel_norm",
-    reference,
-    draw_samples,
-    results=results,
-    providers=(Provider("triton", "channel_norm", run_triton, decline_triton, traced=True),),
-    keeps_strides=True,
-    trial=TRIAL,
-)
+PROVIDER = Provider("triton", "channel_norm", run_triton, decline_triton, traced=True)
+OP = Op("channel_norm", reference, draw_samples, (PROVIDER,), results=results, trial=TRIAL, keeps_strides=True)

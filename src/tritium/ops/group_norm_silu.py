@@ -295,25 +295,13 @@ def block(shape: Any, draw: Draw) -> Block:
     return between, (_image(shape, few, draw), inner, draw(channels), given["weight"], given["bias"], outer)
 
 
-TRIAL = Trial.in_block(
-    shape,
-    alone,
-    block,
-    # The decoder of FLUX's VAE at 1024 pixels, from the last layer to the first, and SDXL's UNet.
-    "pixels channels groups layout",
-    *(
-        (pixels, channels, 32, layout)
-        for layout in ("contiguous", "channels_last")
-        for pixels, channels in ((1 << 20, 128), (1 << 18, 256), (1 << 16, 512), (1 << 14, 320))
-    ),
-)
+# The decoder of FLUX's VAE at 1024 pixels, from the last layer to the first, and SDXL's UNet.
+STANDARD = [
+    (pixels, channels, 32, layout)
+    for layout in ("contiguous", "channels_last")
+    for pixels, channels in ((1 << 20, 128), (1 << 18, 256), (1 << 16, 512), (1 << 14, 320))
+]
+TRIAL = Trial.in_block(shape, alone, block, "pixels channels groups layout", STANDARD)
 
-OP = Op(
-    "group_norm_silu",
-    reference,
-    draw_samples,
-    results=results,
-    providers=(Provider("triton", "group_norm_silu", run_triton, decline_triton, traced=True),),
-    keeps_strides=True,
-    trial=TRIAL,
-)
+PROVIDER = Provider("triton", "group_norm_silu", run_triton, decline_triton, traced=True)
+OP = Op("group_norm_silu", reference, draw_samples, (PROVIDER,), results=results, trial=TRIAL, keeps_strides=True)

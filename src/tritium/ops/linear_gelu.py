@@ -76,19 +76,15 @@ def block(shape: Any, draw: Draw) -> Block:
     return feed_forward, inputs
 
 
-TRIAL = Trial.in_block(
-    shape,
-    alone,
-    block,
-    # FLUX and Qwen-Image (text and image), Wan 14B (text and video), SD3.5, Wan 1.3B.
-    "tokens k n",
-    *((256, 4096, 16384), (4096, 2048, 8192), (4096, 4096, 16384), (32768, 2048, 8192), (32768, 4096, 16384)),
+# FLUX and Qwen-Image (text and image), Wan 14B (text and video), SD3.5, Wan 1.3B.
+STANDARD = (
+    (256, 4096, 16384),
+    (4096, 2048, 8192),
+    (4096, 4096, 16384),
+    (32768, 2048, 8192),
+    (32768, 4096, 16384),
 )
+TRIAL = Trial.in_block(shape, alone, block, "tokens k n", STANDARD)
 
-OP = Op(
-    "linear_gelu",
-    reference,
-    draw_samples,
-    providers=(Provider("aten", "linear_gelu", run_aten, decline_aten, traced=True),),
-    trial=TRIAL,
-)
+PROVIDER = Provider("aten", "linear_gelu", run_aten, decline_aten, traced=True)
+OP = Op("linear_gelu", reference, draw_samples, (PROVIDER,), trial=TRIAL)

@@ -126,7 +126,7 @@ class Trial:
         alone: Callable[[Any, Draw], Mapping[str, Any]],
         block: Callable[[Any, Draw], Block],
         names: str,
-        *standard: tuple[int | str, ...],
+        standard: Iterable[tuple[int | str, ...]],
     ) -> Self:
         """Return the trial of an op that is compared in a block; `names` are those of the sizes in `standard`."""
         return cls(shape, alone, block, tuple(dict(zip(names.split(), row, strict=True)) for row in standard))

@@ -216,23 +216,23 @@ def block(shape: Any, draw: Draw) -> Block:
     return between, (*inputs, given["gate"], given["scale"], given["shift"])
 
 
-TRIAL = Trial.in_block(
-    shape,
-    alone,
-    block,
-    "tokens width norm",
+STANDARD = (
     # Wan 1.3B, SD3.5, FLUX and Qwen-Image, Wan 14B: text and image or video.
-    *((32768, 1536, "layer"), (256, 2432, "layer"), (4096, 2432, "layer"), (256, 3072, "layer")),
-    *((512, 3072, "layer"), (4096, 3072, "layer"), (16384, 3072, "layer"), (32768, 5120, "layer")),
-    # A FLUX with three heads, which the demo and CPU benchmarks run; LTX; Z-Image.
-    *((256, 384, "layer"), (4096, 2048, "rms"), (4096, 3840, "rms")),
+    (32768, 1536, "layer"),
+    (256, 2432, "layer"),
+    (4096, 2432, "layer"),
+    (256, 3072, "layer"),
+    (512, 3072, "layer"),
+    (4096, 3072, "layer"),
+    (16384, 3072, "layer"),
+    (32768, 5120, "layer"),
+    # A FLUX with three heads, which the demo and CPU benchmarks run.
+    (256, 384, "layer"),
+    # LTX, Z-Image.
+    (4096, 2048, "rms"),
+    (4096, 3840, "rms"),
 )
+TRIAL = Trial.in_block(shape, alone, block, "tokens width norm", STANDARD)
 
-OP = Op(
-    "residual_norm_modulate",
-    reference,
-    draw_samples,
-    results=results,
-    providers=(Provider("triton", "residual_norm_modulate", run_triton, decline_triton, traced=True),),
-    trial=TRIAL,
-)
+PROVIDER = Provider("triton", "residual_norm_modulate", run_triton, decline_triton, traced=True)
+OP = Op("residual_norm_modulate", reference, draw_samples, (PROVIDER,), results=results, trial=TRIAL)

@@ -89,10 +89,5 @@ def decline_triton(given: Arguments) -> str | None:
     return obstacle(given.x, given.weight)
 
 
-OP = Op(
-    "rms_norm",
-    reference,
-    draw_samples,
-    results=results,
-    providers=(Provider("triton", "rms_norm", run_triton, decline_triton, traced=True),),
-)
+PROVIDER = Provider("triton", "rms_norm", run_triton, decline_triton, traced=True)
+OP = Op("rms_norm", reference, draw_samples, (PROVIDER,), results=results)

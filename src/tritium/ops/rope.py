@@ -133,20 +133,8 @@ def block(shape: Any, draw: Draw) -> Block:
     return rotated, (draw(1, tokens, NARROW), inner, given["table"], outer)
 
 
-TRIAL = Trial.in_block(
-    shape,
-    alone,
-    block,
-    "tokens width mode",
-    (8192, 128, COMPLEX),
-    (MOST_ROWS, 128, COMPLEX),
-)
+TRIAL = Trial.in_block(shape, alone, block, "tokens width mode", [(8192, 128, COMPLEX), (MOST_ROWS, 128, COMPLEX)])
 
-OP = Op(
-    "rope",
-    reference,
-    draw_samples,
-    # The reference is real arithmetic: inlined into the graph, Inductor fuses it with its neighbours.
-    providers=(Provider("aten", "rope", run_aten, decline_aten, inlined=True),),
-    trial=TRIAL,
-)
+# The reference is real arithmetic: inlined into the graph, Inductor fuses it with its neighbours.
+PROVIDER = Provider("aten", "rope", run_aten, decline_aten, inlined=True)
+OP = Op("rope", reference, draw_samples, (PROVIDER,), trial=TRIAL)

@@ -242,22 +242,18 @@ def block(shape: Any, draw: Draw) -> Block:
     return middle, (x, context, *inner, outer)
 
 
-TRIAL = Trial.in_block(
-    shape,
-    alone,
-    block,
-    # AutoencoderKL's middle block at 512, 1024 and 2048 pixels.
-    "tokens keys heads width",
-    *((tokens, SAME, 1, 512) for tokens in (4096, 16384, 65536)),
-)
+# AutoencoderKL's middle block at 512, 1024 and 2048 pixels.
+STANDARD = [(tokens, SAME, 1, 512) for tokens in (4096, 16384, 65536)]
+TRIAL = Trial.in_block(shape, alone, block, "tokens keys heads width", STANDARD)
 
+PROVIDER = Provider("products", "wide_attention", run_products, decline_products)
 OP = Op(
     "wide_attention",
     reference,
     draw_samples,
+    (PROVIDER,),
     results=results,
-    providers=(Provider("products", "wide_attention", run_products, decline_products),),
+    trial=TRIAL,
     keeps_strides=True,
     any_layout=True,
-    trial=TRIAL,
 )

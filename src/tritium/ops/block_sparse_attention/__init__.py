@@ -57,14 +57,9 @@ def rule(given: Arguments) -> str:
     return "flex" if given.q.is_cuda and not compat.dynamo.is_compiling() else REFERENCE
 
 
-OP = Op(
-    "block_sparse_attention",
-    reference,
-    draw_samples,
-    results=results,
-    providers=(
-        Provider("triton", "block_sparse_attention", run_triton, decline_triton),
-        Provider("flex", "block_sparse_attention", run_flex, decline_flex),
-    ),
-    trial=Trial(shape, first_use=FirstUse(alike=alike, check=check, default=rule, versions=compat_attention.versions)),
+PROVIDERS = (
+    Provider("triton", "block_sparse_attention", run_triton, decline_triton),
+    Provider("flex", "block_sparse_attention", run_flex, decline_flex),
 )
+TRIAL = Trial(shape, first_use=FirstUse(alike=alike, check=check, default=rule, versions=compat_attention.versions))
+OP = Op("block_sparse_attention", reference, draw_samples, PROVIDERS, results=results, trial=TRIAL)

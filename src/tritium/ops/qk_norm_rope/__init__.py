@@ -21,11 +21,5 @@ from tritium.ops.qk_norm_rope.triton import decline_triton, launch_options, resu
 
 __all__ = ["NORMS", "OP", "ROPES", "decline_triton", "launch_options", "reference", "run_triton"]
 
-OP = Op(
-    "qk_norm_rope",
-    reference,
-    draw_samples,
-    results=results,
-    providers=(Provider("triton", "qk_norm_rope", run_triton, decline_triton, traced=True),),
-    trial=TRIAL,
-)
+PROVIDER = Provider("triton", "qk_norm_rope", run_triton, decline_triton, traced=True)
+OP = Op("qk_norm_rope", reference, draw_samples, (PROVIDER,), results=results, trial=TRIAL)

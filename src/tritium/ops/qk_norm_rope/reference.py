@@ -228,11 +228,7 @@ def block(shape: Any, draw: Draw) -> Block:
     return attention, (*streams, given["q_weights"][0], *inner, outer, *angles)
 
 
-TRIAL = Trial.in_block(
-    shape,
-    alone,
-    block,
-    "tokens heads width parts norm rope out",
+STANDARD = (
     # FLUX's double and single blocks, Qwen-Image, Wan 14B and 1.3B, SD3.5.
     (4096, 24, 128, 2, HEAD, INTERLEAVED, "tokens"),
     (4096, 24, 128, 1, HEAD, INTERLEAVED, "tokens"),
@@ -244,3 +240,4 @@ TRIAL = Trial.in_block(
     (256, 3, 128, 2, HEAD, INTERLEAVED, "tokens"),
     (256, 3, 128, 1, HEAD, INTERLEAVED, "tokens"),
 )
+TRIAL = Trial.in_block(shape, alone, block, "tokens heads width parts norm rope out", STANDARD)
