@@ -165,7 +165,7 @@ with warnings.catch_warnings(record=True) as caught, torch.inference_mode():
     warnings.simplefilter("always")
     result = torch.compile(lambda x: x.sin() + 1, backend="tritium")(torch.ones(64))
 assert torch.allclose(result, torch.ones(64).sin() + 1)
-print(json.dumps([sorted(libraries.SHELF.used), [str(one.message) for one in caught if "tritium" in str(one.message)]]))
+print(json.dumps([sorted(libraries.USED), [str(one.message) for one in caught if "tritium" in str(one.message)]]))
 """
 
 
@@ -303,7 +303,7 @@ def test_the_whole_file_does_reach_torch(tmp_path, monkeypatch):
     summary = artifacts.load(path, HERE)
     assert reached == [b"pickled"]
     assert (summary.graphs, summary.libraries, summary.records, summary.size) == (3, 1, 1, path.stat().st_size)
-    assert libraries.SHELF.path("ab12").read_bytes() == b""
+    assert libraries.path("ab12").read_bytes() == b""
     assert observations.store().path("cd").read_bytes() == b"{}"
     assert str(summary).startswith(f"{path}: 3 graphs, 1 libraries")
 
@@ -350,7 +350,7 @@ class TestSaving:
         assert artifacts.save(tmp_path / "new" / "file", HERE).path.exists()
 
     def test_a_file_that_is_gone_is_counted(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(libraries.SHELF, "used", {"ab": tmp_path / "gone.so"})
+        monkeypatch.setattr(libraries, "USED", {"ab": tmp_path / "gone.so"})
         monkeypatch.setattr(observations, "_used", {})
         summary = artifacts.save(tmp_path / "file", HERE)
         assert (summary.libraries, summary.missing) == (0, 1)

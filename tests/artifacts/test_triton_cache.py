@@ -59,7 +59,7 @@ def nothing_else(monkeypatch):
     """A process that has used this kernel of an op, and nothing that Tritium keeps beside it."""
     monkeypatch.setattr(compat.artifacts, "cache_artifacts", lambda: (b"bytes", 1))
     monkeypatch.setattr(torch.compiler, "load_cache_artifacts", lambda content: "info")
-    monkeypatch.setattr(libraries.SHELF, "used", {})
+    monkeypatch.setattr(libraries, "USED", {})
     monkeypatch.setattr(observations, "_used", {})
 
 

@@ -41,42 +41,15 @@ def output_of(graph):
     return next(node for node in graph.nodes if node.op == "output")
 
 
-def erase_output(graph, context):
-    graph.erase_node(output_of(graph))
+def returning(change):
+    """A pass that replaces the results of a graph, given the graph and its two results."""
 
+    def run(graph, context):
+        output = output_of(graph)
+        with graph.inserting_before(output):
+            output.args = (change(graph, *output.args[0]),)
 
-def drop_output(graph, context):
-    output = output_of(graph)
-    output.args = (output.args[0][:1],)
-
-
-def repeat_output(graph, context):
-    output = output_of(graph)
-    output.args = ((*output.args[0], output.args[0][0]),)
-
-
-def swap_outputs(graph, context):
-    output = output_of(graph)
-    output.args = (tuple(reversed(output.args[0])),)
-
-
-def reduce_output(graph, context):
-    output = output_of(graph)
-    with graph.inserting_before(output):
-        summed = graph.call_function(torch.sum, (output.args[0][0],))
-    output.args = ((summed, output.args[0][1]),)
-
-
-def widen_output(graph, context):
-    output = output_of(graph)
-    with graph.inserting_before(output):
-        wide = graph.call_method("double", (output.args[0][0],))
-    output.args = ((wide, output.args[0][1]),)
-
-
-def forget_output(graph, context):
-    output = output_of(graph)
-    output.args = ((None, output.args[0][1]),)
+    return run
 
 
 def add_input(graph, context):
@@ -84,20 +57,26 @@ def add_input(graph, context):
         graph.placeholder("extra")
 
 
-WRONG = [
-    (erase_output, "the graph has 0 output nodes"),
-    (drop_output, "had 2 outputs and has 1"),
-    (repeat_output, "had 2 outputs and has 3"),
-    (swap_outputs, "which was output 1"),
-    (reduce_output, r"had shape \[2, 5, 16\], .* has shape \[\],"),
-    (widen_output, "had shape .* torch.float32 .* torch.float64"),
-    (forget_output, "output 0 was .* and is None"),
-    (add_input, "the graph's inputs were"),
-]
+WRONG = {
+    "erased": (lambda graph, context: graph.erase_node(output_of(graph)), "the graph has 0 output nodes"),
+    "dropped": (returning(lambda graph, a, b: (a,)), "had 2 outputs and has 1"),
+    "repeated": (returning(lambda graph, a, b: (a, b, a)), "had 2 outputs and has 3"),
+    "swapped": (returning(lambda graph, a, b: (b, a)), "which was output 1"),
+    "reduced": (
+        returning(lambda graph, a, b: (graph.call_function(torch.sum, (a,)), b)),
+        r"had shape \[2, 5, 16\], .* has shape \[\],",
+    ),
+    "widened": (
+        returning(lambda graph, a, b: (graph.call_method("double", (a,)), b)),
+        "torch.float32 .* torch.float64",
+    ),
+    "forgotten": (returning(lambda graph, a, b: (None, b)), "output 0 was .* and is None"),
+    "an input": (add_input, "the graph's inputs were"),
+}
 
 
 class TestPasses:
-    @pytest.mark.parametrize(("wrong", "reason"), WRONG, ids=[wrong.__name__ for wrong, _ in WRONG])
+    @pytest.mark.parametrize(("wrong", "reason"), WRONG.values(), ids=WRONG)
     def test_a_changed_interface_turns_the_pass_off(self, call, wrong, reason):
         seen = []
         last = Pass("last", lambda graph, context: seen.append(len(output_of(graph).args[0])))
@@ -113,13 +92,8 @@ class TestPasses:
         assert seen == [2], "the next pass has the graph as it was"
 
     def test_a_right_rewrite_of_an_output_passes(self, call):
-        def rename(graph, context):
-            output = output_of(graph)
-            with graph.inserting_before(output):
-                again = graph.call_function(torch.mul, (output.args[0][1], 1.0))
-            output.args = ((output.args[0][0], again),)
-
-        results, report, told = run(call, passes=[Pass("right", rename)])
+        right = returning(lambda graph, a, b: (a, graph.call_function(torch.mul, (b, 1.0))))
+        results, report, told = run(call, passes=[Pass("right", right)])
         assert told == report.failures == []
         torch.testing.assert_close(results[1], call[0] * 2.0)
 

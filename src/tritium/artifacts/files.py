@@ -76,7 +76,7 @@ def save(path: str | os.PathLike[str], fingerprint: Fingerprint) -> ArtifactSumm
         raise ArtifactError("there are no compile artifacts to save: nothing was compiled in this process")
     content, graphs = found
     kept = list(_kept())
-    sections = [Section("torch", "artifacts", content), *(section for section in kept if section is not None)]
+    sections = [Section("torch", "artifacts", content), *filter(None, kept)]
     target = Path(path)
     written = encode(fingerprint, sections, graphs)
     _write(target, written)
@@ -112,7 +112,7 @@ def _check_caching(verb: str) -> None:
 def _kept() -> Iterator[Section | None]:
     """Yield Tritium's files that this process used, as sections; None for a deleted file."""
     store = observations.store()
-    files = [("library", digest, file) for digest, file in libraries.SHELF.used.items()]
+    files = [("library", digest, file) for digest, file in libraries.USED.items()]
     files += [("record", key, store.path(key)) for key in observations.used()]
     of_triton = dict.fromkeys(
         [*compat.triton_cache.triton_files(triton_launch.started()), *compat.triton_cache.launch_libraries()]
@@ -134,10 +134,7 @@ def _put(section: Section, source: Path) -> None:
         folder, _, name = section.name.partition(".")
         compat.triton_cache.put_triton_file(folder, name, section.content, _write)
         return
-    target = {
-        "library": libraries.SHELF.path(section.name),
-        "record": observations.store().path(section.name),
-    }[section.kind]
+    target = libraries.path(section.name) if section.kind == "library" else observations.store().path(section.name)
     # Names are digests of the content's origin: an existing file has the same content.
     if not target.exists():
         _write(target, section.content)

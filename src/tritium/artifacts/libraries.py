@@ -15,34 +15,26 @@ import torch
 
 from tritium import compat, device, disk
 
-
-class Shelf:
-    """The libraries under Inductor's cache folder, and all libraries that this process loaded."""
-
-    def __init__(self) -> None:
-        # Paths by digest. Libraries that Inductor compiled are in its folders.
-        self.used: dict[str, Path] = {}
-
-    def folder(self) -> Path:
-        return compat.inductor.cache_dir() / "tritium" / "kernels"
-
-    def path(self, digest: str) -> Path:
-        return self.folder() / f"{digest}.so"
-
-    def find(self, request: str) -> Path | None:
-        path = self.path(digest(request))
-        return path if path.exists() else None
-
-    def loaded(self, request: str, library: Path) -> None:
-        self.used[digest(request)] = library
-
-
-SHELF = Shelf()
+# All libraries that this process loaded, by digest. Those that Inductor compiled are in its folders.
+USED: dict[str, Path] = {}
 
 
 def install() -> None:
-    """Make Inductor look up C++ kernels in the shelf before it compiles them."""
-    compat.artifacts.share_libraries(SHELF.find, SHELF.loaded)
+    """Make Inductor look up C++ kernels here before it compiles them."""
+    compat.artifacts.share_libraries(_find, _loaded)
+
+
+def path(of_digest: str) -> Path:
+    return compat.inductor.cache_dir() / "tritium" / "kernels" / f"{of_digest}.so"
+
+
+def _find(request: str) -> Path | None:
+    library = path(digest(request))
+    return library if library.exists() else None
+
+
+def _loaded(request: str, library: Path) -> None:
+    USED[digest(request)] = library
 
 
 def digest(request: str) -> str:

@@ -6,7 +6,7 @@ from torch import nn
 
 import tritium
 from support.capture import captures, compiled
-from tritium import CompilationConfig
+from tritium import CompilationConfig, compat
 from tritium.bench import workloads
 
 BOUNDARY_CALLS = []
@@ -82,3 +82,21 @@ class TestPieces:
         assert entry["declined"] is None
         assert entry["bucket"].startswith("hidden_states 1x4x16x16 float32")
         assert "scale_shift_table" not in entry["bucket"]
+
+
+def test_a_graph_that_cannot_be_lowered_is_captured(device, monkeypatch):
+    def compile_fx(gm, example_inputs):
+        raise RuntimeError("no code today")
+
+    monkeypatch.setattr(compat.inductor, "compile_fx", compile_fx)
+    scale = nn.Parameter(torch.full((4,), 2.0, device=device), requires_grad=False)
+    model = nn.Module()
+    model.register_parameter("scale", scale)
+    f = compiled(
+        lambda x: x * (model.scale * 3), CompilationConfig(graphs="with_compile", enable_freezing=True), dynamic=False
+    )
+    with torch.no_grad(), pytest.warns(RuntimeWarning, match="no code today"):
+        for _ in range(2):
+            assert f(torch.ones(2, 4, device=device)).tolist() == [[6.0] * 4] * 2
+    (entry,) = captures(f)
+    assert (entry["bucket"], entry["hits"], entry["declined"]) == ("x 2x4 float32", 2, None)

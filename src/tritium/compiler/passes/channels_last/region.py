@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -131,24 +132,26 @@ def _decline(model: Model, node: fx.Node) -> str | None:
 
 def _regions(model: Model, convolutions: Sequence[fx.Node]) -> list[list[fx.Node]]:
     """Return groups of convolutions connected, in any direction, by operations that keep a format."""
-    inside = dict.fromkeys(convolutions) | dict.fromkeys(filter(model.keeps_format, model.nodes))
-    leader: dict[fx.Node, fx.Node] = {node: node for node in inside}
-
-    def find(node: fx.Node) -> fx.Node:
-        while leader[node] is not node:
-            leader[node] = leader[leader[node]]
-            node = leader[node]
-        return node
-
     seeds = set(convolutions)
+    inside = seeds.union(filter(model.keeps_format, model.nodes))
+    neighbours: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in inside:
         for source in operands(node)[:1] if node in seeds else node.all_input_nodes:
             if source in inside:
-                leader[find(node)] = find(source)
-    regions: dict[fx.Node, list[fx.Node]] = {}
-    for node in convolutions:
-        regions.setdefault(find(node), []).append(node)
-    return list(regions.values())
+                neighbours[node].append(source)
+                neighbours[source].append(node)
+    regions: list[list[fx.Node]] = []
+    seen: set[fx.Node] = set()
+    for first in convolutions:
+        region, stack = [], [first]
+        while stack:
+            node = stack.pop()
+            if node not in seen:
+                seen.add(node)
+                region += [node] if node in seeds else []
+                stack += neighbours[node]
+        regions.append(region)
+    return regions
 
 
 def upstream(model: Model, chosen: Iterable[fx.Node]) -> set[fx.Node]:
