@@ -19,7 +19,7 @@ hypothesis.settings.load_profile("untimed")
 
 
 def _bf16_matmul_survives() -> bool:
-    """Some virtual machines advertise AMX and refuse it: a bf16 matrix product then kills the process."""
+    """Return True if a bf16 matrix product works: some virtual machines advertise AMX and then fault on it."""
     program = "import torch; a = torch.ones(32, 32, dtype=torch.bfloat16); torch.nn.functional.linear(a, a)"
     return subprocess.run([sys.executable, "-c", program], capture_output=True, check=False).returncode == 0
 
@@ -31,11 +31,11 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # Inherited by every process that a test, or Tritium in a test, starts.
     os.environ["PYTHONPATH"] = checkout.environment()["PYTHONPATH"]
-    # Compilers make millions of objects and hardly any garbage: at the usual pace the collector takes a tenth of all time.
+    # Compilers create millions of objects and little garbage: with the default thresholds, collecting takes a tenth of the time.
     gc.set_threshold(100_000, 50, 100)
 
 
-# Files that take minutes, longest first: a worker that began one of them last would be the only one at work in the end.
+# Files that take minutes, longest first: a worker that starts one of them last would run alone at the end.
 LONG = (
     *("census/test_census.py", "compiler/passes/test_channels_last.py", "test_api.py", "pipelines/test_shapes.py"),
     *("pipelines/test_sizes.py", "artifacts/test_cache.py", "tiling/test_codegen.py", "census/test_numbers.py"),
@@ -73,7 +73,7 @@ def _clean_slate(
     from tritium import compat, tuning
     from tritium.report.ledger import LEDGER
 
-    # What this machine's user has measured is none of a test's business.
+    # Tests do not use the tables that the user of this machine has measured.
     monkeypatch.setattr(tuning.tables, "user_folder", lambda: tmp_path_factory.getbasetemp() / "tuned")
     tuning.forget()
 
@@ -89,25 +89,25 @@ def _clean_slate(
 
 
 @pytest.fixture(scope="session")
-def nursery():
-    from support.nursery import Nursery
+def forks():
+    from support.forks import Forks
 
-    made = Nursery()
-    yield made
-    made.close()
+    forks = Forks()
+    yield forks
+    forks.close()
 
 
 @pytest.fixture
-def in_process(tmp_path: Path, nursery):
-    """Run a program in a process of its own, with its own Inductor cache, and return what it printed.
+def in_process(tmp_path: Path, forks):
+    """Run a program in a separate process, with a separate Inductor cache, and return what it printed.
 
-    One that is `loaded` begins with torch and its compiler imported; what these read when they are imported cannot be in `env`.
+    `loaded` starts it with torch and its compiler imported, so `env` cannot have variables that these read on import.
     """
 
     def run(program: str, *, cache: Path | None = None, env: dict[str, str] | None = None, loaded: bool = False) -> str:
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache or tmp_path / "inductor"), **(env or {})}
         if loaded:
-            return nursery.run(program, environment, tmp_path)
+            return forks.run(program, environment, tmp_path)
         done = subprocess.run(
             [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment
         )
