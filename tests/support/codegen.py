@@ -75,18 +75,12 @@ def pretended_driver() -> Iterator[None]:
         yield
 
 
-class _Generated(Exception):
-    """Code generation is over."""
+class _Called(Exception):
+    """Generated code was to run."""
 
 
-# What was generated last to call the kernels, one text a graph.
+# The code that calls the kernels, one text for each graph that was generated last.
 WRAPPERS: list[str] = []
-
-
-def _stop(lowering: GraphLowering) -> None:
-    code, *_ = lowering.codegen()
-    WRAPPERS.append(getattr(code, "value", str(code)))
-    raise _Generated
 
 
 @contextlib.contextmanager
@@ -133,37 +127,14 @@ def generated(
     rewrite: Callable[[fx.Graph], None] | None = None,
     **settings: Any,
 ) -> KernelObserver:
-    """What code generation makes of a function; `dynamic` are the dims of inputs, by their place, of no fixed size.
+    """Generate the code of a function; `dynamic` are the dims of inputs, by their place, of no fixed size.
 
     `rewrite` changes Dynamo's graph before Inductor gets it.
     """
     observer = KernelObserver(device, NAMESPACE, triton_launch.op_of)
-    torch._dynamo.reset()
-    WRAPPERS.clear()
-    marks = [(inputs[index], dim) for index, dims in (dynamic or {}).items() for dim in dims]
-
-    def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        gpu = _pretended_gpu() if device == "cuda" else contextlib.nullcontext()
-        with gpu, compat.observation.observed_codegen(observer):
-            if device == "cuda":
-                _move(gm)
-                example_inputs = [_on_gpu(value) for value in example_inputs]
-            return compile_fx.compile_fx_inner(gm, example_inputs, **kwargs)
-
-    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        if rewrite is not None:
-            rewrite(gm.graph)
-            gm.recompile()
-        return compile_fx.compile_fx(gm, example_inputs, inner_compile=inner)
-
-    quiet = inductor.patch({"fx_graph_cache": False, "compile_threads": 1, **settings})
-    stopped = mock.patch.object(GraphLowering, "compile_to_module", _stop)
-    with quiet, stopped, pretended_driver(), compat.dynamo.marked_dynamic(marks), torch.inference_mode():
-        try:
-            torch.compile(function, backend=backend, fullgraph=True)(*inputs)
-        except Exception as error:
-            if _Generated.__name__ not in f"{type(error).__name__} {error}":
-                raise
+    WRAPPERS[:] = generations(
+        function, [inputs], dynamic or {}, device=device, observer=observer, rewrite=rewrite, **settings
+    )
     assert observer.saw_codegen
     return observer
 
@@ -173,19 +144,20 @@ def launches(observer: KernelObserver) -> list[str]:
     return [kernel.name for kernel in observer.kernels if kernel.kind == "generated"]
 
 
-class _Called(Exception):
-    """Generated code was to run."""
-
-
 def generations(
     function: Callable[..., Any],
     calls: Sequence[Sequence[torch.Tensor]],
     dynamic: dict[int, Sequence[int]],
     given_to: list[list[Any]] | None = None,
+    *,
+    device: str = "cuda",
+    observer: KernelObserver | None = None,
+    rewrite: Callable[[fx.Graph], None] | None = None,
+    **settings: Any,
 ) -> list[str]:
-    """The code that is generated for a GPU by several calls in a row, one text for each time that it is.
+    """Return the code that several calls in a row generate, one text for each time that it is generated.
 
-    `given_to` gets what each call passes to the code.
+    `given_to` gets the arguments that each call passes to the code.
     """
     texts: list[str] = []
     torch._dynamo.reset()
@@ -202,15 +174,23 @@ def generations(
         return types.SimpleNamespace(call=call, __file__=__file__, runner=None)
 
     def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        with _pretended_gpu():
-            _move(gm)
-            return compile_fx.compile_fx_inner(gm, [_on_gpu(value) for value in example_inputs], **kwargs)
+        with contextlib.ExitStack() as stack:
+            if observer is not None:
+                stack.enter_context(compat.observation.observed_codegen(observer))
+            if device == "cuda":
+                stack.enter_context(_pretended_gpu())
+                _move(gm)
+                example_inputs = [_on_gpu(value) for value in example_inputs]
+            return compile_fx.compile_fx_inner(gm, example_inputs, **kwargs)
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        if rewrite is not None:
+            rewrite(gm.graph)
+            gm.recompile()
         return compile_fx.compile_fx(gm, example_inputs, inner_compile=inner)
 
     compiled = torch.compile(function, backend=backend, fullgraph=True)
-    quiet = inductor.patch({"fx_graph_cache": False, "compile_threads": 1})
+    quiet = inductor.patch({"fx_graph_cache": False, "compile_threads": 1, **settings})
     kept = mock.patch.object(GraphLowering, "compile_to_module", keep)
     with quiet, kept, pretended_driver(), torch.inference_mode():
         for given in calls:
