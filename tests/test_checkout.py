@@ -46,7 +46,6 @@ LONG_NAMES = {
     "tuning/test_choice.py",
     "tuning/test_compare.py",
     "tuning/test_first_use.py",
-    "tuning/test_shipped.py",
 }
 
 
