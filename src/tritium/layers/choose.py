@@ -27,6 +27,7 @@ from tritium.report.ledger import LEDGER
 RUNTIME, STATIC = MODES = ("runtime", "static")
 
 DENSE, SPARSE = attention.OP.name, block_sparse_attention.OP.name
+OPS = {DENSE: attention.OP, SPARSE: block_sparse_attention.OP}
 
 _LIBRARY = torch.library.Library("tritium", "FRAGMENT")
 
@@ -36,28 +37,31 @@ def compute(name: str, by: str, *arguments: Any) -> torch.Tensor:
     if torch.compiler.is_dynamo_compiling():
         operator = getattr(torch.ops.tritium, f"choose_{name}").default
         return operator(*arguments, by, identity(name))  # type: ignore[no-any-return]
-    return _compute(ops.catalog()[name], *arguments, by, "")
+    return _compute(OPS[name], *arguments, by, "")
 
 
 def _compute(op: Op, *arguments: Any) -> torch.Tensor:
     *values, by, _identity = arguments
-    given = op.bind(*values)
+    given = Arguments(**dict(zip(op.parameters, values, strict=True)))
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if any(map(compat.traced.is_traced, tensors)):
         # Symbolic sizes have other values in other calls.
-        chosen = choose(op, given, by)
+        name = choose(op, given, by)
         frame = compat.dynamo.compiling_frame()
         if frame is not None:
-            LEDGER.attention_chosen(frame.compile_id, chosen, _words(op, given))
-    else:
-        forms = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
-        grad = compat.dynamo.needs_gradients(*tensors)
-        call = (op.name, forms, given.q.device, given.causal, by, grad, envs.get(envs.ATTENTION))
-        chosen = tuning.once(call, lambda: choose(op, given, by))
-    provider = ops.providers(op).get(chosen)
+            LEDGER.attention_chosen(frame.compile_id, name, _words(op, given))
+        return _implementation(op, name)(given)
+    forms = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
+    grad = compat.dynamo.needs_gradients(*tensors)
+    call = (op.name, forms, given.q.device, given.causal, by, grad, envs.get(envs.ATTENTION))
+    return tuning.once(call, lambda: _implementation(op, choose(op, given, by)))(given)
+
+
+def _implementation(op: Op, name: str) -> Callable[[Arguments], torch.Tensor]:
+    provider = ops.providers(op).get(name)
     if provider is not None and provider.inlined:
-        return provider.run(given)  # type: ignore[return-value]
-    return op.overload(*values, provider=chosen)  # type: ignore[no-any-return]
+        return provider.run  # type: ignore[return-value]
+    return lambda given: op.overload(*vars(given).values(), provider=name)
 
 
 def choose(op: Op, given: Arguments, by: str) -> str:
@@ -88,7 +92,7 @@ def check_name(op: str, name: str | None) -> None:
 # Dynamo treats the results as constants: it cannot trace the search for installed packages.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _problem(op: str, name: str) -> str | None:
-    known = list(ops.providers(ops.catalog()[op]))
+    known = list(ops.providers(OPS[op]))
     if op == SPARSE:
         # A graph calls it as one operator; dense attention has PyTorch's `math` instead.
         known.append(REFERENCE)
@@ -98,7 +102,7 @@ def _problem(op: str, name: str) -> str | None:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def identity(op: str) -> str:
     """Return a digest of everything but the call that choices depend on, for a graph's cache key."""
-    return f"{envs.get(envs.ATTENTION) or ''} {tuning.identity(ops.catalog()[op])}"
+    return f"{envs.get(envs.ATTENTION) or ''} {tuning.identity(OPS[op])}"
 
 
 def _words(op: Op, given: Arguments) -> str:
@@ -115,5 +119,5 @@ def _register(op: Op) -> None:
     _LIBRARY.impl(f"choose_{op.name}", implementation, "CompositeImplicitAutograd")
 
 
-for _op in (attention.OP, block_sparse_attention.OP):
+for _op in OPS.values():
     _register(_op)

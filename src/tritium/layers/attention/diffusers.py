@@ -52,11 +52,7 @@ def set_attention(
 ) -> AttentionHandle:
     """Make every attention layer of a stock diffusers model compute by `attention_forward`.
 
-    Args:
-        module: A transformer, a UNet, or any module that contains diffusers attention layers.
-        opt_mode: As in `attention_forward`.
-        op_type: As in `attention_forward`.
-        layout: As in `attention_forward`.
+    `module` is a transformer, a UNet, or any module that contains them; the options are those of `attention_forward`.
     """
     check_choice(opt_mode, op_type, layout)
     words = [word for word in (opt_mode, op_type, layout) if word]

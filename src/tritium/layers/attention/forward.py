@@ -89,17 +89,20 @@ def check_streams(streams: dict[str, torch.Tensor], rank: int = 4, *, heads: int
     for name, tensor in streams.items():
         check_rank(name, tensor, rank)
     q, k, v = streams.values()
-    listed, shapes = ", ".join(streams), f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
     if not q.dtype == k.dtype == v.dtype:
-        raise ArgumentTypeError(f"{listed} must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+        raise ArgumentTypeError(f"{', '.join(streams)} must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+    wanted = None
     if q.shape[: rank - 3] != k.shape[: rank - 3] or k.shape[:-1] != v.shape[:-1]:
-        raise ArgumentError(f"{listed} must have one batch, and the last two the same tokens and heads: {shapes}")
-    if q.shape[-1] != k.shape[-1]:
-        raise ArgumentError(f"the first two of {listed} must have heads of one width: {shapes}")
-    if not grouped and q.shape[heads] != k.shape[heads]:
-        raise ArgumentError(f"{listed} must have as many heads, unless enable_gqa=True: {shapes}")
-    if q.shape[heads] != k.shape[heads] and (k.shape[heads] == 0 or q.shape[heads] % k.shape[heads]):
-        raise ArgumentError(f"the first of {listed} must have a multiple of the heads of the others: {shapes}")
+        wanted = "one batch, and the last two the same tokens and heads"
+    elif q.shape[-1] != k.shape[-1]:
+        wanted = "heads of one width in the first two"
+    elif not grouped and q.shape[heads] != k.shape[heads]:
+        wanted = "as many heads, unless enable_gqa=True"
+    elif q.shape[heads] != k.shape[heads] and (k.shape[heads] == 0 or q.shape[heads] % k.shape[heads]):
+        wanted = "in the first a multiple of the heads of the others"
+    if wanted is not None:
+        shapes = f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+        raise ArgumentError(f"{', '.join(streams)} must have {wanted}: {shapes}")
 
 
 def with_positive_scale(q: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, float]:
