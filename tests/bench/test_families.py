@@ -12,7 +12,7 @@ from tritium.bench import comparison, families
 from tritium.bench.denoisers import FEW, find_families, with_few_tokens
 from tritium.bench.results import Store
 from tritium.bench.settings import silent
-from tritium.bench.suite import Clock, failures
+from tritium.bench.suite import Clock
 from tritium.bench.workload import Built
 
 pytest.importorskip("diffusers")
@@ -75,17 +75,6 @@ def test_a_family_without_time_for_its_needed_variants_is_left_to_the_next_run(m
     outcome = families.SUITE.run(settings(), store, Ending(100.0), silent, ["pixart-512", "flux-512"])
     assert outcome.left_over == ["flux-512", "pixart-512"]
     assert store.results.rows == ()
-
-
-def test_a_variant_that_fails_is_named_and_the_others_are_measured(monkeypatch):
-    def broken(target, settings):
-        raise ValueError("no such thing\nand more")
-
-    monkeypatch.setattr(comparison, "optimized", broken)
-    rows = families.measure_family(PIXART, settings(), Clock(600), silent)
-    assert [row.variant for row in rows] == ["eager", "tritium"]
-    assert {row.remark for row in rows} == {"tritium optimize failed: ValueError: no such thing"}
-    assert failures(rows) == ["pixart-512: tritium optimize failed: ValueError: no such thing"]
 
 
 class Counting(torch.nn.Module):

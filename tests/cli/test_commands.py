@@ -211,26 +211,16 @@ def test_compare_fails_past_five_percent(measured, tmp_path, before, code):
     assert ("REGRESSION" in result.stdout) == bool(code)
 
 
-def shown_on(console):
+@pytest.mark.parametrize(("is_terminal", "in_ci"), [(True, False), (False, False), (True, True)])
+def test_a_bar_on_a_terminal_and_each_line_once_elsewhere(monkeypatch, is_terminal, in_ci):
+    monkeypatch.setattr(envs, "in_terminal_free_ci", lambda: in_ci)
+    console = Console(file=io.StringIO(), force_terminal=is_terminal, color_system=None, width=80)
     with progress.shown(console) as notify:
         notify("timing", 0.7)
         notify("timing", 0.8)
         notify("done", 1.0)
-    return console.file.getvalue()
-
-
-def test_a_bar_on_a_terminal_and_each_line_once_elsewhere(monkeypatch):
-    monkeypatch.setattr(envs, "in_terminal_free_ci", lambda: False)
-    terminal = shown_on(Console(file=io.StringIO(), force_terminal=True, width=80))
-    plain = shown_on(Console(file=io.StringIO(), width=80))
-    assert "\x1b[" in terminal
-    assert plain.splitlines() == ["[ 70%] timing", "[100%] done"]
-
-
-def test_no_bar_in_continuous_integration(monkeypatch):
-    monkeypatch.setattr(envs, "in_terminal_free_ci", lambda: True)
-    text = shown_on(Console(file=io.StringIO(), force_terminal=True, color_system=None, width=80))
-    assert text.splitlines() == ["[ 70%] timing", "[100%] done"]
+    lines = console.file.getvalue().splitlines()
+    assert (lines == ["[ 70%] timing", "[100%] done"]) == (in_ci or not is_terminal)
 
 
 def test_explain_reports_on_a_stock_model():

@@ -75,7 +75,9 @@ class _Family:
 
     def measure(self, clock: Clock) -> list[Row]:
         limit, cut = clock.within(self.family.budget), []
-        for variant in self._variants():
+        is_compared, is_cuda = INDUCTOR in self.settings.against, self.settings.device_type == "cuda"
+        reduced = self.family.reduce_overhead and is_cuda and is_compared
+        for variant in (EAGER, *[INDUCTOR] * is_compared, OPTIMIZED, TRITIUM, *[REDUCE_OVERHEAD] * reduced):
             if clock.left <= 0 and variant in _NEEDED:
                 raise OutOfTimeError
             if limit.left <= 0 and variant not in _NEEDED:
@@ -88,11 +90,6 @@ class _Family:
             parts = [part.what for part in self.handle.components] if self.handle and name == OPTIMIZED else []
             measured.fields["remark"] = "; ".join([*parts, *self.absent]) or None
         return self.comparison.rows()
-
-    def _variants(self) -> list[str]:
-        reduced = self.family.reduce_overhead and self.settings.device_type == "cuda"
-        others = [EAGER, INDUCTOR] if INDUCTOR in self.settings.against else [EAGER]
-        return [*others, OPTIMIZED, TRITIUM, *[REDUCE_OVERHEAD] * (reduced and INDUCTOR in others)]
 
     def _add(self, variant: str) -> None:
         """Call a variant until it has settled, and compare it with eager."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tritium import compat, measure
+from tritium import measure
 from tritium.api import Handle, optimize
 from tritium.bench import quality
+from tritium.bench.bisect import copied
 from tritium.bench.generation import Image, Job, generate
 from tritium.bench.settings import Notify
 from tritium.errors import ConfigError, PipelineError
@@ -71,27 +73,20 @@ def tune(pipe: Any, jobs: Sequence[Job], budget: Budget, notify: Notify) -> Reci
 
 def _eager(pipe: Any, jobs: Sequence[Job]) -> tuple[list[Image], dict[str, list[trial.Call]]]:
     """Return eager images, and one call of every part in every job."""
+    modules = [name for name, value in pipe.components.items() if isinstance(value, torch.nn.Module)]
     calls: dict[str, list[trial.Call]] = {}
     images = []
-    with optimize(pipe, Plan(progress=False, **_all_eager(pipe))) as handle:
+    with optimize(pipe, Plan(progress=False, components=dict.fromkeys(modules, "eager"))) as handle:
         for job in jobs:
             for name in handle.choices:
-                handle.part(name).before_first = _keeping(calls.setdefault(name, []))
+                handle.part(name).before_first = functools.partial(_keep, calls.setdefault(name, []))
             images.append(generate(pipe, job))
     return images, calls
 
 
-def _all_eager(pipe: Any) -> dict[str, Any]:
-    modules = [name for name, value in pipe.components.items() if isinstance(value, torch.nn.Module)]
-    return {"components": dict.fromkeys(modules, "eager")}
-
-
-def _keeping(kept: list[trial.Call]) -> Callable[[tuple[Any, ...], dict[str, Any]], None]:
-    def keep(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # The pipeline continues with these tensors, and may write into them.
-        kept.append(compat.tensors.map_tensors(lambda tensor: tensor.detach().clone(), (args, kwargs)))
-
-    return keep
+def _keep(kept: list[trial.Call], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    # The pipeline continues with these tensors, and may write into them.
+    kept.append(copied((args, kwargs)))
 
 
 def _inside(

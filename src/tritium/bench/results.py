@@ -116,14 +116,13 @@ class Results:
     def load(cls, path: Path) -> Results:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
+            rows = tuple(Row(**row) for row in content["rows"])
+            return cls({**content["device"]}, content["versions"], content["date"], rows)
         except OSError as error:
             raise ConfigError(f"results {path} cannot be read: {error.strerror}") from error
         except ValueError as error:
             # Includes bytes that are not UTF-8.
             raise ConfigError(f"{path} is no result of `tritium bench --json`: it is no JSON ({error})") from error
-        try:
-            rows = tuple(Row(**row) for row in content["rows"])
-            return cls({**content["device"]}, content["versions"], content["date"], rows)
         except (KeyError, TypeError) as error:
             raise ConfigError(
                 f"{path} is no result of `tritium bench --json`: its keys or rows are not those of this version"
