@@ -168,25 +168,17 @@ def _generator(scale: Scale, size: int, pipe: Any, settings: Settings) -> Callab
     """Return a function that generates an image; every call starts from the same noise."""
     normal = Normals(settings.device_type, settings.dtype)
     config = pipe.transformer.config
-    embeddings = {
+    arguments = {
         "prompt_embeds": normal(1, scale.text, config.joint_attention_dim),
         "pooled_prompt_embeds": normal(1, config.pooled_projection_dim),
+        "height": size,
+        "width": size,
+        "num_inference_steps": scale.steps,
+        "guidance_scale": 3.5,
+        "output_type": "pt",
     }
-
-    def image() -> torch.Tensor:
-        # A generator of the CPU means the same noise on every device.
-        output = pipe(
-            **embeddings,
-            height=size,
-            width=size,
-            num_inference_steps=scale.steps,
-            guidance_scale=3.5,
-            generator=torch.Generator().manual_seed(SEED),
-            output_type="pt",
-        )
-        return output.images  # type: ignore[no-any-return]
-
-    return image
+    # A generator of the CPU means the same noise on every device.
+    return lambda: pipe(**arguments, generator=torch.Generator().manual_seed(SEED)).images
 
 
 SUITE = Suite(tasks, "flux", keeps_code=True)

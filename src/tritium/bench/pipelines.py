@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,16 +104,8 @@ def _all_eager(handle: Handle) -> Choices:
     return dict.fromkeys(handle.choices, Choice(how="eager"))
 
 
-@dataclass(frozen=True)
-class Compared:
-    """Images of one job, eager and optimized, with the median seconds of interleaved runs."""
-
-    eager: Image
-    ours: Image
-
-
-def compare(pipe: Any, handle: Handle, job: Job) -> Compared:
-    """Generate the image of a job eagerly and optimized.
+def compare(pipe: Any, handle: Handle, job: Job) -> tuple[Image, Image]:
+    """Generate the image of a job eagerly and optimized; seconds are medians of interleaved runs.
 
     Several images of each: a single one would mostly time memory that the other variant has just freed.
     """
@@ -134,7 +126,7 @@ def compare(pipe: Any, handle: Handle, job: Job) -> Compared:
     )
     handle.use(ours)
     timed = {name: replace(image, seconds=timings[name].median_ms / 1e3) for name, image in images.items()}
-    return Compared(timed[EAGER], timed[TRITIUM])
+    return timed[EAGER], timed[TRITIUM]
 
 
 def _differences(images: Sequence[Image], references: Sequence[Image]) -> dict[str, Any]:

@@ -14,9 +14,9 @@ import typer
 import tritium
 from tritium import config, example
 from tritium.bench import generation, images, pipelines
-from tritium.bench.generation import Job
+from tritium.bench.generation import Image, Job
 from tritium.bench.images import Panel
-from tritium.bench.pipelines import Compared
+from tritium.bench.quality import Difference
 from tritium.cli import progress
 from tritium.cli.bench import known_device
 from tritium.errors import ConfigError
@@ -88,11 +88,12 @@ def command(
     if compared is None:
         images.save(first.pixels[0], output)
     else:
-        difference = compared.ours.difference(compared.eager)
-        found["seconds"] |= {"eager": compared.eager.seconds, "tritium": compared.ours.seconds}
+        plain, ours = compared
+        difference = ours.difference(plain)
+        found["seconds"] |= {"eager": plain.seconds, "tritium": ours.seconds}
         found["difference"] = difference.to_dict()
         summary += f"\n{difference}"
-        images.save_sheet(panels(compared, job), output)
+        images.save_sheet(panels(plain, ours, difference, job), output)
     _tell(found, json=json, summary=summary)
 
 
@@ -125,23 +126,15 @@ def _short_of_memory(size: str | None) -> Iterator[None]:
         raise ConfigError(f"{asked} does not fit into memory: draw a smaller image, or free memory") from error
 
 
-def panels(compared: Compared, job: Job) -> list[Panel]:
+def panels(eager: Image, ours: Image, found: Difference, job: Job) -> list[Panel]:
     """Return the eager image, the accelerated one, and their difference."""
-    eager, ours, found = compared.eager, compared.ours, compared.ours.difference(compared.eager)
+    seconds = f"{ours.seconds:.2f} s, {eager.seconds / ours.seconds:.2f} times as fast"
+    figures = (f"PSNR {found.psnr:.1f} dB, SSIM {found.ssim:.4f}", f"largest {found.largest:.1e}")
+    difference = images.amplified(ours.pixels[0], eager.pixels[0])
     return [
         Panel(eager.pixels[0], ("eager", f"{eager.seconds:.2f} s", job.prompt)),
-        Panel(
-            ours.pixels[0],
-            ("Tritium", f"{ours.seconds:.2f} s, {eager.seconds / ours.seconds:.2f} times as fast", f"seed {job.seed}"),
-        ),
-        Panel(
-            images.amplified(ours.pixels[0], eager.pixels[0]),
-            (
-                f"difference, {images.AMPLIFIED} times",
-                f"PSNR {found.psnr:.1f} dB, SSIM {found.ssim:.4f}",
-                f"largest {found.largest:.1e}",
-            ),
-        ),
+        Panel(ours.pixels[0], ("Tritium", seconds, f"seed {job.seed}")),
+        Panel(difference, (f"difference, {images.AMPLIFIED} times", *figures)),
     ]
 
 
