@@ -92,8 +92,6 @@ def test_declines(monkeypatch):
         assert "runs on cpu" in decline()
     monkeypatch.setattr(products, "obstacle", lambda *tensors: None)
     assert decline() is None
-    monkeypatch.setattr(products, "wide_product_obstacle", lambda: "too old")
-    assert decline() == "too old"
 
 
 @pytest.mark.skipif(not device.has_triton(), reason="triton is not installed")

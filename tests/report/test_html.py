@@ -159,7 +159,7 @@ def test_the_graph_s_sides_are_aligned_and_marked(written):
         for attributes in found.all("li")
         if attributes.get("class") in ("went", "came", "same", "nothing")
     ]
-    # Before: x stays, norm and mul go. After: x, the new node, and nothing beside mul.
+    # Before: x stays, norm and mul go. After: x, the new node, and an empty line for mul.
     assert states == ["same", "went", "went", "same", "came", "nothing"]
     arcs = [(int(a["data-from"]), int(a["data-to"])) for a in found.all("path")]
     assert arcs == [(0, 1), (1, 2), (0, 2), (0, 1)]

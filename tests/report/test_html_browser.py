@@ -79,7 +79,7 @@ def test_it_loads_with_its_plots(opened):
         assert box["width"] > 200
         assert box["height"] > 100
         assert tab.locator(f"{plot} circle").count() == marks
-    # Every mark and label lies inside its plot.
+    # Every mark and label is inside its plot.
     outside = tab.evaluate(
         """() => [...document.querySelectorAll(".plot")].flatMap(plot => {
             const frame = plot.getBoundingClientRect();

@@ -1,4 +1,4 @@
-"""With code generation: what reaches Inductor computes the same, and what it did is reported."""
+"""Graphs with generated code: their results, and the report of their code generation."""
 
 import pytest
 import torch
@@ -86,7 +86,7 @@ def test_operators_and_pairs_in_the_report():
     def function(x, w, freqs):
         rows = nn.functional.layer_norm(x, (48,))
         turned = torch.view_as_complex(x.reshape(2, 9, 24, 2)) * freqs
-        # The mean and the variance are computed once and read by two kernels: a product lies between them.
+        # The mean and the variance are computed once and read by two kernels, with a product between them.
         return rows.cos() @ w, rows.sum(1), torch.linalg.svdvals(w), torch.view_as_real(turned).flatten(-2)
 
     inputs = torch.randn(2, 9, 48), torch.randn(48, 48), torch.polar(torch.ones(9, 24), torch.rand(9, 24))

@@ -19,7 +19,6 @@ from tritium.compat import (  # noqa: F401 - read as `compat.NAME`
     obstacles,
     operators,
     peft,
-    products,
     profiler,
     shapes,
     tensors,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 
-from tritium.compat.products import wide_product_obstacle
 from tritium.compat.shapes import sizes_apart_obstacle
 from tritium.compat.tiling import decline_tiling
 from tritium.compat.versions import TORCH, Version, decline_name
@@ -29,7 +28,6 @@ def obstacles(version: Version = TORCH) -> dict[str, str]:
     """
     reasons = {
         "the tiling policy": decline_tiling(version),
-        "attention by matrix products": wide_product_obstacle(),
         "separate symbols for equal sizes": sizes_apart_obstacle(),
     }
     found = {part: reason for part, reason in reasons.items() if reason is not None}

@@ -1,4 +1,4 @@
-"""Classes, names and schemas of torch's operators, and attributes that Dynamo sets on graph nodes."""
+"""Classes, names and schemas of torch's operators, attributes of graph nodes, and private operators."""
 
 from __future__ import annotations
 
@@ -52,3 +52,19 @@ def copy_source(node: fx.Node, original: fx.Node) -> bool:
         return False
     node._dynamo_source = original._dynamo_source
     return True
+
+
+def multiply_into(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+    """Write `left @ right` of [N, M, K] and [N, K, P] to `out`, in their dtype or float32; sum in float32."""
+    if not left.is_cuda:
+        # Only CUDA has a product with a wider result. This serves Triton's interpreter.
+        out.copy_(torch.bmm(left.float(), right.float()))
+    elif out.dtype == left.dtype:
+        torch.bmm(left, right, out=out)
+    else:
+        torch.ops.aten.bmm.dtype_out(left, right, out.dtype, out=out)
+
+
+def linear_gelu(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Return the tanh GELU of `F.linear(rows, weight, bias)`, computed in the product's epilogue on a GPU."""
+    return torch._addmm_activation(bias, rows, weight.t(), use_gelu=True)

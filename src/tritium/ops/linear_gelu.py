@@ -39,7 +39,7 @@ def draw_samples(draw: Draw) -> Samples:
 def run_aten(given: Arguments) -> torch.Tensor:
     """Call cuBLAS, which computes the activation in the product's epilogue, on the float32 sums."""
     x, weight = given.x, given.weight
-    rows = compat.products.linear_gelu(x.reshape(-1, x.shape[-1]), weight, given.bias)
+    rows = compat.operators.linear_gelu(x.reshape(-1, x.shape[-1]), weight, given.bias)
     return rows.view(*x.shape[:-1], weight.shape[0])
 
 

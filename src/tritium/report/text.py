@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tritium import compat
+from tritium.report.html.kernels import Kernels
 from tritium.report.units import bytes_text
 
 if TYPE_CHECKING:
@@ -132,18 +133,15 @@ def _kernels(report: Report) -> str:
     if not any(record.kernels for record in report.records):
         missing = [record.graph for record in report.records if record.engine == "inductor"]
         return f"Kernels: none recorded for graph {', '.join(missing)}" if missing else ""
-    is_measured = report.measurement is not None
+    kernels = Kernels(report)
     rows = []
-    for record in report.records:
-        for name, kernels in record.kernels_by_name().items():
-            times = [kernel.measured_us for kernel in kernels if kernel.measured_us is not None]
-            each = [_formatted(statistics.fmean(times) if times else None, ".1f")] if is_measured else []
-            launches, first = sum(kernel.count for kernel in kernels), kernels[0]
-            moves = (bytes_text(first.bytes_moved), bytes_text(first.ideal_bytes))
-            rows.append((record.graph, name, f"{launches}x", *each, *moves, " ".join(first.ops)))
-    launches = sum(kernel.count for record in report.records for kernel in record.kernels)
+    for row in itertools.chain.from_iterable(map(kernels.rows_of, report.records)):
+        each = [_formatted(row.us, ".1f")] if kernels.measured else []
+        moves = (bytes_text(row.moved), bytes_text(row.kernel.ideal_bytes))
+        rows.append((row.graph, row.kernel.name, f"{row.launches}x", *each, *moves, " ".join(row.kernel.ops)))
+    launches = sum(row.launches for row in kernels.rows)
     title = f"Kernels ({launches} launches; region = bytes the whole memory-bound region must move)"
-    each_us = "us each, " if is_measured else ""
+    each_us = "us each, " if kernels.measured else ""
     return _table(title, f"graph, kernel, times, {each_us}moves, region, operators", rows)
 
 

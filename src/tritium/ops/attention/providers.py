@@ -17,7 +17,6 @@ import torch.nn.functional as F  # noqa: N812 - the conventional name
 
 from tritium import compat, device
 from tritium.compat import attention as compat_attention
-from tritium.compat.products import wide_product_obstacle
 from tritium.ops import wide_attention
 from tritium.ops.attention.reference import Sizes, arranged, chunked
 from tritium.ops.op import Arguments, Provider, present
@@ -161,7 +160,7 @@ def decline_products(given: Arguments) -> str | None:
     if given.mask is not None or given.causal:
         return "it takes no mask, and no causality"
     reason = _decline_groups(given) or _decline_gradients(given)
-    return reason or obstacle(given.q, given.k, given.v) or wide_product_obstacle()
+    return reason or obstacle(given.q, given.k, given.v)
 
 
 def _decline_gradients(given: Arguments) -> str | None:
