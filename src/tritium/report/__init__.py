@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tritium import compat, device
+from tritium import compat, device, disk
 from tritium.errors import ReportError
 from tritium.report import text
 from tritium.report.ledger import LEDGER
@@ -153,7 +153,10 @@ class Report:
         """Write a self-contained HTML page. The file is written completely or not at all."""
         from tritium.report import html
 
-        html.write(Path(path), html.render(self, title))
+        try:
+            disk.write(Path(path), html.render(self, title))
+        except OSError as error:
+            raise ReportError(f"the report cannot be written to {path}: {error.strerror or error}") from error
 
     @property
     def bandwidth(self) -> float | None:

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import fx
 
-from tritium import compat
 from tritium.compat.operators import operator_of
 from tritium.report.observation import Pair
 
@@ -29,10 +28,6 @@ class GeneratedKernel:
     nodes: Sequence[Any]
     reads: dict[str, int]
     writes: dict[str, int]
-
-    @classmethod
-    def of(cls, name: str, nodes: Sequence[Any]) -> GeneratedKernel:
-        return cls(name, nodes, *compat.observation.kernel_dependencies(nodes))
 
     @cached_property
     def origins(self) -> list[fx.Node]:

@@ -138,10 +138,9 @@ def merged(fallbacks: Iterable[Fallback]) -> list[Fallback]:
     """Return fallbacks with the calls of equal operators added."""
     found: dict[tuple[str, str], Fallback] = {}
     for entry in fallbacks:
-        known = found.get((entry.op, entry.reason), dataclasses.replace(entry, count=0, arguments={}))
+        known = found.setdefault((entry.op, entry.reason), dataclasses.replace(entry, count=0, arguments={}))
         arguments = dict(Counter(known.arguments) + Counter(entry.arguments))
-        count = known.count + entry.count
-        found[entry.op, entry.reason] = dataclasses.replace(known, count=count, arguments=arguments)
+        found[entry.op, entry.reason] = dataclasses.replace(known, count=known.count + entry.count, arguments=arguments)
     return list(found.values())
 
 

@@ -66,7 +66,10 @@ class KernelObserver:
     def graph(self, lowering: Any) -> None:
         """Describe all kernels, once the buffers that stay inside kernels and the readers of others are known."""
         self.saw_codegen = True
-        kernels = [GeneratedKernel.of(name, nodes) for name, nodes in self._defined]
+        kernels = [
+            GeneratedKernel(name, nodes, *compat.observation.kernel_dependencies(nodes))
+            for name, nodes in self._defined
+        ]
         self._defined.clear()
         pairs, reasons = not_fused(kernels, self._why)
         self.not_fused_pairs += pairs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import weakref
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, Literal
 
 from tritium import measure
 from tritium.report import kernel_dump
+from tritium.report.graph_log import file_name
 from tritium.report.graph_text import GraphNode
 from tritium.report.observation import Fallback, Kernel, LoweredOp, Observation, Pair, Record
 from tritium.report.recompiles import Recompile
@@ -252,7 +252,7 @@ class GraphRecord:
 
     def write_kernels(self, folder: Path) -> list[Path]:
         """Write a folder per generated kernel; see `kernel_dump`."""
-        inner = folder / re.sub(r"[^A-Za-z0-9_.-]+", "_", self.label).strip("_")
+        inner = folder / file_name(self.label)
         kernels = [kernel for packed in self.sources for kernel in kernel_dump.unpack(packed)]
         return kernel_dump.write(inner, kernels, self.kernels)
 

@@ -15,8 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tritium import disk
-from tritium.errors import MissingExtra, ReportError
+from tritium.errors import MissingExtra
 from tritium.report import units
 from tritium.report.graph_text import GraphNode
 from tritium.report.html import plot
@@ -90,14 +89,6 @@ def render(report: Report, title: str) -> str:
         script=(_FOLDER / "report.js").read_text(encoding="utf-8"),
         time=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
-
-
-def write(path: Path, text: str) -> None:
-    """Write a page completely or not at all."""
-    try:
-        disk.write(path, text)
-    except OSError as error:
-        raise ReportError(f"the report cannot be written to {path}: {error.strerror or error}") from error
 
 
 def _bars(report: Report, kernels: Kernels) -> list[dict[str, Any]]:
