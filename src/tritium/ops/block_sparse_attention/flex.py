@@ -74,6 +74,4 @@ def dense(given: Arguments) -> Arguments:
 
 def decline_flex(given: Arguments) -> str | None:
     form = dense(given)
-    return providers.decline_flex(form) or (
-        "it takes at least one sample, query and key" if 0 in Sizes.of(form) else None
-    )
+    return "it takes at least one sample, query and key" if 0 in Sizes.of(form) else providers.decline_flex(form)
