@@ -76,7 +76,7 @@ class TestReversible:
         assert all(map(torch.equal, weights, values))
         assert torch.equal(small_pipelines.draw(pipe), picture)
 
-    def test_layouts_are_compiled_apart_and_leave_ordinary_parameters(self, pipe):
+    def test_layouts_are_compiled_apart(self, pipe):
         """torch 2.11 does not guard the strides of weights: what the other layout compiled must not be found."""
         part = tritium.optimize(pipe, PLAN).part("vae.decode")
         plain, other = Choice(), Choice(channels_last=True)
@@ -166,7 +166,7 @@ class TestRefusals:
         with pytest.raises(PipelineError, match="transformer has a compiled call already"):
             hooks.check(parts.denoiser("transformer", wrapped))
 
-    def test_a_codec_is_known_through_what_torch_compile_made_around_it(self, pipe):
+    def test_a_codec_inside_torch_compile_is_recognised(self, pipe):
         plain = tritium.optimize(pipe, PLAN)
         expected = plain.part("vae.decode").spec.varying
         plain.remove()
@@ -432,7 +432,7 @@ class TestMeasuring:
 
 
 class TestArtifacts:
-    def test_a_file_that_is_damaged_is_refused_and_the_pipeline_compiles(self, pipe, tmp_path):
+    def test_a_damaged_file_is_refused_and_the_pipeline_compiles(self, pipe, tmp_path):
         path = tmp_path / "pipe.tritium"
         path.write_bytes(b"not what it says")
         expected = small_pipelines.draw(pipe)

@@ -17,7 +17,6 @@ FILES = sorted(TESTS.rglob("test_*.py"))
 # Files of more than 500 lines, and files with names of 60 characters or more; none may be added.
 LONG_FILES = {
     "fusions/test_rope.py",
-    "pipelines/test_shapes.py",
 }
 LONG_NAMES = {
     "bench/test_bisect.py",
@@ -35,14 +34,8 @@ LONG_NAMES = {
     "fusions/test_patterns.py",
     "ops/test_contract.py",
     "ops/test_generated.py",
-    "pipelines/test_contract.py",
-    "pipelines/test_memory.py",
-    "pipelines/test_shared.py",
-    "pipelines/test_sizes.py",
-    "pipelines/test_strides.py",
     "report/test_html.py",
     "report/test_kernel_dump.py",
-    "test_api.py",
     "tuning/test_choice.py",
     "tuning/test_compare.py",
     "tuning/test_first_use.py",

@@ -203,7 +203,7 @@ class TestGuard:
             guard.check((small.latent(16, 16),), {})
         guard.check((small.latent(8, 8),), {})
 
-    def test_a_decoder_that_cannot_be_estimated_runs_and_the_summary_says_so(self, free):
+    def test_a_decoder_without_an_estimate_runs_and_says_so(self, free):
         class Odd(nn.Module):
             def forward(self, sample):
                 return sample * float(sample.sum())

@@ -106,7 +106,7 @@ class TestShared:
             second.use({"vae.decode": "eager"})
             assert second.choices["vae.decode"] == Choice()
 
-    def test_a_dropped_pipeline_is_freed_and_its_part_can_be_claimed(self, vae):
+    def test_a_dropped_pipeline_is_freed_and_its_part_is_free(self, vae):
         pipe = tiny_pipeline.Pipeline(vae=vae)
         transformer = weakref.ref(pipe.transformer)
         tritium.optimize(pipe, PLAN)

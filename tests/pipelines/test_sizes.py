@@ -55,7 +55,7 @@ def pipeline(vae) -> SimpleNamespace:
         for name in SMALL_VAES
     ],
 )
-def test_a_decoder_under_torch_compile_is_compiled_for_the_first_size_alone(name):
+def test_torch_compile_compiles_a_decoder_for_one_size(name):
     small = SMALL_VAES[name]
     vae = small.build()
     latents = [small.latent(*size) for size in FIRST + TEN]
@@ -173,7 +173,7 @@ def test_static_sizes_are_compiled_each_if_the_plan_says_so():
             assert graphs.new() == 1
 
 
-def test_measuring_a_decoder_leaves_its_cache_of_frames_as_it_was(monkeypatch):
+def test_measuring_a_decoder_leaves_its_frame_cache(monkeypatch):
     from tritium.pipelines import trial
 
     monkeypatch.setattr(trial.decide, "__defaults__", (0.0,))

@@ -3,12 +3,15 @@
 import re
 from pathlib import Path
 
+import diffusers
 import pytest
 import torch
 from torch import nn
 
 import tritium
-from support import tiny_pipeline
+from support import small_pipelines, tiny_pipeline
+from support.promised import Compiles, draw, lora_weights, optimized
+from tritium import CompilationConfig
 from tritium.errors import ShapeViolation
 
 PAGE = Path(__file__).parents[2] / "docs" / "static-graphs.md"
@@ -41,3 +44,217 @@ def test_every_block_of_code(monkeypatch, capsys):
     with pytest.raises(ShapeViolation):
         pipe(height=512, width=512)
     handle.remove()
+
+
+@pytest.fixture
+def pipe():
+    return small_pipelines.flux(1, 1)
+
+
+class TestWhatUsersDo:
+    """The table of docs/static-graphs.md, row by row, on the example model with captured graphs."""
+
+    CONFIG = CompilationConfig(engine="eager", graphs="with_compile")
+    SIDE = 96
+
+    @pytest.fixture
+    def handle(self, example):
+        shapes = {"sizes": [(self.SIDE, self.SIDE)], "text_tokens": [16]}
+        with optimized(example, self.CONFIG, **shapes) as handle:
+            handle.warmup()
+            yield handle
+
+    def draw(self, pipe, **call):
+        return draw(pipe, self.SIDE, self.SIDE, **call)
+
+    def compiles(self, pipe, **call):
+        with Compiles() as compiles:
+            picture = self.draw(pipe, **call)
+        return compiles.count, picture
+
+    def right(self, handle, **call):
+        handle.remove()
+        return self.draw(handle.pipe, **call)
+
+    def test_another_prompt_steps_and_seed(self, handle):
+        count, picture = self.compiles(handle.pipe, prompt="two blue squares", num_inference_steps=3)
+        assert count == 0
+        assert torch.equal(picture, self.right(handle, prompt="two blue squares", num_inference_steps=3))
+
+    def test_another_scheduler(self, handle):
+        pipe, own = handle.pipe, handle.pipe.scheduler
+        pipe.scheduler = diffusers.UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+        )
+        try:
+            count, picture = self.compiles(pipe)
+            assert count == 0
+            assert handle.violations == []
+            assert torch.equal(picture, self.right(handle))
+        finally:
+            pipe.scheduler = own
+
+    def test_guidance(self, handle):
+        guided = {"negative_prompt": "", "true_cfg_scale": 4.0}
+        count, picture = self.compiles(handle.pipe, **guided)
+        assert count == 0
+        other, _ = self.compiles(handle.pipe, **{**guided, "true_cfg_scale": 2.0})
+        assert other == 0
+        assert torch.equal(picture, self.right(handle, **guided))
+
+    def test_more_images_per_prompt(self, handle):
+        count, picture = self.compiles(handle.pipe, num_images_per_prompt=2)
+        assert count > 0
+        assert any("at dim 0 (promised: 1)" in violation.what for violation in handle.violations)
+        again, _ = self.compiles(handle.pipe, num_images_per_prompt=2)
+        assert again == 0
+        assert torch.equal(picture, self.right(handle, num_images_per_prompt=2))
+
+    def test_another_prompt_length(self, handle):
+        count, picture = self.compiles(handle.pipe, max_sequence_length=8)
+        assert count > 0
+        assert any("encoder_hidden_states has size" in violation.what for violation in handle.violations)
+        assert torch.equal(picture, self.right(handle, max_sequence_length=8))
+
+    def test_lora(self, handle):
+        """Loading one compiles the blocks again, once; its scale and switching it off do so too, and are right."""
+        pytest.importorskip("peft")
+        pipe = handle.pipe
+        before = self.draw(pipe)
+        torch.manual_seed(0)
+        try:
+            pipe.load_lora_weights(lora_weights(pipe), adapter_name="one")
+            count, picture = self.compiles(pipe)
+            assert count > 0
+            assert not torch.equal(picture, before)
+            assert any("as promised, and yet to be compiled again" in violation.what for violation in handle.violations)
+            again, same = self.compiles(pipe)
+            assert again == 0
+            assert torch.equal(same, picture)
+            pipe.set_adapters("one", 0.5)
+            scaled, half = self.compiles(pipe)
+            assert not torch.equal(half, picture)
+            assert scaled == 1, "a scale is a number of the model: the transformer is one program"
+            pipe.set_adapters("one", 0.25)
+            assert self.compiles(pipe)[0] == 1
+            pipe.set_adapters("one", 0.5)
+            back, same = self.compiles(pipe)
+            assert back == 0
+            assert torch.equal(same, half)
+            causes = {entry["argument"]: entry["suggestion"] for entry in handle.report.recompiles}
+            assert "before handle.warmup()" in causes["transformer_blocks.0.attn.to_q.scaling['one']"]
+            handle.remove()
+            assert torch.equal(self.draw(pipe), half)
+            pipe.set_adapters("one", 1.0)
+            assert torch.equal(self.draw(pipe), picture)
+        finally:
+            pipe.unload_lora_weights()
+        assert torch.equal(self.draw(pipe), before)
+
+    def test_a_fused_lora_and_the_way_back(self, handle):
+        pytest.importorskip("peft")
+        pipe = handle.pipe
+        pipe.transformer.requires_grad_(requires_grad=False)
+        before = self.draw(pipe)
+        torch.manual_seed(0)
+        try:
+            pipe.load_lora_weights(lora_weights(pipe), adapter_name="one")
+            picture = self.draw(pipe)
+            pipe.fuse_lora()
+            count, fused = self.compiles(pipe)
+            assert count == 1
+            torch.testing.assert_close(fused, picture, rtol=1e-3, atol=1e-3)
+            pipe.unfuse_lora()
+        finally:
+            pipe.unload_lora_weights()
+        count, same = self.compiles(pipe)
+        assert count == 0
+        torch.testing.assert_close(same, before, rtol=1e-3, atol=1e-3)
+
+
+class TestLoraUnderTheContract:
+    """A change that no argument shows is seen by Dynamo's guards, and follows `on_violation` too."""
+
+    @pytest.fixture
+    def loaded(self, pipe):
+        def load(on_violation):
+            handle = optimized(pipe, CompilationConfig(engine="eager", graphs="only"), on_violation=on_violation)
+            handle.warmup()
+            torch.manual_seed(0)
+            pipe.load_lora_weights(lora_weights(pipe), adapter_name="one")
+            return handle
+
+        pytest.importorskip("peft")
+        return load
+
+    def test_an_error(self, pipe, loaded):
+        with loaded("error"), pytest.raises(ShapeViolation, match=r"as promised, and yet .* to prevent it: ") as raised:
+            draw(pipe)
+        assert "before" in str(raised.value), "what a LoRA changes is to be changed before warmup()"
+
+    @pytest.fixture
+    def promised(self, pipe):
+        """Warmed up with a LoRA that is there already."""
+        pytest.importorskip("peft")
+        torch.manual_seed(0)
+        pipe.load_lora_weights(lora_weights(pipe), adapter_name="one")
+
+        def warm(on_violation):
+            config = CompilationConfig(engine="eager", graphs="only")
+            handle = optimized(pipe, config, on_violation=on_violation, sizes=[(32, 32)])
+            handle.warmup()
+            draw(pipe)
+            assert handle.violations == []
+            return handle
+
+        return warm
+
+    AFTER = pytest.mark.parametrize(
+        "step", [lambda pipe: pipe.set_adapters("one", 0.5), lambda pipe: pipe.fuse_lora()], ids=["scale", "fuse"]
+    )
+
+    @AFTER
+    def test_a_change_of_it_is_an_error(self, pipe, promised, step):
+        with promised("error"):
+            step(pipe)
+            with pytest.raises(ShapeViolation, match=r"set their scales before handle\.warmup"):
+                draw(pipe)
+
+    @AFTER
+    def test_a_change_of_it_runs_eagerly(self, pipe, promised, step):
+        with promised("eager") as handle:
+            step(pipe)
+            with Compiles() as compiles:
+                picture = draw(pipe)
+            assert compiles.count == 0
+            assert {violation.done for violation in handle.violations} == {"ran eagerly"}
+        assert torch.equal(picture, draw(pipe))
+
+    def test_a_promised_scale_is_promised_for_good(self, pipe, promised):
+        with promised("error"):
+            pipe.set_adapters("one", 0.5)
+            with pytest.raises(ShapeViolation, match="scaling"):
+                draw(pipe)
+            pipe.set_adapters("one", 1.0)
+            draw(pipe)
+
+    def test_weights_that_were_frozen_before_compile_less(self, pipe):
+        """Loading a LoRA freezes the model; where that changes nothing, blocks without the LoRA keep their code."""
+        pytest.importorskip("peft")
+        pipe.transformer.requires_grad_(requires_grad=False)
+        with optimized(pipe, CompilationConfig(engine="eager", graphs="only"), sizes=[(32, 32)]) as handle:
+            handle.warmup()
+            torch.manual_seed(0)
+            pipe.load_lora_weights(lora_weights(pipe), adapter_name="one")
+            with Compiles() as compiles:
+                draw(pipe)
+            assert compiles.count == 1
+            assert {violation.part for violation in handle.violations} == {"transformer"}
+
+    def test_eager(self, pipe, loaded):
+        with loaded("eager") as handle:
+            with Compiles() as compiles:
+                picture = draw(pipe)
+            assert compiles.count == 0
+            assert {violation.done for violation in handle.violations} == {"ran eagerly"}
+        assert torch.equal(picture, draw(pipe))
