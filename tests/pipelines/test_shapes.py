@@ -274,10 +274,3 @@ class TestSuggestions:
         assert entry["argument"] == "x"
         assert 'dynamic_dims={"x": [1]}' in entry["suggestion"]
         assert "to prevent it" in str(tritium.explain(f))
-
-
-@pytest.fixture(scope="module")
-def example():
-    pipe = tritium.load_example()
-    pipe.set_progress_bar_config(disable=True)
-    return pipe

@@ -51,6 +51,13 @@ def pipe():
     return small_pipelines.flux(1, 1)
 
 
+@pytest.fixture(scope="module")
+def example():
+    pipe = tritium.load_example()
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
 class TestWhatUsersDo:
     """The table of docs/static-graphs.md, row by row, on the example model with captured graphs."""
 
