@@ -9,17 +9,9 @@ from torch import nn
 
 import tritium
 from support.fidelity import assert_no_worse
+from support.recognition import EAGER, Counting, Plain, check_declined, check_no_site, compiles, recognise
+from support.small_models import flux, flux_inputs
 from tritium import fusions
-
-EAGER = tritium.CompilationConfig(engine="eager")
-
-
-def recognise(function, *inputs, **kwargs):
-    """The compiled result, and the report's sites."""
-    compiled = torch.compile(function, backend=tritium.Backend(EAGER), fullgraph=True, **kwargs)
-    with torch.inference_mode():
-        result = compiled(*inputs)
-    return result, tritium.explain(compiled).sites
 
 
 def diffusers_norm(width: int, **kwargs) -> nn.Module:
@@ -73,7 +65,6 @@ def test_every_spelling_of_rms_norm(spelling, dtype):
     torch.manual_seed(0)
     model = SPELLINGS[spelling](63).to(dtype)
     for shape in ((63,), (7, 63), (2, 100, 63), (2, 3, 1, 63)):
-        torch._dynamo.reset()
         x = torch.randn(*shape).to(dtype)
         result, sites = recognise(model, x)
         assert (sites["rms_norm"].fused, sites["rms_norm"].declined) == (1, 0), shape
@@ -129,7 +120,6 @@ def test_every_spelling_of_the_gated_residual(spelling, dtype):
         ((2, 7, 60), (2, 7, 60)),
         ((2, 100, 3), (2, 100, 1)),
     ):
-        torch._dynamo.reset()
         x, y = (torch.randn(*shape, generator=generator).to(dtype) for _ in range(2))
         g = torch.randn(*gate, generator=generator).to(dtype)
         result, sites = recognise(GATES[spelling], x, g, y)
@@ -142,7 +132,6 @@ def test_every_spelling_of_the_gated_residual(spelling, dtype):
 def test_a_number_times_a_tensor_plus_a_tensor(scale, dtype):
     x, y = torch.randn(2, 7, 63).to(dtype), torch.randn(2, 7, 63).to(dtype)
     for function in (lambda x, y: x * scale + y, lambda x, y: y + scale * x):
-        torch._dynamo.reset()
         result, sites = recognise(function, x, y)
         assert sites["mul_add"].fused == 1
         assert_no_worse(result, function(x, y), x.double() * scale + y.double())
@@ -151,7 +140,6 @@ def test_a_number_times_a_tensor_plus_a_tensor(scale, dtype):
 def test_addcmul_and_tanh_gates():
     x, g, y = torch.randn(2, 7, 8), torch.randn(2, 1, 8), torch.randn(2, 7, 8)
     for function in (lambda x, g, y: torch.addcmul(x, g, y), lambda x, g, y: x + torch.tanh(g) * y):
-        torch._dynamo.reset()
         result, sites = recognise(function, x, g, y)
         assert sites["mul_add"].fused == 1
         torch.testing.assert_close(result, function(x, g, y))
@@ -174,9 +162,7 @@ NEAR_MISSES = {
 @pytest.mark.parametrize("name", NEAR_MISSES)
 def test_what_only_looks_like_rms_norm(name):
     x, w = torch.randn(2, 8, 8), torch.randn(8)
-    result, sites = recognise(NEAR_MISSES[name], x, w)
-    assert sites["rms_norm"].recognised == sites["rms_norm"].declined == 0
-    torch.testing.assert_close(result, NEAR_MISSES[name](x, w))
+    check_no_site("rms_norm", NEAR_MISSES[name], x, w)
 
 
 @pytest.mark.parametrize("weight", [(2, 1, 8), (2, 7, 8), (7, 1), (1,)])
@@ -191,6 +177,10 @@ def test_a_factor_that_is_no_weight_stays_outside(weight):
 def rope(x, cos, sin):
     rotated = torch.cat([-x[..., 4:], x[..., :4]], -1)
     return x * cos + rotated * sin
+
+
+def gated():
+    return torch.randn(2, 7, 8), torch.randn(2, 1, 8), torch.randn(2, 7, 8)
 
 
 GATE_NEAR_MISSES = {
@@ -208,71 +198,75 @@ GATE_NEAR_MISSES = {
 def test_what_only_looks_like_a_gated_residual(name):
     function, gate = GATE_NEAR_MISSES[name]
     x, g, y = torch.randn(2, 7, 8), torch.randn(*gate), torch.randn(2, 7, 8)
-    result, sites = recognise(function, x, g, y)
-    assert sites["mul_add"].recognised == sites["mul_add"].declined == 0
-    torch.testing.assert_close(result, function(x, g, y))
+    check_no_site("mul_add", function, x, g, y)
+
+
+def written_between(x, g, y):
+    product = g * y
+    x.add_(1)
+    y.mul_(2)
+    return x + product
+
+
+def written_through_a_view(x, g, y):
+    product = g * y
+    y.view(-1)[0] = 100.0
+    return x + product
+
+
+def autocast_boundary(x, g, y):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        product = g * y
+    return x + product
+
+
+def written_before_and_after(x, g, y):
+    y.mul_(2)
+    out = x + g * y
+    x.add_(1)
+    return out
+
+
+def written_in_place(x, g, y):
+    z = x.clone()
+    z.add_(g * y)
+    return z
 
 
 class TestHazards:
-    def test_an_input_written_between(self):
-        def function(x, g, y):
-            product = g * y
-            x.add_(1)
-            y.mul_(2)
-            return x + product
+    @pytest.mark.parametrize(
+        ("function", "reason"),
+        [
+            (written_between, "a value is written in place between the matched operations"),
+            (written_through_a_view, "a value is written in place between the matched operations"),
+            (autocast_boundary, "the region crosses an autocast boundary"),
+        ],
+    )
+    def test_are_declined_with_a_reason(self, function, reason):
+        check_declined("mul_add", reason, function, *gated())
 
-        x, g, y = torch.randn(2, 7, 8), torch.randn(2, 1, 8), torch.randn(2, 7, 8)
+    @pytest.mark.parametrize(("function", "count"), [(written_before_and_after, 1), (written_in_place, 0)])
+    def test_other_writes_are_none(self, function, count):
+        x, g, y = gated()
         expected = function(x.clone(), g, y.clone())
         result, sites = recognise(function, x, g, y)
-        assert sites["mul_add"].reasons == {"a value is written in place between the matched operations": 1}
+        assert (sites["mul_add"].fused, sites["mul_add"].declined) == (count, 0)
         torch.testing.assert_close(result, expected)
 
-    def test_a_write_through_a_view(self):
-        def function(x, g, y):
-            product = g * y
-            y.view(-1)[0] = 100.0
-            return x + product
+    def test_a_shared_scale_that_is_written_after_it_was_read(self):
+        """Both modulations read `1 + s` from before the write."""
 
-        x, g, y = torch.randn(2, 7, 8), torch.randn(2, 1, 8), torch.randn(2, 7, 8)
-        expected = function(x.clone(), g, y.clone())
-        result, sites = recognise(function, x, g, y)
-        assert sites["mul_add"].declined == 1
-        torch.testing.assert_close(result, expected)
+        def function(x, s):
+            factor = 1 + s
+            s.mul_(2)
+            return F.layer_norm(x, (8,)) * factor, F.layer_norm(x.exp(), (8,)) * factor
 
-    def test_a_write_before_or_after_is_none(self):
-        def function(x, g, y):
-            y.mul_(2)
-            out = x + g * y
-            x.add_(1)
-            return out
-
-        x, g, y = torch.randn(2, 7, 8), torch.randn(2, 1, 8), torch.randn(2, 7, 8)
-        expected = function(x.clone(), g, y.clone())
-        result, sites = recognise(function, x, g, y)
-        assert sites["mul_add"].fused == 1
-        torch.testing.assert_close(result, expected)
-
-    def test_an_in_place_spelling_is_not_taken(self):
-        def function(x, g, y):
-            z = x.clone()
-            z.add_(g * y)
-            return z
-
-        x, g, y = torch.randn(2, 7, 8), torch.randn(2, 1, 8), torch.randn(2, 7, 8)
-        result, sites = recognise(function, x, g, y)
-        assert sites["mul_add"].fused == 0
-        torch.testing.assert_close(result, x + g * y)
-
-    def test_an_autocast_boundary(self):
-        def function(x, g, y):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                product = g * y
-            return x + product
-
-        x, g, y = torch.randn(2, 7, 8), torch.randn(2, 1, 8), torch.randn(2, 7, 8)
-        result, sites = recognise(function, x, g, y)
-        assert sites["mul_add"].reasons == {"the region crosses an autocast boundary": 1}
-        torch.testing.assert_close(result, function(x, g, y))
+        x, s = torch.randn(2, 7, 8), torch.randn(2, 1, 8)
+        expected = function(x, s.clone())
+        result, sites = recognise(function, x, s)
+        assert sites["adalayernorm"].reasons == {"a value is written in place between the matched operations": 2}
+        for made, wanted in zip(result, expected, strict=True):
+            torch.testing.assert_close(made, wanted)
 
     def test_a_matched_value_used_elsewhere_is_still_provided(self):
         def function(x, g, y):
@@ -324,7 +318,6 @@ def test_sites_in_a_row_feed_each_other():
     gate_dims=st.tuples(st.booleans(), st.booleans(), st.booleans()),
 )
 def test_whatever_the_shapes_the_numbers_are_eager_s(batch, tokens, width, order, gate_dims):
-    torch._dynamo.reset()
     shape = (batch, tokens, width)
     gate = tuple(size if keep else 1 for size, keep in zip(shape, gate_dims, strict=True))
     x, g, y = torch.randn(*shape), torch.randn(*gate), torch.randn(*shape)
@@ -344,3 +337,26 @@ class TestCatalogue:
 
     def test_one_file_one_fusion(self):
         assert {"rms_norm", "gated_residual"} <= set(fusions.catalog())
+
+
+class TestGuards:
+    """Recognition asks about symbolic sizes without adding guards: the same shapes compile as often as without it."""
+
+    def test_sizes_that_happen_to_be_equal_stay_apart(self):
+        """x and g have a batch of their own; the first call gives both the same number."""
+
+        def function(x, y, g):
+            return x + torch.nn.functional.silu(y) * x, g.sum(), torch.nn.functional.rms_norm(g, (8,)) * (1 + g[:1])
+
+        def call(one, two):
+            return torch.randn(one, 7, 8), torch.randn(one, 7, 8), torch.randn(two, 8)
+
+        calls = [call(4, 4), call(5, 6), call(9, 3)]
+        assert compiles(function, calls, Counting(), dynamic=True) == compiles(function, calls, Plain(), dynamic=True)
+
+    def test_a_stock_model_over_sizes(self):
+        model = flux()
+        calls = [flux_inputs(tokens) for tokens in (16, 24, 40, 9)]
+        run = lambda *values: model(**dict(zip(calls[0], values, strict=True)))[0]  # noqa: E731
+        tuples = [tuple(call.values()) for call in calls]
+        assert compiles(run, tuples, Counting(), dynamic=True) == compiles(run, tuples, Plain(), dynamic=True)

@@ -6,17 +6,10 @@ import torch.nn.functional as F
 
 import tritium
 from support.fidelity import assert_no_worse
+from support.recognition import EAGER, recognise
 from tritium.compiler.passes.rewrite import DEPENDS_ON_ITSELF, EFFECTS_BETWEEN
 
-EAGER = tritium.CompilationConfig(engine="eager")
 HEADS, WIDTH = 3, 8
-
-
-def recognise(function, *inputs, config=EAGER, **kwargs):
-    compiled = torch.compile(function, backend=tritium.Backend(config), fullgraph=True, **kwargs)
-    with torch.inference_mode():
-        result = compiled(*inputs)
-    return result, tritium.explain(compiled).sites
 
 
 def parts(result):

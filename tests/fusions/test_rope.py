@@ -7,44 +7,14 @@ from torch.utils._pytree import tree_leaves
 import tritium
 from census.truth import captured
 from support.fidelity import assert_no_worse
+from support.recognition import EAGER, check_declined, check_no_site, recognise
 from support.zoo import ZOO
 from tritium.fusions import rope as fusion
 from tritium.ops import rope
 
-EAGER = tritium.CompilationConfig(engine="eager")
-# Found in Dynamo's graphs of the zoo by the census, which knows nothing of the matcher.
-COUNTS = {
-    "flux": 4,
-    "flux2": 4,
-    "chroma": 4,
-    "qwen_image": 8,
-    "lumina2": 8,
-    "z_image": 8,
-    "cogview4": 4,
-    "hidream": 4,
-    "wan": 4,
-    "hunyuan_video": 4,
-    "cogvideox": 4,
-    "ltx": 4,
-    "ltx2": 16,
-    "mochi": 1,
-    "cosmos": 4,
-    "kandinsky5": 6,
-    "stable_audio": 4,
-}
-# Their queries and keys are transposed when they are rotated, and what attention reads has those strides.
-TRANSPOSED = {"cosmos": 4, "stable_audio": 4}
 NOT_CONTIGUOUS = "the value is not contiguous, and the replacement's would be"
 
 B, S, H, D = 2, 7, 3, 12
-
-
-def recognise(function, *inputs, **kwargs):
-    """The compiled result, and the report's sites."""
-    compiled = torch.compile(function, backend=tritium.Backend(EAGER), fullgraph=True, **kwargs)
-    with torch.inference_mode():
-        result = compiled(*inputs)
-    return result, tritium.explain(compiled).sites
 
 
 def pairs(x):
@@ -188,7 +158,6 @@ def test_every_form(name, dtype, layout):
     torch.manual_seed(0)
     form, (shape, front) = FORMS[name], LAYOUTS[layout]
     for tables_in in {torch.float32, dtype}:
-        torch._dynamo.reset()
         x, tables = torch.randn(*shape).to(dtype), tables_for(form, front, tables_in)
         result, sites = recognise(form, x, *tables)
         assert (sites["rope"].fused, sites["rope"].declined) == (1, 0), sites["rope"].reasons
@@ -375,9 +344,7 @@ def test_what_only_looks_like_a_rope(name):
     function = NEAR_MISSES[name]
     x, y = torch.randn(B, S, H, D), torch.randn(B, S, H, D)
     cos, sin = torch.randn(1, S, 1, D), torch.randn(1, S, 1, D)
-    result, sites = recognise(function, x, y, cos, sin)
-    assert sites["rope"].recognised == sites["rope"].declined == 0
-    torch.testing.assert_close(result, function(x, y, cos, sin))
+    check_no_site("rope", function, x, y, cos, sin)
 
 
 def read_between(x, cos, sin):
@@ -427,10 +394,7 @@ UNSAFE = {
 @pytest.mark.parametrize("function", UNSAFE, ids=lambda function: function.__name__)
 def test_what_cannot_be_rewritten_is_declined_with_a_reason(function):
     x, cos, sin = torch.randn(B, S, H, D), torch.randn(S, 1, D // 2), torch.randn(S, 1, D // 2)
-    expected = function(x.clone(), cos, sin)
-    result, sites = recognise(function, x, cos, sin)
-    assert sites["rope"].reasons == {UNSAFE[function]: 1}
-    torch.testing.assert_close(result, expected)
+    check_declined("rope", UNSAFE[function], function, x, cos, sin)
 
 
 def test_a_result_written_to_afterwards_is_rewritten():
@@ -455,38 +419,6 @@ def test_a_tensor_that_nobody_reads_is_no_site():
     assert sites["rope"].recognised == sites["rope"].declined == 0
 
 
-def run(model, dtype):
-    """The outputs of a compiled model and of the eager one, and the report's sites."""
-    module = model.build(dtype)
-    compiled = torch.compile(module, backend=tritium.Backend(EAGER))
-    with torch.no_grad():
-        eager = module(**model.inputs(dtype))
-        result = compiled(**model.inputs(dtype))
-    outputs = [[leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)] for value in (result, eager)]
-    return *outputs, tritium.explain(compiled).sites
-
-
-# The census counts the sites of all models, and their numbers are checked there.
-QUICK = ("flux", "flux2", "qwen_image", "wan", "cogvideox", "stable_audio")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.thorough)], ids=str)
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough) for name in COUNTS]
-)
-def test_the_zoo_s_ropes_are_all_found(name, dtype):
-    model = ZOO[name]
-    assert captured(model, dtype)["rope"] == COUNTS[name]
-    torch._dynamo.reset()
-    result, eager, sites = run(model, dtype)
-    found, declined = sites["rope"], TRANSPOSED.get(name, 0)
-    assert (found.fused, found.declined) == (COUNTS[name] - declined, declined), found.reasons
-    assert found.reasons.get(NOT_CONTIGUOUS, 0) == declined
-    tolerance = 1e-4 if dtype is torch.float32 else 0.1
-    for actual, expected in zip(result, eager, strict=True):
-        assert float((actual - expected).abs().max()) <= tolerance * max(1.0, float(expected.abs().max()))
-
-
 @pytest.mark.parametrize("name", ["flux", "wan", "qwen_image", "ltx2", "cogvideox"])
 def test_shapes_that_vary(name):
     model = ZOO[name]
@@ -497,7 +429,7 @@ def test_shapes_that_vary(name):
     with torch.no_grad():
         expected = tree_leaves(module(**model.inputs()))
         result = tree_leaves(compiled(**inputs))
-    assert tritium.explain(compiled).sites["rope"].fused == COUNTS[name]
+    assert tritium.explain(compiled).sites["rope"].fused == captured(model)["rope"]
     for actual, wanted in zip(result, expected, strict=True):
         torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-4)
 

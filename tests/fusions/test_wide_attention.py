@@ -7,16 +7,8 @@ import torch.nn.functional as F
 
 import tritium
 from support.fidelity import assert_no_worse
+from support.recognition import EAGER, recognise
 from support.zoo import ZOO
-
-EAGER = tritium.CompilationConfig(engine="eager")
-
-
-def recognise(function, *inputs, config=EAGER, **kwargs):
-    compiled = torch.compile(function, backend=tritium.Backend(config), fullgraph=True, **kwargs)
-    with torch.inference_mode():
-        result = compiled(*inputs)
-    return result, tritium.explain(compiled).sites
 
 
 def heads(batch: int = 2, tokens: int = 9, count: int = 1, width: int = 320, seed: int = 0) -> torch.Tensor:
