@@ -130,13 +130,6 @@ class TestRainfusion:
         same = torch.ones(1, 256, 1, 8)
         assert (masks.rainfusion(same, same, layout, layout, 1.0, 0.75).sum(-1) == 4).all()
 
-    def test_each_sample_has_a_separate_mask(self):
-        layout = SparseLayout((1, 16, 16), 0, 16)
-        q, k = queries_and_keys(256, batch=2)
-        mask = masks.rainfusion(q, k, layout, layout, 0.25, 0.8)
-        assert not torch.equal(mask[0], mask[1])
-        assert torch.equal(mask[1:], masks.rainfusion(q[1:], k[1:], layout, layout, 0.25, 0.8))
-
     def test_heads_that_share_keys(self):
         layout = SparseLayout((2, 8, 16), 5, 16)
         q, k = queries_and_keys(layout.tokens, heads=6, kv_heads=2)

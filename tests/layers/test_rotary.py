@@ -97,7 +97,7 @@ class TestQueryAndKey:
     @pytest.mark.parametrize(
         ("changes", "words"),
         [
-            # A kernel would read past the end of what is too short.
+            # A kernel would read past the end of a short tensor.
             ({"cos": (1, 5, 8), "sin": (1, 5, 8)}, "S = 7, a row for each token"),
             ({"cos": (1, 9, 8), "sin": (1, 9, 8)}, "S = 7, a row for each token"),
             ({"cos": (3, 7, 8), "sin": (3, 7, 8)}, "B = 2"),

@@ -8,6 +8,7 @@ import torch
 import tritium
 from support.small_models import flux, flux_inputs
 from tritium.errors import ArgumentError, ArgumentTypeError
+from tritium.layers.attention.diffusers import attention_layers
 from tritium.layers.sparse.diffusers import SparseHandle, _Counter, timestep_of
 from tritium.layers.sparse.layout import SparseLayout
 from tritium.layers.sparse.masks import Method
@@ -57,7 +58,7 @@ def test_a_mask_is_for_some_steps_one_layer_and_one_shape(made):
     assert len(made) == 2 * 3
     attention(*streams(0, batch=2), step=7, layer=0)
     assert len(made) == 7
-    # A mask of a later step is none for an earlier one: another picture has begun.
+    # A mask of a later step is not used for an earlier one: another image has begun.
     attention(*streams(0, batch=2), step=0, layer=0)
     assert len(made) == 8
     attention.reset()
@@ -218,6 +219,13 @@ class TestImages:
         assert self.steps(*times, *times) == [*range(len(times))] * 2
 
 
+def assert_no_backend_is_left():
+    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+    names = [*AttentionBackendName, *_AttentionBackendRegistry._backends]
+    assert not [name for name in names if "sparse" in name.value]
+
+
 class TestStock:
     @staticmethod
     def model():
@@ -241,21 +249,18 @@ class TestStock:
         second = model(**later)[0]
         assert not torch.allclose(second, dense, rtol=1e-4, atol=1e-5)
         assert handle.density() < 1.0
-        # Another picture.
+        # Another image.
         handle.reset()
         torch.testing.assert_close(model(**later)[0], dense, rtol=1e-4, atol=1e-5)
         handle.remove()
         assert torch.equal(model(**inputs)[0], before)
-        from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
-
-        assert not [name for name in AttentionBackendName if "sparse" in name.value]
-        assert not [name for name in _AttentionBackendRegistry._backends if "sparse" in name.value]
+        assert_no_backend_is_left()
 
     @torch.inference_mode()
     def test_layers_stay_dense_and_steps_count_two_calls(self, made):
         model, inputs, layout = self.model()
         before = model(**inputs)[0]
-        layers = sum(getattr(m, "processor", None) is not None for m in model.modules())
+        layers = len(attention_layers(model))
         with tritium.set_sparse_attention(model, layout, sparsity=0.7, dense_layers=range(layers)) as handle:
             torch.testing.assert_close(model(**inputs)[0], before, rtol=1e-4, atol=1e-5)
             assert handle.layers == layers
@@ -265,12 +270,12 @@ class TestStock:
             assert not made
             for time in (0.3, 0.3, 0.2, 0.2):
                 model(**self.at(inputs, time))
-            # Each of the two calls of a step has masks of its own, which serve for two steps.
+            # Each of the two calls of a step has separate masks, which are used for two steps.
             assert len(made) == 2 * layers
 
     @torch.inference_mode()
     def test_video_without_text_in_its_stream(self, made):
-        """Wan attends to its prompt by an attention of its own, which stays dense."""
+        """Wan has a separate attention to its prompt, which stays dense."""
         from tritium.bench import workloads
 
         (wan,) = workloads.find("wan")
@@ -300,9 +305,9 @@ class TestStock:
 
     @torch.inference_mode()
     @pytest.mark.parametrize("times", [(1.0, 0.6, 0.2), (0.0, 0.5, 0.9)], ids=["down", "up"])
-    def test_every_picture_begins_dense_and_with_masks_of_its_own(self, made, times):
+    def test_every_image_begins_dense_and_with_new_masks(self, made, times):
         model, inputs, layout = self.model()
-        layers = sum(getattr(m, "processor", None) is not None for m in model.modules())
+        layers = len(attention_layers(model))
 
         def draw():
             """How many masks each step makes."""
@@ -319,11 +324,11 @@ class TestStock:
             assert first == [0, layers, 0]
             assert draw() == first
             assert draw() == first
-            # Over all pictures.
+            # Over all images.
             assert handle.density() == pytest.approx(density)
 
     @torch.inference_mode()
-    def test_a_model_without_a_time_is_told_of_pictures(self, made):
+    def test_a_model_without_a_timestep_warns(self, made):
         model, inputs, layout = self.model()
         block = model.transformer_blocks[0]
         with pytest.warns(RuntimeWarning, match=r"has no parameter timestep.*handle\.reset\(\)"):
@@ -361,11 +366,9 @@ class TestStock:
         assert timestep_of(torch.nn.Linear(2, 2)) is None
 
     def test_errors_leave_nothing_behind(self):
-        from diffusers.models.attention_dispatch import AttentionBackendName
-
         model, _, layout = self.model()
         with pytest.raises(ArgumentError, match="calls_per_step must be 1 or more, got 0"):
             tritium.set_sparse_attention(model, layout, calls_per_step=0)
         with pytest.raises(ArgumentError, match="no attention layers"):
             tritium.set_sparse_attention(torch.nn.Linear(2, 2), layout)
-        assert not [name for name in AttentionBackendName if "sparse" in name.value]
+        assert_no_backend_is_left()

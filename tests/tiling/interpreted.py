@@ -1,4 +1,4 @@
-"""Run generated Triton kernels on the CPU, in Triton's interpreter. A process of its own: TRITON_INTERPRET=1 from the start.
+"""Run generated Triton kernels on the CPU, in Triton's interpreter. A separate process: TRITON_INTERPRET=1 from the start.
 
 Usage: python interpreted.py [pattern ...]. Each pattern is compiled once with dynamic sizes and called with two shapes.
 """

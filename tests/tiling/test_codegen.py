@@ -38,7 +38,7 @@ def compiled(name, **options):
     return generate_pattern(name, policy=policy or None, **options)[0]
 
 
-# torch 2.11 gives broadcasts a dim of their own that are coalesced without (pytorch#177117).
+# torch 2.11 gives broadcasts a separate dim though they are coalesced without it (pytorch#177117).
 OVERTILED = {"pad_group_norm"} if compat.versions.TORCH < (2, 13) else set()
 
 

@@ -195,17 +195,9 @@ def set_sparse_attention(
     or restarts; if it does neither, as after an inversion, call `handle.reset()`. Attentions of other tokens, such as
     those to a prompt, stay dense, as do attentions with a mask, which no sparse method applies.
 
-    Args:
-        module: A transformer whose stream is text and then the latent, such as FLUX's, or the latent alone, such as Wan's.
-        layout: The order of the stream's tokens.
-        sparse_type: As in `sparse_attention`.
-        sparsity: As in `sparse_attention`.
-        dense_steps: The number of steps at the start of an image that are dense.
-        dense_layers: Attentions that are always dense, by their index in the order in which they run.
-        reuse_steps: The number of steps for which a mask is used.
-        calls_per_step: The model calls per step: 2 if guidance runs the model twice.
-        by: The implementation: `triton`, `flex` or `reference`; None for the fastest.
-        cdf_threshold: As in `sparse_attention`.
+    `module` is a transformer whose stream is text and then the latent, such as FLUX's, or the latent alone, such as Wan's.
+    `dense_layers` are attentions by their index in the order in which they run. `calls_per_step` is 2 if guidance runs the
+    model twice. The other options are those of `SparseAttention`.
     """
     if calls_per_step < 1:
         raise ArgumentError(f"calls_per_step must be 1 or more, got {calls_per_step}")
