@@ -93,7 +93,7 @@ def jobs_for(
     steps: int | None = None,
     seeds: Sequence[int] | None = None,
 ) -> list[Job]:
-    """Return a job for every prompt, size (`WxH`) and seed; without seeds, every prompt has one of its own."""
+    """Return a job for every prompt, size (`WxH`) and seed; by default the seed is the number of the prompt."""
     prompts = prompts or prompts_of(model)
     strange = dict.fromkeys(word for prompt in prompts for word in unknown_words(prompt)) if model == EXAMPLE else None
     if strange:

@@ -39,7 +39,7 @@ class StockModel:
     """A class of diffusers. `models.json` has one entry for each."""
 
     class_name: str
-    # The arguments by name: a method of `Arguments`, a list of a method and what it is called with, or a constant.
+    # The arguments by name: a method of `Arguments`, a method with its arguments as a list, or a constant.
     call: Mapping[str, Any]
     # The changes of the class's defaults that make a published model.
     published: Mapping[str, Any] = field(default_factory=dict)

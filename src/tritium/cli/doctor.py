@@ -169,7 +169,7 @@ def diagnose(facts: Facts) -> list[Check]:
     of_cpu: Status = "fail" if facts.gpu is None else "warn"
     oldest_python, newest_python = PYTHONS
     python = compat.versions.parse_version(facts.python)
-    torch_at_least = f"torch>={_dotted(OLDEST_TORCH)}"
+    oldest_torch = _dotted(OLDEST_TORCH)
     is_new = compat.versions.parse_version(facts.torch) >= OLDEST_TORCH
     declined = "; ".join(f"{part} ({reason})" for part, reason in facts.declined)
     known = f"{_dotted(compat.tiling.TILING_KNOWN[0])} to {_dotted(compat.tiling.TILING_KNOWN[-1])}"
@@ -181,9 +181,9 @@ def diagnose(facts: Facts) -> list[Check]:
             f"{facts.python} is not tested",
             f"use Python {_dotted(oldest_python)} to {_dotted(newest_python)}",
         ).unless(oldest_python <= python <= newest_python, facts.python),
-        Check("torch", "fail", f"{facts.torch} is no {torch_at_least}", f"pip install '{torch_at_least}'").unless(
-            is_new, facts.torch
-        ),
+        Check(
+            "torch", "fail", f"{facts.torch} is older than {oldest_torch}", f"pip install 'torch>={oldest_torch}'"
+        ).unless(is_new, facts.torch),
         Check(
             "support of this torch",
             "warn",
