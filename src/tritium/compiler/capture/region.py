@@ -260,18 +260,11 @@ class Region:
 
     def _replayed(self, entry: Entry, captured: Captured, lane: Lane, args: Sequence[Any]) -> Any:
         """Replay a bucket; under graphs="auto", time replays until the decision is final."""
-
-        def replay() -> tuple[Any, ...]:
-            captured.inputs.fill(args)
-            captured.graph.replay()
-            captured.inputs.write_back(args)
-            entry.row.hits += 1
-            return captured.outputs.hand_out(args)
-
+        entry.row.hits += 1
         decision = entry.decision
         if decision is None:
-            return replay()
-        result = decision.replay(lane.device, replay)
+            return captured.replay(args)
+        result = decision.replay(lane.device, functools.partial(captured.replay, args))
         if decision.is_settled:
             entry.decision = None
         if decision.declined is not None:
