@@ -1,15 +1,4 @@
-"""The functions of Inductor that decide a Triton kernel's tiling: wrappers for a policy, and the data that it reads.
-
-SizeVarAllocator.statically_known_multiple_of    the divisibility proof, before torch 2.14
-SIMDScheduling.get_tiling_and_scores             a kernel's tiling is compared with others
-SIMDScheduling.select_tiling_with_memory         the same ranking for the scheduler, since torch 2.14: retry only
-SIMDScheduling.codegen_node_schedule             the code of one kernel: proofs inside belong to it
-TritonKernel.codegen_kernel                      indices of a finished kernel are narrowed
-InductorChoices.reduction_split_factor           the number of parts of a row
-InductorChoices.should_use_persistent_reduction  rows are held in registers if that was measured faster
-the coalescing analysis                          after an error the kernel is tiled without it
-FxGraphHashDetails                               the policy is part of the key of every compiled graph
-"""
+"""The functions of Inductor that decide a Triton kernel's tiling: wrappers for a policy, and the data that it reads."""
 
 from __future__ import annotations
 
@@ -98,6 +87,7 @@ def _select_tiling(policy: Policy, original: Any, *arguments: Any, **named: Any)
 
 
 def _generate(policy: Policy, original: Any, scheduling: Any, kernel_features: Any) -> Any:
+    """Generate the code of one kernel; proofs inside belong to it."""
     token = _IN_CODEGEN.set(True)
     policy.begin_kernel()
     try:
@@ -108,6 +98,7 @@ def _generate(policy: Policy, original: Any, scheduling: Any, kernel_features: A
 
 
 def _finish(policy: Policy, original: Any, kernel: Any, name: Any = None) -> Any:
+    """Let the policy narrow the indices of a finished kernel."""
     source = original(kernel, name)
     # The guards that bound the indices come from the kernel's schedule; nested reductions, since torch 2.15, have nodes
     # outside of it.
