@@ -59,7 +59,7 @@ class TestPipelines:
         assert 0 < largest.excess <= 1
         assert str(found) == f"all 8 compiled modules are inside the bound; the largest is {largest}"
 
-    def test_a_wrong_provider_is_named_with_its_block_fusion_and_line(self):
+    def test_a_wrong_provider_is_named_with_block_and_line(self):
         config = CompilationConfig(engine="eager", fusion_patterns=NO_REGION, force_provider={"rms_norm": "triton"})
         with wrong_provider("rms_norm", lambda result, *_: result * 1.01):
             found = located(config)
@@ -171,7 +171,7 @@ class TestFaults:
             found = blamed(CompilationConfig(engine="eager", force_provider={"rms_norm": "triton"}))
         assert (found.part, found.provider) == ("provider", "triton")
 
-    def test_the_site_at_fault_is_told_from_a_right_one_of_the_same_fusion(self):
+    def test_the_site_at_fault_is_told_from_a_right_one(self):
         def run(result, x, *_):
             return result * (1.01 if x.shape[-1] == 16 else 1.0)
 

@@ -71,7 +71,7 @@ def test_exact_shows_what_bit_equality_costs():
     assert (rows["tritium exact"].relative_l2, rows["tritium exact"].mode) == (0.0, None)
 
 
-def test_errors_against_float64_come_after_what_was_measured_already():
+def test_errors_against_float64_come_after_timing():
     kept = []
     rows = workloads.run(TINY, settings(errors=True, on_rows=kept.append))
     before, after = kept
@@ -187,7 +187,7 @@ def test_twins_share_weights_and_nothing_else():
     assert not torch.equal(block[0](torch.ones(1, 3)), torch.ones(1, 3))
 
 
-def test_what_dynamo_gave_up_for_one_variant_is_tried_for_the_next():
+def test_what_dynamo_skips_in_one_variant_is_tried_in_the_next():
     # As plain torch.compile does with Wan's decoder before torch 2.13.
     pytest.importorskip("diffusers")
     built = WAN_DECODE.build("cpu", torch.float32, small=True)

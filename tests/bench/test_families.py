@@ -20,7 +20,7 @@ pytest.importorskip("diffusers")
 (PIXART,) = find_families(["pixart-512"])
 
 
-def test_variants_of_a_family_are_measured_and_compared_with_float64(tmp_path):
+def test_variants_of_a_family_are_timed_and_checked(tmp_path):
     store = Store(tmp_path / "families.json", "cpu")
     outcome = families.SUITE.run(settings(errors=True), store, Clock(600), silent, ["pixart-512"])
     rows = {row.variant: row for row in store.results.rows}
@@ -32,7 +32,7 @@ def test_variants_of_a_family_are_measured_and_compared_with_float64(tmp_path):
     assert 0 < ours.error_f64 <= 2 * rows["eager"].error_f64 + 16 * torch.finfo(torch.float32).eps
 
 
-def test_rows_of_an_earlier_run_are_kept_and_a_name_measures_again(tmp_path, monkeypatch):
+def test_earlier_rows_are_kept_and_a_name_measures_again(tmp_path, monkeypatch):
     measured = []
 
     def fake(family, settings, clock, notify):
@@ -59,7 +59,7 @@ def test_variants_past_the_limit_are_cut_and_named():
     assert rows[0].remark.endswith("cut for time: tritium")
 
 
-def test_a_family_without_time_for_its_needed_variants_is_left_to_the_next_run(monkeypatch):
+def test_a_family_without_time_is_left_to_the_next_run(monkeypatch):
     class Ending(Clock):
         """Ends after the first look at it."""
 

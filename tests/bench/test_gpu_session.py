@@ -55,7 +55,7 @@ def test_what_is_left_over_asks_for_another_call(program, children, tmp_path, ca
     assert "families: call again; host: done" in capsys.readouterr().out
 
 
-def test_a_family_that_ends_its_process_is_skipped_and_the_others_are_measured(program, children, tmp_path, capsys):
+def test_a_family_that_ends_its_process_is_skipped(program, children, tmp_path, capsys):
     planned, started = children
     planned += [(-11, "flux"), (program.DONE, "")]
     assert program.main(["--out", str(tmp_path), "--steps", "families"]) == program.FAILED
@@ -74,7 +74,7 @@ def test_a_family_without_end_is_tried_in_one_more_call(program, children, tmp_p
     assert json.loads((tmp_path / "crashed.json").read_text()) == ["sdxl"]
 
 
-def test_failed_variants_are_reported_until_they_are_measured_again(program, children, tmp_path, capsys):
+def test_failed_variants_are_reported_until_measured_again(program, children, tmp_path, capsys):
     rows = [
         dataclasses.replace(ROW, workload=name, remark=remark)
         for name, remark in (("flux", None), ("wan", "tritium failed: X"), ("wan few tokens", None))

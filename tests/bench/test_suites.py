@@ -19,7 +19,7 @@ from tritium.errors import TritiumError
 pytest.importorskip("diffusers")
 
 
-def test_what_optimize_does_to_a_twin_is_not_seen_by_the_original():
+def test_optimizing_a_twin_leaves_the_original():
     pipe = flux_pipeline.build(flux_pipeline.SMALL, "cpu", torch.float32)
     other = flux_pipeline.compile_pipeline(pipe, "tritium optimize", settings())
     assert other.pipe.scheduler is pipe.scheduler
@@ -60,7 +60,7 @@ def test_what_no_time_is_left_for_is_named(suite, only, left_over):
     assert SUITES[suite].run(settings(), Store(None, "cpu"), Clock(0), silent, only) == Outcome(left_over)
 
 
-def test_torch_compile_of_the_pipeline_compiles_repeated_blocks_and_decode():
+def test_torch_compile_covers_repeated_blocks_and_decode():
     pipe = flux_pipeline.build(flux_pipeline.SMALL, "cpu", torch.float32)
     compiled = flux_pipeline.compile_pipeline(pipe, "inductor", settings()).pipe
     assert all(block._compiled_call_impl is not None for block in compiled.transformer.transformer_blocks)
@@ -103,7 +103,7 @@ def test_the_host_time_is_that_of_sites_which_the_provider_runs():
     assert ours.host_us is not None
 
 
-def test_a_host_time_of_sites_that_the_provider_does_not_run_is_refused():
+def test_host_times_of_sites_of_other_providers_are_refused():
     with pytest.raises(TritiumError, match="0 of 6 sites of residual_norm_modulate"):
         suites.measure_host(settings(), Clock(600), silent, provider="inductor")
 

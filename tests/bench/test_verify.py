@@ -148,7 +148,7 @@ class TestNoNumbers:
             quality.difference(self.image, self.image * torch.nan)
 
 
-def test_no_job_and_no_recipe_are_errors_before_anything_is_drawn(pipe, tmp_path):
+def test_no_job_and_no_recipe_are_errors_before_any_image(pipe, tmp_path):
     with pytest.raises(ConfigError, match="nothing to verify"):
         verify(pipe, [], Thresholds(), pytest.fail, EAGER)
     (tmp_path / "recipe.json").write_text("{}")

@@ -125,7 +125,7 @@ def test_without_diffusers_the_extra_is_named(monkeypatch):
         for workload in (*DECODERS, *DYNAMIC_KERNELS)
     ],
 )
-def test_static_and_dynamic_sizes_agree_with_eager_and_dynamic_ones_are_dynamic(workload):
+def test_static_and_dynamic_sizes_agree_with_eager(workload):
     built = workload.build("cpu", torch.float32, small=True)
     eager = compiled(built, "eager", settings()).call
     for dynamic in workload.dynamic:

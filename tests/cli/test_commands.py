@@ -127,7 +127,7 @@ def test_bench_prints_a_table_and_writes_what_it_printed(measured, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["", "file/results.json"])
-def test_results_that_cannot_be_written_are_refused_before_measuring(measured, tmp_path, name):
+def test_an_unwritable_file_is_refused_before_measuring(measured, tmp_path, name):
     (tmp_path / "file").touch()
     result = invoke("bench", "flux", "--json", str(tmp_path / name))
     assert result.exit_code == 2
@@ -147,7 +147,7 @@ def test_results_that_are_none_are_refused_before_measuring(measured, tmp_path):
 
 
 @pytest.mark.parametrize("measured_before", [False, True])
-def test_what_was_measured_before_somebody_stopped_it_is_written(monkeypatch, tmp_path, measured_before):
+def test_rows_measured_before_an_interrupt_are_written(monkeypatch, tmp_path, measured_before):
     def run_(workload, settings, notify):
         if workload.name == "wan" or not measured_before:
             raise KeyboardInterrupt

@@ -29,7 +29,7 @@ def test_scenes_to_train_on_hold_out_every_held_out_combination():
     assert not held_out(changed).any()
 
 
-def test_objects_never_have_the_colour_of_the_background_or_of_each_other():
+def test_objects_and_background_differ_in_colour():
     scenes = sample_scenes(4000, generator())
     background, first, second = (scenes[:, FIELDS[name]] for name in ("background", "colour_a", "colour_b"))
     pair = scenes[:, FIELDS["pair"]] == 1
@@ -37,7 +37,7 @@ def test_objects_never_have_the_colour_of_the_background_or_of_each_other():
     assert ((second != first) & (second != background))[pair].all()
 
 
-def test_every_caption_is_made_of_known_words_and_fits_the_encoders():
+def test_captions_have_known_words_and_fit_the_encoders():
     scenes, choose, ids = sample_scenes(3000, generator()), random.Random(0), parts.CaptionIds()
     captions = [caption(Scene(*row), choose) for row in scenes.tolist()]
     assert not any(unknown_words(text) for text in [*captions, *PROMPTS])

@@ -61,7 +61,7 @@ class TestDeclaration:
         names = [argument.name for argument in op.overload._schema.arguments]
         assert names == [*inspect.signature(op.reference).parameters, "provider"]
 
-    def test_bound_arguments_have_the_reference_s_names_and_defaults(self, op):
+    def test_arguments_have_the_names_of_the_reference(self, op):
         sample = next(op.samples(torch.float32, "cpu"))
         given = op.bind(*sample.arguments.values())
         assert list(vars(given)) == list(inspect.signature(op.reference).parameters)

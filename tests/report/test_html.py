@@ -212,7 +212,7 @@ class TestCommand:
         assert found.all("section", class_="side after")
 
     @pytest.mark.parametrize("where", ["missing/report.html", ""])
-    def test_a_file_that_cannot_be_written_is_one_line_before_any_work(self, tmp_path, monkeypatch, where):
+    def test_an_unwritable_file_is_an_error_before_any_work(self, tmp_path, monkeypatch, where):
         monkeypatch.setattr(Settings, "build", lambda *given: pytest.fail("worked first"))
         result = CliRunner().invoke(app, ["explain", "flux", "--device", "cpu", "--html", str(tmp_path / where)])
         assert result.exit_code == 2

@@ -180,7 +180,7 @@ def test_a_graph_whose_kernels_are_not_known_says_why(tmp_path):
 
 
 @pytest.mark.codegen
-def test_a_compiler_error_leaves_the_kernels_where_the_warning_says(tmp_path, monkeypatch):
+def test_a_compiler_error_leaves_the_kernels_in_a_folder(tmp_path, monkeypatch):
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
     def broken(*args, **kwargs):

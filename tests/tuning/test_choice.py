@@ -60,7 +60,7 @@ class TestChoice:
         assert choose(rope.OP, complex_rope(), "cuda")[0] == "inductor"
         assert choose(rope.OP, complex_rope(), "cuda", graphs=graphs)[0] == "aten"
 
-    def test_inductor_holds_rows_by_its_rule_or_by_the_tiling_policy(self, monkeypatch):
+    def test_inductor_s_rule_or_the_tiling_policy_holds_rows(self, monkeypatch):
         """The limits that decide are those of the device, unless the policy is off."""
         monkeypatch.setattr(tuning.tables, "_machine", lambda where: Machine("NVIDIA H200", "9.0", 132))
         limits = []
@@ -88,7 +88,7 @@ class TestChoice:
         assert pinned == ("inductor", "pinned by force_provider='inductor'")
         assert choose(rope.OP, complex_rope(), engine="eager")[0] == "reference"
 
-    def test_a_provider_that_cannot_take_the_arguments_is_not_chosen(self, table):
+    def test_a_provider_that_declines_is_not_chosen(self, table):
         arguments = {"x": torch.randn(2, 8), "weight": torch.randn(8, 8), "bias": None, "approximate": "tanh"}
         table(linear_gelu.OP, arguments, inductor=1.0, aten=0.5)
         provider, why = choose(linear_gelu.OP, arguments)

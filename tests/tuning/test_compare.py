@@ -94,7 +94,7 @@ def test_a_comparison_on_this_machine(tmp_path, monkeypatch):
     assert dict(tuning.load(tmp_path / "t.json").rows) == {KEY: row}
 
 
-def test_a_failed_measurement_is_a_row_of_inductor_with_the_reason(tmp_path, monkeypatch):
+def test_a_failed_measurement_is_a_row_with_the_reason(tmp_path, monkeypatch):
     def broken(*arguments):
         raise RuntimeError("no such luck\nat all")
 

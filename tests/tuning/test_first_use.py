@@ -168,7 +168,7 @@ class TestModes:
         assert not grad
         assert kind is torch.Tensor
 
-    def test_a_verdict_of_a_compilation_has_another_key_and_is_the_second_choice(self, timed, monkeypatch):
+    def test_a_verdict_of_a_compilation_is_the_second_choice(self, timed, monkeypatch):
         flags, compiling = [], [True]
         op = op_of(provider("a"), provider("b"), skip=lambda name, given, compiling: flags.append(compiling))
         monkeypatch.setattr(first_use.compat.dynamo, "is_compiling", lambda: compiling[0])
