@@ -182,7 +182,7 @@ class TestFaults:
         assert found.alone
         assert found.remedy_helps
 
-    def test_a_provider_pinned_for_everything_is_no_obstacle(self):
+    def test_a_provider_pinned_for_everything_is_kept(self):
         with wrong_provider("rms_norm", lambda result, *_: result * 1.01):
             found = blamed(CompilationConfig(engine="eager", force_provider="triton"))
         assert (found.part, found.provider) == ("provider", "triton")

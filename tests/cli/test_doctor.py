@@ -77,7 +77,9 @@ def test_every_trap_has_its_fix(name, facts, status, fix):
 
 
 def test_an_unknown_torch_is_named_with_what_declines():
-    found = check("support of this torch", torch="2.16.0", declined=tuple(compat.obstacles.obstacles((2, 16)).items()))
+    found = check(
+        "support of this torch", torch="2.16.0", declined=tuple(compat.declined.declined_parts((2, 16)).items())
+    )
     assert found.status == "warn"
     assert found.detail == (
         "declines on torch 2.16.0: the tiling policy (supported on torch 2.11 to 2.15, not on 2.16)"
@@ -86,12 +88,12 @@ def test_an_unknown_torch_is_named_with_what_declines():
 
 
 def test_a_hook_that_this_torch_lacks_is_named(monkeypatch):
-    assert compat.obstacles.obstacles() == {}
+    assert compat.declined.declined_parts() == {}
     varlen = importlib.import_module("torch.nn.attention.varlen")
     monkeypatch.delattr(varlen, "varlen_attn")
     monkeypatch.delattr(importlib.import_module("torch._inductor.choices").InductorChoices, "reduction_split_factor")
     this = compat.versions.version_text()
-    assert compat.obstacles.obstacles() == {
+    assert compat.declined.declined_parts() == {
         "the tiling policy": f"torch {this} has no InductorChoices.reduction_split_factor",
         "attention of packed sequences": f"torch {this} has no torch.nn.attention.varlen.varlen_attn",
     }

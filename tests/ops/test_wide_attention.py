@@ -90,7 +90,7 @@ def test_declines(monkeypatch):
     assert "up to 256" in decline(width=256)
     if device.has_triton():
         assert "runs on cpu" in decline()
-    monkeypatch.setattr(products, "obstacle", lambda *tensors: None)
+    monkeypatch.setattr(products, "decline_tensors", lambda *tensors: None)
     assert decline() is None
 
 

@@ -104,9 +104,9 @@ def load(path: str | os.PathLike[str], fingerprint: Fingerprint) -> ArtifactSumm
 
 
 def _check_caching(verb: str) -> None:
-    obstacle = compat.artifacts.caching_obstacle()
-    if obstacle is not None:
-        raise ArtifactError(f"compile artifacts cannot be {verb}: {obstacle}")
+    reason = compat.artifacts.decline_caching()
+    if reason is not None:
+        raise ArtifactError(f"compile artifacts cannot be {verb}: {reason}")
 
 
 def _kept() -> Iterator[Section | None]:

@@ -132,7 +132,7 @@ def _gaussian(size: int, channels: int) -> Tensor:
 
 def _lpips(a: Tensor, b: Tensor) -> float | None:
     """Return LPIPS by its package if package and weights are installed; download nothing."""
-    if lpips_obstacle() is not None:
+    if decline_lpips() is not None:
         return None
     package: Any = importlib.import_module("lpips")
     with warnings.catch_warnings(), contextlib.redirect_stdout(None):
@@ -142,7 +142,7 @@ def _lpips(a: Tensor, b: Tensor) -> float | None:
         return float(model(a.float() * 2 - 1, b.float() * 2 - 1).mean())
 
 
-def lpips_obstacle() -> str | None:
+def decline_lpips() -> str | None:
     """Say what LPIPS lacks on this machine and how to install it, or None."""
     if importlib.util.find_spec("lpips") is None:
         return "its package is not installed; pip install lpips"

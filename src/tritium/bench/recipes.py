@@ -54,8 +54,8 @@ def tune(pipe: Any, jobs: Sequence[Job], budget: Budget, notify: Notify) -> Reci
                 continue
             try:
                 hooks.check(part.spec)
-            except PipelineError as obstacle:
-                figures["parts"][name] = {"milliseconds": {}, "why": f"left alone: {obstacle}"}
+            except PipelineError as error:
+                figures["parts"][name] = {"milliseconds": {}, "why": f"left alone: {error}"}
                 continue
             notify(f"{name}: {', '.join(map(str, trial.ways(part)))}", 0.1 + 0.6 * place / len(names))
             # As in pipelines: tensors made in inference mode would compile every part again.

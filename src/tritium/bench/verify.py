@@ -51,9 +51,9 @@ class Thresholds:
             equal = {"min_psnr": math.inf, "min_ssim": 1.0}.get(name, 0.0)
             if not _is_within(name, equal, limit):
                 raise ConfigError(f"{name} {limit:g} cannot be reached: equal images have {equal:g}")
-        obstacle = quality.lpips_obstacle() if self.max_lpips is not None else None
-        if obstacle is not None:
-            raise ConfigError(f"LPIPS cannot be measured here: {obstacle}")
+        reason = quality.decline_lpips() if self.max_lpips is not None else None
+        if reason is not None:
+            raise ConfigError(f"LPIPS cannot be measured here: {reason}")
 
     @property
     def given(self) -> dict[str, float]:

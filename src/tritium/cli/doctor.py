@@ -100,7 +100,7 @@ def gather() -> Facts:
         torch_cuda=torch.version.cuda,
         triton=versions["triton"],
         triton_required=_triton_requirement(),
-        declined=tuple(compat.obstacles.obstacles().items()),
+        declined=tuple(compat.declined.declined_parts().items()),
         diffusers=versions["diffusers"],
         gpu=device.describe("cuda").name if device.cuda_available() else None,
         driver=device.nvidia_driver(),

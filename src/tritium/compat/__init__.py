@@ -1,7 +1,7 @@
 """All differences between torch versions, and all private torch APIs that Tritium uses.
 
 Supported: 2.11 to 2.15. On a newer version a missing hook returns None or an empty value here, the part of Tritium that
-needs it declines with a reason, and `obstacles` lists these parts for `tritium doctor`.
+needs it declines with a reason, and `declined` lists these parts for `tritium doctor`.
 """
 
 from tritium.compat import (  # noqa: F401 - read as `compat.NAME`
@@ -9,6 +9,7 @@ from tritium.compat import (  # noqa: F401 - read as `compat.NAME`
     attention,
     cached_code,
     capture,
+    declined,
     diffusers,
     dynamo,
     generated,
@@ -16,7 +17,6 @@ from tritium.compat import (  # noqa: F401 - read as `compat.NAME`
     lowerings,
     modules,
     observation,
-    obstacles,
     operators,
     peft,
     profiler,

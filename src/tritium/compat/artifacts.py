@@ -14,7 +14,7 @@ from tritium.compat.inductor import inductor_config, setting, setting_names
 from tritium.compat.wrapping import wrap_once
 
 
-def caching_obstacle() -> str | None:
+def decline_caching() -> str | None:
     """Return why Inductor's cache is not used, or None."""
     config = inductor_config()
     if config.force_disable_caches:

@@ -38,7 +38,7 @@ def keep_sizes_apart(when: Callable[[Any, Mapping[str, Any]], bool]) -> bool:
     """
     output_graph = importlib.import_module("torch._dynamo.output_graph").OutputGraph
     settings: Any = importlib.import_module("torch.fx.experimental._config")
-    if sizes_apart_obstacle() is not None:
+    if decline_sizes_apart() is not None:
         return False
     signature = inspect.signature(output_graph.__init__)
 
@@ -60,7 +60,7 @@ def keep_sizes_apart(when: Callable[[Any, Mapping[str, Any]], bool]) -> bool:
     return True
 
 
-def sizes_apart_obstacle() -> str | None:
+def decline_sizes_apart() -> str | None:
     """Return why `keep_sizes_apart` cannot work on this torch, or None."""
     output_graph = importlib.import_module("torch._dynamo.output_graph").OutputGraph
     settings = importlib.import_module("torch.fx.experimental._config")

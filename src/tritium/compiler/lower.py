@@ -190,7 +190,7 @@ def _expected(known: Observation | None, device_type: str) -> bool:
     return (
         known is not None
         and device_type != "cpu"
-        and compat.artifacts.caching_obstacle() is None
+        and compat.artifacts.decline_caching() is None
         and not _compiled_again
     )
 

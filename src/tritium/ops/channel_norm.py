@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812 - the conventional name
 from tritium import compat
 from tritium.ops.memory_format import FORMATS, channels_last, empty_as, is_channels_last, laid_as, with_offset
 from tritium.ops.op import Arguments, Block, Draw, Op, Provider, Samples, Shape, Trial, count, octave, present
-from tritium.ops.triton_launch import contiguous, dynamic_width, launch, obstacle
+from tritium.ops.triton_launch import contiguous, decline_tensors, dynamic_width, launch
 
 # Values that a program of 4 warps holds in registers: 32 per thread.
 HELD = 4_096
@@ -127,7 +127,7 @@ def decline_triton(given: Arguments) -> str | None:
     x = given.x
     if given.dim % x.ndim != 1 or not is_channels_last(x):
         return "the kernel wants the channels of a pixel together in memory"
-    return dynamic_width(x.shape[1]) or obstacle(x, given.weight, given.offset)
+    return dynamic_width(x.shape[1]) or decline_tensors(x, given.weight, given.offset)
 
 
 # The frames that a video decoder computes at a time, and the earlier frames that a causal convolution sees.

@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812 - the conventional name
 from tritium import compat
 from tritium.ops.memory_format import channels_last, empty_as, is_channels_last, laid_as, with_offset
 from tritium.ops.op import Arguments, Block, Draw, Op, Provider, Samples, Shape, Trial, count, octave, present
-from tritium.ops.triton_launch import contiguous, dynamic_width, in_memory, launch, obstacle
+from tritium.ops.triton_launch import contiguous, decline_tensors, dynamic_width, in_memory, launch
 
 # The largest group that fits in the registers of one program, which needs one launch instead of two or three.
 WHOLE_GROUP = 8_192
@@ -259,7 +259,7 @@ def _scratch(x: torch.Tensor, numbers: int) -> torch.Tensor:
 
 
 def decline_triton(given: Arguments) -> str | None:
-    return dynamic_width(given.x.shape[1]) or obstacle(given.x, given.weight, given.bias, given.offset)
+    return dynamic_width(given.x.shape[1]) or decline_tensors(given.x, given.weight, given.bias, given.offset)
 
 
 def shape(given: Arguments) -> Shape:

@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812 - the conventional name
 from tritium import compat
 from tritium.ops.ada_norm import normed_and_modulated
 from tritium.ops.op import NARROW, Arguments, Block, Draw, Op, Provider, Samples, Shape, Trial, count, octave, present
-from tritium.ops.triton_launch import DTYPES, dynamic_width, launch, obstacle, with_dense_rows
+from tritium.ops.triton_launch import DTYPES, decline_tensors, dynamic_width, launch, with_dense_rows
 
 NORMS = ("layer", "rms")
 
@@ -184,7 +184,7 @@ def decline_triton(given: Arguments) -> str | None:
     wide = [str(dtype) for dtype in (given.residual_dtype, given.out_dtype) if dtype not in (None, *DTYPES)]
     if wide:
         return f"the kernel computes in float32 and cannot write {', '.join(wide)}"
-    return dynamic_width(x.shape[-1]) or obstacle(x, y, given.weight, given.bias, *modulation)
+    return dynamic_width(x.shape[-1]) or decline_tensors(x, y, given.weight, given.bias, *modulation)
 
 
 def shape(given: Arguments) -> Shape:

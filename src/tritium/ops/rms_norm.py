@@ -8,7 +8,7 @@ import torch
 
 from tritium import compat
 from tritium.ops.op import Arguments, Draw, Op, Provider, Samples
-from tritium.ops.triton_launch import contiguous, launch, obstacle, with_dense_rows
+from tritium.ops.triton_launch import contiguous, decline_tensors, launch, with_dense_rows
 
 # The widest row that fits in the registers of one program of 16 warps; wider rows take a second pass over memory.
 WHOLE_ROW = 16_384
@@ -86,7 +86,7 @@ def run_triton(given: Arguments) -> torch.Tensor:
 
 
 def decline_triton(given: Arguments) -> str | None:
-    return obstacle(given.x, given.weight)
+    return decline_tensors(given.x, given.weight)
 
 
 PROVIDER = Provider("triton", "rms_norm", run_triton, decline_triton, traced=True)

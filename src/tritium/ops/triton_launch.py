@@ -42,7 +42,7 @@ _OF_OP: dict[Any, str] = {}
 _OF_CONFIG = ("num_warps", "num_stages")
 
 
-def obstacle(*tensors: torch.Tensor | None) -> str | None:
+def decline_tensors(*tensors: torch.Tensor | None) -> str | None:
     """Return why a Triton kernel that computes in float32 cannot take these tensors, or None."""
     given = [tensor for tensor in tensors if tensor is not None]
     if not device.has_triton():

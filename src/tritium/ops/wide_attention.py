@@ -27,7 +27,7 @@ import torch.nn.functional as F  # noqa: N812 - the conventional name
 
 from tritium.compat.operators import multiply_into
 from tritium.ops.op import NARROW, Arguments, Block, Draw, Op, Provider, Samples, Shape, Trial, count, octave, present
-from tritium.ops.triton_launch import launch, obstacle
+from tritium.ops.triton_launch import decline_tensors, launch
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -202,7 +202,7 @@ def decline_products(given: Arguments) -> str | None:
         return f"it takes float16 and bfloat16, not {q.dtype}"
     if present(q.shape[3]) <= WIDEST_FLASH:
         return f"for heads of up to {WIDEST_FLASH} there are kernels that keep no scores"
-    return obstacle(q, k, v)
+    return decline_tensors(q, k, v)
 
 
 SAME = "same"

@@ -20,7 +20,7 @@ from tritium.compat import attention as compat_attention
 from tritium.ops import wide_attention
 from tritium.ops.attention.reference import Sizes, arranged, chunked
 from tritium.ops.op import Arguments, Provider, present
-from tritium.ops.triton_launch import obstacle
+from tritium.ops.triton_launch import decline_tensors
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -160,7 +160,7 @@ def decline_products(given: Arguments) -> str | None:
     if given.mask is not None or given.causal:
         return "it takes no mask, and no causality"
     reason = _decline_groups(given) or _decline_gradients(given)
-    return reason or obstacle(given.q, given.k, given.v)
+    return reason or decline_tensors(given.q, given.k, given.v)
 
 
 def _decline_gradients(given: Arguments) -> str | None:

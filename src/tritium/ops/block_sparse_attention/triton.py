@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tritium.ops.op import Arguments
-from tritium.ops.triton_launch import launch, obstacle, with_dense_rows
+from tritium.ops.triton_launch import decline_tensors, launch, with_dense_rows
 
 WIDTHS = (64, 128)
 BLOCKS = (16, 32, 64, 128)
@@ -109,7 +109,7 @@ def decline_triton(given: Arguments) -> str | None:
         return f"the kernel takes up to {MOST_HEADS:,} heads of all samples, got {q.shape[0] * q.shape[2]:,}"
     if any(numbers.dtype != torch.int32 for numbers in lists):
         return "the kernel takes lists in int32"
-    return obstacle(q, given.k, v)
+    return decline_tensors(q, given.k, v)
 
 
 # Rows per sample, rows per head and columns per head of a tensor that is read as a 2-D table.

@@ -12,7 +12,7 @@ from tritium import compat
 from tritium.ops.op import Arguments
 from tritium.ops.qk_norm_rope.reference import NONE
 from tritium.ops.rope import COMPLEX, HALF
-from tritium.ops.triton_launch import contiguous, dynamic_width, launch, obstacle, with_dense_rows
+from tritium.ops.triton_launch import contiguous, decline_tensors, dynamic_width, launch, with_dense_rows
 
 T = TypeVar("T")
 
@@ -181,7 +181,7 @@ def decline_triton(given: Arguments) -> str | None:
     q, k, weights = given.q, given.k, [*given.q_weights, *given.k_weights]
     angles = [] if given.rope == NONE else [real(table) for table in (*given.tables, *given.sines) if table is not None]
     dynamic = dynamic_width(*(part.shape[dim] for part in (*q, *k) for dim in (2, 3)))
-    return dynamic or _decline_form(q, k, weights, angles) or obstacle(*q, *k, *weights, *angles)
+    return dynamic or _decline_form(q, k, weights, angles) or decline_tensors(*q, *k, *weights, *angles)
 
 
 def _decline_form(

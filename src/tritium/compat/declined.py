@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from tritium.compat.shapes import sizes_apart_obstacle
+from tritium.compat.shapes import decline_sizes_apart
 from tritium.compat.tiling import decline_tiling
 from tritium.compat.versions import TORCH, Version, decline_name
 
@@ -20,15 +20,15 @@ _NEEDED = (
 )
 
 
-def obstacles(version: Version = TORCH) -> dict[str, str]:
+def declined_parts(version: Version = TORCH) -> dict[str, str]:
     """Return the parts of Tritium that decline on this torch, each with the reason.
 
-    >>> obstacles((2, 16))["the tiling policy"]
+    >>> declined_parts((2, 16))["the tiling policy"]
     'supported on torch 2.11 to 2.15, not on 2.16'
     """
     reasons = {
         "the tiling policy": decline_tiling(version),
-        "separate symbols for equal sizes": sizes_apart_obstacle(),
+        "separate symbols for equal sizes": decline_sizes_apart(),
     }
     found = {part: reason for part, reason in reasons.items() if reason is not None}
     for part, module, name in _NEEDED:
