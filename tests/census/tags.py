@@ -38,7 +38,15 @@ MODULATION = r"\* \( ?1 \+ \w*scale|\(1 \+ \w*scale\w*\) \* |\* \(scale\.float\(
 GATE = r"\b\w*gate\w*(\.unsqueeze\(1\))?(\.tanh\(\))?(\.float\(\))? \* |\* \w*gate\w*"
 
 BLOCK = r"Block\.forward$"
-TRANSFORMER = "models/transformers/transformer_{}.py"
+
+
+def transformers(*names: str) -> list[str]:
+    return [f"models/transformers/transformer_{name}.py" for name in names]
+
+
+QWEN, Z_IMAGE, WAN, MOCHI, LTX2, HIDREAM = transformers("qwenimage", "z_image", "wan", "mochi", "ltx2", "hidream_image")
+AURAFLOW = "models/transformers/auraflow_transformer_2d.py"
+SANA = "models/transformers/sana_transformer.py"
 
 TAGS = (
     Tag("rms_norm", "models/normalization.py", r"^RMSNorm\.forward", r"torch\.rsqrt\(variance", "rsqrt"),
@@ -49,26 +57,18 @@ TAGS = (
     # RoPE
     Tag("rope", "models/embeddings.py", r"^apply_rotary_emb$", r"x\.float\(\) \* cos \+ x_rotated", "add"),
     Tag("rope", "models/embeddings.py", r"^apply_rotary_emb$", r"view_as_real\(x_rotated \* freqs_cis\)", "mul"),
+    Tag("rope", QWEN, r"^apply_rotary_emb_qwen$", r"view_as_real\(x_rotated \* freqs_cis\)", "mul"),
+    Tag("rope", Z_IMAGE, r"apply_rotary_emb$", r"view_as_real\(x \* freqs_cis\)", "mul"),
+    Tag("rope", WAN, r"apply_rotary_emb$", r"out\[\.\.\., 1::2\] = x1 \* sin \+ x2 \* cos", "add"),
     Tag(
         "rope",
-        TRANSFORMER.format("qwenimage"),
-        r"^apply_rotary_emb_qwen$",
-        r"view_as_real\(x_rotated \* freqs_cis\)",
-        "mul",
-    ),
-    Tag("rope", TRANSFORMER.format("z_image"), r"apply_rotary_emb$", r"view_as_real\(x \* freqs_cis\)", "mul"),
-    Tag(
-        "rope", TRANSFORMER.format("wan"), r"apply_rotary_emb$", r"out\[\.\.\., 1::2\] = x1 \* sin \+ x2 \* cos", "add"
-    ),
-    Tag("rope", TRANSFORMER.format("ltx"), r"^apply_rotary_emb$", r"x\.float\(\) \* cos \+ x_rotated", "add"),
-    Tag(
-        "rope",
-        TRANSFORMER.format("ltx2"),
-        r"^apply_interleaved_rotary_emb$",
+        "models/transformers/transformer_ltx.py",
+        r"^apply_rotary_emb$",
         r"x\.float\(\) \* cos \+ x_rotated",
         "add",
     ),
-    Tag("rope", TRANSFORMER.format("ltx2"), r"^apply_split_rotary_emb$", r"out = split_x \* cos_u", "mul"),
+    Tag("rope", LTX2, r"^apply_interleaved_rotary_emb$", r"x\.float\(\) \* cos \+ x_rotated", "add"),
+    Tag("rope", LTX2, r"^apply_split_rotary_emb$", r"out = split_x \* cos_u", "mul"),
     Tag(
         "rope",
         "models/attention_processor.py",
@@ -76,93 +76,64 @@ TAGS = (
         r"x_even \* freqs_sin \+ x_odd",
         "add",
     ),
-    Tag("rope", TRANSFORMER.format("kandinsky"), r"apply_rotary$", r"\(rope \* x_\)\.sum\(dim=-1\)", "mul"),
-    Tag("rope", TRANSFORMER.format("hidream_image"), r"^apply_rope$", r"x[qk]_out = freqs_cis", "add"),
+    Tag(
+        "rope",
+        "models/transformers/transformer_kandinsky.py",
+        r"apply_rotary$",
+        r"\(rope \* x_\)\.sum\(dim=-1\)",
+        "mul",
+    ),
+    Tag("rope", HIDREAM, r"^apply_rope$", r"x[qk]_out = freqs_cis", "add"),
     # modulation
     Tag("adalayernorm", "models/normalization.py", r"^\w*(Ada|LayerNorm|RMSNormZero)\w*\.forward$", MODULATION, "mul"),
-    Tag("adalayernorm", "models/attention.py", BLOCK, MODULATION, "mul"),
-    Tag("adalayernorm", TRANSFORMER.format("flux"), BLOCK, MODULATION, "mul"),
-    Tag("adalayernorm", TRANSFORMER.format("flux2"), BLOCK, MODULATION, "mul"),
-    Tag("adalayernorm", TRANSFORMER.format("chroma"), r"(Block|Pruned)\.forward$", MODULATION, "mul"),
-    Tag(
-        "adalayernorm",
-        TRANSFORMER.format("qwenimage"),
-        r"Block\._modulate$",
-        r"x \* \(1 \+ scale_result\) \+ shift",
-        "mul",
+    *(
+        Tag("adalayernorm", file, scope, MODULATION, "mul")
+        for scope, files in {
+            BLOCK: ("models/attention.py", AURAFLOW, *transformers("flux", "flux2", "lumina2", "hunyuan_video")),
+            r"(Block|Pruned)\.forward$": transformers("chroma"),
+            r"(Block|Model)\.forward$": transformers("wan", "ltx", "ltx2"),
+            r"(Block|OutEmbed)\.forward$": transformers("hidream_image"),
+            r"(Block|OutLayer)\.forward$": transformers("kandinsky"),
+            r"(Block|Zero|Continuous)\.forward$": transformers("cogview4"),
+            r"(Block|Norm)\.forward$": (SANA,),
+            r"Model\.forward$": (f"models/transformers/{name}_transformer_2d.py" for name in ("pixart", "dit")),
+            r"AdaLayerNorm\w*\.forward$": transformers("cosmos"),
+            r"^MochiRMSNormZero\.forward$": transformers("mochi"),
+        }.items()
+        for file in files
     ),
-    Tag("adalayernorm", "models/transformers/pixart_transformer_2d.py", r"Model\.forward$", MODULATION, "mul"),
-    Tag("adalayernorm", "models/transformers/dit_transformer_2d.py", r"Model\.forward$", MODULATION, "mul"),
-    Tag("adalayernorm", TRANSFORMER.format("lumina2"), BLOCK, MODULATION, "mul"),
-    Tag("adalayernorm", TRANSFORMER.format("z_image"), BLOCK, r"scale_msa, scale_mlp = 1\.0 \+ scale_msa", "add"),
-    Tag(
-        "adalayernorm",
-        TRANSFORMER.format("z_image"),
-        r"^FinalLayer\.forward$",
-        r"self\.norm_final\(x\) \* scale",
-        "mul",
-    ),
-    Tag("adalayernorm", "models/transformers/sana_transformer.py", r"(Block|Norm)\.forward$", MODULATION, "mul"),
-    Tag("adalayernorm", "models/transformers/auraflow_transformer_2d.py", BLOCK, MODULATION, "mul"),
-    Tag("adalayernorm", TRANSFORMER.format("cogview4"), r"(Block|Zero|Continuous)\.forward$", MODULATION, "mul"),
-    Tag("adalayernorm", TRANSFORMER.format("hidream_image"), r"(Block|OutEmbed)\.forward$", MODULATION, "mul"),
-    Tag("adalayernorm", TRANSFORMER.format("wan"), r"(Block|Model)\.forward$", MODULATION, "mul"),
-    Tag("adalayernorm", TRANSFORMER.format("hunyuan_video"), BLOCK, MODULATION, "mul"),
-    Tag("adalayernorm", TRANSFORMER.format("ltx"), r"(Block|Model)\.forward$", MODULATION, "mul"),
-    Tag("adalayernorm", TRANSFORMER.format("ltx2"), r"(Block|Model)\.forward$", MODULATION, "mul"),
-    Tag("adalayernorm", TRANSFORMER.format("mochi"), r"^MochiRMSNormZero\.forward$", MODULATION, "mul"),
+    Tag("adalayernorm", QWEN, r"Block\._modulate$", r"x \* \(1 \+ scale_result\) \+ shift", "mul"),
+    Tag("adalayernorm", Z_IMAGE, BLOCK, r"scale_msa, scale_mlp = 1\.0 \+ scale_msa", "add"),
+    Tag("adalayernorm", Z_IMAGE, r"^FinalLayer\.forward$", r"self\.norm_final\(x\) \* scale", "mul"),
     # The product is inside the norm class, which also serves the gates: count the `1 + scale` of its caller.
-    Tag(
-        "adalayernorm",
-        TRANSFORMER.format("mochi"),
-        r"(Block|Continuous)\.forward$",
-        r"self\.norm\w*\(.*\(1 \+ \w*scale",
-        "add",
-    ),
-    Tag("adalayernorm", TRANSFORMER.format("cosmos"), r"AdaLayerNorm\w*\.forward$", MODULATION, "mul"),
-    Tag("adalayernorm", TRANSFORMER.format("kandinsky"), r"(Block|OutLayer)\.forward$", MODULATION, "mul"),
+    Tag("adalayernorm", MOCHI, r"(Block|Continuous)\.forward$", r"self\.norm\w*\(.*\(1 \+ \w*scale", "add"),
     # gated residual
-    Tag("mul_add", "models/attention.py", BLOCK, GATE, "mul"),
-    Tag("mul_add", TRANSFORMER.format("flux"), BLOCK, GATE, "mul"),
-    Tag("mul_add", TRANSFORMER.format("flux2"), BLOCK, GATE, "mul"),
-    Tag("mul_add", TRANSFORMER.format("chroma"), BLOCK, GATE, "mul"),
-    Tag("mul_add", TRANSFORMER.format("qwenimage"), BLOCK, GATE, "mul"),
-    Tag("mul_add", TRANSFORMER.format("lumina2"), BLOCK, GATE, "mul"),
+    *(
+        Tag("mul_add", file, BLOCK, GATE, "mul")
+        for file in (
+            *("models/attention.py", SANA, AURAFLOW, "models/transformers/cogvideox_transformer_3d.py"),
+            *transformers("flux", "flux2", "chroma", "qwenimage", "lumina2", "cogview4", "hidream_image", "wan"),
+            *transformers("hunyuan_video", "ltx", "ltx2", "cosmos", "kandinsky"),
+        )
+    ),
     # One statement holds a gate and a modulation: count the sum.
-    Tag("mul_add", TRANSFORMER.format("z_image"), BLOCK, r"x = x \+ gate_m\w+ \* ", "add"),
-    Tag("mul_add", "models/transformers/sana_transformer.py", BLOCK, GATE, "mul"),
-    Tag("mul_add", "models/transformers/auraflow_transformer_2d.py", BLOCK, GATE, "mul"),
-    Tag("mul_add", TRANSFORMER.format("cogview4"), BLOCK, GATE, "mul"),
-    Tag("mul_add", TRANSFORMER.format("hidream_image"), BLOCK, GATE, "mul"),
-    Tag("mul_add", TRANSFORMER.format("wan"), BLOCK, GATE, "mul"),
-    Tag("mul_add", TRANSFORMER.format("hunyuan_video"), BLOCK, GATE, "mul"),
-    Tag("mul_add", "models/transformers/cogvideox_transformer_3d.py", BLOCK, GATE, "mul"),
-    Tag("mul_add", TRANSFORMER.format("ltx"), BLOCK, GATE, "mul"),
-    Tag("mul_add", TRANSFORMER.format("ltx2"), BLOCK, GATE, "mul"),
-    Tag("mul_add", TRANSFORMER.format("mochi"), BLOCK, r"hidden_states \+ self\.norm\w*\(.*torch\.tanh\(", "add"),
-    Tag("mul_add", TRANSFORMER.format("cosmos"), BLOCK, GATE, "mul"),
-    Tag("mul_add", TRANSFORMER.format("kandinsky"), BLOCK, GATE, "mul"),
+    Tag("mul_add", Z_IMAGE, BLOCK, r"x = x \+ gate_m\w+ \* ", "add"),
+    Tag("mul_add", MOCHI, BLOCK, r"hidden_states \+ self\.norm\w*\(.*torch\.tanh\(", "add"),
     # gated linear units
     Tag("geglu", "models/activations.py", r"^GEGLU\.forward$", r"hidden_states \* self\.gelu\(gate\)", "mul"),
     Tag("swiglu", "models/activations.py", r"^SwiGLU\.forward$", r"hidden_states \* self\.activation\(gate\)", "mul"),
     Tag("swiglu", "models/attention.py", r"^LuminaFeedForward\.forward$", r"self\.silu\(.*\) \* self\.linear_3", "mul"),
-    Tag("swiglu", "models/transformers/sana_transformer.py", r"^GLUMBConv\.", r"\* self\.nonlinearity\(gate\)", "mul"),
+    Tag("swiglu", SANA, r"^GLUMBConv\.", r"\* self\.nonlinearity\(gate\)", "mul"),
+    Tag("swiglu", AURAFLOW, r"FeedForward\.forward$", r"F\.silu\(.*\) \* ", "mul"),
     Tag(
         "swiglu",
-        "models/transformers/auraflow_transformer_2d.py",
-        r"FeedForward\.forward$",
-        r"F\.silu\(.*\) \* ",
+        "models/transformers/transformer_flux2.py",
+        r"^Flux2SwiGLU\.forward$",
+        r"self\.gate_fn\(.*\) \* x",
         "mul",
     ),
-    Tag("swiglu", TRANSFORMER.format("flux2"), r"^Flux2SwiGLU\.forward$", r"self\.gate_fn\(.*\) \* x", "mul"),
-    Tag(
-        "swiglu",
-        TRANSFORMER.format("hidream_image"),
-        r"FeedForwardSwiGLU\.forward$",
-        r"silu\(self\.w1\(x\)\) \* self\.w3",
-        "mul",
-    ),
-    Tag("swiglu", TRANSFORMER.format("z_image"), r"^FeedForward\.", r"F\.silu\(x1\) \* x3", "mul"),
+    Tag("swiglu", HIDREAM, r"FeedForwardSwiGLU\.forward$", r"silu\(self\.w1\(x\)\) \* self\.w3", "mul"),
+    Tag("swiglu", Z_IMAGE, r"^FeedForward\.", r"F\.silu\(x1\) \* x3", "mul"),
 )
 
 # Operations that could be a site's; a statement that runs one is tagged above or reviewed below.

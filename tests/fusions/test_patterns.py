@@ -48,7 +48,7 @@ def graph_of(function):
 
 
 def matches(pattern, function, sites=()):
-    """The matches that end at the function's result: the names of what is captured, of own nodes and of shared nodes."""
+    """The matches that end at the function's result, by names: captures, own nodes, shared nodes."""
     graph = graph_of(function)
     recogniser = Recogniser(graph)
     recogniser.find(sites)
@@ -106,6 +106,21 @@ class TestCaptures:
         twice = form("add", A, form("silu", A))
         assert captures(twice, lambda a: a.double() + F.silu(a))
         assert not captures(twice, lambda a: a.half() + F.silu(a))
+
+    @pytest.mark.parametrize(
+        ("left", "right", "same"),
+        [
+            (lambda a: a[:, :2], lambda a: a[:, :2], True),
+            (lambda a: a.split(2, -1)[0], lambda a: a.split(2, -1)[0], True),
+            (lambda a: a[:, :2], lambda a: a[:, 2:], False),
+            # Of one size, at one index.
+            (lambda a: a.split([1, 1, 2], -1)[1], lambda a: a.split([2, 1, 1], -1)[1], False),
+            (lambda a: a.flatten().chunk(3)[2], lambda a: a.flatten().chunk(4)[2], False),
+        ],
+    )
+    def test_two_views_are_one_value_if_they_are_the_same(self, left, right, same):
+        found = captures(form("add", A, form("silu", A)), lambda a: left(a) + F.silu(right(a)))
+        assert bool(found) == same
 
     def test_numbers_and_tensors_are_told_apart(self):
         assert captures(form("mul", A, number("scale")), lambda a: 0.5 * a) == [{"a": "a", "scale": 0.5}]
@@ -216,6 +231,11 @@ class TestOrder:
     def test_an_impossible_order_is_an_error(self, before, reason):
         with pytest.raises(CatalogError, match=reason):
             fusions.ordered(Fusion(name, (name,), before=others) for name, others in before.items())
+
+
+def test_two_fusions_of_one_name_are_an_error():
+    with pytest.raises(CatalogError, match="two fusions are named 'gelu'"):
+        fusions.ordered([*fusions.catalog().values(), Fusion("gelu", ("gelu",))])
 
 
 def test_two_forms_of_one_operation_are_an_error(monkeypatch):

@@ -1,4 +1,4 @@
-"""What is recognised, in which spellings; what only looks like it; what must be left alone and why."""
+"""Norms and gated residuals: spellings, near misses, hazards, guards, and the catalogue."""
 
 import pytest
 import torch

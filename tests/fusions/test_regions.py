@@ -1,4 +1,4 @@
-"""Regions: what is taken over as a whole, in which spellings, what stands in the way, and what is counted."""
+"""Regions: their spellings, reasons to leave them alone, and the sites that they count."""
 
 import pytest
 import torch

@@ -27,8 +27,11 @@ def catalog() -> dict[str, Fusion]:
 
 
 def ordered(fusions: Iterable[Fusion]) -> list[Fusion]:
-    """Return fusions in the order of their `before`, regions last; raise a `CatalogError` if there is none."""
-    by_name = {fusion.name: fusion for fusion in fusions}
+    """Return fusions in the order of their `before`, regions last."""
+    by_name: dict[str, Fusion] = {}
+    for fusion in fusions:
+        if by_name.setdefault(fusion.name, fusion) is not fusion:
+            raise CatalogError(f"two fusions are named {fusion.name!r}")
     earlier: dict[str, list[str]] = {name: [] for name in by_name}
     for fusion in by_name.values():
         for name in fusion.before:

@@ -81,28 +81,28 @@ class Found:
 
 
 # Yields the ways to match a value after what was found before.
-Match = Callable[[Any, Found], Iterator[Found]]
-Forms = frozenset[str]
+Matcher = Callable[[Any, Found], Iterator[Found]]
+Ends = frozenset[str]
 P = ParamSpec("P")
 
 # The form of a pattern that can end anywhere, and of one for all remaining operands.
-ANY: Forms = frozenset({"any"})
-REST: Forms = frozenset({"rest"})
+ANY: Ends = frozenset({"any"})
+REST: Ends = frozenset({"rest"})
 
 
 @dataclass(frozen=True, repr=False)
 class Pattern:
     """A pattern: how it matches a value, the forms at which a match can end, and its source."""
 
-    match: Match
-    forms: Forms
+    match: Matcher
+    forms: Ends
     text: str
 
     def __repr__(self) -> str:
         return self.text
 
 
-def kind(make: Callable[P, tuple[Match, Forms]]) -> Callable[P, Pattern]:
+def kind(make: Callable[P, tuple[Matcher, Ends]]) -> Callable[P, Pattern]:
     """Declare a kind of pattern by a function that returns how it matches and at which forms."""
 
     @functools.wraps(make)
@@ -124,8 +124,7 @@ def same_value(left: Any, right: Any) -> bool:
         return not isinstance(left, Expr) and not isinstance(right, Expr) and left == right
     if left is right or (left.node is not None and left.node is right.node):
         return True
-    # The expression of a piece of a split does not contain the sizes of earlier pieces.
-    if left.op != right.op or left.op not in VIEWS or left.attrs != right.attrs or left.attrs[:1] == ("split",):
+    if left.op != right.op or left.op not in VIEWS or left.attrs != right.attrs:
         return False
     if dtype_of(left) != dtype_of(right) or not same_shape(shape_of(left), shape_of(right)):
         return False
@@ -149,7 +148,7 @@ def all_match(parts: Sequence[Any], targets: Sequence[Any], found: Found) -> Ite
 
 
 @kind
-def form(name: str, *operands: Any, attrs: Sequence[Any] | None = None, casts: bool = True) -> tuple[Match, Forms]:
+def form(name: str, *operands: Any, attrs: Sequence[Any] | None = None, casts: bool = True) -> tuple[Matcher, Ends]:
     """Match a value of a canonical form; without `casts`, only identities may stand in front of it."""
     has_rest = bool(operands) and isinstance(operands[-1], Pattern) and operands[-1].forms == REST
 
@@ -174,7 +173,7 @@ def form(name: str, *operands: Any, attrs: Sequence[Any] | None = None, casts: b
 
 
 @kind
-def tensor(name: str) -> tuple[Match, Forms]:
+def tensor(name: str) -> tuple[Matcher, Ends]:
     """Match and capture any tensor, without casts that lose nothing and identities that keep its strides."""
 
     def match(target: Any, found: Found) -> Iterator[Found]:
@@ -186,7 +185,7 @@ def tensor(name: str) -> tuple[Match, Forms]:
 
 
 @kind
-def number(name: str) -> tuple[Match, Forms]:
+def number(name: str) -> tuple[Matcher, Ends]:
     """Match and capture a number, or a value of the graph that is one."""
 
     def match(target: Any, found: Found) -> Iterator[Found]:
@@ -198,19 +197,19 @@ def number(name: str) -> tuple[Match, Forms]:
 
 
 @kind
-def value(name: str) -> tuple[Match, Forms]:
+def value(name: str) -> tuple[Matcher, Ends]:
     """Match and capture any operand or attribute as it is."""
     return lambda target, found: found.binding(name, target), ANY
 
 
 @kind
-def rest(name: str) -> tuple[Match, Forms]:
+def rest(name: str) -> tuple[Matcher, Ends]:
     """Match and capture all remaining operands of a form as a list."""
     return value(name).match, REST
 
 
 @kind
-def captured(name: str, pattern: Pattern) -> tuple[Match, Forms]:
+def captured(name: str, pattern: Pattern) -> tuple[Matcher, Ends]:
     """Match a pattern, and capture the whole value without the casts that lose nothing."""
 
     def match(target: Any, found: Found) -> Iterator[Found]:
@@ -221,7 +220,7 @@ def captured(name: str, pattern: Pattern) -> tuple[Match, Forms]:
 
 
 @kind
-def one_of(*patterns: Pattern) -> tuple[Match, Forms]:
+def one_of(*patterns: Pattern) -> tuple[Matcher, Ends]:
     """Match any of some patterns, tried in this order."""
 
     def match(target: Any, found: Found) -> Iterator[Found]:
@@ -232,7 +231,7 @@ def one_of(*patterns: Pattern) -> tuple[Match, Forms]:
 
 
 @kind
-def given(pattern: Pattern, **captures: Any) -> tuple[Match, Forms]:
+def given(pattern: Pattern, **captures: Any) -> tuple[Matcher, Ends]:
     """Match a pattern, and add constant captures."""
 
     def match(target: Any, found: Found) -> Iterator[Found]:
@@ -248,7 +247,7 @@ def optional(outer: Pattern, inner: Pattern, **absent: Any) -> Pattern:
 
 
 @kind
-def only_reader(pattern: Pattern) -> tuple[Match, Forms]:
+def only_reader(pattern: Pattern) -> tuple[Matcher, Ends]:
     """Match an operand that is read by one node alone, through casts and identities."""
 
     def match(target: Any, found: Found) -> Iterator[Found]:
@@ -261,7 +260,7 @@ def only_reader(pattern: Pattern) -> tuple[Match, Forms]:
 
 
 @kind
-def shared(pattern: Pattern) -> tuple[Match, Forms]:
+def shared(pattern: Pattern) -> tuple[Matcher, Ends]:
     """Match a pattern whose nodes other sites may contain too, as a norm that feeds two modulations."""
 
     def match(target: Any, found: Found) -> Iterator[Found]:
@@ -272,7 +271,7 @@ def shared(pattern: Pattern) -> tuple[Match, Forms]:
 
 
 @kind
-def site(fusion: str, *, casts: bool = True, **parts: Pattern) -> tuple[Match, Forms]:
+def site(fusion: str, *, casts: bool = True, **parts: Pattern) -> tuple[Matcher, Ends]:
     """Match the value of another fusion's site, with its captures; match `parts` with those of the same name.
 
     Without `casts`, only casts that lose nothing may stand in front of it.

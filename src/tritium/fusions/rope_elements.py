@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from tritium.fusions.expression import Expr, nodes_between, shape_of, strip_casts, strip_widening
-from tritium.fusions.patterns import ANY, Forms, Found, Match, Pattern, all_match, kind
+from tritium.fusions.patterns import ANY, Ends, Found, Matcher, Pattern, all_match, kind
 from tritium.graph import same_shape
 from tritium.ops.rope import HALF, INTERLEAVED
 
@@ -99,7 +99,7 @@ def selection(expr: Expr, seen: Seen) -> Selection | None:
     if expr.op == "index":
         found = restriction(expr.attrs, shape)
     else:
-        kind, dim, index = expr.attrs
+        index, kind, dim, _ = expr.attrs
         size = shape[dim]
         found = None
         if isinstance(size, int):
@@ -153,7 +153,7 @@ def _lane_of(expr: Any, seen: Seen) -> Lane | None:
     return None
 
 
-def _through(read: Callable[[Any, Seen], Any], part: Pattern) -> Match:
+def _through(read: Callable[[Any, Seen], Any], part: Pattern) -> Matcher:
     """Match a part with what a function reads through an expression, if that is not None."""
 
     def match(target: Any, found: Found) -> Iterator[Found]:
@@ -166,7 +166,7 @@ def _through(read: Callable[[Any, Seen], Any], part: Pattern) -> Match:
 
 
 @kind
-def lane(mode: str, place: int, x: Pattern) -> tuple[Match, Forms]:
+def lane(mode: str, place: int, x: Pattern) -> tuple[Matcher, Ends]:
     """Match a lane of x."""
 
     def read(expr: Any, seen: Seen) -> Any:
@@ -177,7 +177,7 @@ def lane(mode: str, place: int, x: Pattern) -> tuple[Match, Forms]:
 
 
 @kind
-def pairs(x: Pattern, *tail: int | None) -> tuple[Match, Forms]:
+def pairs(x: Pattern, *tail: int | None) -> tuple[Matcher, Ends]:
     """Match x with its last dim split into some dims; None is any size."""
 
     def read(expr: Any, seen: Seen) -> Any:
@@ -191,7 +191,7 @@ def pairs(x: Pattern, *tail: int | None) -> tuple[Match, Forms]:
 
 
 @kind
-def column(place: int, part: Pattern) -> tuple[Match, Forms]:
+def column(place: int, part: Pattern) -> tuple[Matcher, Ends]:
     """Match `y[..., place]`."""
 
     def read(expr: Any, seen: Seen) -> Any:
@@ -217,7 +217,7 @@ def _unsigned(expr: Any, strip: Callable[[Any], Any], seen: Seen) -> tuple[int, 
 
 
 @kind
-def signed(sign: int, part: Pattern) -> tuple[Match, Forms]:
+def signed(sign: int, part: Pattern) -> tuple[Matcher, Ends]:
     """Match a value of a sign, without its negations."""
 
     def read(expr: Any, seen: Seen) -> Any:
@@ -228,7 +228,7 @@ def signed(sign: int, part: Pattern) -> tuple[Match, Forms]:
 
 
 @kind
-def product(sign: int, left: Pattern, right: Pattern) -> tuple[Match, Forms]:
+def product(sign: int, left: Pattern, right: Pattern) -> tuple[Matcher, Ends]:
     """Match a product of a sign; it may be rounded, which the replacing op does not do."""
 
     def match(target: Any, found: Found) -> Iterator[Found]:

@@ -1,6 +1,6 @@
 """Canonical forms of operations that move elements: pieces, slices, joins, reshapes.
 
-    q, k = x.chunk(2, -1); x.split(...); x.unbind(1)   -> piece(x, kind, dim, index)
+    q, k = x.chunk(2, -1); x.split(...); x.unbind(1)   -> piece(x, index, kind, dim, sizes)
     x[..., 0::2], x[:, :n]                             -> index(x, (...))
     x[:, None], x.unsqueeze(1), x.expand(...)          -> view(x)
     (1 + s)[:, None]                                   -> add(view(s), 1)
@@ -32,7 +32,7 @@ _SPLITS = {
     "split_with_sizes": "split",
     torch.unbind: "unbind",
     "unbind": "unbind",
-    "tensor_split": "split",
+    "tensor_split": "tensor_split",
 }
 _SWAPS = ("transpose", "swapaxes", "swapdims")
 
@@ -84,8 +84,7 @@ def _getitem(of: Of, node: fx.Node) -> Expr | None:
     if not isinstance(operand, Expr):
         return None
     if operand.op == "pieces":
-        kind, dim, _ = operand.attrs
-        return Expr("piece", operand.args, node, attrs=(kind, dim, index)) if isinstance(index, int) else None
+        return Expr("piece", operand.args, node, attrs=(index, *operand.attrs)) if isinstance(index, int) else None
     if not isinstance(value_of(node), torch.Tensor):
         return None
     parts = index if isinstance(index, tuple) else (index,)
@@ -106,7 +105,7 @@ def _select(of: Of, node: fx.Node) -> Expr | None:
     operand, dim, index = of(node.args[0]), argument(node, 1, "dim"), argument(node, 2, "index")
     if not isinstance(dim, int) or not isinstance(index, int):
         return None
-    return Expr("piece", (operand,), node, attrs=("unbind", positive(dim, rank_of(operand)), index))
+    return Expr("piece", (operand,), node, attrs=(index, "unbind", positive(dim, rank_of(operand)), None))
 
 
 @FORMS.builder(torch.cat, torch.concat, torch.stack)
