@@ -90,6 +90,44 @@ class TestClasses:
             assert also == "a whole tensor"
             assert between >= 0.9 * result
 
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_it_computes_in_fp32_and_rounds_at_stores(self, kind, code, count, also, dtype):
+        function, given = function_of(code, inputs(dtype))
+        observer = codegen.generated(function, *given)
+        (source,) = codegen.sources(observer)
+        pointers = dict(re.findall(r"'(\w+ptr\d*)': '\*(\w+)'", source))
+        narrow = {name for name, of in pointers.items() if of in ("bf16", "fp16")}
+        loads = re.findall(r"tl\.load\((\w+ptr\d+).*", source)
+        assert narrow & set(loads)
+        for line in source.splitlines():
+            load = re.search(r"tl\.load\((\w+ptr\d+)", line)
+            if load and load[1] in narrow:
+                assert line.endswith(".to(tl.float32)")
+        # The store converts: nothing is rounded before it.
+        assert ".to(tl.bfloat16)" not in source
+        assert ".to(tl.float16)" not in source
+
+
+# Lengths that the code itself names are no dynamic ones.
+OF_ANY_LENGTH = [code for _, code, *_ in FUSES if "view(2, 64" not in code and "x[:, 8:40]" not in code]
+
+
+def test_two_rows_fix_their_length():
+    assert len(OF_ANY_LENGTH) == len(FUSES) - 2
+
+
+@pytest.mark.parametrize("code", OF_ANY_LENGTH)
+def test_with_a_dynamic_dimension(code):
+    function, given = function_of(code, inputs())
+    dynamic = {index: [1] for index, value in enumerate(given) if value.dim() == 3 and value.shape[1] > 1}
+    dynamic |= {index: [1] for index, value in enumerate(given) if value.dtype == torch.int64}
+    observer = codegen.generated(function, *given, dynamic=dynamic)
+    assert len(codegen.launches(observer)) == 1
+    (source,) = codegen.sources(observer)
+    assert not re.search(r"^    xnumel = \d+$", source, re.MULTILINE)
+    (fixed,) = codegen.sources(codegen.generated(function, *given))
+    assert re.search(r"^    xnumel = \d+$", fixed, re.MULTILINE)
+
 
 @pytest.mark.parametrize(("case", "code", "count", "reason"), APART, ids=[case for case, *_ in APART])
 def test_what_stays_apart(case, code, count, reason):
@@ -101,6 +139,22 @@ def test_what_stays_apart(case, code, count, reason):
         assert words in {kernel.ops[0] for kernel in observer.kernels if kernel.kind == "library"}
     else:
         assert words in {pair.reason for pair in observer.not_fused_pairs}
+
+
+def test_inductor_s_setting_puts_the_roundings_back():
+    x = torch.randn(64, 96, dtype=torch.bfloat16)
+    (plain,) = codegen.sources(codegen.generated(lambda x: (x * 3 + 1) * x, x))
+    (emulated,) = codegen.sources(codegen.generated(lambda x: (x * 3 + 1) * x, x, emulate_precision_casts=True))
+    assert ".to(tl.bfloat16)" not in plain
+    assert emulated.count(".to(tl.bfloat16)") >= 2
+
+
+def test_a_reduction_over_a_dynamic_dimension_is_a_loop():
+    x = torch.randn(64, 96)
+    (fixed,) = codegen.launches(codegen.generated(lambda x: x.softmax(-1), x))
+    (dynamic,) = codegen.launches(codegen.generated(lambda x: x.softmax(-1), x, dynamic={0: [1]}))
+    assert fixed.startswith("triton_per_")
+    assert dynamic.startswith("triton_red_")
 
 
 @pytest.mark.codegen

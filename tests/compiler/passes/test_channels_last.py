@@ -11,12 +11,14 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 import tritium
 from support.channels_last import EAGER, ON, STATIC_IF_THOROUGH, Stack, compile_eagerly, entry_of, picture
 from support.fidelity import assert_no_worse
 from support.small_vaes import SMALL_VAES
 from support.zoo.codec import CODECS
+from tritium import compat
 from tritium.compiler.passes import channels_last
 from tritium.compiler.passes.channels_last import region
 from tritium.compiler.passes.channels_last.strides import order_in_memory
@@ -222,6 +224,36 @@ def test_on_a_gpu(name, dynamic):
     done = EXPECTED[name][0]
     assert entry_of(compiled)["summary"].startswith(f"{done} of {done} convolutions channels-last")
     assert len(tritium.explain(compiled).frozen) == done
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("name", ["kl_decoder", "wan_decoder"])
+@pytest.mark.parametrize("dynamic", STATIC_IF_THOROUGH)
+def test_copies_after_aot(name, dynamic, monkeypatch):
+    """Copies cost in the graph behind AOTAutograd: one where the region is entered, and one where it is left."""
+    counts = []
+    for enabled in (True, False):
+        torch._dynamo.reset()
+        monkeypatch.setattr(channels_last, "decline", lambda *_, on=enabled: None if on else "off")
+        inputs = CODECS[name].inputs()
+        if dynamic:
+            CODECS[name].mark_dynamic(inputs)
+        counts.append(copies_after_aot(CODECS[name].build(), inputs, monkeypatch))
+    assert counts[0] <= counts[1] + 2
+
+
+def copies_after_aot(model, inputs, monkeypatch):
+    graphs = []
+
+    def keep(gm, example_inputs):
+        graphs.append(gm.graph)
+        return gm.forward
+
+    monkeypatch.setattr(compat.inductor, "compile_fx", aot_autograd(fw_compiler=keep))
+    with torch.no_grad():
+        torch.compile(model, backend=tritium.Backend(ON), dynamic=None)(**inputs)
+    copies = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default, torch.ops.aten.copy.default)
+    return sum(node.target in copies for node in graphs[0].nodes)
 
 
 # Inductor generates Triton code for a CPU as well; nothing is compiled or run.
