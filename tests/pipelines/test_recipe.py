@@ -125,7 +125,7 @@ class TestTuning:
         assert asked["transformer"] == [(1, 64, 16), (1, 96, 16)]
         assert found.fingerprint == recipe.fingerprint_of(pipe)
         assert set(found.figures["parts"]["vae.decode"]["milliseconds"]) == {"eager", "tritium"}
-        assert found.figures["pictures"]["eager"]["seconds"] > 0
+        assert found.figures["images"]["eager"]["seconds"] > 0
         assert found.choices["vae.encode"].how == "eager", "it was never called"
         with tritium.optimize(pipe, found.plan_for(pipe)) as handle:
             assert handle.choices == dict(found.choices)

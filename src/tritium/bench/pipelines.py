@@ -81,8 +81,7 @@ def run(name: str, settings: Settings, notify: Notify) -> list[Row]:
     pixels = images[EAGER][0].pixels
     height, width = pixels.shape[-2:]
     comparison.shapes = {"pixels": list(pixels.shape)}
-    # Notes are part of a row's key: results that were saved earlier have these words.
-    comparison.note = f"a picture of {width} x {height}; differences are the worst of {len(jobs)} pictures"
+    comparison.note = f"an image of {width} x {height}; differences are the worst of {len(jobs)} images"
     rows = comparison.rows()
     settings.on_rows(rows)
     return rows

@@ -66,7 +66,7 @@ def tune(pipe: Any, jobs: Sequence[Job], budget: Budget, notify: Notify) -> Reci
         notify("comparing images", 0.75)
         found = _inside(handle, pipe, jobs, reference, chosen, budget.min_psnr, figures)
         notify("timing whole images", 0.9)
-        figures["pictures"] = _whole(handle, pipe, jobs, chosen, budget.seconds)
+        figures["images"] = _whole(handle, pipe, jobs, chosen, budget.seconds)
     figures["difference"] = found.to_dict()
     return Recipe(choices=chosen, figures=figures, fingerprint=fingerprint_of(pipe))
 

@@ -156,7 +156,7 @@ def verify(
         raise ConfigError("nothing to verify: give at least one prompt, size and seed")
     if isinstance(plan, (str, Path)):
         plan = recipe.load(Path(plan)).plan_for(pipe, accept_differences=accept_differences)
-    drawing = 0.6 if find_cause else 1.0
+    share_of_images = 0.6 if find_cause else 1.0
     reached = 0.0
 
     def tell(what: str, share: float) -> None:
@@ -169,19 +169,19 @@ def verify(
             notify(f"compiling {function}", reached)
 
     def searching(what: str, share: float) -> None:
-        tell(what, drawing + (1 - drawing) * share)
+        tell(what, share_of_images + (1 - share_of_images) * share)
 
-    def draw(how: str, begin: float) -> list[Image]:
+    def generated(how: str, begin: float) -> list[Image]:
         found = []
         for n, job in enumerate(jobs):
-            tell(f"{how}: {job.prompt!r}, seed {job.seed}", drawing * (begin + 0.5 * n / len(jobs)))
+            tell(f"{how}: {job.prompt!r}, seed {job.seed}", share_of_images * (begin + 0.5 * n / len(jobs)))
             found.append(generate(pipe, job))
         return found
 
-    eager = draw("eager", 0.0)
+    eager = generated("eager", 0.0)
     # This function reports progress, so parts must not report it again.
     with optimize(pipe, (plan or Plan()).with_(progress=False)) as handle, LEDGER.observed(compiling):
-        images = draw("accelerated", 0.5)
+        images = generated("accelerated", 0.5)
         rows = []
         for job, image, expected in zip(jobs, images, eager, strict=True):
             found = image.difference(expected, perceptual=True)

@@ -25,9 +25,7 @@ from tritium.techniques import catalog
 
 
 def command(
-    prompt: Annotated[
-        str | None, typer.Argument(help="What to draw; the example's first prompt if none is given.")
-    ] = None,
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; the example's first one if left out.")] = None,
     *,
     model: Annotated[str, typer.Option(metavar="DIR_OR_EXAMPLE", help="A diffusers folder, or 'example'.")] = "example",
     size: Annotated[
@@ -38,7 +36,7 @@ def command(
     compare: Annotated[
         bool, typer.Option("--compare", help="Eager, accelerated and their amplified difference side by side.")
     ] = False,
-    eager: Annotated[bool, typer.Option("--eager", help="Draw without Tritium.")] = False,
+    eager: Annotated[bool, typer.Option("--eager", help="Generate without Tritium.")] = False,
     recipe: Annotated[Path | None, typer.Option(metavar="FILE", help="What `tritium tune` has written.")] = None,
     artifacts: Annotated[Path | None, typer.Option(metavar="FILE", help="What `Handle.save` has written.")] = None,
     accept_differences: Annotated[
@@ -50,7 +48,7 @@ def command(
     ] = None,
     device_type: Annotated[str | None, typer.Option("--device", help="cuda or cpu; the GPU if there is one.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print times and differences as JSON.")] = False,
-    output: Annotated[Path, typer.Option("-o", "--output", help="The picture to write.")] = Path("out.png"),
+    output: Annotated[Path, typer.Option("-o", "--output", help="The image to write.")] = Path("out.png"),
 ) -> None:
     """Generate an image. `--compare` also runs eagerly and shows both times and the difference."""
     if eager and (compare or recipe or artifacts or techniques):
@@ -70,18 +68,18 @@ def command(
         notify(f"loading {model}", 0.0)
         pipe = generation.load(model, where)
         if eager:
-            notify("drawing eagerly", 0.2)
+            notify("generating eagerly", 0.2)
             plain = generation.generate(pipe, job)
             images.save(plain.pixels[0], output)
             _tell({"output": str(output), "seconds": {"eager": plain.seconds}}, json=json)
             return
-        notify("first accelerated picture, with compilation", 0.2)
+        notify("first accelerated image, with compilation", 0.2)
         plan = recipe if recipe is not None else settings
         with tritium.optimize(pipe, plan, artifacts=artifacts, accept_differences=accept_differences) as handle:
             first = generation.generate(pipe, job)
             compared = None
             if compare:
-                notify("drawing eagerly and accelerated in turns", 0.7)
+                notify("generating eagerly and accelerated, alternately", 0.7)
                 compared = pipelines.compare(pipe, handle, job)
             summary = str(handle)
     found: dict[str, Any] = {"output": str(output), "seconds": {"first": first.seconds}}
@@ -123,7 +121,7 @@ def _short_of_memory(size: str | None) -> Iterator[None]:
         if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "can't allocate memory" not in str(error):
             raise
         asked = f"--size {size}" if size is not None else "the default size"
-        raise ConfigError(f"{asked} does not fit into memory: draw a smaller image, or free memory") from error
+        raise ConfigError(f"{asked} does not fit into memory: generate a smaller image, or free memory") from error
 
 
 def panels(eager: Image, ours: Image, found: Difference, job: Job) -> list[Panel]:

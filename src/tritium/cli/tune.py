@@ -56,13 +56,11 @@ def command(
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="A pipeline: the recipe to write.")
     ] = None,
     min_psnr: Annotated[
-        float | None, typer.Option(metavar="DB", help="A pipeline: the least PSNR of pictures against eager [40].")
+        float | None, typer.Option(metavar="DB", help="A pipeline: the least PSNR of images against eager [40].")
     ] = None,
-    prompts: Annotated[
-        list[str] | None, typer.Option("--prompt", help="A pipeline: what to draw; may be given several times.")
-    ] = None,
+    prompts: Annotated[list[str] | None, typer.Option("--prompt", help="A pipeline: a prompt; several times.")] = None,
     sizes: Annotated[
-        list[str] | None, typer.Option("--size", metavar="WxH", help="A pipeline: sizes to draw; several times.")
+        list[str] | None, typer.Option("--size", metavar="WxH", help="A pipeline: a size of images; several times.")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="A pipeline: denoising steps.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
@@ -167,11 +165,11 @@ def _print_recipe(recipe: Recipe) -> None:
             name, str(choice), recipe.figures["parts"].get(name, {}).get("why", "not called, or nothing to compile")
         )
     console().print(table)
-    pictures, found = recipe.figures["pictures"], recipe.figures["difference"]
+    images, found = recipe.figures["images"], recipe.figures["difference"]
     psnr = "equal to eager" if found["psnr"] is None else f"PSNR {found['psnr']:.1f} dB"
     print(
-        f"a picture: {pictures['eager']['seconds']:.2f} s eager, {pictures['recipe']['seconds']:.2f} s with the recipe "
-        f"({pictures['ratio']:.2f} times as fast); {psnr}, SSIM {found['ssim']:.4f}"
+        f"an image: {images['eager']['seconds']:.2f} s eager, {images['recipe']['seconds']:.2f} s with the recipe "
+        f"({images['ratio']:.2f} times as fast); {psnr}, SSIM {found['ssim']:.4f}"
     )
 
 
