@@ -40,15 +40,15 @@ def attributes(pipe):
 
 class TestReversible:
     def test_removing_restores_every_attribute_and_every_bit(self, pipe):
-        # The first picture leaves traces of its own: diffusers keeps a registry on the transformer.
-        picture = small_pipelines.draw(pipe)
+        # The first image leaves traces of its own: diffusers keeps a registry on the transformer.
+        image = small_pipelines.generate(pipe)
         before = attributes(pipe)
         handle = tritium.optimize(pipe, PLAN)
-        small_pipelines.draw(pipe)
+        small_pipelines.generate(pipe)
         assert attributes(pipe) != before
         handle.remove()
         assert attributes(pipe) == before
-        assert torch.equal(small_pipelines.draw(pipe), picture)
+        assert torch.equal(small_pipelines.generate(pipe), image)
 
     def test_a_context_manager_removes_itself_also_after_an_error(self, pipe):
         before = attributes(pipe)
@@ -67,14 +67,14 @@ class TestReversible:
     def test_layouts_come_back_with_their_strides_and_values(self, pipe):
         weights = list(pipe.vae.decoder.parameters())
         strides, values = [weight.stride() for weight in weights], [weight.clone() for weight in weights]
-        picture = small_pipelines.draw(pipe)
+        image = small_pipelines.generate(pipe)
         handle = tritium.optimize(pipe, PLAN.with_(components={"vae.decode": Choice(how="eager", channels_last=True)}))
         assert pipe.vae.decoder.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
-        small_pipelines.draw(pipe)
+        small_pipelines.generate(pipe)
         handle.remove()
         assert [weight.stride() for weight in weights] == strides
         assert all(map(torch.equal, weights, values))
-        assert torch.equal(small_pipelines.draw(pipe), picture)
+        assert torch.equal(small_pipelines.generate(pipe), image)
 
     def test_layouts_are_compiled_apart(self, pipe):
         """torch 2.11 does not guard the strides of weights: what the other layout compiled must not be found."""
@@ -83,7 +83,7 @@ class TestReversible:
         with torch.inference_mode():
             for choice in (plain, other, plain, other):
                 part.use(choice)
-                small_pipelines.draw(pipe)
+                small_pipelines.generate(pipe)
         weight = pipe.vae.decoder.conv_in.weight
         assert not weight.is_inference()
         for how in ("tritium", "inductor"):
@@ -104,7 +104,7 @@ class TestReversible:
         pipe = small_pipelines.flux()
         watched = weakref.ref(pipe.transformer)
         handle = tritium.optimize(pipe, PLAN)
-        small_pipelines.draw(pipe)
+        small_pipelines.generate(pipe)
         del pipe, handle
         for _ in range(3):
             gc.collect()
@@ -188,7 +188,7 @@ class TestRefusals:
             tritium.optimize(pipe, PLAN)
         with tritium.optimize(pipe, PLAN.with_(components={"transformer": "eager"})) as handle:
             assert handle.choices["transformer"].how == "eager"
-            small_pipelines.draw(pipe)
+            small_pipelines.generate(pipe)
 
     def test_diffusers_hooks_are_named(self, pipe):
         HookRegistry.check_if_exists_or_initialize(pipe.transformer.transformer_blocks[0]).register_hook(
@@ -198,10 +198,10 @@ class TestRefusals:
             tritium.optimize(pipe, PLAN)
 
     def test_a_hook_on_a_whole_component_works(self, pipe):
-        picture = small_pipelines.draw(pipe)
+        image = small_pipelines.generate(pipe)
         add_hook_to_module(pipe.transformer, ModelHook())
         with tritium.optimize(pipe, PLAN) as handle:
-            assert torch.equal(small_pipelines.draw(pipe), picture)
+            assert torch.equal(small_pipelines.generate(pipe), image)
             assert handle.report.records
 
 
@@ -266,15 +266,15 @@ class TestCompiledBefore:
     def test_it_runs_on_and_comes_back(self, pipe, compile_):
         backend = Counting()
         compile_(pipe, backend)
-        picture = small_pipelines.draw(pipe)
+        image = small_pipelines.generate(pipe)
         before, calls = attributes(pipe), backend.calls
         assert calls
         with tritium.optimize(pipe, self.LEFT) as handle:
-            assert torch.equal(small_pipelines.draw(pipe), picture)
+            assert torch.equal(small_pipelines.generate(pipe), image)
             assert backend.calls == 2 * calls
             assert handle.part("transformer").times.calls
         assert attributes(pipe) == before
-        small_pipelines.draw(pipe)
+        small_pipelines.generate(pipe)
         assert backend.calls == 3 * calls
 
     @pytest.mark.parametrize("how", ["in place", "wrapped"])
@@ -289,7 +289,7 @@ class TestCompiledBefore:
 class TestSwapped:
     def test_the_summary_says_that_another_module_runs_as_it_is(self, pipe):
         with tritium.optimize(pipe, PLAN) as handle:
-            small_pipelines.draw(pipe)
+            small_pipelines.generate(pipe)
             pipe.transformer, pipe.vae = small_pipelines.flux().transformer, small_pipelines.autoencoder()
             rows = {component.name: component.what for component in handle.components}
         said = "the pipeline has another module there now, which runs as it is"
@@ -311,7 +311,7 @@ class TestParts:
             torch._dynamo.reset()
             pipe = small_pipelines.flux(double, single)
             with tritium.optimize(pipe, PLAN) as handle:
-                small_pipelines.draw(pipe)
+                small_pipelines.generate(pipe)
                 counts.append(len(handle.report.records))
         assert counts[0] == counts[1]
 
@@ -334,7 +334,7 @@ class TestParts:
 
     def test_what_is_left_alone_is_listed_with_the_reason(self, pipe):
         with tritium.optimize(pipe, PLAN) as handle:
-            small_pipelines.draw(pipe)
+            small_pipelines.generate(pipe)
             rows = {component.name: component for component in handle.components}
         assert rows["text_encoder"].what.startswith("left alone (runs once an image")
         assert rows["transformer"].what == "compiled: FluxTransformer2DModel as one program"
@@ -345,7 +345,7 @@ class TestParts:
 
     def test_the_summary_and_the_report(self, pipe, capsys):
         with tritium.optimize(pipe, PLAN) as handle:
-            small_pipelines.draw(pipe)
+            small_pipelines.generate(pipe)
             handle.summary()
             report = handle.report
         printed = capsys.readouterr().out
@@ -357,9 +357,9 @@ class TestParts:
 
     def test_progress_says_what_was_compiled(self, pipe, capsys):
         with tritium.optimize(pipe, PLAN.with_(progress=True)):
-            small_pipelines.draw(pipe)
+            small_pipelines.generate(pipe)
             first = capsys.readouterr().err
-            small_pipelines.draw(pipe)
+            small_pipelines.generate(pipe)
             second = capsys.readouterr().err
         assert "tritium: transformer: compiled FluxTransformer2DModel.forward in" in first
         assert "tritium: vae.decode: compiled Decoder.forward in" in first
@@ -372,10 +372,10 @@ class TestParts:
             assert handle.part("transformer").times.calls == 4
 
     def test_another_size_is_right(self, pipe):
-        expected = small_pipelines.draw(pipe, height=48, width=64)
+        expected = small_pipelines.generate(pipe, height=48, width=64)
         with tritium.optimize(pipe, PLAN):
-            small_pipelines.draw(pipe)
-            assert torch.equal(small_pipelines.draw(pipe, height=48, width=64), expected)
+            small_pipelines.generate(pipe)
+            assert torch.equal(small_pipelines.generate(pipe, height=48, width=64), expected)
 
 
 class TestMeasuring:
@@ -385,8 +385,8 @@ class TestMeasuring:
         with tritium.optimize(
             pipe, PLAN.with_(measure=True, components={"vae": "eager", "transformer": "eager"})
         ) as handle:
-            picture = small_pipelines.draw(pipe)
-            assert torch.isfinite(picture).all()
+            image = small_pipelines.generate(pipe)
+            assert torch.isfinite(image).all()
             measured = handle.part("text_encoder").measured
             assert set(measured) == {"eager", "inductor", "tritium"}
             assert "eager" in next(row.what for row in handle.components if row.name == "text_encoder")
@@ -419,10 +419,10 @@ class TestMeasuring:
         taken = {Choice(how="eager"): 10.0, plain: 5.0, captured: 4.95}
         assert trial.pick(taken)[0] == plain
         assert trial.pick({**taken, captured: 3.0})[0] == captured
-        expected = small_pipelines.draw(pipe)
+        expected = small_pipelines.generate(pipe)
         with tritium.optimize(pipe, PLAN) as handle:
             handle.part("transformer").use(Choice(graphs="with_compile"))
-            assert torch.equal(small_pipelines.draw(pipe), expected)
+            assert torch.equal(small_pipelines.generate(pipe), expected)
             assert len(handle.captures) > 0
             assert Choice(graphs="auto") not in trial.ways(handle.part("transformer")), "there is no GPU to wait"
         with pytest.raises(ConfigError, match="is Tritium's"):
@@ -435,12 +435,12 @@ class TestArtifacts:
     def test_a_damaged_file_is_refused_and_the_pipeline_compiles(self, pipe, tmp_path):
         path = tmp_path / "pipe.tritium"
         path.write_bytes(b"not what it says")
-        expected = small_pipelines.draw(pipe)
+        expected = small_pipelines.generate(pipe)
         with pytest.warns(RuntimeWarning, match=r"pipe\.tritium.*compiling as usual"):
             handle = tritium.optimize(pipe, PLAN, artifacts=path)
         with handle:
             assert handle.artifacts is None
-            assert torch.equal(small_pipelines.draw(pipe), expected)
+            assert torch.equal(small_pipelines.generate(pipe), expected)
             assert handle.report.records
 
     @pytest.mark.codegen
@@ -452,11 +452,11 @@ from support import small_pipelines
 pipe = small_pipelines.flux(1, 1)
 plan = tritium.Plan(components={"vae": "eager"}, progress=False)
 handle = tritium.optimize(pipe, plan, artifacts=ARTIFACTS)
-picture = small_pipelines.draw(pipe, steps=1)
+image = small_pipelines.generate(pipe, steps=1)
 if ARTIFACTS is None:
     handle.save(SAVED)
 counters = torch._dynamo.utils.counters["inductor"]
-print(counters["fxgraph_cache_miss"], counters["fxgraph_cache_hit"], picture.double().sum().item())
+print(counters["fxgraph_cache_miss"], counters["fxgraph_cache_hit"], image.double().sum().item())
 """
         first, moved = tmp_path / "first" / "pipe.tritium", tmp_path / "elsewhere.tritium"
         first.parent.mkdir()

@@ -120,8 +120,8 @@ def test_a_decoder_with_a_cache_of_frames():
     latents = [small_vaes.SMALL_VAES["wan"].latent(*size, frames=2) for size in ((8, 8), (8, 12), (16, 5))]
     expected = [small_vaes.decode(vae, latent) for latent in latents]
     vae.decoder = tritium.compile(vae.decoder, EAGER, dynamic_dims={"x": [-2, -1], "feat_cache.*": [-2, -1]})
-    for latent, picture in zip(latents, expected, strict=True):
-        torch.testing.assert_close(small_vaes.decode(vae, latent), picture)
+    for latent, image in zip(latents, expected, strict=True):
+        torch.testing.assert_close(small_vaes.decode(vae, latent), image)
     assert graphs(vae.decoder) == 2
 
 

@@ -1,4 +1,4 @@
-"""The pictures, captions and ids that the example pipeline is trained on, and the checker that reads pictures back."""
+"""The images, captions and ids that the example pipeline is trained on, and the checker that reads images back."""
 
 import random
 
@@ -45,7 +45,7 @@ def test_captions_have_known_words_and_fit_the_encoders():
 
 
 def test_the_table_gives_the_ids_of_the_tokenizers():
-    captions = [*PROMPTS, "", "A picture of 2 Red circles, blue background."]
+    captions = [*PROMPTS, "", "A image of 2 Red circles, blue background."]
     for table, tokenizer in zip(parts.CaptionIds()(captions), parts.tokenizers(), strict=True):
         full = tokenizer(captions, padding="max_length", max_length=parts.TEXT, return_tensors="pt").input_ids
         assert torch.equal(table.long(), full)
@@ -60,13 +60,13 @@ def test_latents_are_packed_and_placed_as_the_pipeline_does():
 
 
 @pytest.mark.parametrize("sides", [(128, 128), (96, 160)])
-def test_the_checker_reads_true_pictures_and_no_others(sides):
+def test_the_checker_reads_true_images_and_no_others(sides):
     scenes, _ = score.unseen(24)
-    pictures = draw(scenes, *sides, generator(3))
-    assert score.means(score.check(pictures, scenes))["all"] == 1.0
-    noisy = (pictures + 0.05 * torch.randn(pictures.shape, generator=generator(4))).clamp(0, 1)
+    images = draw(scenes, *sides, generator(3))
+    assert score.means(score.check(images, scenes))["all"] == 1.0
+    noisy = (images + 0.05 * torch.randn(images.shape, generator=generator(4))).clamp(0, 1)
     assert score.means(score.check(noisy, scenes))["all"] == 1.0
-    wrong = score.means(score.check(pictures, scenes.roll(1, 0)))
+    wrong = score.means(score.check(images, scenes.roll(1, 0)))
     assert wrong["all"] == 0.0
     assert wrong["halves"] < 0.3
 
@@ -74,13 +74,13 @@ def test_the_checker_reads_true_pictures_and_no_others(sides):
 def test_the_checker_sees_each_attribute_alone():
     scenes, _ = score.unseen(40)
     scenes = scenes[scenes[:, FIELDS["pair"]] == 1]
-    pictures = draw(scenes, 128, 128, generator(3))
+    images = draw(scenes, 128, 128, generator(3))
 
     def broken(**changes):
         told = scenes.clone()
         for name, change in changes.items():
             told[:, FIELDS[name]] = change(told[:, FIELDS[name]])
-        result = score.means(score.check(pictures, told))
+        result = score.means(score.check(images, told))
         return {name for name, value in result.items() if value < 1.0} - {"all"}
 
     assert broken(shape_a=lambda shape: (shape + 1) % 5) == {"shape"}

@@ -31,7 +31,7 @@ def test_the_middle_of_an_autoencoder(dtype):
         assert_no_worse(result, model(z), decoder().to(dtype).double()(z.double()))
 
 
-def test_any_size_of_picture_without_a_new_graph():
+def test_any_size_of_image_without_a_new_graph():
     model = decoder()
     compiled = torch.compile(model, backend=tritium.Backend(EAGER), dynamic=True, fullgraph=True)
     with torch.inference_mode():

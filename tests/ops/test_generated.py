@@ -123,7 +123,7 @@ def heads(q, text_q, k, text_k, weight, cos, sin):
     return CALL.qk_norm_rope(*given, 1e-6, "head", "interleaved", False, provider="triton")
 
 
-def picture(x, weight):
+def image(x, weight):
     return CALL.group_norm_silu(x * 2, 8, weight, weight, 1e-6, None, provider="triton") + 1
 
 
@@ -162,9 +162,9 @@ DYNAMIC = {
         [attention(*sizes) for sizes in ((2, 7, 63), (3, 16, 100), (5, 9, 8))],
         {**{place: [0, 1] for place in range(4)}, 5: [1], 6: [1]},
     ),
-    "pictures": (picture, [(random(1, 64, *size), random(64)) for size in ((32, 32), (63, 100), (16, 8))], {0: [2, 3]}),
-    "pictures, channels last": (
-        picture,
+    "images": (image, [(random(1, 64, *size), random(64)) for size in ((32, 32), (63, 100), (16, 8))], {0: [2, 3]}),
+    "images, channels last": (
+        image,
         [(last(random(b, 64, h, w)), random(64)) for b, h, w in ((2, 32, 32), (3, 63, 100), (4, 16, 8))],
         {0: [0, 2, 3]},
     ),
@@ -186,7 +186,7 @@ def test_one_graph_serves_all_sizes(name):
     assert "'fp64'" not in wrappers[0]
 
 
-@pytest.mark.parametrize("name", ["pictures", "pictures, channels last", "videos"])
+@pytest.mark.parametrize("name", ["images", "images, channels last", "videos"])
 def test_what_several_kernels_read_is_computed_once(name):
     function, calls, dynamic = DYNAMIC[name]
     observer = codegen.generated(function, *calls[0], dynamic=dynamic)

@@ -170,7 +170,7 @@ def heads(provider, q, text_q, k, text_k, weight, cos, sin):
     return CALL.qk_norm_rope(*given, 1e-6, "row", "half", True, provider=provider)
 
 
-def picture(provider, x, weight):
+def image(provider, x, weight):
     return CALL.group_norm_silu(x, 8, weight, weight, 1e-6, None, weight, provider=provider)
 
 
@@ -182,8 +182,8 @@ def video(provider, x, weight):
 RUNS = {
     "batch and tokens": tokens,
     "a batch of text and image": heads,
-    "pictures": picture,
-    "pictures, channels last": picture,
+    "images": image,
+    "images, channels last": image,
     "videos": video,
 }
 
@@ -198,7 +198,7 @@ def called(name):
 
 
 # Others cover the same paths in the interpreter, which takes ten seconds and more for each of these.
-LONG = ("a batch of text and image", "pictures")
+LONG = ("a batch of text and image", "images")
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_single_stream_blocks_share_one_graph():
     with tritium.optimize(
         pipe, Plan(config=CompilationConfig(engine="eager"), blocks=blocks, progress=False)
     ) as handle:
-        small_pipelines.draw(pipe)
+        small_pipelines.generate(pipe)
         records = handle.report.records
     assert len(pipe.transformer.single_transformer_blocks) > 1
     assert sum("FluxSingleTransformerBlock" in record.function for record in records) == 1

@@ -84,7 +84,7 @@ class TestEstimate:
             return memory.needed(decoder, (latent,), cache, calls=calls)
 
         assert estimate(1) < estimate(2) < estimate(3)
-        # From the fourth on each leaves its picture: two frames of three channels, twice as high and wide.
+        # From the fourth on each leaves its image: two frames of three channels, twice as high and wide.
         assert estimate(9) - estimate(8) == 2 * 3 * 32 * 32 * 4
 
 

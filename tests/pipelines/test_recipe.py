@@ -137,8 +137,8 @@ class TestTuning:
         monkeypatch.setattr(trial, "pick", faster)
         measured = quality.difference
 
-        def worse(picture, reference, *args, **kwargs):
-            return dataclasses.replace(measured(picture, reference, *args, **kwargs), psnr=20.0)
+        def worse(image, reference, *args, **kwargs):
+            return dataclasses.replace(measured(image, reference, *args, **kwargs), psnr=20.0)
 
         monkeypatch.setattr(quality, "difference", worse)
         found = recipes.tune(pipe, self.JOBS[:1], recipes.Budget(min_psnr=40, seconds=0.0), lambda *_: None)

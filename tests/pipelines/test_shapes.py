@@ -6,7 +6,7 @@ import torch
 
 import tritium
 from support import small_pipelines
-from support.promised import EAGER, Compiles, draw, optimized
+from support.promised import EAGER, Compiles, generate, optimized
 from tritium import CompilationConfig, Plan, Shapes
 from tritium.errors import ConfigError, PipelineError, ShapeError, ShapeViolation
 
@@ -18,9 +18,9 @@ def pipe():
 
 class TestPromise:
     @pytest.mark.parametrize("graphs", ["off", "with_compile"])
-    def test_nothing_compiles_inside_and_pictures_are_right(self, pipe, graphs):
+    def test_nothing_compiles_inside_and_images_are_right(self, pipe, graphs):
         calls = [(32, 32, 1), (32, 48, 2), (32, 48, 1), (32, 32, 2)]
-        expected = [draw(pipe, h, w, num_images_per_prompt=n) for h, w, n in calls]
+        expected = [generate(pipe, h, w, num_images_per_prompt=n) for h, w, n in calls]
         with optimized(pipe, CompilationConfig(engine="eager", graphs=graphs), batch=[1, 2]) as handle:
             taken = handle.warmup()
             assert list(taken) == [
@@ -30,7 +30,7 @@ class TestPromise:
                 "32 x 32, batch 1, 16 text tokens",
             ]
             with Compiles() as compiles:
-                found = [draw(pipe, h, w, num_images_per_prompt=n) for h, w, n in calls]
+                found = [generate(pipe, h, w, num_images_per_prompt=n) for h, w, n in calls]
             assert compiles.count == 0
             assert all(map(torch.equal, found, expected))
             assert handle.violations == []
@@ -46,7 +46,7 @@ class TestPromise:
             handle.warmup()
             with Compiles() as compiles:
                 for height, width in sizes:
-                    draw(pipe, height, width)
+                    generate(pipe, height, width)
             assert compiles.count == 0
             assert not handle.report.limits
 
@@ -62,14 +62,14 @@ class TestPromise:
             handle.captures.clear()
             assert len(handle.captures) == 0
             with Compiles() as compiles:
-                draw(pipe)
+                generate(pipe)
             assert compiles.count == 0
             assert len(handle.captures) > 0
             captures = handle.captures
         assert len(captures) == 0
 
     def test_a_denoiser_as_one_graph(self, pipe):
-        expected = draw(pipe)
+        expected = generate(pipe)
         config = CompilationConfig(engine="eager", graphs="with_compile")
         plan = Plan(
             config=config,
@@ -80,20 +80,20 @@ class TestPromise:
         )
         with tritium.optimize(pipe, plan) as handle:
             handle.warmup()
-            assert torch.equal(draw(pipe), expected)
+            assert torch.equal(generate(pipe), expected)
             assert len(handle.captures) == 1
             assert handle.violations == []
 
     def test_guidance_by_two_calls_is_bit_equal(self, pipe):
         guided = {"negative_prompt": "a blue square", "true_cfg_scale": 3.0}
-        expected = draw(pipe, num_inference_steps=4, **guided)
+        expected = generate(pipe, num_inference_steps=4, **guided)
         config = CompilationConfig(engine="eager", graphs="with_compile")
         with optimized(pipe, config, sizes=[(32, 32)]) as handle:
             handle.warmup(**guided)
-            assert torch.equal(draw(pipe, num_inference_steps=4, **guided), expected)
+            assert torch.equal(generate(pipe, num_inference_steps=4, **guided), expected)
 
 
-# Arguments of the transformer that have an entry for each picture.
+# Arguments of the transformer that have an entry for each image.
 BY_PICTURE = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep")
 
 # Steps of the table in docs/static-graphs.md that change an argument, with the line that promises them.
@@ -106,11 +106,11 @@ STEPS = [
 
 class TestViolations:
     def test_a_size_outside_compiles_and_is_named(self, pipe):
-        expected = draw(pipe, 64, 32)
+        expected = generate(pipe, 64, 32)
         with optimized(pipe) as handle:
             handle.warmup()
             with Compiles() as compiles:
-                assert torch.equal(draw(pipe, 64, 32), expected)
+                assert torch.equal(generate(pipe, 64, 32), expected)
             assert compiles.count > 0
             found = {violation.part: violation for violation in handle.violations}
             assert "hidden_states has size 128 at dim 1 (promised: 64, 96)" in found["transformer"].what
@@ -118,17 +118,17 @@ class TestViolations:
             assert found["transformer"].times == 1
             assert "vae.decode" in found
             with Compiles() as compiles:
-                draw(pipe, 64, 32)
+                generate(pipe, 64, 32)
             assert compiles.count == 0
             assert "outside of the promised shapes" in str(handle.report)
             assert handle.report.to_dict()["violations"]
 
     def test_a_size_outside_runs_eagerly_and_is_named(self, pipe):
-        expected = draw(pipe, 64, 32)
+        expected = generate(pipe, 64, 32)
         with optimized(pipe, on_violation="eager") as handle:
             handle.warmup()
             with Compiles() as compiles:
-                assert torch.equal(draw(pipe, 64, 32), expected)
+                assert torch.equal(generate(pipe, 64, 32), expected)
             assert compiles.count == 0
             assert {violation.done for violation in handle.violations} == {"ran eagerly"}
             assert max(violation.times for violation in handle.violations) == 2
@@ -136,17 +136,17 @@ class TestViolations:
     def test_a_size_outside_is_an_error(self, pipe):
         with optimized(pipe, on_violation="error") as handle:
             handle.warmup()
-            draw(pipe, 32, 48)
+            generate(pipe, 32, 48)
             with pytest.raises(
                 ShapeViolation, match=r"transformer: outside of Plan\(shapes=\.\.\.\): hidden_states has"
             ):
-                draw(pipe, 64, 32)
-            draw(pipe, 32, 32)
+                generate(pipe, 64, 32)
+            generate(pipe, 32, 32)
 
     def test_a_dtype_a_none_and_a_scalar_are_named(self, pipe):
         seen, transformer = [], pipe.transformer
         hook = transformer.register_forward_pre_hook(lambda m, a, k: seen.append(k), with_kwargs=True)
-        draw(pipe)
+        generate(pipe)
         hook.remove()
         call = seen[0]
         with optimized(pipe, on_violation="error", sizes=[(32, 32)]) as handle:
@@ -185,12 +185,12 @@ class TestViolations:
 
     @pytest.mark.parametrize(("call", "what", "line"), STEPS)
     def test_each_step_follows_what_was_asked_for(self, pipe, call, what, line):
-        expected = draw(pipe, **call)
+        expected = generate(pipe, **call)
         for on_violation, done in (("compile", "compiled"), ("eager", "ran eagerly")):
             with optimized(pipe, on_violation=on_violation, sizes=[(32, 32)]) as handle:
                 handle.warmup()
                 with Compiles() as compiles:
-                    assert torch.equal(draw(pipe, **call), expected)
+                    assert torch.equal(generate(pipe, **call), expected)
                 assert (compiles.count > 0) == (on_violation == "compile")
                 found = next(violation for violation in handle.violations if violation.part == "transformer")
                 assert (found.done, what in found.what, line in found.suggestion) == (done, True, True)
@@ -202,11 +202,11 @@ class TestViolations:
         with optimized(pipe, on_violation="error", sizes=[(32, 32)]) as handle:
             handle.warmup()
             with pytest.raises(ShapeViolation) as raised:
-                draw(pipe, **call)
+                generate(pipe, **call)
             assert what in str(raised.value)
             assert line in str(raised.value)
             assert [violation.done for violation in handle.violations] == ["refused"]
-            draw(pipe)
+            generate(pipe)
 
     @pytest.mark.parametrize("on_violation", ["compile", "eager", "error"])
     def test_what_compiles_nothing_is_no_violation(self, pipe, on_violation):
@@ -217,9 +217,9 @@ class TestViolations:
             handle.warmup()
             with Compiles() as compiles:
                 for call in calls:
-                    draw(pipe, **call)
+                    generate(pipe, **call)
                 pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
-                draw(pipe)
+                generate(pipe)
             assert compiles.count == 0
             assert handle.violations == []
 

@@ -62,8 +62,8 @@ def test_torch_compile_compiles_a_decoder_for_one_size(name):
     expected = [decode(vae, latent) for latent in latents]
     vae.decoder = torch.compile(vae.decoder, backend=tritium.Backend(EAGER), dynamic=True)
     graphs = Graphs()
-    for place, (latent, picture) in enumerate(zip(latents, expected, strict=True)):
-        torch.testing.assert_close(decode(vae, latent), picture)
+    for place, (latent, image) in enumerate(zip(latents, expected, strict=True)):
+        torch.testing.assert_close(decode(vae, latent), image)
         assert graphs.new() == (GRAPHS[name] if place == 0 else 0), tuple(latent.shape)
     small_vaes.tile(vae)
     torch.testing.assert_close(decode(vae, small.latent(15, 14)), _eagerly(vae, small.latent(15, 14)))
@@ -73,9 +73,9 @@ def test_torch_compile_compiles_a_decoder_for_one_size(name):
 
 def _eagerly(vae, latent: torch.Tensor) -> torch.Tensor:
     compiled, vae.decoder = vae.decoder, vae.decoder._orig_mod
-    picture = decode(vae, latent)
+    image = decode(vae, latent)
     vae.decoder = compiled
-    return picture
+    return image
 
 
 @mostly("kl", SMALL_VAES)
@@ -87,7 +87,7 @@ def test_optimized_whole_sliced_and_tiled(name):
     with tritium.optimize(pipeline(vae), PLAN) as handle:
         installed = handle.part("vae.decode")
         graphs = Graphs()
-        pictures = [decode(vae, latent) for latent in latents]
+        images = [decode(vae, latent) for latent in latents]
         assert graphs.new() == GRAPHS[name]
         vae.enable_slicing()
         sliced = decode(vae, batch)
@@ -101,8 +101,8 @@ def test_optimized_whole_sliced_and_tiled(name):
         # AutoencoderDC attends in another way to no more pixels than a head is wide: four here, 32 in stock configurations.
         assert graphs.new() == 0
         assert not installed.notes
-    for latent, picture in zip(latents, pictures, strict=True):
-        torch.testing.assert_close(picture, decode(vae, latent))
+    for latent, image in zip(latents, images, strict=True):
+        torch.testing.assert_close(image, decode(vae, latent))
     torch.testing.assert_close(sliced, torch.cat([decode(vae, one) for one in batch.split(1)]))
     small_vaes.tile(vae)
     torch.testing.assert_close(tiled, decode(vae, large))
@@ -129,13 +129,13 @@ def test_tiles_of_one_pixel_run_eagerly_and_the_summary_says_so(name):
 def test_encoders_too(name):
     small = SMALL_VAES[name]
     vae = small.build()
-    pictures = [small.picture(*size) for size in ((16, 16), (16, 24), (24, 16), (32, 24))]
+    images = [small.image(*size) for size in ((16, 16), (16, 24), (24, 16), (32, 24))]
     with torch.no_grad():
-        expected = [vae.encode(picture).latent_dist.mean for picture in pictures]
+        expected = [vae.encode(image).latent_dist.mean for image in images]
         with tritium.optimize(pipeline(vae), PLAN):
             graphs = Graphs()
-            for place, (picture, latent) in enumerate(zip(pictures, expected, strict=True)):
-                torch.testing.assert_close(vae.encode(picture).latent_dist.mean, latent)
+            for place, (image, latent) in enumerate(zip(images, expected, strict=True)):
+                torch.testing.assert_close(vae.encode(image).latent_dist.mean, latent)
                 new = graphs.new()
                 assert (new > 0) == (place == 0), place
 
@@ -158,8 +158,8 @@ def test_videos_of_other_lengths(name, lengths):
     expected = {length: decode(vae, small.latent(6, 8, frames=length)) for length in lengths}
     with tritium.optimize(pipeline(vae), PLAN):
         graphs = Graphs()
-        for length, picture in expected.items():
-            torch.testing.assert_close(decode(vae, small.latent(6, 8, frames=length)), picture)
+        for length, image in expected.items():
+            torch.testing.assert_close(decode(vae, small.latent(6, 8, frames=length)), image)
             assert graphs.new() == (GRAPHS[name] if length == lengths[0] else 0), length
 
 
@@ -212,11 +212,11 @@ def test_a_stock_wan_pipeline():
             generator=torch.Generator().manual_seed(0),
         ).frames
 
-    pictures = ((32, 32), (32, 48), (48, 32))
-    expected = [draw(*size) for size in pictures]
+    images = ((32, 32), (32, 48), (48, 32))
+    expected = [draw(*size) for size in images]
     with tritium.optimize(pipe, Plan(config=EAGER, progress=False)) as handle:
-        for size, picture in zip(pictures, expected, strict=True):
-            torch.testing.assert_close(draw(*size), picture)
+        for size, image in zip(images, expected, strict=True):
+            torch.testing.assert_close(draw(*size), image)
         assert handle.choices["vae.decode"].how == "tritium"
         decoded = [record for record in handle.report.records if record.function == "WanDecoder3d.forward"]
         assert len(decoded) == 2, "an empty cache, and one that is begun: there are two latent frames"
@@ -225,8 +225,8 @@ def test_a_stock_wan_pipeline():
 class TestPacked:
     @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
     def test_what_is_dense_is_passed_on(self, layout):
-        picture = torch.rand(2, 3, 4, 5).contiguous(memory_format=layout)
-        assert arguments.packed(picture) is picture
+        image = torch.rand(2, 3, 4, 5).contiguous(memory_format=layout)
+        assert arguments.packed(image) is image
 
     @pytest.mark.parametrize(
         "slice_of",
@@ -238,10 +238,10 @@ class TestPacked:
         ],
     )
     def test_slices_get_the_strides_of_their_sizes(self, slice_of):
-        picture = slice_of(torch.rand(2, 3, 4, 5, 6))
-        packed = arguments.packed(picture)
-        assert torch.equal(packed, picture)
-        assert packed.stride() == torch.empty(picture.shape).stride() != picture.stride()
+        image = slice_of(torch.rand(2, 3, 4, 5, 6))
+        packed = arguments.packed(image)
+        assert torch.equal(packed, image)
+        assert packed.stride() == torch.empty(image.shape).stride() != image.stride()
 
 
 @pytest.mark.codegen
@@ -253,6 +253,6 @@ def test_generated_code_decodes_every_size(name):
     expected = [decode(vae, latent) for latent in latents]
     with tritium.optimize(pipeline(vae), PLAN.with_(config=CompilationConfig())):
         graphs = Graphs()
-        for place, (latent, picture) in enumerate(zip(latents, expected, strict=True)):
-            torch.testing.assert_close(decode(vae, latent), picture, rtol=1e-4, atol=1e-5)
+        for place, (latent, image) in enumerate(zip(latents, expected, strict=True)):
+            torch.testing.assert_close(decode(vae, latent), image, rtol=1e-4, atol=1e-5)
             assert graphs.new() == (GRAPHS[name] if place == 0 else 0)

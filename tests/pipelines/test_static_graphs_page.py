@@ -10,7 +10,7 @@ from torch import nn
 
 import tritium
 from support import small_pipelines, tiny_pipeline
-from support.promised import Compiles, draw, lora_weights, optimized
+from support.promised import Compiles, generate, lora_weights, optimized
 from tritium import CompilationConfig
 from tritium.errors import ShapeViolation
 
@@ -71,22 +71,22 @@ class TestWhatUsersDo:
             handle.warmup()
             yield handle
 
-    def draw(self, pipe, **call):
-        return draw(pipe, self.SIDE, self.SIDE, **call)
+    def generate(self, pipe, **call):
+        return generate(pipe, self.SIDE, self.SIDE, **call)
 
     def compiles(self, pipe, **call):
         with Compiles() as compiles:
-            picture = self.draw(pipe, **call)
-        return compiles.count, picture
+            image = self.generate(pipe, **call)
+        return compiles.count, image
 
     def right(self, handle, **call):
         handle.remove()
-        return self.draw(handle.pipe, **call)
+        return self.generate(handle.pipe, **call)
 
     def test_another_prompt_steps_and_seed(self, handle):
-        count, picture = self.compiles(handle.pipe, prompt="two blue squares", num_inference_steps=3)
+        count, image = self.compiles(handle.pipe, prompt="two blue squares", num_inference_steps=3)
         assert count == 0
-        assert torch.equal(picture, self.right(handle, prompt="two blue squares", num_inference_steps=3))
+        assert torch.equal(image, self.right(handle, prompt="two blue squares", num_inference_steps=3))
 
     def test_another_scheduler(self, handle):
         pipe, own = handle.pipe, handle.pipe.scheduler
@@ -94,53 +94,53 @@ class TestWhatUsersDo:
             prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
         )
         try:
-            count, picture = self.compiles(pipe)
+            count, image = self.compiles(pipe)
             assert count == 0
             assert handle.violations == []
-            assert torch.equal(picture, self.right(handle))
+            assert torch.equal(image, self.right(handle))
         finally:
             pipe.scheduler = own
 
     def test_guidance(self, handle):
         guided = {"negative_prompt": "", "true_cfg_scale": 4.0}
-        count, picture = self.compiles(handle.pipe, **guided)
+        count, image = self.compiles(handle.pipe, **guided)
         assert count == 0
         other, _ = self.compiles(handle.pipe, **{**guided, "true_cfg_scale": 2.0})
         assert other == 0
-        assert torch.equal(picture, self.right(handle, **guided))
+        assert torch.equal(image, self.right(handle, **guided))
 
     def test_more_images_per_prompt(self, handle):
-        count, picture = self.compiles(handle.pipe, num_images_per_prompt=2)
+        count, image = self.compiles(handle.pipe, num_images_per_prompt=2)
         assert count > 0
         assert any("at dim 0 (promised: 1)" in violation.what for violation in handle.violations)
         again, _ = self.compiles(handle.pipe, num_images_per_prompt=2)
         assert again == 0
-        assert torch.equal(picture, self.right(handle, num_images_per_prompt=2))
+        assert torch.equal(image, self.right(handle, num_images_per_prompt=2))
 
     def test_another_prompt_length(self, handle):
-        count, picture = self.compiles(handle.pipe, max_sequence_length=8)
+        count, image = self.compiles(handle.pipe, max_sequence_length=8)
         assert count > 0
         assert any("encoder_hidden_states has size" in violation.what for violation in handle.violations)
-        assert torch.equal(picture, self.right(handle, max_sequence_length=8))
+        assert torch.equal(image, self.right(handle, max_sequence_length=8))
 
     def test_lora(self, handle):
         """Loading one compiles the blocks again, once; its scale and switching it off do so too, and are right."""
         pytest.importorskip("peft")
         pipe = handle.pipe
-        before = self.draw(pipe)
+        before = self.generate(pipe)
         torch.manual_seed(0)
         try:
             pipe.load_lora_weights(lora_weights(pipe), adapter_name="one")
-            count, picture = self.compiles(pipe)
+            count, image = self.compiles(pipe)
             assert count > 0
-            assert not torch.equal(picture, before)
+            assert not torch.equal(image, before)
             assert any("as promised, and yet to be compiled again" in violation.what for violation in handle.violations)
             again, same = self.compiles(pipe)
             assert again == 0
-            assert torch.equal(same, picture)
+            assert torch.equal(same, image)
             pipe.set_adapters("one", 0.5)
             scaled, half = self.compiles(pipe)
-            assert not torch.equal(half, picture)
+            assert not torch.equal(half, image)
             assert scaled == 1, "a scale is a number of the model: the transformer is one program"
             pipe.set_adapters("one", 0.25)
             assert self.compiles(pipe)[0] == 1
@@ -151,26 +151,26 @@ class TestWhatUsersDo:
             causes = {entry["argument"]: entry["suggestion"] for entry in handle.report.recompiles}
             assert "before handle.warmup()" in causes["transformer_blocks.0.attn.to_q.scaling['one']"]
             handle.remove()
-            assert torch.equal(self.draw(pipe), half)
+            assert torch.equal(self.generate(pipe), half)
             pipe.set_adapters("one", 1.0)
-            assert torch.equal(self.draw(pipe), picture)
+            assert torch.equal(self.generate(pipe), image)
         finally:
             pipe.unload_lora_weights()
-        assert torch.equal(self.draw(pipe), before)
+        assert torch.equal(self.generate(pipe), before)
 
     def test_a_fused_lora_and_the_way_back(self, handle):
         pytest.importorskip("peft")
         pipe = handle.pipe
         pipe.transformer.requires_grad_(requires_grad=False)
-        before = self.draw(pipe)
+        before = self.generate(pipe)
         torch.manual_seed(0)
         try:
             pipe.load_lora_weights(lora_weights(pipe), adapter_name="one")
-            picture = self.draw(pipe)
+            image = self.generate(pipe)
             pipe.fuse_lora()
             count, fused = self.compiles(pipe)
             assert count == 1
-            torch.testing.assert_close(fused, picture, rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(fused, image, rtol=1e-3, atol=1e-3)
             pipe.unfuse_lora()
         finally:
             pipe.unload_lora_weights()
@@ -196,7 +196,7 @@ class TestLoraUnderTheContract:
 
     def test_an_error(self, pipe, loaded):
         with loaded("error"), pytest.raises(ShapeViolation, match=r"as promised, and yet .* to prevent it: ") as raised:
-            draw(pipe)
+            generate(pipe)
         assert "before" in str(raised.value), "what a LoRA changes is to be changed before warmup()"
 
     @pytest.fixture
@@ -210,7 +210,7 @@ class TestLoraUnderTheContract:
             config = CompilationConfig(engine="eager", graphs="only")
             handle = optimized(pipe, config, on_violation=on_violation, sizes=[(32, 32)])
             handle.warmup()
-            draw(pipe)
+            generate(pipe)
             assert handle.violations == []
             return handle
 
@@ -225,25 +225,25 @@ class TestLoraUnderTheContract:
         with promised("error"):
             step(pipe)
             with pytest.raises(ShapeViolation, match=r"set their scales before handle\.warmup"):
-                draw(pipe)
+                generate(pipe)
 
     @AFTER
     def test_a_change_of_it_runs_eagerly(self, pipe, promised, step):
         with promised("eager") as handle:
             step(pipe)
             with Compiles() as compiles:
-                picture = draw(pipe)
+                image = generate(pipe)
             assert compiles.count == 0
             assert {violation.done for violation in handle.violations} == {"ran eagerly"}
-        assert torch.equal(picture, draw(pipe))
+        assert torch.equal(image, generate(pipe))
 
     def test_a_promised_scale_is_promised_for_good(self, pipe, promised):
         with promised("error"):
             pipe.set_adapters("one", 0.5)
             with pytest.raises(ShapeViolation, match="scaling"):
-                draw(pipe)
+                generate(pipe)
             pipe.set_adapters("one", 1.0)
-            draw(pipe)
+            generate(pipe)
 
     def test_weights_that_were_frozen_before_compile_less(self, pipe):
         """Loading a LoRA freezes the model; where that changes nothing, blocks without the LoRA keep their code."""
@@ -254,14 +254,14 @@ class TestLoraUnderTheContract:
             torch.manual_seed(0)
             pipe.load_lora_weights(lora_weights(pipe), adapter_name="one")
             with Compiles() as compiles:
-                draw(pipe)
+                generate(pipe)
             assert compiles.count == 1
             assert {violation.part for violation in handle.violations} == {"transformer"}
 
     def test_eager(self, pipe, loaded):
         with loaded("eager") as handle:
             with Compiles() as compiles:
-                picture = draw(pipe)
+                image = generate(pipe)
             assert compiles.count == 0
             assert {violation.done for violation in handle.violations} == {"ran eagerly"}
-        assert torch.equal(picture, draw(pipe))
+        assert torch.equal(image, generate(pipe))

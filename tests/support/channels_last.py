@@ -48,5 +48,5 @@ class Stack(nn.Module):
         return self.convs[2](y)
 
 
-def picture(rank: int = 2, width: int = 8, size: int = 6) -> torch.Tensor:
+def image(rank: int = 2, width: int = 8, size: int = 6) -> torch.Tensor:
     return torch.randn(2, width, *[3] * (rank - 2), size, 8)

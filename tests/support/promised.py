@@ -14,7 +14,7 @@ def optimized(pipe, config=EAGER, **shapes):
     return tritium.optimize(pipe, plan)
 
 
-def draw(pipe, height=32, width=32, **call):
+def generate(pipe, height=32, width=32, **call):
     arguments = {"max_sequence_length": 16, "num_inference_steps": 2, "output_type": "pt", **call}
     generator = torch.Generator().manual_seed(0)
     return pipe(

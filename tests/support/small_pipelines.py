@@ -105,15 +105,15 @@ def flux(double: int = 2, single: int = 2) -> diffusers.FluxPipeline:
     return pipe
 
 
-def draw(pipe: diffusers.FluxPipeline, *, height: int = 32, width: int = 32, steps: int = 2, seed: int = 0):
-    """A picture as a tensor of floats."""
+def generate(pipe: diffusers.FluxPipeline, *, height: int = 32, width: int = 32, steps: int = 2, seed: int = 0):
+    """A image as a tensor of floats."""
     generator = torch.Generator().manual_seed(seed)
     call = functools.partial(pipe, "a red circle", max_sequence_length=16, output_type="pt", generator=generator)
     return call(height=height, width=width, num_inference_steps=steps).images
 
 
 def guided(pipe, steps: int = 2) -> torch.Tensor:
-    """A picture by true guidance: two calls of the denoiser a step."""
+    """A image by true guidance: two calls of the denoiser a step."""
     return pipe(
         "a red circle",
         negative_prompt="a blue square",

@@ -102,7 +102,7 @@ class SmallVae:
 
     make: Callable[[], Any]
     channels: int
-    # None for pictures.
+    # None for images.
     frames: int | None = None
 
     def build(self) -> Any:
@@ -115,7 +115,7 @@ class SmallVae:
         generator = torch.Generator().manual_seed(height * 1000 + width)
         return torch.randn(batch, self.channels, *between, height, width, generator=generator)
 
-    def picture(self, height: int, width: int) -> torch.Tensor:
+    def image(self, height: int, width: int) -> torch.Tensor:
         """What its `encode` takes."""
         between = () if self.frames is None else (5,)
         generator = torch.Generator().manual_seed(height * 1000 + width)

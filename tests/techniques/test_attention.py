@@ -10,7 +10,7 @@ from tritium.errors import ConfigError
 from tritium.techniques.attention import Attention
 from tritium.techniques.sparse import Sparse
 
-# The tokens of a small picture: 2 by 2 latent patches of 8 pixels a side are 16 tokens, after 16 of text.
+# The tokens of a small image: 2 by 2 latent patches of 8 pixels a side are 16 tokens, after 16 of text.
 SPARSE = Sparse(latent=(1, 8, 8), text=16, sparsity=0.0)
 
 
@@ -39,23 +39,23 @@ def backends(pipe):
     ],
 )
 def test_it_runs_is_reported_and_removed(pipe, choice, note):
-    before, expected = backends(pipe), small_pipelines.draw(pipe)
+    before, expected = backends(pipe), small_pipelines.generate(pipe)
     with tritium.optimize(pipe, plan(**choice)) as handle:
         assert backends(pipe) != before
-        torch.testing.assert_close(small_pipelines.draw(pipe), expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(small_pipelines.generate(pipe), expected, atol=1e-4, rtol=1e-4)
         assert note in str(handle)
         (part,) = (part for part in handle.report.to_dict()["components"] if part["name"] == "transformer")
         (data,) = part["techniques"].values()
         assert data["layers"] == 2
     assert backends(pipe) == before
-    assert torch.equal(small_pipelines.draw(pipe), expected)
+    assert torch.equal(small_pipelines.generate(pipe), expected)
 
 
 def test_compiled_attention_is_the_same(pipe):
-    expected = small_pipelines.draw(pipe)
+    expected = small_pipelines.generate(pipe)
     compiled = plan().with_(components={"vae": "eager"}, attention="math")
     with tritium.optimize(pipe, compiled) as handle:
-        torch.testing.assert_close(small_pipelines.draw(pipe), expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(small_pipelines.generate(pipe), expected, atol=1e-4, rtol=1e-4)
         assert "as one program" in str(handle)
         assert "attention by math" in str(handle)
 

@@ -100,7 +100,7 @@ def output(pipe):
 
     pipe.scheduler.step = keep
     try:
-        small_pipelines.draw(pipe)
+        small_pipelines.generate(pipe)
     finally:
         pipe.scheduler.step = step
     return captured[0]
@@ -162,7 +162,7 @@ def test_wrong_plans_raise_when_they_are_made(fields, message):
 
 def test_the_page_of_the_report_shows_it(pipe, tmp_path):
     with tritium.optimize(pipe, plan_of(scale=True)) as handle:
-        small_pipelines.draw(pipe)
+        small_pipelines.generate(pipe)
         handle.report.to_html(tmp_path / "report.html")
     assert "output times 2" in (tmp_path / "report.html").read_text()
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 import tritium
-from support.channels_last import EAGER, ON, STATIC_IF_THOROUGH, Stack, compile_eagerly, entry_of, picture
+from support.channels_last import EAGER, ON, STATIC_IF_THOROUGH, Stack, compile_eagerly, entry_of, image
 from support.fidelity import assert_no_worse
 from support.small_vaes import SMALL_VAES
 from support.zoo.codec import CODECS
@@ -170,7 +170,7 @@ class TestDecline:
     def test_a_cpu_declines(self):
         compiled = compile_eagerly(Stack())
         with torch.no_grad():
-            compiled(picture())
+            compiled(image())
         assert entry_of(compiled)["declined"] == channels_last.ON_A_CPU
         assert not entry_of(compiled)["changed"]
 
@@ -186,7 +186,7 @@ class TestDecline:
 def test_the_report_says_it_in_words():
     compiled = compile_eagerly(nn.Sequential(Stack(), nn.Conv2d(8, 8, 3, groups=8)))
     with torch.no_grad():
-        compiled(picture())
+        compiled(image())
     text = str(tritium.explain(compiled))
     assert "3 of 4 convolutions channels-last; activations converted 1x in, 1x out (for 1x conv2d)" in text
     assert f"1x left alone: {region.GROUPED}" in text
@@ -195,7 +195,7 @@ def test_the_report_says_it_in_words():
 @pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize("rank", [2, 3])
 def test_compiled_by_inductor(rank):
-    model, x = Stack(rank), picture(rank)
+    model, x = Stack(rank), image(rank)
     exact = copy.deepcopy(model).double()
     compiled = torch.compile(model, backend=tritium.Backend(ON))
     with torch.inference_mode():
@@ -265,7 +265,7 @@ import torch.utils._triton
 torch.utils._triton.triton_hash_with_backend = lambda *args, **kwargs: "none"
 from torch._inductor.graph import GraphLowering
 import tritium
-from support.channels_last import Stack, picture
+from support.channels_last import Stack, image
 from tritium.compiler.passes import channels_last
 channels_last.decline = lambda *_: None
 texts = []
@@ -279,7 +279,7 @@ found = dict(convolutions={{}}, copies={{}}, channels_last={{}})
 for rank in (2, 3):
     torch._dynamo.reset()
     texts.clear()
-    x = picture(rank)
+    x = image(rank)
     torch._dynamo.mark_dynamic(x, (rank, rank + 1))
     compiled = torch.compile(Stack(rank), backend=tritium.Backend(), options=options)
     with torch.no_grad():

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tritium
-from support.channels_last import EAGER, STATIC_IF_THOROUGH, Stack, compile_eagerly, entry_of, picture
+from support.channels_last import EAGER, STATIC_IF_THOROUGH, Stack, compile_eagerly, entry_of, image
 from support.fidelity import assert_no_worse
 from support.freezing import count_freezing
 from tritium.compiler.passes import freezing
@@ -34,7 +34,7 @@ class TestWeights:
     @pytest.mark.parametrize("enable_freezing", [False, True])
     @pytest.mark.parametrize("change", CHANGES)
     def test_a_change_is_seen(self, change, enable_freezing):
-        model, x = Stack(), picture()
+        model, x = Stack(), image()
         compiled = torch.compile(model, backend=tritium.Backend(EAGER.with_(enable_freezing=enable_freezing)))
         with torch.inference_mode():
             before = compiled(x)
@@ -47,7 +47,7 @@ class TestWeights:
         assert not torch.equal(before, after)
 
     def test_they_are_laid_out_once(self, monkeypatch):
-        model, x = Stack(), picture()
+        model, x = Stack(), image()
         runs = count_freezing(monkeypatch)
         compiled = compile_eagerly(model)
         with torch.inference_mode():
@@ -62,12 +62,12 @@ class TestWeights:
 
         compiled = compile_eagerly(Scaled())
         with torch.no_grad():
-            compiled(picture())
+            compiled(image())
         sources = [source for entry in tritium.explain(compiled).frozen for source in entry["sources"]]
         assert sources == [f"self.convs.{index}.weight" for index in range(3)]
 
     def test_equal_blocks_keep_their_own(self):
-        one, other, x = Stack(), Stack(), picture()
+        one, other, x = Stack(), Stack(), image()
         with torch.no_grad():
             expected = one(x), other(x)
             for model in (one, other):
@@ -76,7 +76,7 @@ class TestWeights:
                 torch.testing.assert_close((one(x), other(x)), expected)
 
     def test_those_that_are_channels_last_stay(self):
-        model, x = Stack().to(memory_format=torch.channels_last), picture()
+        model, x = Stack().to(memory_format=torch.channels_last), image()
         compiled = compile_eagerly(model)
         with torch.no_grad():
             torch.testing.assert_close(compiled(x), model(x))
@@ -85,7 +85,7 @@ class TestWeights:
 
     def test_untracked_ones_are_converted_on_every_call(self):
         with torch.inference_mode():
-            model, x = Stack(), picture()
+            model, x = Stack(), image()
             compiled = compile_eagerly(model)
             torch.testing.assert_close(compiled(x), model(x))
             model.convs[0].weight.mul_(2)
@@ -94,7 +94,7 @@ class TestWeights:
 
     def test_a_fused_lora_is_seen(self):
         peft = pytest.importorskip("peft")
-        model, x = Stack(), picture()
+        model, x = Stack(), image()
         config = peft.LoraConfig(r=2, target_modules=["convs.0", "convs.2"], init_lora_weights=False)
         peft.inject_adapter_in_model(config, model)
         with torch.no_grad():
@@ -181,7 +181,7 @@ class TestWhatFollows:
             def forward(self, x):
                 return AFTER[after](super().forward(x))
 
-        model, x = Model(), picture()
+        model, x = Model(), image()
         with torch.no_grad():
             expected = model(x.clone())
             compiled = compile_eagerly(model, dynamic=dynamic)
@@ -209,7 +209,7 @@ class TestWhatFollows:
         ids=["relu_", "elu in place", "views", "cat", "written copy", "layer norm", "squeeze and excite", "reflect"],
     )
     def test_between_two_convolutions(self, between, dynamic):
-        model, x = Stack(between=between), picture()
+        model, x = Stack(between=between), image()
         exact = copy.deepcopy(model).double()
         compiled = compile_eagerly(model, dynamic=dynamic)
         with torch.no_grad():
@@ -240,7 +240,7 @@ class TestWhatFollows:
                 y = super().forward(x)
                 return y, AFTER[after](y), y.permute(0, 2, 3, 1).contiguous()
 
-        model, x = Model(), picture()
+        model, x = Model(), image()
         with torch.no_grad():
             actual, expected = compile_eagerly(model)(x), model(x)
             for results in (actual, expected):
@@ -265,7 +265,7 @@ def convolutions(count, **options):
     return nn.Sequential(*(nn.Conv2d(8, 8, 3, padding=1, **options) for _ in range(count)))
 
 
-# What lies between the two convolutions is no picture.
+# What lies between the two convolutions is no image.
 APART = nn.Sequential(*convolutions(1), nn.Flatten(1), nn.Softmax(1), nn.Unflatten(1, (8, 6, 8)), *convolutions(1))
 
 
@@ -273,12 +273,12 @@ APART = nn.Sequential(*convolutions(1), nn.Flatten(1), nn.Softmax(1), nn.Unflatt
 @pytest.mark.parametrize(
     ("model", "x", "reason"),
     [
-        (convolutions(1), picture(), region.ALONE),
-        (APART, picture(), region.ALONE),
+        (convolutions(1), image(), region.ALONE),
+        (APART, image(), region.ALONE),
         (nn.Conv1d(8, 8, 3), torch.randn(2, 8, 9), "no 2-D or 3-D convolution"),
-        (convolutions(2, groups=2), picture(), region.GROUPED),
-        (convolutions(2).double(), picture().double(), "float64"),
-        (convolutions(2), picture()[0], region.NO_BATCH),
+        (convolutions(2, groups=2), image(), region.GROUPED),
+        (convolutions(2).double(), image().double(), "float64"),
+        (convolutions(2), image()[0], region.NO_BATCH),
     ],
 )
 def test_a_graph_is_left_alone_for_a_reason(model, x, reason):
@@ -290,7 +290,7 @@ def test_a_graph_is_left_alone_for_a_reason(model, x, reason):
 
 @pytest.mark.usefixtures("anywhere")
 def test_autocast_cannot_be_followed():
-    model, x = Stack(), picture()
+    model, x = Stack(), image()
 
     def function(x):
         with torch.autocast("cpu", torch.bfloat16):
@@ -307,5 +307,5 @@ def test_autocast_cannot_be_followed():
 @pytest.mark.usefixtures("anywhere")
 def test_gradients_are_left_alone():
     compiled = compile_eagerly(Stack())
-    compiled(picture()).sum().backward()
+    compiled(image()).sum().backward()
     assert [entry["name"] for entry in tritium.explain(compiled).passes] == ["fuse"]

@@ -25,7 +25,7 @@ def norm_and_convolution():
     return nn.Sequential(nn.GroupNorm(4, 8), nn.SiLU(), nn.Conv2d(8, 3, 3, padding=1)).eval().requires_grad_(False)
 
 
-def picture(height, width):
+def image(height, width):
     return torch.randn(1, 8, height, width, generator=torch.Generator().manual_seed(height))
 
 
@@ -36,7 +36,7 @@ def from_pixels(x):
 
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_a_batch_s_stride_that_pytorch_takes_for_contiguous(dynamic):
-    module, x = norm_and_convolution(), from_pixels(picture(6, 6))
+    module, x = norm_and_convolution(), from_pixels(image(6, 6))
     assert x.stride() == (8, 1, 48, 8)
     fast = compiled(module, dynamic)
     assert_same(fast(x), module(x))
@@ -45,7 +45,7 @@ def test_a_batch_s_stride_that_pytorch_takes_for_contiguous(dynamic):
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_what_lies_as_usual_is_still_fused(layout):
-    module, x = norm_and_convolution(), picture(6, 6).contiguous(memory_format=layout)
+    module, x = norm_and_convolution(), image(6, 6).contiguous(memory_format=layout)
     fast = compiled(module)
     assert_same(fast(x), module(x))
     assert tritium.explain(fast).sites["group_norm_silu"].fused == 1
@@ -57,7 +57,7 @@ def test_strides_must_be_equal_at_every_size_of_a_graph():
     def function(x, weight):
         return F.conv2d(F.silu(F.group_norm(x, 4)), weight)
 
-    x, weight = picture(6, 5), torch.randn(3, 8, 1, 1)
+    x, weight = image(6, 5), torch.randn(3, 8, 1, 1)
     for dynamic in (True, False):
         torch._dynamo.reset()
         fast = compiled(function, dynamic)
@@ -70,13 +70,13 @@ def test_strides_must_be_equal_at_every_size_of_a_graph():
 @pytest.mark.parametrize(
     "x",
     [
-        picture(6, 6),
-        from_pixels(picture(6, 6)),
-        picture(6, 8)[..., ::2],
-        picture(6, 6)[:, 2:5],
+        image(6, 6),
+        from_pixels(image(6, 6)),
+        image(6, 8)[..., ::2],
+        image(6, 6)[:, 2:5],
         torch.randn(1, 8, 1, 1).expand(2, 8, 3, 3),
-        picture(6, 6)[:, :, :0],
-        picture(6, 8)[:0, ..., ::2],
+        image(6, 6)[:, :, :0],
+        image(6, 8)[:0, ..., ::2],
     ],
 )
 def test_inputs_are_copied_as_they_lie(x):
