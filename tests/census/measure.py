@@ -16,7 +16,17 @@ from support.zoo.model import ZooModel
 from tritium.report import Report
 from tritium.report.records import SiteCounts
 
-FAMILIES = ("rms_norm", "rope", "adalayernorm", "gelu", "mul_add", "group_norm_silu", "linear_gelu", "cat_linear")
+FAMILIES = (
+    "rms_norm",
+    "rope",
+    "adalayernorm",
+    "gelu",
+    "mul_add",
+    "group_norm_silu",
+    "linear_gelu",
+    "cat_linear",
+    "attention",
+)
 # The longest way from the operation that is counted to the end of its site: a norm over channels, with the SiLU after it.
 STEPS = 5
 EAGER = tritium.CompilationConfig(engine="eager")

@@ -134,7 +134,7 @@ def test_what_mochi_has_outside_graphs():
     # The blocks' attention breaks: its 8 norms share 2 graphs, its 4 RoPEs one, its SDPA (once a sample) is in none.
     live, found = truth(ZOO["mochi"]).live, captured(ZOO["mochi"])
     missing = {family: live[family] - found[family] for family in live if live[family] != found[family]}
-    assert missing == {"rms_norm": 6, "rope": 3, "sdpa": 4}
+    assert missing == {"rms_norm": 6, "rope": 3, "attention": 4}
 
 
 @pytest.mark.parametrize("name", [model.name for model in ZOO.values() if model.repeated_blocks])

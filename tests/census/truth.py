@@ -40,7 +40,7 @@ FAMILIES = (
     "linear_gelu",
     "cat_linear",
     "layer_norm",
-    "sdpa",
+    "attention",
 )
 # `gelu` is the sum of these.
 GELU_PARTS = ("plain_gelu", "geglu", "swiglu")
@@ -48,7 +48,7 @@ GELU_PARTS = ("plain_gelu", "geglu", "swiglu")
 # cast often stands between the two, which are then no pair.
 EMBEDDING = "cat_linear_embedding"
 
-OPERATORS = {"rms_norm": "rms_norm", "layer_norm": "layer_norm", "scaled_dot_product_attention": "sdpa"}
+OPERATORS = {"rms_norm": "rms_norm", "layer_norm": "layer_norm", "scaled_dot_product_attention": "attention"}
 PAIRS = {("silu", "group_norm"): "group_norm_silu", ("gelu", "linear"): "linear_gelu", ("linear", "cat"): "cat_linear"}
 
 Counts = dict[str, int]

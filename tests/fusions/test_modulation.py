@@ -286,6 +286,7 @@ SWITCHES = {
     "enable_adalayernorm": ("adalayernorm", lambda x, s: layer(x) * (1 + s) + s),
     "enable_fast_gelu": ("gelu", lambda x, s: F.silu(x) * x.exp()),
     "enable_group_norm_silu": ("group_norm_silu", lambda x, s: F.silu(F.group_norm(x, 7))),
+    "enable_attention": ("attention", lambda x, s: F.scaled_dot_product_attention(*(x[:, None],) * 3)),
     "enable_wide_attention": (
         "wide_attention",
         lambda x, s: F.scaled_dot_product_attention(*(x.repeat(1, 1, 20).unflatten(-1, (1, 320)).transpose(1, 2),) * 3),

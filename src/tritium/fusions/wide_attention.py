@@ -31,13 +31,19 @@ def accept(match: Match) -> bool:
     return isinstance(width, int) and width > wide_attention.WIDEST_FLASH
 
 
+def decline_dropout(match: Match) -> str | None:
+    dropout = match.bindings["dropout"]
+    is_off = not isinstance(dropout, Expr | fx.Node) and dropout == 0
+    return None if is_off else "the attention drops weights at random"
+
+
 def decline(match: Match) -> str | None:
     """Decline every variant but plain attention."""
     bound = match.bindings
     if bound["mask"] is not None:
         return "the attention has a mask"
-    if isinstance(bound["dropout"], Expr | fx.Node) or bound["dropout"] != 0:
-        return "the attention drops weights at random"
+    if reason := decline_dropout(match):
+        return reason
     if bound["causal"] is not False:
         return "the attention is causal"
     if bound["grouped"] is not False:
@@ -59,6 +65,7 @@ FUSION = Fusion(
     name="wide_attention",
     families=("wide_attention",),
     spellings=(ATTENTION,),
+    before=("attention",),
     rounds=False,
     replacement=wide_attention.OP,
     accept=accept,

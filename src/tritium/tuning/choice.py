@@ -1,8 +1,9 @@
 """Choose the provider of a site, with the reason.
 
 1. pinned           `force_provider` names one
-2. engine `eager`   the op's reference
-3. first use        an op that may be measured at its first call: see `first_use`
+2. first use        an op that is measured at its first call: the winner of a stored verdict, on a GPU and unless the engine
+                    is `eager`; without a verdict, or if the preferred provider wins, Inductor
+3. engine `eager`   the op's reference
 4. tables           the provider with the shortest measured device and host time at this shape, or the shortest time
                     predicted from measured shapes nearby
 5. otherwise        Inductor: the region is left unchanged
@@ -24,12 +25,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
 from tritium import ops
 from tritium.config import CompilationConfig
 from tritium.errors import ProviderError, nearest
 from tritium.ops import INDUCTOR, REFERENCE, Arguments, Op
 from tritium.tuning import tables
-from tritium.tuning.first_use import choose_at_first_use, key_of
+from tritium.tuning.first_use import choose_from_tables, key_of
 from tritium.tuning.tables import INDUCTOR_LIMITS, Machine, ReductionLimits
 from tritium.tuning.verdict import LONG, Cost, Key, Site, Verdict
 
@@ -65,10 +68,10 @@ def choose(op: Op, arguments: Mapping[str, Any], config: CompilationConfig, devi
     pinned = config.provider_for(op.name)
     if pinned is not None:
         return _pinned(op, pinned, bound, config)
+    if op.trial is not None and op.trial.first_use is not None:
+        return _by_first_use(op, bound, config, device_type)
     if config.engine == "eager":
         return Decision(REFERENCE, "engine 'eager' runs the op's reference")
-    if op.trial is not None and op.trial.first_use is not None:
-        return Decision(*choose_at_first_use(op, bound))
     declines = ops.declines(op, bound)
     able = [name for name, reason in declines.items() if reason is None]
     if not able:
@@ -88,6 +91,22 @@ def choose(op: Op, arguments: Mapping[str, Any], config: CompilationConfig, devi
         replayed=config.graphs != "off" or not on_gpu,
         predicts=on_gpu,
     )
+
+
+def _by_first_use(op: Op, arguments: Arguments, config: CompilationConfig, device_type: str) -> Decision:
+    """Choose by stored verdicts alone: a compilation measures nothing, and without a verdict it changes nothing."""
+    assert op.trial is not None
+    assert op.trial.first_use is not None
+    if config.engine == "eager":
+        return Decision(INDUCTOR, f"engine 'eager' runs {op.name} as the model calls it")
+    if device_type != "cuda":
+        return _decision(INDUCTOR, f"providers of {op.name} are chosen on a GPU")
+    provider, why = choose_from_tables(op, arguments, torch.device(device_type))
+    if provider is None:
+        return _decision(INDUCTOR, why)
+    if provider == op.trial.first_use.preferred:
+        return _decision(INDUCTOR, f"{provider} is what the model calls; {why}")
+    return Decision(provider, why)
 
 
 def decide(

@@ -2,7 +2,8 @@
 
 A verdict comes from memory or the user's table, otherwise from a measurement: in a thread without modes of the caller,
 under the GPU's lock, and stored for later processes. If nothing can be measured, the shipped table decides, then the
-op's default. `once` remembers the choice for identical calls. A graph in which the choice was made by tracing has
+op's default; in a graph that a backend compiles, only stored verdicts count, and without one the site is left as it is.
+`once` remembers the choice for identical calls. A graph in which the choice was made by tracing has
 `identity(op)` in its cache key, for example as an argument of the traced operator.
 """
 
@@ -61,19 +62,37 @@ def choose_at_first_use(op: Op, arguments: Arguments, *, measures: bool = True) 
 
     With `measures`, the user's verdicts count, and a missing one is measured; otherwise only shipped ones do.
     """
-    key, where = key_of(op, arguments), _tensors(arguments)[0].device
-    declines = ops.declines(op, arguments)
+    key, declines = key_of(op, arguments), ops.declines(op, arguments)
+    verdict = _measured(op, key, arguments, declines) if measures else None
+    provider, why = _winner(key, declines, Machine.of(_tensors(arguments)[0].device), verdict)
+    return provider or _first_use_of(op).default(arguments), why
+
+
+def choose_from_tables(op: Op, arguments: Arguments, where: torch.device) -> tuple[str | None, str]:
+    """Return the provider that a stored verdict selects, the user's before a shipped one, or None; measure nothing."""
+    key, versions = key_of(op, arguments), dict(_first_use_of(op).versions())
+    verdict = recall(where, key, versions) or recall(where, _while_compiling(key), versions)
+    return _winner(key, ops.declines(op, arguments), Machine.of(where), verdict)
+
+
+def _winner(
+    key: Key, declines: Mapping[str, str | None], machine: Machine, measured: Verdict | None
+) -> tuple[str | None, str]:
+    """Return the fastest provider that takes the arguments, by a verdict or else the shipped one, and the reason."""
     able = [name for name, reason in declines.items() if reason is None]
-    verdict, origin = None, "measured on this machine"
-    if measures:
-        verdict = _measured(op, key, arguments, declines)
+    verdict, origin = measured, "measured on this machine"
     # A compiled graph can need more than the call that was measured, such as symbolic sizes: the winner may decline.
     if verdict is None or verdict.fastest(able) is None:
-        verdict, origin = tables.shipped(Machine.of(where)).rows.get(key), "shipped"
+        verdict, origin = tables.shipped(machine).rows.get(key), "shipped"
     provider = verdict.fastest(able) if verdict is not None else None
     if verdict is None or provider is None:
-        return _first_use_of(op).default(arguments), f"{op.name} was not measured for {key.shape}"
+        return None, f"{key.op} was not measured for {key.shape}"
     return provider, f"{origin}: {', '.join(f'{name} {ms:.3g} ms' for name, ms in verdict.ms.items())}"
+
+
+def _while_compiling(key: Key) -> Key:
+    """Return the key of verdicts without the providers that start a compiler: only compilations read it."""
+    return replace(key, shape=f"{key.shape} {COMPILING}")
 
 
 def _measured(op: Op, key: Key, arguments: Arguments, declines: Mapping[str, str | None]) -> Verdict | None:
@@ -89,8 +108,7 @@ def _measured(op: Op, key: Key, arguments: Arguments, declines: Mapping[str, str
     reasons = declines
     if first.skip is not None:
         reasons = {name: reason or first.skip(name, arguments, compiling) for name, reason in declines.items()}
-    # Providers that start a compiler are missing in the verdict of a compilation: only compilations read it.
-    exact = replace(key, shape=f"{key.shape} {COMPILING}") if compiling else key
+    exact = _while_compiling(key) if compiling else key
     return recall(where, exact, versions, lambda: compare_alone(op, exact, create, reasons, where))
 
 
