@@ -41,6 +41,11 @@ class TestCatalogue:
             assert member.name == name
         assert len({member.config for member in techniques.catalog().values()}) == len(techniques.catalog())
 
+    def test_configs_are_names_of_the_package(self):
+        assert (techniques.ChannelsLast, techniques.Graphs) == (ChannelsLast, Graphs)
+        with pytest.raises(AttributeError, match="did you mean 'Graphs'"):
+            techniques.Graph  # noqa: B018 - the access raises
+
     @pytest.mark.parametrize(
         ("fields", "message"),
         [

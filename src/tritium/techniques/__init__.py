@@ -41,6 +41,14 @@ def catalog() -> dict[str, Technique[Any, Any]]:
     return {name: entry.value for name, entry in _entries().items()}
 
 
+def __getattr__(name: str) -> Any:
+    """Return the config of a technique by its class name, as in `from tritium.techniques import Graphs`."""
+    configs = {} if name.startswith("_") else {entry.config.__name__: entry.config for entry in catalog().values()}
+    if name not in configs:
+        raise AttributeError(f"module 'tritium.techniques' has no attribute {name!r}; {nearest(name, configs)}")
+    return configs[name]
+
+
 def files() -> list[Path]:
     """Return the files of all techniques and plug-ins: part of the fingerprint of a recipe."""
     return [*sorted(Path(__file__).parent.rglob("*.py")), *(entry.file for entry in _entries().values())]
