@@ -98,12 +98,18 @@ class Handle:
             if spec.name not in shared or shared[spec.name].choice == claims.PASSIVE:
                 hooks.check(spec)
         self.artifacts = _load(compiled_before, pipe)
-        for part, spec in zip(self._parts, specs, strict=True):
-            if part.name not in shared:
-                part.why = "" if plan.choice(part.name) is not None else spec.left
-                if part.name in to_measure:
-                    part.before_first = self._decision(part)
-            part.claim(self, spec, chosen[part.name])
+        try:
+            for part, spec in zip(self._parts, specs, strict=True):
+                if part.name not in shared:
+                    part.why = "" if plan.choice(part.name) is not None else spec.left
+                    if part.name in to_measure:
+                        part.before_first = self._decision(part)
+                part.claim(self, spec, chosen[part.name])
+        except BaseException:
+            # A technique may raise while it is applied: leave the pipeline as it was.
+            for part in self._parts:
+                part.release(self)
+            raise
         self._active = True
 
     @property

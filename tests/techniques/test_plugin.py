@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import tritium
 from support import small_pipelines
+from support.changed import changed
 from tritium import Choice, CompilationConfig, Plan, techniques
 from tritium.bench import recipes
 from tritium.bench.generation import Job
@@ -144,6 +145,48 @@ def test_parts_without_it_say_why_and_a_choice_is_refused(pipe):
     with pytest.raises(PipelineError, match=r"vae\.decode cannot have scale=Scale\(factor=2\.0\): it scales denoisers"):
         tritium.optimize(pipe, wrong)
     assert not hasattr(pipe.transformer, "scaled_by")
+
+
+def test_a_technique_that_needs_the_scheduler(pipe):
+    seen = []
+
+    def keep(part, config):
+        seen.append(part.schedulers)
+
+    fields = {
+        "needs_scheduler": True,
+        "applies_to": lambda part, config: None,
+        "apply": keep,
+        "remove": lambda *_: None,
+    }
+    model, named = pipe.transformer, plan_of(components={"model": Choice(scale=True)})
+    with changed(SCALE, **fields):
+        with tritium.optimize(pipe, plan_of(components={"transformer": Choice(scale=True)})):
+            assert seen == [(pipe.scheduler,)]
+        with pytest.raises(
+            PipelineError, match=r"it needs the scheduler; pass tritium\.optimize\(model, plan, scheduler"
+        ):
+            tritium.optimize(model, named)
+        with tritium.optimize(model, named, scheduler="a scheduler"):
+            assert seen[1:] == [("a scheduler",)]
+    with pytest.raises(ConfigError, match="this pipeline has its own"):
+        tritium.optimize(pipe, scheduler="a scheduler")
+
+
+def test_a_technique_that_fails_leaves_everything_as_it_was(pipe):
+    def broken(part, config):
+        raise RuntimeError("no memory")
+
+    with changed(SCALE, apply=broken), pytest.raises(RuntimeError, match="no memory"):
+        tritium.optimize(pipe, plan_of(scale=True, channels_last=False))
+    calls = [module._compiled_call_impl for module in (pipe.transformer, pipe.vae.decoder, pipe.text_encoder)]
+    assert calls == [None] * 3
+    with tritium.optimize(pipe, plan_of(components={"vae": "eager"})) as handle:
+        with changed(SCALE, apply=broken), pytest.raises(RuntimeError, match="no memory"):
+            handle.use({"transformer": Choice(scale=True)})
+        assert handle.choices["transformer"] == Choice()
+        handle.use({"transformer": Choice(scale=True)})
+        assert pipe.transformer.scaled_by == 2.0
 
 
 @pytest.mark.parametrize(
