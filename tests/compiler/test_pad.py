@@ -133,7 +133,7 @@ class TestRefusals:
         ("dims", "mask", "message"),
         [
             ({"encoder_hiden_states": {1: (4,)}}, None, "did you mean 'encoder_hidden_states'"),
-            ({"encoder_hidden_states": {1: ()}}, None, "whole numbers above 0"),
+            ({"encoder_hidden_states": {1: ()}}, None, "integers above 0"),
             ({"encoder_hidden_states": {1: (4,)}}, "attention", "has no argument 'attention'"),
             ({"encoder_hidden_states": {1: (4,)}}, {"hidden_states": "encoder_attention_mask"}, "is not padded"),
             ({"encoder_hidden_states": {1: (4,), 2: (8,)}}, None, "one dim of it can be padded"),

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from PIL import Image
+from torch._dynamo.backends import registry
 
 import tritium
 from support import scripts
@@ -19,9 +20,18 @@ def load(name):
     return scripts.load(f"examples/{name}.py")
 
 
+def forget_entry_point():
+    sys.modules.pop("tritium.compiler.entry", None)
+    registry._COMPILER_FNS.pop("tritium", None)
+
+
 @pytest.fixture
 def engine_eager(monkeypatch):
+    """Engine `eager`, also for `backend="tritium"`, which reads the environment once a process."""
     monkeypatch.setenv("TRITIUM_ENGINE", "eager")
+    forget_entry_point()
+    yield
+    forget_entry_point()
 
 
 @pytest.mark.parametrize("path", [*EXAMPLES, *PLUGIN], ids=lambda path: path.stem)

@@ -110,7 +110,7 @@ LINEAR = nn.Linear(2, 2)
         (lambda: tritium.Backend(fusions=[3]), ConfigError, r"fusions=\.\.\.\) takes several Fusion values, got a int"),
         (lambda: tritium.Backend(passes=3), ConfigError, r"passes=\.\.\.\) takes several Pass values"),
         (lambda: tritium.Backend(passes=[len]), ConfigError, r"takes several Pass values"),
-        (lambda: CompilationConfig(force_provider={3: "x", "a": "b"}), ConfigError, "must map op names"),
+        (lambda: CompilationConfig(force_provider={3: "x", "a": "b"}), ConfigError, "must map names to names"),
         (lambda: tritium.compile(LINEAR, dynamic_dims={"input": 0}), ShapeError, "must be a list of dims, got 0"),
         (lambda: tritium.compile(LINEAR, dynamic_dims=["input"]), ShapeError, "dynamic_dims maps"),
         (lambda: tritium.compile(LINEAR, dynamic_dims={3: [0]}), ShapeError, "named by a string"),
@@ -118,7 +118,8 @@ LINEAR = nn.Linear(2, 2)
         (lambda: tritium.pad_to(LINEAR, {"input": {}}, mask="m"), ConfigError, "no dim is named"),
         (lambda: tritium.pad_to(LINEAR, {"input": (2,)}, mask="m"), ConfigError, "takes dims as"),
         (lambda: tritium.pad_to(LINEAR, {"input": {"a": (2,)}}, mask="m"), ConfigError, "must be an integer"),
-        (lambda: tritium.pad_to(LINEAR, {"input": {0: 3.5}}, mask="m"), ShapeError, "whole numbers above 0"),
+        (lambda: tritium.pad_to(LINEAR, {"input": {0: 3.5}}, mask="m"), ConfigError, "pad_to takes dims as"),
+        (lambda: tritium.pad_to(LINEAR, {"input": {0: [3.5]}}, mask="m"), ShapeError, "integers above 0"),
         (lambda: tritium.optimize(None), PipelineError, "takes a DiffusionPipeline or an nn.Module, got NoneType"),
     ],
 )

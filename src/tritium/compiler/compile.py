@@ -130,6 +130,8 @@ def _check_names(signature: inspect.Signature, dynamic_dims: DynamicDims) -> Non
     names = list(signature.parameters)
     open_ended = any(part.kind is part.VAR_KEYWORD for part in signature.parameters.values())
     for path, dims in dynamic_dims.items():
+        if not isinstance(path, str):
+            raise ShapeError(f"dynamic_dims: an argument is named by a string, got {path!r}")
         name = path.split(".")[0]
         if name not in names and not open_ended:
             raise ShapeError(f"dynamic_dims names {name!r}, which is no argument; {nearest(name, names)}")

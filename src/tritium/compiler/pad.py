@@ -179,9 +179,11 @@ def _buckets(dims: Any) -> dict[str, dict[int, tuple[int, ...]]]:
     if not found or not all(found.values()):
         raise ConfigError(f"pad_to: no dim is named, so nothing would be padded; write {FORM}")
     for name, of_name in found.items():
-        for sizes in of_name.values():
+        for dim, sizes in of_name.items():
+            if not isinstance(dim, int):
+                raise ConfigError(f"pad_to: a dim of {name!r} must be an integer, got {dim!r}")
             if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
-                raise ShapeError(f"pad_to: the sizes of {name!r} must be whole numbers above 0, got {sizes!r}")
+                raise ShapeError(f"pad_to: the sizes of {name!r} must be integers above 0, got {sizes!r}")
     return found
 
 
