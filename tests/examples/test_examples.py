@@ -20,18 +20,12 @@ def load(name):
     return scripts.load(f"examples/{name}.py")
 
 
-def forget_entry_point():
-    sys.modules.pop("tritium.compiler.entry", None)
-    registry._COMPILER_FNS.pop("tritium", None)
-
-
 @pytest.fixture
 def engine_eager(monkeypatch):
     """Engine `eager`, also for `backend="tritium"`, which reads the environment once a process."""
+    registry.lookup_backend("tritium")
     monkeypatch.setenv("TRITIUM_ENGINE", "eager")
-    forget_entry_point()
-    yield
-    forget_entry_point()
+    monkeypatch.setitem(registry._COMPILER_FNS, "tritium", tritium.Backend())
 
 
 @pytest.mark.parametrize("path", [*EXAMPLES, *PLUGIN], ids=lambda path: path.stem)
