@@ -227,6 +227,22 @@ def test_on_a_gpu(name, dynamic):
 
 
 @pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize(("name", "family"), [("kl_decoder", "group_norm_silu"), ("wan_decoder", "rms_norm")])
+def test_sites_are_recognised_as_without_the_pass(name, family):
+    sites = []
+    for enabled in (True, False):
+        torch._dynamo.reset()
+        config = EAGER.with_(pass_config=tritium.PassConfig(enable_channels_last=enabled))
+        compiled = torch.compile(CODECS[name].build(), backend=tritium.Backend(config))
+        with torch.no_grad():
+            compiled(**CODECS[name].inputs())
+        counts = tritium.explain(compiled).sites[family]
+        sites.append((counts.fused, counts.inductor, counts.declined))
+    assert sites[0] == sites[1]
+    assert sites[0][0] > 0
+
+
+@pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize("name", ["kl_decoder", "wan_decoder"])
 @pytest.mark.parametrize("dynamic", STATIC_IF_THOROUGH)
 def test_copies_after_aot(name, dynamic, monkeypatch):
