@@ -48,6 +48,17 @@ class TestEqualBlocks:
         (entry,) = check(model.requires_grad_(False))
         assert counts(entry) == (12, 5)
 
+    def test_another_processor_in_some_blocks_is_another_piece(self):
+        class Switched(Block):
+            def forward(self, x, temb):
+                return super().forward(x, temb) if self.plain else super().forward(x.relu(), temb)
+
+        model = model_of(Switched, 10)
+        for place, block in enumerate(model.blocks):
+            block.plain = place % 2 == 0
+        (entry,) = check(model)
+        assert counts(entry)[1] <= 6
+
     def test_a_model_inside_of_a_function_and_of_another_model(self):
         model = model_of(Block, 8)
         wrapped = Wrapper(model)

@@ -109,6 +109,15 @@ def test_a_change_of_weights_is_seen(change, mode):
     assert not torch.equal(before, after)
 
 
+def test_a_change_under_inference_mode_is_seen():
+    model, x = Freezes(), torch.randn(3, 8)
+    with torch.inference_mode():
+        compiled = compile_freezing(model)
+        compiled(x)
+        model.q.weight.mul_(3)
+        torch.testing.assert_close(compiled(x), model(x))
+
+
 def test_new_data_at_an_old_address_is_seen():
     """The allocator hands out the same memory again; the storage is another one all the same."""
     model, x = Freezes(), torch.randn(3, 8)
