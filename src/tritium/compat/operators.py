@@ -68,3 +68,27 @@ def multiply_into(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) ->
 def linear_gelu(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Return the tanh GELU of `F.linear(rows, weight, bias)`, computed in the product's epilogue on a GPU."""
     return torch._addmm_activation(bias, rows, weight.t(), use_gelu=True)
+
+
+def int8_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return `rows @ weight.T` of int8 [M, K] and [N, K] as int32."""
+    return torch._int_mm(rows, weight.t())
+
+
+def scaled_product(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    *,
+    fast: bool,
+) -> torch.Tensor:
+    """Return `rows @ weight.T` of float8 [M, K] and [N, K] with scales [M, 1] and [N, 1].
+
+    `fast` sums in the tensor cores' own precision. The first version of the operator: torch 2.11 cannot lower the second.
+    """
+    return torch._scaled_mm(
+        rows, weight.t(), scale, weight_scale.t(), bias=bias, out_dtype=out_dtype, use_fast_accum=fast
+    )
