@@ -54,7 +54,6 @@ def test_is_a_hashable_value():
         ({"graphs": "no"}, "graphs cannot be 'no'"),
         ({"safe_output_mode": False}, "applies to captured graphs"),
         ({"max_captures": 8}, "applies to captured graphs"),
-        ({"fidelity": "fast"}, "no lossy technique"),
         ({"fidelity": "exact"}, "write engine='eager' with it"),
         ({"force_tiling": "x"}, "'x' is not of the form kernel=tiling"),
         # Compilations do not measure.

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tritium import plugins as plugins
     from tritium.api import Handle as Handle
     from tritium.api import optimize as optimize
+    from tritium.budget import Budget as Budget
     from tritium.compiler.backend import Backend as Backend
     from tritium.compiler.compile import compile as compile
     from tritium.compiler.pad import pad_to as pad_to
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
     from tritium.report import Report as Report
     from tritium.report.explain import explain as explain
     from tritium.techniques.choice import Choice as Choice
+    from tritium.techniques.quantize import Quantize as Quantize
+    from tritium.techniques.quantize import Steps as Steps
 
 __version__ = "0.1.0"
 

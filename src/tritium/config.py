@@ -154,6 +154,12 @@ class PassConfig(_Group):
     enable_tiling_retry: bool = True
 
 
+class _Default(str):
+    """The default of a setting, distinguishable from an equal value that the user gave."""
+
+    __slots__ = ()
+
+
 @keywords_only
 @dataclass(frozen=True, kw_only=True)
 class CompilationConfig(_Group):
@@ -174,7 +180,7 @@ class CompilationConfig(_Group):
     graph_log_url: str | None = None
     pass_config: PassConfig = dataclasses.field(default_factory=PassConfig)
     engine: Literal["inductor", "eager"] = "inductor"
-    fidelity: Literal["exact", "close", "fast"] = "close"
+    fidelity: Literal["exact", "close", "fast"] = _Default("close")  # type: ignore[assignment]  # equal to "close"
     # Tilings by kernel name: "triton_poi_fused_add_0=2d", or a mapping kernel -> tiling. Stored as sorted pairs.
     force_tiling: str | Mapping[str, str] | tuple[tuple[str, str], ...] | None = None
     # A provider for every op, or a mapping op -> provider. Stored as sorted pairs so that the value is hashable.
@@ -203,8 +209,6 @@ class CompilationConfig(_Group):
             raise ConfigError(
                 "enable_freezing changes the graph, and graphs='only' captures it unchanged; write graphs='with_compile'"
             )
-        if self.fidelity == "fast":
-            raise ConfigError("fidelity='fast': this version has no lossy technique; write 'exact' or 'close'")
         if self.fidelity == "exact" and self.engine != "eager":
             raise ConfigError(
                 "fidelity='exact': code that Inductor generates is not bit-equal to eager; write engine='eager' with it"
@@ -213,6 +217,11 @@ class CompilationConfig(_Group):
             raise ConfigError(
                 "force_tiling applies to generated kernels, and engine='eager' generates none; drop one of them"
             )
+
+    @property
+    def states_fidelity(self) -> bool:
+        """True if the user gave the fidelity; a lossy technique changes it otherwise."""
+        return not isinstance(self.fidelity, _Default)
 
     def tiling_pins(self) -> tuple[tuple[str, str], ...]:
         """Return pairs of a kernel name and its pinned tiling."""

@@ -208,21 +208,3 @@ def cuda_version() -> str | None:
     """Return the version of CUDA that torch was built with, or None without CUDA."""
     version: str | None = torch.version.cuda
     return version
-
-
-@functools.cache
-def int8_products_exact() -> bool:
-    """Return True if a product of int8 matrices on the CPU is exact for the largest values.
-
-    Without VNNI instructions oneDNN adds pairs of products in 16 bits, which saturate without a message. CPU flags do not
-    tell: an environment variable limits the instructions that oneDNN uses.
-    """
-    # By name: the operator is private to torch, and `compat` imports this module.
-    product = getattr(torch, "_int_mm")  # noqa: B009
-    for rows in (1, 64):
-        left, right = torch.full((rows, 256), 127, dtype=torch.int8), torch.full((256, 64), 127, dtype=torch.int8)
-        left[:, ::3] = -127
-        for sign in (1, -1):
-            if not torch.equal(product(left, sign * right).long(), left.long() @ (sign * right).long()):
-                return False
-    return True

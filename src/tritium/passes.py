@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,11 +70,18 @@ class Pass:
     """One pass. `run` gets the graph from Dynamo and a context; it may change the graph in place.
 
     A plug-in declares one and names it in the entry point group `tritium.passes`, or passes it to
-    `tritium.Backend(passes=[...])`.
+    `tritium.Backend(passes=[...])`. It runs after the built-in passes, or with `early` before `fuse`, so that fusions
+    see what it wrote.
     """
 
     name: str
     run: Callable[[fx.Graph, PassContext], Outcome]
+    early: bool = False
+
+    def within(self, path: str) -> Pass:
+        """Return the pass for a module of the model that is compiled by itself, where names begin below its path."""
+        narrow = getattr(self.run, "within", None)
+        return self if narrow is None else replace(self, run=narrow(path))
 
     def file(self) -> Path | None:
         """Return the file whose text is part of the cache key."""

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
+_TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.int8: "i8",
+    torch.int32: "i32",
+}
 
 
 def compile_instead_of_launching(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +49,12 @@ def kept_in_float32(model: Any) -> set[str]:
     return set(getattr(model, "_keep_in_fp32_modules", None) or ())
 
 
+def precise_patterns(model: Any) -> list[str]:
+    """Return patterns of the names of modules that a class keeps in high precision, when it stores or casts weights."""
+    skipped = getattr(model, "_skip_layerwise_casting_patterns", None) or ()
+    return [*skipped, *map(re.escape, sorted(kept_in_float32(model)))]
+
+
 def _dispatcher() -> tuple[Any, Any]:
     try:
         module = importlib.import_module("diffusers.models.attention_dispatch")
@@ -56,3 +63,14 @@ def _dispatcher() -> tuple[Any, Any]:
             raise MissingExtra("diffusers", "diffusers", "set_attention") from error
         raise ArgumentError("this version of diffusers has no attention backends; 0.36 and later have them") from error
     return module.AttentionBackendName, module._AttentionBackendRegistry
+
+
+def step_of(scheduler: Any) -> int:
+    """Return the index of the step that a pipeline is in, from the scheduler's own count."""
+    index = scheduler.step_index
+    return 0 if index is None else int(index)
+
+
+def steps_of(scheduler: Any) -> int:
+    """Return the number of steps of the image."""
+    return len(scheduler.timesteps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -73,6 +74,22 @@ def linear_gelu(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) ->
 def int8_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return `rows @ weight.T` of int8 [M, K] and [N, K] as int32."""
     return torch._int_mm(rows, weight.t())
+
+
+@functools.cache
+def int8_products_are_exact() -> bool:
+    """Return True if a product of int8 matrices on the CPU is exact for the largest values.
+
+    Without VNNI instructions oneDNN adds pairs of products in 16 bits, which saturate without a message. CPU flags do not
+    tell: an environment variable limits the instructions that oneDNN uses.
+    """
+    for rows in (1, 64):
+        left, right = torch.full((rows, 256), 127, dtype=torch.int8), torch.full((64, 256), 127, dtype=torch.int8)
+        left[:, ::3] = -127
+        for sign in (1, -1):
+            if not torch.equal(int8_product(left, sign * right).long(), left.long() @ (sign * right.t()).long()):
+                return False
+    return True
 
 
 def scaled_product(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,6 +27,12 @@ class Merges:
             self._watch(module.BaseTunerLayer)
         return self.count
 
+    def watch(self) -> None:
+        """Watch merges from now on: import peft if it is installed."""
+        if importlib.util.find_spec("peft") is not None:
+            importlib.import_module("peft.tuners.tuners_utils")
+        self.now()
+
     def _watch(self, layer: type) -> None:
         for cls in _with_subclasses(layer):
             self._wrap(cls)
@@ -41,8 +50,11 @@ class Merges:
             wrap_once(cls, name, self._counted)
 
     def _counted(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # A linear that stores quantized bytes holds its weight again while it is written to.
+        unpacked = getattr(getattr(args[0], "base_layer", None), "unpacked", contextlib.nullcontext)
         try:
-            return original(*args, **kwargs)
+            with unpacked():
+                return original(*args, **kwargs)
         finally:
             self.count += 1
 

@@ -1,17 +1,18 @@
 """The stages of a compilation, in order.
 
 1. `channels_last`     convert regions of convolutions; before `fuse`, whose choice of kernels depends on strides
-2. `fuse`              recognise every fusion's sites; rewrite those with an owned provider
-3. `convolution_bias`  add biases of convolutions in the rewritten norms that follow them
-4. `plugins`           plug-ins' passes sorted by name, then those passed to the backend, in that order
-5. `freezing`          freeze the parameter-only part (enable_freezing), or the values in it that a pass marked
-6. `diagram`           keep a part of the graph before and after these stages, for the report
-7. `boundaries`        cut at boundary ops, if calls are captured: they run between the captured pieces
-8. `tiling_policy`     choose the policy by which `lower` tiles Triton kernels
-9. `reuse_blocks`      cut at repeated blocks, so that each distinct piece is lowered once
-10. `lower`            Inductor compiles what is not lowered yet, with the merged requests of the passes;
+2. `early_plugins`     early passes of plug-ins, of techniques (`quantize`) and of the backend: fusions see what they wrote
+3. `fuse`              recognise every fusion's sites; rewrite those with an owned provider
+4. `convolution_bias`  add biases of convolutions in the rewritten norms that follow them
+5. `plugins`           plug-ins' passes sorted by name, then those passed to the backend, in that order
+6. `freezing`          freeze the parameter-only part (enable_freezing), or the values in it that a pass marked
+7. `diagram`           keep a part of the graph before and after these stages, for the report
+8. `boundaries`        cut at boundary ops, if calls are captured: they run between the captured pieces
+9. `tiling_policy`     choose the policy by which `lower` tiles Triton kernels
+10. `reuse_blocks`     cut at repeated blocks, so that each distinct piece is lowered once
+11. `lower`            Inductor compiles what is not lowered yet, with the merged requests of the passes;
                        or engine `eager` runs the graph without code generation
-11. `capture`          capture each call as a static device graph and replay it (`graphs`)
+12. `capture`          capture each call as a static device graph and replay it (`graphs`)
 
 A graph that needs gradients, and one under graphs='only', stays as it is: stages that would change it do not run, and
 `fuse` only counts its sites.
@@ -62,10 +63,10 @@ def _builtin(builtin: Pass, *, keeps_graph: bool = False) -> Stage:
     return Stage(builtin.name, run, keeps_graph, builtin)
 
 
-def _run_plugins(c: Compilation) -> None:
+def _run_plugins(c: Compilation, *, early: bool) -> None:
     names = {stage.name for stage in PIPELINE if stage.builtin is not None}
     for entry in c.passes:
-        if entry.name not in names:
+        if entry.name not in names and entry.early == early:
             run_pass(c, entry)
 
 
@@ -101,9 +102,10 @@ def _lower(c: Compilation) -> None:
 
 PIPELINE: tuple[Stage, ...] = (
     _builtin(channels_last.PASS),
+    Stage("early_plugins", functools.partial(_run_plugins, early=True)),
     _builtin(fuse.PASS, keeps_graph=True),
     _builtin(convolution_bias.PASS),
-    Stage("plugins", _run_plugins),
+    Stage("plugins", functools.partial(_run_plugins, early=False)),
     Stage("freezing", _freeze),
     Stage("diagram", _keep_diagram),
     Stage("boundaries", split_at_boundaries, keeps_graph=True),

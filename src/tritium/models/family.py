@@ -11,13 +11,15 @@ class Family:
     """A denoiser's classes and its repeated blocks.
 
     `blocks` are the classes of its repeated blocks: equal blocks share one compilation. A family without blocks is
-    compiled as a whole. `left` are children that are not compiled, each with the reason.
+    compiled as a whole. `left` are children that are not compiled, each with the reason. `precise` are patterns of the names
+    of linears in blocks that quantization leaves in high precision.
     """
 
     name: str
     denoisers: tuple[str, ...]
     blocks: tuple[str, ...]
     left: Mapping[str, str] = field(default_factory=dict)
+    precise: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,10 @@ from typing import Any
 
 import torch
 
+from tritium import compat
+from tritium.ops import rms_norm
 from tritium.ops.op import Arguments, Draw, Op, Provider, Samples
+from tritium.ops.triton_launch import decline_tensors, dynamic_width, launch, with_dense_rows
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 
@@ -85,7 +88,7 @@ def reference(
         raise ValueError(f"a static scale is one number for the whole tensor, got shape {tuple(scale.shape)}")
     wide = rotated(x.to(torch.promote_types(x.dtype, torch.float32)), rotate)
     if scale is not None:
-        scale = scale.to(torch.float32).reshape(()).expand(*x.shape[:-1], 1)
+        scale = scale.to(torch.float32).reshape(()).expand(*x.shape[:-1], 1).contiguous()
         inverse = scale.reciprocal()
     else:
         largest = wide.abs().amax(-1, keepdim=True).to(torch.float32)
@@ -149,6 +152,8 @@ def results(given: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def run_inlined(given: Arguments) -> Any:
+    if compat.traced.statically_known(given.x.numel() == 0):
+        return results(given)
     return tuple(part.contiguous() for part in reference(**vars(given)))
 
 
@@ -157,6 +162,54 @@ def decline_inlined(given: Arguments) -> str | None:
     return None
 
 
+def run_triton(given: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    from tritium.ops.kernels.quantize_rows import quantize_rows_kernel
+
+    q, scale = results(given)
+    if compat.traced.statically_known(q.numel() == 0):
+        return q, scale
+    width = given.x.shape[-1]
+    rows = with_dense_rows(given.x.reshape(-1, width))
+    cut, options = launch_options(width, given.rotate)
+    launch(
+        quantize_rows_kernel,
+        (-(-rows.shape[0] // cut["ROWS"]),),
+        rows,
+        given.scale,
+        q,
+        scale,
+        rows.shape[0],
+        rows.stride(0),
+        STEPS=ROTATIONS.index(given.rotate),
+        FLOAT=given.dtype == FP8,
+        LARGEST=LARGEST[given.dtype],
+        WIDTH=width,
+        options=options,
+        **cut,
+    )
+    return q, scale
+
+
+def launch_options(width: int, group: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the tiling of rows of a width, which hold whole groups, and Triton's options."""
+    cut, options = rms_norm.launch_options(max(width, group, 16))
+    return {name: cut[name] for name in ("ROWS", "BLOCK")}, options
+
+
+def decline_triton(given: Arguments) -> str | None:
+    if given.dtype not in LARGEST or given.rotate not in ROTATIONS or given.x.dim() == 0:
+        return "the reference raises for these arguments"
+    width = given.x.shape[-1]
+    if reason := dynamic_width(width) or decline_tensors(given.x, given.scale):
+        return reason
+    if width > rms_norm.WHOLE_ROW or (given.rotate and width % given.rotate):
+        return f"the kernel holds whole rows of up to {rms_norm.WHOLE_ROW} columns, in whole groups"
+    if given.scale is not None and given.scale.dtype != torch.float32:
+        return f"the kernel takes a static scale in float32, not in {given.scale.dtype}"
+    return None
+
+
 # Inductor fuses the reference into the kernel that computes x: norm and modulation, or GELU.
 PROVIDER = Provider("inlined", "quantize_rows", run_inlined, decline_inlined, inlined=True)
-OP = Op("quantize_rows", reference, draw_samples, (PROVIDER,), results=results)
+TRITON = Provider("triton", "quantize_rows", run_triton, decline_triton, traced=True)
+OP = Op("quantize_rows", reference, draw_samples, (PROVIDER, TRITON), results=results)

@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the conventional name
 
 from tritium import compat, device
-from tritium.ops.op import Arguments, Draw, Op, Provider, Samples
+from tritium.ops.op import Arguments, Draw, Op, Provider, Samples, present
 from tritium.ops.quantize_rows import FP8, INT8
 from tritium.ops.quantize_rows import reference as quantize
+from tritium.ops.triton_launch import DTYPES, contiguous, decline_tensors, dynamic_width, launch, with_dense_rows
 
 ACTIVATIONS = ("none", "gelu_tanh")
 
@@ -26,6 +27,14 @@ INT8_ROWS = 16
 
 # Scales per row need a Hopper GPU; older ones have a scale per tensor.
 ROW_SCALES = (9, 0)
+
+# Tensor cores multiply float8 from here on.
+FP8_CORES = (8, 9)
+
+# Tiles of the Triton kernel, from large to small: rows, columns, warps, stages.
+TILES = ((128, 256, 8, 4), (128, 128, 8, 4), (64, 128, 4, 5), (64, 64, 4, 5))
+
+MULTIPROCESSORS = 132
 
 # CUDA 12.9 has no float8 product with fast sums for this many rows or fewer if K is large (pytorch/ao#4582).
 SLOW_SUMS = ("12.9", 256)
@@ -164,7 +173,7 @@ def decline_int_mm(given: Arguments) -> str | None:
     if where == "cpu":
         if compat.traced.statically_known(given.q.shape[-1] < 2):
             return "the product of PyTorch on a CPU is wrong for K = 1"
-        exact = device.int8_products_exact()
+        exact = compat.operators.int8_products_are_exact()
         return None if exact else "int8 products of this CPU saturate silently: it has no VNNI instructions"
     if where != "cuda":
         return f"PyTorch multiplies int8 on a CPU or with CUDA, this graph runs on {where}"
@@ -174,6 +183,71 @@ def decline_int_mm(given: Arguments) -> str | None:
     return decline_sides(given, INT8_SIDE)
 
 
+def run_triton(given: Arguments) -> torch.Tensor:
+    from tritium.ops.kernels.scaled_linear import scaled_linear_kernel
+
+    out = results(given)
+    if compat.traced.statically_known(out.numel() == 0):
+        return out
+    rows = with_dense_rows(given.q.reshape(-1, given.q.shape[-1]))
+    weight, scale = with_dense_rows(given.weight), given.scale.contiguous()
+    n, k = weight.shape
+    cut, options = launch_options(present(rows.shape[0]), n)
+    launch(
+        scaled_linear_kernel,
+        (-(-rows.shape[0] // cut["BLOCK_M"]) * -(-n // cut["BLOCK_N"]),),
+        rows,
+        scale,
+        weight,
+        given.weight_scale.contiguous(),
+        contiguous(given.bias),
+        out,
+        rows.shape[0],
+        rows.stride(0),
+        weight.stride(0),
+        N=n,
+        K=k,
+        GELU=given.activation == "gelu_tanh",
+        options=options,
+        **cut,
+    )
+    return out
+
+
+def launch_options(rows: int, columns: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the tiles of a product of some rows and columns, and Triton's options.
+
+    The largest tile that gives every multiprocessor of an H200 work reads least per multiplication. A stage of the largest
+    takes 48 KiB, so that four fit in the shared memory.
+
+    >>> launch_options(4608, 12288)[0]["BLOCK_N"], launch_options(77, 3072)[0]["BLOCK_M"]
+    (256, 64)
+    """
+    fitting = (
+        tile for tile in TILES if tile[0] < 2 * rows and -(-rows // tile[0]) * -(-columns // tile[1]) >= MULTIPROCESSORS
+    )
+    block_m, block_n, warps, stages = next(fitting, TILES[-1])
+    tile = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": 128, "GROUP": 8}
+    return tile, {"num_warps": warps, "num_stages": stages}
+
+
+def decline_triton(given: Arguments) -> str | None:
+    if given.q.dtype not in (INT8, FP8) or given.q.dtype != given.weight.dtype:
+        return f"the kernel multiplies int8 or float8_e4m3fn, got {given.q.dtype} and {given.weight.dtype}"
+    if given.out_dtype not in DTYPES:
+        return f"the kernel computes in float32 and cannot write {given.out_dtype}"
+    if given.activation not in ACTIVATIONS:
+        return f"the kernel knows the activations {', '.join(ACTIVATIONS)}, not {given.activation!r}"
+    if reason := decline_tensors(given.scale, given.weight_scale, given.bias):
+        return reason
+    capability = device.capability(given.q.device) if given.q.dtype == FP8 else None
+    if capability is not None and capability < FP8_CORES:
+        return "float8 products need compute capability 8.9, this GPU has {}.{}".format(*capability)
+    return dynamic_width(*given.weight.shape)
+
+
 SCALED_MM = Provider("scaled_mm", "scaled_linear", run_scaled_mm, decline_scaled_mm, traced=True)
 INT_MM = Provider("int_mm", "scaled_linear", run_int_mm, decline_int_mm, traced=True)
-OP = Op("scaled_linear", reference, draw_samples, (SCALED_MM, INT_MM), results=results)
+TRITON = Provider("triton", "scaled_linear", run_triton, decline_triton, traced=True)
+# Without a verdict the first one that takes a call is used. On a GPU `int_mm` writes sums of 32 bits, and reads them again.
+OP = Op("scaled_linear", reference, draw_samples, (SCALED_MM, TRITON, INT_MM), results=results)

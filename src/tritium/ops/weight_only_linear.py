@@ -38,7 +38,8 @@ def pack_int4(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Ten
     scale = (groups.abs().amax(-1, keepdim=True).to(torch.float32) * (1 / HALF_RANGE)).clamp(min=TINY)
     values = (groups * scale.reciprocal()).round().clamp(-8, 7).to(torch.int8).flatten(1)
     halves = values.view(torch.uint8) & 15
-    return halves[:, ::2] | halves[:, 1::2] << 4, scale.squeeze(-1)
+    packed: torch.Tensor = halves[:, ::2] | halves[:, 1::2] << 4
+    return packed, scale.squeeze(-1)
 
 
 def unpack_int4(weight: torch.Tensor) -> torch.Tensor:
@@ -54,7 +55,8 @@ def dequantize(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) ->
     if weight.dtype == torch.int8:
         return (weight.to(wide) * scale).to(dtype)
     groups = unpack_int4(weight).unflatten(1, (scale.shape[1], -1))
-    return (groups.to(wide) * scale[..., None]).flatten(1).to(dtype)
+    weights: torch.Tensor = (groups.to(wide) * scale[..., None]).flatten(1).to(dtype)
+    return weights
 
 
 def int4_as_fp8(weight: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

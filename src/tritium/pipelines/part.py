@@ -365,7 +365,9 @@ class Part:
     def _compiled_call(self, settings: Settings, module: nn.Module) -> Function:
         key = (settings, module)
         if key not in self._calls:
-            self._calls[key] = self._compiled(module, settings)
+            path = next(block.path for block in self.spec.blocks if block.module is module)
+            passes = tuple(entry.within(path) for entry in settings.passes)
+            self._calls[key] = self._compiled(module, replace(settings, passes=passes))
         return self._calls[key]
 
     def _compiled(self, module: nn.Module, settings: Settings, *, fullgraph: bool = False) -> Function:

@@ -85,8 +85,11 @@ class Plan:
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
-        # Raise for techniques that cannot be combined.
+        # Raise for techniques that cannot be combined, and for those that contradict the configuration.
         Choice(techniques=self.inherited().values())
+        for choice in self.components.values():
+            for name, own in choice.configs().items():
+                catalog()[name].reconcile(own, config)
 
     def choice(self, part: str) -> Choice | None:
         """Return the requested choice for a part, by its name or its component's; None if there is none."""

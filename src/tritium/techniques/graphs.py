@@ -33,7 +33,9 @@ def applies_to(_part: Part, _config: Graphs) -> str | None:
 
 
 def apply(part: Part, config: Graphs) -> None:
-    part.compile_with(graphs=config.mode)
+    # mode="off" may stand in a plan whose other parts run eagerly.
+    if part.how == "tritium":
+        part.compile_with(graphs=config.mode)
 
 
 def remove(_part: Part, _state: None) -> None:

@@ -1,0 +1,173 @@
+"""What a user asks of quantization: formats, layers, scales, steps, and where the weights are kept."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from tritium.budget import Budget
+from tritium.compiler.passes.quantize import PRODUCTS, Format, Precision
+from tritium.errors import ConfigError, nearest
+from tritium.ops.quantize_rows import ROTATIONS
+from tritium.ops.weight_only_linear import GROUPS
+
+FORMATS: tuple[str, ...] = get_args(Format)
+
+# The formats, and the search for the fastest within a budget.
+AUTO = "auto"
+
+# The start of a pattern in `layers`.
+PATTERN = "re:"
+
+Keep = Literal["device", "cpu"]
+Scales = Literal["row", "static"]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of an image that run unquantized: the first ones decide the composition, the last ones the details.
+
+    >>> Steps(first=2, last=1).are_plain(1, 8), Steps(first=2, last=1).are_plain(4, 8)
+    (True, False)
+    """
+
+    first: int = 0
+    last: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("first", "last"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                raise ConfigError(f"Steps.{name} is a number of steps, 0 or more, got {value!r}")
+
+    def are_plain(self, step: int, steps: int) -> bool:
+        """Return True if a step of an image of so many steps runs unquantized."""
+        return step < self.first or step >= steps - self.last
+
+
+@dataclass(frozen=True)
+class Quantize:
+    """Quantize the linear layers of a part.
+
+    Args:
+        linear: The format of the layers that are quantized by default: "fp8", "int8", "int8-weights", "int4-weights", or
+            "auto" for the fastest within the budget. None quantizes only what `layers` names.
+        layers: A format by layer, or None to leave it as it is. A plain name is the full dotted name of a linear, or of a
+            module for all linears in it; `re:` starts a pattern for full names. An exact name precedes a module's, and that
+            one a pattern.
+        scales: "row" computes a scale for every row of an input; "static" uses those of `handle.calibrate(...)`.
+        rotate: The columns of a group that are rotated before rounding to int8: 16, 64 or 256. "auto" rotates the layers
+            for which `handle.sensitivity(...)` measured a gain; False rotates none.
+        steps: Steps of an image that run unquantized.
+        attention: None: attention is not quantized.
+        keep: "device" leaves the parameters as they are, with quantized copies beside them. "cpu" replaces them by quantized
+            bytes and keeps the originals in host memory. None is "cpu" if only weights are quantized, else "device".
+        one_row: The format of layers whose input is one row an image, such as modulations; None leaves them as they are.
+        group: The number of columns that share a scale in "int4-weights".
+        budget: The loss that "auto" accepts.
+
+    >>> Quantize("int8", layers={"proj_out": None}).layers
+    (('proj_out', None),)
+    """
+
+    linear: str | None = "fp8"
+    layers: Mapping[str, str | None] | tuple[tuple[str, str | None], ...] = ()
+    scales: Scales = "row"
+    rotate: int | str = "auto"
+    steps: Steps | None = None
+    attention: None = None
+    keep: Keep | None = None
+    one_row: str | None = None
+    group: int = 64
+    budget: Budget | None = None
+
+    def __post_init__(self) -> None:
+        _check_format("linear", self.linear, [*FORMATS, AUTO])
+        object.__setattr__(self, "layers", _layers(self.layers))
+        if self.scales not in get_args(Scales):
+            raise ConfigError(f"scales cannot be {self.scales!r}; {nearest(str(self.scales), get_args(Scales))}")
+        if self.rotate is not False and self.rotate != AUTO and self.rotate not in ROTATIONS[1:]:
+            raise ConfigError(
+                f"rotate takes {', '.join(map(str, ROTATIONS[1:]))}, 'auto' or False, got {self.rotate!r}"
+            )
+        for name, kind in (("steps", Steps), ("budget", Budget)):
+            object.__setattr__(self, name, _of_kind(kind, name, getattr(self, name)))
+        if self.attention is not None:
+            raise ConfigError(f"attention cannot be {self.attention!r}: only linear layers are quantized; leave it out")
+        if self.keep is not None and self.keep not in get_args(Keep):
+            raise ConfigError(f"keep cannot be {self.keep!r}; {nearest(str(self.keep), get_args(Keep))}")
+        _check_format("one_row", self.one_row, ["int8-weights", "int4-weights"])
+        if self.group not in GROUPS:
+            raise ConfigError(f"group takes {', '.join(map(str, GROUPS))}, got {self.group!r}")
+        self._check_combination()
+
+    def _check_combination(self) -> None:
+        formats = self.formats
+        if self.linear is None and not formats:
+            raise ConfigError("nothing is quantized: give linear a format, or layers")
+        if self.budget is not None and self.linear != AUTO:
+            raise ConfigError(
+                "a budget is for linear='auto', which searches within it; a named format is used as it is"
+            )
+        if self.steps is not None and self.keeps_bytes:
+            raise ConfigError("steps runs some steps unquantized, and keep='cpu' has no other weights on the device")
+        if self.scales == "static" and not formats & set(PRODUCTS) and self.linear != AUTO:
+            raise ConfigError("static scales are those of inputs, and only weights are quantized; leave scales out")
+        if self.scales == "static" and self.keeps_bytes:
+            raise ConfigError("static scales need keep='device'")
+
+    def __str__(self) -> str:
+        return f"{self.linear or 'some layers in ' + '/'.join(sorted(self.formats))} linears"
+
+    @property
+    def formats(self) -> set[str]:
+        """Return every format that this config names."""
+        named = [self.linear, self.one_row, *dict(self.layers).values()]
+        return {format_ for format_ in named if format_ is not None and format_ != AUTO}
+
+    @property
+    def keeps_bytes(self) -> bool:
+        """True if the parameters hold quantized bytes."""
+        if self.keep is not None:
+            return self.keep == "cpu"
+        return self.linear != AUTO and not self.formats & set(PRODUCTS)
+
+    def precision(self, format_: str, *, few_rows: bool = False) -> Precision:
+        """Return how a linear of this format is computed."""
+        rotate = self.rotate if format_ == "int8" and isinstance(self.rotate, int) else 0
+        return Precision(format_, int(rotate), self.group, few_rows)  # type: ignore[arg-type]  # a checked format
+
+
+def _check_format(name: str, value: Any, known: list[str]) -> None:
+    if value is not None and value not in known:
+        raise ConfigError(f"{name} cannot be {value!r}; {nearest(str(value), known)}")
+
+
+def _layers(value: Any) -> tuple[tuple[str, str | None], ...]:
+    pairs: Any = tuple(value.items()) if isinstance(value, Mapping) else value
+    if not isinstance(pairs, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise ConfigError(f"layers maps names of layers to formats or None, got {value!r}")
+    for pair in pairs:
+        name, format_ = pair
+        if not isinstance(name, str) or not name.removeprefix(PATTERN):
+            raise ConfigError(f"layers: a layer is named by a string, got {name!r}")
+        _check_format(f"layers[{name!r}]", format_, list(FORMATS))
+        if name.startswith(PATTERN):
+            try:
+                re.compile(name.removeprefix(PATTERN))
+            except re.error as error:
+                raise ConfigError(f"layers: {name!r} is no regular expression: {error}") from error
+    return pairs
+
+
+def _of_kind(kind: Any, name: str, value: Any) -> Any:
+    """Return a value of a class, created from a mapping if it is one, or None."""
+    try:
+        value = kind(**value) if isinstance(value, Mapping) else value
+    except TypeError as error:
+        raise ConfigError(f"{name} cannot be {dict(value)!r}: {error}") from error
+    if value is not None and not isinstance(value, kind):
+        raise ConfigError(f"{name} takes a {kind.__name__}, got {value!r}")
+    return value
