@@ -30,7 +30,7 @@ import torch
 import tritium
 from tritium import Backend, CompilationConfig, Plan, Shapes, compat, device, measure
 from tritium.bench import generation
-from tritium.bench.generation import Job
+from tritium.pipelines.generation import MULTIPLE, Job, generate
 
 # Each size has another number of tokens: a rotated image has the same shape for a transformer of tokens.
 SIZES = [
@@ -123,7 +123,7 @@ def shapes(
 def drawn(model: Any, size: tuple[int, int], batch: int, seed: int) -> Inputs:
     """Return the arguments of a transformer call as the pipeline passes them for an image of this size."""
     generator = torch.Generator().manual_seed(seed)
-    height, width = (side // generation.MULTIPLE for side in size)
+    height, width = (side // MULTIPLE for side in size)
     config, where, dtype = model.config, model.device, model.dtype
 
     def normal(*shape: int) -> torch.Tensor:
@@ -169,7 +169,7 @@ def guidance(where: str, engine: str, *, steps: int = STEPS, side: int = 128) ->
             handle.warmup(**GUIDED)
             warm_up_s = time.perf_counter() - start
             compiled = compat.dynamo.graphs_compiled()
-            pictures[graphs] = generation.generate(pipe, job)
+            pictures[graphs] = generate(pipe, job)
             rows = handle.report.captures
             found[graphs] = {
                 "warm_up_s": round(warm_up_s, 2),

@@ -8,8 +8,7 @@ import torch
 import tritium
 from support.fidelity import assert_no_worse
 from support.small_models import Block, Stack, block_inputs, flux, flux_inputs
-from tritium import tuning
-from tritium.bench import quality
+from tritium import quality, tuning
 from tritium.compiler.compile import compile_pinned
 from tritium.tuning import Key, compare
 

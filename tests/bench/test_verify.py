@@ -11,8 +11,7 @@ import torch
 
 from support.bench import is_a_share, job
 from support.changed import wrong_provider
-from tritium import CompilationConfig, FusionPatterns
-from tritium.bench import quality
+from tritium import CompilationConfig, FusionPatterns, quality
 from tritium.bench.verify import Thresholds, verify
 from tritium.errors import ConfigError, PipelineError, RecipeError
 from tritium.pipelines.plan import Plan

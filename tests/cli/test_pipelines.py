@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 from support import small_pipelines
 from support.bench import job
 from tritium import Choice
-from tritium.bench.generation import Job
 from tritium.bench.results import Results
 from tritium.cli.app import app
 from tritium.errors import ConfigError
 from tritium.pipelines import recipe, trial
+from tritium.pipelines.generation import Job
 
 EAGER = {"TRITIUM_ENGINE": "eager"}
 
@@ -43,7 +43,7 @@ class TestRun:
             assert image.size == (32, 32)
 
     def test_too_little_memory_is_one_line(self, folder, tmp_path, monkeypatch):
-        monkeypatch.setattr("tritium.bench.generation.generate", lambda *_: torch.empty(2**60))
+        monkeypatch.setattr("tritium.cli.run.generate", lambda *_: torch.empty(2**60))
         done = draw(folder, "--eager", "-o", tmp_path / "out.png")
         assert done.exit_code == 2
         assert "--size 32x32 does not fit into memory" in done.stderr

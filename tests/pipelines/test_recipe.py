@@ -8,11 +8,11 @@ import torch
 
 import tritium
 from support import small_pipelines
-from tritium import Choice
-from tritium.bench import quality, recipes
-from tritium.bench.generation import Job
+from tritium import Choice, quality
+from tritium.bench import recipes
 from tritium.errors import ConfigError, RecipeError, RecipeMismatch
 from tritium.pipelines import recipe, trial
+from tritium.pipelines.generation import Job
 from tritium.pipelines.recipe import Recipe
 
 

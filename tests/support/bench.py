@@ -3,10 +3,10 @@
 import torch
 
 from tritium import CompilationConfig
-from tritium.bench.generation import Job
 from tritium.bench.results import Row
 from tritium.bench.settings import Settings
 from tritium.bench.workload import Built
+from tritium.pipelines.generation import Job
 
 ROW = Row(
     workload="flux",

@@ -15,10 +15,10 @@ from support import small_pipelines
 from support.changed import changed
 from tritium import Choice, CompilationConfig, Plan, techniques
 from tritium.bench import recipes
-from tritium.bench.generation import Job
 from tritium.cli.app import app
 from tritium.errors import ConfigError, PipelineError
 from tritium.pipelines import recipe, trial
+from tritium.pipelines.generation import Job
 from tritium.techniques import Note, Technique
 from tritium.techniques.channels_last import ChannelsLast
 

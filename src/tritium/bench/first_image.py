@@ -16,7 +16,7 @@ import torch
 
 from tritium.api import optimize
 from tritium.bench import generation
-from tritium.bench.generation import Job
+from tritium.pipelines.generation import Job, generate
 from tritium.pipelines.plan import Plan
 
 
@@ -29,7 +29,7 @@ def main() -> None:
     start = time.perf_counter()
     handle = optimize(pipe, Plan(progress=False), artifacts=artifacts)
     warnings.resetwarnings()
-    generation.generate(pipe, Job(**order["job"]))
+    generate(pipe, Job(**order["job"]))
     seconds = time.perf_counter() - start
     if save is not None:
         handle.save(save)

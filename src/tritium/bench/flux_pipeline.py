@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from tritium import measure
+from tritium import measure, quality
 from tritium.api import Handle
-from tritium.bench import quality
 from tritium.bench.comparison import Comparison, optimized, twin
 from tritium.bench.decoders import KL_DECODE, autoencoder_kl
 from tritium.bench.models import MODELS, cast_as_loading_does, diffusers, seeded

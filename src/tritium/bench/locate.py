@@ -24,8 +24,8 @@ from torch import nn
 from tritium import compat, fidelity
 from tritium.api import Handle
 from tritium.bench.bisect import Call, Fault, bisect, copied, find_fault
-from tritium.bench.generation import Job, generate
 from tritium.bench.settings import Notify
+from tritium.pipelines.generation import Job, generate
 from tritium.pipelines.part import Part
 from tritium.pipelines.parts import Block
 from tritium.techniques.choice import Choice

@@ -16,14 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tritium import envs, measure
+from tritium import envs, measure, quality
 from tritium.api import Handle, optimize
-from tritium.bench import generation, quality
+from tritium.bench import generation
 from tritium.bench.comparison import PREPARED, Comparison, start_compiler
-from tritium.bench.generation import Image, Job
 from tritium.bench.results import EAGER, GRAPHS, INDUCTOR, REDUCE_OVERHEAD, TRITIUM, Row
 from tritium.bench.settings import Notify, Settings
 from tritium.errors import ConfigError
+from tritium.pipelines.generation import Image, Job, generate
 from tritium.pipelines.plan import Plan
 from tritium.techniques.choice import Choice
 
@@ -63,8 +63,8 @@ def run(name: str, settings: Settings, notify: Notify) -> list[Row]:
         start_compiler(settings)
         for variant in sorted(choices, key=[EAGER, TRITIUM, GRAPHS, INDUCTOR].index):
             handle.use(choices[variant])
-            comparison.add(variant, lambda: generation.generate(pipe, jobs[0]))
-            images[variant] = [generation.generate(pipe, job) for job in jobs]
+            comparison.add(variant, lambda: generate(pipe, jobs[0]))
+            images[variant] = [generate(pipe, job) for job in jobs]
         # Engine `eager` generates no code, so there is nothing to keep.
         if settings.cold and handle.plan.config.engine == "inductor":
             restart = _restart_times(name, label, jobs[0], settings, notify)
@@ -113,10 +113,10 @@ def compare(pipe: Any, handle: Handle, job: Job) -> tuple[Image, Image]:
     images: dict[str, Image] = {}
     for name, choice in choices.items():
         handle.use(choice)
-        images[name] = generation.generate(pipe, job)
+        images[name] = generate(pipe, job)
     quick = max(image.seconds for image in images.values()) < _QUICK
     timings = measure.interleave(
-        dict.fromkeys(choices, lambda: generation.generate(pipe, job)),
+        dict.fromkeys(choices, lambda: generate(pipe, job)),
         pipe.device.type,
         rounds=2 if quick else 1,
         warmup=0,

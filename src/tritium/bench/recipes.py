@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
-from tritium import measure
+from tritium import measure, quality
 from tritium.api import Handle, optimize
-from tritium.bench import quality
 from tritium.bench.bisect import copied
-from tritium.bench.generation import Image, Job, generate
 from tritium.bench.settings import Notify
 from tritium.errors import ConfigError, PipelineError
 from tritium.pipelines import hooks, trial
+from tritium.pipelines.generation import Image, Job, generate
 from tritium.pipelines.plan import Plan
 from tritium.pipelines.recipe import Recipe, fingerprint_of
 from tritium.techniques.choice import Choice

@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tritium import compat, device
+from tritium import compat, device, quality
 from tritium.api import Handle, optimize
-from tritium.bench import quality
-from tritium.bench.generation import Image, Job, generate
 from tritium.bench.locate import Location, locate
-from tritium.bench.quality import Difference
 from tritium.bench.settings import Notify
 from tritium.errors import ConfigError
 from tritium.pipelines import recipe
+from tritium.pipelines.generation import Image, Job, generate
 from tritium.pipelines.plan import Plan
+from tritium.quality import Difference
 from tritium.report.ledger import LEDGER
 
 # Images above this look equal to most people; a compiled float32 pipeline is far above.

@@ -25,6 +25,7 @@ from tritium.cli.table import console
 from tritium.config import CompilationConfig
 from tritium.errors import ConfigError
 from tritium.fusions import Fusion
+from tritium.pipelines.generation import generate
 from tritium.pipelines.plan import Plan
 from tritium.report import Report
 
@@ -108,10 +109,10 @@ def _of_pipeline(name: str, settings: Settings, config: CompilationConfig, *, ke
         pipe = generation.load(name, settings.device_type)
         notify("first image, with compilation", 0.1)
         with tritium.optimize(pipe, Plan(config=config, progress=False)) as handle:
-            generation.generate(pipe, job)
+            generate(pipe, job)
             notify("another image", 0.8)
-            generation.generate(pipe, job)
-            report = tritium.explain(handle, call=(lambda: generation.generate(pipe, job)) if kernels else None)
+            generate(pipe, job)
+            report = tritium.explain(handle, call=(lambda: generate(pipe, job)) if kernels else None)
     return f"{Path(name).name}: {type(pipe).__name__}, one image of {job.prompt!r}", report
 
 

@@ -14,13 +14,13 @@ import typer
 import tritium
 from tritium import config, example
 from tritium.bench import generation, images, pipelines
-from tritium.bench.generation import Image, Job
 from tritium.bench.images import Panel
-from tritium.bench.quality import Difference
 from tritium.cli import progress
 from tritium.cli.bench import known_device
 from tritium.errors import ConfigError
+from tritium.pipelines.generation import Image, Job, generate
 from tritium.pipelines.plan import Plan
+from tritium.quality import Difference
 from tritium.techniques import catalog
 
 
@@ -69,14 +69,14 @@ def command(
         pipe = generation.load(model, where)
         if eager:
             notify("generating eagerly", 0.2)
-            plain = generation.generate(pipe, job)
+            plain = generate(pipe, job)
             images.save(plain.pixels[0], output)
             _tell({"output": str(output), "seconds": {"eager": plain.seconds}}, json=json)
             return
         notify("first accelerated image, with compilation", 0.2)
         plan = recipe if recipe is not None else settings
         with tritium.optimize(pipe, plan, artifacts=artifacts, accept_differences=accept_differences) as handle:
-            first = generation.generate(pipe, job)
+            first = generate(pipe, job)
             compared = None
             if compare:
                 notify("generating eagerly and accelerated, alternately", 0.7)

@@ -20,7 +20,6 @@ from rich.table import Table
 from tritium import device, disk, ops
 from tritium import tuning as tuned
 from tritium.bench import generation, pipelines, recipes
-from tritium.bench.generation import Job
 from tritium.bench.settings import DTYPES
 from tritium.cli import progress
 from tritium.cli.bench import known_device
@@ -28,6 +27,7 @@ from tritium.cli.table import console
 from tritium.compiler.compile import compile_pinned
 from tritium.errors import ConfigError, nearest
 from tritium.ops import INDUCTOR
+from tritium.pipelines.generation import Job
 from tritium.pipelines.recipe import Recipe
 from tritium.tuning import Key, Machine, Verdict, compare, tables
 

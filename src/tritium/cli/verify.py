@@ -13,12 +13,12 @@ from rich.table import Table
 
 from tritium.bench import verify
 from tritium.bench.generation import EXAMPLE, jobs_for, load
-from tritium.bench.quality import Difference
 from tritium.bench.verify import Thresholds, Verified
 from tritium.cli import progress
 from tritium.cli.bench import known_device
 from tritium.cli.table import console
 from tritium.errors import ConfigError
+from tritium.quality import Difference
 
 # For pipelines without default prompts.
 _PROMPT = "a photo of a cat"

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tritium.bench import images, quality
+from tritium import quality
+from tritium.bench import images
 from tritium.errors import ConfigError, ShapeError
 
 
