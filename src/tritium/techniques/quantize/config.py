@@ -13,37 +13,52 @@ from tritium.errors import ConfigError, nearest
 from tritium.ops.quantize_rows import ROTATIONS
 from tritium.ops.weight_only_linear import GROUPS
 
-FORMATS: tuple[str, ...] = get_args(Format)
+# "int8-rotated" is "int8" whose rows and weights are rotated first, in the groups that `rotate` says.
+ROTATED = "int8-rotated"
+FORMATS: tuple[str, ...] = (*get_args(Format), ROTATED)
 
 # The formats, and the search for the fastest within a budget.
 AUTO = "auto"
+
+# The sizes of groups that are rotated unless `rotate` says another: larger ones cost more and gain under 1 dB.
+GROUPS_TO_ROTATE = (64, 16, 4)
 
 # The start of a pattern in `layers`.
 PATTERN = "re:"
 
 Keep = Literal["device", "cpu"]
-Scales = Literal["row", "static"]
+Scales = Literal["row", "static", "step"]
+Instead = Literal["none", "row"]
 
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps of an image that run unquantized: the first ones decide the composition, the last ones the details.
+    """The steps of an image that run otherwise: the first ones decide the composition, the last ones the details.
 
-    >>> Steps(first=2, last=1).are_plain(1, 8), Steps(first=2, last=1).are_plain(4, 8)
+    Args:
+        first: The number of steps at the start of an image.
+        last: The number of steps at its end.
+        instead: What these steps run: "none" is the unquantized model, and "row" is 8 bits with a scale for every row, where
+            the other steps have static scales.
+
+    >>> Steps(first=2, last=1).names(1, 8), Steps(first=2, last=1).names(4, 8)
     (True, False)
     """
 
     first: int = 0
     last: int = 0
+    instead: Instead = "none"
 
     def __post_init__(self) -> None:
+        if self.instead not in get_args(Instead):
+            raise ConfigError(f"Steps.instead cannot be {self.instead!r}; {nearest(str(self.instead), get_args(Instead))}")
         for name in ("first", "last"):
             value = getattr(self, name)
             if type(value) is not int or value < 0:
                 raise ConfigError(f"Steps.{name} is a number of steps, 0 or more, got {value!r}")
 
-    def are_plain(self, step: int, steps: int) -> bool:
-        """Return True if a step of an image of so many steps runs unquantized."""
+    def names(self, step: int, steps: int) -> bool:
+        """Return True if a step of an image of so many steps runs otherwise."""
         return step < self.first or step >= steps - self.last
 
 
@@ -52,21 +67,23 @@ class Quantize:
     """Quantize the linear layers of a part.
 
     Args:
-        linear: The format of the layers that are quantized by default: "fp8", "int8", "int8-weights", "int4-weights", or
-            "auto" for the fastest within the budget. None quantizes only what `layers` names.
+        linear: The format of the layers that are quantized by default: "fp8", "int8", "int8-rotated", "int8-weights",
+            "int4-weights"; or "auto" for the fastest within the budget, which `handle.calibrate(prompts)` searches. None
+            quantizes only what `layers` names.
         layers: A format by layer, or None to leave it as it is. A plain name is the full dotted name of a linear, or of a
             module for all linears in it; `re:` starts a pattern for full names. An exact name precedes a module's, and that
             one a pattern.
-        scales: "row" computes a scale for every row of an input; "static" uses those of `handle.calibrate(...)`.
+        scales: "row" computes a scale for every row of an input. "static" uses one scale a layer, and "step" one a layer and
+            step; `handle.calibrate(prompts)` measures them, and until then every row has its own.
         rotate: The columns of a group that are rotated before rounding to int8: 16, 64 or 256. "auto" rotates the layers
-            for which `handle.sensitivity(...)` measured a gain; False rotates none.
-        steps: Steps of an image that run unquantized.
+            for which `handle.calibrate(prompts)` measured a gain; False rotates none.
+        steps: Steps of an image that run unquantized, or with other scales.
         attention: None: attention is not quantized.
         keep: "device" leaves the parameters as they are, with quantized copies beside them. "cpu" replaces them by quantized
             bytes and keeps the originals in host memory. None is "cpu" if only weights are quantized, else "device".
         one_row: The format of layers whose input is one row an image, such as modulations; None leaves them as they are.
         group: The number of columns that share a scale in "int4-weights".
-        budget: The loss that "auto" accepts.
+        budget: The loss that "auto" accepts; by default a PSNR of 33 dB.
 
     >>> Quantize("int8", layers={"proj_out": None}).layers
     (('proj_out', None),)
@@ -113,10 +130,14 @@ class Quantize:
             )
         if self.steps is not None and self.keeps_bytes:
             raise ConfigError("steps runs some steps unquantized, and keep='cpu' has no other weights on the device")
-        if self.scales == "static" and not formats & set(PRODUCTS) and self.linear != AUTO:
-            raise ConfigError("static scales are those of inputs, and only weights are quantized; leave scales out")
-        if self.scales == "static" and self.keeps_bytes:
-            raise ConfigError("static scales need keep='device'")
+        if self.scales != "row" and not self.multiplies and self.linear != AUTO:
+            raise ConfigError(
+                f"scales={self.scales!r} are those of inputs, and only weights are quantized; leave scales out"
+            )
+        if self.scales != "row" and self.keeps_bytes:
+            raise ConfigError(f"scales={self.scales!r} need keep='device'")
+        if self.steps is not None and self.steps.instead == "row" and self.scales == "row":
+            raise ConfigError("Steps(instead='row') is for scales='static' or 'step': all steps have a scale per row here")
 
     def __str__(self) -> str:
         return f"{self.linear or 'some layers in ' + '/'.join(sorted(self.formats))} linears"
@@ -132,11 +153,20 @@ class Quantize:
         """True if the parameters hold quantized bytes."""
         if self.keep is not None:
             return self.keep == "cpu"
-        return self.linear != AUTO and not self.formats & set(PRODUCTS)
+        return self.linear != AUTO and not self.multiplies
 
-    def precision(self, format_: str, *, few_rows: bool = False) -> Precision:
-        """Return how a linear of this format is computed."""
+    @property
+    def multiplies(self) -> bool:
+        """True if products of some layers are computed in 8 bits."""
+        return bool(self.formats & {*PRODUCTS, ROTATED})
+
+    def precision(self, format_: str, columns: int, *, few_rows: bool = False) -> Precision:
+        """Return how a linear of this format and number of columns is computed."""
         rotate = self.rotate if format_ == "int8" and isinstance(self.rotate, int) else 0
+        if format_ == ROTATED:
+            format_ = "int8"
+            sizes = (self.rotate,) if self.rotate in ROTATIONS[1:] else GROUPS_TO_ROTATE
+            rotate = next((size for size in sizes if columns % int(size) == 0), sizes[0])
         return Precision(format_, int(rotate), self.group, few_rows)  # type: ignore[arg-type]  # a checked format
 
 

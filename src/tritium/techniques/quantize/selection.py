@@ -38,30 +38,33 @@ def select(module: nn.Module, config: Quantize) -> Selection:
     """Return the linears that a config selects in a model; raise a `PipelineError` for names that match nothing."""
     linears = linears_of(module)
     named = _named(module, linears, config)
-    default = "fp8" if config.linear == AUTO else config.linear
+    default = None if config.linear == AUTO else config.linear
     chosen: dict[str, Precision] = {}
     kept: dict[str, str] = {}
     reasons = list(_reasons(module))
-    for name in linears:
+    for name, linear in linears.items():
+        columns = linear.in_features
         if name in named:
             format_ = named[name]
             if format_ is None:
                 kept[name] = "layers says None"
             else:
-                chosen[name] = config.precision(format_, few_rows=True)
+                chosen[name] = config.precision(format_, columns, few_rows=True)
             continue
         reason = next((why for pattern, why in reasons if pattern.search(name)), None)
         is_row = ONE_ROW.search(name) is not None
         if is_row and config.one_row is not None and is_in_list(module, name):
-            chosen[name] = config.precision(config.one_row)
+            chosen[name] = config.precision(config.one_row, columns)
         elif is_row or reason is not None:
             kept[name] = "its input is one row an image" if is_row else str(reason)
         elif not is_in_list(module, name):
             kept[name] = "outside of the repeated blocks"
-        elif default is None:
-            kept[name] = "linear is None, and layers does not name it"
+        elif default is not None:
+            chosen[name] = config.precision(default, columns)
+        elif config.linear == AUTO:
+            kept[name] = "linear='auto' waits for handle.calibrate(prompts)"
         else:
-            chosen[name] = config.precision(default)
+            kept[name] = "linear is None, and layers does not name it"
     return Selection(linears, chosen, kept)
 
 
