@@ -80,18 +80,21 @@ class View:
 
     def compile_with(self, *, passes: Iterable[Pass] = (), apart: Hashable = None, **settings: Any) -> None:
         self._check_applying("compile_with")
+        self.settings = self._with(passes, apart, settings)
+
+    def compiled(self, *, passes: Iterable[Pass] = (), apart: Hashable = None, **settings: Any) -> Callable[..., Any]:
+        return self.owner.program(self._with(passes, apart, settings))
+
+    def _with(self, passes: Iterable[Pass], apart: Hashable, settings: dict[str, Any]) -> Settings:
         passes = tuple(passes)
         if self.how != "tritium" and (passes or settings):
             raise PipelineError(f"{self.name} runs with {self.how!r}, which takes no passes and no settings of Tritium")
-        self.settings = dataclasses.replace(
+        return dataclasses.replace(
             self.settings,
             config=self.settings.config.with_(**settings),
             passes=(*self.settings.passes, *passes),
             apart=self.settings.apart if apart is None else (*self.settings.apart, apart),
         )
-
-    def compiled(self) -> Callable[..., Any]:
-        return self.owner.program(self.settings)
 
     def _check_applying(self, method: str) -> None:
         if not self.is_applying:

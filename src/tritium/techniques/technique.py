@@ -69,8 +69,11 @@ class Part(Protocol):
         on and that Dynamo does not guard on, such as the strides of weights.
         """
 
-    def compiled(self) -> Callable[..., Any]:
-        """Return the part's call as compiled up to now, to run some steps with it and others with later changes."""
+    def compiled(self, *, passes: Iterable[Pass] = (), apart: Hashable = None, **settings: Any) -> Callable[..., Any]:
+        """Return the part's call as compiled up to now, to run some steps with it and others with later changes.
+
+        The arguments are those of `compile_with`, for this call alone.
+        """
 
 
 @dataclass(frozen=True)

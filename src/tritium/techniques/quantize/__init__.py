@@ -66,10 +66,12 @@ def apply(part: Part, config: Quantize) -> State:
         if part.how == "tritium":
             part.compile_with(passes=[quantize_linears({})], fidelity="fast", apart=("quantize", id(state)))
         return state
-    plain = part.compiled()
-    part.compile_with(passes=[quantize_linears(selection.chosen)], fidelity="fast")
+    rows = [quantize_linears(selection.chosen)]
     if config.steps is not None:
-        part.around(_by_step(part, config.steps, plain))
+        is_plain = config.steps.instead == "none"
+        other = part.compiled() if is_plain else part.compiled(passes=rows, fidelity="fast")
+        part.around(_by_step(part, config.steps, other))
+    part.compile_with(passes=rows, fidelity="fast")
     return state
 
 
@@ -97,14 +99,14 @@ def _restore(state: State) -> None:
         storage.restore(linear)
 
 
-def _by_step(part: Part, steps: Steps, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs the steps that stay as they are by the unquantized program."""
+def _by_step(part: Part, steps: Steps, other: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs the steps that `steps` names by another program."""
 
     def run(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         scheduler = part.schedulers[0]
         step = compat.diffusers.step_of(scheduler)
-        if steps.are_plain(step, compat.diffusers.steps_of(scheduler)):
-            return plain(*args, **kwargs)
+        if steps.names(step, compat.diffusers.steps_of(scheduler)):
+            return other(*args, **kwargs)
         return call(*args, **kwargs)
 
     return run

@@ -51,7 +51,9 @@ class Steps:
 
     def __post_init__(self) -> None:
         if self.instead not in get_args(Instead):
-            raise ConfigError(f"Steps.instead cannot be {self.instead!r}; {nearest(str(self.instead), get_args(Instead))}")
+            raise ConfigError(
+                f"Steps.instead cannot be {self.instead!r}; {nearest(str(self.instead), get_args(Instead))}"
+            )
         for name in ("first", "last"):
             value = getattr(self, name)
             if type(value) is not int or value < 0:
@@ -137,7 +139,9 @@ class Quantize:
         if self.scales != "row" and self.keeps_bytes:
             raise ConfigError(f"scales={self.scales!r} need keep='device'")
         if self.steps is not None and self.steps.instead == "row" and self.scales == "row":
-            raise ConfigError("Steps(instead='row') is for scales='static' or 'step': all steps have a scale per row here")
+            raise ConfigError(
+                "Steps(instead='row') is for scales='static' or 'step': all steps have a scale per row here"
+            )
 
     def __str__(self) -> str:
         return f"{self.linear or 'some layers in ' + '/'.join(sorted(self.formats))} linears"
