@@ -14,6 +14,7 @@ _TYPES = {
     torch.float8_e4m3fn: "fp8e4nv",
     torch.int8: "i8",
     torch.int32: "i32",
+    torch.int64: "i64",
 }
 
 

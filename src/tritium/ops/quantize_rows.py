@@ -10,7 +10,8 @@ int8: the scale is the row's largest magnitude divided by 127; values are rounde
 an outlier over its group, which int8 needs and float8 does not. Products are unchanged if the weight is rotated as well.
 
 With a static `scale`, one float32 number for the whole tensor, no largest magnitude is computed, and values beyond its
-range are clamped.
+range are clamped. With a `step`, an integer on the device, `scale` has one number per step, and `scale[step]` is used; a
+step past the last one uses the last. The step is read when the kernel runs: a replayed graph follows it.
 
 The result has NaN where x has NaN: in `q` for float8, in the scale for int8. Static int8 has no place for NaN.
 """
@@ -80,15 +81,18 @@ def check_rotation(x: torch.Tensor, group: int) -> None:
 
 
 def reference(
-    x: torch.Tensor, dtype: torch.dtype, rotate: int = 0, scale: torch.Tensor | None = None
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    rotate: int = 0,
+    scale: torch.Tensor | None = None,
+    step: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if dtype not in LARGEST:
         raise ValueError(f"rows are quantized to {' or '.join(map(str, LARGEST))}, not to {dtype}")
-    if scale is not None and scale.numel() != 1:
-        raise ValueError(f"a static scale is one number for the whole tensor, got shape {tuple(scale.shape)}")
+    static = static_scale(scale, step)
     wide = rotated(x.to(torch.promote_types(x.dtype, torch.float32)), rotate)
-    if scale is not None:
-        scale = scale.to(torch.float32).reshape(()).expand(*x.shape[:-1], 1).contiguous()
+    if static is not None:
+        scale = static.expand(*x.shape[:-1], 1).contiguous()
         inverse = scale.reciprocal()
     else:
         largest = wide.abs().amax(-1, keepdim=True).to(torch.float32)
@@ -97,6 +101,25 @@ def reference(
     if dtype == INT8:
         scaled = scaled.round()
     return scaled.clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype), scale
+
+
+def static_scale(scale: torch.Tensor | None, step: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the static scale of a call as one float32 number, or None if every row has its own."""
+    if scale is None:
+        if step is not None:
+            raise ValueError("a step selects one of several static scales, and none are given")
+        return None
+    if step is None:
+        if scale.numel() != 1:
+            raise ValueError(f"a static scale is one number for the whole tensor, got shape {tuple(scale.shape)}")
+        return scale.to(torch.float32).reshape(())
+    if scale.dim() != 1 or step.numel() != 1 or step.is_floating_point():
+        raise ValueError(
+            f"static scales of steps are a vector, and the step is one integer; got shapes {tuple(scale.shape)} and "
+            f"{tuple(step.shape)}, {step.dtype}"
+        )
+    chosen = step.to(torch.int64).reshape(1).clamp(0, scale.shape[0] - 1)
+    return scale.to(torch.float32).index_select(0, chosen).reshape(())
 
 
 def powers_of_two(largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,7 +161,10 @@ def draw_samples(draw: Draw) -> Samples:
         yield f"{word}, one row", {"x": draw(100), "dtype": dtype}
         yield f"{word}, no rows", {"x": draw(0, 60), "dtype": dtype}
         static = draw(1, dtype=torch.float32).fill_(2**-6)
-        yield f"{word}, static", {"x": draw(2, 7, 100), "dtype": dtype, "scale": static}
+        yield f"{word}, static", {"x": draw(2, 7, 100), "dtype": dtype, "rotate": 0, "scale": static}
+        of_steps, step = draw(3, dtype=torch.float32).fill_(2**-5), draw(1).fill_(2).long().reshape(())
+        of_steps[2] = 2**-6
+        yield f"{word}, a step of three", {"x": draw(7, 63), "dtype": dtype, "rotate": 0, "scale": of_steps, "step": step}
     for group, width in ((4, 60), (16, 3072), (64, 128), (256, 512)):
         yield f"int8, rotated by {group}", {"x": draw(2, 7, width), "dtype": INT8, "rotate": group}
     yield "fp8, rotated", {"x": draw(7, 64), "dtype": FP8, "rotate": 16}
@@ -176,10 +202,12 @@ def run_triton(given: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
         (-(-rows.shape[0] // cut["ROWS"]),),
         rows,
         given.scale,
+        given.step,
         q,
         scale,
         rows.shape[0],
         rows.stride(0),
+        LAST=0 if given.scale is None else given.scale.numel() - 1,
         STEPS=ROTATIONS.index(given.rotate),
         FLOAT=given.dtype == FP8,
         LARGEST=LARGEST[given.dtype],
@@ -206,6 +234,8 @@ def decline_triton(given: Arguments) -> str | None:
         return f"the kernel holds whole rows of up to {rms_norm.WHOLE_ROW} columns, in whole groups"
     if given.scale is not None and given.scale.dtype != torch.float32:
         return f"the kernel takes a static scale in float32, not in {given.scale.dtype}"
+    if given.step is not None and given.step.dtype not in (torch.int32, torch.int64):
+        return f"the kernel takes a step in int32 or int64, not in {given.step.dtype}"
     return None
 
 

@@ -32,6 +32,16 @@ PREFIX = "frozen_"
 # Marks a node that is frozen regardless of the configuration.
 _MARK = "tritium_freeze"
 
+# Counts changes of what frozen values are computed from beside parameters.
+_change = 0
+
+
+def forget() -> None:
+    """Compute all frozen values again at their next use: what they are computed by, beside parameters, has changed."""
+    global _change  # noqa: PLW0603 - a count of this process
+    _change += 1
+
+
 UNTRACKED = "an inference tensor has no version counter: a change could not be seen"
 
 
@@ -62,7 +72,7 @@ class FrozenValues:
 
     def of(self, sources: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         key = tuple(map(id, sources))
-        stamp = (MERGES.now(), *map(_stamp, sources))
+        stamp = (MERGES.now(), _change, *map(_stamp, sources))
         entry = self._entries.get(key)
         if (
             entry is not None

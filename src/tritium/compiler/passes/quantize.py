@@ -8,6 +8,9 @@ After:   q, s = tritium::quantize_rows(x)                 once for all linears t
 A technique selects the linears by name and runs this pass before `fuse`. `quantize_rows` is inlined: Inductor computes it in
 the kernel that produces x. Weights are quantized again when they change, as `freezing` detects it. Linears whose module
 stores quantized bytes call the same ops themselves; here they share one quantization of their input.
+
+Static scales, also by step, are registered by weight: see `input_scales`. Linears that read one value use the scales of the
+first of them.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from torch import fx
 
 from tritium import compat, ops, tuning
 from tritium.compiler.passes import freezing
+from tritium.compiler.passes import input_scales as static
 from tritium.config import CompilationConfig
 from tritium.graph import mutated_arguments, storages, value_of
 from tritium.ops import INDUCTOR, REFERENCE, Op, quantize_rows, scaled_linear, weight_only_linear
@@ -33,6 +37,7 @@ from tritium.passes import Applied, Pass, PassContext
 NAME = "quantize"
 
 Format = Literal["fp8", "int8", "int8-weights", "int4-weights"]
+Scales = Literal["row", "static", "step"]
 
 # The dtype of activations and weights of the formats that multiply in 8 bits.
 PRODUCTS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -55,15 +60,21 @@ class Precision:
         rotate: The size of the groups of columns that are rotated before rounding; 0 for none.
         group: The number of columns that share a scale in `int4-weights`.
         few_rows: True if an input of few rows is quantized too, because the user named the layer.
+        scales: "row" computes a scale for every row of the input. "static" uses the one, and "step" the one of the current
+            step, that `input_scales.set_input_scales` set for the weight.
+        steps: The number of scales of "step".
     """
 
     format: Format
     rotate: int = 0
     group: int = 64
     few_rows: bool = False
+    scales: Scales = "row"
+    steps: int = 1
 
     def __str__(self) -> str:
-        return self.format + (f", rotated by {self.rotate}" if self.rotate else "")
+        named = {"row": "", "static": ", static scale", "step": f", static scales of {self.steps} steps"}
+        return self.format + (f", rotated by {self.rotate}" if self.rotate else "") + named[self.scales]
 
 
 @dataclass
@@ -173,6 +184,9 @@ class _Rewriter:
         self.graph, self.context = graph, context
         self.shared = 0
         self._weights: dict[tuple[fx.Node, Precision], tuple[fx.Node, ...]] = {}
+        self._step: fx.Node | None = None
+        inputs = graph.find_nodes(op="placeholder")
+        self._inputs = dict(zip(inputs, context.example_inputs, strict=False))
         self._has_autocast = any("autocast" in getattr(node.target, "__name__", "") for node in graph.nodes)
 
     def rewrite(self, node: fx.Node, how: Precision) -> Outcome:
@@ -197,7 +211,9 @@ class _Rewriter:
         dtype, config, device_type = PRODUCTS[how.format], self.context.config, self.context.device_type
         if how.rotate and value_of(x).shape[-1] % how.rotate:
             return None, Outcome(declined=f"its {value_of(x).shape[-1]} columns are no multiple of {how.rotate}")
-        rows: dict[str, Any] = {"x": value_of(x), "dtype": dtype, "rotate": how.rotate, "scale": None}
+        if how.scales != "row" and (reason := self._no_scales(weight, how)) is not None:
+            return None, Outcome(declined=reason)
+        rows: dict[str, Any] = {"x": value_of(x), "dtype": dtype, "rotate": how.rotate}
         with _fake(x):
             q, scale = quantize_rows.OP.fake(**rows)
             bytes_, weight_scale = quantize_rows.quantize_weight(value_of(weight), dtype, how.rotate)
@@ -207,13 +223,46 @@ class _Rewriter:
         if not provider:
             return None, Outcome(declined=why)
         by = REFERENCE if config.engine == "eager" else INLINED
-        quantized = self.graph.call_function(quantize_rows.OP.overload, (x, dtype, how.rotate, None), {"provider": by})
+        given_rows = (x, dtype, how.rotate, *self._static(weight, how))
+        quantized = self.graph.call_function(quantize_rows.OP.overload, given_rows, {"provider": by})
         quantized.meta["example_value"] = (q, scale)
         q_node, scale_node = self._items(quantized, (q, scale))
         weights = self._frozen(weight, how, quantize_rows.quantize_weight, (dtype, how.rotate), (bytes_, weight_scale))
         arguments = (q_node, scale_node, *weights, bias, given["out_dtype"])
         made = self.graph.call_function(scaled_linear.OP.overload, arguments, {"provider": provider})
         return made, Outcome(provider=provider)
+
+    def _no_scales(self, weight: fx.Node, how: Precision) -> str | None:
+        """Return why the static scales of a linear's input cannot be used, or None; without real inputs, None."""
+        given = self._inputs.get(weight)
+        if not isinstance(given, torch.Tensor) or compat.tensors.fake_mode_of(given) is not None:
+            return None
+        known = static.scales_of(given)
+        if known is None:
+            return static.NONE
+        if known.scales.numel() != how.steps or (known.step is None) != (how.scales == "static"):
+            return f"scales of its input were set for {known.scales.numel()} steps, and {how.steps} are asked for"
+        return None
+
+    def _static(self, weight: fx.Node, how: Precision) -> tuple[fx.Node | None, fx.Node | None]:
+        """Return nodes of the static scales of a linear's input and of the step, or None for each."""
+        if how.scales == "row":
+            return None, None
+        scales = self._beside(weight, static.input_scales, (how.steps,))
+        if how.scales == "static":
+            return scales, None
+        if self._step is None:
+            self._step = self._beside(weight, static.input_step, ())
+        return scales, self._step
+
+    def _beside(self, weight: fx.Node, function: Callable[..., Any], arguments: tuple[Any, ...]) -> fx.Node:
+        """Return a node of what a function finds for a weight, computed when freezing computes."""
+        with self.graph.inserting_after(self._last_input()):
+            made = self.graph.call_function(function, (weight, *arguments))
+        with _fake(weight):
+            made.meta["example_value"] = function(value_of(weight), *arguments)
+        freezing.mark(made)
+        return made
 
     def _from_bytes(
         self, _node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None, how: Precision
@@ -233,7 +282,7 @@ class _Rewriter:
         self, weight: fx.Node, how: Precision, quantize: Callable[..., Any], options: tuple[Any, ...], values: Any
     ) -> tuple[fx.Node, ...]:
         """Return nodes of a weight's bytes and scales, computed when the weight changes."""
-        key = (weight, replace(how, few_rows=False))
+        key = (weight, replace(how, few_rows=False, scales="row", steps=1))
         if key not in self._weights:
             with self.graph.inserting_after(self._last_input()):
                 made = self.graph.call_function(quantize, (weight, *options))
@@ -264,7 +313,10 @@ class _Rewriter:
                 known = {key: first for key, first in known.items() if not storages([key[0]]) & written}
             if node.target is not quantize_rows.OP.overload:
                 continue
-            first = known.setdefault((*node.args, *node.kwargs.values()), node)
+            # The scales of the first linear serve all: they were measured for one value.
+            given = vars(quantize_rows.OP.bind(*node.args))
+            key = (given["x"], *((name, value) for name, value in given.items() if name not in ("x", "scale")))
+            first = known.setdefault((*key, given["scale"] is None, *node.kwargs.values()), node)
             if first is node:
                 continue
             items = {item.args[1]: item for item in first.users}
