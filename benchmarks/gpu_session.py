@@ -10,10 +10,13 @@ compile times. Exit code 0: everything is measured. 3: call again. 1: a variant 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import json
 import os
+import shutil
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -94,11 +97,18 @@ def add_name(path: Path, name: str) -> None:
     path.write_text(json.dumps([*names_in(path), name]), encoding="utf-8")
 
 
-def session(out: Path, limit: float, steps: Sequence[str], path: Sequence[str], only: Sequence[str]) -> int:
-    """Run each step in a process; skip a family after it has crashed its process."""
+def session(
+    out: Path, limit: float, steps: Sequence[str], path: Sequence[str], only: Sequence[str], jobs: int = 1
+) -> int:
+    """Run each step in a process, or families in several; skip a family after it has crashed its process."""
     start, codes = time.monotonic(), {}
     for step in steps:
         codes[step] = LEFT_OVER
+        if jobs > 1 and step in ("exactness", "families"):
+            left = limit - (time.monotonic() - start) - _MARGIN
+            print(f"== {step} in {jobs} processes, {left:.0f} s left", flush=True)
+            codes[step] = in_parallel(step, out, left, path, only, jobs)
+            continue
         while (left := limit - (time.monotonic() - start) - _MARGIN) >= STEPS[step]:
             print(f"== {step}, {left:.0f} s left", flush=True)
             codes[step] = _child(step, out, left, path, only)
@@ -110,6 +120,41 @@ def session(out: Path, limit: float, steps: Sequence[str], path: Sequence[str], 
     if failed or {FAILED, CRASHED} & set(codes.values()) or names_in(out / "crashed.json"):
         return FAILED
     return LEFT_OVER if LEFT_OVER in codes.values() else DONE
+
+
+def in_parallel(step: str, out: Path, seconds: float, path: Sequence[str], only: Sequence[str], jobs: int) -> int:
+    """Measure each family in its own process: they compile side by side, and wait for one another to be timed."""
+    from tritium.bench.denoisers import FAMILIES
+    from tritium.bench.results import Results, Store
+
+    deadline, target, merging = time.monotonic() + seconds, out / f"{step}.json", threading.Lock()
+    stored = {row.workload for row in Results.load(target).rows} if target.exists() else set()
+    chosen = [family for family in FAMILIES if not only or family.name in only]
+    if step == "exactness":
+        chosen = [family for family in chosen if not family.fits_float64]
+    skipped = {*names_in(out / "crashed.json"), *stored, *(name.removesuffix(" few tokens") for name in stored)}
+    # Those that take longest start first.
+    waiting = sorted((family for family in chosen if family.name not in skipped), key=lambda family: -family.budget)
+
+    def measure_one(name: str) -> int:
+        left = deadline - time.monotonic()
+        if left < STEPS[step]:
+            return LEFT_OVER
+        part = out / f"{step}-{name}"
+        part.mkdir(exist_ok=True)
+        code = _child(step, part, left, path, [name])
+        with merging:
+            if (part / f"{step}.json").exists():
+                results = Results.load(part / f"{step}.json")
+                Store(target, results.device["type"]).add(results.rows)
+            for crashed in names_in(part / "crashed.json"):
+                add_name(out / "crashed.json", crashed)
+            shutil.rmtree(part)
+        return code
+
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        codes = set(pool.map(measure_one, [family.name for family in waiting]))
+    return next((code for code in (CRASHED, FAILED, LEFT_OVER) if code in codes), DONE)
 
 
 def _child(step: str, out: Path, seconds: float, path: Sequence[str], only: Sequence[str]) -> int:
@@ -185,6 +230,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=580.0, help="seconds of this call")
     parser.add_argument("--steps", default=",".join(STEPS), help=f"some of {', '.join(STEPS)}")
     parser.add_argument("--only", default="", help="families, separated by commas")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="processes for families; their first calls then share cores"
+    )
     parser.add_argument("--again", default="", help="families to measure again, separated by commas")
     parser.add_argument("--diffusers", action="append", default=[], metavar="FOLDER", help="a folder for sys.path")
     parser.add_argument("--child", choices=STEPS, help=argparse.SUPPRESS)
@@ -204,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = [name for name in steps if name not in STEPS]
     if unknown:
         parser.error(f"there is no step {', '.join(unknown)}; valid: {', '.join(STEPS)}")
-    return session(given.out, given.limit, steps, given.diffusers, only)
+    return session(given.out, given.limit, steps, given.diffusers, only, given.jobs)
 
 
 if __name__ == "__main__":

@@ -66,35 +66,36 @@ class Timing:
 
 
 @contextlib.contextmanager
-def gpu_lock(device_type: str) -> Iterator[None]:
+def gpu_lock(device_type: str, *, shared: bool = False) -> Iterator[None]:
     """Time on the GPU alone: other processes of this user and other threads wait. Reentrant; a CPU has no lock.
 
-    Compiling leaves a GPU idle, so several benchmarks can run in parallel as long as their timings do not overlap.
+    Compiling leaves a GPU idle, so several benchmarks can run in parallel as long as their timings do not overlap. With
+    `shared`, others may hold it as well if they share it: what is not timed waits for those that time.
     """
     if device_type != "cuda" or _HOLDS_GPU.get() or os.name != "posix":
         yield
         return
     deadline = time.monotonic() + PATIENCE
     with (Path(tempfile.gettempdir()) / f"tritium-{os.getuid()}-gpu.lock").open("a") as file:
-        while _is_locked_elsewhere(file):
+        while _is_locked_elsewhere(file, shared=shared):
             if time.monotonic() > deadline:
                 message = f"tritium: the GPU was measured on for {PATIENCE:g} s; timings may now be disturbed"
                 warnings.warn(message, RuntimeWarning, stacklevel=3)
                 break
             time.sleep(0.02)
-        token = _HOLDS_GPU.set(True)
+        token = _HOLDS_GPU.set(not shared)
         try:
             yield
         finally:
             _HOLDS_GPU.reset(token)
 
 
-def _is_locked_elsewhere(file: IO[str]) -> bool:
+def _is_locked_elsewhere(file: IO[str], *, shared: bool) -> bool:
     """Lock a file for this handle; return True if another handle of any process has it locked."""
     import fcntl
 
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:

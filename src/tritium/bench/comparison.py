@@ -6,6 +6,7 @@ independent compiled versions.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import statistics
@@ -80,19 +81,25 @@ class Comparison:
         *,
         model: Any = None,
         settle: Callable[[Callable[[], Any]], None] | None = None,
+        caches: contextlib.AbstractContextManager[None] | None = None,
     ) -> Variant:
-        """Add a variant by its first call, and by the calls of `settle`, whose compilations count as recompiles."""
+        """Add a variant by its first call, with empty caches or those given, and by the calls of `settle`."""
         done = len(self.variants)
         self.notify(f"{self.workload}: first call, {name}", PREPARED * done / (done + 1))
-        fields: dict[str, Any] = {}
-        with self.settings.caches(), torch.inference_mode(self.inference_mode):
-            fields["first_call_s"] = measure.first_call(call, self.settings.device_type)
+        variant = Variant(call, model)
+        with caches or self.settings.caches(), torch.inference_mode(self.inference_mode):
+            variant.fields["first_call_s"] = measure.first_call(call, self.settings.device_type)
             if settle is not None:
-                before = compat.dynamo.graphs_compiled()
-                settle(call)
-                fields["recompiles"] = compat.dynamo.graphs_compiled() - before
-        self.variants[name] = Variant(call, model, fields)
-        return self.variants[name]
+                self.settle(variant, settle)
+        self.variants[name] = variant
+        return variant
+
+    def settle(self, variant: Variant, settle: Callable[[Callable[[], Any]], None]) -> None:
+        """Call a variant until it has settled; what compiles then counts as a recompile."""
+        before = compat.dynamo.graphs_compiled()
+        with torch.inference_mode(self.inference_mode):
+            settle(variant.call)
+        variant.fields["recompiles"] = compat.dynamo.graphs_compiled() - before
 
     def result(self, name: str) -> torch.Tensor:
         """Return the tensor that a call of a variant gives."""

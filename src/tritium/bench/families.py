@@ -71,47 +71,74 @@ class _Family:
         # Variants without a row, with the reasons.
         self.absent: list[str] = []
         self._bytes_before = measure.allocated_bytes(settings.device_type)
+        # Bytes that each variant's first call left allocated.
+        self._own_bytes: dict[str, int] = {}
         self._slowest_ms = 0.0
 
     def measure(self, clock: Clock) -> list[Row]:
         limit, cut = clock.within(self.family.budget), []
         is_compared, is_cuda = INDUCTOR in self.settings.against, self.settings.device_type == "cuda"
         reduced = self.family.reduce_overhead and is_cuda and is_compared
-        for variant in (EAGER, *[INDUCTOR] * is_compared, OPTIMIZED, TRITIUM, *[REDUCE_OVERHEAD] * reduced):
-            if clock.left <= 0 and variant in _NEEDED:
-                raise OutOfTimeError
-            if limit.left <= 0 and variant not in _NEEDED:
-                cut.append(variant)
-                continue
-            self._add(variant)
-        self._time()
+        compared = (INDUCTOR, *[REDUCE_OVERHEAD] * reduced) if is_compared else ()
+        for group in ((EAGER,), compared, (OPTIMIZED,), (TRITIUM,)):
+            # Both modes of Inductor compile the same kernels: the second mode takes those of the first.
+            with self.settings.caches():
+                for variant in group:
+                    if clock.left <= 0 and variant in _NEEDED:
+                        raise OutOfTimeError
+                    if limit.left <= 0 and variant not in _NEEDED:
+                        cut.append(variant)
+                        continue
+                    self._attempt(variant, functools.partial(self._add, cold=variant == group[0]))
+        with measure.gpu_lock(self.settings.device_type):
+            for variant in list(self.comparison.variants):
+                self._attempt(variant, self._compare)
+            self._time()
         self.absent += [f"cut for time: {', '.join(cut)}"] * bool(cut)
         for name, measured in self.comparison.variants.items():
             parts = [part.what for part in self.handle.components] if self.handle and name == OPTIMIZED else []
             measured.fields["remark"] = "; ".join([*parts, *self.absent]) or None
         return self.comparison.rows()
 
-    def _add(self, variant: str) -> None:
-        """Call a variant until it has settled, and compare it with eager."""
-        held = measure.allocated_bytes(self.settings.device_type) - self._bytes_before
+    def _attempt(self, variant: str, run: Callable[[str], None]) -> None:
         try:
-            added = self.comparison.add(variant, self._call(variant), settle=self._settle)
-            result = self.comparison.result(variant)
-            peak = self.comparison.peak_memory(variant)
+            run(variant)
         except Exception as error:
             if variant == EAGER or isinstance(error, torch.AcceleratorError):
                 raise
             self.comparison.variants.pop(variant, None)
             self.absent.append(f"{variant} failed: {brief(error)}")
-            return
+
+    def _add(self, variant: str, *, cold: bool) -> None:
+        """Call a variant for the first time. Other processes may compile meanwhile, but not time."""
+        with measure.gpu_lock(self.settings.device_type, shared=True):
+            before = self._allocated()
+            added = self.comparison.add(variant, self._call(variant), caches=contextlib.nullcontext())
+            self._own_bytes[variant] = self._allocated() - before
+            if not cold:
+                added.fields["first_call_cold"] = False
+            if variant == EAGER:
+                self._exact = self._in_float64()
+
+    def _compare(self, variant: str) -> None:
+        """Call a variant until it has settled, and compare it with eager."""
+        # Memory that other variants hold does not count for this one.
+        held = self._allocated() - self._own_bytes[variant]
+        measured = self.comparison.variants[variant]
+        self.comparison.settle(measured, self._settle)
+        result = self.comparison.result(variant)
+        peak = self.comparison.peak_memory(variant)
         if variant == EAGER:
-            self._reference, self._exact = result, self._in_float64()
-        added.fields |= {
-            # Memory that earlier variants hold does not count for this one.
+            self._reference = result
+        measured.fields |= {
             "peak_memory_bytes": peak - held if peak is not None else None,
             "relative_l2": measure.relative_l2(result, self._reference),
             "error_f64": fidelity.error(result, self._exact) if self._exact is not None else None,
         }
+
+    def _allocated(self) -> int:
+        """Return the bytes on the GPU beyond model and inputs."""
+        return measure.allocated_bytes(self.settings.device_type) - self._bytes_before
 
     def _call(self, variant: str) -> Callable[[], Any]:
         model: Any = self.built.model

@@ -125,6 +125,21 @@ def as_rows(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return tensor.expand(shape).reshape(shape[0] if len(shape) > 2 else 1, -1, shape[-1])
 
 
+def with_row_strides(tensor: torch.Tensor | None, shape: torch.Size) -> tuple[torch.Tensor | None, tuple[Any, ...]]:
+    """Return a tensor with its strides as [B, S, H], broadcast to a non-empty shape of rank 1 or more.
+
+    A view costs the host a microsecond in each call of the generated code, strides cost nothing.
+    """
+    if tensor is None:
+        return None, (0, 0, 0)
+    if len(shape) > 3:
+        rows = as_rows(tensor, shape)
+        return rows, rows.stride()
+    missing = 3 - tensor.dim()
+    strides = [0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return tensor, (*[0] * missing, *strides)
+
+
 def results(given: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
     x, narrow = given.x, given.residual_dtype or torch.promote_types(given.x.dtype, given.y.dtype)
     residual = torch.empty(x.shape, dtype=narrow, device=x.device)
@@ -139,9 +154,8 @@ def run_triton(given: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
     if compat.traced.statically_known(out.numel() == 0):
         return residual, out
     x, y = (with_dense_rows(as_rows(part, shape)) for part in (given.x, given.y))
-    gate, scale, shift = (
-        None if part is None else as_rows(part, shape) for part in (given.gate, given.scale, given.shift)
-    )
+    modulation = [with_row_strides(part, shape) for part in (given.gate, given.scale, given.shift)]
+    gate, scale, shift = (part for part, _ in modulation)
     weight, bias = (
         None if part is None else part.expand(shape[-1]).contiguous() for part in (given.weight, given.bias)
     )
@@ -163,7 +177,7 @@ def run_triton(given: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
         tokens,
         *x.stride()[:2],
         *y.stride()[:2],
-        *(stride for part in (gate, scale, shift) for stride in ((0, 0, 0) if part is None else part.stride())),
+        *(stride for _, strides in modulation for stride in strides),
         EPS=float(given.eps),
         LAYER=given.norm == "layer",
         WIDTH=width,

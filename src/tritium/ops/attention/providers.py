@@ -69,6 +69,9 @@ def _provider(
     name: str, function: Run, decline: Callable[[Arguments], str | None], *, inlined: bool = False
 ) -> Provider:
     def run(given: Arguments) -> torch.Tensor:
+        if compat.traced.statically_known(given.q.numel() == 0):
+            # Some of PyTorch's kernels return no tensor for an empty batch.
+            return arranged(given.q.new_empty((*given.q.shape[:3], given.v.shape[3])))
         out = function(given)
         # The operators of a trace may return any strides.
         return out if compat.traced.is_traced(out) else arranged(out)
