@@ -66,8 +66,8 @@ def _dispatcher() -> tuple[Any, Any]:
 
 
 def step_of(scheduler: Any) -> int:
-    """Return the index of the step that a pipeline is in, from the scheduler's own count."""
-    index = scheduler.step_index
+    """Return the index of the step that a pipeline is in, from the scheduler's own count; 0 before the first step."""
+    index = getattr(scheduler, "step_index", None)
     return 0 if index is None else int(index)
 
 

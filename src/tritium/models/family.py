@@ -12,7 +12,7 @@ class Family:
 
     `blocks` are the classes of its repeated blocks: equal blocks share one compilation. A family without blocks is
     compiled as a whole. `left` are children that are not compiled, each with the reason. `precise` are patterns of the names
-    of linears in blocks that quantization leaves in high precision.
+    of linears in blocks for which float8 is too coarse: quantization computes them in int8, rotated.
     """
 
     name: str

@@ -164,7 +164,10 @@ def draw_samples(draw: Draw) -> Samples:
         yield f"{word}, static", {"x": draw(2, 7, 100), "dtype": dtype, "rotate": 0, "scale": static}
         of_steps, step = draw(3, dtype=torch.float32).fill_(2**-5), draw(1).fill_(2).long().reshape(())
         of_steps[2] = 2**-6
-        yield f"{word}, a step of three", {"x": draw(7, 63), "dtype": dtype, "rotate": 0, "scale": of_steps, "step": step}
+        yield (
+            f"{word}, a step of three",
+            {"x": draw(7, 63), "dtype": dtype, "rotate": 0, "scale": of_steps, "step": step},
+        )
     for group, width in ((4, 60), (16, 3072), (64, 128), (256, 512)):
         yield f"int8, rotated by {group}", {"x": draw(2, 7, width), "dtype": INT8, "rotate": group}
     yield "fp8, rotated", {"x": draw(7, 64), "dtype": FP8, "rotate": 16}

@@ -27,7 +27,7 @@ from tritium.pipelines.parts import KEPT, PartSpec
 from tritium.pipelines.plan import Plan
 from tritium.pipelines.progress import Progress
 from tritium.pipelines.whole import Whole
-from tritium.techniques import Note
+from tritium.techniques import Note, catalog
 from tritium.techniques.choice import Choice
 from tritium.techniques.technique import Around
 
@@ -208,6 +208,16 @@ class Part:
     def variants(self) -> list[Choice]:
         """Return the choices that techniques propose to try."""
         return variants(View(self, Settings("tritium", self.plan.config)), self.plan)
+
+    @property
+    def insisted(self) -> list[str]:
+        """Return the lossy techniques that the plan names for the part, and that it can have."""
+        configs, _ = self.check(Choice(), self.plan)
+        return [name for name in configs if self.plan.names(name) and catalog()[name].is_lossy]
+
+    def configs(self, choice: Choice | None = None) -> dict[str, Any]:
+        """Return the techniques of the part under a choice, by name; by default under the current one."""
+        return self.check(self.choice if choice is None else choice, self.plan)[0]
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run a call of the part without counting it."""

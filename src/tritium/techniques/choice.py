@@ -68,6 +68,11 @@ class Choice:
         """Return the config of this type, or None."""
         return next((found for found in self.techniques if isinstance(found, config)), None)
 
+    @property
+    def is_lossy(self) -> bool:
+        """True if one of its techniques changes images."""
+        return any(catalog()[name].is_lossy for name in self.configs())
+
     def with_(self, **changes: Any) -> Choice:
         """Return a copy with other fields or techniques.
 

@@ -104,4 +104,5 @@ TECHNIQUE = Technique(
     remove=remove,
     conflicts=conflicts,
     report=report,
+    is_lossy=True,
 )

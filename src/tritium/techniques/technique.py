@@ -126,6 +126,8 @@ class Technique(Generic[C, S]):
             `CompilationConfig`. Returns the config that applies, or raises a `ConfigError` if they contradict.
         after: Names of techniques that are applied before this one.
         needs_scheduler: True if it reads the scheduler: parts without one are then declined with a reason.
+        is_lossy: True if it changes images. A plan that names it keeps it where it is slower, with a warning; a search
+            chooses it only if it saves 3 %.
         settles_after: Returns how many calls of one shape it takes until later calls behave alike; `warmup()` makes
             as many.
     """
@@ -142,6 +144,7 @@ class Technique(Generic[C, S]):
     reconcile: Callable[[C, CompilationConfig], C] = _unchanged
     after: tuple[str, ...] = ()
     needs_scheduler: bool = False
+    is_lossy: bool = False
     settles_after: Callable[[Part, C], int] = _one_call
 
     def __post_init__(self) -> None:

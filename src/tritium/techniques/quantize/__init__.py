@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tritium import compat
-from tritium.compiler.passes.quantize import Outcome, outcomes_of, quantize_linears
+from tritium.compiler.passes.quantize import Outcome, Precision, outcomes_of, quantize_linears
 from tritium.config import CompilationConfig
 from tritium.errors import ConfigError, PipelineError
 from tritium.techniques.choice import Choice
-from tritium.techniques.quantize import storage
+from tritium.techniques.graphs import Graphs
+from tritium.techniques.quantize import calibrating, storage
 from tritium.techniques.quantize.config import Quantize, Steps
-from tritium.techniques.quantize.selection import Selection, select
+from tritium.techniques.quantize.scales import Scales
+from tritium.techniques.quantize.selection import Selection, candidates, select
 from tritium.techniques.quantize.storage import StoredLinear
 from tritium.techniques.technique import Note, Part, Technique
 
@@ -23,30 +25,38 @@ __all__ = ["TECHNIQUE", "Quantize", "Steps"]
 # Parts whose linears are quantized: denoisers, ControlNets, text encoders, and a bare model.
 _PARTS = ("transformer", "unet", "controlnet", "text_encoder", "model")
 
+_WAITS = "no compiled call yet"
+
 
 @dataclass
 class State:
     """What was done to a part, for its removal and the report."""
 
+    part: Part
     selection: Selection
     # Linears that store bytes, by name.
     stored: dict[str, StoredLinear] = field(default_factory=dict)
+    # Static scales of the inputs, if they were measured.
+    scales: Scales | None = None
 
 
 def applies_to(part: Part, config: Quantize) -> str | None:
     if not part.name.startswith(_PARTS):
         return "only denoisers and text encoders have many linears"
+    is_encoder = part.name.startswith("text_encoder")
+    if is_encoder and (config.steps is not None or config.scales == "step"):
+        return "it runs once an image, outside of the steps"
     if part.how == "eager" and not config.keeps_bytes:
         return "it runs eagerly, and keep='device' rewrites compiled graphs; name it with Quantize(keep='cpu')"
-    if config.steps is not None and not part.schedulers:
+    if (config.steps is not None or config.scales == "step") and not part.schedulers:
         return "steps need the scheduler; pass tritium.optimize(model, plan, scheduler=...)"
     if not config.keeps_bytes and (moved := _moved(part)) is not None:
         return f"{moved} moves its weights, and copies of them would be made again each time; write keep='cpu'"
     try:
-        selection = select(part.module, config)
+        found = candidates(part.module, config) if config.searches else select(part.module, config).chosen
     except PipelineError as error:
         return str(error)
-    return None if selection.chosen else "it has no linears in repeated blocks"
+    return None if found else "it has no linears in repeated blocks"
 
 
 def _moved(part: Part) -> str | None:
@@ -60,19 +70,35 @@ def _moved(part: Part) -> str | None:
 
 def apply(part: Part, config: Quantize) -> State:
     selection = select(part.module, config)
-    state = State(selection)
+    state = State(part, selection)
     if config.keeps_bytes:
         _store(state)
         if part.how == "tritium":
             part.compile_with(passes=[quantize_linears({})], fidelity="fast", apart=("quantize", id(state)))
         return state
     rows = [quantize_linears(selection.chosen)]
+    static = _with_scales(state, config)
     if config.steps is not None:
         is_plain = config.steps.instead == "none"
         other = part.compiled() if is_plain else part.compiled(passes=rows, fidelity="fast")
         part.around(_by_step(part, config.steps, other))
-    part.compile_with(passes=rows, fidelity="fast")
+    part.compile_with(passes=[quantize_linears(static)], fidelity="fast")
+    selection.chosen.update(static)
+    if state.scales is not None and config.scales == "step":
+        part.around(state.scales.around)
     return state
+
+
+def _with_scales(state: State, config: Quantize) -> dict[str, Precision]:
+    """Return the precisions of the selected linears with the scales of their inputs that were measured, and set these."""
+    chosen = dict(state.selection.chosen)
+    found = {name: scales for name, _, scales in config.measured if scales and name in chosen}
+    if found:
+        of_linears = {state.selection.modules[name]: scales for name, scales in found.items()}
+        state.scales = Scales(state.part, of_linears, by_step=config.scales == "step")
+    for name, scales in found.items():
+        chosen[name] = replace(chosen[name], scales=config.scales, steps=len(scales))
+    return chosen
 
 
 def _store(state: State) -> None:
@@ -104,8 +130,7 @@ def _by_step(part: Part, steps: Steps, other: Callable[..., Any]) -> Callable[..
 
     def run(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         scheduler = part.schedulers[0]
-        step = compat.diffusers.step_of(scheduler)
-        if steps.names(step, compat.diffusers.steps_of(scheduler)):
+        if steps.names(compat.diffusers.step_of(scheduler), compat.diffusers.steps_of(scheduler)):
             return other(*args, **kwargs)
         return call(*args, **kwargs)
 
@@ -114,11 +139,18 @@ def _by_step(part: Part, steps: Steps, other: Callable[..., Any]) -> Callable[..
 
 def remove(_part: Part, state: State) -> None:
     _restore(state)
+    if state.scales is not None:
+        state.scales.forget()
 
 
-def conflicts(_config: Quantize, choice: Choice) -> str | None:
+def conflicts(config: Quantize, choice: Choice) -> str | None:
     if choice.how == "inductor":
         return "quantize is Tritium's, and the part runs with 'inductor'; leave one of them out"
+    graphs = choice.get(Graphs)
+    if graphs is not None and graphs.mode == "only" and not config.keeps_bytes:
+        return (
+            "graphs='only' captures graphs as they are, and quantize rewrites them; leave one out, or write keep='cpu'"
+        )
     return None
 
 
@@ -157,37 +189,79 @@ def _prefixes(name: str) -> list[str]:
     return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
 
 
-def report(_part: Part, config: Quantize, state: State) -> Note:
+def report(part: Part, config: Quantize, state: State) -> Note:
     selection, found = state.selection, outcomes(state)
     kept = Counter(selection.kept.values())
     kept.update(outcome.declined for outcome in found.values() if outcome.declined)
     waiting = [name for name in selection.chosen if name not in found]
     used = {name: how for name, how in selection.chosen.items() if name in found and not found[name].declined}
-    formats = Counter(str(how) for how in used.values())
-    layers = {
-        name: {"precision": str(how), "provider": found[name].provider}
-        if name in used
-        else {"precision": None, "reason": found[name].declined if name in found else "no compiled call yet"}
-        for name, how in selection.chosen.items()
-    } | {name: {"precision": None, "reason": reason} for name, reason in selection.kept.items()}
-    data = {"formats": dict(formats), "kept": dict(kept), "bytes": _bytes(selection, used), "layers": layers}
+    formats, bytes_ = Counter(map(_in_words, used.values())), _bytes(selection, used)
+    figures = calibrating.figures_of(part.module)
+    worst = _worst(figures, used)
+    data = {
+        "formats": dict(formats),
+        "kept": dict(kept),
+        "bytes": bytes_,
+        "layers": _layers(selection, found, used, figures),
+        "worst": dict(worst),
+        "milliseconds": dict(figures.times.get(config, {})),
+    }
     words = [f"{count} linears in {format_}" for format_, count in formats.items()]
     words += [f"{len(waiting)} linears wait for their first compiled call"] if waiting else []
     words += [f"{count} kept ({reason})" for reason, count in kept.most_common()]
-    if config.steps is not None:
-        words.append(f"first {config.steps.first} and last {config.steps.last} steps unquantized")
+    words += [_steps_in_words(config.steps)] if config.steps is not None else []
+    words += _costs_in_words(bytes_, stores=bool(state.stored))
+    words += ["worst SQNR " + ", ".join(f"{name} {ratio:.1f} dB" for name, ratio in worst)] if worst else []
     return Note("quantized: " + ", ".join(words), data)
 
 
-def _bytes(selection: Selection, used: dict[str, Any]) -> dict[str, int]:
+def _in_words(how: Precision) -> str:
+    scales = {"row": "", "static": " with static scales", "step": " with scales by step"}
+    return how.format + (f" rotated by {how.rotate}" if how.rotate else "") + scales[how.scales]
+
+
+def _steps_in_words(steps: Steps) -> str:
+    instead = "unquantized" if steps.instead == "none" else "with scales by row"
+    return f"first {steps.first} and last {steps.last} steps {instead}"
+
+
+def _costs_in_words(bytes_: dict[str, int], *, stores: bool) -> list[str]:
+    if not bytes_["after"]:
+        return []
+    if stores:
+        return [f"their weights take {bytes_['after'] / 1e6:,.1f} MB instead of {bytes_['before'] / 1e6:,.1f} MB"]
+    return [f"copies of their weights take {bytes_['after'] / 1e6:,.1f} MB more"]
+
+
+def _layers(
+    selection: Selection, found: dict[str, Outcome], used: dict[str, Precision], figures: calibrating.Figures
+) -> dict[str, dict[str, Any]]:
+    """Return the precision of every linear, with its provider and error, or the reason why it has none."""
+    layers: dict[str, dict[str, Any]] = {
+        name: {"precision": None, "reason": why} for name, why in selection.kept.items()
+    }
+    for name, how in selection.chosen.items():
+        if name in used:
+            layers[name] = {"precision": str(how), "provider": found[name].provider, "sqnr": figures.sqnr(name, how)}
+        else:
+            layers[name] = {"precision": None, "reason": found[name].declined if name in found else _WAITS}
+    return {name: layers[name] for name in selection.modules}
+
+
+def _worst(figures: calibrating.Figures, used: dict[str, Precision]) -> list[tuple[str, float]]:
+    """Return the five quantized linears with the largest errors, if they were measured."""
+    ratios = [(name, ratio) for name, how in used.items() if (ratio := figures.sqnr(name, how)) is not None]
+    return sorted(ratios, key=lambda pair: pair[1])[:5]
+
+
+def _bytes(selection: Selection, used: dict[str, Precision]) -> dict[str, int]:
     """Return the bytes of the weights of quantized linears, before and after."""
     before = after = 0
     for name, how in used.items():
-        module = selection.modules[name]
+        module: Any = selection.modules[name]
         weight = module.stored.original if isinstance(module, StoredLinear) else module.weight
         before += weight.numel() * weight.element_size()
-        groups = weight.shape[1] // how.group if how.format == "int4-weights" else 1
-        after += weight.numel() // (2 if how.format == "int4-weights" else 1) + 4 * weight.shape[0] * groups
+        after += storage.bytes_of(weight.shape, how)
     return {"before": before, "after": after}
 
 
@@ -200,5 +274,6 @@ TECHNIQUE = Technique(
     conflicts=conflicts,
     variants=variants,
     report=report,
+    is_lossy=True,
     reconcile=reconcile,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from tritium.budget import Budget
@@ -84,8 +84,9 @@ class Quantize:
         keep: "device" leaves the parameters as they are, with quantized copies beside them. "cpu" replaces them by quantized
             bytes and keeps the originals in host memory. None is "cpu" if only weights are quantized, else "device".
         one_row: The format of layers whose input is one row an image, such as modulations; None leaves them as they are.
-        group: The number of columns that share a scale in "int4-weights".
+        group: The number of columns that share a scale in "int4-weights"; a smaller one where it does not divide a layer.
         budget: The loss that "auto" accepts; by default a PSNR of 33 dB.
+        measured: What `handle.calibrate(prompts)` chose: by layer its format, or None, and scales of its input.
 
     >>> Quantize("int8", layers={"proj_out": None}).layers
     (('proj_out', None),)
@@ -101,6 +102,7 @@ class Quantize:
     one_row: str | None = None
     group: int = 64
     budget: Budget | None = None
+    measured: tuple[tuple[str, str | None, tuple[float, ...]], ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         _check_format("linear", self.linear, [*FORMATS, AUTO])
@@ -120,6 +122,7 @@ class Quantize:
         _check_format("one_row", self.one_row, ["int8-weights", "int4-weights"])
         if self.group not in GROUPS:
             raise ConfigError(f"group takes {', '.join(map(str, GROUPS))}, got {self.group!r}")
+        _check_measured(self.measured)
         self._check_combination()
 
     def _check_combination(self) -> None:
@@ -144,12 +147,24 @@ class Quantize:
             )
 
     def __str__(self) -> str:
+        if self.linear == AUTO and self.measured:
+            return f"{'/'.join(sorted(self.formats))} linears"
         return f"{self.linear or 'some layers in ' + '/'.join(sorted(self.formats))} linears"
+
+    @property
+    def searches(self) -> bool:
+        """True if `handle.calibrate(prompts)` chooses the formats, and has not yet."""
+        return self.linear == AUTO and not self.measured
+
+    @property
+    def needs_measuring(self) -> bool:
+        """True if `handle.calibrate(prompts)` has something to choose or to measure."""
+        return self.linear == AUTO or self.scales != "row" or (self.rotate == AUTO and "int8" in self.formats)
 
     @property
     def formats(self) -> set[str]:
         """Return every format that this config names."""
-        named = [self.linear, self.one_row, *dict(self.layers).values()]
+        named = [self.linear, self.one_row, *dict(self.layers).values(), *(entry[1] for entry in self.measured)]
         return {format_ for format_ in named if format_ is not None and format_ != AUTO}
 
     @property
@@ -171,7 +186,9 @@ class Quantize:
             format_ = "int8"
             sizes = (self.rotate,) if self.rotate in ROTATIONS[1:] else GROUPS_TO_ROTATE
             rotate = next((size for size in sizes if columns % int(size) == 0), sizes[0])
-        return Precision(format_, int(rotate), self.group, few_rows)  # type: ignore[arg-type]  # a checked format
+        groups = [size for size in sorted(GROUPS, reverse=True) if size <= self.group and columns % size == 0]
+        group = groups[0] if groups else self.group
+        return Precision(format_, int(rotate), group, few_rows)  # type: ignore[arg-type]  # a checked format
 
 
 def _check_format(name: str, value: Any, known: list[str]) -> None:
@@ -194,6 +211,14 @@ def _layers(value: Any) -> tuple[tuple[str, str | None], ...]:
             except re.error as error:
                 raise ConfigError(f"layers: {name!r} is no regular expression: {error}") from error
     return pairs
+
+
+def _check_measured(value: Any) -> None:
+    entries = value if isinstance(value, tuple) else (value,)
+    if not all(isinstance(entry, tuple) and len(entry) == 3 and isinstance(entry[2], tuple) for entry in entries):
+        raise ConfigError("measured is what handle.calibrate(prompts) returns in its config; leave it out")
+    for name, format_, _ in entries:
+        _check_format(f"measured[{name!r}]", format_, list(FORMATS))
 
 
 def _of_kind(kind: Any, name: str, value: Any) -> Any:

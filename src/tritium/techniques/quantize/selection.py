@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 from tritium import compat, models
 from tritium.compiler.passes.quantize import Precision
 from tritium.errors import PipelineError, nearest
-from tritium.techniques.quantize.config import AUTO, PATTERN, Quantize
+from tritium.techniques.quantize.config import AUTO, PATTERN, ROTATED, Quantize
 
 # Parts of names of layers whose input is one row an image: modulations, embeddings of time and of pooled text.
 ONE_ROW = re.compile(
@@ -38,34 +38,64 @@ def select(module: nn.Module, config: Quantize) -> Selection:
     """Return the linears that a config selects in a model; raise a `PipelineError` for names that match nothing."""
     linears = linears_of(module)
     named = _named(module, linears, config)
+    measured = {name: format_ for name, format_, _ in config.measured}
     default = None if config.linear == AUTO else config.linear
     chosen: dict[str, Precision] = {}
     kept: dict[str, str] = {}
-    reasons = list(_reasons(module))
+    family = models.family_of(type(module).__name__)
+    sensitive = [re.compile(pattern) for pattern in (family.precise if family is not None else ())]
     for name, linear in linears.items():
         columns = linear.in_features
+        in_high_precision = None if name in named else _reason(module, name, config)
         if name in named:
             format_ = named[name]
             if format_ is None:
                 kept[name] = "layers says None"
             else:
                 chosen[name] = config.precision(format_, columns, few_rows=True)
-            continue
-        reason = next((why for pattern, why in reasons if pattern.search(name)), None)
-        is_row = ONE_ROW.search(name) is not None
-        if is_row and config.one_row is not None and is_in_list(module, name):
+        elif in_high_precision is not None:
+            kept[name] = in_high_precision
+        elif is_one_row(name):
+            assert config.one_row is not None
             chosen[name] = config.precision(config.one_row, columns)
-        elif is_row or reason is not None:
-            kept[name] = "its input is one row an image" if is_row else str(reason)
-        elif not is_in_list(module, name):
-            kept[name] = "outside of the repeated blocks"
+        elif name in measured:
+            format_ = measured[name]
+            if format_ is None:
+                kept[name] = "its error is too large for the budget"
+            else:
+                chosen[name] = config.precision(format_, columns)
         elif default is not None:
-            chosen[name] = config.precision(default, columns)
+            is_sensitive = default == "fp8" and any(pattern.search(name) for pattern in sensitive)
+            chosen[name] = config.precision(ROTATED if is_sensitive else default, columns)
         elif config.linear == AUTO:
             kept[name] = "linear='auto' waits for handle.calibrate(prompts)"
         else:
             kept[name] = "linear is None, and layers does not name it"
     return Selection(linears, chosen, kept)
+
+
+def candidates(module: nn.Module, config: Quantize) -> list[str]:
+    """Return the linears that formats are measured for: those in blocks that `layers` does not name."""
+    linears = linears_of(module)
+    named = _named(module, linears, config)
+    return [name for name in linears if name not in named and _reason(module, name) is None]
+
+
+def _reason(module: nn.Module, name: str, config: Quantize | None = None) -> str | None:
+    """Return why a linear that `layers` does not name keeps its precision, or None."""
+    in_block = is_in_block(module, name)
+    if is_one_row(name):
+        is_stored = config is not None and config.one_row is not None and in_block
+        return None if is_stored else "its input is one row an image"
+    for pattern in compat.diffusers.precise_patterns(module):
+        if re.search(pattern, name):
+            return "the model's class keeps it in high precision"
+    return None if in_block else "outside of the repeated blocks"
+
+
+def is_one_row(name: str) -> bool:
+    """Return True for a layer whose input is one row an image, by its name."""
+    return ONE_ROW.search(name) is not None
 
 
 def linears_of(module: nn.Module) -> dict[str, nn.Linear]:
@@ -79,23 +109,20 @@ def linears_of(module: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
-def is_in_list(module: nn.Module, name: str) -> bool:
-    """Return True if a module is inside an element of a module list: in a repeated block."""
+def is_in_block(module: nn.Module, name: str) -> bool:
+    """Return True if a linear is in a repeated block: in an element of a module list that has several linears."""
     current: Any = module
     for part in name.split(".")[:-1]:
-        if isinstance(current, nn.ModuleList):
+        inner = getattr(current, part, None)
+        if isinstance(current, nn.ModuleList) and isinstance(inner, nn.Module) and _has_several(inner):
             return True
-        current = getattr(current, part, None)
+        current = inner
     return False
 
 
-def _reasons(module: nn.Module) -> Iterator[tuple[re.Pattern[str], str]]:
-    """Yield patterns of names that keep their precision, with the reason: those of the model's class and its family."""
-    for pattern in compat.diffusers.precise_patterns(module):
-        yield re.compile(pattern), "the model's class keeps it in high precision"
-    family = models.family_of(type(module).__name__)
-    for pattern in family.precise if family is not None else ():
-        yield re.compile(pattern), "known to be sensitive in this family"
+def _has_several(module: nn.Module) -> bool:
+    linears = (inner for inner in module.modules() if isinstance(inner, nn.Linear))
+    return len(list(itertools.islice(linears, 2))) == 2
 
 
 def _named(module: nn.Module, linears: dict[str, nn.Linear], config: Quantize) -> dict[str, str | None]:

@@ -8,7 +8,7 @@ The original weight stays in host memory: `state_dict` returns it, and `restore`
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,10 @@ from tritium.ops import scaled_linear
 
 # The buffer with the bytes of the scales.
 SCALE = "weight_scale"
+
+# The buffer with the bytes of 4-bit weights. Their parameter keeps its shape, which diffusers compares with a LoRA's, and
+# holds one zero.
+BYTES = "weight_bytes"
 
 # Rows with which the provider of a product is chosen: many, as image tokens are.
 _ROWS = 4096
@@ -48,8 +52,8 @@ class StoredLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name in nn.Linear
         how, scale = self.stored.precision, getattr(self, SCALE).view(torch.float32)
         if how.format not in PRODUCTS:
-            kind = torch.uint8 if how.format == "int4-weights" else torch.int8
-            weight = self.weight.view(kind)
+            is_packed = how.format == "int4-weights"
+            weight = getattr(self, BYTES).view(torch.uint8) if is_packed else self.weight
             return torch.ops.tritium.weight_only_linear(  # type: ignore[no-any-return]  # operators have no types
                 input, weight, scale, self.bias, provider=INLINED
             )
@@ -74,6 +78,9 @@ class StoredLinear(nn.Linear):
         before = self.stored.original
         wanted = fn(torch.empty(0, dtype=before.dtype, device=self.weight.device)).dtype
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if hasattr(self, BYTES):
+            # Moving a tensor writes all of its elements.
+            _write_placeholder(self)
         if wanted != before.dtype:
             self._take(before.to(wanted))
         return result
@@ -127,14 +134,30 @@ def restore(linear: nn.Module) -> None:
     assert isinstance(linear, StoredLinear)
     stored = linear.stored
     with torch.inference_mode(False), torch.no_grad():
-        weight = torch.empty_strided(
-            stored.original.shape, stored.strides, dtype=stored.original.dtype, device=linear.weight.device
-        )
-        linear.weight.data = weight.copy_(stored.original)
+        weight = stored.original
+        if weight.device != linear.weight.device or weight.stride() != stored.strides:
+            weight = torch.empty_strided(
+                weight.shape, stored.strides, dtype=weight.dtype, device=linear.weight.device
+            ).copy_(weight)
+        linear.weight.data = weight
         linear.weight.requires_grad_(stored.requires_grad)
     delattr(linear, SCALE)
+    if hasattr(linear, BYTES):
+        delattr(linear, BYTES)
     del linear.stored
     _become(linear, nn.Linear)
+
+
+def bytes_of(shape: Sequence[int], precision: Precision) -> int:
+    """Return the bytes of a quantized weight [N, K] and its scales.
+
+    >>> bytes_of((3072, 3072), Precision("fp8")), bytes_of((3072, 3072), Precision("int4-weights", group=64))
+    (9449472, 5308416)
+    """
+    n, k = shape
+    if precision.format == "int4-weights":
+        return n * k // 2 + 4 * n * (k // precision.group)
+    return n * k + 4 * n
 
 
 def _become(linear: Any, kind: type[nn.Linear]) -> None:
@@ -173,16 +196,25 @@ def _provider(weight: torch.Tensor, precision: Precision) -> tuple[str, str]:
 def _write_bytes(linear: StoredLinear, original: torch.Tensor) -> None:
     quantize, options = weight_quantizer(linear.stored.precision)
     weight, scale = quantize(original, *options)
-    linear.weight.data = weight.contiguous().view(torch.int8)
+    if linear.stored.precision.format == "int4-weights":
+        linear.register_buffer(BYTES, weight.contiguous().view(torch.int8), persistent=False)
+        _write_placeholder(linear)
+    else:
+        linear.weight.data = weight.contiguous().view(torch.int8)
     linear.register_buffer(SCALE, scale.contiguous().view(torch.int8), persistent=False)
 
 
+def _write_placeholder(linear: StoredLinear) -> None:
+    zero = torch.zeros(1, dtype=torch.int8, device=getattr(linear, BYTES).device)
+    linear.weight.data = zero.expand(linear.stored.original.shape)
+
+
 def _on_host(weight: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a copy in host memory, page-locked if it came from a GPU; a weight on a CPU is kept itself."""
-    if device.type == "cpu":
-        return weight
-    copy = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=device.type == "cuda")
-    return copy.copy_(weight)
+    """Return a weight on a CPU itself, mapped from its file if it was, or a copy in host memory.
+
+    Not page-locked: PyTorch would round each allocation up to a power of two, and originals are rarely read.
+    """
+    return weight if device.type == "cpu" else weight.to("cpu")
 
 
 def watch_merges() -> None:
