@@ -246,11 +246,11 @@ def public() -> dict[str, str]:
     import tritium
 
     found = {}
-    for holder in (tritium, tritium.plugins):
+    for holder in (tritium, tritium.layers, tritium.plugins):
         for name in holder.__all__:
             value = getattr(holder, name)
             path = value.__name__ if inspect.ismodule(value) else f"{value.__module__}.{value.__qualname__}"
-            if value not in (tritium.errors, tritium.plugins):
+            if value not in (tritium.errors, tritium.layers, tritium.plugins):
                 found[f"{holder.__name__}.{name}"] = path
     return found
 

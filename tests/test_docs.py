@@ -166,7 +166,8 @@ def test_every_committed_gain_is_in_the_readme(generate):
 
 def test_every_public_name_is_once_in_the_python_reference(generate):
     pages = "\n".join(generate.api().values())
-    names = {f"tritium.{name}" for name in tritium.__all__} - {"tritium.errors", "tritium.plugins"}
+    names = {f"tritium.{name}" for name in tritium.__all__} - {"tritium.errors", "tritium.layers", "tritium.plugins"}
+    names |= {f"tritium.layers.{name}" for name in tritium.layers.__all__}
     for name in names | {f"tritium.plugins.{name}" for name in tritium.plugins.__all__}:
         assert pages.count(f"heading: {name}\n") == 1
     for path in generate.public().values():

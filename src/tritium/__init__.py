@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tritium import autofuse as autofuse
     from tritium import errors as errors
+    from tritium import layers as layers
     from tritium import plugins as plugins
     from tritium.api import Handle as Handle
     from tritium.api import optimize as optimize

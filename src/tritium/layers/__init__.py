@@ -1,1 +1,11 @@
-"""Functions for models that are written or ported by hand; the public ones are importable from `tritium`."""
+"""Functions for models that are written or ported by hand; those for quantized values are public here, others in `tritium`."""
+
+from tritium.layers.quantized import (
+    quantize_blocks,
+    quantize_rows,
+    quantize_weight,
+    scaled_linear,
+    weight_only_linear,
+)
+
+__all__ = ["quantize_blocks", "quantize_rows", "quantize_weight", "scaled_linear", "weight_only_linear"]

@@ -1,7 +1,7 @@
 """Check and cast the arguments of layer functions.
 
 `@checked` raises for a value that is not of its parameter's annotation, and for tensors that are not of floating point or
-not on one device. Each layer checks the shapes that it needs.
+not on one device; `@checked_with_stored` also takes tensors of quantized values. Each layer checks the shapes that it needs.
 """
 
 from __future__ import annotations
@@ -62,6 +62,15 @@ class Kind(NamedTuple):
 
 def checked(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Return a function that checks its arguments first."""
+    return _checked(function, frozenset())
+
+
+def checked_with_stored(*names: str) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+    """Return `checked` for functions with tensors of quantized values, whose dtypes they check themselves."""
+    return lambda function: _checked(function, frozenset(names))
+
+
+def _checked(function: Callable[Parameters, Result], stored: frozenset[str]) -> Callable[Parameters, Result]:
     hints = get_type_hints(function)
     parameters = inspect.signature(function).parameters
     names = tuple(parameters)
@@ -77,7 +86,7 @@ def checked(function: Callable[Parameters, Result]) -> Callable[Parameters, Resu
                 _check(name, value, kinds[name])
             if name in tensor_names and value is not None:
                 tensors[name] = value
-        check_tensors(tensors)
+        check_tensors(tensors, stored)
         return function(*args, **kwargs)
 
     return call
@@ -91,11 +100,11 @@ def _check(name: str, value: Any, kind: Kind) -> None:
         raise ArgumentError(f"there is no {name} {value!r}; {nearest(value, kind.strings)}")
 
 
-def check_tensors(tensors: Mapping[str, Any]) -> None:
-    """Raise unless tensors have dtypes that layers compute with, and are on one device."""
+def check_tensors(tensors: Mapping[str, Any], stored: frozenset[str] = frozenset()) -> None:
+    """Raise unless tensors have dtypes that layers compute with, and are on one device; `stored` may have any dtype."""
     where = None
     for name, tensor in tensors.items():
-        if tensor.dtype not in FLOATING and name != MASK:
+        if tensor.dtype not in FLOATING and name != MASK and name not in stored:
             raise ArgumentTypeError(f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
         if where is not None and tensor.device != where:
             listed = ", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items())
