@@ -81,7 +81,7 @@ def test_nothing_escapes_into_the_page(written):
     assert not found.all("img")
     assert len(found.all("script")) == len(found.all("style")) == 1
     # One of the page, and one a mark of the plots.
-    assert len(found.all("title")) == 1 + len(found.all("circle"))
+    assert len(found.all("title")) == 1 + len(found.all("circle")) + len(found.all("rect"))
     assert all(not name.startswith("on") for _, attributes in found.elements for name in attributes)
     plain = Page(written(full_report()))
     assert [tag for tag, _ in found.elements] == [tag for tag, _ in plain.elements]

@@ -80,6 +80,21 @@ def measurement(**changes):
     return Measurement(**{**found, **changes})
 
 
+def quantized(text="plain"):
+    """What the technique says about a part with two blocks in 8 bits, a layer of another format and one outside."""
+    layers = {
+        f"blocks.{block}.attn.{text}": {"precision": "int8, rotated by 64", "provider": f"int_mm {text}"}
+        for block in (0, 1)
+    }
+    layers |= {
+        "blocks.0.ff.net.2": {"precision": "fp8", "provider": "scaled_mm", "sqnr": 28.46},
+        "blocks.1.ff.net.2": {"precision": None, "reason": f"its input has 1 row: {text}"},
+        "blocks.1.extra": {"precision": f"fp3 {text}", "provider": ""},
+        "proj_out": {"precision": None, "reason": "outside of the repeated blocks"},
+    }
+    return {"layers": layers}
+
+
 def full_report(text="plain", *, measured=True, **first):
     """One of everything."""
     us = (lambda value: value) if measured else (lambda value: None)
@@ -132,6 +147,7 @@ def full_report(text="plain", *, measured=True, **first):
             share=0.8,
             first_call_seconds=9.0,
             what=f"compiled {text}",
+            techniques={"quantize": quantized(text)},
         ),
         Component(name="vae", milliseconds=None, calls=0, share=None, first_call_seconds=0.0, what="left"),
     ]

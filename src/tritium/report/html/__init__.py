@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tritium.errors import MissingExtra
 from tritium.report import units
 from tritium.report.graph_text import GraphNode
-from tritium.report.html import plot
+from tritium.report.html import plot, precision
 from tritium.report.html.kernels import Kernels
 from tritium.report.records import Diagram, GraphRecord, Site
 from tritium.report.units import count, number
@@ -80,6 +80,8 @@ def render(report: Report, title: str) -> str:
         families=[(family, counts) for family, counts in report.sites.items() if counts.reasons],
         absent=[family for family, counts in report.sites.items() if not counts.reasons],
         plot=plot,
+        precision=precision,
+        precisions=precision.precisions(report.components),
         roofline=plot.roofline_plot(kernels),
         bandwidth=plot.bandwidth_plot(kernels),
         row_height=ROW,
