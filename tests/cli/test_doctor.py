@@ -27,13 +27,14 @@ HEALTHY = doctor.Facts(
     other_compilers=(),
     headers=True,
     bf16_works=True,
+    int8_exact=True,
     onednn_isa=None,
     cache_folder="/somewhere/cache",
     cache_error=None,
     variable_error=None,
     choices=0,
 )
-GPU = {"gpu": "NVIDIA H200", "driver": "570.86.15", "torch_cuda": "13.0"}
+GPU = {"gpu": "NVIDIA H200", "driver": "570.86.15", "torch_cuda": "13.0", "capability": (9, 0)}
 
 
 def check(name, **facts):
@@ -44,7 +45,7 @@ def check(name, **facts):
 
 def test_a_healthy_machine_has_nothing_to_fix():
     for facts in (HEALTHY, dataclasses.replace(HEALTHY, **GPU)):
-        assert [(entry.status, entry.fix) for entry in doctor.diagnose(facts)] == [("ok", None)] * 13
+        assert [(entry.status, entry.fix) for entry in doctor.diagnose(facts)] == [("ok", None)] * 15
 
 
 @pytest.mark.parametrize(
@@ -65,6 +66,10 @@ def test_a_healthy_machine_has_nothing_to_fix():
         ("python headers", {"headers": False}, "fail", "python3.11-dev"),
         ("bfloat16 on the CPU", {"bf16_works": False}, "fail", "export ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"),
         ("bfloat16 on the CPU", {"bf16_works": False, **GPU}, "warn", "before Python starts"),
+        ("int8 on the CPU", {"int8_exact": False}, "warn", "use quantize='int8-weights'"),
+        ("int8 on the CPU", {"int8_exact": False, "onednn_isa": "AVX2"}, "warn", "unset ONEDNN_MAX_CPU_ISA=AVX2 or"),
+        ("float8 products", {**GPU, "torch_cuda": "12.9"}, "warn", "CUDA 12.6 or 13.0, if prompts of up to 256"),
+        ("float8 products", {**GPU, "capability": (8, 0)}, "warn", "use quantize='int8'"),
         ("cache folder", {"cache_error": "Permission denied"}, "fail", "TORCHINDUCTOR_CACHE_DIR"),
         ("environment", {"variable_error": "TRITIUM_X means nothing"}, "fail", "unset"),
         ("diffusers", {"diffusers": None}, "warn", "tritium[diffusers]"),
@@ -117,6 +122,10 @@ def test_a_hook_that_this_torch_lacks_is_named(monkeypatch):
             "defused by ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16",
         ),
         ("triton", {"triton": None}, "not needed without a GPU"),
+        ("int8 on the CPU", {"int8_exact": False, **GPU}, "quantize='int8' is declined on the CPU"),
+        ("float8 products", {}, "no GPU"),
+        ("float8 products", GPU, "by cuBLAS, with a scale per row (9.0)"),
+        ("float8 products", {**GPU, "capability": (8, 9)}, "by Triton: cuBLAS has scales per row from"),
         ("triton", {"triton": "9.1", "triton_required": None}, "not known"),
     ],
 )
@@ -172,6 +181,12 @@ def test_the_probe_runs_without_the_variable(monkeypatch):
     assert envs.ONEDNN_ISA not in probed[0]
     assert "PATH" in probed[0]
     assert (facts.bf16_works, facts.onednn_isa) == (False, "AVX2")
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_the_probe_of_int8_is_that_of_the_op(monkeypatch, is_exact):
+    monkeypatch.setattr(compat.operators, "int8_products_are_exact", lambda: is_exact)
+    assert doctor.gather().int8_exact is is_exact
 
 
 def test_a_child_that_dies_is_a_probe_that_fails(monkeypatch):

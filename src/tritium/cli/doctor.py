@@ -27,6 +27,7 @@ from tritium import catalog, compat, config, device, envs, fusions, ops, tuning
 from tritium.compiler.pipeline import passes_for
 from tritium.config import CompilationConfig
 from tritium.errors import ConfigError, TritiumError
+from tritium.ops import scaled_linear
 
 # The Triton version that torch's CUDA wheels require; CPU wheels require none but use an installed one.
 TRITON_OF_TORCH = {(2, 11): (3, 6), (2, 12): (3, 7), (2, 13): (3, 7), (2, 14): (3, 8), (2, 15): (3, 9)}
@@ -75,6 +76,8 @@ class Facts:
     other_compilers: tuple[str, ...]
     headers: bool
     bf16_works: bool
+    # True if products of int8 on the CPU are exact.
+    int8_exact: bool
     onednn_isa: str | None
     cache_folder: str
     cache_error: str | None
@@ -83,6 +86,8 @@ class Facts:
     choices: int
     # For a GPU without rows, the device whose table predicts its verdicts, or None.
     choices_of: str | None = None
+    # The compute capability of the GPU.
+    capability: tuple[int, int] | None = None
     # Reasons why installed plug-ins are not used.
     broken_plugins: tuple[str, ...] = ()
 
@@ -108,6 +113,8 @@ def gather() -> Facts:
         compiler_path=_on_path(wanted),
         other_compilers=others,
         headers=(Path(sysconfig.get_path("include")) / "Python.h").exists(),
+        int8_exact=compat.operators.int8_products_are_exact(),
+        capability=device.capability(torch.device("cuda")),
         bf16_works=device.bf16_matmul_works(plain),
         onednn_isa=envs.get(envs.ONEDNN_ISA),
         cache_folder=folder,
@@ -198,6 +205,8 @@ def diagnose(facts: Facts) -> list[Check]:
             facts.headers, "Python.h found"
         ),
         _bf16(facts, of_cpu),
+        _int8(facts),
+        _float8(facts),
         Check(
             "cache folder",
             "fail",
@@ -279,6 +288,43 @@ def _bf16(facts: Facts, status: Status) -> Check:
     fix = f"export {envs.ONEDNN_ISA}={ISA_WITHOUT_AMX} before Python starts, or use float32 on the CPU"
     defused = f"{cause}; defused by {envs.ONEDNN_ISA}={facts.onednn_isa}"
     return Check("bfloat16 on the CPU", status, cause, fix).unless(facts.onednn_isa is not None, defused)
+
+
+def _int8(facts: Facts) -> Check:
+    name = "int8 on the CPU"
+    if facts.int8_exact:
+        return Check(name, "ok", "products are exact")
+    detail = "products saturate without a message (no VNNI instructions): quantize='int8' is declined on the CPU"
+    if facts.gpu is not None:
+        return Check(name, "ok", detail)
+    fix = "use quantize='int8-weights', which stores weights alone"
+    if facts.onednn_isa is not None:
+        fix = f"unset {envs.ONEDNN_ISA}={facts.onednn_isa} or allow it VNNI (AVX512_CORE_VNNI); otherwise {fix}"
+    return Check(name, "warn", detail, fix)
+
+
+def _float8(facts: Facts) -> Check:
+    name = "float8 products"
+    if facts.gpu is None:
+        return Check(name, "ok", "no GPU: they are computed from dequantized values; quantize='int8' is for CPUs")
+    shown = "unknown" if facts.capability is None else _dotted(facts.capability)
+    if facts.capability is None or facts.capability < scaled_linear.FP8_CORES:
+        needed = _dotted(scaled_linear.FP8_CORES)
+        detail = f"they need compute capability {needed}, {facts.gpu} has {shown}: quantize='fp8' is declined"
+        return Check(name, "warn", detail, "use quantize='int8'")
+    if facts.capability < scaled_linear.ROW_SCALES:
+        needed = _dotted(scaled_linear.ROW_SCALES)
+        return Check(
+            name, "ok", f"by Triton: cuBLAS has scales per row from compute capability {needed} on, not {shown}"
+        )
+    version, rows = scaled_linear.SLOW_SUMS
+    detail = (
+        f"CUDA {version} has no fast sums for {rows} rows or fewer with a large K: such products run with slow ones"
+    )
+    fix = f"install torch for CUDA 12.6 or 13.0, if prompts of up to {rows} tokens matter"
+    return Check(name, "warn", detail, fix).unless(
+        facts.torch_cuda != version, f"by cuBLAS, with a scale per row ({shown})"
+    )
 
 
 def command(json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False) -> None:
