@@ -123,6 +123,36 @@ def test_values_that_are_not_finite_are_an_error(monkeypatch):
         workloads.run(TINY, settings())
 
 
+class Repeated(Block):
+    """A block in a list, so that its linears are quantized by default."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Block()])
+
+    def forward(self, hidden_states, return_dict=True):
+        return self.blocks[0](hidden_states)
+
+
+def test_quantized_linears_are_a_variant(monkeypatch):
+    monkeypatch.setattr("support.bench.Block", Repeated)
+    asked = settings(quantize='{"linear": "int8-weights", "keep": "device"}')
+    rows = {row.variant: row for row in workloads.run(Tiny(), asked)}
+    assert list(rows) == ["eager", "tritium", asked.quantized]
+    assert rows[asked.quantized].mode is None
+    assert rows["tritium"].relative_l2 < 1e-5 < 1e-4 < rows[asked.quantized].relative_l2 < 0.05
+
+
+def test_a_function_has_no_linears_to_quantize():
+    with pytest.raises(ConfigError, match="--quantize concerns modules, and kernel pad dynamic is a function"):
+        workloads.run(DYNAMIC_KERNELS[0], settings(quantize="int8"))
+
+
+def test_a_model_without_quantized_linears_is_an_error():
+    with pytest.raises(ConfigError, match="no linears in repeated blocks"):
+        workloads.run(Tiny(), settings(quantize="int8"))
+
+
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(tritium.device, "cuda_available", lambda: False)
     with pytest.raises(ConfigError, match="no CUDA device"):

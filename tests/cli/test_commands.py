@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from support.bench import ROW as A_ROW
 from support.bench import Tiny
-from tritium import cli, envs, fusions, measure, tuning
+from tritium import cli, compat, envs, fusions, measure, tuning
 from tritium.bench import comparison, workloads
 from tritium.bench.results import Results
 from tritium.cli import progress
@@ -63,7 +63,7 @@ def test_an_unknown_workload_names_the_nearest(command):
 
 @pytest.mark.parametrize(
     ("command", "others"),
-    [("bench", ["example", "attention", "sparse-attention"]), ("explain", ["example"])],
+    [("bench", ["example", "attention", "sparse-attention", "layers"]), ("explain", ["example"])],
 )
 def test_an_unknown_workload_lists_all_that_is_valid(command, others):
     stderr = invoke(command, "nosuch").stderr
@@ -77,10 +77,16 @@ def test_an_unknown_workload_lists_all_that_is_valid(command, others):
         (["bench", "flux", "--mode", "defalt"], "did you mean 'default'"),
         (["bench", "flux", "--against", "eager,inducto"], "did you mean 'inductor'"),
         (["bench", "flux", "--graphs", "--mode", "reduce-overhead"], "compares with mode 'reduce-overhead' already"),
+        (["bench", "flux", "--quantize", "int9"], "Plan.quantize: linear cannot be 'int9'; did you mean 'int8'?"),
+        (
+            ["bench", "flux", "--quantize", "fp8", "--mode", "max-autotune"],
+            "has no mode: leave out --mode max-autotune",
+        ),
+        (["bench", "families", "--quantize", "fp8"], "--quantize: not for families"),
         (["bench", "flux", "--device", "tpu"], "device 'tpu' is not known"),
         (["bench", "kl-decode", "--regime", "dynamc"], "did you mean 'dynamic'"),
         (["bench", "kl-decode", "flux", "--regime", "dynamic"], "flux has no dynamic sizes"),
-        (["bench", "attention", "--regime", "dynamic"], "attention is none"),
+        (["bench", "layers", "--regime", "dynamic"], "layers is none"),
         (["bench", "flux", "--compare", "missing.json"], "cannot be read"),
         (["bench", "flux", "families"], "families is a suite, which is measured alone"),
         (["bench", "families", "flux"], "takes no further workload, got flux; use --only NAME"),
@@ -365,17 +371,21 @@ class TestTune:
         assert {key.dtype for key in tuning.load(path).rows} == {"bfloat16", "float16"}
         assert len(compared) == 2
 
-    def test_a_damaged_table_is_named(self, compared, tmp_path):
+    def test_a_damaged_table_is_shown_without_what_is_damaged(self, compared, tmp_path):
         invoke("tune", "rope", "--device", "cpu")
         (path,) = tmp_path.iterdir()
-        path.write_text('{"rows": [null]}')
+        rows = json.loads(path.read_text())["rows"]
+        # What another torch has measured is left out.
+        rows[0]["versions"]["torch"] = compat.versions.version_text()
+        path.write_text(json.dumps({"rows": [None, *rows]}))
         result = invoke("tune", "--device", "cpu", "--show")
         assert result.exit_code == 0
         assert f"{path} is damaged" in result.stderr
         assert len(result.stderr.strip().splitlines()) == 1
+        assert "rope" in result.stdout
         asked = invoke("tune", "--device", "cpu", "--show", "--to", str(path))
         assert asked.exit_code == 2
-        assert asked.stderr.startswith(f"tritium: cannot show {path}: TypeError")
+        assert asked.stderr.startswith(f"tritium: cannot show {path}: row 1: None is not an object")
         assert len(asked.stderr.strip().splitlines()) == 1
         del compared
 

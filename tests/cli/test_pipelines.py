@@ -1,6 +1,7 @@
 """`tritium run`, and whole pipelines in `bench` and `tune`: on a tiny pipeline, rewritten without generating code."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -41,6 +42,11 @@ class TestRun:
         assert "transformer" in done.stdout
         with Image.open(tmp_path / "out.png") as image:
             assert image.size == (32, 32)
+
+    def test_it_draws_with_quantized_linears(self, folder, tmp_path):
+        done = draw(folder, "--quantize", "int8-weights", "-o", tmp_path / "out.png")
+        assert done.exit_code == 0, done.output
+        assert re.search(r"quantized: \d+ linears in int8-weights", " ".join(done.stdout.split()))
 
     def test_too_little_memory_is_one_line(self, folder, tmp_path, monkeypatch):
         monkeypatch.setattr("tritium.cli.run.generate", lambda *_: torch.empty(2**60))
@@ -94,6 +100,10 @@ class TestRun:
             (["a red circle", "--model", "nowhere"], "there is no model 'nowhere'"),
             (["a red circle", "--model", "."], "is no diffusers pipeline: it has no model_index.json"),
             (["a red circle", "--eager", "--compare"], "leave out --compare"),
+            (["a red circle", "--eager", "--quantize", "int8"], "leave out --compare"),
+            (["a red circle", "--quantize", "fp7"], "Plan.quantize: linear cannot be 'fp7'; did you mean 'fp8'?"),
+            (["a", "--quantize", "fp8", "--technique", "quantize=fp8"], "are the same; leave one of them out"),
+            (["a", "--quantize", "fp8", "--recipe", "r.json"], "a recipe has its own techniques"),
             (["a red circle", "--recipe", "absent.json"], "recipe absent.json cannot be read"),
             (["a red circle", "--device", "tpu"], "device 'tpu' is not known"),
             (["a red circle", "-o", "/proc/out.png"], "/proc/out.png cannot be written"),
@@ -150,6 +160,15 @@ class TestBench:
         assert rows["tritium"].relative_l2 < 1e-5
         assert rows["tritium"].median_ms > 0
         assert "PSNR dB" in done.stdout
+
+    def test_quantized_linears_are_a_variant(self, folder, tmp_path, monkeypatch):
+        monkeypatch.setattr("tritium.bench.generation.jobs_for", small_jobs)
+        out = ("--json", tmp_path / "found.json")
+        done = invoke("bench", folder, "--warm", "--against", "eager", "--seconds", 0, "--quantize", "int8", *out)
+        assert done.exit_code == 0, done.output
+        rows = {row.variant: row for row in Results.load(tmp_path / "found.json").rows}
+        assert set(rows) == {"eager", "tritium", "tritium int8"}
+        assert rows["tritium"].relative_l2 < 1e-5 < 1e-4 < rows["tritium int8"].relative_l2 < 0.1
 
     def test_options_of_single_models_are_refused(self, folder):
         done = invoke("bench", folder, "--exact")

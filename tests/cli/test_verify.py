@@ -72,6 +72,26 @@ def test_a_wrong_provider_exits_with_1_and_is_located(folder):
         assert part in located
 
 
+@pytest.mark.parametrize("how", ["int8", '{"linear": "int8", "layers": {"proj_out": null}}'])
+def test_quantized_images_have_a_limit_of_their_own(folder, how):
+    result = verify(folder, "--quantize", how, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["thresholds"] == {"min_psnr": 33.0}
+    # A run without it has only the errors of rounding.
+    assert 33 < found["rows"][0]["psnr"] < 100
+    (note,) = found["notes"]
+    assert note.startswith("transformer: quantized: ")
+    assert "linears in int8" in note
+
+
+def test_a_quantized_run_may_fail_and_says_what_was_quantized(folder):
+    result = verify(folder, "--quantize", "int8", "--min-psnr", "150")
+    assert result.exit_code == 1, result.output
+    assert "transformer: quantized: " in result.stdout
+    assert "FAILED: psnr " in result.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -82,6 +102,9 @@ def test_a_wrong_provider_exits_with_1_and_is_located(folder):
         (["--model", "nowhere", "--min-ssim", "2"], "equal images have 1"),
         (["--model", "nowhere", "--device", "tpu"], "device 'tpu' is not known"),
         (["--model", "nowhere", "--accept-differences"], "give --recipe with it"),
+        (["--model", "nowhere", "--quantize", "int9"], "Plan.quantize: linear cannot be 'int9'; did you mean 'int8'?"),
+        (["--model", "nowhere", "--quantize", '{"linear'], "is neither a format nor JSON"),
+        (["--quantize", "int8", "--recipe", "r.json"], "leave out --quantize or --recipe"),
     ],
 )
 def test_a_wrong_request_is_one_line_and_exit_code_2(arguments, message):

@@ -32,11 +32,11 @@ from tritium.bench.results import (
     TRITIUM_STATIC,
     Row,
 )
-from tritium.bench.settings import Notify, Settings
+from tritium.bench.settings import Notify, Settings, quantized
 from tritium.bench.workload import Built, shapes_of
 from tritium.compiler.backend import Backend
 from tritium.config import CompilationConfig
-from tritium.errors import TritiumError
+from tritium.errors import ConfigError, TritiumError
 from tritium.pipelines.plan import Plan
 
 # The share of a workload's time before the timing starts: most of it is compilation.
@@ -177,6 +177,8 @@ def compile_variant(model: Any, variant: str, settings: Settings, *, dynamic: bo
         dynamic = False
     if variant == EAGER:
         return model
+    if settings.quantize is not None and variant == settings.quantized:
+        return _quantized(model, settings)
     if variant == STATIC:
         return torch.compile(model, backend=_static_inductor, dynamic=dynamic)
     mode = mode_of(variant, settings)
@@ -191,12 +193,22 @@ def compile_variant(model: Any, variant: str, settings: Settings, *, dynamic: bo
     return torch.compile(model, backend=_VariantBackend(config, variant), mode=mode, dynamic=dynamic)
 
 
+def _quantized(model: Any, settings: Settings) -> Any:
+    """Return a copy of a module that `tritium.optimize` quantizes; the weights stay those of the original."""
+    copied = twin(model)
+    config = settings.config or CompilationConfig()
+    handle = optimize(copied, Plan(progress=False, config=config, quantize=quantized(settings.quantize or "")))
+    if not any("quantize" in component.techniques for component in handle.components):
+        raise ConfigError(f"--quantize: {handle.components[0].what}")
+    return copied
+
+
 def mode_of(variant: str, settings: Settings) -> str | None:
     """Return the mode that torch.compile gets for a variant; None where it is not called, or for code without a mode."""
     if variant == REDUCE_OVERHEAD:
         return "reduce-overhead"
     # Engine `eager`, which `exact` uses, generates no code.
-    is_compiled = variant.startswith((INDUCTOR, TRITIUM)) and variant not in (EXACT, OPTIMIZED)
+    is_compiled = variant.startswith((INDUCTOR, TRITIUM)) and variant not in (EXACT, OPTIMIZED, settings.quantized)
     return settings.mode if is_compiled else None
 
 

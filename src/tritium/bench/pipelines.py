@@ -21,11 +21,12 @@ from tritium.api import Handle, optimize
 from tritium.bench import generation
 from tritium.bench.comparison import PREPARED, Comparison, start_compiler
 from tritium.bench.results import EAGER, GRAPHS, INDUCTOR, REDUCE_OVERHEAD, TRITIUM, Row
-from tritium.bench.settings import Notify, Settings
+from tritium.bench.settings import Notify, Settings, quantized
 from tritium.errors import ConfigError
 from tritium.pipelines.generation import Image, Job, generate
 from tritium.pipelines.plan import Plan
 from tritium.techniques.choice import Choice
+from tritium.techniques.quantize import Quantize
 
 # Images of one variant in a row, as users generate them: the first one after another variant has to allocate again.
 _BURST = 3
@@ -40,6 +41,9 @@ _RESTARTS = 3
 _PATIENCE = 1800
 
 Choices = Mapping[str, Choice]
+
+# The beginnings of names of parts that `--quantize` concerns.
+DENOISERS = ("transformer", "unet")
 
 
 def is_pipeline(name: str) -> bool:
@@ -61,7 +65,7 @@ def run(name: str, settings: Settings, notify: Notify) -> list[Row]:
     with optimize(pipe, Plan(progress=False)) as handle:
         choices = _choices(handle, settings)
         start_compiler(settings)
-        for variant in sorted(choices, key=[EAGER, TRITIUM, GRAPHS, INDUCTOR].index):
+        for variant in sorted(choices, key=[EAGER, TRITIUM, GRAPHS, settings.quantized, INDUCTOR].index):
             handle.use(choices[variant])
             comparison.add(variant, lambda: generate(pipe, jobs[0]))
             images[variant] = [generate(pipe, job) for job in jobs]
@@ -96,7 +100,18 @@ def _choices(handle: Handle, settings: Settings) -> dict[str, Choices]:
         for name, choice in ours.items()
     }
     choices: dict[str, Choices] = {EAGER: _all_eager(handle), INDUCTOR: inductor, TRITIUM: ours, GRAPHS: captured}
+    if settings.quantize is not None:
+        choices[settings.quantized] = _quantized(handle, quantized(settings.quantize))
     return {name: choice for name, choice in choices.items() if name in settings.variants or name == EAGER}
+
+
+def _quantized(handle: Handle, config: Quantize) -> Choices:
+    """Return the choices of a handle, with linears of its compiled denoisers quantized."""
+    ours = handle.choices
+    denoisers = [name for name, choice in ours.items() if name.startswith(DENOISERS) and choice.how == "tritium"]
+    if not denoisers:
+        raise ConfigError(f"--quantize: {type(handle.pipe).__name__} has no denoiser that Tritium compiles")
+    return {name: choice.with_(quantize=config) if name in denoisers else choice for name, choice in ours.items()}
 
 
 def _all_eager(handle: Handle) -> Choices:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from tritium.bench.results import EAGER, EXACT, GRAPHS, INDUCTOR, REDUCE_OVERHEA
 from tritium.bench.workload import Built, Workload
 from tritium.config import CompilationConfig
 from tritium.errors import ConfigError, nearest
+from tritium.techniques.choice import configured
+from tritium.techniques.quantize import Quantize
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -55,6 +58,8 @@ class Settings:
     errors: bool = False
     # The name of a dtype; the device's default if None.
     dtype_name: str | None = None
+    # Also measure `tritium.optimize` with quantized linears: the format, or the JSON of a `Quantize`.
+    quantize: str | None = None
     # Called with rows as soon as they are measured, and again with more fields, so that an interrupted run keeps them.
     on_rows: Callable[[list[Row]], object] = len
 
@@ -64,6 +69,12 @@ class Settings:
         _check("dtype", [self.dtype_name or "float32"], list(DTYPES))
         if self.profile and EAGER not in self.against:
             raise ConfigError("--profile compares with the operators one by one: --against needs eager")
+        if self.quantize is not None:
+            quantized(self.quantize)
+            if self.mode != "default":
+                raise ConfigError(
+                    f"--quantize measures tritium.optimize, which has no mode: leave out --mode {self.mode}"
+                )
         if self.graphs and self.mode != "default":
             raise ConfigError(f"--graphs compares with mode 'reduce-overhead' already: leave out --mode {self.mode}")
         if self.device_type == "cuda" and not device.cuda_available():
@@ -83,7 +94,12 @@ class Settings:
         """The variants of every workload, in order."""
         others = [name for name in (EAGER, INDUCTOR) if name in self.against]
         captured = [GRAPHS] * self.graphs + [REDUCE_OVERHEAD] * (self.graphs and INDUCTOR in self.against)
-        return [*others, TRITIUM, *captured, *[EXACT] * self.exact]
+        return [*others, TRITIUM, *captured, *[EXACT] * self.exact, *[self.quantized] * (self.quantize is not None)]
+
+    @property
+    def quantized(self) -> str:
+        """The name of the variant with quantized linears."""
+        return f"{TRITIUM} {self.quantize}"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -102,6 +118,22 @@ class Settings:
     def caches(self) -> contextlib.AbstractContextManager[None]:
         """Compile with empty caches, unless existing ones are to be used."""
         return compat.inductor.empty_cache() if self.cold else contextlib.nullcontext()
+
+
+def quantized(text: str) -> Quantize:
+    """Return the config that an option gives: the name of a format, or the fields of a `Quantize` as JSON.
+
+    >>> quantized("int8").linear, quantized('{"linear": "fp8", "keep": "cpu"}').keep
+    ('int8', 'cpu')
+    """
+    value: object = text
+    if text.lstrip().startswith("{"):
+        try:
+            value = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"--quantize {text!r} is neither a format nor JSON: {error}") from error
+    found: Quantize = configured("Plan", "quantize", value)
+    return found
 
 
 def _check(what: str, names: Sequence[str], valid: Sequence[str]) -> None:

@@ -22,6 +22,9 @@ from tritium.report.ledger import LEDGER
 # Images above this look equal to most people; a compiled float32 pipeline is far above.
 MIN_PSNR = 40.0
 
+# What a median image keeps with linears in 8 bits, whose loss is larger than that of another order of sums.
+MIN_PSNR_QUANTIZED = 33.0
+
 
 # The figure that each threshold limits.
 _FIGURES = {
@@ -110,6 +113,8 @@ class Verified:
     choices: dict[str, str]
     thresholds: Thresholds
     rows: tuple[Row, ...]
+    # What techniques say about the parts that they changed.
+    notes: tuple[str, ...] = ()
     location: Location | None = None
 
     @property
@@ -134,10 +139,16 @@ class Verified:
             "rows": [row.to_dict() for row in self.rows],
             "pipeline": self.pipeline,
             "choices": self.choices,
+            "notes": list(self.notes),
             "located": None if self.location is None else self.location.to_dict(),
             "device": device.describe(self.device_type).to_dict(),
             "versions": compat.versions.versions(),
         }
+
+
+def default_psnr(plan: Plan | Path | None) -> float:
+    """Return the threshold for images of a plan if the user gives none."""
+    return MIN_PSNR_QUANTIZED if isinstance(plan, Plan) and plan.names("quantize") else MIN_PSNR
 
 
 def verify(
@@ -193,8 +204,14 @@ def verify(
             choices={name: str(choice) for name, choice in handle.choices.items()},
             thresholds=thresholds,
             rows=tuple(rows),
+            notes=_notes(handle),
             location=_locate(handle, rows, eager, thresholds, searching) if find_cause else None,
         )
+
+
+def _notes(handle: Handle) -> tuple[str, ...]:
+    noted = {name: handle.part(name).technique_notes.values() for name in handle.choices}
+    return tuple(f"{name}: {note.text}" for name, notes in noted.items() for note in notes if note.text)
 
 
 def _locate(

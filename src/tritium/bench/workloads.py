@@ -102,6 +102,8 @@ def _measure(workload: Workload, settings: Settings, notify: Notify, *, dynamic:
     built = settings.build(workload)
     if settings.errors and not isinstance(built.model, nn.Module):
         raise ConfigError(f"--errors runs a module in float64, and {name} is a function")
+    if settings.quantize is not None and not isinstance(built.model, nn.Module):
+        raise ConfigError(f"--quantize concerns modules, and {name} is a function")
     start_compiler(settings)
     variants = [*settings.variants, *[STATIC] * (dynamic and built.against_static)]
     comparison = Comparison.of(name, built, settings, notify)

@@ -70,6 +70,10 @@ def command(
         bool, typer.Option("--errors", help="Also compare every variant with a run in float64, which may take long.")
     ] = False,
     exact: Annotated[bool, typer.Option("--exact", help="Also measure Tritium with fidelity 'exact'.")] = False,
+    quantize: Annotated[
+        str | None,
+        typer.Option(metavar="FORMAT", help="Also measure quantized linears: fp8, int8, ..., or Quantize as JSON."),
+    ] = None,
     sizes: Annotated[
         bool,
         typer.Option("--sizes", help="Also decode twelve sizes in a row: recompiles, and the cost of dynamic ones."),
@@ -120,6 +124,7 @@ def command(
         graphs=graphs,
         errors=errors,
         dtype_name=dtype_name,
+        quantize=quantize,
         # A suite stores the rows of a task itself.
         on_rows=store.add if suite is None else len,
     )

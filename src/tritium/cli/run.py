@@ -15,6 +15,7 @@ import tritium
 from tritium import config, example
 from tritium.bench import generation, images, pipelines
 from tritium.bench.images import Panel
+from tritium.bench.settings import quantized
 from tritium.cli import progress
 from tritium.cli.bench import known_device
 from tritium.errors import ConfigError
@@ -46,20 +47,30 @@ def command(
         list[str] | None,
         typer.Option("--technique", metavar="NAME[=VALUE]", help=f"As in Plan, several times: {', '.join(catalog())}."),
     ] = None,
+    quantize: Annotated[
+        str | None, typer.Option(metavar="FORMAT", help="Quantize linears: fp8, int8, int8-weights, ..., or JSON.")
+    ] = None,
     device_type: Annotated[str | None, typer.Option("--device", help="cuda or cpu; the GPU if there is one.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print times and differences as JSON.")] = False,
     output: Annotated[Path, typer.Option("-o", "--output", help="The image to write.")] = Path("out.png"),
 ) -> None:
     """Generate an image. `--compare` also runs eagerly and shows both times and the difference."""
-    if eager and (compare or recipe or artifacts or techniques):
-        raise ConfigError("--eager runs without Tritium: leave out --compare, --recipe, --artifacts and --technique")
-    if recipe and techniques:
-        raise ConfigError("a recipe has its own techniques: leave out --technique or --recipe")
+    if eager and (compare or recipe or artifacts or techniques or quantize):
+        raise ConfigError(
+            "--eager runs without Tritium: leave out --compare, --recipe, --artifacts, --technique and --quantize"
+        )
+    if recipe and (techniques or quantize):
+        raise ConfigError("a recipe has its own techniques: leave out --technique and --quantize, or --recipe")
+    named = named_techniques(techniques or ())
+    if quantize is not None:
+        if "quantize" in named:
+            raise ConfigError("--quantize and --technique quantize=... are the same; leave one of them out")
+        named["quantize"] = quantized(quantize)
     config.check_environment()
     if not prompt and model != generation.EXAMPLE:
         raise ConfigError(f"model {model!r} needs a prompt")
     (job,) = generation.jobs_for(model, [prompt or example.PROMPTS[0]], None if size is None else [size], steps, [seed])
-    settings = Plan(progress=not json, **named_techniques(techniques or ()))
+    settings = Plan(progress=not json, **named)
     if not output.parent.is_dir():
         raise ConfigError(f"-o {output}: there is no folder {output.parent}; create it first, or write elsewhere")
     images.check_writable(output)

@@ -13,11 +13,13 @@ from rich.table import Table
 
 from tritium.bench import verify
 from tritium.bench.generation import EXAMPLE, jobs_for, load
+from tritium.bench.settings import quantized
 from tritium.bench.verify import Thresholds, Verified
 from tritium.cli import progress
 from tritium.cli.bench import known_device
 from tritium.cli.table import console
 from tritium.errors import ConfigError
+from tritium.pipelines.plan import Plan
 from tritium.quality import Difference
 
 # For pipelines without default prompts.
@@ -34,13 +36,19 @@ def command(
     accept_differences: Annotated[
         bool, typer.Option("--accept-differences", help="Use a recipe although it was measured for something else.")
     ] = False,
+    quantize: Annotated[
+        str | None, typer.Option(metavar="FORMAT", help="Quantize linears: fp8, int8, int8-weights, ..., or JSON.")
+    ] = None,
     prompt: Annotated[list[str] | None, typer.Option(help="What to generate; may be given several times.")] = None,
     size: Annotated[
         list[str] | None, typer.Option(metavar="WxH", help="Multiples of 16; may be given several times.")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Denoising steps; without it, the pipeline's own number.")] = None,
     seed: Annotated[list[int] | None, typer.Option(help="May be given several times; 0 if not at all.")] = None,
-    min_psnr: Annotated[float, typer.Option(metavar="DB", help="inf asks for equal images.")] = verify.MIN_PSNR,
+    min_psnr: Annotated[
+        float | None,
+        typer.Option(metavar="DB", help="inf asks for equal images; 40 by default, 33 with --quantize."),
+    ] = None,
     min_ssim: Annotated[float | None, typer.Option(metavar="0..1", help="Structural similarity; equal is 1.")] = None,
     max_difference: Annotated[
         float | None, typer.Option(metavar="0..1", help="The largest difference of a pixel; white is 1 above black.")
@@ -62,8 +70,11 @@ def command(
     Every prompt is generated in every size with every seed. Exits with 1 if the worst image is past a threshold, with 2
     if the request is invalid, with 0 otherwise: made for continuous integration.
     """
+    if quantize is not None and recipe is not None:
+        raise ConfigError("a recipe has its own techniques: leave out --quantize or --recipe")
+    plan = recipe if quantize is None else Plan(quantize=quantized(quantize))
     thresholds = Thresholds(
-        min_psnr=min_psnr,
+        min_psnr=min_psnr if min_psnr is not None else verify.default_psnr(plan),
         min_ssim=min_ssim,
         max_difference=max_difference,
         max_latent_l2=max_latent_l2,
@@ -76,7 +87,7 @@ def command(
     pipe = load(model, known_device(device_type))
     with progress.shown() as notify:
         verified = verify.verify(
-            pipe, jobs, thresholds, notify, recipe, accept_differences=accept_differences, find_cause=locate
+            pipe, jobs, thresholds, notify, plan, accept_differences=accept_differences, find_cause=locate
         )
     if json:
         print(json_format.dumps({"model": model, **verified.to_dict()}, indent=2, allow_nan=False))
@@ -111,6 +122,7 @@ def show(verified: Verified) -> None:
     ways = "; ".join(f"{name}: {choice}" for name, choice in verified.choices.items() if choice != "eager")
     asked = ", ".join(f"{name.replace('_', ' ')} {limit:g}" for name, limit in verified.thresholds.given.items())
     lines = [f"accelerated: {escape(ways or 'nothing')}"]
+    lines += [escape(note) for note in verified.notes]
     if verified.location is not None:
         lines.append(escape(f"located: {verified.location}"))
     lines.append(
