@@ -13,7 +13,7 @@ from support.fidelity import assert_no_worse
 from support.hopper import compile_instead_of_launching
 from support.interpreter import interpreted
 from tritium import device, envs, ops
-from tritium.ops import quantize_rows
+from tritium.ops import norm_quantize, quantize_parts, quantize_rows
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 OPS = list(ops.catalog().values())
@@ -31,8 +31,26 @@ def cases(device_type: str):
 # Bytes and indices stay as they are.
 WIDENED = (torch.float16, torch.bfloat16, torch.float32, torch.complex64)
 
-# What the results of an op mean, where numbers are stored with scales; the truth is then the argument `x`.
-MEANING = {"quantize_rows": lambda q, scale: (q.double() * scale,)}
+# What the results of an op mean, where numbers are stored with scales: the last two.
+STORED = ("quantize_rows", "quantize_parts", "norm_quantize")
+
+
+def meaning(*results):
+    *others, q, scale = results
+    return *others, q.double() * scale
+
+
+def before_rounding(op, wide):
+    """The exact values of an op in STORED, which the references in float64 round to 8 bits."""
+    if op.name == "quantize_rows":
+        return (quantize_rows.rotated(wide["x"], wide.get("rotate", 0)),)
+    if op.name == "quantize_parts":
+        rows = quantize_parts.joined_parts(wide["parts"], wide["kinds"])
+        return (quantize_rows.rotated(rows, wide.get("rotate", 0)),)
+    kept = {**wide, "keep": True, "out_dtype": torch.float64, "residual_dtype": torch.float64}
+    residual, rows, *_ = norm_quantize.reference(**kept)
+    rotated = quantize_rows.rotated(rows, wide.get("rotate", 0))
+    return residual, rows if wide.get("keep") else rows.new_empty(0), rotated
 
 
 def widened(value):
@@ -50,7 +68,7 @@ def tensors_of(sample) -> list[torch.Tensor]:
 
 def numbers(op, result) -> tuple[torch.Tensor, ...]:
     made = parts(result)
-    return MEANING[op.name](*made) if op.name in MEANING else made
+    return meaning(*made) if op.name in STORED else made
 
 
 def parts(result) -> tuple[torch.Tensor, ...]:
@@ -60,8 +78,8 @@ def parts(result) -> tuple[torch.Tensor, ...]:
 def exact(op, arguments) -> tuple[torch.Tensor, ...]:
     """The op's results in float64."""
     wide = {k: torch.float64 if k.endswith("_dtype") else widened(v) for k, v in arguments.items()}
-    if op.name in MEANING:
-        return (quantize_rows.rotated(wide["x"], arguments.get("rotate", 0)),)
+    if op.name in STORED:
+        return before_rounding(op, wide)
     return parts(op.reference(**wide))
 
 
@@ -126,7 +144,7 @@ class TestDeclaration:
 
 # Errors of 8 bits are those of test_quantized.py.
 @pytest.mark.parametrize(
-    ("op", "dtype", "sample"), (case for case in cases("cpu") if case.values[0].name not in MEANING)
+    ("op", "dtype", "sample"), (case for case in cases("cpu") if case.values[0].name not in STORED)
 )
 def test_the_reference_is_as_exact_as_its_dtype(op, dtype, sample):
     result = op.overload(*sample.arguments.values(), provider="reference")
@@ -152,7 +170,7 @@ SLOW_ON_A_CPU = {("attention", "flex"), ("block_sparse_attention", "flex"), ("at
 
 
 # Triton's interpreter cuts mantissas off when it converts to float8, where GPUs round.
-ROUNDED_OTHERWISE = {("quantize_rows", "triton")}
+ROUNDED_OTHERWISE = {(name, "triton") for name in STORED}
 
 
 def is_float8(sample) -> bool:

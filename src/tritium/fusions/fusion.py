@@ -47,8 +47,9 @@ class Match:
     nodes: set[fx.Node] = field(default_factory=set)
     inner: set[fx.Node] = field(default_factory=set)
     writes: tuple[fx.Node, ...] = ()
-    # The results of an op with several, in its order; the last one is the root. Empty: only the root.
-    outputs: tuple[fx.Node, ...] = ()
+    # The results of an op with several, in its order, the root among them; None for one that nothing reads. Empty: only the
+    # root.
+    outputs: tuple[fx.Node | None, ...] = ()
     # A method with arguments to apply to the op's result; empty: the result is the value.
     shown: tuple[Any, ...] = ()
 
@@ -66,7 +67,13 @@ class Match:
     @property
     def values(self) -> tuple[fx.Node, ...]:
         """Return the nodes that the op's results replace."""
-        return self.outputs or (self.root,)
+        return tuple(value for value in self.outputs if value is not None) or (self.root,)
+
+    def read(self, results: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the results of the op that replace values, in the order of these."""
+        if not self.outputs:
+            return results
+        return tuple(result for result, value in zip(results, self.outputs, strict=True) if value is not None)
 
     @property
     def inputs(self) -> list[fx.Node]:
@@ -127,8 +134,11 @@ class Fusion:
     region: bool = False
     # The op rounds its result once: a match extends over casts after it that only round.
     rounds: bool = True
-    # Names of captures that are further results of the op, before the last one.
+    # Names of captures that are further results of the op, before the last one. A match may end at a node with several
+    # results: these are all results of the op. A capture may be None, and those in `read_outputs` are results only if
+    # something outside of the match reads them.
     outputs: tuple[str, ...] = ()
+    read_outputs: tuple[str, ...] = ()
     accept: Callable[[Match], bool] = _always
     decline: Callable[[Match], str | None] = _nothing
     # Why to decline if other nodes read a value inside that is as large as the result: it would be computed twice.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -100,11 +101,31 @@ class Recogniser:
         if fusion.rounds:
             root, rounding = self.rounded(node)
             nodes |= rounding
-        outputs: tuple[fx.Node, ...] = ()
-        if fusion.outputs:
-            outputs = (*(found.bindings[name].node for name in fusion.outputs), root)
-            nodes |= {*outputs}
+        items = _items(root)
+        outputs: tuple[fx.Node | None, ...] = ()
+        if fusion.outputs or items:
+            last = items or (root,)
+            nodes |= {*last}
+            covered = nodes | found.shared
+            outputs = (*(self._output(fusion, found, name, covered) for name in fusion.outputs), *last)
+            nodes |= {output for output in outputs if output is not None}
+            root = last[0] if items else root
         return Match(root, dict(found.bindings), nodes, set(found.shared - nodes), outputs=outputs)
+
+    def _output(self, fusion: Fusion, found: Found, name: str, covered: set[fx.Node]) -> fx.Node | None:
+        """Return the node of a capture that is a result of the op, or None."""
+        captured = found.bindings[name]
+        node: fx.Node | None = None if captured is None else captured.node
+        if node is not None and name in fusion.read_outputs and not self._is_read_outside(node, covered):
+            return None
+        return node
+
+    def _is_read_outside(self, node: fx.Node, covered: set[fx.Node]) -> bool:
+        """Return True if a node outside of some reads a value, or what repeats it."""
+        return any(
+            user not in covered or (self.canon.of(user).op in ("same", "cast") and self._is_read_outside(user, covered))
+            for user in node.users
+        )
 
     def rounded(self, node: fx.Node) -> tuple[fx.Node, set[fx.Node]]:
         """Return the last cast after a node that only rounds its value, and the nodes up to it: an op rounds once."""
@@ -151,6 +172,16 @@ class Recogniser:
             and self.canon.of(node).op not in ("same", "cast")
             for node in covered.difference(match.values)
         )
+
+
+def _items(node: fx.Node) -> tuple[fx.Node, ...]:
+    """Return the results of a node that has several, in order; nothing for other nodes, or if one is not read."""
+    value = value_of(node)
+    if not isinstance(value, tuple):
+        return ()
+    items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+    complete = len(items) == len(node.users) == len(value)
+    return tuple(items[index] for index in range(len(value))) if complete else ()
 
 
 def _autocast_regions(graph: fx.Graph) -> dict[fx.Node, int]:

@@ -167,7 +167,7 @@ def decline(match: Match) -> str | None:
         return f"rotations of mode {', '.join(sorted(modes))}"
     if any(_table(part, name) is None for part in query for name in ("table", "sin") if part.rope is not None):
         return "the tables are not one row a token, for all heads"
-    outs = [value_of(node) for node in match.outputs]
+    outs = [value_of(node) for node in match.values]
     if {dtype_of(_inner(part.source)) for part in parts} != {out.dtype for out in outs}:
         return "the values are rounded to another dtype on the way"
     reasons = [part.rope.bindings["reason"] for part in parts if part.rope and part.rope.bindings.get("reason")]

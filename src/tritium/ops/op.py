@@ -172,8 +172,10 @@ class Op:
     results: Callable[[Arguments], Result] | None = None
     # True if generated code calls the op and every layout is equally fast: Inductor then keeps the inputs' layouts.
     any_layout: bool = False
-    # None: owned providers are used only if they are pinned.
+    # None: owned providers are used only if they are pinned, or by default.
     trial: Trial | None = None
+    # The provider where nothing was measured; None: Inductor. Only for ops that a user asked for.
+    default: str | None = None
 
     @property
     def qualified_name(self) -> str:

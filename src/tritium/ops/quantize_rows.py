@@ -175,9 +175,13 @@ def draw_samples(draw: Draw) -> Samples:
 
 
 def results(given: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
-    x = given.x
-    q = torch.empty(x.shape, dtype=given.dtype, device=x.device)
-    return q, torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+    return results_like(given.x.shape, given.dtype, given.x.device)
+
+
+def results_like(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocate the 8-bit values of a shape and the scales of its rows."""
+    q = torch.empty(shape, dtype=dtype, device=device)
+    return q, torch.empty((*shape[:-1], 1), dtype=torch.float32, device=device)
 
 
 def run_inlined(given: Arguments) -> Any:
@@ -235,10 +239,15 @@ def decline_triton(given: Arguments) -> str | None:
         return reason
     if width > rms_norm.WHOLE_ROW or (given.rotate and width % given.rotate):
         return f"the kernel holds whole rows of up to {rms_norm.WHOLE_ROW} columns, in whole groups"
-    if given.scale is not None and given.scale.dtype != torch.float32:
-        return f"the kernel takes a static scale in float32, not in {given.scale.dtype}"
-    if given.step is not None and given.step.dtype not in (torch.int32, torch.int64):
-        return f"the kernel takes a step in int32 or int64, not in {given.step.dtype}"
+    return decline_static(given.scale, given.step)
+
+
+def decline_static(scale: torch.Tensor | None, step: torch.Tensor | None) -> str | None:
+    """Return why a kernel cannot take a static scale, or None."""
+    if scale is not None and scale.dtype != torch.float32:
+        return f"the kernel takes a static scale in float32, not in {scale.dtype}"
+    if step is not None and step.dtype not in (torch.int32, torch.int64):
+        return f"the kernel takes a step in int32 or int64, not in {step.dtype}"
     return None
 
 

@@ -4,9 +4,10 @@
 2. first use        an op that is measured at its first call: the winner of a stored verdict, on a GPU and unless the engine
                     is `eager`; without a verdict, or if the preferred provider wins, Inductor
 3. engine `eager`   the op's reference
-4. tables           the provider with the shortest measured device and host time at this shape, or the shortest time
+4. default          the op's default provider, if it has one and nothing was measured on this device
+5. tables           the provider with the shortest measured device and host time at this shape, or the shortest time
                     predicted from measured shapes nearby
-5. otherwise        Inductor: the region is left unchanged
+6. otherwise        Inductor: the region is left unchanged
 
 Compiled blocks are not measured here: `tritium tune` writes the tables. Near measured shapes, a kernel is predicted to take
 a floor, which short kernels take whatever they compute, and then the time of its work at a rate:
@@ -77,6 +78,8 @@ def choose(op: Op, arguments: Mapping[str, Any], config: CompilationConfig, devi
     if not able:
         reasons = [f"{name}: {reason}" for name, reason in declines.items()]
         return Decision(INDUCTOR, "; ".join(reasons) or LEFT_TO_INDUCTOR)
+    if op.default in able and not _is_measured(op, device_type):
+        return Decision(op.default, f"the default of {op.name}, which was not measured on this device")
     if op.trial is None:
         return Decision(INDUCTOR, LEFT_TO_INDUCTOR)
     machine, on_gpu = Machine.of(device_type), device_type == "cuda"
@@ -91,6 +94,14 @@ def choose(op: Op, arguments: Mapping[str, Any], config: CompilationConfig, devi
         replayed=config.graphs != "off" or not on_gpu,
         predicts=on_gpu,
     )
+
+
+def _is_measured(op: Op, device_type: str) -> bool:
+    """Return True if this machine's tables have a row of an op."""
+    if op.trial is None:
+        return False
+    machine = Machine.of(device_type)
+    return any(key.op == op.name for key in (*tables.own_rows(machine), *tables.shipped_rows(machine)))
 
 
 def _by_first_use(op: Op, arguments: Arguments, config: CompilationConfig, device_type: str) -> Decision:

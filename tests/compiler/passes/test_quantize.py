@@ -27,22 +27,22 @@ class Projections(nn.Module):
 
 
 class Keep:
-    """A pass that keeps the graph as the passes before it left it."""
+    """An early pass that notes the calls of a graph as the pass before it left them."""
 
     def __init__(self) -> None:
         self.graphs = []
 
     def __call__(self, graph, context):
-        self.graphs.append(torch.fx.GraphModule(nn.Module(), graph).graph)
+        self.graphs.append([node.target for node in graph.nodes])
 
 
 def nodes(graph, op):
-    return [node for node in graph.nodes if node.target is op.overload]
+    return [target for target in graph if target is op.overload]
 
 
 def compiled_with(model, linears, config=EAGER):
     keep = Keep()
-    passes = [quantize_linears(linears), tritium.passes.Pass("keep", keep)]
+    passes = [quantize_linears(linears), tritium.passes.Pass("keep", keep, early=True)]
     return torch.compile(model, backend=tritium.Backend(config, passes=passes)), keep
 
 
@@ -108,7 +108,9 @@ class TestStaticScales:
         models, x = [Projections(), Projections()], torch.randn(40, 32)
         linears = every_linear(Precision("int8", scales="static"))
         keep = Keep()
-        backend = tritium.Backend(EAGER, passes=[quantize_linears(linears), tritium.passes.Pass("keep", keep)])
+        backend = tritium.Backend(
+            EAGER, passes=[quantize_linears(linears), tritium.passes.Pass("keep", keep, early=True)]
+        )
         with torch.no_grad():
             for model, scale in zip(models, (2.0**-4, 2.0**-6), strict=True):
                 self.set_all(model, torch.tensor(scale))

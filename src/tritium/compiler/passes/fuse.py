@@ -81,7 +81,7 @@ class Judged:
         """Return replacements for the match's values, given the values of its arguments."""
         assert self.op is not None
         made = self.op.overload(*map(value, self.arguments.values()), provider=self.provider)
-        results = made if isinstance(made, tuple) else (made,)
+        results = self.match.read(made if isinstance(made, tuple) else (made,))
         if not self.match.shown:
             return results
         method, *arguments = self.match.shown

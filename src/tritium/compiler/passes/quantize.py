@@ -225,7 +225,7 @@ class _Rewriter:
         by = REFERENCE if config.engine == "eager" else INLINED
         given_rows = (x, dtype, how.rotate, *self._static(weight, how))
         quantized = self.graph.call_function(quantize_rows.OP.overload, given_rows, {"provider": by})
-        quantized.meta["example_value"] = (q, scale)
+        quantized.meta = {**node.meta, "example_value": (q, scale)}
         q_node, scale_node = self._items(quantized, (q, scale))
         weights = self._frozen(weight, how, quantize_rows.quantize_weight, (dtype, how.rotate), (bytes_, weight_scale))
         arguments = (q_node, scale_node, *weights, bias, given["out_dtype"])
@@ -301,7 +301,7 @@ class _Rewriter:
         items = []
         for index, value in enumerate(values):
             items.append(self.graph.call_function(operator.getitem, (node, index)))
-            items[-1].meta["example_value"] = value
+            items[-1].meta = {**node.meta, "example_value": value}
         return tuple(items)
 
     def share_quantization(self) -> None:

@@ -70,11 +70,12 @@ def replace(match: Match, arguments: Mapping[str, Any], target: Callable[..., An
         made = graph.call_function(target, given, dict(options))
         results = [made]
         if match.outputs:
-            results = [graph.call_function(operator.getitem, (made, index)) for index in range(len(match.outputs))]
+            places = [index for index, value in enumerate(match.outputs) if value is not None]
+            results = [graph.call_function(operator.getitem, (made, index)) for index in places]
         if match.shown:
             results = [graph.call_method(match.shown[0], (result, *match.shown[1:])) for result in results]
     if match.outputs:
-        made.meta["example_value"] = tuple(value_of(value) for value in match.outputs)
+        made.meta["example_value"] = tuple(value if value is None else value_of(value) for value in match.outputs)
     for value, result in zip(match.values, results, strict=True):
         result.meta = dict(value.meta)
         # Nodes that read a tensor before it is complete, such as writes to it, keep reading the incomplete one.
@@ -93,9 +94,11 @@ def erase(match: Match) -> None:
         if not is_erased(write):
             graph.erase_node(write)
     left = [node for node in match.nodes | match.inner if not is_erased(node) and node not in match.writes]
-    for node in sorted(left, reverse=True):
-        if not node.users:
+    # Nodes that were moved may stand behind their users: look for users, not at the order.
+    while unused := [node for node in left if not node.users]:
+        for node in unused:
             graph.erase_node(node)
+        left = [node for node in left if node not in unused]
 
 
 def changed_meta(match: Match, op: Op, arguments: Mapping[str, Any], *, any_layout: bool) -> str | None:
@@ -106,7 +109,7 @@ def changed_meta(match: Match, op: Op, arguments: Mapping[str, Any], *, any_layo
         return "nothing is known about the value's shape"
     with mode:
         made = op.fake(**{name: as_fake(value) for name, value in arguments.items()})
-        results = made if isinstance(made, tuple) else (made,)
+        results = match.read(made if isinstance(made, tuple) else (made,))
         if match.shown:
             results = tuple(getattr(result, match.shown[0])(*match.shown[1:]) for result in results)
     for result, value in zip(results, wanted, strict=True):
