@@ -8,6 +8,8 @@ from tritium import device, ops
 from tritium.ops import quantize_rows
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
+# Registers the operators.
+CATALOG = ops.catalog()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -34,7 +36,7 @@ def check_bits(device_type: str, dtypes=DTYPES, interpreted: bool = True) -> int
     """Triton's interpreter loses a carry when it converts to float8: there only most values are right."""
     checked = 0
     for name in ("quantize_rows", "quantize_parts", "norm_quantize"):
-        op = ops.catalog()[name]
+        op = CATALOG[name]
         provider = ops.providers(op)["triton"]
         for dtype in dtypes:
             for sample in op.samples(dtype, device_type):
