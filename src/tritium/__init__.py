@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from tritium.techniques.choice import Choice as Choice
     from tritium.techniques.quantize import Quantize as Quantize
     from tritium.techniques.quantize import Steps as Steps
+    from tritium.techniques.quantize.files import quantize as quantize
+    from tritium.techniques.quantize.files.loading import QuantizationConfig as QuantizationConfig
 
 __version__ = "0.1.0"
 

@@ -91,6 +91,10 @@ class ArtifactMismatch(ArtifactError):
         super().__init__(f"{path} was made elsewhere and is not used:{listed}")
 
 
+class CheckpointError(TritiumError, ValueError):
+    """A quantized checkpoint cannot be read, or does not fit the model."""
+
+
 class MissingExtra(TritiumError, ImportError):
     """An optional dependency is not installed."""
 

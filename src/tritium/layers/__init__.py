@@ -7,5 +7,14 @@ from tritium.layers.quantized import (
     scaled_linear,
     weight_only_linear,
 )
+from tritium.layers.steps import TimestepManager, TimestepPolicyConfig
 
-__all__ = ["quantize_blocks", "quantize_rows", "quantize_weight", "scaled_linear", "weight_only_linear"]
+__all__ = [
+    "TimestepManager",
+    "TimestepPolicyConfig",
+    "quantize_blocks",
+    "quantize_rows",
+    "quantize_weight",
+    "scaled_linear",
+    "weight_only_linear",
+]
