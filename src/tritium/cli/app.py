@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from tritium.cli import bench, doctor, explain, run, tune, verify
+from tritium.cli import bench, doctor, explain, quantize, run, tune, verify
 from tritium.errors import TritiumError
 
 
@@ -46,3 +46,4 @@ app.command("bench")(bench.command)
 app.command("explain")(explain.command)
 app.command("tune")(tune.command)
 app.command("verify")(verify.command)
+app.command("quantize")(quantize.command)
