@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from tritium.techniques.quantize import Steps as Steps
     from tritium.techniques.quantize.files import quantize as quantize
     from tritium.techniques.quantize.files.loading import QuantizationConfig as QuantizationConfig
+    from tritium.techniques.skip.config import Skip as Skip
 
 __version__ = "0.1.0"
 

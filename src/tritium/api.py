@@ -27,6 +27,7 @@ from tritium.pipelines.part import Part
 from tritium.pipelines.parts import BareModel, PartSpec
 from tritium.pipelines.plan import Plan, choice_of
 from tritium.pipelines.progress import Progress
+from tritium.pipelines.skipping import Skipping
 from tritium.pipelines.warm_up import warm_up
 from tritium.report import Report, text
 from tritium.report.explain import explain
@@ -147,6 +148,7 @@ class Handle:
         self._active = False
         # Keep the captures of parts that another pipeline uses.
         own = [part for part in self._parts if part.claims.handles == [self]]
+        Skipping(lambda: own).on()
         Captures(lambda: self._report_of(own).records).clear()
         for part in self._parts:
             part.release(self)
@@ -188,6 +190,11 @@ class Handle:
     def _refuse_removed(self) -> None:
         if not self._active:
             raise PipelineError("this handle is removed; call tritium.optimize on the pipeline again")
+
+    @property
+    def skipping(self) -> Skipping:
+        """Return what was skipped in the last image; `off()` and `on()` switch it."""
+        return Skipping(lambda: self._parts)
 
     @property
     def captures(self) -> Captures:

@@ -74,3 +74,39 @@ def step_of(scheduler: Any) -> int:
 def steps_of(scheduler: Any) -> int:
     """Return the number of steps of the image."""
     return len(scheduler.timesteps)
+
+
+def moment_of(scheduler: Any) -> tuple[Any, int] | None:
+    """Return the timesteps of the image that a scheduler is in, and the index of its step; None if it counts no steps.
+
+    `set_timesteps` assigns a new object, so the object identifies the image. Nothing is read from the device.
+    """
+    timesteps = getattr(scheduler, "timesteps", None)
+    if timesteps is None or not hasattr(scheduler, "step_index"):
+        return None
+    index = scheduler.step_index
+    if index is None:
+        # Pipelines that start in the middle of a schedule say where, or the scheduler finds it in its first step.
+        index = getattr(scheduler, "begin_index", None)
+    return timesteps, 0 if index is None else int(index)
+
+
+def abscissae_of(scheduler: Any) -> Any:
+    """Return a tensor with the noise level of every step, or with the timesteps if a scheduler has none."""
+    sigmas = getattr(scheduler, "sigmas", None)
+    return scheduler.timesteps if sigmas is None else sigmas
+
+
+def is_two_stage(scheduler: Any) -> bool:
+    """Return True if a scheduler calls the denoiser twice for every step, as Heun's method does."""
+    order: Any = getattr(scheduler, "order", 1)
+    return isinstance(order, int) and order > 1
+
+
+def group_offloads(module: Any) -> bool:
+    """Return True if diffusers moves groups of a module's layers to the device while it runs."""
+    return any(
+        "offload" in name
+        for inner in module.modules()
+        for name in getattr(getattr(inner, "_diffusers_hook", None), "hooks", ())
+    )

@@ -27,6 +27,8 @@ class Settings:
     passes: tuple[Pass, ...] = ()
     # What else keeps compiled code apart.
     apart: tuple[Hashable, ...] = ()
+    # Each returns the function around the calls of a block, or None.
+    around_blocks: tuple[Callable[[nn.Module], Around | None], ...] = ()
 
 
 class Owner(Protocol):
@@ -95,6 +97,11 @@ class View:
             passes=(*self.settings.passes, *passes),
             apart=self.settings.apart if apart is None else (*self.settings.apart, apart),
         )
+
+    def around_blocks(self, choose: Callable[[nn.Module], Around | None]) -> None:
+        self._check_applying("around_blocks")
+        around = (*self.settings.around_blocks, choose)
+        self.settings = dataclasses.replace(self.settings, around_blocks=around)
 
     def _check_applying(self, method: str) -> None:
         if not self.is_applying:
@@ -174,6 +181,9 @@ class Stack:
     def calls_to_settle(self) -> int:
         """Return after how many calls of one shape later calls behave alike."""
         return max((entry.technique.settles_after(entry.view, entry.config) for entry in self._applied), default=1)
+
+    def state_of(self, technique: str) -> Any:
+        return next((entry.state for entry in self._applied if entry.technique.name == technique), None)
 
     def notes(self) -> dict[str, Note]:
         """Return the note of each technique that has one, by its name."""

@@ -303,7 +303,7 @@ class Part:
         return run
 
     def _is_whole(self, settings: Settings, among: Container[nn.Module] | None) -> bool:
-        return self.spec.whole and settings.how == "tritium" and among is None
+        return self.spec.whole and settings.how == "tritium" and among is None and not settings.around_blocks
 
     def _inner(self, settings: Settings, among: Container[nn.Module] | None) -> Function:
         """Return the call of the part's module around its blocks."""
@@ -346,10 +346,15 @@ class Part:
         for block in self.spec.blocks:
             if block.module is self.module:
                 continue
-            if settings.how == "eager" or (among is not None and block.module not in among):
+            is_eager = settings.how == "eager" or (among is not None and block.module not in among)
+            around = [found for choose in settings.around_blocks if (found := choose(block.module)) is not None]
+            if is_eager and not around:
                 self._put_back(block.module)
             else:
-                self._put(block.module, self._compiled_call(settings, block.module))
+                # The call of the block that this one replaces, while the part is eager.
+                eager = self._before.get(block.module) or compat.modules.eager_call(block.module)
+                call = eager if is_eager else self._compiled_call(settings, block.module)
+                self._put(block.module, chain(around, call))
 
     def _put(self, module: nn.Module, call: Function) -> None:
         if module not in self.replaced:
@@ -417,7 +422,7 @@ class Part:
     @property
     def what(self) -> str:
         """Describe what is compiled."""
-        if self.spec.whole and self.choice.how == "tritium" and self.refused is None:
+        if self._is_whole(self._settings, self.among) and self.refused is None:
             return f"{type(self.module).__name__} as one program"
         return self.spec.what
 
@@ -429,6 +434,10 @@ class Part:
         notes += [f"{slivers} calls of one row or column ran eagerly"] if slivers else []
         notes += self._missing
         return notes + ([self.spec.guard.unknown] if self.spec.guard is not None and self.spec.guard.unknown else [])
+
+    def state_of(self, technique: str) -> Any:
+        """Return the state of a technique that is applied to the part, or None."""
+        return self._techniques.state_of(technique)
 
     @property
     def technique_notes(self) -> dict[str, Note]:

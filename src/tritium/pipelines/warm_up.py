@@ -15,6 +15,7 @@ from tritium.errors import PipelineError, ShapeError
 from tritium.pipelines.part import Part
 from tritium.pipelines.progress import Progress
 from tritium.pipelines.shapes import Bucket, Shapes
+from tritium.pipelines.skipping import Skipping
 from tritium.report.ledger import LEDGER
 
 # Two steps: the first one compiles, the second runs compiled code while the results of the first are alive.
@@ -30,7 +31,12 @@ def warm_up(
     buckets = shapes.buckets
     seconds: dict[str, float] = {}
     limits = len(LEDGER.limits())
-    with _learning(parts), _quiet(pipe), progress.over("warming up", len(buckets)) as next_one:
+    with (
+        Skipping(lambda: parts).paused(),
+        _learning(parts),
+        _quiet(pipe),
+        progress.over("warming up", len(buckets)) as next_one,
+    ):
         for bucket in buckets:
             arguments = {**arguments_of(pipe, bucket, _steps(parts)), **call}
             next_one(str(bucket))

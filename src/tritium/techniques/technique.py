@@ -69,6 +69,12 @@ class Part(Protocol):
         on and that Dynamo does not guard on, such as the strides of weights.
         """
 
+    def around_blocks(self, choose: Callable[[nn.Module], Around | None]) -> None:
+        """Run functions around the calls of blocks: `choose` returns the one for a block, or None.
+
+        The part is then compiled block by block: in one program, blocks have no calls to run anything around.
+        """
+
     def compiled(self, *, passes: Iterable[Pass] = (), apart: Hashable = None, **settings: Any) -> Callable[..., Any]:
         """Return the part's call as compiled up to now, to run some steps with it and others with later changes.
 
