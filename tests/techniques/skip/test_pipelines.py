@@ -203,8 +203,7 @@ class TestShared:
     def setup(self):
         model = Denoiser()
         schedulers = [euler(), euler(shift=3.0)]
-        pipes = [Sharing(model, scheduler) for scheduler in schedulers]
-        return pipes
+        return [Sharing(model, scheduler) for scheduler in schedulers]
 
     def test_images_in_turn(self):
         pipes = self.setup()
