@@ -1,6 +1,6 @@
-"""Time the kernel in this folder, and compare it with the operators it replaces.
+"""Time the kernel in this folder, and the operators it replaces.
 
-    python benchmark.py            prints us per launch, GB/s compared with a copy, and the difference to fragment.py
+    python benchmark.py            prints us per launch, GB/s compared with a copy, and the time of fragment.py
     python benchmark.py --json     the same as data
 
 The source is read from kernel.py (Triton) or kernel.cpp (C++) in this folder: edit it and run this again to measure the
@@ -94,34 +94,6 @@ def copy_bandwidth(device: str) -> float:
     return 2 * COPIED[device] / seconds(lambda: target.copy_(source))
 
 
-def compare(meta: dict[str, Any], kernel: Callable[..., None], fragment: Any) -> float | str:
-    """Return the largest relative L2 difference between results of kernel and operators, or a reason."""
-    unknown = [given["parameter"] for given in meta["arguments"] if given.get("input") and given["reads"] is None]
-    if unknown:
-        return f"no operator returns what {', '.join(unknown)} holds"
-    values = fragment.make_inputs()
-    values.update(fragment.run(**values))
-    arguments = [make(given) for given in meta["arguments"]]
-    for given, argument in zip(meta["arguments"], arguments, strict=True):
-        if given.get("input"):
-            if given["reads"] not in values:
-                return f"fragment.py has no {given['reads']}, which {given['parameter']} holds"
-            argument.copy_(values[given["reads"]])
-    kernel(*arguments)
-    differences = [
-        _relative_l2(argument, values[given["writes"]])
-        for given, argument in zip(meta["arguments"], arguments, strict=True)
-        if given.get("output") and given["writes"] in values
-    ]
-    return max(differences, default="no operator returns what the kernel writes")
-
-
-def _relative_l2(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    wide = torch.complex128 if actual.is_complex() else torch.float64
-    left, right = actual.to(wide), expected.to(wide)
-    return float((left - right).norm() / right.norm().clamp(min=1e-30))
-
-
 def measure(folder: Path) -> dict[str, Any]:
     """Measure, and return everything that this file prints as data."""
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
@@ -129,12 +101,10 @@ def measure(folder: Path) -> dict[str, Any]:
         raise SystemExit(f"{meta['name']} cannot be run on its own: {meta['not_runnable']}")
     kernel = load_kernel(folder, meta["language"])
     arguments = [make(given) for given in meta["arguments"]]
-    difference: float | str = "there is no fragment.py"
     eager = None
     with torch.inference_mode():
         if (folder / "fragment.py").exists():
             fragment = load_module(folder / "fragment.py")
-            difference = compare(meta, kernel, fragment)
             inputs = fragment.make_inputs()
             eager = seconds(lambda: fragment.run(**inputs))
         taken = seconds(lambda: kernel(*arguments))
@@ -148,17 +118,12 @@ def measure(folder: Path) -> dict[str, Any]:
         "bytes": moved,
         "gb_per_s": moved / taken / 1e9,
         "copy_gb_per_s": bandwidth / 1e9,
-        "difference": difference if isinstance(difference, float) else None,
-        "not_compared": difference if isinstance(difference, str) else None,
     }
 
 
 def text(found: dict[str, Any]) -> str:
     share = found["gb_per_s"] / found["copy_gb_per_s"]
     cached = " (the data stays in a cache)" if share > 1 else ""
-    compared = f"not compared: {found['not_compared']}"
-    if found["difference"] is not None:
-        compared = f"{found['difference']:.1e} relative to fragment.py"
     eager = "no fragment.py"
     if found["eager_us"] is not None:
         eager = f"{found['eager_us']:.2f} us one by one, {found['eager_us'] / found['us']:.2f}x as long"
@@ -167,7 +132,6 @@ def text(found: dict[str, Any]) -> str:
   bandwidth   {found["gb_per_s"]:.2f} GB/s for {found["bytes"]} bytes
   copy        {found["copy_gb_per_s"]:.2f} GB/s by a large copy here: the kernel reaches {share:.0%}{cached}
   operators   {eager}
-  difference  {compared}
 """
 
 

@@ -31,13 +31,6 @@ class KernelArgument:
     stride: tuple[int, ...] = ()
     device: str = ""
     value: int | float = 0
-    # The node of Inductor's graph whose value is in the buffer; None if no operator returns it.
-    node: str | None = None
-    # For tensors: whether the kernel reads and writes it, and the nodes whose values it then holds exactly.
-    input: bool = False
-    output: bool = False
-    reads: str | None = None
-    writes: str | None = None
 
 
 class CodegenObserver(Protocol):
@@ -129,7 +122,7 @@ def _launched(
     observer: CodegenObserver, _: Any, wrapper: Any, kernel_name: str, call_args: Any, *__: Any, **___: Any
 ) -> None:
     given, spaces = list(call_args), vars(wrapper).get(_WORKSPACES, {})
-    observer.launch(str(kernel_name), lambda: [kernel_argument(argument, spaces) for argument in given])
+    observer.launch(str(kernel_name), lambda: [_kernel_argument(argument, spaces) for argument in given])
 
 
 def _workspace_allocated(_: Any, __: Any, wrapper: Any, space: Any) -> None:
@@ -152,12 +145,12 @@ def _kernel_source(body: str) -> tuple[str, str] | None:
     return None
 
 
-def kernel_argument(argument: Any, workspaces: Mapping[str, Any] | None = None) -> KernelArgument:
-    """Return a wrapper's kernel argument, or the buffer of a name; call it while Inductor still has the graph."""
+def _kernel_argument(argument: Any, workspaces: Mapping[str, Any]) -> KernelArgument:
+    """Return a wrapper's kernel argument; call it while Inductor still has the graph."""
     graph = importlib.import_module("torch._inductor.virtualized").V.graph
     if not isinstance(argument, str):
         return KernelArgument(kind="number", value=_hint(graph, getattr(argument, "inner_expr", argument)))
-    if workspaces and argument in workspaces:
+    if argument in workspaces:
         space = workspaces[argument]
         dtype, count = str(space.dtype).removeprefix("torch."), int(_hint(graph, space.count))
         return KernelArgument(kind="workspace", dtype=dtype, size=(count,), stride=(1,), device=str(space.device))
@@ -175,14 +168,7 @@ def kernel_argument(argument: Any, workspaces: Mapping[str, Any] | None = None) 
         size=tuple(int(_hint(graph, part)) for part in size),
         stride=tuple(int(_hint(graph, part)) for part in stride),
         device=str(held.device if is_tensor else held.get_device()),
-        node=argument if argument in graph.graph_input_names else _origin_name(held),
     )
-
-
-def _origin_name(held: Any) -> str | None:
-    ask = getattr(held, "get_origin_node", None)
-    node = ask() if ask is not None else None
-    return node.name if node is not None else None
 
 
 def _hint(graph: Any, expression: Any) -> int | float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import operator
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import fx
 from tritium import compat
 from tritium.compat import kernel_benchmark
 from tritium.compat.dynamo import known_size
-from tritium.compat.observation import KernelArgument, kernel_argument, loops_of
+from tritium.compat.observation import KernelArgument, loops_of
 from tritium.report.graph_text import GraphNode
 from tritium.report.kernel_dump import KernelSource
 from tritium.report.neighbours import GeneratedKernel
@@ -86,7 +86,6 @@ class Dissection:
     def _describe(self, result: KernelSource, graph: fx.Graph, kernel: GeneratedKernel) -> None:
         result.operators = kernel.operators
         result.device = "cuda" if result.language == "triton" else "cpu"
-        # The fragment depends on the arguments.
         parts = (("arguments", self._add_arguments), ("loops.txt", _add_loops), ("fragment.py", _add_fragment))
         for part, add in parts:
             try:
@@ -96,12 +95,15 @@ class Dissection:
         otherwise = result.missing.get("arguments", "it is launched as part of another kernel")
         result.not_runnable = None if result.arguments else otherwise
 
-    def _add_arguments(self, result: KernelSource, graph: fx.Graph, kernel: GeneratedKernel) -> None:
+    def _add_arguments(self, result: KernelSource, _: fx.Graph, kernel: GeneratedKernel) -> None:
         launch = self._launches.get(kernel.name)
         if launch is not None:
             launched = launch()
             names = parameter_names(result.source, result.language)
-            result.arguments = _arguments(names, launched, kernel, {node.name: node for node in graph.nodes})
+            if len(names) < len(launched):
+                raise ValueError(f"{len(launched)} arguments for the {len(names)} parameters of the source")
+            pairs = zip(names, launched, strict=False)
+            result.arguments = [replace(argument, parameter=parameter) for parameter, argument in pairs]
             result.device = next((a.device.partition(":")[0] for a in launched if a.device), result.device)
 
 
@@ -115,83 +117,32 @@ def parameter_names(source: str, language: str) -> list[str]:
     return [parameter for parameter in parameters if parameter and "tl.constexpr" not in parameter]
 
 
-def _arguments(
-    names: Sequence[str], launched: Sequence[KernelArgument], kernel: GeneratedKernel, nodes: Mapping[str, fx.Node]
-) -> list[KernelArgument]:
-    """Return the arguments of a launch with their parameters and the nodes whose values they hold."""
-    if len(names) < len(launched):
-        raise ValueError(f"{len(launched)} arguments for the {len(names)} parameters of the source")
-    # A buffer that is overwritten in place is passed under the name it is written as, but read under another.
-    overwritten = sorted(kernel.reads.keys() - {argument.buffer for argument in launched})
-    in_place = sum(name.startswith("in_out_ptr") for name in names)
-    before = None
-    if len(overwritten) == in_place == 1:
-        before = _held_node(kernel_argument(overwritten[0]), nodes)
-    arguments = []
-    for parameter, argument in zip(names, launched, strict=False):
-        role: dict[str, Any] = {}
-        if argument.kind == "tensor":
-            is_both = parameter.startswith("in_out_ptr")
-            is_input = parameter.startswith("in_ptr") or (is_both and bool(overwritten))
-            is_output = is_both or parameter.startswith("out_ptr")
-            held = _held_node(argument, nodes)
-            role = {"input": is_input, "output": is_output, "writes": held if is_output else None}
-            role["reads"] = (before if is_both else held) if is_input else None
-        arguments.append(replace(argument, parameter=parameter, **role))
-    return arguments
-
-
-def _held_node(argument: KernelArgument, nodes: Mapping[str, fx.Node]) -> str | None:
-    """Return the node whose value a buffer holds exactly, not a part of it or a rearrangement; or None."""
-    node = nodes.get(argument.node or "")
-    value = node.meta.get("val") if node is not None else None
-    if not isinstance(value, torch.Tensor) or str(value.dtype).removeprefix("torch.") != argument.dtype:
-        return None
-    return argument.node if tuple(map(known_size, value.shape)) == argument.size else None
-
-
 def _add_loops(result: KernelSource, _: fx.Graph, kernel: GeneratedKernel) -> None:
     result.loops = loops_of(kernel.nodes)
 
 
 def _add_fragment(result: KernelSource, graph: fx.Graph, kernel: GeneratedKernel) -> None:
-    read = {argument.reads for argument in result.arguments if argument.input}
-    # If every input is a node's value, the fragment starts there; otherwise at the inputs of its operators.
-    cut = read if None not in read else set()
-    wanted = {argument.writes for argument in result.arguments if argument.output} - {None}
-    part = fragment(graph, kernel.origins, cut, wanted, also=read - {None})
+    part = fragment(graph, kernel.origins)
     result.fragment = script(part, kernel.name)
     result.graph = [GraphNode.of(node) for node in part.nodes]
 
 
-def fragment(
-    graph: fx.Graph,
-    origins: Sequence[fx.Node],
-    cut: Collection[str | None],
-    wanted: Collection[str | None],
-    also: Collection[str | None] = (),
-) -> fx.Graph:
-    """Return the part of a graph that computes `wanted` from `cut` and from nodes outside of `origins`.
-
-    Without wanted nodes it computes all of `origins` that are read from outside. Nodes in `also` are returned too, if
-    they are in the part.
-    """
+def fragment(graph: fx.Graph, origins: Sequence[fx.Node]) -> fx.Graph:
+    """Return the part of a graph that computes all of `origins` that are read from outside."""
     inside = {node for node in origins if node.op == "call_function"}
     # Inductor has no node for selecting one of several results.
     inside |= {user for node in inside for user in node.users if user.target is operator.getitem}
-    inside = {node for node in inside if node.name not in cut}
-    ends = {node for node in inside if node.name in wanted}
-    ends = ends or {node for node in inside if any(user not in inside for user in node.users)}
-    needed = _needed(ends, inside, cut)
+    ends = {node for node in inside if any(user not in inside for user in node.users)}
+    needed = _needed(ends, inside)
     calls = [node for node in graph.nodes if node in needed]
-    return _extracted(calls, [node for node in calls if node in ends or node.name in also])
+    return _extracted(calls, ends)
 
 
-def _needed(ends: Iterable[fx.Node], inside: Collection[fx.Node], cut: Collection[str | None]) -> set[fx.Node]:
+def _needed(ends: Iterable[fx.Node], inside: Collection[fx.Node]) -> set[fx.Node]:
     """Return the nodes that compute `ends`, with views and sizes, so that buffers and sizes are the inputs."""
 
     def is_free(node: fx.Node) -> bool:
-        if node.op != "call_function" or node.name in cut:
+        if node.op != "call_function":
             return False
         is_size = not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
         return is_size or compat.observation.is_view(node.target)
@@ -206,7 +157,7 @@ def _needed(ends: Iterable[fx.Node], inside: Collection[fx.Node], cut: Collectio
     return needed
 
 
-def _extracted(calls: Sequence[fx.Node], results: Iterable[fx.Node]) -> fx.Graph:
+def _extracted(calls: Sequence[fx.Node], results: Collection[fx.Node]) -> fx.Graph:
     """Return a graph of some calls, whose other inputs are placeholders."""
     part = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -217,7 +168,8 @@ def _extracted(calls: Sequence[fx.Node], results: Iterable[fx.Node]) -> fx.Graph
     for node in calls:
         copies[node] = part.node_copy(node, copies.__getitem__)
         copies[node].name = node.name
-    part.output({node.name: copies[node] for node in results if isinstance(node.meta.get("val"), torch.Tensor)})
+    returned = [node for node in calls if node in results and isinstance(node.meta.get("val"), torch.Tensor)]
+    part.output({node.name: copies[node] for node in returned})
     return part
 
 
