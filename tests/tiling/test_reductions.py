@@ -18,7 +18,6 @@ from tritium.tiling.policy import OFF, TilingPolicy
 from tritium.tiling.reductions import Reduction, cut, walk
 from tritium.tuning import Limit, Machine, ReductionLimits, tables
 from tritium.tuning.tables import INDUCTOR_LIMITS
-from tritium.tuning.verdict import parse
 
 PERSISTENT = ReductionLimits(persistent_up_to=(Limit(8, 16384),), whole_up_to=16384)
 WHOLE = ReductionLimits(whole_up_to=16384)
@@ -268,17 +267,6 @@ class TestTables:
         write(tables.user_folder(), "g", ReductionLimits(whole_up_to=1, versions=CURRENT))
         assert tables.reduction_limits(Machine("g")).whole_up_to == 1
 
-    @pytest.mark.parametrize("entry", [1, {"whole_up_to": "x"}, {"persistent_up_to": [{"reads": 3}]}], ids=str)
-    def test_damaged_limits_are_ignored_with_one_warning(self, entry, own_tables):
-        tables.user_folder().mkdir()
-        path = tables.user_folder() / "g.json"
-        path.write_text(json.dumps({"rows": [], "reductions": entry}))
-        with pytest.warns(RuntimeWarning) as told:
-            assert tables.reduction_limits(Machine("g")) == INDUCTOR_LIMITS
-            assert tables.reduction_limits(Machine("g")).limit(3) is None
-        (warning,) = told
-        assert f"{path} is damaged and what is damaged is ignored: reductions: " in str(warning.message)
-
     def test_tables_are_in_the_cache_key(self, own_tables):
         base = TilingPolicy()
         off = TilingPolicy(choose_reduction=False)
@@ -343,5 +331,5 @@ class TestSweep:
             "persistent_up_to": ({"reads": 2, "elements": 5120}, {"reads": 3, "elements": 1024}),
             "whole_up_to": 12288,
         }
-        assert parse(ReductionLimits, json.loads(json.dumps(limits.to_dict()))) == limits
+        assert ReductionLimits.from_dict(json.loads(json.dumps(limits.to_dict()))) == limits
         assert sweep.limits_of([], {}) == INDUCTOR_LIMITS

@@ -4,8 +4,6 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tritium import compat, tuning
 from tritium.tuning import Key, Machine, Verdict
@@ -72,17 +70,17 @@ def test_writers_at_once_leave_a_whole_file(path):
 ROW = {"op": "a", "shape": "tokens=1", "dtype": "float32", "provider": "inductor", "ms": {"inductor": 1.0}}
 
 DAMAGED_ROWS = [
-    {"op": 3},
     {"ms": {}},
-    {"ms": {"inductor": "x"}},
     {"ms": {"inductor": -1.0}},
     {"ms": {"inductor": float("nan")}},
     {"ms": {"inductor": 0, "triton": 0}},
     {"launches": {"inductor": {"kernels": 1}}},
     {"looped": 1},
-    {"versions": {"torch": 2}},
 ]
-DAMAGED = ["", "\x00{{", "null", "[" * 200_000, '{"rows": null}', '{"rows": [null]}', '{"rows": [{}]}']
+DAMAGED = [
+    *("", "\x00{{", "null", "[" * 200_000, '{"rows": null}', '{"rows": [null]}', '{"rows": [{}]}'),
+    *('{"rows": [], "reductions": 1}', '{"rows": [], "reductions": {"persistent_up_to": [{"reads": 3}]}}'),
+]
 
 
 class TestDamage:
@@ -103,11 +101,6 @@ class TestDamage:
         tuning.store(path, GPU, [verdict()])
         assert tuning.known(GPU) == [verdict()]
 
-    def test_a_damaged_row_leaves_the_others(self, path):
-        path.write_text(json.dumps({"rows": [None, verdict().to_dict(), {**verdict().to_dict(), "ms": 3}]}))
-        with pytest.warns(RuntimeWarning, match="row 1: None is not an object, and 1 more"):
-            assert tuning.known(GPU) == [verdict()]
-
     @pytest.mark.parametrize(
         "change",
         [
@@ -115,7 +108,6 @@ class TestDamage:
             {"shape": "tokens=4096 k=4096 n=0"},
             {"shape": "tokens=4096 k=4096+4096 n=16384"},
             {"shape": "tokens=x k= n"},
-            {"looped": {"size": "width", "reads": 1}},
             {"launches": {"aten": {"owned": 10**15}}},
         ],
         ids=str,
@@ -126,24 +118,3 @@ class TestDamage:
             decision = tuning.decide(GPU, key, ["aten"], tuning.ReductionLimits())
             assert decision.provider in ("inductor", "aten")
             assert decision.why
-
-    JSON = st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-        max_leaves=8,
-    )
-
-    @given(st.sampled_from([*ROW, "alone_us", "issue_us", "launches", "looped", "bytes", "remarks"]), JSON)
-    def test_a_row_is_a_verdict_or_an_error(self, name, value):
-        try:
-            row = Verdict.from_dict({**ROW, name: value})
-        except (TypeError, ValueError):
-            return
-        assert Verdict.from_dict(json.loads(json.dumps(row.to_dict()))) == row
-
-    @given(JSON)
-    def test_any_json_is_a_table(self, tmp_path_factory, value):
-        path = tmp_path_factory.mktemp("any") / "t.json"
-        rows = {"rows": [ROW, value], "reductions": value, "device": value, "multiprocessors": value}
-        path.write_text(json.dumps(rows))
-        assert Key("a", "tokens=1", "float32") in tuning.load(path).rows

@@ -1,6 +1,6 @@
 """Tables of verdicts: one JSON file per device, from the package and from the user's cache folder.
 
-A file is always replaced as a whole, and a damaged one loses only its damaged rows. A row of the user is valid for the
+A file is always replaced as a whole, and a damaged one is ignored. A row of the user is valid for the
 versions it was measured with; rows of other versions stay in the file unused. Shipped rows are valid for all versions.
 """
 
@@ -11,17 +11,15 @@ import functools
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self
 
 import torch
 
 from tritium import compat, device, disk, envs
-from tritium.tuning.verdict import Key, Verdict, parse
-
-T = TypeVar("T")
+from tritium.tuning.verdict import Key, Verdict
 
 SHIPPED = Path(__file__).parent
 
@@ -72,6 +70,10 @@ class ReductionLimits:
         """
         return elements <= INDUCTOR_PERSISTENT or elements <= (self.limit(reads) or 0)
 
+    @classmethod
+    def from_dict(cls, entry: Mapping[str, Any]) -> Self:
+        return cls(**{**entry, "persistent_up_to": tuple(Limit(**one) for one in entry.get("persistent_up_to", ()))})
+
     def to_dict(self) -> dict[str, Any]:
         """Return the entry of a file, without fields at their defaults."""
         defaults = asdict(INDUCTOR_LIMITS)
@@ -118,7 +120,7 @@ def _machine(where: torch.device) -> Machine:
 
 @dataclass(frozen=True)
 class Table:
-    """The content of a file; `damage` is None unless a part of it could not be read."""
+    """The content of a file; `damage` is None unless it could not be read."""
 
     rows: Mapping[Key, Verdict] = field(default_factory=dict)
     machine: Machine = Machine()
@@ -152,28 +154,14 @@ def _load(path: Path, version: tuple[int, ...]) -> Table:
     del version
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+        rows = [Verdict.from_dict(row) for row in content["rows"]]
+        limits = content.get("reductions")
+        machine = Machine(content.get("device", ""), content.get("capability"), content.get("multiprocessors"))
+        reductions = None if limits is None else ReductionLimits.from_dict(limits)
     # A UnicodeDecodeError is a ValueError; deep nesting exhausts the parser's stack.
-    except (ValueError, RecursionError) as error:
-        return Table(damage=f"it is not JSON ({error})")
-    if not isinstance(content, dict) or not isinstance(content.get("rows"), list):
-        return Table(damage="it has no list of rows")
-    damage: list[str] = []
-
-    def read(part: str, convert: Callable[[Any], T], value: Any) -> T | None:
-        try:
-            return convert(value)
-        except (TypeError, ValueError) as error:
-            damage.append(f"{part}: {error}")
-            return None
-
-    verdicts = [read(f"row {place}", Verdict.from_dict, row) for place, row in enumerate(content["rows"], start=1)]
-    rows = {verdict.key: verdict for verdict in verdicts if verdict is not None}
-    reductions = None
-    if "reductions" in content:
-        reductions = read("reductions", functools.partial(parse, ReductionLimits), content["reductions"])
-    machine = read("device", functools.partial(parse, Machine), {**content, "name": content.get("device", "")})
-    more = f", and {len(damage) - 1} more" if len(damage) > 1 else ""
-    return Table(rows, machine or Machine(), reductions, f"{damage[0]}{more}" if damage else None)
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
+        return Table(damage=f"{type(error).__name__}: {error}")
+    return Table({row.key: row for row in rows}, machine, reductions)
 
 
 def store(
@@ -208,7 +196,7 @@ def own(machine: Machine) -> Table:
 @functools.lru_cache(maxsize=16)
 def _warn(path: Path, damage: str) -> None:
     warnings.warn(
-        f"tritium: the table {path} is damaged and what is damaged is ignored: {damage}; `tritium tune` writes it again",
+        f"tritium: the table {path} is damaged and ignored: {damage}; `tritium tune` writes it again",
         RuntimeWarning,
         stacklevel=2,
     )

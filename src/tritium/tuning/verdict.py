@@ -7,17 +7,12 @@ by the longer of both, and where the shorter does not pay for it.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from types import UnionType
-from typing import Any, Self, TypeVar, get_args, get_origin, get_type_hints
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Self
 
 from tritium.ops import INDUCTOR
-
-T = TypeVar("T")
 
 # The sizes of a shape along which a kernel only does more of the same.
 LONG = ("tokens", "pixels")
@@ -260,49 +255,14 @@ class Verdict:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row of a file, without empty fields."""
-        fields = asdict(self)
-        row = {**fields.pop("key"), **fields}
+        entries = asdict(self)
+        row = {**entries.pop("key"), **entries}
         return {name: value for name, value in row.items() if value not in ({}, None, 0)}
 
     @classmethod
-    def from_dict(cls, row: Any) -> Self:
-        """Return the verdict of a row; raise TypeError or ValueError for anything else."""
-        return parse(cls, {**row, "key": row} if isinstance(row, dict) else row)
-
-
-_hints = functools.cache(get_type_hints)
-
-
-def parse(kind: type[T], value: Any) -> T:
-    """Return an instance of a dataclass; raise TypeError for a missing field or one of the wrong type.
-
-    Other fields are left out: they may belong to another version of the package.
-
-    >>> parse(Loop, {"size": "width", "reads": 3, "unit": "loads"})
-    Loop(size='width', reads=3)
-    >>> parse(Loop, {"size": "width", "reads": True})
-    Traceback (most recent call last):
-    TypeError: reads is not int: True
-    """
-    if not isinstance(value, dict):
-        raise TypeError(f"{value!r:.80} is not an object")
-    names = [entry.name for entry in dataclasses.fields(kind) if entry.name in value]  # type: ignore[arg-type]
-    hints = _hints(kind)  # type: ignore[arg-type]
-    return kind(**{name: _as(hints[name], value[name], name) for name in names})
-
-
-def _as(hint: Any, value: Any, name: str) -> Any:
-    """Return a value converted to an annotation: a plain type, a dataclass, a mapping, a tuple, or one of these or None."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is UnionType:
-        return None if value is None else _as(arguments[0], value, name)
-    if dataclasses.is_dataclass(hint):
-        return parse(hint, value)  # type: ignore[arg-type]
-    if origin is Mapping and isinstance(value, dict):
-        return {str(inner): _as(arguments[1], part, f"{name} of {inner!r:.80}") for inner, part in value.items()}
-    if origin is tuple and isinstance(value, list):
-        return tuple(_as(arguments[0], part, name) for part in value)
-    # A bool is an int, and an integer is a valid float.
-    if origin is None and isinstance(value, (int, float) if hint is float else hint) and not isinstance(value, bool):
-        return value
-    raise TypeError(f"{name} is not {getattr(hint, '__name__', hint)}: {value!r:.80}")
+    def from_dict(cls, row: Mapping[str, Any]) -> Self:
+        """Return the verdict of a row; fields of another version of the package are left out."""
+        looped = Loop(**row["looped"]) if "looped" in row else None
+        names = {entry.name for entry in fields(cls)} - {"key", "looped"}
+        known = {name: value for name, value in row.items() if name in names}
+        return cls(key=Key(row["op"], row["shape"], row["dtype"]), looped=looped, **known)
