@@ -1,4 +1,4 @@
-"""Layer functions as workloads: `attention`, `sparse-attention` and `layers`, each a list of cases with shapes of known models.
+"""Layer functions as workloads: `attention` and `sparse-attention`, each a list of cases with shapes of known models.
 
 The variants of a case run on the same tensors, interleaved. `ratio` is against the case's reference, which every note
 names. On a CPU the shapes shrink, and the results say so.
@@ -12,8 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
-from torch import nn
 
 from tritium import measure, ops
 from tritium.bench.comparison import Comparison
@@ -22,15 +20,6 @@ from tritium.bench.settings import Notify, Settings, silent
 from tritium.bench.workload import Normals, shapes_of
 from tritium.errors import brief
 from tritium.layers.attention.forward import Mode, attention_forward
-from tritium.layers.norms import (
-    RMSNorm,
-    fast_layernorm,
-    group_norm_silu,
-    layernorm_scale_shift,
-    residual_norm_modulate,
-)
-from tritium.layers.pointwise import get_activation_layer, muls_add
-from tritium.layers.rotary import qk_norm_rope, rotary_position_embedding
 from tritium.layers.sparse import masks
 from tritium.layers.sparse.forward import attend, lists_of
 from tritium.layers.sparse.layout import SparseLayout
@@ -251,69 +240,6 @@ def sparsity_for(density: float, q: torch.Tensor, k: torch.Tensor, layout: Spars
     return low
 
 
-def layer_cases(device_type: str, dtype: torch.dtype, *, small: bool) -> Iterator[Case]:
-    """Call all layer functions eagerly, against what models write instead, and against torch.compile of that."""
-    normal = Normals(device_type, dtype, source=device_type)
-    # FLUX.1 at 1024 x 1024, and a layer of SDXL's decoder there.
-    tokens, heads, width = (64, 2, 64) if small else (4608, 24, 128)
-    x, y = (normal(1, tokens, heads * width) for _ in range(2))
-    q, k = (normal(1, tokens, heads, width) for _ in range(2))
-    gate, scale, shift = (normal(1, heads * width) for _ in range(3))
-    cos, sin = (normal(tokens, width).float() for _ in range(2))
-    weight = normal(width)
-    layer = nn.LayerNorm(heads * width, eps=1e-6, elementwise_affine=False)
-    affine = nn.LayerNorm(heads * width).to(device_type, dtype)
-    activation = get_activation_layer("gelu-tanh")
-    rms = RMSNorm(width).to(device_type, dtype)
-    image = normal(1, 32, 16, 16) if small else normal(1, 256, 512, 512)
-    groups = 32
-
-    def rotated(x: torch.Tensor) -> torch.Tensor:
-        first, second = x.float().chunk(2, -1)
-        turned = torch.cat([-second, first], -1)
-        return (x.float() * cos[None, :, None] + turned * sin[None, :, None]).to(x.dtype)
-
-    def modulated(x: torch.Tensor) -> torch.Tensor:
-        return layer(x) * (1 + scale[:, None]) + shift[:, None]  # type: ignore[no-any-return]
-
-    def residual() -> tuple[torch.Tensor, ...]:
-        stream = x + gate[:, None] * y
-        return modulated(stream), stream
-
-    def normed(x: torch.Tensor) -> torch.Tensor:
-        return rotated(F.rms_norm(x, (width,), weight, 1e-6))
-
-    spellings: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-        "rotary_position_embedding": (lambda: rotated(q), lambda: rotary_position_embedding(q, cos, sin)),
-        "RMSNorm": (lambda: F.rms_norm(q, (width,), rms.weight, 1e-6), lambda: rms(q)),
-        "fast_layernorm": (lambda: affine(x), lambda: fast_layernorm(affine, x)),
-        "layernorm_scale_shift": (lambda: modulated(x), lambda: layernorm_scale_shift(layer, x, scale, shift)),
-        "gelu-tanh": (lambda: F.gelu(x, approximate="tanh"), lambda: activation(x)),
-        "muls_add": (lambda: x * 0.5 + y, lambda: muls_add(x, y, 0.5)),
-        "residual_norm_modulate": (residual, lambda: residual_norm_modulate(x, y, gate, scale, shift)[::-1]),
-        "qk_norm_rope": (
-            lambda: (normed(q), normed(k)),
-            lambda: qk_norm_rope(q, k, weight, weight, cos[None], sin[None], rope="half"),
-        ),
-        "group_norm_silu": (
-            lambda: F.silu(F.group_norm(image, groups)),
-            lambda: group_norm_silu(image, groups),
-        ),
-    }
-    arguments = {
-        "rotary_position_embedding": {"x": q},
-        "RMSNorm": {"x": q},
-        "qk_norm_rope": {"q": q, "k": k},
-        "group_norm_silu": {"x": image},
-    }
-    for name, (eager, ours) in spellings.items():
-        note = (
-            f"{image.shape[1]} channels" if name == "group_norm_silu" else f"{tokens} tokens, {heads} heads of {width}"
-        )
-        variants = {"eager": eager, "inductor": torch.compile(eager), "tritium": ours}
-        yield Case(name, variants, note, shapes_of(arguments.get(name, {"x": x})))
-
-
 def attention_cases(device_type: str, dtype: torch.dtype, *, small: bool) -> Iterator[Case]:
     return (attention_case(shape, device_type, dtype, small=small) for shape in SHAPES)
 
@@ -322,9 +248,5 @@ def sparse_cases(device_type: str, dtype: torch.dtype, *, small: bool) -> Iterat
     return (sparse_case(density, device_type, dtype, small=small) for density in DENSITIES)
 
 
-CASES: dict[str, Callable[..., Iterator[Case]]] = {
-    "attention": attention_cases,
-    "sparse-attention": sparse_cases,
-    "layers": layer_cases,
-}
+CASES: dict[str, Callable[..., Iterator[Case]]] = {"attention": attention_cases, "sparse-attention": sparse_cases}
 NAMES = tuple(CASES)
