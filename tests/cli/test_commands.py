@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from support.bench import ROW as A_ROW
 from support.bench import Tiny
-from tritium import cli, compat, envs, fusions, measure, tuning
+from tritium import cli, envs, fusions, measure, tuning
 from tritium.bench import comparison, workloads
 from tritium.bench.results import Results
 from tritium.cli import progress
