@@ -13,22 +13,9 @@ from census.statements import Statement, statement_at
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 # These hand on a part or another view of their first argument, or the argument itself.
 VIEWS = frozenset(
-    [
-        "getitem",
-        "view",
-        "reshape",
-        "unflatten",
-        "flatten",
-        "transpose",
-        "swapaxes",
-        "permute",
-        "unsqueeze",
-        "squeeze",
-        "expand",
-        "chunk",
-        "split",
-        "unbind",
-    ]
+    """
+    getitem view reshape unflatten flatten transpose swapaxes permute unsqueeze squeeze expand chunk split unbind
+    """.split()  # noqa: SIM905 - shorter than one name per line
 )
 SAME = frozenset(("to", "float", "type_as", "contiguous", "dropout"))
 

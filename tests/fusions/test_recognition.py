@@ -11,7 +11,6 @@ import tritium
 from support.fidelity import assert_no_worse
 from support.recognition import EAGER, Counting, Plain, check_declined, check_no_site, compiles, recognise
 from support.small_models import flux, flux_inputs
-from tritium import fusions
 
 
 def diffusers_norm(width: int, **kwargs) -> nn.Module:
@@ -324,19 +323,6 @@ def test_whatever_the_shapes_the_numbers_are_eager_s(batch, tokens, width, order
     result, sites = recognise(GATES[order], x, g, y)
     torch.testing.assert_close(result, GATES[order](x, g, y))
     assert sites["mul_add"].fused == 1
-
-
-class TestCatalogue:
-    @pytest.mark.parametrize("name", fusions.catalog())
-    def test_every_fusion_says_what_it_replaces(self, name):
-        fusion = fusions.catalog()[name]
-        assert fusion.doc
-        assert "Before:" in fusion.doc
-        assert "After:" in fusion.doc
-        assert fusion.spellings or fusion.find
-
-    def test_one_file_one_fusion(self):
-        assert {"rms_norm", "gated_residual"} <= set(fusions.catalog())
 
 
 class TestGuards:

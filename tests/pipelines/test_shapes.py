@@ -226,10 +226,8 @@ class TestViolations:
     @pytest.mark.parametrize(
         ("shapes", "message"),
         [
-            ({"sizes": []}, "pairs of height and width"),
             ({"sizes": [512]}, "pairs of height and width"),
             ({"sizes": [(512, 512)], "batch": [0]}, r"Shapes\.batch takes an integer above 0"),
-            ({"sizes": [(512, 512)], "batch": []}, r"Shapes\.batch is empty"),
             ({"sizes": [(512, 512)], "on_violation": "eagr"}, "did you mean 'eager'"),
         ],
     )

@@ -88,10 +88,6 @@ class TestBareModel:
             call(model, inputs)
             assert graphs(handle) == 1
 
-    def test_what_is_no_model_is_refused(self):
-        with pytest.raises(PipelineError, match=r"takes a DiffusionPipeline or an nn\.Module, got int"):
-            tritium.optimize(3)
-
 
 class TestGuards:
     """What a user changes on a model that is compiled already."""

@@ -140,18 +140,6 @@ def test_without_components_the_bars_are_kinds_or_graphs(written):
     assert "Decoder.forward 0.192 ms · 50 %" in found.words
 
 
-def test_a_busy_machine_is_named(written):
-    report = full_report()
-    report.measurement = measurement(disturbed=True)
-    assert "not to be trusted" in Page(written(report)).words
-
-
-def test_an_empty_report_is_a_page_too(written):
-    found = Page(written(Report([])))
-    assert "No kernels are recorded" in found.words
-    assert "No sites were recognised" in found.words
-
-
 def test_the_graph_s_sides_are_aligned_and_marked(written):
     found = Page(written(full_report()))
     states = [

@@ -126,24 +126,12 @@ def varlen_attention(
     function = _varlen()
     if function is None:
         return None
-    known = inspect.signature(function).parameters
-    options: dict[str, Any] = {}
-    # Return None if this version has no parameter for a required option.
-    if "scale" in known:
-        options["scale"] = scale
-    elif abs(scale - q.shape[-1] ** -0.5) > 1e-9:
-        return None
-    if "window_size" in known:
-        options["window_size"] = (-1, 0) if causal else (-1, -1)
-    elif "is_causal" in known:
-        options["is_causal"] = causal
-    elif causal:
-        return None
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0) if causal else (-1, -1)}
     if q.shape[1] != k.shape[1]:
-        if "enable_gqa" in known:
+        if "enable_gqa" in inspect.signature(function).parameters:
             options["enable_gqa"] = True
         elif torch.is_grad_enabled() and any(stream.requires_grad for stream in (q, k, v)):
-            # Without the parameter, grouped heads are accepted, but gradients may be wrong.
+            # torch 2.11 has no such parameter: grouped heads are accepted, but gradients may be wrong.
             return None
     out = function(q, k, v, cu_q, cu_k, *longest, **options)
     return out if isinstance(out, torch.Tensor) else out[0]
