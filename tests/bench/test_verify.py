@@ -61,18 +61,6 @@ def test_images_are_compared_seed_by_seed(pipe):
     assert found.to_dict()["thresholds"] == {"min_psnr": "inf", "max_difference": 0.0}
 
 
-@pytest.mark.thorough  # The command line's own test has the same fault located.
-def test_a_wrong_provider_fails_and_is_located(pipe):
-    with wrong_provider("rms_norm", lambda result, *_: result * 20 + 3):
-        found = verify(pipe, [job(0)], Thresholds(min_psnr=90.0), is_a_share, WRONG, find_cause=True)
-    assert not found.passed
-    assert found.broken[0].startswith("psnr ")
-    assert found.rows[0].broken
-    assert found.location.first.kind == "FluxTransformerBlock"
-    assert (found.location.fault.fusion, found.location.fault.provider) == ("rms_norm", "triton")
-    assert found.to_dict()["located"]["fault"]["part"] == "provider"
-
-
 def test_a_image_without_numbers_never_passes(pipe):
     with wrong_provider("rms_norm", lambda result, *_: result * torch.nan):
         found = verify(pipe, [job(0)], Thresholds(min_psnr=None), is_a_share, WRONG)

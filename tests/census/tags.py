@@ -45,44 +45,26 @@ def transformers(*names: str) -> list[str]:
 
 
 QWEN, Z_IMAGE, WAN, MOCHI, LTX2, HIDREAM = transformers("qwenimage", "z_image", "wan", "mochi", "ltx2", "hidream_image")
+LTX, FLUX2, KANDINSKY = transformers("ltx", "flux2", "kandinsky")
+PROCESSOR, WAN_VAE = "models/attention_processor.py", "models/autoencoders/autoencoder_kl_wan.py"
 AURAFLOW = "models/transformers/auraflow_transformer_2d.py"
 SANA = "models/transformers/sana_transformer.py"
 
 TAGS = (
     Tag("rms_norm", "models/normalization.py", r"^RMSNorm\.forward", r"torch\.rsqrt\(variance", "rsqrt"),
     Tag("rms_norm", "models/normalization.py", r"^MochiRMSNorm\.forward", r"torch\.rsqrt\(variance", "rsqrt"),
-    Tag(
-        "rms_norm", "models/autoencoders/autoencoder_kl_wan.py", r"WanRMS_norm\.forward", r"F\.normalize\(", "normalize"
-    ),
+    Tag("rms_norm", WAN_VAE, r"WanRMS_norm\.forward", r"F\.normalize\(", "normalize"),
     # RoPE
     Tag("rope", "models/embeddings.py", r"^apply_rotary_emb$", r"x\.float\(\) \* cos \+ x_rotated", "add"),
     Tag("rope", "models/embeddings.py", r"^apply_rotary_emb$", r"view_as_real\(x_rotated \* freqs_cis\)", "mul"),
     Tag("rope", QWEN, r"^apply_rotary_emb_qwen$", r"view_as_real\(x_rotated \* freqs_cis\)", "mul"),
     Tag("rope", Z_IMAGE, r"apply_rotary_emb$", r"view_as_real\(x \* freqs_cis\)", "mul"),
     Tag("rope", WAN, r"apply_rotary_emb$", r"out\[\.\.\., 1::2\] = x1 \* sin \+ x2 \* cos", "add"),
-    Tag(
-        "rope",
-        "models/transformers/transformer_ltx.py",
-        r"^apply_rotary_emb$",
-        r"x\.float\(\) \* cos \+ x_rotated",
-        "add",
-    ),
+    Tag("rope", LTX, r"^apply_rotary_emb$", r"x\.float\(\) \* cos \+ x_rotated", "add"),
     Tag("rope", LTX2, r"^apply_interleaved_rotary_emb$", r"x\.float\(\) \* cos \+ x_rotated", "add"),
     Tag("rope", LTX2, r"^apply_split_rotary_emb$", r"out = split_x \* cos_u", "mul"),
-    Tag(
-        "rope",
-        "models/attention_processor.py",
-        r"^MochiAttn.*apply_rotary_emb$",
-        r"x_even \* freqs_sin \+ x_odd",
-        "add",
-    ),
-    Tag(
-        "rope",
-        "models/transformers/transformer_kandinsky.py",
-        r"apply_rotary$",
-        r"\(rope \* x_\)\.sum\(dim=-1\)",
-        "mul",
-    ),
+    Tag("rope", PROCESSOR, r"^MochiAttn.*apply_rotary_emb$", r"x_even \* freqs_sin \+ x_odd", "add"),
+    Tag("rope", KANDINSKY, r"apply_rotary$", r"\(rope \* x_\)\.sum\(dim=-1\)", "mul"),
     Tag("rope", HIDREAM, r"^apply_rope$", r"x[qk]_out = freqs_cis", "add"),
     # modulation
     Tag("adalayernorm", "models/normalization.py", r"^\w*(Ada|LayerNorm|RMSNormZero)\w*\.forward$", MODULATION, "mul"),
@@ -125,13 +107,7 @@ TAGS = (
     Tag("swiglu", "models/attention.py", r"^LuminaFeedForward\.forward$", r"self\.silu\(.*\) \* self\.linear_3", "mul"),
     Tag("swiglu", SANA, r"^GLUMBConv\.", r"\* self\.nonlinearity\(gate\)", "mul"),
     Tag("swiglu", AURAFLOW, r"FeedForward\.forward$", r"F\.silu\(.*\) \* ", "mul"),
-    Tag(
-        "swiglu",
-        "models/transformers/transformer_flux2.py",
-        r"^Flux2SwiGLU\.forward$",
-        r"self\.gate_fn\(.*\) \* x",
-        "mul",
-    ),
+    Tag("swiglu", FLUX2, r"^Flux2SwiGLU\.forward$", r"self\.gate_fn\(.*\) \* x", "mul"),
     Tag("swiglu", HIDREAM, r"FeedForwardSwiGLU\.forward$", r"silu\(self\.w1\(x\)\) \* self\.w3", "mul"),
     Tag("swiglu", Z_IMAGE, r"^FeedForward\.", r"F\.silu\(x1\) \* x3", "mul"),
 )

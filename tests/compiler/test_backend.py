@@ -6,26 +6,13 @@ from torch import nn
 
 import tritium
 from support.fidelity import assert_no_worse
+from support.recognition import EAGER, Counting
 from support.small_models import Block, Stack, block_inputs, flux, flux_inputs
 from tritium.errors import ProviderError, ReportError
-
-EAGER = tritium.CompilationConfig(engine="eager")
 
 
 def eager_backend(**fields) -> tritium.Backend:
     return tritium.Backend(EAGER.with_(**fields))
-
-
-class Counting(tritium.Backend):
-    """A backend that counts how often Dynamo asks it to compile."""
-
-    def __init__(self, config=EAGER, **kwargs):
-        super().__init__(config, **kwargs)
-        self.compiled = 0
-
-    def __call__(self, *args, **kwargs):
-        self.compiled += 1
-        return super().__call__(*args, **kwargs)
 
 
 class TestEntryStyles:

@@ -166,13 +166,6 @@ class TestOnTheGpu:
         assert not ops.failed_providers()
         assert_no_worse(result, OP.reference(**arguments), exact(OP, arguments)[0])
 
-    def test_pieces(self, monkeypatch):
-        monkeypatch.setattr(products, "SCORES_BYTES", 1 << 20)
-        q, k, v = (tokens_first(2, 1000, 2, 512, where="cuda", seed=seed) for seed in range(3))
-        arguments = {"q": q, "k": k, "v": v, "scale": 0.05}
-        result = OP.overload(*arguments.values(), provider="products")
-        assert_no_worse(result, OP.reference(**arguments), exact(OP, arguments)[0])
-
     def test_the_layout_is_the_kernel_s(self):
         for made in (
             torch.randn(2, 3, 64, 512),

@@ -26,6 +26,17 @@ class Block(nn.Module):
         return x + gate * self.down(y)
 
 
+class Scaled(Block):
+    """A block with a number, which may become an input of graphs."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = 0.5
+
+    def forward(self, x, temb):
+        return super().forward(x * self.factor, temb)
+
+
 class Model(nn.Module):
     def __init__(self, *blocks):
         super().__init__()

@@ -36,8 +36,8 @@ def check_declined(family, reason, function, *inputs):
 class Counting(tritium.Backend):
     """Tritium's backend, which counts its compilations."""
 
-    def __init__(self):
-        super().__init__(EAGER)
+    def __init__(self, config=EAGER):
+        super().__init__(config)
         self.compiled = 0
 
     def __call__(self, *args, **kwargs):

@@ -9,6 +9,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
+from support import small_vaes
+
 WORDS = ["a", "red", "blue", "circle", "square", "above"]
 WIDTH = 16
 
@@ -23,13 +25,7 @@ def word_tokenizer(specials: list[str], template: str, **names: str) -> PreTrain
 
 
 def autoencoder() -> diffusers.AutoencoderKL:
-    return diffusers.AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        block_out_channels=(8, 16),
-        layers_per_block=1,
-        latent_channels=4,
-        norm_num_groups=4,
+    return small_vaes.kl(
         scaling_factor=1.0,
         shift_factor=0.0,
         use_quant_conv=False,

@@ -27,13 +27,14 @@ SMALL_WAN = {
 }
 
 
-def kl() -> diffusers.AutoencoderKL:
+def kl(**changes: Any) -> diffusers.AutoencoderKL:
     return diffusers.AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 2,
         up_block_types=("UpDecoderBlock2D",) * 2,
         block_out_channels=(8, 16),
         layers_per_block=1,
         norm_num_groups=4,
+        **changes,
     )
 
 

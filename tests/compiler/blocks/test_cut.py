@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from support.blocks import EAGER, Block, Model, check, counts, inputs, model_of, reuse
+from support.blocks import EAGER, Block, Model, Scaled, check, counts, inputs, model_of, reuse
 from tritium import Backend, compat
 from tritium.compiler.blocks import cut
 from tritium.compiler.blocks.segments import Facts
@@ -263,14 +263,6 @@ class TestSizes:
         assert counts(entry)[1] <= 5
 
     def test_numbers_that_are_inputs(self):
-        class Scaled(Block):
-            def __init__(self):
-                super().__init__()
-                self.factor = 0.5
-
-            def forward(self, x, temb):
-                return super().forward(x * self.factor, temb)
-
         model = model_of(Scaled, 8)
         (entry,) = check(model, dynamic=True)
         assert counts(entry)[1] <= 6

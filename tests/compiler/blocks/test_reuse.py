@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import tritium
-from support.blocks import EAGER, Block, Model, check, counts, inputs, model_of, reuse
+from support.blocks import EAGER, Block, Model, Scaled, check, counts, inputs, model_of, reuse
 from support.small_models import Stack, block_inputs, flux, flux_inputs
 from support.zoo import ZOO
 from tritium import Backend, CompilationConfig, FusionPatterns, compat
@@ -140,14 +140,6 @@ class TestCompilations:
         assert record.engine == "inductor"
 
     def test_numbers_that_stay_inputs_are_not_shared(self, stub):
-        class Scaled(Block):
-            def __init__(self):
-                super().__init__()
-                self.factor = 0.5
-
-            def forward(self, x, temb):
-                return super().forward(x * self.factor, temb)
-
         model = model_of(Scaled, 8)
         compiled = torch.compile(model, backend=Backend(INDUCTOR), dynamic=True)
         with torch.no_grad():
