@@ -56,6 +56,14 @@ class Kernel:
         return [name for name in "zyx" if f"{name}numel" in self.signature]
 
 
+class Kernels(list[Kernel]):
+    """Kernels in order, and the code that launches them, one text for each graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrappers: list[str] = []
+
+
 @contextlib.contextmanager
 def triton_on_cpu():
     """Inside, CPU tensors get Triton code, which is not compiled: calling it raises."""
@@ -66,12 +74,13 @@ def triton_on_cpu():
         raise _Stop("there is no code behind this")
 
     def compile_to_module(self):
-        self.codegen()
+        wrapper, *_ = self.codegen()
+        kernels.wrappers.append(getattr(wrapper, "value", str(wrapper)))
         kernels.extend(Kernel(name, source) for source, name in self.wrapper_code.src_to_kernel.items())
         self.cache_key, self.cache_path, self.cache_linemap = "none", None, []
         return SimpleNamespace(call=stop)
 
-    kernels: list[Kernel] = []
+    kernels = Kernels()
     settings = {"cpu_backend": "triton", "fx_graph_cache": False, "compile_threads": 1}
     with (
         mock.patch.object(torch.utils._triton, "triton_hash_with_backend", return_value="none"),
@@ -88,7 +97,7 @@ def generate(
     *,
     backend: Any = "inductor",
     settings: Mapping[str, Any] | None = None,
-) -> list[Kernel]:
+) -> Kernels:
     """The Triton kernels of a function; `dynamic` maps an input's position to its dynamic dims."""
     torch._dynamo.reset()
     for position, dims in (dynamic or {}).items():

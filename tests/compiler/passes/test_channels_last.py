@@ -1,9 +1,7 @@
 """Channels-last convolutions of stock models: the same numbers, the same strides, and few conversions."""
 
 import copy
-import json
 import re
-import sys
 
 import pytest
 import torch
@@ -18,6 +16,7 @@ from support.channels_last import EAGER, ON, STATIC_IF_THOROUGH, Stack, compile_
 from support.fidelity import assert_no_worse
 from support.small_vaes import SMALL_VAES
 from support.zoo.codec import CODECS
+from tiling.generated import generate
 from tritium import compat
 from tritium.compiler.passes import channels_last
 from tritium.compiler.passes.channels_last import region
@@ -272,52 +271,21 @@ def copies_after_aot(model, inputs, monkeypatch):
     return sum(node.target in copies for node in graphs[0].nodes)
 
 
-# Inductor generates Triton code for a CPU as well; nothing is compiled or run.
-CODEGEN = f"""
-import json, re, sys
-sys.path[:0] = {[path for path in sys.path if path.endswith("tests")]!r}
-import torch
-import torch.utils._triton
-torch.utils._triton.triton_hash_with_backend = lambda *args, **kwargs: "none"
-from torch._inductor.graph import GraphLowering
-import tritium
-from support.channels_last import Stack, image
-from tritium.compiler.passes import channels_last
-channels_last.decline = lambda *_: None
-texts = []
-def codegen_only(self):
-    code = self.codegen()
-    texts.append(getattr(code[0], "value", str(code[0])))
-    raise RuntimeError("nothing is run here")
-GraphLowering.compile_to_module = codegen_only
-options = dict(cpu_backend="triton", fx_graph_cache=False, compile_threads=1, layout_optimization=False)
-found = dict(convolutions={{}}, copies={{}}, channels_last={{}})
-for rank in (2, 3):
-    torch._dynamo.reset()
-    texts.clear()
-    x = image(rank)
-    torch._dynamo.mark_dynamic(x, (rank, rank + 1))
-    compiled = torch.compile(Stack(rank), backend=tritium.Backend(), options=options)
-    with torch.no_grad():
-        compiled(x)
-    text = texts[0]
-    launched = re.findall(r"(triton_\\w+?)\\.run\\(", text)
-    copies = [name for name in launched if re.fullmatch(r"triton_poi_fused(_clone|_convolution|_contiguous)+_\\d+", name)]
-    found["copies"][rank] = len(copies)
-    found["convolutions"][rank] = text.count("extern_kernels.convolution(")
-    # The stride of a result's channels, as the generated code asserts it; torch 2.14 renamed the function.
-    asserted = r"assert_(?:size_stride|tensor_metadata)\\(buf\\d+, \\(2, 8, .*?\\), \\((.*?)\\)"
-    strides = re.findall(asserted, text)
-    found["channels_last"][rank] = sum(stride.split(", ")[1] == "1" for stride in strides)
-print(json.dumps(found))
-"""
-
-
-def test_copies_in_generated_triton_code(in_process):
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("rank", [2, 3])
+def test_copies_in_generated_triton_code(rank):
+    """Inductor generates Triton code for a CPU as well; nothing is compiled or run."""
     pytest.importorskip("triton")
-    found = json.loads(in_process(CODEGEN, loaded=True).splitlines()[-1])
-    assert found["convolutions"] == {"2": 3, "3": 3}
+    settings = {"layout_optimization": False}
+    generated = generate(
+        Stack(rank), [image(rank)], {0: (rank, rank + 1)}, backend=tritium.Backend(), settings=settings
+    )
+    (text,) = generated.wrappers
+    assert text.count("extern_kernels.convolution(") == 3
+    launched = re.findall(r"(triton_\w+?)\.run\(", text)
+    copy = r"triton_poi_fused(_clone|_convolution|_contiguous)+_\d+"
     # The input, and the result for the caller.
-    assert found["copies"]["2"] <= 2
-    assert found["copies"]["3"] <= 2
-    assert found["channels_last"] == {"2": 3, "3": 3}
+    assert sum(bool(re.fullmatch(copy, name)) for name in launched) <= 2
+    # The stride of a result's channels, as the generated code asserts it; torch 2.14 renamed the function.
+    asserted = r"assert_(?:size_stride|tensor_metadata)\(buf\d+, \(2, 8, .*?\), \((.*?)\)"
+    assert sum(stride.split(", ")[1] == "1" for stride in re.findall(asserted, text)) == 3
