@@ -240,13 +240,8 @@ def sparsity_for(density: float, q: torch.Tensor, k: torch.Tensor, layout: Spars
     return low
 
 
-def attention_cases(device_type: str, dtype: torch.dtype, *, small: bool) -> Iterator[Case]:
-    return (attention_case(shape, device_type, dtype, small=small) for shape in SHAPES)
-
-
-def sparse_cases(device_type: str, dtype: torch.dtype, *, small: bool) -> Iterator[Case]:
-    return (sparse_case(density, device_type, dtype, small=small) for density in DENSITIES)
-
-
-CASES: dict[str, Callable[..., Iterator[Case]]] = {"attention": attention_cases, "sparse-attention": sparse_cases}
+CASES: dict[str, Callable[..., Iterator[Case]]] = {
+    "attention": lambda *given, small: (attention_case(shape, *given, small=small) for shape in SHAPES),
+    "sparse-attention": lambda *given, small: (sparse_case(density, *given, small=small) for density in DENSITIES),
+}
 NAMES = tuple(CASES)

@@ -42,11 +42,6 @@ def compiling_frame() -> Frame | None:
     return Frame(root.f_code, root.f_locals, str(getattr(output, "dynamo_compile_id", None) or "?"))
 
 
-def called_eagerly() -> bool:
-    """Return True if no mode, trace or transform is active for operators."""
-    return not is_watched() and not is_transformed()
-
-
 def is_watched() -> bool:
     """Return True if a dispatch mode or a trace intercepts operators."""
     return (

@@ -25,10 +25,6 @@ def reduction_reads(features: Any) -> tuple[int, int, int]:
     return once.count_per_thread, once.bytes_per_thread, looped.bytes_per_thread
 
 
-def reduces_contiguous_rows(features: Any) -> bool:
-    return bool(features.get_reduction_hint().name == "INNER")
-
-
 def lowering_graph() -> Any:
     """Return the graph that Inductor is lowering."""
     return importlib.import_module("torch._inductor.virtualized").V.graph
@@ -111,7 +107,3 @@ def least_size(symbol: Any) -> int | None:
     known = lowering_graph().sizevars.shape_env.var_to_range.get(symbol)
     lower: Any = getattr(known, "lower", None)
     return int(lower) if getattr(lower, "is_Integer", False) else None
-
-
-def indexes_with_32_bits(kernel: Any) -> bool:
-    return bool(kernel.index_dtype == "tl.int32")

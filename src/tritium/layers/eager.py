@@ -23,7 +23,7 @@ REMEMBERED = 1024
 
 def compute(op: Op, fused: bool, *arguments: Any) -> Any:
     """Return an op's result; without `fused` its reference computes it."""
-    if not fused or torch.compiler.is_compiling() or not compat.dynamo.called_eagerly():
+    if not fused or torch.compiler.is_compiling() or compat.dynamo.is_watched() or compat.dynamo.is_transformed():
         return op.reference(*arguments)
     # Declines and the search for providers take the host longer than a small kernel.
     form = (op.name, torch.is_grad_enabled(), *map(_form, arguments))

@@ -18,7 +18,7 @@ from tritium.report import kernel_dump
 from tritium.report.flops import bytes_of, flops_of
 from tritium.report.kernel_dump.dissection import Dissection
 from tritium.report.neighbours import GeneratedKernel, not_fused, regions
-from tritium.report.observation import Fallback, Kernel, KernelTiling, LoweredOp, Observation, Pair, Tilings, merged
+from tritium.report.observation import Fallback, Kernel, LoweredOp, Observation, Pair, Tilings, merged
 
 
 class KernelObserver:
@@ -93,7 +93,7 @@ class KernelObserver:
                 region=region,
                 dtype=_dtype(next(iter(contracted))) if contracted else None,
                 why_not_fused=why,
-                tiling=self._tiling(kernel.nodes),
+                tiling=self.tilings and self.tilings.of(node.get_name() for node in kernel.nodes),
             )
         for launch in compat.observation.user_kernels(lowering):
             self._launched(launch)
@@ -137,9 +137,6 @@ class KernelObserver:
             us = round((read + written) / self._bandwidth * 1e6, 2)
         moved = {"bytes_read": read, "bytes_written": written, "ideal_bytes": read + written}
         self.kernels.append(Kernel(**{**moved, "flops": flops, "estimated_us": us, **fields}))
-
-    def _tiling(self, nodes: Sequence[Any]) -> KernelTiling | None:
-        return self.tilings.of(node.get_name() for node in nodes) if self.tilings is not None else None
 
 
 def _fallbacks(lowering: Any) -> list[Fallback]:

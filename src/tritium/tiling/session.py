@@ -165,7 +165,7 @@ def _narrow(kernel: Any, source: str) -> tuple[str, str | None]:
     sizes = generated.kernel_sizes(kernel)
     if not sizes:
         return source, None
-    if not generated.indexes_with_32_bits(kernel):
+    if kernel.index_dtype != "tl.int32":
         return source, "all in 64 bits: so is the kernel's index"
     if generated.compiles_ahead_of_time():
         return source, "all in 64 bits: code compiled ahead of time runs without guards"
@@ -184,7 +184,7 @@ def _reduction(features: Any) -> Reduction:
         reads=reads,
         bytes_per_row=once * (elements or 0),
         looped_bytes_per_row=in_passes * (elements or 0),
-        is_contiguous=generated.reduces_contiguous_rows(features),
+        is_contiguous=bool(features.get_reduction_hint().name == "INNER"),
     )
 
 
