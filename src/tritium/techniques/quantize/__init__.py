@@ -25,7 +25,10 @@ __all__ = ["TECHNIQUE", "Quantize", "Steps"]
 # Parts whose linears are quantized: denoisers, ControlNets, text encoders, and a bare model.
 _PARTS = ("transformer", "unet", "controlnet", "text_encoder", "model")
 
-_WAITS = "no compiled call yet"
+# Parts that the plan's `layers` may leave out: they name those of a denoiser.
+_OTHERS = ("controlnet", "text_encoder")
+
+_WAITS = "no compiled code has called it"
 
 
 @dataclass
@@ -46,6 +49,11 @@ def applies_to(part: Part, config: Quantize) -> str | None:
     is_encoder = part.name.startswith("text_encoder")
     if is_encoder and (config.steps is not None or config.scales == "step"):
         return "it runs once an image, outside of the steps"
+    if is_encoder and part.how == "eager" and config.multiplies:
+        return (
+            "a text encoder that runs eagerly has its weights quantized and not its products; give it "
+            "Choice(how='eager', quantize='int8-weights'), or how='tritium'"
+        )
     if part.how == "eager" and not config.keeps_bytes:
         return "it runs eagerly, and keep='device' rewrites compiled graphs; name it with Quantize(keep='cpu')"
     if (config.steps is not None or config.scales == "step") and not part.schedulers:
@@ -55,6 +63,9 @@ def applies_to(part: Part, config: Quantize) -> str | None:
     try:
         found = candidates(part.module, config) if config.searches else select(part.module, config).chosen
     except PipelineError as error:
+        if not part.name.startswith(_OTHERS):
+            raise
+        # The plan names layers of another part.
         return str(error)
     return None if found else "it has no linears in repeated blocks"
 
@@ -207,7 +218,7 @@ def report(part: Part, config: Quantize, state: State) -> Note:
         "milliseconds": dict(figures.times.get(config, {})),
     }
     words = [f"{count} linears in {format_}" for format_, count in formats.items()]
-    words += [f"{len(waiting)} linears wait for their first compiled call"] if waiting else []
+    words += [f"{len(waiting)} that no compiled code has called"] if waiting else []
     words += [f"{count} kept ({reason})" for reason, count in kept.most_common()]
     words += [_steps_in_words(config.steps)] if config.steps is not None else []
     words += _costs_in_words(bytes_, stores=bool(state.stored))
