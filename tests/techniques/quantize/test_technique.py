@@ -207,7 +207,7 @@ class TestOffload:
 
     def test_copies_beside_moved_weights_are_refused(self, pipe, offload):
         offload(pipe.transformer)
-        with pytest.raises(PipelineError, match="moves its weights.*keep='cpu'"):
+        with pytest.raises(PipelineError, match=r"moves its weights.*keep='cpu'"):
             optimize(pipe, Plan(components={"transformer": Choice(quantize="int8")}))
 
     def test_a_moved_model_keeps_its_image(self, pipe, quantized):
