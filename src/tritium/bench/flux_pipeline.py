@@ -15,14 +15,16 @@ from typing import Any
 import torch
 
 from tritium import measure, quality
-from tritium.api import Handle
+from tritium.api import Handle, optimize
 from tritium.bench.comparison import Comparison, optimized, twin
 from tritium.bench.decoders import KL_DECODE, autoencoder_kl
 from tritium.bench.models import MODELS, cast_as_loading_does, diffusers, seeded
 from tritium.bench.results import EAGER, INDUCTOR, OPTIMIZED, Row
-from tritium.bench.settings import Notify, Settings
+from tritium.bench.settings import Notify, Settings, quantized
 from tritium.bench.suite import Clock, Suite, Task
 from tritium.bench.workload import SEED, Normals
+from tritium.config import CompilationConfig
+from tritium.pipelines.plan import Plan
 
 # Images of a variant before it is timed: a capture waits for some ordinary steps.
 _SETTLING_IMAGES = 2
@@ -100,6 +102,11 @@ def compile_pipeline(pipe: Any, variant: str, settings: Settings) -> PipelineVar
     pipe.set_progress_bar_config(disable=True)
     if variant == OPTIMIZED:
         return PipelineVariant(pipe, optimized(pipe, settings))
+    if settings.quantize is not None and variant == settings.quantized:
+        plan = Plan(
+            progress=False, config=settings.config or CompilationConfig(), quantize=quantized(settings.quantize)
+        )
+        return PipelineVariant(pipe, optimize(pipe, plan))
     pipe.transformer.compile_repeated_blocks()
     pipe.vae.decode = torch.compile(pipe.vae.decode)
     return PipelineVariant(pipe)
@@ -116,7 +123,8 @@ def tasks(settings: Settings, stack: contextlib.ExitStack) -> list[Task]:
         if not variants:
             notify("flux pipeline: building", 0.0)
             pipe = build(scale, settings.device_type, settings.dtype)
-            for name in (EAGER, *[INDUCTOR] * (INDUCTOR in settings.against), OPTIMIZED):
+            others = [settings.quantized] * (settings.quantize is not None)
+            for name in (EAGER, *[INDUCTOR] * (INDUCTOR in settings.against), OPTIMIZED, *others):
                 variants[name] = compile_pipeline(pipe, name, settings)
                 if (handle := variants[name].handle) is not None:
                     stack.enter_context(handle)

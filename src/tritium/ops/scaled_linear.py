@@ -192,10 +192,11 @@ def run_triton(given: Arguments) -> torch.Tensor:
     rows = with_dense_rows(given.q.reshape(-1, given.q.shape[-1]))
     weight, scale = with_dense_rows(given.weight), given.scale.contiguous()
     n, k = weight.shape
-    cut, options = launch_options(present(rows.shape[0]), n)
+    cut, options = launch_options(present(rows.shape[0]), n, k)
+    tiles = -(-rows.shape[0] // cut["BLOCK_M"]) * -(-n // cut["BLOCK_N"])
     launch(
         scaled_linear_kernel,
-        (-(-rows.shape[0] // cut["BLOCK_M"]) * -(-n // cut["BLOCK_N"]),),
+        (cut["PROGRAMS"] or tiles,),
         rows,
         scale,
         weight,
@@ -214,21 +215,48 @@ def run_triton(given: Arguments) -> torch.Tensor:
     return out
 
 
-def launch_options(rows: int, columns: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the tiles of a product of some rows and columns, and Triton's options.
+def launch_options(rows: int, columns: int, inner: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the tiles of a product of [rows, inner] and [inner, columns], and Triton's options.
 
     The largest tile that gives every multiprocessor of an H200 work reads least per multiplication. A stage of the largest
     takes 48 KiB, so that four fit in the shared memory.
 
-    >>> launch_options(4608, 12288)[0]["BLOCK_N"], launch_options(77, 3072)[0]["BLOCK_M"]
+    >>> launch_options(4608, 12288, 3072)[0]["BLOCK_N"], launch_options(77, 3072, 3072)[0]["BLOCK_M"]
     (256, 64)
     """
+    del inner
     fitting = (
         tile for tile in TILES if tile[0] < 2 * rows and -(-rows // tile[0]) * -(-columns // tile[1]) >= MULTIPROCESSORS
     )
     block_m, block_n, warps, stages = next(fitting, TILES[-1])
-    tile = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": 128, "GROUP": 8}
+    return options_of(block_m, block_n, 128, warps, stages)
+
+
+def options_of(
+    block_m: int, block_n: int, block_k: int, warps: int, stages: int, group: int = 8, programs: int = 0
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return constants of the kernel and Triton's options; with `programs`, that many compute several tiles each."""
+    tile = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP": group, "PROGRAMS": programs}
     return tile, {"num_warps": warps, "num_stages": stages}
+
+
+# What `benchmarks/quantize_session.py` compares: tiles, bytes of K, warps, stages, group, programs.
+CANDIDATES = (
+    (128, 256, 128, 8, 3, 8, 0),
+    (128, 256, 128, 8, 4, 8, 0),
+    (128, 256, 64, 8, 4, 8, 0),
+    (256, 128, 128, 8, 3, 8, 0),
+    (256, 128, 128, 8, 4, 8, 0),
+    (128, 128, 128, 8, 4, 8, 0),
+    (128, 128, 128, 4, 4, 8, 0),
+    (128, 128, 256, 8, 3, 8, 0),
+    (128, 256, 128, 8, 3, 8, MULTIPROCESSORS),
+    (128, 256, 128, 8, 4, 8, MULTIPROCESSORS),
+    (256, 128, 128, 8, 3, 8, MULTIPROCESSORS),
+    (128, 128, 128, 8, 4, 8, 2 * MULTIPROCESSORS),
+    (64, 256, 128, 4, 4, 8, 0),
+    (64, 128, 128, 4, 5, 8, 0),
+)
 
 
 def decline_triton(given: Arguments) -> str | None:

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import tritium
+from tritium.compiler.passes import quantize
 from tritium.compiler.passes.input_scales import forget_input_scales, set_input_scales
 from tritium.compiler.passes.quantize import Precision, quantize_linears
 from tritium.errors import PipelineError
@@ -141,3 +142,103 @@ class TestStaticScales:
     def test_bad_scales_are_refused(self, scales):
         with pytest.raises(ValueError, match="scales are"):
             set_input_scales(torch.randn(4, 4), scales)
+
+
+def test_equal_inputs_may_become_one_product(monkeypatch):
+    model, x = Projections(), torch.randn(40, 32)
+    with torch.no_grad():
+        apart, _ = compiled_with(model, every_linear(Precision("int8")))
+        expected = apart(x)
+        torch._dynamo.reset()
+        monkeypatch.setattr(quantize, "JOIN", True)
+        run, keep = compiled_with(model, every_linear(Precision("int8")))
+        torch.testing.assert_close(run(x), expected)
+        assert len(nodes(keep.graphs[0], scaled_linear.OP)) == 2
+        # The joined weights follow their parts.
+        model.k.weight.mul_(0.5)
+        assert not torch.equal(run(x), expected)
+
+
+class TestBlocksWithDifferentPolicies:
+    """Code compiled for one block never serves another with other formats."""
+
+    def test_passes_of_blocks_are_equal_for_equal_policies_alone(self):
+        chosen = {"blocks.0.q": Precision("fp8"), "blocks.1.q": Precision("fp8"), "blocks.2.q": Precision("int8")}
+        first, second, third = (quantize_linears(chosen).within(f"blocks.{index}") for index in range(3))
+        assert first == second != third
+        assert dict(first.run.linears) == {"q": Precision("fp8")}
+        assert not quantize_linears(chosen).within("blocks.3").run.linears
+
+    def test_backends_share_code_for_equal_passes_alone(self):
+        chosen = {"blocks.0.q": Precision("fp8"), "blocks.1.q": Precision("fp8"), "blocks.2.q": Precision("int8")}
+        backends = [
+            tritium.Backend(EAGER, passes=[quantize_linears(chosen).within(f"blocks.{index}")]) for index in range(3)
+        ]
+        assert backends[0] == backends[1] != backends[2]
+
+    def test_blocks_compute_what_their_policy_says(self):
+        blocks, x = [Projections() for _ in range(3)], torch.randn(40, 32)
+        policies = [Precision("int8"), Precision("int8"), Precision("fp8")]
+        chosen = {
+            f"blocks.{index}.{name}": how for index, how in enumerate(policies) for name in ("q", "k", "v", "out")
+        }
+        with torch.no_grad():
+            for index, block in enumerate(blocks):
+                block.compile(
+                    backend=tritium.Backend(EAGER, passes=[quantize_linears(chosen).within(f"blocks.{index}")])
+                )
+            for block, how in zip(blocks, policies, strict=True):
+                dtype = torch.int8 if how.format == "int8" else torch.float8_e4m3fn
+                q, k, v = (in_8_bits(linear, x, dtype) for linear in (block.q, block.k, block.v))
+                expected = in_8_bits(block.out, torch.tanh(q) * k + v, dtype)
+                torch.testing.assert_close(block(x), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_every_linear_is_quantized_or_has_a_reason():
+    class Some(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.odd, self.row, self.unused = (
+                nn.Linear(32, 32),
+                nn.Linear(32, 7),
+                nn.Linear(32, 32),
+                nn.Linear(4, 4),
+            )
+
+        def forward(self, x):
+            return self.odd(self.a(x)), self.row(x[:1])
+
+    model, x = Some(), torch.randn(40, 32)
+    how = {name: Precision("int8", rotate=64 if name == "odd" else 0) for name in ("a", "odd", "row", "unused")}
+    with torch.no_grad():
+        run, _ = compiled_with(model, how)
+        run(x)
+    outcomes = quantize.outcomes_of(how)
+    assert {name: bool(outcome.declined) for name, outcome in outcomes.items()} == {
+        "a": False,
+        "odd": True,
+        "row": True,
+    }
+    assert "no multiple of 64" in outcomes["odd"].declined
+    assert "one an image" in outcomes["row"].declined
+
+
+@pytest.mark.parametrize("quantized_after", [False, True])
+def test_a_gelu_joins_our_own_product_unless_its_result_is_quantized(quantized_after, monkeypatch):
+    class FeedForward(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(32, 64), nn.Linear(64, 32)
+
+        def forward(self, x):
+            return self.b(nn.functional.gelu(self.a(x), approximate="tanh"))
+
+    model, x = FeedForward(), torch.randn(40, 32)
+    # The pass treats the reference as the provider with an epilogue.
+    monkeypatch.setattr(quantize, "EPILOGUES", "reference")
+    config = EAGER.with_(force_provider={"scaled_linear": "reference"})
+    how = {name: Precision("int8") for name in ("a", "b") if quantized_after or name == "a"}
+    with torch.no_grad():
+        run, keep = compiled_with(model, how, config)
+        torch.testing.assert_close(run(x), model(x), rtol=0.1, atol=0.05)
+    assert (nn.functional.gelu in keep.graphs[0]) is quantized_after

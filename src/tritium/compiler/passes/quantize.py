@@ -29,7 +29,7 @@ from tritium import compat, ops, tuning
 from tritium.compiler.passes import freezing
 from tritium.compiler.passes import input_scales as static
 from tritium.config import CompilationConfig
-from tritium.graph import mutated_arguments, storages, value_of
+from tritium.graph import argument, mutated_arguments, storages, value_of
 from tritium.ops import INDUCTOR, REFERENCE, Op, quantize_rows, scaled_linear, weight_only_linear
 from tritium.ops.op import count
 from tritium.passes import Applied, Pass, PassContext
@@ -47,6 +47,12 @@ FEW_ROWS = 16
 
 # The provider of ops whose code Inductor generates.
 INLINED = "inlined"
+
+# The provider of products that computes a GELU in its epilogue.
+EPILOGUES = "triton"
+
+# True: linears that read one value become one product, whose weights are joined.
+JOIN = False
 
 _AUTOCAST = "the graph casts automatically (autocast): the dtype of its products is not the model's"
 
@@ -102,6 +108,7 @@ class QuantizeLinears:
     """
 
     linears: Linears
+    join: bool = False
 
     def within(self, path: str) -> QuantizeLinears:
         below = f"{path}."
@@ -116,6 +123,9 @@ class QuantizeLinears:
             if name in precisions:
                 outcomes[name] = rewriter.rewrite(node, precisions[name])
         rewriter.share_quantization()
+        if self.join:
+            rewriter.join_products()
+        rewriter.absorb_gelu()
         found = [outcome for name, outcome in outcomes.items() if name in precisions]
         done = sum(not outcome.declined for outcome in found)
         declined = Counter(outcome.declined for outcome in found if outcome.declined)
@@ -124,7 +134,7 @@ class QuantizeLinears:
 
 def quantize_linears(linears: Mapping[str, Precision]) -> Pass:
     """Return the pass for some linears, by name."""
-    return Pass(NAME, QuantizeLinears(_sorted(linears)), early=True)
+    return Pass(NAME, QuantizeLinears(_sorted(linears), join=JOIN), early=True)
 
 
 def outcomes_of(linears: Mapping[str, Precision], blocks: Iterable[str] = ()) -> dict[str, Outcome]:
@@ -182,7 +192,7 @@ def choose_product(op: Op, arguments: dict[str, Any], config: CompilationConfig,
 class _Rewriter:
     def __init__(self, graph: fx.Graph, context: PassContext) -> None:
         self.graph, self.context = graph, context
-        self.shared = 0
+        self.shared = self.joined = 0
         self._weights: dict[tuple[fx.Node, Precision], tuple[fx.Node, ...]] = {}
         self._step: fx.Node | None = None
         inputs = graph.find_nodes(op="placeholder")
@@ -325,6 +335,67 @@ class _Rewriter:
                 self.graph.erase_node(user)
             self.graph.erase_node(node)
             self.shared += 1
+
+    def absorb_gelu(self) -> None:
+        """Compute a GELU in the epilogue of our own product, unless its result is quantized: that kernel computes it."""
+        for node in list(self.graph.nodes):
+            if node.target is not F.gelu or argument(node, 1, "approximate") != "tanh":
+                continue
+            product = node.args[0]
+            is_ours = product.target is scaled_linear.OP.overload and product.kwargs["provider"] == EPILOGUES
+            if (
+                is_ours
+                and len(product.users) == 1
+                and any(user.target is not quantize_rows.OP.overload for user in node.users)
+            ):
+                product.args = (*product.args[:6], "gelu_tanh")
+                node.replace_all_uses_with(product)
+                self.graph.erase_node(node)
+
+    def join_products(self) -> None:
+        """Compute the products of one quantized value as one, whose columns are the results of each.
+
+        Their weights are joined when they change. A result is then a slice of rows that are as wide as all results.
+        """
+        groups: dict[Any, list[fx.Node]] = {}
+        for node in self.graph.nodes:
+            if node.target is scaled_linear.OP.overload:
+                given = scaled_linear.OP.bind(*node.args)
+                fixed = (given.out_dtype, given.activation, given.bias is None, *node.kwargs.values())
+                groups.setdefault((given.q, given.scale, *fixed), []).append(node)
+        for nodes in groups.values():
+            if len(nodes) > 1:
+                self._join(nodes)
+
+    def _join(self, nodes: list[fx.Node]) -> None:
+        first, *_ = nodes
+        given = [scaled_linear.OP.bind(*node.args) for node in nodes]
+        sides = [[getattr(one, name) for one in given] for name in ("weight", "weight_scale", "bias")]
+        joined = [None if side[0] is None else self._joined(side) for side in sides]
+        sizes = [value_of(node).shape[-1] for node in nodes]
+        arguments = (first.args[0], first.args[1], *joined, *first.args[5:])
+        with self.graph.inserting_before(first):
+            made = self.graph.call_function(scaled_linear.OP.overload, arguments, dict(first.kwargs))
+            with _fake(first):
+                whole = torch.cat([value_of(node) for node in nodes], dim=-1)
+            made.meta = {**first.meta, "example_value": whole}
+            pieces = self.graph.call_method("split_with_sizes", (made, sizes, -1))
+            with _fake(first):
+                pieces.meta = {**first.meta, "example_value": whole.split_with_sizes(sizes, -1)}
+            items = self._items(pieces, pieces.meta["example_value"])
+        for node, item in zip(nodes, items, strict=True):
+            node.replace_all_uses_with(item)
+            self.graph.erase_node(node)
+        self.joined += 1
+
+    def _joined(self, side: list[fx.Node]) -> fx.Node:
+        """Return a node of joined weights, scales or biases: a frozen value."""
+        with self.graph.inserting_after(max([*side, self._last_input()])):
+            made = self.graph.call_function(torch.cat, (list(side), 0))
+        with _fake(side[0]):
+            made.meta["example_value"] = torch.cat([value_of(one) for one in side])
+        freezing.mark(made)
+        return made
 
 
 def weight_quantizer(how: Precision) -> tuple[Callable[..., Any], tuple[Any, ...]]:
