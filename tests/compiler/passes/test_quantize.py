@@ -162,7 +162,7 @@ def test_equal_inputs_may_become_one_product(monkeypatch):
 class TestBlocksWithDifferentPolicies:
     """Code compiled for one block never serves another with other formats."""
 
-    def test_passes_of_blocks_are_equal_for_equal_policies_alone(self):
+    def test_passes_are_equal_for_equal_policies_alone(self):
         chosen = {"blocks.0.q": Precision("fp8"), "blocks.1.q": Precision("fp8"), "blocks.2.q": Precision("int8")}
         first, second, third = (quantize_linears(chosen).within(f"blocks.{index}") for index in range(3))
         assert first == second != third
@@ -224,7 +224,7 @@ def test_every_linear_is_quantized_or_has_a_reason():
 
 
 @pytest.mark.parametrize("quantized_after", [False, True])
-def test_a_gelu_joins_our_own_product_unless_its_result_is_quantized(quantized_after, monkeypatch):
+def test_a_gelu_joins_our_product_unless_it_is_quantized(quantized_after, monkeypatch):
     class FeedForward(nn.Module):
         def __init__(self):
             super().__init__()
