@@ -16,6 +16,9 @@ HigherOrderOperator = torch._ops.HigherOrderOperator
 # The attention operator for which torch has a formula of operations.
 FLASH_ATTENTION: Any = torch.ops.aten._scaled_dot_product_flash_attention
 
+# The product of float8 matrices with scales.
+SCALED_PRODUCT: Any = torch._scaled_mm
+
 # The functions of torch.nn that are implemented in C++: `F.linear` is one of them.
 NN: Any = torch._C._nn
 

@@ -2,17 +2,18 @@
 
 1. `channels_last`     convert regions of convolutions; before `fuse`, whose choice of kernels depends on strides
 2. `early_plugins`     early passes of plug-ins, of techniques (`quantize`) and of the backend: fusions see what they wrote
-3. `fuse`              recognise every fusion's sites; rewrite those with an owned provider
-4. `convolution_bias`  add biases of convolutions in the rewritten norms that follow them
-5. `plugins`           plug-ins' passes sorted by name, then those passed to the backend, in that order
-6. `freezing`          freeze the parameter-only part (enable_freezing), or the values in it that a pass marked
-7. `diagram`           keep a part of the graph before and after these stages, for the report
-8. `boundaries`        cut at boundary ops, if calls are captured: they run between the captured pieces
-9. `tiling_policy`     choose the policy by which `lower` tiles Triton kernels
-10. `reuse_blocks`     cut at repeated blocks, so that each distinct piece is lowered once
-11. `lower`            Inductor compiles what is not lowered yet, with the merged requests of the passes;
+3. `quantized_weights` run linears whose weights arrived quantized through Tritium's ops (fidelity 'fast')
+4. `fuse`              recognise every fusion's sites; rewrite those with an owned provider
+5. `convolution_bias`  add biases of convolutions in the rewritten norms that follow them
+6. `plugins`           plug-ins' passes sorted by name, then those passed to the backend, in that order
+7. `freezing`          freeze the parameter-only part (enable_freezing), or the values in it that a pass marked
+8. `diagram`           keep a part of the graph before and after these stages, for the report
+9. `boundaries`        cut at boundary ops, if calls are captured: they run between the captured pieces
+10. `tiling_policy`    choose the policy by which `lower` tiles Triton kernels
+11. `reuse_blocks`     cut at repeated blocks, so that each distinct piece is lowered once
+12. `lower`            Inductor compiles what is not lowered yet, with the merged requests of the passes;
                        or engine `eager` runs the graph without code generation
-12. `capture`          capture each call as a static device graph and replay it (`graphs`)
+13. `capture`          capture each call as a static device graph and replay it (`graphs`)
 
 A graph that needs gradients, and one under graphs='only', stays as it is: stages that would change it do not run, and
 `fuse` only counts its sites.
@@ -33,7 +34,7 @@ from tritium.compiler.blocks.reuse import reuse_blocks
 from tritium.compiler.capture.stage import capture, split_at_boundaries
 from tritium.compiler.compilation import Compilation
 from tritium.compiler.lower import lower, lower_untouched, record_tiling_policy
-from tritium.compiler.passes import channels_last, convolution_bias, freezing, fuse
+from tritium.compiler.passes import channels_last, convolution_bias, freezing, fuse, quantized_weights
 from tritium.compiler.passes.run import run_pass
 from tritium.config import CompilationConfig
 from tritium.errors import brief
@@ -103,6 +104,7 @@ def _lower(c: Compilation) -> None:
 PIPELINE: tuple[Stage, ...] = (
     _builtin(channels_last.PASS),
     Stage("early_plugins", functools.partial(_run_plugins, early=True)),
+    _builtin(quantized_weights.PASS),
     _builtin(fuse.PASS, keeps_graph=True),
     _builtin(convolution_bias.PASS),
     Stage("plugins", functools.partial(_run_plugins, early=False)),
