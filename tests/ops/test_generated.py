@@ -25,8 +25,8 @@ CALL = torch.ops.tritium
 # Ops that generated code calls through the dispatcher; their modules say why.
 CALLED = {"attention", "block_sparse_attention", "wide_attention"}
 
-# PyTorch's kernels for attention run on a GPU alone.
-GPU_ALONE = ("cudnn", "flash", "efficient")
+# PyTorch's kernels for attention, and its products of 8 bits, run on a GPU alone.
+GPU_ALONE = ("cudnn", "flash", "efficient", "scaled_mm", "fp8")
 
 TRACED = [
     (op, provider)

@@ -148,8 +148,8 @@ def run_triton(given: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
     launch(
         quantize_parts_kernel,
         (-(-batches * tokens // cut["ROWS"]),),
-        first,
         last,
+        first,
         gated,
         given.scale,
         given.step,

@@ -75,8 +75,8 @@ def store_part(
 
 @triton.jit
 def quantize_parts_kernel(
-    first_ptr,
     last_ptr,
+    first_ptr,
     value_ptr,
     static_ptr,
     step_ptr,
