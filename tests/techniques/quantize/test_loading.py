@@ -72,6 +72,16 @@ def test_a_model_that_was_loaded_so_generates(folder):
         torch.testing.assert_close(small_pipelines.generate(pipe), found, rtol=0, atol=5e-3)
 
 
+def test_linears_that_arrived_quantized_are_not_quantized_again(folder):
+    loaded = model(folder, linear="int8", layers={"re:.*to_k": None})
+    plan = tritium.Plan(config=tritium.CompilationConfig(engine="eager"), quantize="fp8", progress=False)
+    with tritium.optimize(loaded, plan) as handle:
+        (part,) = handle.components
+        layers = part.techniques["quantize"]["layers"]
+        assert layers[LAYER] == {"precision": None, "reason": "its weight arrived quantized"}
+        assert layers["transformer_blocks.0.attn.to_k"]["reason"] == "no compiled code has called it"
+
+
 def test_layers_have_formats_of_their_own(folder):
     layers = {"proj_out": "int8-weights", "re:.*to_k": None}
     loaded = model(folder, linear="fp8", layers=layers)

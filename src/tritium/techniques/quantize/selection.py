@@ -13,6 +13,7 @@ from tritium import compat, models
 from tritium.compiler.passes.quantize import Precision
 from tritium.errors import PipelineError, nearest
 from tritium.techniques.quantize.config import AUTO, PATTERN, ROTATED, Quantize
+from tritium.techniques.quantize.storage import StoredLinear
 
 # Parts of names of layers whose input is one row an image: modulations, embeddings of time and of pooled text.
 ONE_ROW = re.compile(
@@ -32,6 +33,12 @@ class Selection:
     chosen: dict[str, Precision]
     # Why the others stay as they are.
     kept: dict[str, str]
+
+
+def is_quantized(linear: nn.Linear) -> bool:
+    """Return True for a linear whose weight is quantized already, by a library or as read from a file."""
+    weight: Any = linear.weight
+    return not isinstance(linear, StoredLinear) and (hasattr(weight, "qdata") or weight.element_size() == 1)
 
 
 def select(module: nn.Module, config: Quantize) -> Selection:
@@ -71,7 +78,8 @@ def select(module: nn.Module, config: Quantize) -> Selection:
             kept[name] = "linear='auto' waits for handle.calibrate(prompts)"
         else:
             kept[name] = "linear is None, and layers does not name it"
-    return Selection(linears, chosen, kept)
+    arrived = {name: "its weight arrived quantized" for name in chosen if is_quantized(linears[name])}
+    return Selection(linears, {name: chosen[name] for name in chosen if name not in arrived}, kept | arrived)
 
 
 def candidates(module: nn.Module, config: Quantize) -> list[str]:
