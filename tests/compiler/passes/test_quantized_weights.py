@@ -108,6 +108,19 @@ def test_linears_of_diffusers_share_a_quantization():
         assert decibels(out, exactly(linear, x)) > 25
 
 
+@pytest.mark.gpu
+def test_diffusers_own_linear_on_a_gpu():
+    """Its scaled product runs on GPUs alone; elsewhere the weight is dequantized."""
+    utils = pytest.importorskip("diffusers.quantizers.bfl.utils")
+    like = RowFloat8(64, 32)
+    model = utils.BFLFP8RLinear(64, 32, compute_dtype=torch.bfloat16)
+    model.weight, model.bias, model.weight_scale = like.weight, like.bias, like.weight_scale
+    x = x_of(torch.bfloat16).cuda()
+    found, operators, _ = compiled(model.cuda(), x)
+    assert counted(operators, "quantize") == counted(operators, "scaled_linear") == 1
+    assert decibels(found, exactly(like.cuda(), x)) > 25
+
+
 def test_a_product_with_other_scales_stays():
     class Static(RowFloat8):
         def forward(self, x):
