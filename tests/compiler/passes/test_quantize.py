@@ -242,3 +242,18 @@ def test_a_gelu_joins_our_product_unless_it_is_quantized(quantized_after, monkey
         run, keep = compiled_with(model, how, config)
         torch.testing.assert_close(run(x), model(x), rtol=0.1, atol=0.05)
     assert (nn.functional.gelu in keep.graphs[0]) is quantized_after
+
+
+@pytest.mark.parametrize(("where", "enabled", "declined"), [("cpu", True, True), ("cpu", False, False)])
+def test_automatic_casts(where, enabled, declined):
+    class Casting(Projections):
+        def forward(self, x):
+            with torch.autocast(where, torch.bfloat16, enabled=enabled):
+                x = x * 2
+            return super().forward(x)
+
+    model = Casting()
+    with torch.no_grad():
+        run, keep = compiled_with(model, every_linear(Precision("int8")))
+        run(torch.randn(40, 32))
+    assert (not nodes(keep.graphs[0], scaled_linear.OP)) is declined

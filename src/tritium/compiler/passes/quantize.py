@@ -197,7 +197,7 @@ class _Rewriter:
         self._step: fx.Node | None = None
         inputs = graph.find_nodes(op="placeholder")
         self._inputs = dict(zip(inputs, context.example_inputs, strict=False))
-        self._has_autocast = any("autocast" in getattr(node.target, "__name__", "") for node in graph.nodes)
+        self._has_autocast = any(_casts(node, context.device_type) for node in graph.nodes)
 
     def rewrite(self, node: fx.Node, how: Precision) -> Outcome:
         """Replace a linear by quantized ops, or return why it stays."""
@@ -405,6 +405,15 @@ def weight_quantizer(how: Precision) -> tuple[Callable[..., Any], tuple[Any, ...
     if how.format == "int4-weights":
         return weight_only_linear.pack_int4, (how.group,)
     return quantize_rows.quantize_weight, (torch.int8, 0)
+
+
+def _casts(node: fx.Node, device_type: str) -> bool:
+    """Return True if a node starts an automatic cast on a device; models also switch it off, around rotations."""
+    if getattr(node.target, "__name__", "") != "_enter_autocast":
+        return False
+    names = ("device_type", "dtype", "enabled", "cache_enabled")
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return given.get("device_type") == device_type and given.get("enabled", True) is not False
 
 
 def _operands(node: fx.Node) -> tuple[Any, Any, Any]:
