@@ -186,7 +186,8 @@ def launch_options(*widths: int) -> tuple[dict[str, int], dict[str, int]]:
     (({'ROWS': 1, 'TILE': 1024}, {'num_warps': 4}), ({'ROWS': 1, 'TILE': 1024}, {'num_warps': 8}))
     """
     width = sum(widths)
-    warps = next((warps for warps in (1, 2, 4, 8) if width <= 8 * warps * WARP_TILE), 16)
+    # Narrow rows as in `residual_norm_modulate`; 8 warps hold 16,384 columns.
+    warps = next((warps for warps in (1, 2, 4) if width <= 5 * warps * WARP_TILE), 8 if width <= 64 * WARP_TILE else 16)
     tile = warps * WARP_TILE
     while tile > 1024 and any(width % tile for width in widths):
         tile //= 2
