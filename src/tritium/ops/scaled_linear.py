@@ -233,14 +233,25 @@ def launch_options(rows: int, columns: int, inner: int) -> tuple[dict[str, int],
 
 
 def options_of(
-    block_m: int, block_n: int, block_k: int, warps: int, stages: int, group: int = 8, programs: int = 0
+    block_m: int,
+    block_n: int,
+    block_k: int,
+    warps: int,
+    stages: int,
+    group: int = 8,
+    programs: int = 0,
+    tma: bool = False,
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return constants of the kernel and Triton's options; with `programs`, that many compute several tiles each."""
-    tile = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP": group, "PROGRAMS": programs}
+    """Return constants of the kernel and Triton's options.
+
+    With `programs`, that many compute several tiles each. With `tma`, the hardware copies tiles: rows then start at
+    multiples of 16 bytes.
+    """
+    tile = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP": group, "PROGRAMS": programs, "TMA": tma}
     return tile, {"num_warps": warps, "num_stages": stages}
 
 
-# What `benchmarks/quantize_session.py` compares: tiles, bytes of K, warps, stages, group, programs.
+# What `benchmarks/quantize_session.py` compares: tiles, bytes of K, warps, stages, group, programs, TMA.
 CANDIDATES = (
     (128, 256, 128, 8, 3, 8, 0),
     (128, 256, 128, 8, 4, 8, 0),
@@ -254,6 +265,12 @@ CANDIDATES = (
     (128, 256, 128, 8, 4, 8, MULTIPROCESSORS),
     (256, 128, 128, 8, 3, 8, MULTIPROCESSORS),
     (128, 128, 128, 8, 4, 8, 2 * MULTIPROCESSORS),
+    (128, 256, 128, 8, 3, 8, MULTIPROCESSORS, True),
+    (128, 256, 128, 8, 4, 8, MULTIPROCESSORS, True),
+    (256, 128, 128, 8, 3, 8, MULTIPROCESSORS, True),
+    (256, 128, 128, 8, 4, 8, MULTIPROCESSORS, True),
+    (128, 128, 128, 8, 4, 8, MULTIPROCESSORS, True),
+    (128, 128, 128, 4, 3, 8, 2 * MULTIPROCESSORS, True),
     (64, 256, 128, 4, 4, 8, 0),
     (64, 128, 128, 4, 5, 8, 0),
 )

@@ -53,6 +53,7 @@ def scaled_linear_kernel(
     K: tl.constexpr,
     GELU: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -64,6 +65,10 @@ def scaled_linear_kernel(
     inner = tl.arange(0, BLOCK_K)
     # int8 products are summed exactly, in int32.
     accumulator: tl.constexpr = tl.int32 if q_ptr.dtype.element_ty == tl.int8 else tl.float32
+    if TMA:
+        # Descriptors by which the hardware copies whole tiles, and fills those that reach over the end with zeros.
+        q_tiles = tl.make_tensor_descriptor(q_ptr, [count, K], [q_stride, 1], [BLOCK_M, BLOCK_K])
+        weight_tiles = tl.make_tensor_descriptor(weight_ptr, [N, K], [weight_stride, 1], [BLOCK_N, BLOCK_K])
     # With PROGRAMS, each computes several tiles: the loads of the next one start while a tile is stored.
     step = PROGRAMS if PROGRAMS else tiles_m * tiles_n
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, step, flatten=PROGRAMS > 0):
@@ -75,7 +80,10 @@ def scaled_linear_kernel(
         weight = weight_ptr + (column % N).to(tl.int64)[None, :] * weight_stride + inner[:, None]
         total = tl.zeros([BLOCK_M, BLOCK_N], accumulator)
         for start in range(0, K, BLOCK_K):
-            if K % BLOCK_K == 0:
+            if TMA:
+                left = q_tiles.load([tile_m * BLOCK_M, start])
+                right = weight_tiles.load([tile_n * BLOCK_N, start]).T
+            elif K % BLOCK_K == 0:
                 left, right = tl.load(q + start), tl.load(weight + start)
             else:
                 left = tl.load(q + start, mask=start + inner[None, :] < K, other=0.0)
