@@ -247,7 +247,14 @@ def options_of(
     With `programs`, that many compute several tiles each. With `tma`, the hardware copies tiles: rows then start at
     multiples of 16 bytes.
     """
-    tile = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP": group, "PROGRAMS": programs, "TMA": tma}
+    tile = {
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
+        "GROUP": group,
+        "PROGRAMS": programs,
+        "TMA": tma,
+    }
     return tile, {"num_warps": warps, "num_stages": stages}
 
 
