@@ -87,7 +87,8 @@ class Comparison:
         done = len(self.variants)
         self.notify(f"{self.workload}: first call, {name}", PREPARED * done / (done + 1))
         variant = Variant(call, model)
-        with caches or self.settings.caches(), torch.inference_mode(self.inference_mode):
+        shared = measure.gpu_lock(self.settings.device_type, shared=True)
+        with shared, caches or self.settings.caches(), torch.inference_mode(self.inference_mode):
             variant.fields["first_call_s"] = measure.first_call(call, self.settings.device_type)
             if settle is not None:
                 self.settle(variant, settle)

@@ -55,8 +55,11 @@ def tasks(families: Sequence[Denoiser], settings: Settings, *, few: bool = False
 
 def measure_family(family: Denoiser, settings: Settings, clock: Clock, notify: Notify) -> list[Row]:
     notify(f"{family.name}: building", 0.0)
+    # Other processes may build and compile meanwhile, but not time.
+    with measure.gpu_lock(settings.device_type, shared=True):
+        built = settings.build(family)
     with contextlib.ExitStack() as handles:
-        return _Family(family, settings.build(family), settings, notify, handles).measure(clock)
+        return _Family(family, built, settings, notify, handles).measure(clock)
 
 
 class _Family:
@@ -110,15 +113,18 @@ class _Family:
             self.absent.append(f"{variant} failed: {brief(error)}")
 
     def _add(self, variant: str, *, cold: bool) -> None:
-        """Call a variant for the first time. Other processes may compile meanwhile, but not time."""
-        with measure.gpu_lock(self.settings.device_type, shared=True):
-            before = self._allocated()
-            added = self.comparison.add(variant, self._call(variant), caches=contextlib.nullcontext())
-            self._own_bytes[variant] = self._allocated() - before
-            if not cold:
-                added.fields["first_call_cold"] = False
-            if variant == EAGER:
+        """Call a variant for the first time; `cold` False if the caches may have its code."""
+        before = self._allocated()
+        added = self.comparison.add(variant, self._call(variant), caches=contextlib.nullcontext())
+        self._own_bytes[variant] = self._allocated() - before
+        if not cold:
+            added.fields["first_call_cold"] = False
+        if variant == EAGER:
+            with measure.gpu_lock(self.settings.device_type, shared=True):
                 self._exact = self._in_float64()
+                if self.settings.device_type == "cuda":
+                    # Leave the memory to other processes.
+                    torch.cuda.empty_cache()
 
     def _compare(self, variant: str) -> None:
         """Call a variant until it has settled, and compare it with eager."""
