@@ -196,29 +196,48 @@ class TestTextEncoders:
 class TestOffload:
     """accelerate's hooks, with the CPU as the device that weights are moved to."""
 
-    @pytest.fixture
-    def offload(self):
-        accelerate = pytest.importorskip("accelerate")
+    @pytest.fixture(autouse=True)
+    def accelerate(self):
+        return pytest.importorskip("accelerate")
 
-        def apply(model):
-            accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    @pytest.mark.parametrize("keep", ["device", "cpu"])
+    def test_single_weights_that_move_are_refused(self, pipe, accelerate, keep):
+        accelerate.cpu_offload(pipe.transformer, execution_device=torch.device("cpu"))
+        advice = "write keep='cpu'" if keep == "device" else r"enable_model_cpu_offload\(\)"
+        with pytest.raises(PipelineError, match=f"AlignDevicesHook moves .*{advice}"):
+            optimize(pipe, Plan(components={"transformer": Choice(quantize=Quantize("int8", keep=keep))}))
 
-        return apply
-
-    def test_copies_beside_moved_weights_are_refused(self, pipe, offload):
-        offload(pipe.transformer)
-        with pytest.raises(PipelineError, match=r"moves its weights.*keep='cpu'"):
+    def test_a_model_that_moves_as_a_whole(self, pipe, quantized, accelerate):
+        plain = generate(pipe)
+        _, hook = accelerate.cpu_offload_with_hook(pipe.transformer, execution_device="cpu")
+        with pytest.raises(PipelineError, match="CpuOffload moves its weights"):
             optimize(pipe, Plan(components={"transformer": Choice(quantize="int8")}))
-
-    def test_a_moved_model_keeps_its_image(self, pipe, quantized):
-        """Model offloading moves the whole part before and after its calls."""
         handle = quantized(pipe, Quantize("int8", keep="cpu"))
         image = generate(pipe)
-        for parameter in pipe.transformer.parameters():
-            parameter.data = parameter.data.clone()
-        pipe.transformer.to("cpu")
+        hook.offload()
         assert torch.equal(generate(pipe), image)
+        assert not torch.equal(image, plain)
         handle.remove()
+        assert torch.equal(generate(pipe), plain)
+
+    def test_group_offloading_is_refused(self, pipe):
+        pipe.transformer.enable_group_offload(
+            onload_device=torch.device("cpu"), offload_type="block_level", num_blocks_per_group=1
+        )
+        with pytest.raises(PipelineError, match="group_offloading moves"):
+            optimize(pipe, Plan(components={"transformer": Choice(quantize=Quantize("int8", keep="cpu"))}))
+
+    def test_a_weight_that_other_code_puts_there_is_used(self, pipe, quantized):
+        """Sequential offloading, enabled later, assigns original weights before each call."""
+        handle = quantized(pipe, Quantize("int8-weights"))
+        linear = pipe.transformer.transformer_blocks[0].attn.to_q
+        weight = torch.randn(linear.stored.original.shape)
+        linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+        x = torch.randn(3, 32)
+        assert torch.equal(linear(x), torch.nn.functional.linear(x, weight, linear.bias))
+        assert torch.equal(pipe.transformer.state_dict()["transformer_blocks.0.attn.to_q.weight"], weight)
+        handle.remove()
+        assert torch.equal(linear.weight, weight)
 
 
 def test_a_class_of_linear_with_its_own_forward_is_kept(pipe, quantized):

@@ -28,6 +28,9 @@ _PARTS = ("transformer", "unet", "controlnet", "text_encoder", "model")
 # Parts that the plan's `layers` may leave out: they name those of a denoiser.
 _OTHERS = ("controlnet", "text_encoder")
 
+# accelerate's hook of enable_model_cpu_offload(), which calls `module.to`.
+_MOVES_WHOLE = ("CpuOffload",)
+
 _WAITS = "no compiled code has called it"
 
 
@@ -58,8 +61,13 @@ def applies_to(part: Part, config: Quantize) -> str | None:
         return "it runs eagerly, and keep='device' rewrites compiled graphs; name it with Quantize(keep='cpu')"
     if (config.steps is not None or config.scales == "step") and not part.schedulers:
         return "steps need the scheduler; pass tritium.optimize(model, plan, scheduler=...)"
-    if not config.keeps_bytes and (moved := _moved(part)) is not None:
-        return f"{moved} moves its weights, and copies of them would be made again each time; write keep='cpu'"
+    if (moved := _moved(part)) is not None:
+        if not config.keeps_bytes:
+            return f"{moved} moves its weights, and copies of them would be made again each time; write keep='cpu'"
+        if moved not in _MOVES_WHOLE:
+            return (
+                f"{moved} moves single weights, which it has read already; use enable_model_cpu_offload(), or remove it"
+            )
     try:
         found = candidates(part.module, config) if config.searches else select(part.module, config).chosen
     except PipelineError as error:
@@ -76,6 +84,9 @@ def _moved(part: Part) -> str | None:
         hook = compat.modules.accelerate_hook(module)
         if hook is not None and getattr(hook, "offload", True):
             return type(hook).__name__
+        moving = [name for name in compat.modules.diffusers_hooks(module) if "offload" in name]
+        if moving:
+            return moving[0]
     return None
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import nn
 
 from tritium.compat.peft import MERGES
@@ -50,6 +51,9 @@ class StoredLinear(nn.Linear):
     stored: Stored
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name in nn.Linear
+        if self.weight.is_floating_point():
+            # Other code has put a weight of its own here, as accelerate's sequential offloading does.
+            return F.linear(input, self.weight, self.bias)
         how, scale = self.stored.precision, getattr(self, SCALE).view(torch.float32)
         if how.format not in PRODUCTS:
             is_packed = how.format == "int4-weights"
@@ -81,13 +85,14 @@ class StoredLinear(nn.Linear):
         if hasattr(self, BYTES):
             # Moving a tensor writes all of its elements.
             _write_placeholder(self)
-        if wanted != before.dtype:
+        if wanted != before.dtype and not self.weight.is_floating_point():
             self._take(before.to(wanted))
         return result
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}weight"] = self.stored.original
+        if not self.weight.is_floating_point():
+            destination[f"{prefix}weight"] = self.stored.original
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *others: Any) -> None:
         weight = state_dict.get(f"{prefix}weight")
@@ -130,8 +135,18 @@ def store(linear: nn.Linear, precision: Precision) -> None:
 
 
 def restore(linear: nn.Module) -> None:
-    """Give a linear its original weight back."""
+    """Give a linear its original weight back, or leave the one that other code has put there."""
     assert isinstance(linear, StoredLinear)
+    if not linear.weight.is_floating_point():
+        _restore_weight(linear)
+    delattr(linear, SCALE)
+    if hasattr(linear, BYTES):
+        delattr(linear, BYTES)
+    del linear.stored
+    _become(linear, nn.Linear)
+
+
+def _restore_weight(linear: StoredLinear) -> None:
     stored = linear.stored
     with torch.inference_mode(False), torch.no_grad():
         weight = stored.original
@@ -141,11 +156,6 @@ def restore(linear: nn.Module) -> None:
             ).copy_(weight)
         linear.weight.data = weight
         linear.weight.requires_grad_(stored.requires_grad)
-    delattr(linear, SCALE)
-    if hasattr(linear, BYTES):
-        delattr(linear, BYTES)
-    del linear.stored
-    _become(linear, nn.Linear)
 
 
 def bytes_of(shape: Sequence[int], precision: Precision) -> int:
