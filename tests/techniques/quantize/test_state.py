@@ -14,18 +14,32 @@ from tritium import Quantize
 from tritium.techniques.quantize.storage import StoredLinear
 
 FORMATS = ("fp8", "int8", "int8-rotated", "int8-weights", "int4-weights")
+PLACES = ("device", "cpu")
+# Always: each format in one of the places.
+ALWAYS = {
+    ("fp8", "device"),
+    ("int8", "cpu"),
+    ("int8-rotated", "device"),
+    ("int8-weights", "cpu"),
+    ("int4-weights", "cpu"),
+}
 # The layers of the tiny model have 32 columns or more.
-BY_PLACE = [Quantize(format_, keep=keep, group=32) for keep in ("device", "cpu") for format_ in FORMATS]
+WAYS = {(format_, keep): Quantize(format_, keep=keep, group=32) for keep in PLACES for format_ in FORMATS}
 
-SOME = [
-    Quantize("fp8", keep="device"),
-    Quantize("int8-rotated", keep="cpu"),
-    Quantize("int8-weights", keep="device"),
-    Quantize("int4-weights", group=32),
-]
-
-every_way = pytest.mark.parametrize("config", BY_PLACE, ids=lambda config: f"{config.linear}, {config.keep}")
-some_ways = pytest.mark.parametrize("config", SOME, ids=lambda config: f"{config.linear}, {config.keep}")
+every_way = pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(config, id=", ".join(way), marks=() if way in ALWAYS else pytest.mark.thorough)
+        for way, config in WAYS.items()
+    ],
+)
+some_ways = pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(WAYS[way], id=", ".join(way))
+        for way in (("fp8", "device"), ("int8-rotated", "cpu"), ("int4-weights", "cpu"))
+    ],
+)
 one_of_each = pytest.mark.parametrize(
     "config", [Quantize("int8", keep="device"), Quantize("int8", keep="cpu")], ids=["device", "cpu"]
 )

@@ -113,7 +113,8 @@ class TestSteps:
 
 class TestSummary:
     def test_what_was_quantized_and_what_not(self, pipe, quantized):
-        handle = quantized(pipe, "int8")
+        # Equal passes share code and its outcomes: no other test has this one.
+        handle = quantized(pipe, Quantize("int8", layers={"single_transformer_blocks.0.attn.to_v": None}))
         assert "that no compiled code has called" in str(handle)
         generate(pipe)
         text = str(handle)
