@@ -18,11 +18,11 @@ def logged(tmp_path):
 
 def test_before_and_after_of_every_pass(logged):
     names = sorted(path.name for path in logged.iterdir())
-    passes = ["01-channels_last", "02-fuse", "03-convolution_bias"]
+    passes = ["01-channels_last", "02-quantized_weights", "03-fuse", "04-convolution_bias"]
     assert names == sorted(
         f"{name}-{when}.{kind}" for name in passes for when in ("before", "after") for kind in ("txt", "onnx")
     )
-    before, after = ((logged / f"02-fuse-{when}.txt").read_text() for when in ("before", "after"))
+    before, after = ((logged / f"03-fuse-{when}.txt").read_text() for when in ("before", "after"))
     assert "= torch.rms_norm(" in before
     assert "= operator.add(" in before
     assert "tritium.rms_norm.default(" in after
@@ -30,7 +30,7 @@ def test_before_and_after_of_every_pass(logged):
 
 
 def test_the_drawing_is_an_onnx_model(logged):
-    model = onnx.load(logged / "02-fuse-after.onnx")
+    model = onnx.load(logged / "03-fuse-after.onnx")
     operators = [node.op_type for node in model.graph.node]
     assert "tritium.rms_norm.default" in operators
     assert model.producer_name == "tritium"
