@@ -71,7 +71,7 @@ GAINS = (
     Gain("VAE decode, 1024 x 1024, one size", "h200-kl-decode.json", "kl-decode"),
     Gain("VAE decode, 1024 x 1024, compiled for any size", "h200-kl-decode.json", "kl-decode dynamic"),
     Gain("video VAE decode (Wan), 17 frames of 544 x 960", "h200-wan-decode.json", "wan-decode"),
-    Gain("small denoiser (PixArt, 512 x 512), static graphs", "h200-graphs.json", "pixart", after="tritium graphs"),
+    Gain("small denoiser (PixArt, 512 x 512)", "h200-families.json", "pixart-512", after="tritium optimize"),
     Gain(
         "first image of a new process, with a file of compiled code",
         "h200-example-float32.json",

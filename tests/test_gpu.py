@@ -46,7 +46,7 @@ def test_flux_with_and_without_owned_kernels(dtype, provider):
     assert report.device["type"] == "cuda"
     # Generated code launches kernels and products itself: none of our operators is called.
     called = {entry["op"] for entry in report.fallbacks if entry["op"].startswith("tritium.")}
-    assert called == set()
+    assert provider == "reference" or called == set()
     owned = {family for family in OWNED if report.sites[family].fused}
     expected = {"aten": {"linear_gelu", "cat_linear"}, "triton": {"qk_norm_rope", "residual_norm_modulate"}}
     assert provider == "reference" or owned == expected.get(provider, set())
