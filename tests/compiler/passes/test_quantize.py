@@ -9,7 +9,8 @@ from tritium.compiler.passes import quantize
 from tritium.compiler.passes.input_scales import forget_input_scales, set_input_scales
 from tritium.compiler.passes.quantize import Precision, quantize_linears
 from tritium.errors import PipelineError
-from tritium.ops import quantize_rows, scaled_linear
+from tritium.ops import quantize_rows, scaled_linear, weight_only_linear
+from tritium.ops.quantize_rows import FP8
 
 EAGER = tritium.CompilationConfig(engine="eager", fidelity="fast")
 
@@ -103,6 +104,18 @@ class TestStaticScales:
             for number in (0, 1, 2, 7):
                 step.fill_(number)
                 torch.testing.assert_close(run(x), self.expected(model, x, scales[min(number, 2)]))
+        assert len(keep.graphs) == 1
+
+    def test_generated_code_follows_the_step(self):
+        model, x = Projections(), torch.randn(40, 32)
+        scales, step = torch.tensor([2.0**-3, 2.0**-5]), torch.zeros((), dtype=torch.int64)
+        with torch.no_grad():
+            self.set_all(model, scales, step)
+            config = EAGER.with_(engine="inductor")
+            run, keep = compiled_with(model, every_linear(Precision("int8", scales="step", steps=2)), config)
+            for number in (0, 1, 0):
+                step.fill_(number)
+                torch.testing.assert_close(run(x), self.expected(model, x, scales[number]), rtol=0.05, atol=0.02)
         assert len(keep.graphs) == 1
 
     def test_blocks_share_code_and_have_scales_of_their_own(self):
@@ -257,3 +270,25 @@ def test_automatic_casts(where, enabled, declined):
         run, keep = compiled_with(model, every_linear(Precision("int8")))
         run(torch.randn(40, 32))
     assert (not nodes(keep.graphs[0], scaled_linear.OP)) is declined
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_4_bits_are_unpacked_to_float8_if_it_is_pinned(pinned):
+    model, x = Projections(64), torch.randn(40, 64)
+    config = EAGER.with_(force_provider={"weight_only_linear": "fp8"}) if pinned else EAGER
+    how = every_linear(Precision("int4-weights", group=32))
+    with torch.no_grad():
+        run, keep = compiled_with(model, how, config)
+        made = run(x)
+        weights = {name: weight_only_linear.pack_int4(getattr(model, name).weight, 32) for name in how}
+
+        def linear(name, value):
+            weight, scale = weights[name]
+            if not pinned:
+                return weight_only_linear.reference(value, weight, scale, getattr(model, name).bias)
+            rows, in_fp8 = quantize_rows.reference(value, FP8), weight_only_linear.int4_as_fp8(weight, scale)
+            return scaled_linear.reference(*rows, *in_fp8, getattr(model, name).bias, value.dtype)
+
+        expected = linear("out", torch.tanh(linear("q", x)) * linear("k", x) + linear("v", x))
+    torch.testing.assert_close(made, expected, rtol=1e-3, atol=1e-3)
+    assert len(nodes(keep.graphs[0], quantize_rows.OP)) == (2 if pinned else 0)

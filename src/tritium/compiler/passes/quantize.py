@@ -32,6 +32,7 @@ from tritium.config import CompilationConfig
 from tritium.graph import argument, mutated_arguments, storages, value_of
 from tritium.ops import INDUCTOR, REFERENCE, Op, quantize_rows, scaled_linear, weight_only_linear
 from tritium.ops.op import count
+from tritium.ops.quantize_rows import FP8, INT8
 from tritium.passes import Applied, Pass, PassContext
 
 NAME = "quantize"
@@ -40,7 +41,7 @@ Format = Literal["fp8", "int8", "int8-weights", "int4-weights"]
 Scales = Literal["row", "static", "step"]
 
 # The dtype of activations and weights of the formats that multiply in 8 bits.
-PRODUCTS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+PRODUCTS = {"fp8": FP8, "int8": INT8}
 
 # An input of fewer rows is about one row an image: its product only reads the weight, and errors in it move every token.
 FEW_ROWS = 16
@@ -122,6 +123,7 @@ class QuantizeLinears:
         for node, name in linears_of(graph):
             if name in precisions:
                 outcomes[name] = rewriter.rewrite(node, precisions[name])
+        rewriter.unpack_to_fp8()
         rewriter.share_quantization()
         if self.join:
             rewriter.join_products()
@@ -313,6 +315,40 @@ class _Rewriter:
             items.append(self.graph.call_function(operator.getitem, (node, index)))
             items[-1].meta = {**node.meta, "example_value": value}
         return tuple(items)
+
+    def unpack_to_fp8(self) -> None:
+        """Multiply 4-bit weights in float8 where the provider `fp8` is pinned: one kernel unpacks the weight.
+
+        The rows are quantized once for all linears that read them, in the kernel that produces them.
+        """
+        op, config = weight_only_linear.OP, self.context.config
+        if config.provider_for(op.name) != weight_only_linear.IN_FP8.name:
+            return
+        for node in list(self.graph.find_nodes(op="call_function", target=op.overload)):
+            given = op.bind(*node.args)
+            if value_of(given.weight).dtype != torch.uint8:
+                continue
+            with _fake(given.x), self.graph.inserting_before(node):
+                rows = quantize_rows.OP.fake(value_of(given.x), FP8)
+                weights = weight_only_linear.int4_as_fp8(value_of(given.weight), value_of(given.scale))
+                values = (*rows, *weights, _value(given.bias), value_of(node).dtype)
+                provider, _ = choose_product(
+                    scaled_linear.OP, vars(scaled_linear.OP.bind(*values)), config, self.context.device_type
+                )
+                if not provider:
+                    continue
+                by = REFERENCE if config.engine == "eager" else INLINED
+                quantized = self.graph.call_function(quantize_rows.OP.overload, (given.x, FP8), {"provider": by})
+                unpacked = self.graph.call_function(weight_only_linear.int4_as_fp8, (given.weight, given.scale))
+                sides = []
+                for made, value in ((quantized, rows), (unpacked, weights)):
+                    made.meta = {**node.meta, "example_value": value}
+                    sides += self._items(made, value)
+                arguments = (*sides, given.bias, value_of(node).dtype)
+                product = self.graph.call_function(scaled_linear.OP.overload, arguments, {"provider": provider})
+                product.meta = dict(node.meta)
+            node.replace_all_uses_with(product)
+            self.graph.erase_node(node)
 
     def share_quantization(self) -> None:
         """Quantize a value once for all linears that read it, unless it is written to in between."""
