@@ -19,7 +19,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
@@ -329,7 +329,7 @@ class _Rewriter:
             if value_of(given.weight).dtype != torch.uint8:
                 continue
             with _fake(given.x), self.graph.inserting_before(node):
-                rows = quantize_rows.OP.fake(value_of(given.x), FP8)
+                rows = cast("tuple[Any, ...]", quantize_rows.OP.fake(value_of(given.x), FP8))
                 weights = weight_only_linear.int4_as_fp8(value_of(given.weight), value_of(given.scale))
                 values = (*rows, *weights, _value(given.bias), value_of(node).dtype)
                 provider, _ = choose_product(
@@ -340,7 +340,7 @@ class _Rewriter:
                 by = REFERENCE if config.engine == "eager" else INLINED
                 quantized = self.graph.call_function(quantize_rows.OP.overload, (given.x, FP8), {"provider": by})
                 unpacked = self.graph.call_function(weight_only_linear.int4_as_fp8, (given.weight, given.scale))
-                sides = []
+                sides: list[fx.Node] = []
                 for made, value in ((quantized, rows), (unpacked, weights)):
                     made.meta = {**node.meta, "example_value": value}
                     sides += self._items(made, value)
