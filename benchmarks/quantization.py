@@ -44,7 +44,7 @@ JOBS = tuple(
     for seed, prompt in enumerate((*PROMPTS, *MORE))
 )
 
-# Weights are measured beside the others' copies, as products are: only the denoiser's, compiled.
+# Stored weights would also be those of the text encoders: every variant quantizes copies of the denoiser only.
 CONFIGS = {
     "fp8": Quantize("fp8"),
     "int8": Quantize("int8"),

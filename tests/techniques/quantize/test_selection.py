@@ -158,6 +158,15 @@ def test_layers_of_a_denoiser_are_none_of_a_text_encoder(pipe, quantized):
     assert "quantize" not in techniques["text_encoder_2"]
 
 
+def test_a_weight_that_arrives_quantized_is_left():
+    model = small_pipelines.flux(1, 1).transformer
+    linear = model.transformer_blocks[0].attn.to_q
+    linear.weight = nn.Parameter(linear.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    found = select(model, Quantize(layers={"transformer_blocks.0.attn": "int8"}))
+    assert found.kept["transformer_blocks.0.attn.to_q"] == "its weight is quantized already"
+    assert "transformer_blocks.0.attn.to_k" in found.chosen
+
+
 def test_adapters_are_not_linears_of_the_model(flux):
     peft = pytest.importorskip("peft")
     model = small_pipelines.flux(1, 1).transformer

@@ -241,6 +241,18 @@ class TestOffload:
         assert torch.equal(linear.weight, weight)
 
 
+def test_a_part_switches_between_formats(pipe, quantized):
+    """The selection is made while the weights of the format before are still stored as bytes."""
+    handle = quantized(pipe, Quantize("int8-weights"))
+    first = generate(pipe)
+    handle.use({"transformer": Choice(quantize="int4-weights")})
+    second = generate(pipe)
+    assert note(handle)["formats"].keys() == {"int4-weights"}
+    handle.use({"transformer": Choice()})
+    assert torch.equal(generate(pipe), first)
+    assert not torch.equal(second, first)
+
+
 def test_a_class_of_linear_with_its_own_forward_is_kept(pipe, quantized):
     class Louder(torch.nn.Linear):
         def forward(self, x):

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from tritium import compat, models
@@ -20,6 +21,9 @@ ONE_ROW = re.compile(
     r"(^|[._])(norm\w*|adaln\w*|\w*mod|\w*modulation\w*|time\w*|temb\w*|t_embedder|guidance\w*|pooled\w*)([._]|$)",
     re.IGNORECASE,
 )
+
+# The dtypes of weights that are quantized.
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 # PEFT's layers beside the linear that they adapt.
 _ADAPTERS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
@@ -54,7 +58,9 @@ def select(module: nn.Module, config: Quantize) -> Selection:
     for name, linear in linears.items():
         columns = linear.in_features
         in_high_precision = None if name in named else _reason(module, name, config)
-        if name in named:
+        if not has_own_weight(linear):
+            kept[name] = "its weight is quantized already"
+        elif name in named:
             format_ = named[name]
             if format_ is None:
                 kept[name] = "layers says None"
@@ -86,7 +92,18 @@ def candidates(module: nn.Module, config: Quantize) -> list[str]:
     """Return the linears that formats are measured for: those in blocks that `layers` does not name."""
     linears = linears_of(module)
     named = _named(module, linears, config)
-    return [name for name in linears if name not in named and _reason(module, name) is None]
+    return [
+        name
+        for name, linear in linears.items()
+        if name not in named and _reason(module, name) is None and has_own_weight(linear)
+    ]
+
+
+def has_own_weight(linear: nn.Linear) -> bool:
+    """Return True for a weight in floating point, or one that Tritium stores in bytes until it is removed."""
+    if isinstance(linear, StoredLinear):
+        return True
+    return type(linear.weight) is nn.Parameter and linear.weight.dtype in DTYPES
 
 
 def _reason(module: nn.Module, name: str, config: Quantize | None = None) -> str | None:
