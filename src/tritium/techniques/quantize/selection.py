@@ -48,44 +48,55 @@ def is_quantized(linear: nn.Linear) -> bool:
 def select(module: nn.Module, config: Quantize) -> Selection:
     """Return the linears that a config selects in a model; raise a `PipelineError` for names that match nothing."""
     linears = linears_of(module)
-    named = _named(module, linears, config)
-    measured = {name: format_ for name, format_, _ in config.measured}
-    default = None if config.linear == AUTO else config.linear
+    rules = _Rules(module, linears, config)
     chosen: dict[str, Precision] = {}
     kept: dict[str, str] = {}
-    family = models.family_of(type(module).__name__)
-    sensitive = [re.compile(pattern) for pattern in (family.precise if family is not None else ())]
     for name, linear in linears.items():
-        columns = linear.in_features
-        in_high_precision = None if name in named else _reason(module, name, config)
-        if not has_own_weight(linear):
-            kept[name] = "its weight is quantized already"
-        elif name in named:
-            format_ = named[name]
-            if format_ is None:
-                kept[name] = "layers says None"
-            else:
-                chosen[name] = config.precision(format_, columns, few_rows=True)
-        elif in_high_precision is not None:
-            kept[name] = in_high_precision
-        elif is_one_row(name):
-            assert config.one_row is not None
-            chosen[name] = config.precision(config.one_row, columns)
-        elif name in measured:
-            format_ = measured[name]
-            if format_ is None:
-                kept[name] = "its error is too large for the budget"
-            else:
-                chosen[name] = config.precision(format_, columns)
-        elif default is not None:
-            is_sensitive = default == "fp8" and any(pattern.search(name) for pattern in sensitive)
-            chosen[name] = config.precision(ROTATED if is_sensitive else default, columns)
-        elif config.linear == AUTO:
-            kept[name] = "linear='auto' waits for handle.calibrate(prompts)"
+        decision = rules.decide(name, linear)
+        if isinstance(decision, str):
+            kept[name] = decision
         else:
-            kept[name] = "linear is None, and layers does not name it"
-    arrived = {name: "its weight arrived quantized" for name in chosen if is_quantized(linears[name])}
-    return Selection(linears, {name: chosen[name] for name in chosen if name not in arrived}, kept | arrived)
+            chosen[name] = decision
+    return Selection(linears, chosen, kept)
+
+
+class _Rules:
+    """What decides about a linear, in this order: `layers`, the model's own facts, measurements, and the default."""
+
+    def __init__(self, module: nn.Module, linears: dict[str, nn.Linear], config: Quantize) -> None:
+        self._module, self._config = module, config
+        self._named = _named(module, linears, config)
+        self._measured = {name: format_ for name, format_, _ in config.measured}
+        family = models.family_of(type(module).__name__)
+        self._sensitive = [re.compile(pattern) for pattern in (family.precise if family is not None else ())]
+
+    def decide(self, name: str, linear: nn.Linear) -> Precision | str:
+        """Return the precision of a linear, or the reason why it keeps its own."""
+        config, columns = self._config, linear.in_features
+        if not has_own_weight(linear):
+            return "its weight is quantized already"
+        if name in self._named:
+            format_ = self._named[name]
+            return "layers says None" if format_ is None else config.precision(format_, columns, few_rows=True)
+        reason = _reason(self._module, name, config)
+        if reason is not None:
+            return reason
+        if is_one_row(name):
+            assert config.one_row is not None
+            return config.precision(config.one_row, columns)
+        if name in self._measured:
+            format_ = self._measured[name]
+            return "its error is too large for the budget" if format_ is None else config.precision(format_, columns)
+        return self._default(name, columns)
+
+    def _default(self, name: str, columns: int) -> Precision | str:
+        default = self._config.linear
+        if default == AUTO:
+            return "linear='auto' waits for handle.calibrate(prompts)"
+        if default is None:
+            return "linear is None, and layers does not name it"
+        is_sensitive = default == "fp8" and any(pattern.search(name) for pattern in self._sensitive)
+        return self._config.precision(ROTATED if is_sensitive else default, columns)
 
 
 def candidates(module: nn.Module, config: Quantize) -> list[str]:
