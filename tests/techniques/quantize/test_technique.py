@@ -6,7 +6,7 @@ import torch
 from support import small_pipelines
 from support.promised import Compiles
 from support.small_pipelines import generate
-from tritium import Choice, CompilationConfig, Plan, Quantize, Steps, optimize, quality
+from tritium import Choice, CompilationConfig, Plan, Quantize, Shapes, Steps, optimize, quality
 from tritium.errors import PipelineError
 from tritium.techniques.quantize import storage
 
@@ -91,6 +91,15 @@ class TestSteps:
         generate(pipe, steps=6)
         with Compiles() as compiles:
             generate(pipe, steps=50)
+        assert compiles.count == 0
+
+    def test_a_warm_up_runs_both_programs(self, pipe, quantized, precisions):
+        shapes = Shapes(sizes=32, text_tokens=16, on_violation="error")
+        handle = quantized(pipe, Quantize("int8", steps=Steps(first=2, last=1)), shapes=shapes)
+        handle.warmup()
+        assert {"plain", "quantized"} == set(precisions)
+        with Compiles() as compiles:
+            generate(pipe, steps=6)
         assert compiles.count == 0
 
     def test_all_steps_plain_is_the_unquantized_image(self, pipe, quantized):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tritium import compat
+from tritium.compiler.capture import auto
 from tritium.compiler.passes.quantize import Outcome, Precision, outcomes_of, quantize_linears
 from tritium.config import CompilationConfig
 from tritium.errors import ConfigError, PipelineError
@@ -196,6 +197,15 @@ def _device_type(part: Part) -> str:
     return next((parameter.device.type for parameter in part.module.parameters()), "cpu")
 
 
+def settles_after(part: Part, config: Quantize) -> int:
+    """Return the calls after which each program of the part has run, and "auto" has decided on capturing it."""
+    if config.steps is None:
+        return 1
+    is_on_gpu = _device_type(part) == "cuda"
+    calls = auto.CALLS_TO_DECIDE if part.config.graphs == "auto" and is_on_gpu else 2
+    return config.steps.first + config.steps.last + calls
+
+
 def outcomes(state: State) -> dict[str, Outcome]:
     """Return what became of each selected linear: compiled, stored, or neither yet."""
     if state.stored:
@@ -298,4 +308,5 @@ TECHNIQUE = Technique(
     report=report,
     is_lossy=True,
     reconcile=reconcile,
+    settles_after=settles_after,
 )
