@@ -138,7 +138,7 @@ def _triton(one: op.Op, launch: Mapping[str, Any] | None = None) -> Callable[...
         if launch is None:
             return provider.run(given)
         kept = module.launch_options
-        module.launch_options = lambda *_: launch["options"]
+        module.launch_options = lambda *_, **__: launch["options"]
         try:
             return provider.run(given)
         finally:
@@ -264,8 +264,6 @@ def products(*, small: bool) -> list[Maker]:
 
 def _product_case(m: int, k: int, n: int, settings: Settings) -> Case:
     draw, dtype = op.draw_from(settings.dtype, settings.device_type), settings.dtype
-    if settings.device_type == "cuda":
-        _give_scratch_memory()
     weight, bias = draw(n, k) / k**0.5, draw(n)
     weights = {target: quantize_rows.quantize_weight(weight, target) for target in (INT8, FP8)}
 
@@ -301,13 +299,6 @@ def _product_case(m: int, k: int, n: int, settings: Settings) -> Case:
         options = {"options": scaled_linear.options_of(*candidate)}
         variants[f"int8 Triton {candidate}"] = product(INT8, _triton(scaled_linear.OP, options))
     return Case(f"product {m} x {k} x {n}", variants, arguments, "with bias", reference=PRODUCT)
-
-
-def _give_scratch_memory() -> None:
-    """Let kernels that are launched outside of generated code make descriptors of tiles, which lie in memory."""
-    import triton
-
-    triton.set_allocator(lambda size, _alignment, _stream: torch.empty(size, dtype=torch.int8, device="cuda"))
 
 
 def _by_int_mm(product: Callable[..., Any]) -> Callable[..., Any]:

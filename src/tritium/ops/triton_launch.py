@@ -80,12 +80,21 @@ def launch(
         _OF_OP[kernel.fn] = _TRACED.get()
         torch.library.wrap_triton(_configured(kernel, tuple(options.items())))[grid](*arguments, **constants)
         return
+    if constants.get("TMA"):
+        _allow_scratch(first.device)
     is_elsewhere = first.is_cuda and first.device.index != torch.cuda.current_device()
     with torch.cuda.device(first.device) if is_elsewhere else contextlib.nullcontext():
         compiled = kernel[grid](*arguments, **constants, **options, enable_fp_fusion=True)
     # None in Triton's interpreter.
     if compiled is not None:
         _STARTED[compiled.hash] = compiled
+
+
+def _allow_scratch(where: torch.device) -> None:
+    """Let Triton allocate the memory of tile descriptors; generated code does so itself."""
+    import triton
+
+    triton.set_allocator(lambda size, _alignment, _stream: torch.empty(size, dtype=torch.int8, device=where))
 
 
 def in_memory(x: torch.Tensor, *, channels_last: bool) -> torch.Tensor:

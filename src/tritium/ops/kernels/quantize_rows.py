@@ -49,11 +49,13 @@ def static_scale(static_ptr, step_ptr, ROWS: tl.constexpr, LAST: tl.constexpr):
 @triton.jit
 def in_8_bits(value, FLOAT: tl.constexpr, LARGEST: tl.constexpr):
     """Return scaled values in the range that is stored, rounded to integers unless they are stored as float8."""
-    if not FLOAT:
-        # Adding 1.5 * 2^23 rounds to an integer, half to even. Larger values are clamped, rounded or not.
-        value = tl.where(tl.abs(value) < 4194304.0, (value + 12582912.0) - 12582912.0, value)
+    # Clamped before it is rounded: between a product and a sum, which would become one operation without rounding.
     value = tl.minimum(value, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    return tl.maximum(value, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    value = tl.maximum(value, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    if not FLOAT:
+        # Adding 1.5 * 2^23 rounds to an integer, half to even.
+        value = (value + 12582912.0) - 12582912.0
+    return value
 
 
 @triton.jit
