@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ MODELS = {"flux": ("fp8", "int8"), "qwen-image": ("fp8",), "wan": ("fp8",)}
 BARS = {"flux": 1.42, "qwen-image": 1.45, "wan": 1.15, "flux pipeline 1024": 1.42}
 
 # Variants of the pass that are measured beside its defaults, in `flux` alone.
-INLINED, JOINED = "tritium fp8, kernels of Inductor", "tritium fp8, equal inputs joined"
+INLINED, JOINED = "tritium fp8, kernels of Inductor", "tritium fp8, no products joined"
 
 
 @dataclass(frozen=True)
@@ -121,14 +121,34 @@ def models(job: Job) -> list[Any]:
     if job.part == "flux":
         how = replace(chosen, quantize="fp8", config=without_producers())
         add(INLINED, how.quantized, how)
-        quantize.JOIN = True
+        quantize.JOIN_ROWS["cuda"] = 0
         how = replace(chosen, quantize="fp8")
         add(JOINED, how.quantized, how)
     with torch.inference_mode():
         comparison.finish(tensor_of(compiled(built, EAGER, chosen).call(**built.inputs), job.part), burst=5)
     for variant in comparison.variants.values():
         variant.fields["remark"] = summary_of(variant.model)
+    for name in (TRITIUM, *[f"{TRITIUM} {format_}" for format_ in MODELS[job.part]]):
+        print_kernels(name, comparison.variants[name].call)
     return comparison.rows()
+
+
+def print_kernels(name: str, call: Callable[[], Any], most: int = 40) -> None:
+    """Print the kernels of one call by their time on the device: the log of the process shows where the time goes."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    if not torch.cuda.is_available():
+        return
+    with torch.inference_mode(), profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        for _ in range(3):
+            call()
+        torch.cuda.synchronize()
+    events = sorted(recorded.key_averages(), key=lambda event: -event.self_device_time_total)
+    total = sum(event.self_device_time_total for event in events)
+    print(f"== {name}: {total / 3e3:.3f} ms in kernels of a call")
+    for event in events[:most]:
+        print(f"{event.self_device_time_total / 3:10.1f} us {event.count // 3:5} x  {event.key[:110]}")
 
 
 def without_producers() -> Any:

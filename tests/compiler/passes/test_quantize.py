@@ -157,16 +157,17 @@ class TestStaticScales:
             set_input_scales(torch.randn(4, 4), scales)
 
 
-def test_equal_inputs_may_become_one_product(monkeypatch):
+@pytest.mark.parametrize(("at_most", "products"), [(40, 2), (39, 4)])
+def test_equal_inputs_of_few_rows_become_one_product(at_most, products, monkeypatch):
     model, x = Projections(), torch.randn(40, 32)
     with torch.no_grad():
         apart, _ = compiled_with(model, every_linear(Precision("int8")))
         expected = apart(x)
         torch._dynamo.reset()
-        monkeypatch.setattr(quantize, "JOIN", True)
+        monkeypatch.setitem(quantize.JOIN_ROWS, "cpu", at_most)
         run, keep = compiled_with(model, every_linear(Precision("int8")))
         torch.testing.assert_close(run(x), expected)
-        assert len(nodes(keep.graphs[0], scaled_linear.OP)) == 2
+        assert len(nodes(keep.graphs[0], scaled_linear.OP)) == products
         # The joined weights follow their parts.
         model.k.weight.mul_(0.5)
         assert not torch.equal(run(x), expected)
