@@ -24,6 +24,9 @@ from tritium.ops.quantize_rows import FP8, INT8
 # Calls in a captured graph, and the bytes that they read at least before they read the first ones again.
 CALLS, SPREAD = 10, 150e6
 
+# Each replays every variant once. A round in every balanced order would take minutes for the candidates of a product.
+ROUNDS = 9
+
 # Names of the variants that ratios are against.
 PRODUCER, PRODUCT = "16 bits", "bf16 cuBLAS"
 
@@ -75,7 +78,7 @@ def measure_case(case: Case, settings: Settings, notify: Callable[[str], None] =
         except Exception as error:  # noqa: BLE001 - a candidate that needs too much shared memory is one result
             failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
     notify(f"{case.name}: timing {len(calls)} variants, {len(failed)} failed")
-    timings = measure.interleave(calls, where, seconds=settings.seconds, burst=1)
+    timings = measure.interleave(calls, where, rounds=ROUNDS, burst=1)
     each = CALLS if where == "cuda" else 1
     against = timings.get(case.reference)
     rows = []
