@@ -17,7 +17,7 @@ import tritium
 
 def main(model: str = "example", recipe: Path = Path("recipe.json"), size: str = "128x128", steps: int = 4) -> None:
     # Once for a machine. Images may differ from eager ones by at most 40 dB of PSNR.
-    tune = ["tune", model, "--min-psnr", "40", "--size", size, "--steps", str(steps), "-o", str(recipe)]
+    tune = ["tune", model, "--quick", "--min-psnr", "40", "--size", size, "--steps", str(steps), "-o", str(recipe)]
     subprocess.run([sys.executable, "-m", "tritium", *tune], check=True)
 
     # In every later process. A recipe from another machine, version or model is refused.

@@ -204,7 +204,7 @@ class TestTune:
             (["example", "--prompt", "a dragon"], "does not know 'dragon'"),
             (["example", "-o", "/proc/recipe.json"], "cannot be written"),
             (["example", "--size", "1x1"], "not a multiple of 16"),
-            (["example", "--min-psnr", "nan"], "min_psnr must be a number, got nan"),
+            (["example", "--min-psnr", "nan"], "min_psnr is a number, got nan"),
             (["nosuch", "-o", "r.json"], "there is no model 'nosuch': it is neither 'example' nor a folder"),
             ([".", "-o", "r.json"], "is no diffusers pipeline: it has no model_index.json"),
             (["-o", "r.json"], "--output concern a pipeline ('example' or a folder), and none was named"),

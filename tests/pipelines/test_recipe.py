@@ -53,9 +53,9 @@ class TestFile:
         [
             ("{", "is no JSON"),
             ("[]", "is no recipe"),
-            ('{"format": 99}', "has format 99, and this version reads 1"),
-            ('{"format": 1}', "cannot be understood"),
-            ('{"format": 1, "choices": {"vae": {"how": "fast"}}, "figures": {}, "fingerprint": {}}', "did you mean"),
+            ('{"format": 99}', "has format 99, and this version reads 2"),
+            ('{"format": 2}', "cannot be understood"),
+            ('{"format": 2, "choices": {"vae": {"how": "fast"}}, "figures": {}, "fingerprint": {}}', "did you mean"),
         ],
     )
     def test_what_is_no_recipe(self, tmp_path, pipe, text, message):
@@ -120,7 +120,7 @@ class TestTuning:
             decide(part, calls, seconds=0.0)
 
         monkeypatch.setattr(trial, "decide", noted)
-        found = recipes.tune(pipe, self.JOBS, recipes.Budget(seconds=0.0), lambda *_: None)
+        found = recipes.tune(pipe, self.JOBS, recipes.Search(seconds=0.0), lambda *_: None)
         assert set(asked) == {"transformer", "vae.decode", "text_encoder", "text_encoder_2"}
         assert asked["transformer"] == [(1, 64, 16), (1, 96, 16)]
         assert found.fingerprint == recipe.fingerprint_of(pipe)
@@ -141,10 +141,10 @@ class TestTuning:
             return dataclasses.replace(measured(image, reference, *args, **kwargs), psnr=20.0)
 
         monkeypatch.setattr(quality, "difference", worse)
-        found = recipes.tune(pipe, self.JOBS[:1], recipes.Budget(min_psnr=40, seconds=0.0), lambda *_: None)
+        found = recipes.tune(pipe, self.JOBS[:1], recipes.Search(seconds=0.0), lambda *_: None)
         assert found.choices["vae.decode"].how == "eager"
-        assert "20.0 dB with it, and 40 dB were asked for" in found.figures["parts"]["vae.decode"]["why"]
+        assert "20.0 dB with it; asked for was PSNR >= 40 dB" in found.figures["parts"]["vae.decode"]["why"]
 
     def test_without_jobs_there_is_nothing_to_tune(self, pipe):
         with pytest.raises(ConfigError, match="at least one prompt"):
-            recipes.tune(pipe, [], recipes.Budget(), lambda *_: None)
+            recipes.tune(pipe, [], recipes.Search(), lambda *_: None)

@@ -233,7 +233,7 @@ def test_tuning_tries_it(pipe, monkeypatch):
     )
     plan = recipes.Plan
     monkeypatch.setattr(recipes, "Plan", lambda **fields: plan(config=CONFIG, **fields))
-    found = recipes.tune(pipe, [JOB], recipes.Budget(seconds=0.0), lambda *_: None)
+    found = recipes.tune(pipe, [JOB], recipes.Search(seconds=0.0), lambda *_: None)
     assert "tritium, scale 1" in found.figures["parts"]["transformer"]["milliseconds"]
     assert found.choices["transformer"] == Choice(scale=Scale(1.0))
 

@@ -1,127 +1,298 @@
-"""Find the fastest way to run a pipeline that stays inside a budget of difference, and write it down as a recipe."""
+"""Find the fastest way to run a pipeline that stays inside a budget of difference, and write it down as a recipe.
+
+One search over all techniques: how each part runs, what is computed in fewer bits, and which steps are skipped. Losses are
+measured together on images, against eager images, and the recipe is verified on jobs that the search did not see.
+"""
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Sequence
+import dataclasses
+import inspect
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import torch
-
-from tritium import measure, quality
+from tritium import disk, measure, quality
 from tritium.api import Handle, optimize
-from tritium.bench.bisect import copied
+from tritium.bench.search import engines
+from tritium.bench.search.engines import EAGER
+from tritium.bench.search.evaluation import Evaluator, Pace, Store
+from tritium.bench.search.recording import Observed, recording_of
+from tritium.bench.search.skipping import QUICK, Effort, Tables
+from tritium.bench.search.tried import Tried, judged
 from tritium.bench.settings import Notify
-from tritium.errors import ConfigError, PipelineError
-from tritium.pipelines import hooks, trial
-from tritium.pipelines.generation import Image, Job, generate
+from tritium.budget import Budget
+from tritium.errors import ConfigError, RecipeError
+from tritium.pipelines import trial
+from tritium.pipelines.generation import Job, generate
+from tritium.pipelines.parts import DENOISERS
 from tritium.pipelines.plan import Plan
 from tritium.pipelines.recipe import Recipe, fingerprint_of
+from tritium.quality import Difference
 from tritium.techniques.choice import Choice
+from tritium.techniques.skip.config import OnOther, Skip
+
+# What is accepted without another limit: images above it look equal to most people.
+DEFAULT = Budget(min_psnr=40.0)
+
+# Images whose outputs are recorded for proposals.
+_RECORDED = 4
+
+# A table for fewer steps than these has nothing to skip: the first ones and the last always run.
+FEWEST_STEPS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Budget:
-    """Limits for a recipe."""
+class Search:
+    """What is searched, and how long.
 
-    min_psnr: float = 40.0
-    # Seconds of interleaved timing for one part, and for whole images.
+    Args:
+        budget: The loss that is accepted.
+        seconds: Seconds of interleaved timing for one part, and for whole images.
+        held_out: Jobs that the recipe is verified on.
+        quick: Generate about a quarter of the images.
+        skip: Search for steps to skip.
+        on_other: The reaction of the recipe to other steps, sigmas or schedulers.
+        state: The file that keeps results until the recipe is written.
+    """
+
+    budget: Budget = DEFAULT
     seconds: float = trial.SECONDS
+    held_out: tuple[Job, ...] = ()
+    quick: bool = False
+    skip: bool = True
+    on_other: OnOther = "run"
+    state: Path | None = None
 
     def __post_init__(self) -> None:
-        if math.isnan(self.min_psnr):
-            raise ConfigError(f"min_psnr must be a number, got {self.min_psnr}")
+        if not self.budget.limits():
+            raise ConfigError("a search needs a limit, such as min_psnr=32")
+        if self.budget.max_lpips is not None and (lacking := quality.decline_lpips()) is not None:
+            raise ConfigError(f"max_lpips cannot be measured: {lacking}")
+
+    @property
+    def effort(self) -> Effort:
+        return QUICK if self.quick else Effort()
 
 
-def tune(pipe: Any, jobs: Sequence[Job], budget: Budget, notify: Notify) -> Recipe:
-    """Try every choice for each part, on real calls of all jobs, and keep the fastest inside the budget."""
+def tune(pipe: Any, jobs: Sequence[Job], search: Search, notify: Notify) -> Recipe:
+    """Return the fastest recipe inside the budget; raise a `RecipeError` if nothing keeps it on held-out jobs."""
     if not jobs:
         raise ConfigError("nothing to tune for: give at least one prompt and one size")
-    notify("eager images", 0.0)
-    reference, calls = _eager(pipe, jobs)
-    figures: dict[str, Any] = {"parts": {}, "jobs": [job.to_dict() for job in jobs]}
-    chosen: dict[str, Choice] = {}
+    every = [*jobs, *search.held_out]
+    fingerprint = fingerprint_of(pipe)
+    identity = {"jobs": [job.to_dict() for job in every], "fingerprint": disk.digest(str(fingerprint.to_dict()))}
+    store = Store(search.state, identity)
+    # A lossy engine repeats the search for tables, and fewer steps are tried as often.
+    tables = 2 * search.effort.images(len(jobs)) + search.effort.halvings * len(jobs) if search.skip else 0
+    pace = Pace(notify, len(every) + 8 + tables)
+    images, observed, calls = engines.references(pipe, every, min(_RECORDED, len(jobs)), pace)
+    figures: dict[str, Any] = {
+        "jobs": [job.to_dict() for job in jobs],
+        "held_out_jobs": [job.to_dict() for job in search.held_out],
+        "budget": {**search.budget.limits(), "quantile": search.budget.quantile},
+        "schedule": _schedule(observed[0]),
+    }
+    eager_seconds = statistics.median(image.seconds for image in images[: len(jobs)])
     # All parts start eager and are switched one at a time.
     with optimize(pipe, Plan(components=dict.fromkeys(calls, "eager"), progress=False)) as handle:
-        names = list(handle.choices)
-        for place, name in enumerate(names):
-            part = handle.part(name)
-            chosen[name] = Choice(how="eager")
-            if not calls.get(name) or not part.spec.blocks:
-                continue
-            try:
-                hooks.check(part.spec)
-            except PipelineError as error:
-                figures["parts"][name] = {"milliseconds": {}, "why": f"left alone: {error}"}
-                continue
-            notify(f"{name}: {', '.join(map(str, trial.ways(part)))}", 0.1 + 0.6 * place / len(names))
-            # As in pipelines: tensors made in inference mode would compile every part again.
-            with torch.no_grad():
-                trial.decide(part, calls[name], seconds=budget.seconds)
-            chosen[name] = part.choice
-            figures["parts"][name] = {"milliseconds": part.measured, "why": part.why}
-        notify("comparing images", 0.75)
-        found = _inside(handle, pipe, jobs, reference, chosen, budget.min_psnr, figures)
-        notify("timing whole images", 0.9)
-        figures["images"] = _whole(handle, pipe, jobs, chosen, budget.seconds)
-    figures["difference"] = found.to_dict()
-    return Recipe(choices=chosen, figures=figures, fingerprint=fingerprint_of(pipe))
+        evaluator = Evaluator(handle, pipe, every, images, store, pace)
+        evaluator.perceptual = search.budget.max_lpips is not None
+        base, figures["parts"] = engines.lossless(handle, calls, search.seconds, store, pace)
+        tried = [_inside(evaluator, len(jobs), search, base, figures["parts"])]
+        figures["skip"] = _search(evaluator, len(jobs), search, base, calls, observed, figures["parts"], tried)
+        chosen = _verified(evaluator, len(jobs), search, tried)
+        held = evaluator.run(chosen.choices, range(len(jobs), len(every)), "verifying on held-out jobs")
+        differences, held_out = list(chosen.differences), [result.difference for result in held]
+        choices = _with_loss(chosen.choices, differences, held_out, search)
+        pace.step("timing whole images", 1.0)
+        figures["images"] = _whole(handle, pipe, jobs, choices, engines.plain_compile(handle, calls), search.seconds)
+    figures["tried"] = [
+        entry.marked(chosen=entry is chosen, why=_why(entry, chosen)).to_dict(eager_seconds) for entry in tried
+    ]
+    figures["eager_seconds"] = eager_seconds
+    figures["per_job"] = [found.to_dict() for found in differences]
+    figures["held_out"] = [found.to_dict() for found in held_out]
+    figures["difference"] = quality.worst(differences).to_dict()
+    figures["generated"] = {"references": len(every), "candidates": evaluator.images}
+    return Recipe(choices=choices, figures=figures, fingerprint=fingerprint)
 
 
-def _eager(pipe: Any, jobs: Sequence[Job]) -> tuple[list[Image], dict[str, list[trial.Call]]]:
-    """Return eager images, and one call of every part in every job."""
-    modules = [name for name, value in pipe.components.items() if isinstance(value, torch.nn.Module)]
-    calls: dict[str, list[trial.Call]] = {}
-    images = []
-    with optimize(pipe, Plan(progress=False, components=dict.fromkeys(modules, "eager"))) as handle:
-        for job in jobs:
-            for name in handle.choices:
-                handle.part(name).before_first = functools.partial(_keep, calls.setdefault(name, []))
-            images.append(generate(pipe, job))
-    return images, calls
+def _schedule(observed: Observed) -> dict[str, Any]:
+    return {
+        "scheduler": observed.scheduler,
+        "steps": observed.steps,
+        "sigmas": list(observed.sigmas),
+        "calls_per_step": observed.branches,
+    }
 
 
-def _keep(kept: list[trial.Call], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    # The pipeline continues with these tensors, and may write into them.
-    kept.append(copied((args, kwargs)))
+def _inside(evaluator: Evaluator, jobs: int, search: Search, base: dict[str, Choice], figures: dict[str, Any]) -> Tried:
+    """Make parts eager, the least faithful first, until images are inside the budget; return what is left."""
+    while True:
+        compiled = [name for name, choice in base.items() if choice != EAGER]
+        results = evaluator.run(base, range(jobs), "compiled parts")
+        found = Tried.of("compiled parts" if compiled else "eager", "engine", dict(base), results, search.budget)
+        if found.inside or not compiled:
+            # Eager images are the reference.
+            return found.marked(inside=True)
+        alone = {
+            name: search.budget.slack_of(
+                [
+                    result.difference
+                    for result in evaluator.run({**dict.fromkeys(base, EAGER), name: base[name]}, range(jobs), name)
+                ]
+            )
+            for name in compiled
+        }
+        worst = min(alone, key=alone.__getitem__)
+        base[worst] = EAGER
+        psnr = quality.worst(found.differences).psnr
+        figures[worst]["why"] = f"left alone: images had a PSNR of {psnr:.1f} dB with it; asked for was {search.budget}"
 
 
-def _inside(
+def _search(
+    evaluator: Evaluator,
+    jobs: int,
+    search: Search,
+    base: dict[str, Choice],
+    calls: dict[str, list[trial.Call]],
+    observed: Sequence[Observed],
+    figures: dict[str, Any],
+    tried: list[Tried],
+) -> dict[str, Any]:
+    """Try lossy techniques, tables, both together, and fewer steps; return what was decided about tables."""
+    tables, declined = _tables(evaluator, jobs, search, observed)
+    sensitivity = None
+    found: dict[str, Any] = {"declined": declined}
+    if tables is not None:
+        sensitivity = tables.sensitivity(base)
+        found["sensitivity"] = list(sensitivity)
+        best = tables.search(base, "skip", sensitivity)
+        found["runs"] = None if best is None else best.name
+        tried.extend(tables.tried)
+        tried.extend(_fewer_steps(evaluator, jobs, search, base, tables, best))
+    for name, choices in engines.lossy(
+        evaluator.handle, base, calls, figures, search.seconds, evaluator.store, evaluator.pace
+    ):
+        results = evaluator.run(choices, range(jobs), name)
+        engine = Tried.of(name, "engine", choices, results, search.budget)
+        tried.append(engine)
+        if engine.inside and tables is not None:
+            tables.tried = []
+            # The losses of both are measured together; what the steps tolerate is known.
+            tables.search(choices, f"{name}, skip", sensitivity)
+            tried.extend(tables.tried)
+    return found
+
+
+def _tables(evaluator: Evaluator, jobs: int, search: Search, observed: Sequence[Observed]) -> tuple[Tables | None, str]:
+    """Return the search for tables, or None and why there is none."""
+    first = observed[0]
+    if not search.skip:
+        return None, "it was not asked for"
+    if first.declined:
+        return None, first.declined
+    if first.steps < FEWEST_STEPS:
+        return None, f"images of {first.steps} steps leave nothing to skip; {FEWEST_STEPS} steps or more do"
+    recording = recording_of(list(observed[: min(_RECORDED, jobs)]))
+    schedules = {(one.steps, one.sigmas) for one in observed}
+    if recording is None or len({steps for steps, _ in schedules}) > 1:
+        return None, "the jobs have different steps or calls of the denoiser; tune for one schedule at a time"
+    parts = [name for name in DENOISERS if name in evaluator.handle.choices]
+    fields: dict[str, object] = {"scheduler": first.scheduler, "on_other": search.on_other}
+    if len(schedules) == 1:
+        # Sizes can change the sigmas of a schedule; a table for several of them is not bound to one.
+        fields["sigmas"] = first.sigmas
+    return Tables(evaluator, search.budget, recording, parts, jobs, search.effort, fields), ""
+
+
+def _fewer_steps(
+    evaluator: Evaluator, jobs: int, search: Search, base: dict[str, Choice], tables: Tables, best: Tried | None
+) -> list[Tried]:
+    """Try to keep the budget by fewer steps of the scheduler, also with the noise levels of the best table."""
+    found: list[Tried] = []
+    steps = tables.recording.steps
+    least, most = max(2, steps // 7), steps - 1
+
+    def attempt(number: int, **changes: Any) -> bool:
+        what = f"{number} steps" + (" at the noise levels of the table" if changes else "")
+        extra = {"extra": {**evaluator.jobs[0].extra, **changes}} if changes else {}
+        few = range(min(tables.effort.few_jobs, jobs))
+        results = evaluator.run(base, few, what, steps=number, **extra)
+        is_promising = judged(search.budget, [result.difference for result in results])[0]
+        if is_promising:
+            results = evaluator.run(base, range(jobs), what, steps=number, **extra)
+        found.append(Tried.of(what, "fewer steps", base, results, search.budget, complete=is_promising))
+        return found[-1].inside
+
+    for _ in range(tables.effort.halvings):
+        if least <= most:
+            middle = (least + most) // 2
+            least, most = (least, middle - 1) if attempt(middle) else (middle + 1, most)
+    takes_sigmas = "sigmas" in inspect.signature(type(evaluator.pipe).__call__).parameters
+    if best is not None and takes_sigmas:
+        row = tables.table_of(best).actions(steps)[0]
+        levels = [1 - step / steps for step, letter in enumerate(row) if letter == "R"]
+        attempt(len(levels), sigmas=levels)
+    return found
+
+
+def _verified(evaluator: Evaluator, jobs: int, search: Search, tried: Sequence[Tried]) -> Tried:
+    """Return the fastest way inside the budget that also keeps it on held-out jobs."""
+    ways = [entry for entry in tried if entry.inside and entry.complete and entry.kind != "fewer steps"]
+    failed = []
+    for entry in sorted(ways, key=lambda entry: entry.seconds):
+        is_eager = all(choice == EAGER for choice in entry.choices.values())
+        places = range(jobs, len(evaluator.jobs))
+        results = [] if is_eager else evaluator.run(entry.choices, places, "verifying on held-out jobs")
+        differences = [result.difference for result in results]
+        if not differences or search.budget.allows(differences):
+            return entry
+        failed.append(f"{entry.name} ({judged(search.budget, differences)[1]})")
+    raise RecipeError(
+        f"no recipe is written: on held-out jobs nothing that was faster kept {search.budget}: {'; '.join(failed)}"
+    )
+
+
+def _why(entry: Tried, chosen: Tried) -> str:
+    if entry is chosen:
+        return f"the fastest inside the budget; {entry.why}"
+    if not entry.inside:
+        return entry.why
+    if entry.kind == "fewer steps":
+        return "a competitor: the caller sets the number of steps, a recipe does not"
+    return "slower than the chosen one" if entry.seconds >= chosen.seconds else "outside of the budget on held-out jobs"
+
+
+def _with_loss(
+    choices: Mapping[str, Choice], found: Sequence[Difference], held_out: Sequence[Difference], search: Search
+) -> dict[str, Choice]:
+    """Return choices whose tables say with what loss they were found."""
+    worst = sorted(one.psnr for one in found)
+    loss = f"found with {search.budget}: PSNR {worst[0]:.1f} to {worst[-1]:.1f} dB in {len(found)} jobs"
+    if held_out:
+        loss += f", {min(one.psnr for one in held_out):.1f} dB at least in {len(held_out)} held-out jobs"
+    return {
+        name: choice if (skip := choice.get(Skip)) is None else choice.with_(skip=dataclasses.replace(skip, loss=loss))
+        for name, choice in choices.items()
+    }
+
+
+def _whole(
     handle: Handle,
     pipe: Any,
     jobs: Sequence[Job],
-    reference: Sequence[Image],
-    chosen: dict[str, Choice],
-    min_psnr: float,
-    figures: dict[str, Any],
-) -> quality.Difference:
-    """Make parts eager, the least faithful first, until images are inside the budget."""
-    while True:
-        found = _difference(handle, pipe, jobs, reference, chosen)
-        compiled = [name for name, choice in chosen.items() if choice != Choice(how="eager")]
-        if found.psnr >= min_psnr or not compiled:
-            return found
-        alone = {name: _difference(handle, pipe, jobs, reference, {name: chosen[name]}).psnr for name in compiled}
-        worst = min(alone, key=alone.__getitem__)
-        chosen[worst] = Choice(how="eager")
-        figures["parts"][worst]["why"] = (
-            f"left alone: images had a PSNR of {found.psnr:.1f} dB with it, and {min_psnr:g} dB were asked for"
-        )
-
-
-def _difference(
-    handle: Handle, pipe: Any, jobs: Sequence[Job], reference: Sequence[Image], chosen: dict[str, Choice]
-) -> quality.Difference:
-    handle.use({name: chosen.get(name, Choice(how="eager")) for name in handle.choices})
-    pairs = zip(jobs, reference, strict=True)
-    return quality.worst([generate(pipe, job).difference(expected) for job, expected in pairs])
-
-
-def _whole(handle: Handle, pipe: Any, jobs: Sequence[Job], chosen: dict[str, Choice], seconds: float) -> dict[str, Any]:
-    """Measure seconds and memory of all jobs, eager and as chosen, interleaved."""
-    ways = {"eager": dict.fromkeys(handle.choices, Choice(how="eager")), "recipe": chosen}
+    chosen: Mapping[str, Choice],
+    compiled: Mapping[str, Choice],
+    seconds: float,
+) -> dict[str, Any]:
+    """Measure seconds and memory of all jobs: eager, with torch.compile and as chosen, interleaved."""
+    ways: dict[str, Mapping[str, Choice]] = {"eager": dict.fromkeys(handle.choices, EAGER), "recipe": chosen}
+    if any(choice.how == "inductor" for choice in compiled.values()):
+        ways["torch.compile"] = compiled
 
     def generate_all() -> None:
         for job in jobs:
@@ -140,4 +311,7 @@ def _whole(handle: Handle, pipe: Any, jobs: Sequence[Job], chosen: dict[str, Cho
         handle.use(choices)
         peak = measure.peak_memory(generate_all, device_type)
         figures[name] = {"seconds": timings[name].median_ms / 1e3 / len(jobs), "peak_memory_bytes": peak}
-    return {**figures, "ratio": timings["eager"].median_ms / timings["recipe"].median_ms}
+    ours = timings["recipe"].median_ms
+    figures["ratio"] = timings["eager"].median_ms / ours
+    figures["ratio_to_compile"] = timings["torch.compile"].median_ms / ours if "torch.compile" in timings else None
+    return figures

@@ -6,11 +6,12 @@ compilations read.
 
 from __future__ import annotations
 
+import dataclasses
 import json as json_format
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -21,6 +22,7 @@ from tritium import device, disk, ops
 from tritium import tuning as tuned
 from tritium.bench import generation, pipelines, recipes
 from tritium.bench.settings import DTYPES
+from tritium.budget import Budget
 from tritium.cli import progress
 from tritium.cli.bench import known_device
 from tritium.cli.table import console
@@ -29,7 +31,11 @@ from tritium.errors import ConfigError, nearest
 from tritium.ops import INDUCTOR
 from tritium.pipelines.generation import Job
 from tritium.pipelines.recipe import Recipe
+from tritium.report.html import tried
 from tritium.tuning import Key, Machine, Verdict, compare, tables
+
+# The seeds of jobs that a recipe is verified on begin here.
+HELD_OUT = 1000
 
 
 def command(
@@ -58,6 +64,27 @@ def command(
     min_psnr: Annotated[
         float | None, typer.Option(metavar="DB", help="A pipeline: the least PSNR of images against eager [40].")
     ] = None,
+    max_lpips: Annotated[
+        float | None, typer.Option(help="A pipeline: the largest LPIPS, where its package and weights are installed.")
+    ] = None,
+    min_ssim: Annotated[float | None, typer.Option(metavar="0..1", help="A pipeline: the least SSIM.")] = None,
+    max_latent_l2: Annotated[
+        float | None, typer.Option(help="A pipeline: the largest relative error of the latents.")
+    ] = None,
+    quantile: Annotated[
+        float | None, typer.Option(metavar="0..1", help="A pipeline: the share of jobs inside the budget [7/8].")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A pipeline: generate about 20 images' worth instead of 90.")
+    ] = False,
+    skip: Annotated[bool, typer.Option("--skip/--no-skip", help="A pipeline: search for steps to skip.")] = True,
+    count: Annotated[int | None, typer.Option("--jobs", min=1, help="A pipeline: jobs of the search [8].")] = None,
+    held_out: Annotated[
+        int | None, typer.Option(min=0, help="A pipeline: jobs that the recipe is verified on [4].")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A pipeline: also write what was tried as a page.")
+    ] = None,
     prompts: Annotated[list[str] | None, typer.Option("--prompt", help="A pipeline: a prompt; several times.")] = None,
     sizes: Annotated[
         list[str] | None, typer.Option("--size", metavar="WxH", help="A pipeline: a size of images; several times.")
@@ -76,12 +103,26 @@ def command(
     if names and pipelines.is_pipeline(names[0]):
         if len(names) > 1 or dtype or to or show:
             raise ConfigError("tune takes one pipeline, or ops; --to, --show and --dtype concern ops")
-        prompts = prompts or list(generation.prompts_of(names[0])[:2])
-        jobs = generation.jobs_for(names[0], prompts, sizes, steps)
-        budget = recipes.Budget(min_psnr=40.0 if min_psnr is None else min_psnr, seconds=seconds)
-        _tune_pipeline(names[0], jobs, budget, output or Path("recipe.json"), known_device(device_type), json=json)
+        output = output or Path("recipe.json")
+        limits = {"min_psnr": min_psnr, "max_lpips": max_lpips, "min_ssim": min_ssim, "max_latent_l2": max_latent_l2}
+        jobs = _jobs(names[0], prompts, sizes, steps, count or (4 if quick else 8), 0)
+        search = recipes.Search(
+            budget=_budget({name: value for name, value in limits.items() if value is not None}, quantile),
+            seconds=seconds,
+            held_out=tuple(
+                _jobs(
+                    names[0], prompts, sizes, steps, held_out if held_out is not None else 2 if quick else 4, HELD_OUT
+                )
+            ),
+            quick=quick,
+            skip=skip,
+            state=output.with_name(f"{output.name}.partial"),
+        )
+        _tune_pipeline(names[0], jobs, search, output, known_device(device_type), html, json=json)
         return
     given = {"--output": output, "--min-psnr": min_psnr, "--prompt": prompts, "--size": sizes, "--steps": steps}
+    given |= {"--max-lpips": max_lpips, "--min-ssim": min_ssim, "--max-latent-l2": max_latent_l2, "--html": html}
+    given |= {"--quantile": quantile, "--quick": quick or None, "--jobs": count, "--held-out": held_out}
     superfluous = [option for option, value in given.items() if value is not None]
     if superfluous:
         if names and names[0] not in ops.catalog():
@@ -140,15 +181,39 @@ def _shown(machine: str, path: Path | None) -> list[Verdict]:
     return list(table.rows.values())
 
 
+def _budget(limits: dict[str, float], quantile: float | None) -> Budget:
+    """Return the budget of the options, or the default one without a limit."""
+    fields = limits or recipes.DEFAULT.limits()
+    return Budget(**fields) if quantile is None else Budget(**fields, quantile=quantile)
+
+
+def _jobs(
+    model: str, prompts: Sequence[str] | None, sizes: list[str] | None, steps: int | None, count: int, seed: int
+) -> list[Job]:
+    """Return so many jobs at least, with prompts and sizes in turn, each with another seed."""
+    every = generation.jobs_for(model, prompts, sizes, steps)
+    number = max(count, len(prompts or ()) * len(sizes or (1,))) if count else 0
+    return [dataclasses.replace(every[place % len(every)], seed=seed + place) for place in range(number)]
+
+
 def _tune_pipeline(
-    model: str, jobs: list[Job], budget: recipes.Budget, output: Path, where: str, *, json: bool
+    model: str, jobs: list[Job], search: recipes.Search, output: Path, where: str, html: Path | None, *, json: bool
 ) -> None:
-    disk.check_writable(output, make_folder=True)
-    with progress.shown() as notify:
-        notify(f"loading {model}", 0.0)
-        pipe = generation.load(model, where)
-        recipe = recipes.tune(pipe, jobs, budget, notify)
+    for path in (output, *([] if html is None else [html])):
+        disk.check_writable(path, make_folder=True)
+    try:
+        with progress.shown() as notify:
+            notify(f"loading {model}", 0.0)
+            pipe = generation.load(model, where)
+            recipe = recipes.tune(pipe, jobs, search, notify)
+    except KeyboardInterrupt:
+        typer.echo(f"stopped; results so far are in {search.state}, and the same command goes on from there", err=True)
+        raise typer.Exit(130) from None
     recipe.save(output)
+    if search.state is not None:
+        search.state.unlink(missing_ok=True)
+    if html is not None:
+        disk.write(html, tried.page(recipe.to_dict(), f"Recipe for {model}"))
     if json:
         print(json_format.dumps(recipe.to_dict(), indent=2))
     else:
@@ -165,12 +230,36 @@ def _print_recipe(recipe: Recipe) -> None:
             name, str(choice), recipe.figures["parts"].get(name, {}).get("why", "not called, or nothing to compile")
         )
     console().print(table)
+    _print_tried(recipe.figures["tried"])
     images, found = recipe.figures["images"], recipe.figures["difference"]
     psnr = "equal to eager" if found["psnr"] is None else f"PSNR {found['psnr']:.1f} dB"
     print(
         f"an image: {images['eager']['seconds']:.2f} s eager, {images['recipe']['seconds']:.2f} s with the recipe "
-        f"({images['ratio']:.2f} times as fast); {psnr}, SSIM {found['ssim']:.4f}"
+        f"({images['ratio']:.2f} times as fast); worst of {len(recipe.figures['jobs'])} jobs: {psnr}, SSIM {found['ssim']:.4f}"
     )
+    if images["ratio_to_compile"] is not None:
+        print(
+            f"torch.compile: {images['torch.compile']['seconds']:.2f} s, {images['ratio_to_compile']:.2f} times slower"
+        )
+    if recipe.figures["held_out"]:
+        worst = min(row["psnr"] or float("inf") for row in recipe.figures["held_out"])
+        print(f"on {len(recipe.figures['held_out'])} held-out jobs: PSNR {worst:.1f} dB at least")
+    if recipe.figures["skip"]["declined"]:
+        print(f"no step is skipped: {recipe.figures['skip']['declined']}")
+    elif recipe.figures["skip"].get("runs") is None:
+        print("no step is skipped: no table kept the budget")
+
+
+def _print_tried(rows: Sequence[dict[str, Any]]) -> None:
+    """Print the ways that were tried on all jobs, the fastest first."""
+    table = Table(title="tried", box=box.SIMPLE_HEAD)
+    for name in ("way", "speed", "PSNR", "kept", "why"):
+        table.add_column(name, justify="right" if name in ("speed", "PSNR") else "left")
+    for row in sorted(rows, key=lambda row: -row["speed"]):
+        if "another candidate" not in row["why"]:
+            psnr = "equal" if row["psnr"]["median"] is None else f"{row['psnr']['median']:.1f}"
+            table.add_row(row["name"], f"{row['speed']:.2f}x", psnr, "yes" if row["kept"] else "", row["why"])
+    console().print(table)
 
 
 def _dtypes(text: str) -> list[torch.dtype]:

@@ -209,6 +209,11 @@ class Part:
         """Return the choices that techniques propose to try."""
         return variants(View(self, Settings("tritium", self.plan.config)), self.plan)
 
+    def lossy_variants(self) -> list[Choice]:
+        """Return the choices that techniques propose where losses are allowed."""
+        config = self.plan.config.with_(fidelity="fast")
+        return [choice for choice in variants(View(self, Settings("tritium", config)), self.plan) if choice.is_lossy]
+
     @property
     def insisted(self) -> list[str]:
         """Return the lossy techniques that the plan names for the part, and that it can have."""

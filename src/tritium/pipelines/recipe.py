@@ -16,7 +16,7 @@ from tritium.errors import ConfigError, FingerprintError, RecipeError, RecipeMis
 from tritium.pipelines.plan import Plan
 from tritium.techniques.choice import Choice
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tritium.errors import MissingExtra
 from tritium.report import units
 from tritium.report.graph_text import GraphNode
-from tritium.report.html import plot, precision
+from tritium.report.html import plot, precision, skipping
 from tritium.report.html.kernels import Kernels
 from tritium.report.records import Diagram, GraphRecord, Site
 from tritium.report.units import count, number
@@ -82,6 +82,8 @@ def render(report: Report, title: str) -> str:
         plot=plot,
         precision=precision,
         precisions=precision.precisions(report.components),
+        skipping=skipping,
+        skips=skipping.skipped(report.components),
         roofline=plot.roofline_plot(kernels),
         bandwidth=plot.bandwidth_plot(kernels),
         row_height=ROW,

@@ -90,6 +90,7 @@ def report(_part: Part, config: Skip, state: State) -> Note:
         "table": list(config.rows),
         "over": config.over,
         "span": list(config.span) if config.span is not None else None,
+        "block_count": gate.blocks,
         "images": gate.images,
         "off": gate.is_off,
         "declined": list(gate.declined),

@@ -56,7 +56,7 @@ class Gate:
 
     def __init__(self, module: nn.Module, config: Skip, clock: Clock, blocks: int, ranges: Ranges | None) -> None:
         self.config, self.clock, self.ranges = config, clock, ranges
-        self._module, self._blocks = module, blocks
+        self._module, self.blocks = module, blocks
         self.images = 0
         self.last: ImageRecord | None = None
         # Why images run every step, each said once.
@@ -197,8 +197,8 @@ class Gate:
         if declined:
             rows = None
             self._decline(declined)
-        replaced = config.left_out(self._blocks)
-        record = ImageRecord(moment.steps, moment.step, self._blocks, replaced, rows, declined)
+        replaced = config.left_out(self.blocks)
+        record = ImageRecord(moment.steps, moment.step, self.blocks, replaced, rows, declined)
         progress = _Progress(moment.image, record, rows, step=moment.step, branches=(0, 1))
         if config.adaptive is not None and not declined:
             progress.steady = Steady(config.adaptive, config.order, config.longest)
