@@ -124,8 +124,9 @@ def plain_compile(handle: Handle, calls: dict[str, list[trial.Call]]) -> dict[st
     for name in handle.choices:
         part = handle.part(name)
         is_encoder = name.startswith(("text_encoder", "image_encoder"))
-        can = calls.get(name) and part.spec.blocks and not is_encoder
-        choices[name] = Choice(how="inductor") if can and _compiles(part) else EAGER
+        compiled = Choice(how="inductor")
+        can = calls.get(name) and not is_encoder and compiled in trial.ways(part)
+        choices[name] = compiled if can and _compiles(part) else EAGER
     return choices
 
 
