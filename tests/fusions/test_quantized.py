@@ -7,6 +7,7 @@ from torch import nn
 
 import tritium
 from support.fidelity import assert_no_worse
+from tritium.compiler.passes.input_scales import set_input_scales
 from tritium.compiler.passes.quantize import Precision, quantize_linears
 from tritium.ops import norm_quantize, quantize_parts, quantize_rows
 from tritium.passes import Pass
@@ -188,6 +189,25 @@ class TestParts:
         assert kinds == ["plain", "heads,gelu_tanh"]
         assert not any(node.target is torch.cat for node in ops)
         assert "cat_linear" not in sites
+
+
+@pytest.mark.parametrize(("scales", "steps"), [("static", 1), ("step", 3)])
+@pytest.mark.parametrize("make", [Norm, Single], ids=["norm", "single"])
+def test_static_scales_reach_the_kernels(make, scales, steps):
+    model = make()
+    step = torch.full((), 1) if scales == "step" else None
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            set_input_scales(module.weight, torch.full((steps,), 2.0**-4), step)
+    inputs = modulation() if make is Norm else (torch.randn(2, 20, WIDTH),)
+    ops, _ = check(model, *inputs, precision=Precision("int8", scales=scales, steps=steps))
+    assert not calls(ops, quantize_rows.OP)
+    for node in calls(ops, norm_quantize.OP):
+        given = norm_quantize.OP.bind(*node.args)
+        assert given.static is not None
+        assert (given.step is not None) is (scales == "step")
+    for node in calls(ops, quantize_parts.OP):
+        assert quantize_parts.OP.bind(*node.args).scale is not None
 
 
 class TestLeftAlone:
