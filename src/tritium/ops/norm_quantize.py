@@ -19,7 +19,7 @@ from tritium.ops import quantize_rows, residual_norm_modulate
 from tritium.ops.ada_norm import normed_and_modulated
 from tritium.ops.op import Arguments, Draw, Op, Provider, Samples
 from tritium.ops.quantize_rows import FP8, INT8, LARGEST, ROTATIONS
-from tritium.ops.residual_norm_modulate import NORMS, WHOLE_ROW, as_rows, launch_options
+from tritium.ops.residual_norm_modulate import NORMS, WHOLE_ROW, as_rows, launch_options, with_row_strides
 from tritium.ops.triton_launch import contiguous, launch, with_dense_rows
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -98,9 +98,8 @@ def run_triton(given: Arguments) -> Results:
         return residual, out, q, rows
     x, y = (None if part is None else with_dense_rows(as_rows(part, shape)) for part in (given.x, given.y))
     assert x is not None
-    gate, scale, shift = (
-        None if part is None else as_rows(part, shape) for part in (given.gate, given.scale, given.shift)
-    )
+    modulation = [with_row_strides(part, shape) for part in (given.gate, given.scale, given.shift)]
+    gate, scale, shift = (part for part, _ in modulation)
     weight, bias = (contiguous(None if part is None else part.expand(shape[-1])) for part in (given.weight, given.bias))
     batches, tokens, width = x.shape
     cut, options = launch_options(width)
@@ -124,7 +123,7 @@ def run_triton(given: Arguments) -> Results:
         tokens,
         *x.stride()[:2],
         *((0, 0) if y is None else y.stride()[:2]),
-        *(stride for part in (gate, scale, shift) for stride in ((0, 0, 0) if part is None else part.stride())),
+        *(stride for _, strides in modulation for stride in strides),
         EPS=float(given.eps),
         LAYER=given.norm == "layer",
         LAST=0 if given.static is None else given.static.numel() - 1,

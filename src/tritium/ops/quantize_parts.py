@@ -124,14 +124,23 @@ def _width(kind: str, tensor: torch.Tensor) -> int:
     return tensor.shape[-1] * tensor.shape[-2] if kind == "heads" else tensor.shape[-1]
 
 
-def as_tokens(kind: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as [B, S, H, D], with one head unless it has heads: a view if possible."""
+def _head(kind: str, tensor: torch.Tensor) -> int:
+    """Return the adjacent columns of a part: those of a head, or all."""
+    return tensor.shape[-1] if kind == "heads" else _width(kind, tensor)
+
+
+def with_strides(kind: str, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    """Return a part and its strides as [B, S, heads]; without heads their stride is 0.
+
+    Strides instead of a view: that would cost the host a microsecond in each call of the generated code.
+    """
     tensor = with_dense_rows(tensor)
-    if kind != "heads":
-        tensor = tensor.unsqueeze(-2)
-    while tensor.dim() < 4:
-        tensor = tensor.unsqueeze(0)
-    return tensor.reshape(-1, *tensor.shape[-3:]) if tensor.dim() > 4 else tensor
+    inner = 2 if kind == "heads" else 1
+    if tensor.dim() - inner > 2:
+        tensor = tensor.flatten(0, tensor.dim() - inner - 2)
+    *outer, _ = tensor.stride()
+    rows, heads = (outer[:-1], outer[-1]) if kind == "heads" else (outer, 0)
+    return tensor, (*[0] * (2 - len(rows)), *rows, heads)
 
 
 def run_triton(given: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,13 +150,16 @@ def run_triton(given: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
     if compat.traced.statically_known(q.numel() == 0):
         return q, scale
     *before, (kind, tensor, value) = split(given.parts, given.kinds)
-    last, gated = as_tokens(kind, tensor), None if value is None else as_tokens("plain", value)
-    first = as_tokens(*before[0][:2]) if before else None
-    batches, tokens, heads, head = last.shape
-    cut, options = launch_options(*(_width(kind, tensor) for kind, tensor, _ in (*before, (kind, tensor, value))))
+    last, last_strides = with_strides(kind, tensor)
+    none: tuple[None, tuple[int, ...]] = None, (0, 0, 0)
+    gated, gated_strides = none if value is None else with_strides("plain", value)
+    first, first_strides = with_strides(*before[0][:2]) if before else none
+    widths = [_width(kind, tensor) for kind, tensor, _ in (*before, (kind, tensor, value))]
+    tokens = last.shape[-3 if kind == "heads" else -2] if scale.dim() > 1 else 1
+    cut, options = launch_options(*widths)
     launch(
         quantize_parts_kernel,
-        (-(-batches * tokens // cut["ROWS"]),),
+        (-(-scale.numel() // cut["ROWS"]),),
         last,
         first,
         gated,
@@ -155,16 +167,16 @@ def run_triton(given: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
         given.step,
         q,
         scale,
-        batches * tokens,
+        scale.numel(),
         tokens,
-        *((0, 0, 0) if first is None else first.stride()[:3]),
-        *last.stride()[:3],
-        *((0, 0) if gated is None else gated.stride()[:2]),
-        FIRST_WIDTH=0 if first is None else first.shape[2] * first.shape[3],
-        FIRST_HEAD=0 if first is None else first.shape[3],
+        *first_strides,
+        *last_strides,
+        *gated_strides[:2],
+        FIRST_WIDTH=widths[0] if before else 0,
+        FIRST_HEAD=_head(*before[0][:2]) if before else 0,
         FIRST_ACTIVATION=CODES[before[0][0]] if before else 0,
-        LAST_WIDTH=heads * head,
-        LAST_HEAD=head,
+        LAST_WIDTH=widths[-1],
+        LAST_HEAD=_head(kind, tensor),
         LAST_ACTIVATION=CODES[kind.removesuffix(GATED)],
         LAST=0 if given.scale is None else given.scale.numel() - 1,
         STEPS=ROTATIONS.index(given.rotate),
