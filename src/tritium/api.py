@@ -173,7 +173,9 @@ class Handle:
         give a list of the keyword arguments of its calls.
         """
         self._refuse_removed()
-        return calibration.sensitivity(self._parts, calibration.runner_of(self._source, prompts, call))
+        # A skipped step has no inputs to measure.
+        with self.skipping.paused():
+            return calibration.sensitivity(self._parts, calibration.runner_of(self._source, prompts, call))
 
     def calibrate(self, prompts: Any, **call: Any) -> dict[str, Calibration]:
         """Choose what `quantize` leaves open, on images of these prompts, and use it; return what was measured by part.
@@ -185,7 +187,8 @@ class Handle:
         `Plan(quantize=result["transformer"].config)` in another process.
         """
         self._refuse_removed()
-        return calibration.calibrate(self, self._parts, calibration.runner_of(self._source, prompts, call))
+        with self.skipping.paused():
+            return calibration.calibrate(self, self._parts, calibration.runner_of(self._source, prompts, call))
 
     def _refuse_removed(self) -> None:
         if not self._active:

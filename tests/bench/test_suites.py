@@ -125,3 +125,19 @@ def test_an_inner_limit_ends_no_later_than_the_outer_one():
     assert Clock(100.0).within(10.0).seconds == 10.0
     assert Clock(100.0).within(500.0).seconds <= 100.0
     assert Clock(0.0).within(10.0).left <= 0.0
+
+
+def test_the_pipeline_with_skipped_steps(monkeypatch):
+    monkeypatch.setattr(flux_pipeline, "SMALL", dataclasses.replace(flux_pipeline.SMALL, steps=6))
+    chosen = dataclasses.replace(settings(), against=("eager",), skip="RRR1R1")
+    assert set(dataclasses.replace(chosen, quantize="int8").lossy) == {
+        "tritium int8",
+        "tritium skip",
+        "tritium int8 skip",
+    }
+    store = Store(None, "cpu")
+    assert SUITES["pipeline"].run(chosen, store, Clock(600), silent) == Outcome()
+    rows = {row.variant: row for row in store.results.rows}
+    assert set(rows) == {"eager", "tritium optimize", "tritium skip"}
+    assert "RRR1R1" in rows["tritium skip"].remark
+    assert rows["tritium skip"].relative_l2 > rows["tritium optimize"].relative_l2

@@ -20,7 +20,7 @@ from tritium.bench.comparison import Comparison, optimized, twin
 from tritium.bench.decoders import KL_DECODE, autoencoder_kl
 from tritium.bench.models import MODELS, cast_as_loading_does, diffusers, seeded
 from tritium.bench.results import EAGER, INDUCTOR, OPTIMIZED, Row
-from tritium.bench.settings import Notify, Settings, quantized
+from tritium.bench.settings import Notify, Settings
 from tritium.bench.suite import Clock, Suite, Task
 from tritium.bench.workload import SEED, Normals
 from tritium.config import CompilationConfig
@@ -102,10 +102,9 @@ def compile_pipeline(pipe: Any, variant: str, settings: Settings) -> PipelineVar
     pipe.set_progress_bar_config(disable=True)
     if variant == OPTIMIZED:
         return PipelineVariant(pipe, optimized(pipe, settings))
-    if settings.quantize is not None and variant == settings.quantized:
-        plan = Plan(
-            progress=False, config=settings.config or CompilationConfig(), quantize=quantized(settings.quantize)
-        )
+    if variant in settings.lossy:
+        config = settings.config or CompilationConfig()
+        plan = Plan(progress=False, config=config, **settings.lossy[variant])
         return PipelineVariant(pipe, optimize(pipe, plan))
     pipe.transformer.compile_repeated_blocks()
     pipe.vae.decode = torch.compile(pipe.vae.decode)
@@ -123,8 +122,7 @@ def tasks(settings: Settings, stack: contextlib.ExitStack) -> list[Task]:
         if not variants:
             notify("flux pipeline: building", 0.0)
             pipe = build(scale, settings.device_type, settings.dtype)
-            others = [settings.quantized] * (settings.quantize is not None)
-            for name in (EAGER, *[INDUCTOR] * (INDUCTOR in settings.against), OPTIMIZED, *others):
+            for name in (EAGER, *[INDUCTOR] * (INDUCTOR in settings.against), OPTIMIZED, *settings.lossy):
                 variants[name] = compile_pipeline(pipe, name, settings)
                 if (handle := variants[name].handle) is not None:
                     stack.enter_context(handle)

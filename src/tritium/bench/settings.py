@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from tritium.config import CompilationConfig
 from tritium.errors import ConfigError, nearest
 from tritium.techniques.choice import configured
 from tritium.techniques.quantize import Quantize
+from tritium.techniques.skip.config import Skip
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -60,6 +62,8 @@ class Settings:
     dtype_name: str | None = None
     # Also measure `tritium.optimize` with quantized linears: the format, or the JSON of a `Quantize`.
     quantize: str | None = None
+    # `bench pipeline`: also measure skipped steps: letters, a recipe, or the JSON of a `Skip`; with `quantize` also both.
+    skip: str | None = None
     # Called with rows as soon as they are measured, and again with more fields, so that an interrupted run keeps them.
     on_rows: Callable[[list[Row]], object] = len
 
@@ -75,6 +79,8 @@ class Settings:
                 raise ConfigError(
                     f"--quantize measures tritium.optimize, which has no mode: leave out --mode {self.mode}"
                 )
+        if self.skip is not None:
+            skipped(self.skip)
         if self.graphs and self.mode != "default":
             raise ConfigError(f"--graphs compares with mode 'reduce-overhead' already: leave out --mode {self.mode}")
         if self.device_type == "cuda" and not device.cuda_available():
@@ -100,6 +106,17 @@ class Settings:
     def quantized(self) -> str:
         """The name of the variant with quantized linears."""
         return f"{TRITIUM} {self.quantize}"
+
+    @property
+    def lossy(self) -> dict[str, dict[str, Any]]:
+        """The variants of whole pipelines with lossy techniques, each with its fields of a plan."""
+        found: dict[str, dict[str, Any]] = {}
+        if self.quantize is not None:
+            found[self.quantized] = {"quantize": quantized(self.quantize)}
+        if self.skip is not None:
+            table = {"skip": skipped(self.skip)}
+            found |= {f"{name} skip": fields | table for name, fields in [(TRITIUM, {}), *found.items()]}
+        return found
 
     @property
     def dtype(self) -> torch.dtype:
@@ -133,6 +150,22 @@ def quantized(text: str) -> Quantize:
         except ValueError as error:
             raise ConfigError(f"--quantize {text!r} is neither a format nor JSON: {error}") from error
     found: Quantize = configured("Plan", "quantize", value)
+    return found
+
+
+def skipped(text: str) -> Skip:
+    """Return the table that an option gives: letters, the path of a recipe, or the fields of a `Skip` as JSON.
+
+    >>> skipped("RR(R1)").rows, skipped('{"table": ["RRR1R1"], "over": "sigma"}').over
+    (('RR(R1)',), 'sigma')
+    """
+    value: object = text
+    if text.lstrip().startswith("{"):
+        try:
+            value = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"--skip {text!r} is neither a table nor JSON: {error}") from error
+    found: Skip = configured("Plan", "skip", value)
     return found
 
 

@@ -25,6 +25,10 @@ _REGIMES = {"static": False, "dynamic": True}
 # Options that suites take, by parameter.
 _OF_SUITES = {"names", "against", "json", "seconds", "device_type", "dtype_name", "errors", "cold", "only", "budget"}
 
+# The suite of whole pipelines, and what it takes besides.
+PIPELINE = "pipeline"
+_OF_PIPELINES = {"quantize", "skip"}
+
 # Seconds for a suite on a GPU.
 _BUDGET = 540.0
 
@@ -70,6 +74,10 @@ def command(
         bool, typer.Option("--errors", help="Also compare every variant with a run in float64, which may take long.")
     ] = False,
     exact: Annotated[bool, typer.Option("--exact", help="Also measure Tritium with fidelity 'exact'.")] = False,
+    skip: Annotated[
+        str | None,
+        typer.Option(metavar="TABLE", help="`bench pipeline`: also measure skipped steps: letters, a recipe, or JSON."),
+    ] = None,
     quantize: Annotated[
         str | None,
         typer.Option(metavar="FORMAT", help="Also measure quantized linears: fp8, int8, ..., or Quantize as JSON."),
@@ -102,6 +110,8 @@ def command(
         raise ConfigError(f"there is no regime {regime!r}; {nearest(regime, _REGIMES)}")
     dynamic = None if regime is None else _REGIMES[regime]
     measures = {}
+    if skip is not None and suite != PIPELINE:
+        raise ConfigError("--skip concerns whole pipelines: write `tritium bench pipeline flux --skip TABLE`")
     if suite is None:
         measures = {name: workloads.measure_of(name, sizes=sizes, dynamic=dynamic) for name in names}
     # Load before measuring for an hour, so that an invalid file fails immediately.
@@ -125,6 +135,7 @@ def command(
         errors=errors,
         dtype_name=dtype_name,
         quantize=quantize,
+        skip=skip,
         # A suite stores the rows of a task itself.
         on_rows=store.add if suite is None else len,
     )
@@ -149,7 +160,8 @@ def _check_suite(context: typer.Context, suite: str, names: list[str], families:
     refused = [
         parameter.opts[0]
         for parameter in context.command.params
-        if parameter.name not in _OF_SUITES and _is_typed(context, parameter.name or "")
+        if parameter.name not in _OF_SUITES | (_OF_PIPELINES if suite == PIPELINE else set())
+        and _is_typed(context, parameter.name or "")
     ]
     if refused:
         raise ConfigError(f"{', '.join(refused)}: not for {suite}, which is a suite; leave out what it does not take")

@@ -305,3 +305,15 @@ def test_switching_engines_keeps_the_plan():
         eager = generate(model, scheduler)
         assert handle.skipping.images["model"].rows == ["RRR1R1R1"]
     torch.testing.assert_close(compiled, eager, atol=1e-5, rtol=1e-5)
+
+
+def test_calibration_measures_every_step(pipe):
+    """Steps that a plan skips have no inputs, so skipping pauses while quantization is measured."""
+    calls = []
+    hook = pipe.transformer.register_forward_hook(lambda *_: calls.append(1))
+    with optimize(pipe, Skip("R00000")) as handle:
+        handle.sensitivity(["a red circle"], num_inference_steps=6, height=32, width=32, max_sequence_length=16)
+        assert len(calls) == 6
+        small_pipelines.generate(pipe, steps=6)
+        assert len(calls) == 7
+    hook.remove()

@@ -157,6 +157,10 @@ class TestConfig:
             (lambda: Skip("RRR1").export("cachedit"), "did you mean 'cache-dit'"),
             (lambda: Plan(skip=True), "Plan.skip: skip needs a table"),
             (lambda: Plan(skip=Skip.attention(0, 1, every=2)), "cannot be compiled; give it to that part"),
+            (
+                lambda: Choice(skip=Skip.blocks(0, 1, every=2), quantize={"linear": "fp8", "steps": {"first": 2}}),
+                "quantize with steps runs two programs",
+            ),
         ],
     )
     def test_wrong_settings_raise_in_one_line(self, call, message):

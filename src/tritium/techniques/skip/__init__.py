@@ -10,6 +10,7 @@ from torch import nn
 
 from tritium import compat
 from tritium.techniques.choice import Choice
+from tritium.techniques.quantize.config import Quantize
 from tritium.techniques.skip.blocks import repeated_blocks, why_no_ranges
 from tritium.techniques.skip.clock import Clock
 from tritium.techniques.skip.config import Skip
@@ -75,6 +76,9 @@ def conflicts(config: Skip, choice: Choice) -> str | None:
             "attention that is reused is left out inside of blocks, so its part cannot be compiled; give it to that part: "
             "Plan(components={'transformer': Choice(how='eager', skip=...)})"
         )
+    quantize = choice.get(Quantize)
+    if config.uses(BLOCKS) and quantize is not None and quantize.steps is not None:
+        return "quantize with steps runs two programs, and blocks are left out in one; leave out B, or steps"
     return None
 
 
