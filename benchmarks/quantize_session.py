@@ -5,7 +5,7 @@
 producers   kernels that write 8-bit rows, each against its 16-bit kernel and against Inductor's code
 products    products of FLUX's linears: cuBLAS, and candidates of the int8 Triton kernel
 models      denoisers with few blocks: torch.compile, Tritium, and Tritium quantized
-pipeline    the FLUX-shaped pipeline: torch.compile, `tritium.optimize`, and the same quantized
+pipeline    the FLUX-shaped pipeline: torch.compile, `tritium.optimize`, and the same quantized, and with skipped steps
 
 Each part of a section is one process with one JSON file; a file that exists is not measured again. Timings wait for one
 another, compilation does not. Exit code 0: everything is measured. 1: a process failed. 3: call again.
@@ -35,7 +35,11 @@ PARTS = {"producers": 7, "products": 9}
 
 # Workloads, the formats of their linears, and the least bar of the first one over torch.compile.
 MODELS = {"wan": ("fp8",), "flux": ("fp8", "int8"), "qwen-image": ("fp8",)}
-BARS = {"flux": 1.42, "qwen-image": 1.45, "wan": 1.15, "flux pipeline 1024": 1.42}
+BARS = {"flux": 1.42, "qwen-image": 1.45, "wan": 1.15, "flux pipeline 1024": 1.42, "flux pipeline 1024, 28 steps": 1.42}
+
+# The pipeline at 28 steps, alone and with half of them skipped.
+LONG = "28-steps"
+WINDOW: dict[str, Any] = {"steps": 28, "runs": 14, "first": 3, "last": 2, "growth": 0.3, "order": 1}
 
 # Variants of the pass that are measured beside its defaults, in `flux` alone.
 INLINED, JOINED = "tritium fp8, kernels of Inductor", "tritium fp8, no products joined"
@@ -56,11 +60,12 @@ class Job:
 def jobs(sections: Sequence[str]) -> list[Job]:
     """Return the processes of some sections; those that take longest first."""
     parts = {
-        "pipeline": ["1024"],
+        "pipeline": [LONG, "1024"],
         "models": list(MODELS),
         **{name: [str(part) for part in range(count)] for name, count in PARTS.items()},
     }
-    return [Job(section, part) for section in SECTIONS if section in sections for part in parts[section]]
+    wanted = [Job(section, part) for section in SECTIONS for part in parts[section]]
+    return [job for job in wanted if job.section in sections or f"{job.section}:{job.part}" in sections]
 
 
 def settings(seconds: float) -> Any:
@@ -174,14 +179,18 @@ def pipeline(job: Job) -> list[Any]:
     """Measure the pipeline at one size."""
     import contextlib
 
+    import tritium
     from tritium.bench import flux_pipeline
     from tritium.bench.suite import Clock
 
     chosen = replace(settings(8.0), quantize="fp8")
+    scale = flux_pipeline.FULL
+    if job.part == LONG:
+        scale = flux_pipeline.LONG
+        chosen = replace(chosen, skip=tritium.Skip.window(**WINDOW).rows[0])
     with contextlib.ExitStack() as stack:
-        tasks = flux_pipeline.tasks(chosen, stack)
-        wanted = [task for task in tasks if task.name.endswith(job.part)] or tasks[:1]
-        return wanted[0].measure(Clock(600.0), note)
+        (task, *_) = flux_pipeline.tasks(chosen, stack, scale)
+        return task.measure(Clock(600.0), note)
 
 
 def session(out: Path, limit: float, sections: Sequence[str], path: Sequence[str], workers: int) -> int:
@@ -242,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--limit", type=float, default=570.0, help="seconds of this call")
-    parser.add_argument("--only", default=",".join(SECTIONS))
+    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, or parts such as models:wan")
     parser.add_argument("--path", action="append", default=[], help="a folder with packages, as often as needed")
     parser.add_argument("--jobs", type=int, default=max(1, min(12, (os.cpu_count() or 2) - 2)))
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -256,7 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exc()
             return FAILED
     sections = parsed.only.split(",")
-    unknown = [name for name in sections if name not in SECTIONS]
+    unknown = [name for name in sections if name.partition(":")[0] not in SECTIONS]
     if unknown:
         parser.error(f"no section {', '.join(unknown)}; sections: {', '.join(SECTIONS)}")
     return session(parsed.out, parsed.limit, sections, parsed.path, parsed.jobs)

@@ -44,7 +44,7 @@ def children(monkeypatch, program):
 def test_all_parts_run_once(program, children, tmp_path, capsys):
     _, started = children
     assert program.main(["--out", str(tmp_path), "--jobs", "1"]) == program.DONE
-    assert len(started) == len(set(started)) == 1 + len(program.MODELS) + sum(program.PARTS.values())
+    assert len(started) == len(set(started)) == 2 + len(program.MODELS) + sum(program.PARTS.values())
     assert "models flux" in capsys.readouterr().out
     started.clear()
     assert program.main(["--out", str(tmp_path)]) == program.DONE

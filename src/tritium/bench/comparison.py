@@ -128,9 +128,8 @@ class Comparison:
             timings = measure.interleave(
                 {name: variant.call for name, variant in self.variants.items()},
                 self.settings.device_type,
-                seconds=self.settings.seconds,
                 on_round=lambda share: self.notify(what, PREPARED + (1 - PREPARED) * share),
-                **options,
+                **{"seconds": self.settings.seconds, **options},
             )
         load = meter.read()
         reference = timings.get(self.reference)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ from tritium.bench.workload import SEED, Normals
 from tritium.config import CompilationConfig
 from tritium.pipelines.plan import Plan
 
-# Images of a variant before it is timed: a capture waits for some ordinary steps.
-_SETTLING_IMAGES = 2
+# Steps of a variant before it is timed: a capture waits for some ordinary ones.
+_SETTLING_STEPS = 16
 
 # A size starts only if this much time is left on a GPU, first images included. It takes at most twice as long.
 _SECONDS = 120.0
@@ -43,6 +43,9 @@ class Scale:
     steps: int
     text: int
     note: str
+    # The timed images of each variant; None times for the seconds of the settings.
+    rounds: int | None = None
+    eager: bool = True
 
 
 FULL = Scale(
@@ -52,6 +55,15 @@ FULL = Scale(
     steps=8,
     text=512,
     note="19 double + 38 single blocks, width 3072, AutoencoderKL, 512 prompt tokens, 8 steps, random weights",
+)
+# As users run FLUX.1-dev. Eager takes longest and is in the results of 8 steps.
+LONG = replace(
+    FULL,
+    sizes=(1024,),
+    steps=28,
+    note="19 double + 38 single blocks, width 3072, AutoencoderKL, 512 prompt tokens, 28 steps, random weights",
+    rounds=3,
+    eager=False,
 )
 SMALL = Scale(
     # The pipeline packs 2 x 2 pixels of four channels.
@@ -111,9 +123,11 @@ def compile_pipeline(pipe: Any, variant: str, settings: Settings) -> PipelineVar
     return PipelineVariant(pipe)
 
 
-def tasks(settings: Settings, stack: contextlib.ExitStack) -> list[Task]:
+def tasks(settings: Settings, stack: contextlib.ExitStack, scale: Scale = FULL) -> list[Task]:
     """Make one task a size; all sizes run on the same compiled pipelines."""
-    scale = SMALL if settings.small else FULL
+    if settings.small:
+        small = replace(SMALL, steps=scale.steps, rounds=scale.rounds, eager=scale.eager)
+        scale = SMALL if scale is FULL else small
     variants: dict[str, PipelineVariant] = {}
     measured: list[int] = []
 
@@ -122,7 +136,8 @@ def tasks(settings: Settings, stack: contextlib.ExitStack) -> list[Task]:
         if not variants:
             notify("flux pipeline: building", 0.0)
             pipe = build(scale, settings.device_type, settings.dtype)
-            for name in (EAGER, *[INDUCTOR] * (INDUCTOR in settings.against), OPTIMIZED, *settings.lossy):
+            others = [EAGER] * scale.eager + [INDUCTOR] * (INDUCTOR in settings.against)
+            for name in (*others, OPTIMIZED, *settings.lossy):
                 variants[name] = compile_pipeline(pipe, name, settings)
                 if (handle := variants[name].handle) is not None:
                     stack.enter_context(handle)
@@ -139,7 +154,8 @@ def _measure(
 ) -> list[Row]:
     where = settings.device_type
     images: dict[str, torch.Tensor] = {}
-    name, note = f"flux pipeline {size}", f"{scale.note}; {size} x {size} pixels"
+    name = f"flux pipeline {size}" + f", {scale.steps} steps" * (scale.rounds is not None)
+    note = f"{scale.note}; {size} x {size} pixels"
     comparison = Comparison(
         workload=name, settings=settings, notify=notify, note=note, shrunk=settings.small, inference_mode=False
     )
@@ -147,25 +163,26 @@ def _measure(
         before = measure.allocated_bytes(where)
 
         def settle(call: Callable[[], Any], variant: str = variant) -> None:
-            for _ in range(_SETTLING_IMAGES):
+            for _ in range(max(1, _SETTLING_STEPS // scale.steps)):
                 images[variant] = call().float().cpu()
 
         added = comparison.add(variant, _generator(scale, size, pipeline.pipe, settings), settle=settle)
         others = sum(other.held_bytes for other in variants.values() if other is not pipeline)
         peak = comparison.peak_memory(variant)
         pipeline.held_bytes += measure.allocated_bytes(where) - before
-        difference = quality.difference(images[variant], images[EAGER]).to_dict()
+        reference = images[next(iter(images))]
+        difference = quality.difference(images[variant], reference).to_dict()
         parts = [] if pipeline.handle is None else pipeline.handle.components
         added.fields |= {
             "mode": "default" if variant == INDUCTOR else None,
             "peak_memory_bytes": None if peak is None else peak - others,
-            "relative_l2": measure.relative_l2(images[variant], images[EAGER]),
+            "relative_l2": measure.relative_l2(images[variant], reference),
             "psnr": difference["psnr"],
             "ssim": difference["ssim"],
             "remark": "; ".join([f"first image: {when}", *(f"{part.name}: {part.what}" for part in parts)]),
         }
-    comparison.shapes = {"pixels": list(images[EAGER].shape)}
-    comparison.time(warmup=0)
+    comparison.shapes = {"pixels": list(reference.shape)}
+    comparison.time(warmup=0, **({} if scale.rounds is None else {"seconds": None, "rounds": scale.rounds}))
     return comparison.rows()
 
 
