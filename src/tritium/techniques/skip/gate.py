@@ -127,6 +127,10 @@ class Gate:
         why = progress.track.why_run(wanted, moment.step, moment.branch)
         if why is None and progress.signatures.get(moment.branch) != signature:
             why = "its arguments have other shapes than before"
+        if why is None and wanted == DERIVE:
+            histories = progress.histories
+            if not histories[moment.branch].can_derive(histories[0]):
+                why = "the branches have outputs of different shapes"
         if why is None and wanted in (BLOCKS, ATTENTION):
             assert self.ranges is not None
             why = self.ranges.why_run(progress.kept, moment.branch, wanted)

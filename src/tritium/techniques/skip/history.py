@@ -105,6 +105,11 @@ class History:
     def newest(self) -> Leaves:
         return self._buffers[-1]
 
+    def can_derive(self, first: History) -> bool:
+        """Return True if the first branch's newest output has the shapes of the kept difference."""
+        kept = self._difference or []
+        return [None if b is None else b.shape for b in first.newest] == [None if b is None else b.shape for b in kept]
+
     def derived(self, first: History) -> Any:
         """Return the first branch's newest output less the kept difference."""
         assert self._difference is not None
