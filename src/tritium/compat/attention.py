@@ -26,7 +26,11 @@ _KERNELS = {
 }
 
 # Packages with attention kernels: the imported module, and its distribution.
-PACKAGES = {"flash_attn_interface": "flash_attn_3", "sageattention": "sageattention"}
+PACKAGES = {
+    "flash_attn_interface": "flash_attn_3",
+    "sageattention": "sageattention",
+    "cudnn": "nvidia-cudnn-frontend",
+}
 
 
 # The dispatch keys that vmap needs.
