@@ -44,8 +44,9 @@ CANDIDATES = (
 
 
 def options_of(candidate: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the kernel's options for a candidate; `ROUNDED` is True."""
     names = ("BLOCK", "STEP", "TMA", "VALUES8", "num_warps", "num_stages")
-    return dict(zip(names, candidate, strict=True))
+    return {"ROUNDED": True, **dict(zip(names, candidate, strict=True))}
 
 
 def words_of(candidate: tuple[Any, ...]) -> str:
@@ -83,12 +84,12 @@ def _provider(name: str) -> Callable[..., torch.Tensor]:
     return run
 
 
-def _candidate(dtype: torch.dtype, candidate: tuple[Any, ...]) -> Callable[..., torch.Tensor]:
+def _candidate(dtype: torch.dtype, candidate: tuple[Any, ...], **changes: Any) -> Callable[..., torch.Tensor]:
     def run(*values: Any) -> torch.Tensor:
         given = attention.OP.bind(*values)
         if not given.q.is_cuda:
             raise ValueError("kernels run on a GPU")
-        return eight_bits.run_triton(given, dtype, options_of(candidate))
+        return eight_bits.run_triton(given, dtype, {**options_of(candidate), **changes})
 
     return run
 
@@ -103,6 +104,7 @@ def _whole_case(name: str, shape: tuple[int, ...], settings: Settings) -> Case:
     variants["cudnn8"] = _provider("cudnn8")
     for candidate in CANDIDATES[1:]:
         variants[f"int8, {words_of(candidate)}"] = _candidate(INT8, candidate)
+    variants["int8, total of exact weights"] = _candidate(INT8, CANDIDATES[0], ROUNDED=False)
     variants[f"fp8, {words_of(CANDIDATES[5])}"] = _candidate(FP8, CANDIDATES[5])
     return Case(
         f"attention {name}",

@@ -39,7 +39,7 @@ def launch_options(width: int) -> dict[str, Any]:
     TMA lets the hardware copy tiles of keys and values. VALUES8 multiplies weights and values in float8, otherwise in 16 bits.
     """
     del width
-    cut = {"BLOCK": 128, "STEP": 128, "TMA": False, "VALUES8": True}
+    cut = {"BLOCK": 128, "STEP": 128, "TMA": False, "VALUES8": True, "ROUNDED": True}
     return {**cut, "num_warps": 8, "num_stages": 2}
 
 

@@ -2,6 +2,7 @@
 
     scores     (q * scale)(k - mean of k)^T with q and k in `dtype`: a scale per query, and one per TILE keys
     weights    exp2(scores - largest so far) * 2^8, rounded to float8_e4m3fn
+    total      of the rounded weights: their rounding then moves a result by 2 to 4 dB less
     values     float8_e4m3fn with a scale per TILE keys, a power of two
     result     the sums of a tile in float32, added in float32 to those of earlier tiles
 
@@ -76,9 +77,9 @@ def rounded_attention(
         score[..., max(0, k.shape[2] - tile * TILE) :] = -math.inf
         now = torch.maximum(largest, score.amax(-1, keepdim=True))
         weight, shrink = torch.exp2(score - (now - RAISED)), torch.exp2(largest - now)
-        total = total * shrink + weight.sum(-1, keepdim=True)
         if values is not None:
             weight = weight.to(values).to(torch.float32)
+        total = total * shrink + weight.sum(-1, keepdim=True)
         out = out * shrink + (weight @ value[:, :, tile]) * value_scale[:, :, tile]
         largest = now
     return (out / total).to(q.dtype)

@@ -102,7 +102,7 @@ def scores(q, k, WIDEN: tl.constexpr):
 
 
 @triton.jit
-def add_tile(score, seen, factor, v, v_ratio, largest, total, out, WIDEN: tl.constexpr):
+def add_tile(score, seen, factor, v, v_ratio, largest, total, out, ROUNDED: tl.constexpr, WIDEN: tl.constexpr):
     """Add a tile of keys to an online softmax; `v_ratio` turns earlier sums into multiples of this tile's scale."""
     if seen is None:
         now = tl.maximum(largest, tl.max(score, 1) * factor)
@@ -112,8 +112,11 @@ def add_tile(score, seen, factor, v, v_ratio, largest, total, out, WIDEN: tl.con
     if seen is not None:
         weight = tl.where(seen, weight, 0.0)
     shrink = tl.exp2(largest - now)
+    stored = weight.to(v.dtype)
+    if v.dtype == tl.float8e4nv and ROUNDED:
+        weight = stored.to(tl.float32)
     total = total * shrink + tl.sum(weight, 1)
-    weight = weight.to(v.dtype)
+    weight = stored
     if WIDEN:
         weight = weight.to(tl.float32)
         v = v.to(tl.float32)
@@ -147,11 +150,13 @@ def quantized_attention_kernel(
     STEP: tl.constexpr,
     WIDTH: tl.constexpr,
     TMA: tl.constexpr,
+    ROUNDED: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """Compute BLOCK queries of one head. A head's blocks follow each other, so that they read its keys from the cache.
 
     Values are float8 and transposed, with scales, or 16 bits without. TMA: the hardware copies tiles by descriptors.
+    ROUNDED: the total is that of the rounded weights.
     """
     # Inductor passes dynamic sizes in 64 bits; these fit 32.
     keys, queries, k_tiles = tl.cast(keys, tl.int32), tl.cast(queries, tl.int32), tl.cast(k_tiles, tl.int32)
@@ -200,7 +205,7 @@ def quantized_attention_kernel(
             v_ratio, v_scale = v_scale / v_next, v_next
             v_next = tl.load(v_scale_ptr + following)
         score = scores(q, k, WIDEN)
-        largest, total, out = add_tile(score, None, factor, v, v_ratio, largest, total, out, WIDEN)
+        largest, total, out = add_tile(score, None, factor, v, v_ratio, largest, total, out, ROUNDED, WIDEN)
     if whole < keys:
         seen = whole + key < keys
         score = scores(q, tl.load(k_place + whole * WIDTH), WIDEN)
@@ -209,7 +214,9 @@ def quantized_attention_kernel(
             v_ratio, v_scale = v_scale / v_next, v_next
         else:
             v = tl.load(v_place + whole * v_token, mask=seen[:, None], other=0.0)
-        largest, total, out = add_tile(score, seen[None, :], row_scale * k_next, v, v_ratio, largest, total, out, WIDEN)
+        largest, total, out = add_tile(
+            score, seen[None, :], row_scale * k_next, v, v_ratio, largest, total, out, ROUNDED, WIDEN
+        )
 
     out = out * (v_scale / total)[:, None]
     out_start = out_ptr + (number // heads) * out_batch + (number % heads) * out_head
