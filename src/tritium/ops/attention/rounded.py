@@ -77,8 +77,7 @@ def rounded_attention(
         score[..., max(0, k.shape[2] - tile * TILE) :] = -math.inf
         now = torch.maximum(largest, score.amax(-1, keepdim=True))
         weight, shrink = torch.exp2(score - (now - RAISED)), torch.exp2(largest - now)
-        if values is not None:
-            weight = weight.to(values).to(torch.float32)
+        weight = weight.to(v.dtype if values is None else values).to(torch.float32)
         total = total * shrink + weight.sum(-1, keepdim=True)
         out = out * shrink + (weight @ value[:, :, tile]) * value_scale[:, :, tile]
         largest = now

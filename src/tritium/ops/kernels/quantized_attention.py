@@ -113,7 +113,8 @@ def add_tile(score, seen, factor, v, v_ratio, largest, total, out, ROUNDED: tl.c
         weight = tl.where(seen, weight, 0.0)
     shrink = tl.exp2(largest - now)
     stored = weight.to(v.dtype)
-    if v.dtype == tl.float8e4nv and ROUNDED:
+    if ROUNDED:
+        # Of 16-bit weights too: their rounding counts in the same way.
         weight = stored.to(tl.float32)
     total = total * shrink + tl.sum(weight, 1)
     weight = stored
