@@ -1,6 +1,6 @@
 """Measure what attention in 8 bits costs the example pipeline: the error of every layer, and the images.
 
-    python benchmarks/attention_quality.py --json benchmarks/results/example-attention.json
+    python benchmarks/attention_quality.py --json benchmarks/results/attention/example.json
 
 On a CPU the definition of the providers computes, with the kernels' arithmetic. `layers` has the SQNR in dB of the worst head
 of each layer over all steps of two images, against float64. `images` has the PSNR of eight images of 28 steps against those of
