@@ -181,8 +181,7 @@ def check_providers(device_type: str, dtypes: Sequence[torch.dtype]) -> int:
     checked = 0
     for op in OPS:
         for provider in ops.providers(op).values():
-            # Lossy providers are those of test_quantized_attention.py.
-            if provider.lossy or (device_type == "cpu" and (op.name, provider.name) in SLOW_ON_A_CPU):
+            if device_type == "cpu" and (op.name, provider.name) in SLOW_ON_A_CPU:
                 continue
             for dtype in dtypes:
                 for sample in op.samples(dtype, device_type):
@@ -232,7 +231,7 @@ print("triton" in sys.modules)
 @pytest.mark.skipif(not device.has_triton(), reason="triton is not installed")
 @pytest.mark.parametrize(
     ("op", "name"),
-    [(op, name) for op in OPS for name in ("triton", "products", "int8") if name in ops.providers(op)],
+    [(op, name) for op in OPS for name in ("triton", "products") if name in ops.providers(op)],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
 def test_triton_kernels_compile_for_hopper_without_one(op, name, monkeypatch):

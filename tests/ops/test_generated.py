@@ -104,12 +104,7 @@ def test_generated_code_calls_no_operator_of_ours(op, provider):
         if len(labels) == 12:
             break
     assert labels
-    if provider.name == "int8":
-        assert {name for kernels in labels.values() for name in kernels} == {
-            "quantize_heads_kernel",
-            "quantized_attention_kernel",
-        }
-    elif provider.name == "triton":
+    if provider.name == "triton":
         assert any(labels.values())
         assert all(name.startswith(op.name) for kernels in labels.values() for name in kernels)
     else:

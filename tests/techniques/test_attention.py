@@ -79,13 +79,6 @@ def test_wrong_settings_raise_in_one_line(call, message):
     assert "\n" not in str(raised.value)
 
 
-def test_a_lossy_provider_runs_only_where_losses_are_allowed():
-    plan = Plan(attention="int8", config=CompilationConfig(engine="eager"))
-    assert plan.config.fidelity == "close"
-    with pytest.raises(ConfigError, match=r"attention by 'int8' is lossy.*fidelity='close'"):
-        Plan(attention="int8", config=CompilationConfig(engine="eager", fidelity="close"))
-
-
 def test_parts_without_attention_say_so(pipe):
     with tritium.optimize(pipe, plan().with_(components={}, attention="chunked")) as handle:
         why = {row.name: row.what for row in handle.components}

@@ -26,11 +26,7 @@ _KERNELS = {
 }
 
 # Packages with attention kernels: the imported module, and its distribution.
-PACKAGES = {
-    "flash_attn_interface": "flash_attn_3",
-    "sageattention": "sageattention",
-    "cudnn": "nvidia-cudnn-frontend",
-}
+PACKAGES = {"flash_attn_interface": "flash_attn_3", "sageattention": "sageattention"}
 
 
 # The dispatch keys that vmap needs.

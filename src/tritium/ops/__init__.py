@@ -69,16 +69,9 @@ def providers(op: Op) -> dict[str, Provider]:
     return _providers_of(op)
 
 
-# Why a provider is not chosen where only exact ones are.
-LOSSY = "it is lossy: used by name, or where Quantize(attention=...) allows it"
-
-
-def declines(op: Op, arguments: Arguments, *, lossy: bool = False) -> dict[str, str | None]:
-    """Return for each owned provider of an op why it cannot take some arguments, or None; `lossy` admits lossy ones."""
-    return {
-        name: LOSSY if provider.lossy and not lossy else provider.decline(arguments)
-        for name, provider in providers(op).items()
-    }
+def declines(op: Op, arguments: Arguments) -> dict[str, str | None]:
+    """Return for each owned provider of an op why it cannot take some arguments, or None."""
+    return {name: provider.decline(arguments) for name, provider in providers(op).items()}
 
 
 def files() -> list[Path]:

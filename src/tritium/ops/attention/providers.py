@@ -18,10 +18,8 @@ import torch.nn.functional as F  # noqa: N812 - the conventional name
 from tritium import compat, device
 from tritium.compat import attention as compat_attention
 from tritium.ops import wide_attention
-from tritium.ops.attention import cudnn8, eight_bits
 from tritium.ops.attention.reference import Sizes, arranged, chunked
 from tritium.ops.op import Arguments, Provider, present
-from tritium.ops.quantize_rows import FP8, INT8
 from tritium.ops.triton_launch import decline_tensors
 
 HALF = (torch.float16, torch.bfloat16)
@@ -68,13 +66,7 @@ Run = Callable[[Arguments], torch.Tensor]
 
 
 def _provider(
-    name: str,
-    function: Run,
-    decline: Callable[[Arguments], str | None],
-    *,
-    inlined: bool = False,
-    traced: bool = False,
-    lossy: bool = False,
+    name: str, function: Run, decline: Callable[[Arguments], str | None], *, inlined: bool = False
 ) -> Provider:
     def run(given: Arguments) -> torch.Tensor:
         if compat.traced.statically_known(given.q.numel() == 0):
@@ -84,7 +76,7 @@ def _provider(
         # The operators of a trace may return any strides.
         return out if compat.traced.is_traced(out) else arranged(out)
 
-    return Provider(name, "attention", run, decline, inlined=inlined, traced=traced, lossy=lossy)
+    return Provider(name, "attention", run, decline, inlined=inlined)
 
 
 def sdpa(given: Arguments) -> torch.Tensor:
@@ -303,9 +295,5 @@ PROVIDERS = (
     _provider("products", products, decline_products),
     _provider("flex", flex, decline_flex),
     _provider("flash3", flash3, functools.partial(_decline_package, module="flash_attn_interface", widest=256)),
-    # It multiplies in 8 bits.
-    _provider("sage", sage, functools.partial(_decline_package, module="sageattention", widest=128), lossy=True),
-    _provider("int8", functools.partial(eight_bits.run, dtype=INT8), eight_bits.decline, traced=True, lossy=True),
-    _provider("fp8", functools.partial(eight_bits.run, dtype=FP8), eight_bits.decline, traced=True, lossy=True),
-    _provider("cudnn8", cudnn8.run, cudnn8.decline, lossy=True),
+    _provider("sage", sage, functools.partial(_decline_package, module="sageattention", widest=128)),
 )
