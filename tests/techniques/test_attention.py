@@ -84,3 +84,10 @@ def test_parts_without_attention_say_so(pipe):
         why = {row.name: row.what for row in handle.components}
     assert "without attention: it has no attention layers of diffusers" in why["vae.decode"]
     assert "without attention" not in why["transformer"]
+
+
+def test_a_lossy_provider_runs_only_where_losses_are_allowed():
+    plan = Plan(attention="sage", config=CompilationConfig(engine="eager"))
+    assert plan.config.fidelity == "close"
+    with pytest.raises(ConfigError, match=r"attention by 'sage' is lossy.*fidelity='close'"):
+        Plan(attention="sage", config=CompilationConfig(engine="eager", fidelity="close"))

@@ -69,9 +69,13 @@ def providers(op: Op) -> dict[str, Provider]:
     return _providers_of(op)
 
 
+# Why a provider is not chosen where it was not named.
+LOSSY = "it is lossy: used by name, with fidelity='fast'"
+
+
 def declines(op: Op, arguments: Arguments) -> dict[str, str | None]:
-    """Return for each owned provider of an op why it cannot take some arguments, or None."""
-    return {name: provider.decline(arguments) for name, provider in providers(op).items()}
+    """Return for each owned provider of an op why it is not chosen for some arguments, or None."""
+    return {name: LOSSY if provider.lossy else provider.decline(arguments) for name, provider in providers(op).items()}
 
 
 def files() -> list[Path]:

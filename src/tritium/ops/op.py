@@ -51,6 +51,8 @@ class Provider:
     traced: bool = False
     # True if `run` is made of PyTorch operators alone, and Inductor generates the code for all of them.
     inlined: bool = False
+    # True if its results are not as exact as the dtype: it is used by name where losses are allowed.
+    lossy: bool = False
 
 
 class Sample(NamedTuple):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tritium import ops
+from tritium.config import CompilationConfig
 from tritium.errors import ConfigError, nearest
 from tritium.layers.attention.diffusers import AttentionHandle, attention_layers, set_attention
 from tritium.ops import attention as op
@@ -28,6 +29,10 @@ class Attention:
     def __str__(self) -> str:
         return f"attention {self.provider}"
 
+    @property
+    def is_lossy(self) -> bool:
+        return self.provider != AUTO and ops.providers(op.OP)[self.provider].lossy
+
 
 def applies_to(part: Part, _config: Attention) -> str | None:
     return None if attention_layers(part.module) else "it has no attention layers of diffusers"
@@ -36,11 +41,22 @@ def applies_to(part: Part, _config: Attention) -> str | None:
 def apply(part: Part, config: Attention) -> AttentionHandle:
     if config.provider == AUTO:
         return set_attention(part.module)
+    if config.is_lossy:
+        part.compile_with(fidelity="fast")
     return set_attention(part.module, opt_mode="manual", op_type=config.provider)
 
 
 def remove(_part: Part, handle: AttentionHandle) -> None:
     handle.remove()
+
+
+def reconcile(config: Attention, compilation: CompilationConfig) -> Attention:
+    if config.is_lossy and compilation.states_fidelity and compilation.fidelity != "fast":
+        raise ConfigError(
+            f"attention by {config.provider!r} is lossy, and the configuration says fidelity={compilation.fidelity!r}; "
+            "leave one of them out"
+        )
+    return config
 
 
 def variants(part: Part) -> Sequence[Attention]:
@@ -62,4 +78,5 @@ TECHNIQUE = Technique(
     remove=remove,
     variants=variants,
     report=report,
+    reconcile=reconcile,
 )

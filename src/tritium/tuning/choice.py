@@ -203,6 +203,8 @@ def _pinned(op: Op, pinned: str, arguments: Arguments, config: CompilationConfig
         # `check_pins` ensured that some op has this provider; this op has not.
         return Decision(INDUCTOR, f"op {op.name!r} has no provider {pinned!r}")
     reason = provider.decline(arguments)
+    if provider.lossy and config.fidelity != "fast":
+        reason = f"it is lossy, and fidelity is {config.fidelity!r}"
     if reason is None:
         return Decision(pinned, why)
     if isinstance(config.force_provider, str):

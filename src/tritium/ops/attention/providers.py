@@ -66,7 +66,12 @@ Run = Callable[[Arguments], torch.Tensor]
 
 
 def _provider(
-    name: str, function: Run, decline: Callable[[Arguments], str | None], *, inlined: bool = False
+    name: str,
+    function: Run,
+    decline: Callable[[Arguments], str | None],
+    *,
+    inlined: bool = False,
+    lossy: bool = False,
 ) -> Provider:
     def run(given: Arguments) -> torch.Tensor:
         if compat.traced.statically_known(given.q.numel() == 0):
@@ -76,7 +81,7 @@ def _provider(
         # The operators of a trace may return any strides.
         return out if compat.traced.is_traced(out) else arranged(out)
 
-    return Provider(name, "attention", run, decline, inlined=inlined)
+    return Provider(name, "attention", run, decline, inlined=inlined, lossy=lossy)
 
 
 def sdpa(given: Arguments) -> torch.Tensor:
@@ -295,5 +300,6 @@ PROVIDERS = (
     _provider("products", products, decline_products),
     _provider("flex", flex, decline_flex),
     _provider("flash3", flash3, functools.partial(_decline_package, module="flash_attn_interface", widest=256)),
-    _provider("sage", sage, functools.partial(_decline_package, module="sageattention", widest=128)),
+    # It multiplies in 8 bits.
+    _provider("sage", sage, functools.partial(_decline_package, module="sageattention", widest=128), lossy=True),
 )
