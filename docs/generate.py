@@ -425,9 +425,17 @@ PARTS: dict[str, Callable[[], str]] = {
     "families": measured.families,
     "families summary": measured.families_summary,
     "pipeline": measured.pipeline,
+    "quantized": measured.quantized,
 }
 PAGES = tuple(
-    ROOT / name for name in ("README.md", "docs/performance.md", "benchmarks/NOTES.md", "docs/architecture.md")
+    ROOT / name
+    for name in (
+        "README.md",
+        "docs/performance.md",
+        "docs/quantization.md",
+        "benchmarks/NOTES.md",
+        "docs/architecture.md",
+    )
 )
 
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 NOTHING = "No results have been committed yet.\n"
 
 # Files of suites: their tables have another form.
-SUITES = ("-families", "-pipeline", "-compile-time", "-host")
+SUITES = ("-families", "-pipeline", "-compile-time", "-host", "-quantize")
 KERNELS = "-dynamic-kernels"
 
 DEFAULTS = "(a denoiser as one program, automatic static graphs, owned kernels launched by generated code)"
@@ -143,7 +143,8 @@ def of_suite(suite: str, text: Callable[[tuple[Row, ...]], str]) -> str:
     for path in sorted(results().glob(f"*{suite}.json")):
         file = Results.load(path)
         versions = f"torch {file.versions['torch']}, {file.rows[0].dtype}"
-        parts.append(f"{file.device['name']}, {versions} (`{path.name}`):\n\n{text(file.rows)}")
+        if body := text(file.rows):
+            parts.append(f"{file.device['name']}, {versions} (`{path.name}`):\n\n{body}")
     return "\n".join(parts) or NOTHING
 
 
@@ -175,6 +176,26 @@ def families() -> str:
     from tritium.bench import summary
 
     return of_suite("-families", lambda rows: table(summary.FAMILIES_HEADER, summary.families_table(rows)))
+
+
+# Denoisers with few blocks whose linears were quantized.
+QUANTIZED = ("flux", "qwen-image", "wan")
+
+
+def quantized() -> str:
+    """Milliseconds of a call of denoisers in 16 bits and quantized, and the ratio over torch.compile."""
+
+    def text(rows: tuple[Row, ...]) -> str:
+        lines = []
+        for name in QUANTIZED:
+            known = {row.variant: row for row in rows if row.workload == name}
+            if "inductor" in known:
+                shown = [known.get(variant) for variant in ("inductor", "tritium", "tritium fp8", "tritium int8")]
+                cells = ["-" if row is None else f"{row.median_ms:.1f} ms ({row.ratio:.2f}x)" for row in shown]
+                lines.append([f"{name}, {known['inductor'].note}", *cells])
+        return table(["denoiser", "`torch.compile`", "Tritium", "fp8", "int8"], lines) if lines else ""
+
+    return of_suite("-quantize", text)
 
 
 def pipeline() -> str:
