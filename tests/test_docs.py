@@ -70,12 +70,21 @@ def test_the_page_of_techniques_has_each_with_its_fields(generate):
 def test_the_pages_have_the_parts_that_are_generated_for_them(generate):
     assert "dynamic-kernels.json" not in generate.measured.measured()
     assert "| rope | 2 x 16384 x 24 x 64 |" in generate.measured.dynamic_kernels()
-    readme, performance, notes, architecture = (path.read_text(encoding="utf-8") for path in generate.PAGES)
-    assert "<!-- generated: gains -->" in readme
-    assert "<!-- generated: measured models -->" in notes
-    assert "<!-- generated: folders -->" in architecture
-    for name in ("families summary", "families", "pipeline", "dynamic kernels"):
-        assert f"<!-- generated: {name} -->" in performance
+    parts = {
+        "README": ["gains"],
+        "NOTES": ["measured models"],
+        "architecture": ["folders"],
+        "performance": ["families summary", "families", "pipeline", "dynamic kernels"],
+        "quantization": ["quantized"],
+    }
+    assert {page.stem for page in generate.PAGES} == set(parts)
+    for page in generate.PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert all(f"<!-- generated: {name} -->" in text for name in parts[page.stem])
+
+
+def test_the_quantized_denoisers_have_their_ratios(generate):
+    assert "| 27.1 ms (1.00x) | 25.7 ms (1.05x) | 17.9 ms (1.51x) | 18.6 ms (1.45x) |" in generate.measured.quantized()
 
 
 def test_the_map_of_folders_has_every_module_of_the_package(generate):
