@@ -239,8 +239,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peers", action="store_true")
     parser.add_argument("--no-compile", action="store_true", help="Measure eagerly alone.")
+    parser.add_argument("--only-adaptive", action="store_true", help="Measure the adaptive rule beside eager alone.")
     arguments = parser.parse_args()
     pipe = generation.load(generation.EXAMPLE, device.default())
+    if arguments.only_adaptive:
+        write(
+            measured(pipe, {"eager": contextlib.nullcontext, **adaptive(pipe)}, jobs_of(0), arguments.rounds), arguments
+        )
+        return
     tables = searched(pipe, sorted({RUNS, *(PEER_RUNS if arguments.peers else ())}))
     ways: dict[str, Way] = {"eager": contextlib.nullcontext}
     for runs, skip in sorted(tables.items(), reverse=True):
@@ -250,9 +256,18 @@ def main() -> None:
     if not arguments.no_compile:
         ways["tritium"] = tritium_way(pipe, None, Choice())
         ways[f"tritium, {RUNS} of {STEPS} steps: {tables[RUNS].rows[0]}"] = tritium_way(pipe, tables[RUNS], Choice())
+    ways |= adaptive(pipe)
     if arguments.peers:
         ways |= peers(pipe)
-    rows = measured(pipe, ways, jobs_of(0), arguments.rounds)
+    write(measured(pipe, ways, jobs_of(0), arguments.rounds), arguments)
+
+
+def adaptive(pipe: Any) -> dict[str, Way]:
+    """Return the adaptive rule with two thresholds."""
+    return {f"eager, Skip(adaptive={limit})": tritium_way(pipe, Skip(adaptive=limit), EAGER) for limit in (0.05, 0.2)}
+
+
+def write(rows: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> None:
     for row in rows:
         print({name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()})
     if arguments.json is not None:

@@ -52,7 +52,8 @@ def optimize(
     Args:
         pipe: A stock `DiffusionPipeline`, on its device and in its dtype; or an `nn.Module` that you call directly. A
             module is changed in place and has one part called `model`.
-        plan: The settings; defaults if omitted. A path is read as a recipe written by `tritium tune`.
+        plan: The settings; defaults if omitted. A path is read as a recipe written by `tritium tune`,
+            and "example" is the recipe that ships for `load_example()`.
         artifacts: A file written by `Handle.save`: the code in it is not compiled again. A file that does not fit is
             ignored with a warning, and the pipeline compiles as usual.
         accept_differences: Use a recipe even if it was measured on another machine, version or model.

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from support import small_pipelines
 from support.bench import job
-from tritium import Choice
+from tritium import Choice, Skip
 from tritium.bench.results import Results
 from tritium.cli.app import app
 from tritium.errors import ConfigError
@@ -80,6 +80,17 @@ class TestRun:
         assert done.exit_code == 0, done.output
         assert "compiled" not in done.stdout.replace("compiling", "")
 
+    @pytest.mark.parametrize(("on_other", "message"), [("run", "no plan for 1 steps"), ("error", "on_other='error'")])
+    def test_a_recipe_at_other_steps(self, folder, tmp_path, on_other, message):
+        pipe = type(small_pipelines.flux()).from_pretrained(folder)
+        choices = {"transformer": Choice(how="eager", skip=Skip("RRR1R1R1")), "vae": Choice(how="eager")}
+        found = recipe.Recipe(choices=choices, figures={}, fingerprint=recipe.fingerprint_of(pipe))
+        found.save(tmp_path / "recipe.json")
+        more = ("--recipe", tmp_path / "recipe.json", "-o", tmp_path / "out.png", "--on-other", on_other)
+        done = draw(folder, *more)
+        assert done.exit_code == (2 if on_other == "error" else 0), done.output
+        assert message in " ".join(done.output.split())
+
     def test_the_example_draws_its_first_prompt_without_tritium(self, tmp_path):
         done = invoke("run", "--eager", "--json", "--steps", 1, "-o", tmp_path / "out.png")
         assert done.exit_code == 0, done.output
@@ -105,6 +116,9 @@ class TestRun:
             (["a", "--quantize", "fp8", "--technique", "quantize=fp8"], "are the same; leave one of them out"),
             (["a", "--quantize", "fp8", "--recipe", "r.json"], "a recipe has its own techniques"),
             (["a red circle", "--recipe", "absent.json"], "recipe absent.json cannot be read"),
+            (["a red circle", "--on-other", "run"], "--on-other concerns a recipe: name one with --recipe"),
+            (["a red circle", "--accept-differences"], "--accept-differences concerns a recipe"),
+            (["a", "--recipe", "example", "--on-other", "eror"], "did you mean 'error'?"),
             (["a red circle", "--device", "tpu"], "device 'tpu' is not known"),
             (["a red circle", "-o", "/proc/out.png"], "/proc/out.png cannot be written"),
             (["a red circle", "-o", "out"], "has no ending"),

@@ -2,17 +2,19 @@
 
 import dataclasses
 import json
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
 
 import tritium
-from support import small_pipelines
-from tritium import Choice, quality
+from support import scripts, small_pipelines
+from tritium import Choice, example, quality
 from tritium.bench import recipes
 from tritium.errors import ConfigError, RecipeError, RecipeMismatch
 from tritium.pipelines import recipe, trial
-from tritium.pipelines.generation import Job
+from tritium.pipelines.generation import Job, generate
 from tritium.pipelines.recipe import Recipe
 
 
@@ -88,6 +90,65 @@ class TestElsewhere:
     def test_accepting_without_a_recipe_is_an_error(self, pipe):
         with pytest.raises(ConfigError, match="no recipe was given"):
             tritium.optimize(pipe, accept_differences=True)
+
+
+class TestShipped:
+    """The recipe of the example pipeline, which applies by its name."""
+
+    @pytest.fixture(scope="class")
+    def here(self):
+        found = example.load_example()
+        found.set_progress_bar_config(disable=True)
+        return found
+
+    def test_a_held_out_job_keeps_the_budget(self, here, monkeypatch):
+        monkeypatch.setenv("TRITIUM_ENGINE", "eager")
+        job = Job(**recipe.load(Path("example")).figures["held_out_jobs"][0])
+        plain = generate(here, job)
+        with tritium.optimize(here, "example") as handle:
+            ours = generate(here, job)
+            record = handle.skipping.images["transformer"]
+            assert record.rows == handle.choices["transformer"].get(tritium.Skip).actions()
+            assert record.skipped >= 14
+        assert ours.difference(plain).psnr > 32
+
+    @pytest.mark.parametrize(("capability", "used"), [(None, {"skip", "quantize"}), ("9.0", {"skip"})])
+    def test_formats_need_the_same_instructions(self, here, monkeypatch, tmp_path, capability, used):
+        found = json.loads(example.RECIPE.read_text())
+        found["choices"]["transformer"]["quantize"] = {"linear": "int8"}
+        found["fingerprint"] |= {"torch": "0.0", "capability": capability or recipe.fingerprint_of(here).capability}
+        (tmp_path / "shipped.json").write_text(json.dumps(found))
+        monkeypatch.setitem(recipe.SHIPPED, "example", tmp_path / "shipped.json")
+        plan = recipe.load(Path("example")).plan_for(here)
+        assert set(plan.components) == {"transformer"}
+        assert set(plan.choice("transformer").configs()) == used
+
+    def test_all_of_it_on_request(self, here):
+        found = recipe.load(Path("example"))
+        plan = found.plan_for(here, accept_differences=True)
+        assert dict(plan.components) == dict(found.choices)
+
+    def test_another_model_is_refused(self, pipe):
+        with pytest.raises(RecipeMismatch, match="this one has another denoiser"):
+            tritium.optimize(pipe, "example")
+
+    def test_a_file_of_that_name_comes_first(self, saved, monkeypatch, pipe):
+        monkeypatch.chdir(saved.parent)
+        saved.rename(saved.parent / "example")
+        assert not recipe.load(Path("example")).shipped
+
+    def test_what_was_measured_is_in_it(self):
+        figures = recipe.load(Path("example")).figures
+        assert figures["budget"]["min_psnr"] == 32
+        assert min(row["psnr"] for row in (*figures["per_job"], *figures["held_out"])) >= 32
+
+    def test_the_wheel_has_all_files_of_the_example(self):
+        settings = tomllib.loads((scripts.ROOT / "pyproject.toml").read_text())
+        package = scripts.ROOT / "src" / "tritium"
+        patterns = settings["tool"]["setuptools"]["package-data"]["tritium"]
+        # In setuptools a pattern's ** also matches files.
+        packed = {path for pattern in patterns for path in package.glob(pattern.replace("**", "**/*"))}
+        assert {example.RECIPE, example.WEIGHTS / "model_index.json"} <= packed
 
 
 class TestTuning:

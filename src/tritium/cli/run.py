@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json as json_format
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +19,7 @@ from tritium.bench.settings import quantized
 from tritium.cli import progress
 from tritium.cli.bench import known_device
 from tritium.errors import ConfigError
+from tritium.pipelines import recipe as recipes
 from tritium.pipelines.generation import Image, Job, generate
 from tritium.pipelines.plan import Plan
 from tritium.quality import Difference
@@ -38,7 +39,16 @@ def command(
         bool, typer.Option("--compare", help="Eager, accelerated and their amplified difference side by side.")
     ] = False,
     eager: Annotated[bool, typer.Option("--eager", help="Generate without Tritium.")] = False,
-    recipe: Annotated[Path | None, typer.Option(metavar="FILE", help="What `tritium tune` has written.")] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What `tritium tune` has written; or 'example', which ships.")
+    ] = None,
+    on_other: Annotated[
+        str | None,
+        typer.Option(
+            metavar="run|error",
+            help="With --recipe: at other steps, sizes or schedulers run every step, or stop [run].",
+        ),
+    ] = None,
     artifacts: Annotated[Path | None, typer.Option(metavar="FILE", help="What `Handle.save` has written.")] = None,
     accept_differences: Annotated[
         bool, typer.Option("--accept-differences", help="Use a recipe that was measured elsewhere.")
@@ -55,12 +65,8 @@ def command(
     output: Annotated[Path, typer.Option("-o", "--output", help="The image to write.")] = Path("out.png"),
 ) -> None:
     """Generate an image. `--compare` also runs eagerly and shows both times and the difference."""
-    if eager and (compare or recipe or artifacts or techniques or quantize):
-        raise ConfigError(
-            "--eager runs without Tritium: leave out --compare, --recipe, --artifacts, --technique and --quantize"
-        )
-    if recipe and (techniques or quantize):
-        raise ConfigError("a recipe has its own techniques: leave out --technique and --quantize, or --recipe")
+    of_recipe = {"--on-other": on_other, "--accept-differences": accept_differences or None}
+    _check_options(eager=eager, recipe=recipe, others=(compare, artifacts), changes=(techniques, quantize), **of_recipe)
     named = named_techniques(techniques or ())
     if quantize is not None:
         if "quantize" in named:
@@ -85,8 +91,9 @@ def command(
             _tell({"output": str(output), "seconds": {"eager": plain.seconds}}, json=json)
             return
         notify("first accelerated image, with compilation", 0.2)
-        plan = recipe if recipe is not None else settings
-        with tritium.optimize(pipe, plan, artifacts=artifacts, accept_differences=accept_differences) as handle:
+        if recipe is not None:
+            settings = _plan_of(recipe, pipe, on_other, accept_differences).with_(progress=not json)
+        with tritium.optimize(pipe, settings, artifacts=artifacts) as handle:
             first = generate(pipe, job)
             compared = None
             if compare:
@@ -104,6 +111,27 @@ def command(
         summary += f"\n{difference}"
         images.save_sheet(panels(plain, ours, difference, job), output)
     _tell(found, json=json, summary=summary)
+
+
+def _check_options(
+    *, eager: bool, recipe: Path | None, others: Sequence[Any], changes: Sequence[Any], **of_recipe: Any
+) -> None:
+    if eager and any((*others, recipe, *changes)):
+        raise ConfigError(
+            "--eager runs without Tritium: leave out --compare, --recipe, --artifacts, --technique and --quantize"
+        )
+    if recipe and any(changes):
+        raise ConfigError("a recipe has its own techniques: leave out --technique and --quantize, or --recipe")
+    for option, value in of_recipe.items():
+        if value is not None and recipe is None:
+            raise ConfigError(f"{option} concerns a recipe: name one with --recipe")
+
+
+def _plan_of(path: Path, pipe: Any, on_other: str | None, accept_differences: bool) -> Plan:
+    found = recipes.load(path)
+    if on_other is not None:
+        found = found.with_on_other(on_other)  # type: ignore[arg-type]  # checked by Skip
+    return found.plan_for(pipe, accept_differences=accept_differences)
 
 
 def named_techniques(options: Iterable[str]) -> dict[str, Any]:

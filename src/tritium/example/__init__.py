@@ -6,6 +6,7 @@ background", in about a second on a CPU and without a network. Demonstrations, t
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from tritium.errors import MissingWeights
 from tritium.example.grammar import PROMPTS, VOCABULARY, unknown_words
 from tritium.example.loading import load_pipeline
 
-__all__ = ["PROMPTS", "VOCABULARY", "WEIGHTS", "load_example", "unknown_words"]
+__all__ = ["PROMPTS", "RECIPE", "VOCABULARY", "WEIGHTS", "is_example", "load_example", "unknown_words"]
 
 WEIGHTS = Path(__file__).parent / "weights"
+# From `tritium tune example --min-psnr 32`; `tritium.optimize(pipe, "example")` applies it.
+RECIPE = Path(__file__).parent / "recipe.json"
 # Default size 128 x 128: most of the training used it, and it is fast on a CPU.
 SIDE = 128
 
@@ -36,3 +39,12 @@ def load_example(device: str | torch.device = "cpu", dtype: torch.dtype | None =
     pipeline = load_pipeline(WEIGHTS, dtype or torch.float32, "the example pipeline")
     pipeline.default_sample_size = SIDE // pipeline.vae_scale_factor
     return pipeline.to(device)
+
+
+def is_example(pipe: Any) -> bool:
+    """Return True if a pipeline has a denoiser with the example's configuration, on any device and in any dtype."""
+    # Newer versions of diffusers may add entries with defaults, so only those of the file are compared.
+    shipped = json.loads((WEIGHTS / "transformer" / "config.json").read_text(encoding="utf-8"))
+    own = getattr(getattr(pipe, "transformer", None), "config", {})
+    names = [name for name in shipped if not name.startswith("_")]
+    return all(name in own and json.loads(json.dumps(own[name])) == shipped[name] for name in names)

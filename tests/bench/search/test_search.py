@@ -43,6 +43,13 @@ def eager_only(monkeypatch):
     monkeypatch.setattr(engines, "plain_compile", lambda handle, calls: dict.fromkeys(handle.choices, engines.EAGER))
 
 
+@pytest.fixture(autouse=True)
+def few_timings(monkeypatch, request):
+    """Timing whole images is more than half of a small search, and decides nothing: one test of it is enough."""
+    if "everything" not in request.node.name:
+        monkeypatch.setattr(recipes, "_whole", lambda *_: {})
+
+
 def search(budget, **fields):
     fields = {"held_out": tuple(jobs_of(2, seed=100)), "seconds": 0.0, "quick": True, **fields}
     return recipes.Search(budget=budget, **fields)
@@ -56,7 +63,8 @@ def tune(pipe, budget, *, jobs=None, said=None, **fields):
 
 
 class TestResult:
-    def test_the_recipe_has_everything(self, pipe, tmp_path):
+    def test_the_recipe_has_everything(self, pipe, tmp_path, monkeypatch):
+        self.steady_times(monkeypatch)
         said = []
         found = tune(pipe, Budget(max_latent_l2=0.01), said=said)
         skip = found.choices["transformer"].get(Skip)
@@ -66,6 +74,8 @@ class TestResult:
         assert len(skip.sigmas) == STEPS + 1
         assert "in 4 jobs" in skip.loss
         figures = found.figures
+        assert {"eager", "recipe", "ratio", "ratio_to_compile"} == set(figures["images"])
+        assert figures["images"]["recipe"]["seconds"] > 0
         assert len(figures["per_job"]) == 4
         assert len(figures["held_out"]) == 2
         inside = [row["latent_l2"] <= 0.01 for row in figures["per_job"]]
