@@ -78,7 +78,7 @@ def test_linears_that_arrived_quantized_are_not_quantized_again(folder):
     with tritium.optimize(loaded, plan) as handle:
         (part,) = handle.components
         layers = part.techniques["quantize"]["layers"]
-        assert layers[LAYER] == {"precision": None, "reason": "its weight arrived quantized"}
+        assert layers[LAYER] == {"precision": None, "reason": "its weight is quantized already"}
         assert layers["transformer_blocks.0.attn.to_k"]["reason"] == "no compiled code has called it"
 
 

@@ -39,12 +39,6 @@ class Selection:
     kept: dict[str, str]
 
 
-def is_quantized(linear: nn.Linear) -> bool:
-    """Return True for a linear whose weight is quantized already, by a library or as read from a file."""
-    weight: Any = linear.weight
-    return not isinstance(linear, StoredLinear) and (hasattr(weight, "qdata") or weight.element_size() == 1)
-
-
 def select(module: nn.Module, config: Quantize) -> Selection:
     """Return the linears that a config selects in a model; raise a `PipelineError` for names that match nothing."""
     linears = linears_of(module)

@@ -13,7 +13,7 @@ def window(*, steps: int, runs: int, first: int, last: int, growth: float, lette
     """Return a row that runs the first and the last steps, with gaps in between that grow from each to the next.
 
     >>> window(steps=14, runs=8, first=3, last=1, growth=0.5, letter="1")
-    'RRR1R1R1R1R11R'
+    'RRRR1R1R11R11R'
     """
     inner = runs - first - last
     if min(steps, runs, first) < 1 or last < 0 or growth < 0:
@@ -45,7 +45,7 @@ def by_ratios(ratios: Sequence[float], threshold: float, longest: int, retain: f
     """Return a row from the ratios of the norms of consecutive residuals, one for every step, as MagCache decides.
 
     >>> by_ratios([1.0, 1.0, 0.99, 0.98, 0.9, 0.99], threshold=0.04, longest=2, retain=0.3, letter="0")
-    'RR00RR'
+    'RR00R0'
     """
     row = ""
     product, error, length = 1.0, 0.0, 0
