@@ -71,6 +71,12 @@ GAINS = (
     Gain("VAE decode, 1024 x 1024, one size", "h200-kl-decode.json", "kl-decode"),
     Gain("VAE decode, 1024 x 1024, compiled for any size", "h200-kl-decode.json", "kl-decode dynamic"),
     Gain("video VAE decode (Wan), 17 frames of 544 x 960", "h200-wan-decode.json", "wan-decode"),
+    Gain(
+        "FLUX denoiser with 12 blocks, 1024 x 1024, linears in float8 (lossy)",
+        "h200-quantize.json",
+        "flux",
+        after="tritium fp8",
+    ),
     Gain("small denoiser (PixArt, 512 x 512)", "h200-families.json", "pixart-512", after="tritium optimize"),
     Gain(
         "first image of a new process, with a file of compiled code",
