@@ -53,7 +53,8 @@ def has_traced_kernels(graph: fx.Graph) -> bool:
         for name, provider in ops.providers(op).items()
         if provider.traced
     }
-    return any((node.target, node.kwargs.get("provider")) in launching for node in graph.nodes)
+    pinned = ((node.target, node.kwargs.get("provider")) for node in graph.nodes)
+    return any(isinstance(provider, str) and (target, provider) in launching for target, provider in pinned)
 
 
 @dataclass
