@@ -17,14 +17,14 @@ def _own_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
 
-def held_elsewhere(seconds=0.3):
+def held_elsewhere(seconds=0.3, *, shared=False):
     """True if another process waits for the lock for so long."""
     program = (
         "import sys, tempfile, warnings; from tritium import measure; tempfile.tempdir = sys.argv[1]\n"
         "measure.PATIENCE = float(sys.argv[2])\n"
-        "with warnings.catch_warnings(record=True) as caught, measure.gpu_lock('cuda'): print(len(caught))"
+        "with warnings.catch_warnings(record=True) as caught, measure.gpu_lock('cuda', shared=len(sys.argv) > 3): print(len(caught))"
     )
-    command = [sys.executable, "-c", program, tempfile.gettempdir(), str(seconds)]
+    command = [sys.executable, "-c", program, tempfile.gettempdir(), str(seconds), *["shared"] * shared]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     return done.stdout.strip() == "1"
 
@@ -49,6 +49,15 @@ def test_another_process_waits_until_the_outer_lock_is_released():
         raise ValueError("mine")
     assert not is_held()
     assert not held_elsewhere()
+
+
+def test_what_is_not_timed_waits_only_for_what_is():
+    with measure.gpu_lock("cuda", shared=True):
+        assert not is_held(), "a timing inside must still ask for the GPU alone"
+        assert not held_elsewhere(shared=True)
+        assert held_elsewhere()
+    with measure.gpu_lock("cuda"):
+        assert held_elsewhere(shared=True)
 
 
 def test_another_thread_waits():
