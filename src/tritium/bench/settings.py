@@ -143,13 +143,7 @@ def quantized(text: str) -> Quantize:
     >>> quantized("int8").linear, quantized('{"linear": "fp8", "keep": "cpu"}').keep
     ('int8', 'cpu')
     """
-    value: object = text
-    if text.lstrip().startswith("{"):
-        try:
-            value = json.loads(text)
-        except ValueError as error:
-            raise ConfigError(f"--quantize {text!r} is neither a format nor JSON: {error}") from error
-    found: Quantize = configured("Plan", "quantize", value)
+    found: Quantize = configured("Plan", "quantize", _text_or_json("--quantize", text, "a format"))
     return found
 
 
@@ -159,14 +153,18 @@ def skipped(text: str) -> Skip:
     >>> skipped("RR(R1)").rows, skipped('{"table": ["RRR1R1"], "over": "sigma"}').over
     (('RR(R1)',), 'sigma')
     """
-    value: object = text
-    if text.lstrip().startswith("{"):
-        try:
-            value = json.loads(text)
-        except ValueError as error:
-            raise ConfigError(f"--skip {text!r} is neither a table nor JSON: {error}") from error
-    found: Skip = configured("Plan", "skip", value)
+    found: Skip = configured("Plan", "skip", _text_or_json("--skip", text, "a table"))
     return found
+
+
+def _text_or_json(option: str, text: str, what: str) -> object:
+    """Return the text of an option, or the JSON value that it holds; raise a `ConfigError` for damaged JSON."""
+    if not text.lstrip().startswith("{"):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{option} {text!r} is neither {what} nor JSON: {error}") from error
 
 
 def _check(what: str, names: Sequence[str], valid: Sequence[str]) -> None:
