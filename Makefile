@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable '.[dev,cli,diffusers,report]'
+	$(BIN)/python -m pip install --quiet --editable '.[dev,cli,diffusers,report,parallel,serve,ray]'
 	touch $@
 
 demo: setup
