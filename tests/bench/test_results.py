@@ -105,3 +105,10 @@ def test_rows_of_another_machine_or_version_are_replaced(tmp_path, part, value):
     store = Store(path, "cpu")
     assert f"has other {part}" in store.replaced
     assert not store.has("flux", "float32")
+
+
+def test_rows_name_the_commit_they_were_measured_at(monkeypatch):
+    first = Results.now([ROW], "cpu").rows[0]
+    monkeypatch.setattr("tritium.bench.results.commit", lambda: "another")
+    assert first.commit is not None
+    assert [row.commit for row in Results.now([first, ROW], "cpu").rows] == [first.commit, "another"]

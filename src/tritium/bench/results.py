@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import json
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tritium import compat, device, disk
+from tritium import compat, device, disk, envs
 from tritium.errors import ConfigError
 
 # The names of variants. Ratios are against plain torch.compile; a regression is one of Tritium, while changes of the
@@ -87,6 +89,8 @@ class Row:
     inductor_s: float | None = None
     # How a variant runs, and which variants failed or were cut. Unlike the note it may change between runs.
     remark: str | None = None
+    # The commit of the code that was measured; None in results of older versions, and where there is no checkout.
+    commit: str | None = None
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -107,7 +111,8 @@ class Results:
     @classmethod
     def now(cls, rows: Sequence[Row], device_type: str) -> Results:
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        return cls(dict(device.describe(device_type).to_dict()), compat.versions.versions(), date, tuple(rows))
+        named = tuple(row if row.commit else dataclasses.replace(row, commit=commit()) for row in rows)
+        return cls(dict(device.describe(device_type).to_dict()), compat.versions.versions(), date, named)
 
     def save(self, path: Path) -> None:
         disk.write(path, json.dumps(dataclasses.asdict(self), indent=2) + "\n", make_folder=True)
@@ -127,6 +132,25 @@ class Results:
             raise ConfigError(
                 f"{path} is no result of `tritium bench --json`: its keys or rows are not those of this version"
             ) from error
+
+
+@functools.cache
+def commit() -> str | None:
+    """Return the commit of this checkout, with `-dirty` after changes; `GIT_COMMIT` names it where git does not."""
+    if given := envs.get("GIT_COMMIT"):
+        return given
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],  # noqa: S607
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
 
 
 class Store:
