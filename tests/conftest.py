@@ -97,6 +97,16 @@ def forks():
     forks.close()
 
 
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory):
+    """Return groups of processes: `ranks(2)(function, *arguments)` returns the function's result on each rank."""
+    from support.ranks import Pool
+
+    pool = Pool(tmp_path_factory.mktemp("ranks"))
+    yield pool
+    pool.close()
+
+
 @pytest.fixture
 def in_process(tmp_path: Path, forks):
     """Run a program in a separate process, with a separate Inductor cache, and return what it printed.
