@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from tritium.report import Report as Report
     from tritium.report.explain import explain as explain
     from tritium.techniques.choice import Choice as Choice
+    from tritium.techniques.parallel.config import Parallel as Parallel
     from tritium.techniques.quantize import Quantize as Quantize
     from tritium.techniques.quantize import Steps as Steps
     from tritium.techniques.quantize.files import quantize as quantize

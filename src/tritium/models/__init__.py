@@ -6,7 +6,7 @@ import functools
 import sys
 
 from tritium import catalog
-from tritium.models.family import Codec, Family
+from tritium.models.family import Codec, Family, ParallelFacts
 
 
 @functools.cache
@@ -25,6 +25,12 @@ def codecs() -> dict[str, Codec]:
 
 def family_of(class_name: str) -> Family | None:
     return next((family for family in families().values() if class_name in family.denoisers), None)
+
+
+def parallel_of(class_name: str) -> ParallelFacts:
+    """Return how a denoiser is split over ranks; a guess for unknown classes."""
+    family = family_of(class_name)
+    return family.parallel if family is not None else ParallelFacts()
 
 
 def codec_of(class_name: str) -> Codec | None:

@@ -7,6 +7,18 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParallelFacts:
+    """How a denoiser is split over ranks.
+
+    `streams` are the arguments of a block whose dim 1 are tokens that are split at the first block. `unsplit` is the reason
+    why the tokens cannot be split, or empty.
+    """
+
+    streams: tuple[str, ...] = ("hidden_states",)
+    unsplit: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """A denoiser's classes and its repeated blocks.
 
@@ -20,6 +32,7 @@ class Family:
     blocks: tuple[str, ...]
     left: Mapping[str, str] = field(default_factory=dict)
     precise: tuple[str, ...] = ()
+    parallel: ParallelFacts = ParallelFacts()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,113 @@
+"""Run one pipeline on several ranks: guidance, tokens, weights, experts and VAE tiles are split over a mesh."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from tritium import models
+from tritium.techniques.choice import Choice
+from tritium.techniques.parallel import mesh as meshes
+from tritium.techniques.parallel.config import SEQUENCE, Parallel
+from tritium.techniques.parallel.mesh import Axis, Mesh
+from tritium.techniques.technique import Note, Part, Technique
+
+__all__ = ["TECHNIQUE", "Parallel", "State"]
+
+_DENOISERS = ("transformer", "transformer_2", "unet", "model")
+# The modules of this folder that split a denoiser, in the order in which they are applied, each with its axis. A module
+# has `apply(part, axis)`, which returns the function that undoes it.
+_SPLITTERS = (("tensor", "tensor"), ("experts", "experts"), ("sequence", "sequence"), ("guidance", "cfg"))
+
+
+@dataclass
+class State:
+    """The mesh of a part, and the functions that undo what was split."""
+
+    mesh: Mesh
+    undo: list[Callable[[], None]] = field(default_factory=list)
+    splits: list[str] = field(default_factory=list)
+
+
+def applies_to(part: Part, config: Parallel) -> str | None:
+    meshes.start(device_of(part))
+    meshes.check(config, dist.get_world_size())
+    if part.name in _DENOISERS:
+        return _refusal(part, config)
+    if part.name in ("vae.decode", "vae.encode"):
+        return None if config.vae is not None else "Parallel(vae=None) leaves the VAE on every rank"
+    return "it runs on every rank"
+
+
+def _refusal(part: Part, config: Parallel) -> str | None:
+    """Return why a denoiser cannot be split in the named ways, or None."""
+    facts = models.parallel_of(type(part.module).__name__)
+    if any(config.degrees[axis] > 1 for axis in SEQUENCE) and facts.unsplit:
+        return f"its tokens cannot be split: {facts.unsplit}"
+    return None
+
+
+def device_of(part: Part) -> torch.device:
+    return next((parameter.device for parameter in part.module.parameters()), torch.device("cpu"))
+
+
+def apply(part: Part, config: Parallel) -> State:
+    mesh = meshes.mesh_of(config, device_of(part))
+    state = State(mesh)
+    try:
+        for name, axis in _splits_of(part, config, mesh):
+            module = importlib.import_module(f"{__name__}.{name}")
+            state.undo.append(module.apply(part, axis))
+            state.splits.append(name)
+    except BaseException:
+        remove(part, state)
+        raise
+    return state
+
+
+def _splits_of(part: Part, config: Parallel, mesh: Mesh) -> list[tuple[str, Axis | Mesh]]:
+    """Return the modules that split this part, each with its axis; `sequence` has three axes and gets the mesh."""
+    if part.name not in _DENOISERS:
+        ranks = mesh.world.size if config.vae == "auto" else config.vae or 1
+        return [("decoder", meshes.axis_of(ranks, device_of(part)))] if ranks > 1 else []
+    found: list[tuple[str, Axis | Mesh]] = []
+    for name, axis in _SPLITTERS:
+        if axis == "sequence":
+            found += [(name, mesh)] if any(mesh[one].size > 1 for one in SEQUENCE) else []
+        elif mesh[axis].size > 1:
+            found.append((name, mesh[axis]))
+    return found
+
+
+def remove(_part: Part, state: State) -> None:
+    while state.undo:
+        state.undo.pop()()
+    state.splits.clear()
+
+
+def conflicts(_config: Parallel, _choice: Choice) -> str | None:
+    return None
+
+
+def report(_part: Part, config: Parallel, state: State) -> Note:
+    axes = {name: axis.size for name, axis in state.mesh.axes.items() if axis.size > 1}
+    return Note(
+        f"{', '.join(state.splits) or 'nothing'} split on {state.mesh}",
+        {"mesh": axes, "world": state.mesh.world.size, "splits": list(state.splits), "vae": config.vae},
+    )
+
+
+# By its name it is applied before `quantize` and `skip`: linears are split before they are quantized.
+TECHNIQUE = Technique(
+    name="parallel",
+    config=Parallel,
+    applies_to=applies_to,
+    apply=apply,
+    remove=remove,
+    conflicts=conflicts,
+    report=report,
+)

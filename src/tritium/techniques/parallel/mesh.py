@@ -1,0 +1,120 @@
+"""From the ranks of `torch.distributed` to one process group per axis of the mesh."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tritium.errors import ConfigError, PipelineError
+from tritium.techniques.parallel.config import AXES, Parallel
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the mesh, as one rank sees it: its process group, its place in it, and the group's size."""
+
+    name: str
+    size: int
+    rank: int = 0
+    # None where the size is 1.
+    group: Any = field(default=None, compare=False)
+
+    @property
+    def ranks(self) -> list[int]:
+        """Return the global ranks of the group."""
+        return dist.get_process_group_ranks(self.group) if self.group is not None else []
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The axes of all ranks. `world` is an axis of all ranks, which the VAE uses."""
+
+    axes: Mapping[str, Axis]
+    world: Axis
+
+    def __getitem__(self, name: str) -> Axis:
+        return self.axes[name]
+
+    def __str__(self) -> str:
+        split = [f"{axis.name}={axis.size}" for axis in self.axes.values() if axis.size > 1]
+        return f"{' x '.join(split) or 'one rank'} ({self.world.size} ranks)"
+
+
+def start(device: torch.device) -> None:
+    """Start the process group of this world if a launcher has set its variables; raise if there is none."""
+    if dist.is_initialized():
+        return
+    if not dist.is_available() or not dist.is_torchelastic_launched():
+        raise PipelineError(
+            "Parallel needs several ranks, and this process has no process group; start it with torchrun, or use "
+            "`tritium run ... --parallel auto --gpus N`"
+        )
+    if device.type == "cuda":
+        # The launcher numbers the ranks of a machine, and each has one GPU.
+        torch.cuda.set_device(dist.get_node_local_rank())
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+
+
+def check(config: Parallel, world: int) -> None:
+    """Raise a `ConfigError` if the degrees do not use each rank of the world once."""
+    if not config.is_auto and config.size != world:
+        degrees = " x ".join(f"{axis}={degree}" for axis, degree in config.degrees.items() if degree > 1) or "1"
+        raise ConfigError(
+            f"parallel {degrees} uses {config.size} ranks and the world has {world}; {_legal(config, world)}"
+        )
+    if isinstance(config.vae, int) and world % config.vae:
+        raise ConfigError(f"parallel vae={config.vae} does not divide the {world} ranks; give a divisor, or 'auto'")
+
+
+def _legal(config: Parallel, world: int) -> str:
+    """Return the nearest degrees that fit: the largest axis changed, or the ranks to start."""
+    named = {axis: degree for axis, degree in config.degrees.items() if degree > 1}
+    if named:
+        largest = max(named, key=lambda axis: named[axis])
+        others = math.prod(degree for axis, degree in named.items() if axis != largest)
+        if world % others == 0:
+            return f"use {largest}={world // others}, or start {config.size} ranks"
+    return f"start {config.size} ranks, or let the cost model choose: Parallel()"
+
+
+def build(degrees: tuple[int, ...], device_type: str) -> Mesh:
+    """Return the mesh of these degrees, in the order of `AXES`; all ranks must call it alike."""
+    return _build(degrees, device_type, dist.group.WORLD)
+
+
+# One mesh per world: a process may destroy its group and start another.
+@functools.cache
+def _build(degrees: tuple[int, ...], device_type: str, world: Any) -> Mesh:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mesh = dist.device_mesh.init_device_mesh(device_type, degrees, mesh_dim_names=AXES)
+    axes = {
+        name: Axis(name, degree, mesh.get_local_rank(name), mesh.get_group(name)) if degree > 1 else Axis(name, 1)
+        for name, degree in zip(AXES, degrees, strict=True)
+    }
+    return Mesh(axes, Axis("world", size, rank, world))
+
+
+def mesh_of(config: Parallel, device: torch.device) -> Mesh:
+    """Return the mesh of a config that names its degrees, on the ranks of this world."""
+    check(config, dist.get_world_size())
+    return build(tuple(config.degrees[axis] for axis in AXES), device.type)
+
+
+def axis_of(ranks: int, device: torch.device) -> Axis:
+    """Return an axis of consecutive ranks, which repeats over the world; all ranks must call it alike."""
+    return _axis_of(ranks, device.type, dist.group.WORLD)
+
+
+@functools.cache
+def _axis_of(ranks: int, device_type: str, world: Any) -> Axis:
+    size = dist.get_world_size()
+    if ranks == size:
+        return Axis("world", size, dist.get_rank(), world)
+    mesh = dist.device_mesh.init_device_mesh(device_type, (size // ranks, ranks), mesh_dim_names=("replicas", "vae"))
+    return Axis("vae", ranks, mesh.get_local_rank("vae"), mesh.get_group("vae"))
