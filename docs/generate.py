@@ -426,6 +426,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "families summary": measured.families_summary,
     "pipeline": measured.pipeline,
     "quantized": measured.quantized,
+    "producers": measured.producers,
+    "long pipeline": measured.long_pipeline,
 }
 PAGES = tuple(
     ROOT / name
@@ -433,6 +435,7 @@ PAGES = tuple(
         "README.md",
         "docs/performance.md",
         "docs/quantization.md",
+        "docs/skipping.md",
         "benchmarks/NOTES.md",
         "docs/architecture.md",
     )

@@ -77,6 +77,12 @@ GAINS = (
         "flux",
         after="tritium fp8",
     ),
+    Gain(
+        "FLUX-shaped pipeline, 1024 x 1024, 28 steps, float8 and 14 steps forecast (lossy)",
+        "h200-quantize.json",
+        "flux pipeline 1024, 28 steps",
+        after="tritium fp8 skip",
+    ),
     Gain("small denoiser (PixArt, 512 x 512)", "h200-families.json", "pixart-512", after="tritium optimize"),
     Gain(
         "first image of a new process, with a file of compiled code",
@@ -200,6 +206,53 @@ def quantized() -> str:
                 cells = ["-" if row is None else f"{row.median_ms:.1f} ms ({row.ratio:.2f}x)" for row in shown]
                 lines.append([f"{name}, {known['inductor'].note}", *cells])
         return table(["denoiser", "`torch.compile`", "Tritium", "fp8", "int8"], lines) if lines else ""
+
+    return of_suite("-quantize", text)
+
+
+# What the variants of the pipeline are called in pages.
+LONG_VARIANTS = {
+    "inductor": "`compile_repeated_blocks`, `torch.compile` of the decoder",
+    "tritium optimize": "`tritium.optimize(pipe)`",
+    "tritium fp8": '`Plan(quantize="fp8")`',
+    "tritium skip": "`Plan(skip=Skip.window(steps=28, runs=14))`",
+    "tritium fp8 skip": "both",
+}
+
+
+def long_pipeline() -> str:
+    """Milliseconds of an image in 28 steps: as it comes, quantized, with skipped steps, and with both."""
+
+    def text(rows: tuple[Row, ...]) -> str:
+        known = {row.variant: row for row in rows if row.workload == "flux pipeline 1024, 28 steps"}
+        lines = [
+            [words, f"{known[name].median_ms:,.0f} ms", f"{known[name].ratio:.2f}", f"{known[name].relative_l2:.1e}"]
+            for name, words in LONG_VARIANTS.items()
+            if name in known
+        ]
+        header = ["19 + 38 blocks, 1024 x 1024, 28 steps", "an image", "over `torch.compile`", "difference of images"]
+        return table(header, lines) if lines else ""
+
+    return of_suite("-quantize", text)
+
+
+# Sides of a kernel that writes 8-bit rows.
+PRODUCER_SIDES = ("16 bits", "16 bits Inductor", "8 bits Inductor", "8 bits Triton")
+
+
+def producers() -> str:
+    """Microseconds of kernels that write 8-bit rows, and of those that write 16 bits."""
+
+    def text(rows: tuple[Row, ...]) -> str:
+        lines = []
+        for name in dict.fromkeys(row.workload for row in rows):
+            known = {row.variant: row for row in rows if row.workload == name}
+            if "8 bits Triton" in known and len(name.split()) < 4:
+                times = [known.get(side) for side in PRODUCER_SIDES]
+                cells = ["-" if row is None else f"{row.median_ms * 1e3:.1f}" for row in times]
+                lines.append([name.replace("_e4m3fn", ""), known["8 bits Triton"].note, *cells])
+        header = ["kernel", "rows", "16 bits", "16 bits, Inductor", "8 bits, Inductor", "8 bits, Tritium"]
+        return table(header, sorted(lines)) if lines else ""
 
     return of_suite("-quantize", text)
 
