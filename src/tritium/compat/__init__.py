@@ -19,6 +19,7 @@ from tritium.compat import (  # noqa: F401 - read as `compat.NAME`
     observation,
     operators,
     peft,
+    pending,
     profiler,
     shapes,
     tensors,

@@ -14,14 +14,17 @@ from tritium.techniques.choice import Choice
 from tritium.techniques.parallel import mesh as meshes
 from tritium.techniques.parallel.config import SEQUENCE, Parallel
 from tritium.techniques.parallel.mesh import Axis, Mesh
+from tritium.techniques.skip.config import Skip
+from tritium.techniques.skip.table import ATTENTION, BLOCKS
 from tritium.techniques.technique import Note, Part, Technique
 
 __all__ = ["TECHNIQUE", "Parallel", "State"]
 
 _DENOISERS = ("transformer", "transformer_2", "unet", "model")
 # The modules of this folder that split a denoiser, in the order in which they are applied, each with its axis. A module
-# has `apply(part, axis)`, which returns the function that undoes it.
-_SPLITTERS = (("tensor", "tensor"), ("experts", "experts"), ("sequence", "sequence"), ("guidance", "cfg"))
+# has `apply(part, axis)`, which returns the function that undoes it; its attribute `note`, if it has one, returns words
+# for the report.
+_SPLITTERS = (("guidance", "cfg"), ("tensor", "tensor"), ("experts", "experts"), ("sequence", "sequence"))
 
 
 @dataclass
@@ -89,14 +92,25 @@ def remove(_part: Part, state: State) -> None:
     state.splits.clear()
 
 
-def conflicts(_config: Parallel, _choice: Choice) -> str | None:
+def conflicts(config: Parallel, choice: Choice) -> str | None:
+    skip = choice.get(Skip)
+    if (
+        skip is not None
+        and (skip.uses(BLOCKS) or skip.uses(ATTENTION))
+        and (config.is_auto or config.degrees["cfg"] > 1)
+    ):
+        return (
+            "skip leaves out blocks by what a rank kept of a branch, and cfg computes a branch on one rank; leave out B "
+            "and A, or name other degrees than cfg"
+        )
     return None
 
 
 def report(_part: Part, config: Parallel, state: State) -> Note:
     axes = {name: axis.size for name, axis in state.mesh.axes.items() if axis.size > 1}
+    notes = [words for undo in state.undo if (words := getattr(undo, "note", str)())]
     return Note(
-        f"{', '.join(state.splits) or 'nothing'} split on {state.mesh}",
+        "; ".join([f"{', '.join(state.splits) or 'nothing'} split on {state.mesh}", *notes]),
         {"mesh": axes, "world": state.mesh.world.size, "splits": list(state.splits), "vae": config.vae},
     )
 

@@ -62,6 +62,8 @@ class Gate:
         # Why images run every step, each said once.
         self.declined: dict[str, None] = {}
         self._progress: list[tuple[Any, _Progress]] = []
+        # The promise of the last output, if another rank computes it.
+        self._waits_for: Any = None
 
     @property
     def is_off(self) -> bool:
@@ -107,7 +109,8 @@ class Gate:
             if self.ranges is not None:
                 self.ranges.end()
         if letter == RUN:
-            self._keep(progress, moment, output, signature)
+            self._waits_for = compat.pending.promise_of(output)
+            compat.pending.when_kept(output, lambda output: self._keep(progress, moment, output, signature))
         progress.record.add(moment.step, moment.branch, letter, why)
         return output
 
@@ -124,6 +127,8 @@ class Gate:
             wanted = table.row_of(progress.rows, moment.branch)[moment.step]
         if wanted == RUN:
             return RUN, None
+        if wanted == DERIVE and self._waits_for is not None:
+            self._waits_for.settle()
         why = progress.track.why_run(wanted, moment.step, moment.branch)
         if why is None and progress.signatures.get(moment.branch) != signature:
             why = "its arguments have other shapes than before"
