@@ -75,7 +75,8 @@ def test_the_pages_have_the_parts_that_are_generated_for_them(generate):
         "NOTES": ["measured models"],
         "architecture": ["folders"],
         "performance": ["families summary", "families", "pipeline", "dynamic kernels"],
-        "quantization": ["quantized"],
+        "quantization": ["quantized", "producers", "long pipeline"],
+        "skipping": ["long pipeline"],
     }
     assert {page.stem for page in generate.PAGES} == set(parts)
     for page in generate.PAGES:
@@ -85,6 +86,8 @@ def test_the_pages_have_the_parts_that_are_generated_for_them(generate):
 
 def test_the_quantized_denoisers_have_their_ratios(generate):
     assert "| 27.1 ms (1.00x) | 25.7 ms (1.05x) | 17.9 ms (1.51x) | 18.6 ms (1.45x) |" in generate.measured.quantized()
+    assert "| both | 1,262 ms | 3.00 |" in generate.measured.long_pipeline()
+    assert "| 27.7 | 40.0 | 40.0 | 26.0 |" in generate.measured.producers()
 
 
 def test_the_map_of_folders_has_every_module_of_the_package(generate):

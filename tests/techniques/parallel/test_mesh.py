@@ -23,7 +23,7 @@ class TestConfig:
         assert not Parallel(ulysses=1).is_auto
         assert Parallel(cfg=2, ulysses=4).degrees == {
             **dict.fromkeys(("ring", "gather", "experts", "tensor"), 1),
-            **{"cfg": 2, "ulysses": 4},
+            "cfg": 2, "ulysses": 4,
         }
 
     def test_a_product_other_than_the_world_names_the_next_one(self):
