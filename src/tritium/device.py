@@ -20,6 +20,11 @@ import torch
 # results. For an unlisted device the report leaves estimated_us empty instead of guessing.
 COPY_BANDWIDTH = {"NVIDIA H200": 4.3e12}
 
+# Bytes a second from page-locked memory to a device, and floating-point operations a second of denoisers in bfloat16. The
+# link is an estimate for PCIe 5 x16; the rate of operations is that of FLUX at 1024 pixels in benchmarks/results.
+RATES = {"NVIDIA H200": (50e9, 700e12)}
+DEFAULT_RATES = "NVIDIA H200"
+
 # x86 instruction sets that compilers use by default. Other flags change with the kernel and its mitigations.
 _GENERATED = re.compile(r"(pni|s?sse|avx|amx|fma|f16c|bmi|abm|popcnt|movbe|adx|aes|vaes|v?pclmul|gfni|sha_ni|xop|tbm)")
 
@@ -174,6 +179,52 @@ def free_memory(where: torch.device) -> int | None:
     available = _kilobytes(memory.get("MemAvailable"))
     # Count free swap: swapped memory is slow, but the allocation succeeds.
     return available if available is None else available + (_kilobytes(memory.get("SwapFree")) or 0)
+
+
+def host_memory() -> int | None:
+    """Return the bytes that this process can still take: the machine's, or those that its container leaves.
+
+    Page-locked memory cannot be reclaimed, and in a container the machine's figure may be far too large.
+    """
+    available = _kilobytes(_proc("meminfo").get("MemAvailable"))
+    left = [limit - used for limit, used in _limits_of_container()]
+    return min([*left, *([] if available is None else [available])], default=None)
+
+
+def _limits_of_container() -> list[tuple[int, int]]:
+    """Return limit and use of memory of each control group around this process, in both versions of the interface."""
+    root, found = Path("/sys/fs/cgroup"), []
+    groups = {name: path for _, name, path in _groups()}
+    for folder, limit, used in (
+        (root, "memory.max", "memory.current"),
+        (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        path = groups.get("memory" if folder != root else "", "/")
+        own = folder / path.strip("/")
+        for place in (own, *own.parents):
+            if place.is_relative_to(folder):
+                found += _limit_in(place, limit, used)
+    return found
+
+
+def _groups() -> list[tuple[str, ...]]:
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    return [tuple(line.split(":", 2)) for line in lines if line.count(":") >= 2]
+
+
+def _limit_in(group: Path, limit: str, used: str) -> list[tuple[int, int]]:
+    try:
+        most, taken = (int((group / name).read_text(encoding="ascii")) for name in (limit, used))
+        lines = (group / "memory.stat").read_text(encoding="ascii").splitlines()
+    except (OSError, ValueError):
+        # No such group, or the text "max".
+        return []
+    # Pages of files count as used, and are given up when memory runs short.
+    stat = {name: int(value) for name, value in (line.split() for line in lines)}
+    return [(most, max(0, taken - stat.get("inactive_file", 0) - stat.get("active_file", 0)))]
 
 
 def usable_cores() -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from tritium.cli import bench, doctor, explain, quantize, run, tune, verify
+from tritium.cli import bench, doctor, explain, plan, quantize, run, tune, verify
 from tritium.errors import TritiumError
 
 
@@ -47,3 +47,4 @@ app.command("explain")(explain.command)
 app.command("tune")(tune.command)
 app.command("verify")(verify.command)
 app.command("quantize")(quantize.command)
+app.command("plan")(plan.command)

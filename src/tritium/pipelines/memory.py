@@ -1,8 +1,7 @@
 """Estimate the memory that a decode needs before it starts.
 
-The decoder runs on fake tensors, and the bytes alive are summed at every convolution, matrix product and attention.
-These are never fused, so compiled code holds the same tensors at these points. The workspace of the routines is not
-included: the estimate is a lower bound, and a decode is refused only if even that does not fit.
+The decoder runs on fake tensors (`tritium.techniques.memory.estimate`). The estimate is a lower bound, and a decode is
+refused only if even that does not fit.
 """
 
 from __future__ import annotations
@@ -16,37 +15,11 @@ import torch
 from torch import nn
 
 from tritium import compat, device
-from tritium.compat.tensors import TorchDispatchMode
 from tritium.errors import MemoryShortage
-
-# ATen routines that read and write whole tensors with every compiler.
-_ROUTINES = ("convolution", "mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product")
+from tritium.techniques.memory.estimate import Live, fake_arguments
 
 # A frame cache is empty, then partly filled, then full: calls from the third on need the same memory.
 _REGIMES = 3
-
-
-class _Live(TorchDispatchMode):
-    """Track the bytes of live tensors that were created inside the mode."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        # By the id of a tensor's memory: a weak reference to that memory, and its bytes.
-        self._held: dict[int, tuple[Any, int]] = {}
-        self.most = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for value in compat.tensors.leaves_of(result):
-            if isinstance(value, torch.Tensor):
-                held = compat.tensors.keep_storage_id(value), value.untyped_storage().nbytes()
-                self._held.setdefault(compat.tensors.storage_id(value), held)
-        self._held = {key: held for key, held in self._held.items() if not held[0].expired()}
-        if func.overloadpacket.__name__.startswith(_ROUTINES):
-            self.most = max(self.most, sum(size for _, size in self._held.values()))
-        return result
 
 
 def needed(decoder: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, calls: int = 1) -> int:
@@ -55,15 +28,10 @@ def needed(decoder: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
     With `calls`, the bound holds for that many calls in a row that share a frame cache.
     """
     fakes = compat.tensors.fake_mode(allow_non_fake_inputs=True)
-
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-
-    live, outputs = _Live(), []
+    live, outputs = Live(), []
     # In inference mode composite operators arrive here undecomposed, without the routines they call.
     with torch.inference_mode(mode=False), torch.no_grad(), fakes:
-        # `tree_map` rebuilds lists, so the call changes copies and not the caller's lists.
-        args, named = compat.tensors.map_tensors(fake, (args, dict(kwargs)))
+        args, named = fake_arguments(args, kwargs)
         started = {name: list(value) for name, value in named.items() if _counts(value)}
         with live:
             for _ in range(min(calls, _REGIMES)):

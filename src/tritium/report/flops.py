@@ -46,6 +46,18 @@ def _flops_by_formula(node: fx.Node, overload: OpOverload) -> int | None:
     return int(formula(*shapes, out_val=_shape(node.meta["val"])))
 
 
+def flops_of_call(overload: OpOverload, args: Any, kwargs: Any, result: Any) -> int:
+    """Return the operation count of a call of a contraction; 0 if there is no formula for it."""
+    formulas = _counter().flop_registry
+    formula = formulas.get(overload.overloadpacket)
+    if formula is None and overload.overloadpacket.__name__.startswith("_scaled_dot_product"):
+        formula = formulas[FLASH_ATTENTION]
+    # Formulas take the arguments of one variant of attention; others have more.
+    if formula is formulas[FLASH_ATTENTION]:
+        args, kwargs = args[:3], {}
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+
 def _flops_of_reference(node: fx.Node, reference: Callable[..., Any]) -> int | None:
     """Count the contractions of an op's reference by running it on meta tensors."""
 

@@ -1,0 +1,1 @@
+"""Keep a pipeline within a budget of device memory."""
