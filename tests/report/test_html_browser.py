@@ -6,8 +6,6 @@ import pytest
 
 from support.report_samples import full_report, kernel, measurement
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-
 CHROMIUM = shutil.which("chromium")
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on this machine")
@@ -17,6 +15,7 @@ PHONE = {"width": 390, "height": 844}
 
 @pytest.fixture(scope="module")
 def browser():
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     with playwright.sync_playwright() as driver:
         # Containers often run as root, where Chromium's sandbox does not start; the only page it opens is our own file.
         launched = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
