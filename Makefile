@@ -14,7 +14,7 @@ THREADS ?= 1
 # What `make test-newest` runs: everything that reaches into torch.
 NEWEST_TESTS = tests/tiling tests/compiler tests/fusions tests/ops tests/census
 
-.PHONY: setup demo test test-all test-newest ready check fmt bench docs clean
+.PHONY: setup demo test test-all test-newest ready check fmt bench docs dist clean
 
 setup: $(STAMP)
 
@@ -70,5 +70,10 @@ docs: setup
 	$(BIN)/python docs/generate.py
 	$(BIN)/mkdocs build --strict --quiet
 
+# The wheel is built from the unpacked sdist, so that it holds nothing that only this folder has.
+dist: setup
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
+
 clean:
-	rm -rf $(VENV) .venv-newest .cache site
+	rm -rf $(VENV) .venv-newest .cache site dist build

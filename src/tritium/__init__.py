@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from tritium.techniques.quantize.files.loading import QuantizationConfig as QuantizationConfig
     from tritium.techniques.skip.config import Skip as Skip
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 _IMPORTS = next(node for node in ast.parse(inspect.getsource(sys.modules[__name__])).body if isinstance(node, ast.If))
