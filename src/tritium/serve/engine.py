@@ -116,6 +116,8 @@ class Preview:
     index: int
     image: bytes = field(repr=False)
     step: int = 0
+    # Which image of its job; set by the dispatcher.
+    image_index: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +183,8 @@ class Model:
     recipes: tuple[str, ...] = ()
     loras: tuple[str, ...] = ()
     qualities: Mapping[str, Quality] = field(default_factory=dict)
-    # Optional arguments that the pipeline takes: "negative_prompt", "guidance", "true_cfg", "mask".
+    # Optional arguments that the pipeline takes: "negative_prompt", "guidance", "true_cfg", "mask", and "image" for a video
+    # that begins with an upload.
     takes: tuple[str, ...] = ()
     # The largest number of uploaded images of an edit.
     max_images: int = 1
