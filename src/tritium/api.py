@@ -154,18 +154,19 @@ class Handle:
         for part in self._parts:
             part.release(self)
 
-    def warmup(self, **call: Any) -> dict[str, float]:
+    def warmup(self, pipe: Any = None, **call: Any) -> dict[str, float]:
         """Compile and capture every bucket of `Plan(shapes=...)`; return the seconds for each.
 
         Afterwards calls with these shapes do not compile, and other calls follow `on_violation`. Keyword arguments are
         passed to every call of the pipeline: pass those of your calls that change the computation, such as
-        `negative_prompt`. Warm up in the mode of your calls, for example under `torch.inference_mode()`.
+        `negative_prompt`. Warm up in the mode of your calls, for example under `torch.inference_mode()`. `pipe` is another
+        pipeline with the same components, such as one for inpainting, whose calls are to be promised too.
         """
         if self.plan.shapes is None:
             raise PipelineError("there is nothing to warm up: say what will be asked for with Plan(shapes=Shapes(...))")
         if not self._active:
             raise PipelineError("this handle is removed")
-        return warm_up(self.pipe, self.plan.shapes, self._parts, self.progress, call)
+        return warm_up(self.pipe if pipe is None else pipe, self.plan.shapes, self._parts, self.progress, call)
 
     def sensitivity(self, prompts: Any, **call: Any) -> dict[str, Sensitivity]:
         """Measure the error of every quantized format at every linear of the denoisers; return it by part.
