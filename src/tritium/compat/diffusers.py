@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
 from tritium.errors import ArgumentError, MissingExtra
 
 # The attribute of attention processors that names their backend.
@@ -110,3 +112,17 @@ def group_offloads(module: Any) -> bool:
         for inner in module.modules()
         for name in getattr(getattr(inner, "_diffusers_hook", None), "hooks", ())
     )
+
+
+def tensor_plan(model: nn.Module) -> list[tuple[str, bool, tuple[int, ...]]]:
+    """Return the linears that a model's tensor-parallel plan splits: path, whether by outputs, and parts of features."""
+    found = []
+    modules = dict(model.named_modules())
+    for pattern, style in (getattr(model, "_tp_plan", None) or {}).items():
+        by_outputs = "col" in (style if isinstance(style, str) else type(style).__name__).lower()
+        matcher = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+        attribute = "_tp_packed_col_blocks" if by_outputs else "_tp_packed_row_blocks"
+        for path in filter(matcher.fullmatch, modules):
+            parts = None if isinstance(style, str) else style.blocks or getattr(modules[path], attribute)
+            found.append((path, by_outputs, tuple(parts or ())))
+    return found

@@ -6,7 +6,7 @@ import functools
 import sys
 
 from tritium import catalog
-from tritium.models.family import Codec, Family, ParallelFacts
+from tritium.models.family import Codec, Family, ParallelFacts, TensorFacts
 
 
 @functools.cache
@@ -31,6 +31,12 @@ def parallel_of(class_name: str) -> ParallelFacts:
     """Return how a denoiser is split over ranks; a guess for unknown classes."""
     family = family_of(class_name)
     return family.parallel if family is not None else ParallelFacts()
+
+
+def tensor_of(class_name: str) -> TensorFacts | None:
+    """Return how the weights of a denoiser are split over ranks, or None for unknown classes."""
+    family = family_of(class_name)
+    return family.tensor if family is not None else None
 
 
 def codec_of(class_name: str) -> Codec | None:

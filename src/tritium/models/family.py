@@ -18,6 +18,28 @@ class ParallelFacts:
     unsplit: str = ""
 
 
+# The parts of a linear's features that are split one by one: numbers in proportion, or attributes of the module around
+# the linear. No parts are one part.
+Parts = tuple[int | str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorFacts:
+    """How the weights of a denoiser's blocks are split over ranks, by regular expressions of names in a block.
+
+    `columns` are linears that are split by their outputs, `rows` those that are split by their inputs, whose results are
+    added up over the ranks. `norms` are RMS norms over the features of all heads. `tables` are arguments of attention
+    modules whose last dim holds the features of all heads. `counts` are numbers of attention modules, of which each rank
+    has its share.
+    """
+
+    columns: Mapping[str, Parts]
+    rows: Mapping[str, Parts]
+    norms: tuple[str, ...] = ()
+    tables: tuple[str, ...] = ()
+    counts: tuple[str, ...] = ("heads", "inner_dim")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """A denoiser's classes and its repeated blocks.
@@ -33,6 +55,7 @@ class Family:
     left: Mapping[str, str] = field(default_factory=dict)
     precise: tuple[str, ...] = ()
     parallel: ParallelFacts = ParallelFacts()
+    tensor: TensorFacts | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,24 @@
 """FLUX.2: double and single blocks whose modulation is shared by all blocks of a kind."""
 
-from tritium.models.family import Family
+from tritium.models.family import Family, TensorFacts
 
 FAMILY = Family(
     name="flux2",
     denoisers=("Flux2Transformer2DModel",),
     blocks=("Flux2TransformerBlock", "Flux2SingleTransformerBlock"),
+    tensor=TensorFacts(
+        columns={
+            r"attn\.(to_[qkv]|add_[qkv]_proj)": (),
+            # A gate and a value.
+            r"ff(_context)?\.linear_in": (1, 1),
+            # Queries, keys, values, and a gate and a value of the feed-forward.
+            r"attn\.to_qkv_mlp_proj": ("inner_dim", "inner_dim", "inner_dim", "mlp_hidden_dim", "mlp_hidden_dim"),
+        },
+        rows={
+            r"attn\.(to_out\.0|to_add_out)": (),
+            r"ff(_context)?\.linear_out": (),
+            r"attn\.to_out": ("inner_dim", "mlp_hidden_dim"),
+        },
+        counts=("heads", "inner_dim", "mlp_hidden_dim"),
+    ),
 )

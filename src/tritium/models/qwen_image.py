@@ -1,6 +1,6 @@
 """Qwen-Image: blocks of one class over image and text tokens."""
 
-from tritium.models.family import Family
+from tritium.models.family import Family, TensorFacts
 
 FAMILY = Family(
     name="qwen_image",
@@ -9,4 +9,8 @@ FAMILY = Family(
     left={"pos_embed": "keeps its complex tables in a cache of its own: nothing is computed a second time"},
     # SGLang and vLLM-Omni leave it in bfloat16 beside float8 (vllm-omni#2728); int8 needed no exception (vllm-omni#1470).
     precise=(r"img_mlp\.net\.2$",),
+    tensor=TensorFacts(
+        columns={r"attn\.(to_[qkv]|add_[qkv]_proj)": (), r"(img|txt)_mlp\.net\.0\.proj": ()},
+        rows={r"attn\.(to_out\.0|to_add_out)": (), r"(img|txt)_mlp\.net\.2": ()},
+    ),
 )

@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 
 from tritium import models
+from tritium.errors import PipelineError
 from tritium.techniques.choice import Choice
 from tritium.techniques.parallel import mesh as meshes
+from tritium.techniques.parallel import tensor
 from tritium.techniques.parallel.config import SEQUENCE, Parallel
 from tritium.techniques.parallel.mesh import Axis, Mesh
 from tritium.techniques.skip.config import Skip
@@ -40,7 +42,11 @@ def applies_to(part: Part, config: Parallel) -> str | None:
     meshes.start(device_of(part))
     meshes.check(config, dist.get_world_size())
     if part.name in _DENOISERS:
-        return _refusal(part, config)
+        reason = _refusal(part, config)
+        if reason is not None:
+            # Not a reason to leave it out: ranks that all compute everything are not what the degrees name.
+            raise PipelineError(f"{part.name} cannot have {config}: {reason}")
+        return None
     if part.name in ("vae.decode", "vae.encode"):
         return None if config.vae is not None else "Parallel(vae=None) leaves the VAE on every rank"
     return "it runs on every rank"
@@ -51,7 +57,9 @@ def _refusal(part: Part, config: Parallel) -> str | None:
     facts = models.parallel_of(type(part.module).__name__)
     if any(config.degrees[axis] > 1 for axis in SEQUENCE) and facts.unsplit:
         return f"its tokens cannot be split: {facts.unsplit}"
-    return None
+    ranks = config.degrees["tensor"]
+    reason = tensor.why_not(part.module, ranks) if ranks > 1 else None
+    return f"its weights cannot be split: {reason}" if reason is not None else None
 
 
 def device_of(part: Part) -> torch.device:
