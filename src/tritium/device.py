@@ -102,6 +102,17 @@ def _gpu(where: torch.device) -> Any:
     return torch.cuda.get_device_properties(where) if where.type == "cuda" and cuda_available() else None
 
 
+def uuid(where: torch.device) -> str:
+    """Return what identifies a GPU in every process, whatever number it has there."""
+    return str(torch.cuda.get_device_properties(where).uuid)
+
+
+def index_of(uuid_: str) -> int | None:
+    """Return the number of a GPU in this process, or None if it cannot be used here."""
+    numbers = range(torch.cuda.device_count())
+    return next((number for number in numbers if uuid(torch.device("cuda", number)) == uuid_), None)
+
+
 def multiprocessors(device_type: str, index: int | None = None) -> int | None:
     """Return the number of multiprocessors of a GPU, or None without a GPU."""
     gpu = _gpu(torch.device(device_type if index is None else f"{device_type}:{index}"))

@@ -57,6 +57,12 @@ def search_path() -> list[Path]:
     return [Path(entry) for entry in os.environ.get("PATH", "").split(os.pathsep) if entry]
 
 
+def runtime_home() -> Path:
+    """Return the folder for this user's sockets: in `XDG_RUNTIME_DIR`, or a private one among temporary files."""
+    given = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(given, "tritium") if given else Path(tempfile.gettempdir(), f"tritium-{os.getuid()}")
+
+
 def cache_home() -> Path:
     """Return the folder for data that can be recreated, as in the XDG specification."""
     given = os.environ.get("XDG_CACHE_HOME")

@@ -91,6 +91,14 @@ class ArtifactMismatch(ArtifactError):
         super().__init__(f"{path} was made elsewhere and is not used:{listed}")
 
 
+class SharingError(TritiumError):
+    """Weights cannot be shared: no such keeper, a refused message, or a pipeline that cannot be rebuilt."""
+
+
+class KeeperLost(SharingError):
+    """The process that keeps the weights has ended, so the pipelines attached to it have stopped."""
+
+
 class CheckpointError(TritiumError, ValueError):
     """A quantized checkpoint cannot be read, or does not fit the model."""
 

@@ -17,6 +17,8 @@ class Merges:
 
     def __init__(self) -> None:
         self.count = 0
+        # Called with the layer before a merge or an unmerge writes into its weight.
+        self.before: list[Callable[[Any], None]] = []
         self._watched = False
 
     def now(self) -> int:
@@ -51,6 +53,8 @@ class Merges:
 
     def _counted(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # A linear that stores quantized bytes holds its weight again while it is written to.
+        for function in self.before:
+            function(args[0])
         unpacked = getattr(getattr(args[0], "base_layer", None), "unpacked", contextlib.nullcontext)
         try:
             with unpacked():
