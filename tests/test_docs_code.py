@@ -1,0 +1,57 @@
+"""Every block of Python in the documentation runs, with tiny models and without generated code."""
+
+import pytest
+import torch
+from torch._dynamo.backends import registry
+
+import tritium
+from support import pages, scenes
+
+# Pages whose blocks another test runs, with more that it checks.
+ELSEWHERE = {"docs/static-graphs.md": "pipelines/test_static_graphs_page.py"}
+CODE = {
+    pages.name_of(page): found
+    for page in pages.pages()
+    if (found := [block for block in pages.blocks(page) if block.language == "python"])
+}
+
+
+@pytest.fixture
+def reader(monkeypatch, tmp_path):
+    """A process as a reader's: `optimize` may be called again on a pipeline, in the place of an earlier call."""
+    registry.lookup_backend("tritium")
+    monkeypatch.setenv("TRITIUM_ENGINE", "eager")
+    monkeypatch.setitem(registry._COMPILER_FNS, "tritium", tritium.Backend())
+    monkeypatch.chdir(tmp_path)
+    handles, optimize = [], tritium.optimize
+
+    def instead(pipe, *arguments, **options):
+        for handle in [handle for handle in handles if handle.pipe is pipe]:
+            handle.remove()
+            handles.remove(handle)
+        handles.append(optimize(pipe, *arguments, **options))
+        return handles[-1]
+
+    monkeypatch.setattr(tritium, "optimize", instead)
+    monkeypatch.setattr(tritium, "load_example", scenes.pipeline)
+    yield tmp_path
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.mark.parametrize("page", sorted(CODE.keys() - ELSEWHERE.keys()))
+def test_every_block_of_a_page(page, reader, capsys):
+    torch.manual_seed(0)
+    names = scenes.general() | scenes.SCENES.get(page, lambda folder: {})(reader)
+    for block in CODE[page]:
+        if any(name in block.text for name in scenes.NEED_CODE):
+            scenes.with_generated_code(block.text, names)
+        # Lines of a traceback are those of the page.
+        source = "\n" * (block.line - 1) + scenes.substituted(block.text)
+        exec(compile(source, page, "exec"), names)
+
+
+def test_pages_that_run_elsewhere_do():
+    for page, test in ELSEWHERE.items():
+        assert page.rpartition("/")[2] in (pages.ROOT / "tests" / test).read_text(encoding="utf-8")
+        assert page in CODE
