@@ -47,10 +47,12 @@ if TYPE_CHECKING:
     from tritium.layers.sparse.schedule import SparseAttention as SparseAttention
     from tritium.pipelines.plan import Plan as Plan
     from tritium.pipelines.shapes import Shapes as Shapes
+    from tritium.pipelines.sharing import attach as attach
     from tritium.report import Report as Report
     from tritium.report.explain import explain as explain
     from tritium.techniques.choice import Choice as Choice
     from tritium.techniques.parallel.config import Parallel as Parallel
+    from tritium.techniques.parallel.placement import plan_placement as plan_placement
     from tritium.techniques.quantize import Quantize as Quantize
     from tritium.techniques.quantize import Steps as Steps
     from tritium.techniques.quantize.files import quantize as quantize

@@ -55,7 +55,7 @@ def _parsed(size: str) -> tuple[int, int]:
 
 def load(name: str, device_type: str, dtype: torch.dtype | None = None) -> Any:
     """Load the example that ships with the package, or a pipeline from a local folder."""
-    dtype = dtype or (torch.bfloat16 if device_type == "cuda" and name != EXAMPLE else torch.float32)
+    dtype = dtype or dtype_for(name, device_type)
     check_model(name)
     if name == EXAMPLE:
         pipe = load_example(device_type, dtype)
@@ -67,6 +67,11 @@ def load(name: str, device_type: str, dtype: torch.dtype | None = None) -> Any:
             raise ConfigError(f"{name!r} is no diffusers pipeline: it cannot be loaded: {brief(error)}") from error
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def dtype_for(name: str, device_type: str) -> torch.dtype:
+    """Return the dtype in which a pipeline is loaded on a device."""
+    return torch.bfloat16 if device_type == "cuda" and name != EXAMPLE else torch.float32
 
 
 def check_model(name: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from tritium.cli import bench, doctor, explain, plan, quantize, run, tune, verify
+from tritium.cli import bench, doctor, explain, keep, plan, quantize, run, tune, verify
 from tritium.errors import TritiumError
 
 
@@ -48,3 +48,4 @@ app.command("tune")(tune.command)
 app.command("verify")(verify.command)
 app.command("quantize")(quantize.command)
 app.command("plan")(plan.command)
+app.command("keep")(keep.command)

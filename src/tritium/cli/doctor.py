@@ -15,7 +15,7 @@ import tempfile
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 import typer
@@ -24,6 +24,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from tritium import catalog, compat, config, device, envs, fusions, ops, tuning
+from tritium.cli import sharing as sharing_checks
+from tritium.cli.check import Check, Status
 from tritium.compiler.pipeline import passes_for
 from tritium.config import CompilationConfig
 from tritium.errors import ConfigError, TritiumError
@@ -37,23 +39,6 @@ PYTHONS = ((3, 11), (3, 13))
 
 # Limits oneDNN to instructions below AMX; read once, when torch is loaded.
 ISA_WITHOUT_AMX = "AVX512_CORE_BF16"
-
-
-Status = Literal["ok", "warn", "fail"]
-
-
-@dataclass(frozen=True)
-class Check:
-    """The result of one check."""
-
-    name: str
-    status: Status
-    detail: str
-    fix: str | None = None
-
-    def unless(self, is_fine: bool, detail: str) -> Check:
-        """Return this check, or if all is fine a check that says so."""
-        return Check(self.name, "ok", detail) if is_fine else self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,12 +312,23 @@ def _float8(facts: Facts) -> Check:
     )
 
 
-def command(json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False) -> None:
+def command(
+    pipeline: Annotated[
+        str | None, typer.Argument(metavar="PIPELINE", help="With --sharing: a diffusers folder, or 'example'.")
+    ] = None,
+    *,
+    sharing: Annotated[
+        bool, typer.Option("--sharing", help="Show what processes share of their weights instead.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False,
+) -> None:
     """Find problems that keep compiled models from working on this machine, and show how to fix them.
 
     Exits with 1 if a check fails.
     """
-    checks = diagnose(gather())
+    if pipeline is not None and not sharing:
+        raise ConfigError(f"doctor takes a pipeline with --sharing alone: leave out {pipeline!r}, or add --sharing")
+    checks = sharing_checks.checks(pipeline) if sharing else diagnose(gather())
     if json:
         print(json_format.dumps({"checks": [asdict(check) for check in checks]}, indent=2))
     else:

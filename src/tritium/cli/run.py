@@ -30,6 +30,9 @@ def command(
     prompt: Annotated[str | None, typer.Argument(help="The prompt; the example's first one if left out.")] = None,
     *,
     model: Annotated[str, typer.Option(metavar="DIR_OR_EXAMPLE", help="A diffusers folder, or 'example'.")] = "example",
+    attach: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The pipeline that `tritium keep` keeps, instead of --model.")
+    ] = None,
     size: Annotated[
         str | None, typer.Option(metavar="WxH", help="Multiples of 16; the pipeline's default if left out.")
     ] = None,
@@ -73,17 +76,20 @@ def command(
             raise ConfigError("--quantize and --technique quantize=... are the same; leave one of them out")
         named["quantize"] = quantized(quantize)
     config.check_environment()
-    if not prompt and model != generation.EXAMPLE:
-        raise ConfigError(f"model {model!r} needs a prompt")
-    (job,) = generation.jobs_for(model, [prompt or example.PROMPTS[0]], None if size is None else [size], steps, [seed])
+    if attach is not None and (model != generation.EXAMPLE or device_type is not None):
+        raise ConfigError("--attach has its own pipeline on the keeper's device: leave out --model and --device")
+    source = model if attach is None else f"keeper {attach}"
+    if not prompt and source != generation.EXAMPLE:
+        raise ConfigError(f"{f'model {model!r}' if attach is None else source} needs a prompt")
+    (job,) = generation.jobs_for(source, [prompt or example.PROMPTS[0]], None if size is None else [size], steps, [seed])
     settings = Plan(progress=not json, **named)
     if not output.parent.is_dir():
         raise ConfigError(f"-o {output}: there is no folder {output.parent}; create it first, or write elsewhere")
     images.check_writable(output)
     where = known_device(device_type)
     with _short_of_memory(size), progress.shown() as notify:
-        notify(f"loading {model}", 0.0)
-        pipe = generation.load(model, where)
+        notify(f"loading {source}", 0.0)
+        pipe = generation.load(model, where) if attach is None else tritium.attach(attach)
         if eager:
             notify("generating eagerly", 0.2)
             plain = generate(pipe, job)

@@ -18,7 +18,7 @@ class Merges:
     def __init__(self) -> None:
         self.count = 0
         # Called with the layer before a merge or an unmerge writes into its weight.
-        self.before: list[Callable[[Any], None]] = []
+        self.before: list[Callable[[Any], Any]] = []
         self._watched = False
 
     def now(self) -> int:

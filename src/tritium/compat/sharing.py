@@ -27,7 +27,7 @@ def share_cuda(storage: torch.UntypedStorage) -> Handle:
 def map_cuda(handle: Handle) -> torch.UntypedStorage:
     """Map a storage of another process on a GPU. It must not be resized."""
     torch.cuda.init()
-    mapped: torch.UntypedStorage = torch.UntypedStorage._new_shared_cuda(*handle)  # type: ignore[attr-defined]
+    mapped: torch.UntypedStorage = torch.UntypedStorage._new_shared_cuda(*handle)
     return mapped
 
 
@@ -63,7 +63,7 @@ def parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def before_loading(function: Callable[[nn.Module], None]) -> None:
+def before_loading(function: Callable[[nn.Module], Any]) -> None:
     """Run a function on a module before its `load_state_dict` writes into it, from now on."""
 
     def loaded(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -87,14 +87,18 @@ def _connected(name: str) -> tuple[socket.socket, dict[str, Any], list[int]]:
     connection = _request(name, "weights")
     try:
         message, files = wire.receive(connection, wire.REPLY_LIMIT, _PATIENCE, descriptors=wire.DESCRIPTOR_LIMIT)
-        if "error" in message:
-            wire.close_all(files)
-            raise (_NotReady if message.get("state") == "loading" else SharingError)(str(message["error"]))
+        _raise_refusal(message, files)
     except BaseException:
         connection.close()
         raise
     connection.settimeout(None)
     return connection, message, files
+
+
+def _raise_refusal(message: dict[str, Any], files: list[int]) -> None:
+    if "error" in message:
+        wire.close_all(files)
+        raise (_NotReady if message.get("state") == "loading" else SharingError)(str(message["error"]))
 
 
 def _request(name: str, want: str) -> socket.socket:

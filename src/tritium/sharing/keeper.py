@@ -143,11 +143,10 @@ class Keeper:
             "process": os.getpid(),
         }
 
-    def drain(self, seconds: float | None = None) -> bool:
-        """Accept no more users and wait for the others to end; return False if some are left after the seconds."""
-        with self._changed:
-            self.state = "draining"
-            return self._changed.wait_for(lambda: not any(g.users for g in self._generations()) or self.spoiled, seconds)
+    def drain(self, give_up: Callable[[], bool] = lambda: False) -> None:
+        """Accept no more users, and wait until all have ended, or `give_up()` is true."""
+        self.state = "draining"
+        self.wait(lambda: not self.users or give_up())
 
     def close(self) -> None:
         """End the connections of all users, whose pipelines then stop, and free the weights."""
@@ -184,8 +183,7 @@ class Keeper:
         """Answer one request, and hold the weights for a user until its connection ends."""
         try:
             process = wire.peer(connection)
-            if is_full:
-                raise SharingError(f"keeper {self.name!r} has {USERS} users already; start a second keeper")
+            self._check_room(is_full)
             request, _ = wire.receive(connection, wire.REQUEST_LIMIT, PATIENCE)
             self._answer(connection, process, request)
         except SharingError as error:
@@ -201,6 +199,10 @@ class Keeper:
                 self._forget_unused()
                 self._changed.notify_all()
             connection.close()
+
+    def _check_room(self, is_full: bool) -> None:
+        if is_full:
+            raise SharingError(f"keeper {self.name!r} has {USERS} users already; start a second keeper")
 
     def _refuse(self, connection: socket.socket, reason: str) -> None:
         with contextlib.suppress(OSError):

@@ -11,7 +11,7 @@ import contextlib
 import fcntl
 import mmap
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,13 +145,13 @@ def mapped(message: Mapping[str, Any], files: Sequence[int]) -> list[torch.Untyp
         given = _handle_from_json(handle, index)
         if given[2] != size:
             raise SharingError(f"the keeper's message is refused: a handle of {given[2]} bytes for {size}")
-        mapped_here.append(_attempt(lambda given=given: compat.sharing.map_cuda(given)))
+        mapped_here.append(_on_this_gpu(given))
     return mapped_here
 
 
-def _attempt(map_one: Callable[[], torch.UntypedStorage]) -> torch.UntypedStorage:
+def _on_this_gpu(handle: compat.sharing.Handle) -> torch.UntypedStorage:
     try:
-        return map_one()
+        return compat.sharing.map_cuda(handle)
     except RuntimeError as error:
         raise SharingError(
             f"memory of the keeper cannot be mapped ({str(error).splitlines()[0]}); run the keeper and this process on "

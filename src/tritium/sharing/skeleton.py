@@ -90,12 +90,13 @@ def _class_at(address: Any) -> Any:
 
 
 def _write_component(name: str, component: Any, folder: Path) -> None:
+    is_model = isinstance(component, nn.Module)
     if hasattr(component, "save_config"):
         # Models and schedulers of diffusers.
         component.save_config(folder)
-    elif isinstance(component, nn.Module) and hasattr(component, "config"):
+    elif is_model and hasattr(component, "config"):
         component.config.save_pretrained(folder)
-    elif not isinstance(component, nn.Module) and hasattr(component, "save_pretrained"):
+    elif not is_model and hasattr(component, "save_pretrained"):
         component.save_pretrained(folder)
     else:
         raise SharingError(f"component {name!r}, a {type(component).__name__}, has no configuration that can be saved")
@@ -159,7 +160,9 @@ def _compared(
 
 def _check_unhooked(name: str, module: nn.Module) -> None:
     if compat.modules.compiled_call(module) is not None:
-        raise SharingError(f"{name} is compiled, and compiled code is not shared; remove the handle, or do not compile it")
+        raise SharingError(
+            f"{name} is compiled, and compiled code is not shared; remove the handle, or do not compile it"
+        )
     hooks = compat.modules.diffusers_hooks(module)
     if hooks or compat.modules.accelerate_hook(module) is not None:
         listed = ", ".join(hooks) or type(compat.modules.accelerate_hook(module)).__name__

@@ -87,8 +87,9 @@ def check(message: Mapping[str, Any]) -> None:
     for entry in tensors:
         _check_view(entry, sizes)
     names = message.get("names")
-    is_named = isinstance(names, dict) and all(isinstance(entries, dict) for entries in names.values())
-    if not is_named or not all(_is_size(n) and n < len(tensors) for entries in names.values() for n in entries.values()):
+    parts = list(names.values()) if isinstance(names, dict) else [None]
+    numbers: list[Any] = [n for part in parts for n in (part.values() if isinstance(part, dict) else [None])]
+    if not all(_is_size(number) and number < len(tensors) for number in numbers):
         raise _refused("it names tensors that it does not have")
 
 
@@ -109,7 +110,9 @@ def _check_view(entry: Any, sizes: Sequence[int]) -> None:
     if not isinstance(entry, list) or len(entry) != 6:
         raise _refused(f"{entry!r} is no tensor")
     storage, offset, shape, strides, dtype, gradients = entry
-    are_sizes = all(isinstance(part, list) and len(part) <= 64 and all(map(_is_size, part)) for part in (shape, strides))
+    are_sizes = all(
+        isinstance(part, list) and len(part) <= 64 and all(map(_is_size, part)) for part in (shape, strides)
+    )
     if not are_sizes or len(shape) != len(strides) or not _is_size(offset):
         raise _refused(f"shape {shape!r} with strides {strides!r} at {offset!r} is no tensor")
     if not isinstance(dtype, str) or dtype not in DTYPES:
@@ -155,11 +158,15 @@ def assign(component: str, module: nn.Module, names: Mapping[str, int], tensors:
     expected = dict(named_tensors(module))
     if set(expected) != set(names):
         differing = sorted(set(expected) ^ set(names))
-        raise _refused(f"{component} differs from its configuration in {len(differing)} tensors, such as {differing[0]}")
+        raise _refused(
+            f"{component} differs from its configuration in {len(differing)} tensors, such as {differing[0]}"
+        )
     for name, before in expected.items():
         tensor = tensors[names[name]]
         if tensor.shape != before.shape or isinstance(tensor, nn.Parameter) != isinstance(before, nn.Parameter):
-            raise _refused(f"{component}.{name} has shape {list(tensor.shape)}, and its configuration {list(before.shape)}")
+            raise _refused(
+                f"{component}.{name} has shape {list(tensor.shape)}, and its configuration {list(before.shape)}"
+            )
     for name in expected:
         place(module, name, tensors[names[name]])
 

@@ -54,7 +54,9 @@ def socket_path(name: str) -> Path:
         )
     path = folder() / f"{name}.sock"
     if len(os.fsencode(path)) > _PATH_LIMIT:
-        raise SharingError(f"{path} is too long for a socket ({_PATH_LIMIT} bytes); set XDG_RUNTIME_DIR to a short path")
+        raise SharingError(
+            f"{path} is too long for a socket ({_PATH_LIMIT} bytes); set XDG_RUNTIME_DIR to a short path"
+        )
     return path
 
 
@@ -65,7 +67,9 @@ def peer(connection: socket.socket) -> int:
     content = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
     process, user, _group = _PEER.unpack(content)
     if user != os.getuid():
-        raise SharingError(f"process {process} belongs to user {user}, and weights are shared with user {os.getuid()} alone")
+        raise SharingError(
+            f"process {process} belongs to user {user}, and weights are shared with user {os.getuid()} alone"
+        )
     return int(process)
 
 
@@ -86,9 +90,7 @@ def receive(
     """
     reader = _Reader(connection, time.monotonic() + seconds, descriptors)
     try:
-        (length,) = _LENGTH.unpack(reader.take(_LENGTH.size))
-        if not 2 <= length <= limit:
-            raise SharingError(f"a message of {length} bytes is refused: from 2 to {limit} are allowed")
+        length = _length(reader.take(_LENGTH.size), limit)
         return _parsed(reader.take(length)), reader.descriptors
     except BaseException:
         close_all(reader.descriptors)
@@ -129,6 +131,13 @@ class _Reader:
         if flags & socket.MSG_CTRUNC or len(self.descriptors) > self._allowed:
             raise SharingError(f"a message with more than {self._allowed} file descriptors is refused")
         return chunk
+
+
+def _length(content: bytearray, limit: int) -> int:
+    (length,) = _LENGTH.unpack(content)
+    if not 2 <= length <= limit:
+        raise SharingError(f"a message of {length} bytes is refused: from 2 to {limit} are allowed")
+    return int(length)
 
 
 def _parsed(content: bytearray) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from tritium.errors import CheckpointError, ConfigError, nearest
 from tritium.layers.steps import TimestepPolicyConfig
+from tritium.sharing.lease import unshare
 from tritium.techniques.quantize.files import descriptor, formats
 from tritium.techniques.quantize.files.layer import Checkpoint, QuantizedLayer
 from tritium.techniques.quantize.files.linear import QuantizedLinear
@@ -66,6 +67,8 @@ def quantize(
     created = {
         name: _created(model.get_submodule(name), layer, dtype, timestep_config) for name, layer in found.layers.items()
     }
+    if found.tensors:
+        unshare(model)
     own = model.state_dict()
     with torch.no_grad():
         for name, tensor in found.tensors.items():

@@ -50,9 +50,7 @@ class QuantizedLinear(nn.Linear):
             assert layer.input_scale is not None
             static = (policy or Policy()).static_steps(layer.input_scale.numel())
             self.register_buffer("static_steps", static, persistent=False)
-            # Created here: compiled code reads it.
-            step_of(self.weight.device)
-        self.provider = self._provider()
+        self.settle()
 
     def _provider(self) -> str:
         if self.layer.input == "none":
@@ -74,10 +72,15 @@ class QuantizedLinear(nn.Linear):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.compute_dtype = fn(torch.empty(0, dtype=self.compute_dtype, device=before)).dtype
         if self.weight.device != before and not self.weight.is_meta:
-            self.provider = self._provider()
-            if self.layer.input == "step":
-                step_of(self.weight.device)
+            self.settle()
         return self
+
+    def settle(self) -> None:
+        """Choose the provider for the device that the tensors are on now."""
+        self.provider = self._provider()
+        if self.layer.input == "step":
+            # Created here: compiled code reads it.
+            step_of(self.weight.device)
 
     def part(self, name: str) -> torch.Tensor | None:
         """Return a float32 tensor of the layer, or None."""
