@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not device.has_triton(), reason="triton is not i
 CALL = torch.ops.tritium
 
 # Ops that generated code calls through the dispatcher; their modules say why.
-CALLED = {"attention", "block_sparse_attention", "wide_attention"}
+CALLED = {"attention", "block_sparse_attention", "grouped_linear", "wide_attention"}
 
 # PyTorch's kernels for attention, and its products of 8 bits, run on a GPU alone.
 GPU_ALONE = ("cudnn", "flash", "efficient", "scaled_mm", "fp8")

@@ -96,6 +96,12 @@ def is_convolution(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.conv._ConvNd)
 
 
+def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Return True for a module of exactly this class, whose call runs the forward of its class and no hooks."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return type(module) is kind and not hooks and "forward" not in module.__dict__
+
+
 def accelerate_hook(module: nn.Module) -> Any:
     """Return accelerate's hook on a module, or None."""
     return getattr(module, "_hf_hook", None)

@@ -74,6 +74,13 @@ def linear_gelu(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) ->
     return torch._addmm_activation(bias, rows, weight.t(), use_gelu=True)
 
 
+def grouped_product(rows: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Return `rows @ weight.T` of [M, K] and [E, N, K], in groups of rows that end at the offsets [E]."""
+    product: Any = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
+    result: torch.Tensor = product(rows, weights.transpose(-1, -2), offs=offsets)
+    return result
+
+
 def int8_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return `rows @ weight.T` of int8 [M, K] and [N, K] as int32."""
     return torch._int_mm(rows, weight.t())

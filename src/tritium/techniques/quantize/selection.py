@@ -13,6 +13,7 @@ from torch import nn
 from tritium import compat, models
 from tritium.compiler.passes.quantize import Precision
 from tritium.errors import PipelineError, nearest
+from tritium.techniques.experts.mixture import grouped_linears
 from tritium.techniques.quantize.config import AUTO, PATTERN, ROTATED, Quantize
 from tritium.techniques.quantize.storage import StoredLinear
 
@@ -61,6 +62,7 @@ class _Rules:
         self._module, self._config = module, config
         self._named = _named(module, linears, config)
         self._measured = {name: format_ for name, format_, _ in config.measured}
+        self._grouped = set() if config.keeps_bytes else grouped_linears(module)
         family = models.family_of(type(module).__name__)
         self._sensitive = [re.compile(pattern) for pattern in (family.precise if family is not None else ())]
 
@@ -69,6 +71,8 @@ class _Rules:
         config, columns = self._config, linear.in_features
         if not has_own_weight(linear):
             return "its weight is quantized already"
+        if id(linear) in self._grouped:
+            return "its mixture multiplies groups of tokens in the model's dtype"
         if name in self._named:
             format_ = self._named[name]
             return "layers says None" if format_ is None else config.precision(format_, columns, few_rows=True)
