@@ -170,3 +170,57 @@ def nested_attention(
             return None
         raise
     return out[0].squeeze(0)  # type: ignore[no-any-return]
+
+
+def with_log_sum_exp(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return attention of [B, H, S, D] and the logarithm of the sum of each query's scores, as [B, H, S] in float32.
+
+    Parts of an attention over different keys are merged by it. A query that sees no key gets zeros and minus infinity.
+    """
+    if k.shape[1] != q.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    added = mask if mask is None or mask.dtype != torch.bool else _added(mask, q.dtype)
+    if added is None:
+        return _kernel_with_log_sum_exp(q, k, v, None, scale)
+    out, lse = _kernel_with_log_sum_exp(q, k, v, added.expand(*q.shape[:3], k.shape[2]), scale)
+    # Kernels differ in what they return for these queries.
+    sees_none = (added == -torch.inf).all(-1)
+    return out.masked_fill(sees_none.unsqueeze(-1), 0.0), lse.masked_fill(sees_none, -torch.inf)
+
+
+def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
+
+
+def _kernel_with_log_sum_exp(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    aten: Any = torch.ops.aten
+    width = q.shape[-1]
+    alike = v.shape[-1] == width and width % 8 == 0 and width <= 256
+    if q.device.type == "cpu" and v.shape[-1] == width:
+        mask = None if mask is None else mask.to(q.dtype)
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
+        return out, lse.to(torch.float32) if lse.dtype != torch.float64 else lse
+    if q.device.type == "cuda" and alike and mask is None and q.dtype in (torch.float16, torch.bfloat16):
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, False, scale=scale)
+        return out, lse
+    if q.device.type == "cuda" and alike and q.dtype != torch.float64:
+        bias = None if mask is None else _aligned(mask.to(q.dtype))
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, False, scale=scale)
+        # The kernel writes rows in groups of 32.
+        return out, lse.narrow(2, 0, q.shape[2])
+    scores = (q @ k.transpose(2, 3)) * scale
+    scores = scores.to(torch.promote_types(q.dtype, torch.float32))
+    scores = scores if mask is None else scores + mask
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp()
+    return weights.to(v.dtype) @ v, lse
+
+
+def _aligned(mask: torch.Tensor) -> torch.Tensor:
+    """Return a mask whose rows begin at multiples of 16 bytes, as the kernel needs."""
+    return torch.nn.functional.pad(mask, (0, -mask.shape[3] % 8))[..., : mask.shape[3]]

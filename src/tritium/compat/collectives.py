@@ -17,3 +17,23 @@ def all_reduce(tensor: torch.Tensor, group: str) -> torch.Tensor:
 def name_of(group: Any) -> str:
     """Return the name of a process group, which is equal on all of its ranks."""
     return str(group.group_name)
+
+
+def start_all_to_all(tensor: torch.Tensor, group: str, sent: list[int], received: list[int]) -> torch.Tensor:
+    """Start to exchange rows of dim 0, so many with each rank of a group; read the result after `wait`."""
+    ops: Any = torch.ops._c10d_functional
+    exchanged: torch.Tensor = ops.all_to_all_single(tensor, received, sent, group)
+    return exchanged
+
+
+def start_all_gather(tensor: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+    """Start to gather a tensor of all ranks of a group, concatenated along dim 0; read the result after `wait`."""
+    ops: Any = torch.ops._c10d_functional
+    gathered: torch.Tensor = ops.all_gather_into_tensor(tensor, ranks, group)
+    return gathered
+
+
+def wait(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the result of a collective that was started."""
+    ready: torch.Tensor = torch.ops._c10d_functional.wait_tensor(tensor)
+    return ready
