@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 # Imported once by the server.
-_PRELOADED = ["pytest", "torch._dynamo", "torch.distributed", "diffusers.pipelines.flux.pipeline_flux", "tritium.api"]
+PRELOADED = ["pytest", "torch._dynamo", "torch.distributed", "diffusers.pipelines.flux.pipeline_flux", "tritium.api"]
 
 # Seconds until a collective that other ranks do not join fails.
 COLLECTIVE_TIMEOUT = 20
@@ -44,7 +44,7 @@ class Group:
 
     def __init__(self, size: int, folder: Path) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context.set_forkserver_preload(PRELOADED)
         self.size, self._pipes, self._processes = size, [], []
         store = folder / f"store-{time.monotonic_ns()}"
         for rank in range(size):
