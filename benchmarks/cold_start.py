@@ -32,7 +32,7 @@ def child(workload: str, start: str, folder: Path, *, save: bool) -> None:
     from tritium import Backend, compat, device, explain
     from tritium.artifacts import files as artifacts
     from tritium.artifacts.fingerprint import Fingerprint
-    from tritium.bench import workloads
+    from tritium.bench import results, workloads
 
     where = device.default()
     (found,) = workloads.find(workload)
@@ -71,6 +71,7 @@ def child(workload: str, start: str, folder: Path, *, save: bool) -> None:
                 "graphs_found": torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"],
                 "device": device.describe(where).to_dict(),
                 "versions": compat.versions.versions(),
+                "commit": results.commit(),
                 "note": built.note,
             }
         )
@@ -138,7 +139,7 @@ def compare(workload: str, repeats: int) -> dict[str, Any]:
         }
         rows.append({"start": start, **medians, **shares, "file_bytes": sizes.get(start)})
     return {
-        **{key: first[key] for key in ("device", "versions", "note")},
+        **{key: first[key] for key in ("device", "versions", "commit", "note")},
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "workload": workload,
         "repeats": repeats,

@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from tritium.bench import results
 from tritium.bench.profile import profile
 from tritium.ops import group_norm_silu as group_norm
 from tritium.ops.group_norm_silu import OP, Options
@@ -115,7 +116,8 @@ def main() -> None:
             )
     if given.json:
         given.json.parent.mkdir(parents=True, exist_ok=True)
-        content = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}
+        about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": results.commit()}
+        content = {**about, "rows": rows}
         given.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from tritium import compat, device, measure
+from tritium.bench import results
 from tritium.report.observation import ReductionChoice
 from tritium.tiling import session
 from tritium.tiling.policy import OFF
@@ -245,7 +246,8 @@ def main() -> None:
     entry = limits.to_dict()
     print(f"{machine.name}: {json.dumps(entry)}")
     if arguments.json is not None:
-        content = {"device": machine.name, "torch": torch.__version__, "rows": rows, "missing": missing, "table": entry}
+        about = {"device": machine.name, "torch": torch.__version__, "commit": results.commit()}
+        content = {**about, "rows": rows, "missing": missing, "table": entry}
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if arguments.table is not None:

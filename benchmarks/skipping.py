@@ -26,7 +26,7 @@ import torch
 
 import tritium
 from tritium import Plan, Skip, compat, device, measure
-from tritium.bench import generation
+from tritium.bench import generation, results
 from tritium.bench.search import engines
 from tritium.bench.search.evaluation import Evaluator, Pace, Store
 from tritium.bench.search.recording import recording_of
@@ -274,6 +274,7 @@ def write(rows: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> None
         content = {
             "device": device.describe(device.default()).to_dict(),
             "versions": compat.versions.versions(),
+            "commit": results.commit(),
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "rows": rows,
         }

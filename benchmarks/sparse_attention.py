@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from tritium.bench import results
 from tritium.ops.block_sparse_attention import OP
 from tritium.ops.block_sparse_attention import triton as kernel
 
@@ -236,6 +237,7 @@ def main() -> None:
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "device": torch.cuda.get_device_name(),
             "versions": {"torch": torch.__version__, "triton": triton.__version__},
+            "commit": results.commit(),
             "tokens": TOKENS,
             "heads": HEADS,
             "block": BLOCK,

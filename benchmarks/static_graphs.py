@@ -29,7 +29,7 @@ import torch
 
 import tritium
 from tritium import Backend, CompilationConfig, Plan, Shapes, compat, device, measure
-from tritium.bench import generation
+from tritium.bench import generation, results
 from tritium.pipelines.generation import MULTIPLE, Job, generate
 
 # Each size has another number of tokens: a rotated image has the same shape for a transformer of tokens.
@@ -216,6 +216,7 @@ def main(arguments: list[str] | None = None) -> int:
             "engine": engine,
             "device": device.describe(options.device).to_dict(),
             "versions": compat.versions.versions(),
+            "commit": results.commit(),
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "seconds": round(seconds, 1),
         }

@@ -107,22 +107,27 @@ class Results:
     versions: dict[str, str | None]
     date: str
     rows: tuple[Row, ...]
+    # The commits that added rows which name none: older results, measured at or shortly before these commits.
+    added_in: tuple[str, ...] = ()
 
     @classmethod
     def now(cls, rows: Sequence[Row], device_type: str) -> Results:
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        named = tuple(row if row.commit else dataclasses.replace(row, commit=commit()) for row in rows)
-        return cls(dict(device.describe(device_type).to_dict()), compat.versions.versions(), date, named)
+        return cls(dict(device.describe(device_type).to_dict()), compat.versions.versions(), date, named(rows))
 
     def save(self, path: Path) -> None:
-        disk.write(path, json.dumps(dataclasses.asdict(self), indent=2) + "\n", make_folder=True)
+        content = dataclasses.asdict(self)
+        if not self.added_in:
+            del content["added_in"]
+        disk.write(path, json.dumps(content, indent=2) + "\n", make_folder=True)
 
     @classmethod
     def load(cls, path: Path) -> Results:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             rows = tuple(Row(**row) for row in content["rows"])
-            return cls({**content["device"]}, content["versions"], content["date"], rows)
+            added_in = tuple(content.get("added_in", ()))
+            return cls({**content["device"]}, content["versions"], content["date"], rows, added_in)
         except OSError as error:
             raise ConfigError(f"results {path} cannot be read: {error.strerror}") from error
         except ValueError as error:
@@ -132,6 +137,11 @@ class Results:
             raise ConfigError(
                 f"{path} is no result of `tritium bench --json`: its keys or rows are not those of this version"
             ) from error
+
+
+def named(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """Return rows that were just measured, with the commit of this checkout where they name none."""
+    return tuple(row if row.commit else dataclasses.replace(row, commit=commit()) for row in rows)
 
 
 @functools.cache
@@ -165,6 +175,7 @@ class Store:
         self.device_type = device_type
         self.replaced = ""
         self._rows: dict[tuple[str, str], list[Row]] = {}
+        self._added_in: tuple[str, ...] = ()
         if path is None or not resume or not path.exists() or not path.stat().st_size:
             return
         stored, now = Results.load(path), Results.now([], device_type)
@@ -174,6 +185,7 @@ class Store:
             if was != wanted:
                 self.replaced = f"{path} has other {part} ({was}), so all of it is measured again"
                 return
+        self._added_in = stored.added_in
         for row in stored.rows:
             self._rows.setdefault((row.workload, row.dtype), []).append(row)
 
@@ -183,13 +195,16 @@ class Store:
     def add(self, rows: Sequence[Row]) -> None:
         """Replace the rows of some workloads and write the file."""
         for key in dict.fromkeys((row.workload, row.dtype) for row in rows):
-            self._rows[key] = [row for row in rows if (row.workload, row.dtype) == key]
+            self._rows[key] = list(named([row for row in rows if (row.workload, row.dtype) == key]))
         if self.path is not None and rows:
             self.results.save(self.path)
 
     @property
     def results(self) -> Results:
-        return Results.now([row for rows in self._rows.values() for row in rows], self.device_type)
+        # Rows that were kept are of another commit.
+        kept = tuple(row for rows in self._rows.values() for row in rows)
+        added_in = self._added_in if any(row.commit is None for row in kept) else ()
+        return dataclasses.replace(Results.now([], self.device_type), rows=kept, added_in=added_in)
 
 
 @dataclass(frozen=True)
