@@ -112,18 +112,18 @@ def test_the_order_of_experts_changes_nothing(random):
 def test_gradients_reach_the_weights(random):
     """The grouped product has none: then every expert computes all tokens."""
     x, indices, weights, *sides = mixture(random, tokens=5)
-    for function in (layers.routed_swiglu, one_by_one):
+
+    def gradients(function):
         leaves = [side.clone().requires_grad_() for side in sides]
         function(x, indices, weights, *leaves).square().sum().backward()
-        found = [leaf.grad for leaf in leaves]
-        if function is one_by_one:
-            for first, second in zip(before, found, strict=True):
-                torch.testing.assert_close(first, second)
-        before = found
+        return [leaf.grad for leaf in leaves]
+
+    for found, expected in zip(gradients(layers.routed_swiglu), gradients(one_by_one), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 def test_an_expert_without_tokens_may_overflow(random):
-    x, indices, weights, *sides = mixture(random, count=4, top_k=1)
+    x, indices, weights, *_ = mixture(random, count=4, top_k=1)
     indices = indices.clamp(max=2)
     expected = experts.every_expert(x, indices, weights, [lambda rows: rows] * 4)
     spoiled = [lambda rows: rows] * 3 + [lambda rows: rows * float("inf")]
