@@ -12,7 +12,7 @@ import pytest
 from support import small_pipelines, workers
 from tritium.errors import PipelineError
 from tritium.serve.dispatch import Dispatcher
-from tritium.serve.engine import LAST, Cancelled, Counts, Done, Failed, Model, Started, Step, WorkerDied
+from tritium.serve.engine import Cancelled, Counts, Done, Failed, Model, Started, Step, WorkerDied
 from tritium.serve.process import ProcessWorker
 from tritium.serve.runner import LocalRunner
 
@@ -131,7 +131,7 @@ def folder(tmp_path_factory):
 
 def test_a_killed_process_is_restarted(folder):
     async def main():
-        worker = ProcessWorker(workers.settings(folder))
+        worker = workers.process(workers.settings(folder))
         runner = LocalRunner([worker])
         engine = Dispatcher(runner)
         await engine.start()
@@ -181,7 +181,7 @@ def _is_running(pid):
 
 
 def test_a_process_that_cannot_load_says_why(tmp_path):
-    runner = LocalRunner([ProcessWorker(workers.settings(tmp_path / "absent"))])
+    runner = LocalRunner([workers.process(workers.settings(tmp_path / "absent"))])
     with pytest.raises(PipelineError, match="neither 'example' nor a folder"):
         asyncio.run(runner.start())
 
@@ -189,7 +189,7 @@ def test_a_process_that_cannot_load_says_why(tmp_path):
 def test_a_group_of_two_ranks(folder):
     """Guidance is split between them: both compute every step, and stop together."""
     settings = workers.settings(folder, eager=False, techniques={"parallel": {"cfg": 2, "vae": None}})
-    worker = ProcessWorker(settings, ranks=2)
+    worker = workers.process(settings, ranks=2)
     job = workers.job(negative_prompt="blue", true_cfg=3.0)
     worker.load()
     try:
@@ -226,5 +226,9 @@ def test_a_group_of_two_ranks(folder):
     assert np.abs(workers.pixels(first).astype(int) - reference).max() <= 1
 
 
-def test_last_events_are_the_protocols():
-    assert {Done, Failed, Cancelled} == set(LAST)
+@pytest.mark.thorough
+def test_a_spawned_process(folder):
+    worker = ProcessWorker(workers.settings(folder))
+    worker.load()
+    assert isinstance(workers.of("a", workers.run(worker, workers.job()))[-1], Done)
+    worker.close()

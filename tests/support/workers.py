@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
+import multiprocessing
 
 import numpy as np
 import torch
 from PIL import Image
 
-from support import small_pipelines
+from support import ranks, small_pipelines
 from tritium.serve.engine import LAST, Done, Job
+from tritium.serve.process import ProcessWorker
 from tritium.serve.worker import PipelineWorker
 from tritium.serve.worker_settings import WorkerSettings
 
@@ -25,6 +27,12 @@ def settings(folder="", **changes) -> WorkerSettings:
 def worker(**changes) -> PipelineWorker:
     """A worker in this process, not yet loaded."""
     return PipelineWorker(settings(**changes), small_pipelines.flux)
+
+
+def process(settings, **arguments) -> ProcessWorker:
+    """A worker in processes that are forked from one with the imports: spawned ones import for several seconds."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(ranks.PRELOADED)
+    return ProcessWorker(settings, start_method="forkserver", **arguments)
 
 
 def save(folder):

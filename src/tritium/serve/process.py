@@ -27,8 +27,9 @@ _GRACE = 2.0
 class ProcessWorker:
     """A worker in a process that is spawned, or in a group of `ranks` processes that compute each batch together."""
 
-    def __init__(self, settings: WorkerSettings, ranks: int = 1) -> None:
+    def __init__(self, settings: WorkerSettings, ranks: int = 1, start_method: str = "spawn") -> None:
         self._settings, self._ranks = settings, ranks
+        self._context: Any = multiprocessing.get_context(start_method)
         self._processes: list[Any] = []
         # One for each rank: a process ends when its pipe is closed. Only the first rank gets and sends messages.
         self._pipes: list[Any] = []
@@ -47,12 +48,11 @@ class ProcessWorker:
         self._end()
         if self._closed:
             raise WorkerDied("it is closed")
-        context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="tritium-ranks-")
         for rank in range(self._ranks):
-            ours, theirs = context.Pipe()
+            ours, theirs = self._context.Pipe()
             place = Place(rank, self._ranks, str(Path(self._folder.name) / "store"))
-            process = context.Process(target=_main, args=(theirs, self._settings, place), daemon=True)
+            process = self._context.Process(target=_main, args=(theirs, self._settings, place), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
