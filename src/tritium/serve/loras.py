@@ -107,9 +107,10 @@ def _read(pipe: Any, name: str, file: Path) -> dict[Place, _Factors]:
         pipe.load_lora_weights(str(file.parent), weight_name=file.name, adapter_name=_ADAPTER, local_files_only=True)
         factors = {place: _factors_of(name, place, layer) for place, layer in _lora_layers(pipe)}
         pipe.unload_lora_weights()
-    except (OSError, ValueError, KeyError, RuntimeError, AttributeError) as error:
-        if isinstance(error, ConfigError):
-            raise
+    except ConfigError:
+        raise
+    except Exception as error:
+        # Loaders of diffusers fail in many ways on files that they do not understand.
         raise ConfigError(f"LoRA {name!r}: {file} does not fit {type(pipe).__name__}: {brief(error)}") from error
     if not factors:
         raise ConfigError(f"LoRA {name!r}: {file} changes no layer of {type(pipe).__name__}")
