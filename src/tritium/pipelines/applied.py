@@ -39,6 +39,12 @@ class Owner(Protocol):
     @property
     def module(self) -> nn.Module: ...
     @property
+    def component(self) -> nn.Module: ...
+    @property
+    def blocks(self) -> tuple[nn.Module, ...]: ...
+    @property
+    def components(self) -> tuple[nn.Module, ...]: ...
+    @property
     def schedulers(self) -> tuple[Any, ...]: ...
     def program(self, settings: Settings) -> Callable[..., Any]: ...
 
@@ -62,6 +68,18 @@ class View:
     @property
     def module(self) -> nn.Module:
         return self.owner.module
+
+    @property
+    def component(self) -> nn.Module:
+        return self.owner.component
+
+    @property
+    def blocks(self) -> tuple[nn.Module, ...]:
+        return self.owner.blocks
+
+    @property
+    def components(self) -> tuple[nn.Module, ...]:
+        return self.owner.components
 
     @property
     def how(self) -> str:

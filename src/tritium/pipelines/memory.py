@@ -6,8 +6,9 @@ refused only if even that does not fit.
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ def needed(decoder: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
     fakes = compat.tensors.fake_mode(allow_non_fake_inputs=True)
     live, outputs = Live(), []
     # In inference mode composite operators arrive here undecomposed, without the routines they call.
-    with torch.inference_mode(mode=False), torch.no_grad(), fakes:
+    with torch.inference_mode(mode=False), torch.no_grad(), fakes, _attributes_kept(decoder):
         args, named = fake_arguments(args, kwargs)
         started = {name: list(value) for name, value in named.items() if _counts(value)}
         with live:
@@ -43,6 +44,18 @@ def needed(decoder: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
     last = outputs[-1]
     piled = max(0, calls - _REGIMES) * (last.untyped_storage().nbytes() if isinstance(last, torch.Tensor) else 0)
     return live.most + piled
+
+
+@contextlib.contextmanager
+def _attributes_kept(module: nn.Module) -> Iterator[None]:
+    """Restore the attributes of all modules inside a module: some decoders keep frames in them between calls."""
+    before = [(inner, dict(vars(inner))) for inner in module.modules()]
+    try:
+        yield
+    finally:
+        for inner, attributes in before:
+            inner.__dict__.clear()
+            inner.__dict__.update(attributes)
 
 
 def _counts(value: Any) -> bool:

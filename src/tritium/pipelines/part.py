@@ -65,6 +65,8 @@ class Part:
         self.measured: dict[str, float] = {}
         # Called once with the arguments of the next call, before it runs.
         self.before_first: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
+        # The captures that the last sleep freed.
+        self.captured_again = 0
         self.claims = Claims()
         self.call = Call(spec.module, self)
         self.times = Times()
@@ -104,6 +106,23 @@ class Part:
     def module(self) -> nn.Module:
         """Return the module whose calls are the calls of the part."""
         return self.spec.module
+
+    @property
+    def component(self) -> nn.Module:
+        """Return the pipeline's component that contains the module."""
+        return self.spec.component or self.spec.module
+
+    @property
+    def blocks(self) -> tuple[nn.Module, ...]:
+        """Return the modules with compiled calls of their own."""
+        return tuple(block.module for block in self.spec.blocks)
+
+    @property
+    def components(self) -> tuple[nn.Module, ...]:
+        """Return the modules of the pipelines that run the part."""
+        pipes = [handle.pipe for handle in self.claims.handles]
+        found = [value for pipe in pipes for value in ([pipe] if isinstance(pipe, nn.Module) else pipe.components.values())]
+        return tuple(value for value in found if isinstance(value, nn.Module))
 
     @property
     def schedulers(self) -> tuple[Any, ...]:
@@ -235,6 +254,17 @@ class Part:
         self._put_back(self.module)
         self._techniques.clear()
 
+    def pause(self, reason: str) -> None:
+        """Let every call raise, until `resume`."""
+
+        def refuse(*_args: Any, **_kwargs: Any) -> Any:
+            raise PipelineError(reason)
+
+        self.call.traced = self.call.uncounted = self.call.counted = refuse
+
+    def resume(self) -> None:
+        self._set_call(self.among)
+
     @contextmanager
     def using(self, choice: Choice, among: Container[nn.Module] | None = None) -> Iterator[None]:
         before = self.choice
@@ -256,7 +286,8 @@ class Part:
         """Put together the call of the part: the functions around it, outermost first, and its program."""
         settings, outside, inside = self._settings, self._techniques.outside, self._techniques.inside
         around: list[Around] = [self._reported]
-        if self.spec.guard is not None and self.plan.check_memory:
+        # A budget makes room for a decode, or refuses it itself.
+        if self.spec.guard is not None and self.plan.check_memory and self.state_of("memory") is None:
             around.insert(0, self._checked)
         if self.choice.how != "eager":
             around.insert(0, self._compiling)
@@ -436,6 +467,8 @@ class Part:
         """Return notes on the calls so far, for the summary."""
         slivers = sum(call.slivers for call in self._any_size)
         notes = [f"block by block: its forward is not one program ({self.refused})"] if self.refused else []
+        again = self.captured_again
+        notes += [f"was asleep: {again} captures had to be made again"] if again else []
         notes += [f"{slivers} calls of one row or column ran eagerly"] if slivers else []
         notes += self._missing
         return notes + ([self.spec.guard.unknown] if self.spec.guard is not None and self.spec.guard.unknown else [])

@@ -82,6 +82,8 @@ class PartSpec:
     guard: Guard | None = None
     # Compile as one program first; fall back to the blocks one by one.
     whole: bool = False
+    # The component that contains the module, if it is another one.
+    component: nn.Module | None = None
 
 
 def find(pipe: Any, plan: Plan) -> list[PartSpec]:
@@ -191,7 +193,7 @@ def _codec(name: str, module: nn.Module) -> Iterator[PartSpec]:
         cache = codec.cache if codec is not None else ()
         guard = Guard(module, inner, cache) if attribute == "decoder" else None
         what = f"{type(inner).__name__} as a whole"
-        yield PartSpec(part, inner, (Block("", inner),), what, Choice(), varying=varying, guard=guard)
+        yield PartSpec(part, inner, (Block("", inner),), what, Choice(), varying=varying, guard=guard, component=module)
 
 
 def _repeated(module: nn.Module) -> tuple[str, ...]:

@@ -44,6 +44,18 @@ class Part(Protocol):
         """Return the module whose calls are the calls of the part."""
 
     @property
+    def component(self) -> nn.Module:
+        """Return the pipeline's component that contains the module: the VAE of a decoder, else the module itself."""
+
+    @property
+    def blocks(self) -> tuple[nn.Module, ...]:
+        """Return the modules whose calls `around_blocks` can wrap, or the module itself if it has none."""
+
+    @property
+    def components(self) -> tuple[nn.Module, ...]:
+        """Return the modules of the pipelines that run the part."""
+
+    @property
     def how(self) -> str:
         """Return what runs the part: `tritium`, `inductor` or `eager`."""
 

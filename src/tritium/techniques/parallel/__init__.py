@@ -12,8 +12,8 @@ import torch.distributed as dist
 from tritium import models
 from tritium.errors import PipelineError
 from tritium.techniques.choice import Choice
+from tritium.techniques.parallel import decoder, experts, tensor
 from tritium.techniques.parallel import mesh as meshes
-from tritium.techniques.parallel import tensor
 from tritium.techniques.parallel.config import SEQUENCE, Parallel
 from tritium.techniques.parallel.mesh import Axis, Mesh
 from tritium.techniques.skip.config import Skip
@@ -41,15 +41,30 @@ class State:
 def applies_to(part: Part, config: Parallel) -> str | None:
     meshes.start(device_of(part))
     meshes.check(config, dist.get_world_size())
+    if _is_codec(part):
+        return _why_whole(part, config)
     if part.name in _DENOISERS:
         reason = _refusal(part, config)
         if reason is not None:
             # Not a reason to leave it out: ranks that all compute everything are not what the degrees name.
             raise PipelineError(f"{part.name} cannot have {config}: {reason}")
         return None
-    if part.name in ("vae.decode", "vae.encode"):
-        return None if config.vae is not None else "Parallel(vae=None) leaves the VAE on every rank"
     return "it runs on every rank"
+
+
+def _is_codec(part: Part) -> bool:
+    return part.component is not part.module
+
+
+def _why_whole(part: Part, config: Parallel) -> str | None:
+    """Return why every rank computes a whole VAE, or None; raise if a number of ranks was named for it."""
+    if config.vae is None:
+        return "Parallel(vae=None) leaves the VAE on every rank"
+    reason = decoder.why_not(part)
+    # Encoders are shared where that is possible: most pipelines only decode.
+    if reason is not None and isinstance(config.vae, int) and config.vae > 1 and part.name != "vae.encode":
+        raise PipelineError(f"{part.name} cannot have {config}: {reason}")
+    return reason
 
 
 def _refusal(part: Part, config: Parallel) -> str | None:
@@ -57,6 +72,9 @@ def _refusal(part: Part, config: Parallel) -> str | None:
     facts = models.parallel_of(type(part.module).__name__)
     if any(config.degrees[axis] > 1 for axis in SEQUENCE) and facts.unsplit:
         return f"its tokens cannot be split: {facts.unsplit}"
+    reason = experts.why_not(part.module) if config.degrees["experts"] > 1 else None
+    if reason is not None:
+        return f"its experts cannot be split: {reason}"
     ranks = config.degrees["tensor"]
     reason = tensor.why_not(part.module, ranks) if ranks > 1 else None
     return f"its weights cannot be split: {reason}" if reason is not None else None
@@ -82,7 +100,7 @@ def apply(part: Part, config: Parallel) -> State:
 
 def _splits_of(part: Part, config: Parallel, mesh: Mesh) -> list[tuple[str, Axis | Mesh]]:
     """Return the modules that split this part, each with its axis; `sequence` has three axes and gets the mesh."""
-    if part.name not in _DENOISERS:
+    if _is_codec(part):
         ranks = mesh.world.size if config.vae == "auto" else config.vae or 1
         return [("decoder", meshes.axis_of(ranks, device_of(part)))] if ranks > 1 else []
     found: list[tuple[str, Axis | Mesh]] = []
@@ -132,4 +150,5 @@ TECHNIQUE = Technique(
     remove=remove,
     conflicts=conflicts,
     report=report,
+    after=("experts",),
 )

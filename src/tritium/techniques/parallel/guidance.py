@@ -263,7 +263,7 @@ class Guidance:
         with torch.no_grad():
             for branch in pending:
                 for tensor in branch.tensors:
-                    _broadcast(tensor, branch.owner, self.axis)
+                    broadcast(tensor, branch.owner, self.axis)
                 branch.is_kept = True
         for branch in pending:
             for function in branch.then:
@@ -311,7 +311,7 @@ class Guidance:
                 if rank == self.axis.rank:
                     rows.copy_(leaf[: len(rows)])
                 if len(rows):
-                    _broadcast(rows, rank, self.axis)
+                    broadcast(rows, rank, self.axis)
         return joined
 
     def _difference(self, output: Any, whole: Any) -> str | None:
@@ -322,7 +322,7 @@ class Guidance:
             return "its output has no row for each sample of the batch, so its batch is not shared"
         for part, full in tensors:
             error = ((part - full).abs().max() / full.abs().max().clamp_min(1e-30)).float()
-            _broadcast(error, 0, self.axis)
+            broadcast(error, 0, self.axis)
             if not error <= _BATCH_TOLERANCE.get(full.dtype, _HALF_TOLERANCE):
                 return f"its batch in parts differs from the whole batch by {float(error):.1g}, so it is not shared"
         return None
@@ -338,7 +338,7 @@ def _structure_of(output: Any) -> Structure:
     return structure
 
 
-def _broadcast(tensor: torch.Tensor, owner: int, axis: Axis) -> None:
+def broadcast(tensor: torch.Tensor, owner: int, axis: Axis) -> None:
     """Copy a tensor from one rank of an axis into those of the others."""
     flat = tensor if tensor.is_contiguous() else tensor.contiguous()
     dist.broadcast(flat, dist.get_global_rank(axis.group, owner), group=axis.group)
