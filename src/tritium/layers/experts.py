@@ -41,18 +41,25 @@ def route(logits: torch.Tensor, top_k: int, *, normalize: bool = False) -> tuple
 
 @checked_with_stored("indices")
 def group_rows(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the token of each row sorted by expert [S * k], the row of each choice [S, k], and the ends of the groups [E].
+    """Return the token of each row sorted by expert [M], the row of each choice [S, k], and the ends of the groups [E].
+
+    A choice of -1 has no row: its place in the second result is -1 too, and as many of the last rows belong to no group.
 
     Args:
-        indices: The experts of each token, [S, k], as `route` returns them.
+        indices: The experts of each token, [S, k], as `route` returns them. A token chooses an expert at most once.
         experts: The number of experts.
     """
     _check_integers("indices", indices, 2)
-    rows, counts = ranked(indices, experts)
+    places, counts = ranked(indices, experts)
     offsets = counts.cumsum(0)
-    slots = rows + (offsets - counts)[indices]
-    tokens = torch.arange(slots.numel(), device=slots.device) // slots.shape[1]
-    return torch.empty_like(tokens).scatter(0, slots.flatten(), tokens), slots, offsets.to(torch.int32)
+    is_chosen = indices >= 0
+    slots = torch.where(is_chosen, places + (offsets - counts)[indices.clamp(min=0)], -1)
+    count, top_k = indices.shape
+    most = count * min(top_k, experts)
+    tokens = torch.arange(slots.numel(), device=slots.device) // top_k
+    # Rows without a choice write to one more row.
+    rows = tokens.new_zeros(most + 1).scatter(0, torch.where(is_chosen, slots, most).flatten(), tokens)
+    return rows[:most], slots, offsets.to(torch.int32)
 
 
 def ranked(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,13 +106,15 @@ def combine_rows(rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor)
 
     Args:
         rows: The results of the experts, [M, N].
-        slots: The row of each choice, [S, k], as `group_rows` returns it.
+        slots: The row of each choice, [S, k], as `group_rows` returns it; choices of -1 are left out.
         weights: The weights of the choices, [S, k].
     """
     check_rank("rows", rows, 2)
     _check_integers("slots", slots, 2)
     check_shape("weights", weights, tuple(slots.shape))
-    return (rows[slots] * weights[..., None]).sum(1)
+    chosen = rows[slots.clamp(min=0)] * weights[..., None]
+    # Rows that no group has are undefined.
+    return torch.where((slots >= 0)[..., None], chosen, 0.0).sum(1)
 
 
 @checked_with_stored("indices")
@@ -125,7 +134,7 @@ def routed_swiglu(
 
     Args:
         x: [S, D].
-        indices: The experts of each token, [S, k].
+        indices: The experts of each token, [S, k]; choices of -1 are left out. A token chooses an expert at most once.
         weights: Their weights, [S, k].
         gate: [E, N, D], or a weight [N, D] for each expert.
         up: Like gate.

@@ -151,7 +151,7 @@ class TestTechnique:
             assert handle.part("model").refused is None
             assert sum(isinstance(inner, Grouped) for inner in model.modules()) == 2
             note = handle.part("model").technique_notes["experts"]
-            assert note.text == "2 mixtures of 2 experts as grouped products"
+            assert note.text == "mixtures with 2 experts as grouped products: 2"
         assert not any(isinstance(inner, Grouped) for inner in model.modules())
         assert "patchify" not in model.__dict__
         with torch.inference_mode():
@@ -233,11 +233,11 @@ def test_a_failure_leaves_the_model_as_it_was(monkeypatch, hidream):
     model = hidream[0]
     grouped = []
 
-    def fail_at_the_second(found):
+    def fail_at_the_second(found, *settings):
         if grouped:
             raise RuntimeError("no memory")
         grouped.append(found)
-        return mixture.group(found)
+        return mixture.group(found, *settings)
 
     monkeypatch.setattr(tritium.techniques.experts, "group", fail_at_the_second)
     with pytest.raises(RuntimeError, match="no memory"):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tritium import compat
-from tritium.errors import brief
+from tritium.errors import PipelineError, brief
 from tritium.layers import experts as layers
 
 # Names of an expert's linears: the activated one, the one that it is multiplied with, and the last one.
@@ -25,8 +25,8 @@ _NAMES = (("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"))
 # dtype's precision: another activation gives an error of 10 % and more.
 _TOKENS, _TOLERANCE = 64, 4
 
-# Computes the experts' share of a mixture instead of its own forward, for tokens [S, D] and their experts and weights.
-Mix = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# Replaces `Grouped.mixed`: gets the mixture, tokens [S, D], and their experts and weights [S, k].
+Mix = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def find(module: nn.Module) -> Iterator[Routed]:
 
 
 def _names_of(module: Any) -> tuple[str, str, str] | None:
-    """Return the names of the linears of a mixture's experts; None if the module is no mixture."""
+    """Return the names of the linears of a mixture's experts; None for other modules."""
     experts = getattr(module, "experts", None)
     if (
         not isinstance(experts, nn.ModuleList)
@@ -82,20 +82,23 @@ class Grouped(nn.Module):
     """The forward of a mixture whose class was replaced by `group`."""
 
     names: tuple[str, str, str]
-    # Set by expert parallelism.
+    # Set while the experts are split over ranks.
     mix: Mix | None
+    # The settings of `Experts`, for ranks.
+    slots: int | None
+    moves: int | None
     gate: nn.Module
     experts: nn.ModuleList
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         indices, weights = self.gate(x)[:2]
         rows = x.reshape(-1, x.shape[-1])
-        mix = self._own if self.mix is None else self.mix
-        out = mix(rows, indices.reshape(len(rows), -1), weights.reshape(len(rows), -1)).view(x.shape)
+        mix = type(self).mixed if self.mix is None else self.mix
+        out = mix(self, rows, indices.reshape(len(rows), -1), weights.reshape(len(rows), -1)).view(x.shape)
         shared = getattr(self, "shared_experts", None)
         return out if shared is None else out + shared(x)
 
-    def _own(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def mixed(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         linears = [[getattr(expert, name) for expert in self.experts] for name in self.names]
         if all(compat.modules.is_plain(linear, nn.Linear) for side in linears for linear in side):
             gate, up, down = ([linear.weight for linear in side] for side in linears)
@@ -104,10 +107,13 @@ class Grouped(nn.Module):
         return layers.every_expert(x, indices, weights, list(self.experts))
 
     def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Any:
-        # Moves and casts give each parameter storage of its own.
+        if self.mix is not None:
+            raise PipelineError(
+                "experts that are split over ranks cannot be moved or cast; call remove() on the handle, and optimize again"
+            )
+        # Moves and casts give each parameter a separate storage.
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.mix is None:
-            stack(self, self.names)
+        stack(self, self.names)
         return result
 
 
@@ -124,13 +130,13 @@ def _grouped(stock: type) -> type:
 
 @torch.inference_mode(mode=False)
 @torch.no_grad()
-def group(routed: Routed) -> str | None:
+def group(routed: Routed, slots: int | None = None, moves: int | None = 0) -> str | None:
     """Replace a mixture's class and stack its experts' weights; return why the mixture stays as it is, or None."""
     module, stock = routed.module, type(routed.module)
     if any(linear.weight.is_meta for side in routed.linears for linear in side):
         return "its weights are on the meta device"
     module.__class__ = _grouped(stock)  # type: ignore[arg-type]  # types are hashable
-    module.__dict__.update(names=routed.names, mix=None)
+    module.__dict__.update(names=routed.names, mix=None, slots=slots, moves=moves)
     stack(module, routed.names)
     reason = _disagreement(module, stock)
     if reason is not None:
@@ -141,10 +147,10 @@ def group(routed: Routed) -> str | None:
 @torch.inference_mode(mode=False)
 @torch.no_grad()
 def ungroup(routed: Routed) -> None:
-    """Restore a mixture's class, and give each weight storage of its own."""
+    """Restore a mixture's class, and give each weight a separate storage."""
     module = routed.module
     module.__class__ = type(module).__bases__[1]
-    for name in ("names", "mix"):
+    for name in ("names", "mix", "slots", "moves"):
         del module.__dict__[name]
     for side in routed.linears:
         for linear in side:

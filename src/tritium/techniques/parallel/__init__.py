@@ -75,6 +75,9 @@ def _refusal(part: Part, config: Parallel) -> str | None:
     reason = experts.why_not(part.module) if config.degrees["experts"] > 1 else None
     if reason is not None:
         return f"its experts cannot be split: {reason}"
+    reason = experts.why_not(part.module) if config.degrees["experts"] > 1 else None
+    if reason is not None:
+        return f"its experts cannot be split: {reason}"
     ranks = config.degrees["tensor"]
     reason = tensor.why_not(part.module, ranks) if ranks > 1 else None
     return f"its weights cannot be split: {reason}" if reason is not None else None
