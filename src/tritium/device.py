@@ -46,6 +46,11 @@ def cuda_available() -> bool:
     return torch.cuda.is_available()
 
 
+def gpu_count() -> int:
+    """Return the number of GPUs that torch can use."""
+    return torch.cuda.device_count()
+
+
 def default() -> str:
     """Return the device type for demos and benchmarks: `cuda` if available, else `cpu`."""
     return "cuda" if cuda_available() else "cpu"
@@ -190,6 +195,12 @@ def free_memory(where: torch.device) -> int | None:
     available = _kilobytes(memory.get("MemAvailable"))
     # Count free swap: swapped memory is slow, but the allocation succeeds.
     return available if available is None else available + (_kilobytes(memory.get("SwapFree")) or 0)
+
+
+def empty_cache() -> None:
+    """Return the memory that torch has cached to the GPU, if CUDA has started."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def host_memory() -> int | None:

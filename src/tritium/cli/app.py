@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from tritium.cli import bench, doctor, explain, keep, plan, quantize, run, tune, verify
+from tritium.cli import bench, doctor, explain, keep, plan, quantize, run, serve, tune, verify
 from tritium.errors import TritiumError
 
 
@@ -49,3 +49,4 @@ app.command("verify")(verify.command)
 app.command("quantize")(quantize.command)
 app.command("plan")(plan.command)
 app.command("keep")(keep.command)
+app.command("serve")(serve.command)

@@ -48,14 +48,12 @@ class Replicas:
 class Replica:
     """One worker of the deployment, in a thread of its actor. Ray constructs it and calls its methods."""
 
-    async def __init__(  # type: ignore[misc]  # Ray awaits it
-        self, settings: WorkerSettings, make_worker: Callable[[WorkerSettings], Any] | None = None
-    ) -> None:
+    async def __init__(self, settings: WorkerSettings) -> None:  # type: ignore[misc]  # Ray awaits it
         from tritium.serve.runner import LocalRunner
         from tritium.serve.worker import PipelineWorker
 
         self._id = uuid.uuid4().hex
-        self._runner = LocalRunner([(make_worker or PipelineWorker)(settings)])
+        self._runner = LocalRunner([PipelineWorker(settings)])
         # Ray gives a replica batches when this is done.
         self._models = await self._runner.start()
 
@@ -179,7 +177,7 @@ class _Running:
         self.cancelled: dict[str, str] = {}
 
 
-def runner(settings: WorkerSettings, replicas: Replicas, make_worker: Callable[..., Any] | None = None) -> RayRunner:
+def runner(settings: WorkerSettings, replicas: Replicas) -> RayRunner:
     """Return a runner that deploys replicas on the Ray cluster of this machine or of `RAY_ADDRESS`; it starts one otherwise."""
     try:
         serve: Any = importlib.import_module("ray.serve")
@@ -189,12 +187,12 @@ def runner(settings: WorkerSettings, replicas: Replicas, make_worker: Callable[.
     def deploy() -> Any:
         # Ray's own proxy would listen on port 8000.
         serve.start(http_options={"location": "NoServer"})
-        return serve.run(application(settings, replicas, make_worker), name=NAME, route_prefix=None)
+        return serve.run(application(settings, replicas), name=NAME, route_prefix=None)
 
     return RayRunner(deploy, replicas.most, lambda: serve.delete(NAME))
 
 
-def application(settings: WorkerSettings, replicas: Replicas, make_worker: Callable[..., Any] | None = None) -> Any:
+def application(settings: WorkerSettings, replicas: Replicas) -> Any:
     """Return the Ray Serve application of the workers."""
     serve: Any = importlib.import_module("ray.serve")
     deployment = serve.deployment(
@@ -209,4 +207,4 @@ def application(settings: WorkerSettings, replicas: Replicas, make_worker: Calla
         ray_actor_options={"num_cpus": 1, "num_gpus": replicas.gpus},
         graceful_shutdown_timeout_s=_SHUTDOWN_SECONDS,
     )(Replica)
-    return deployment.bind(settings, make_worker)
+    return deployment.bind(settings)
