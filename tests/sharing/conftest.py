@@ -12,7 +12,14 @@ def runtime():
 
 @pytest.fixture(scope="module")
 def flux():
-    return small_pipelines.flux()
+    pipe = small_pipelines.flux(1, 1)
+    pipe.text_encoder_2.encoder.embed_tokens.weight = pipe.text_encoder_2.shared.weight
+    return pipe
+
+
+@pytest.fixture(scope="module")
+def image(flux):
+    return small_pipelines.generate(flux)
 
 
 @pytest.fixture(scope="module")

@@ -55,8 +55,8 @@ def command(
             keeper.wait(lambda: signals.ends > 0 or signals.reload)
             if keeper.spoiled:
                 raise SharingError(f"keeper {name!r} ends, and so do its users: {keeper.spoiled}")
-        _say(f"keeping {name!r}: draining, {len(keeper.users)} users")
-        keeper.drain(lambda: signals.ends > 1)
+        _say(f"keeping {name!r}: draining, {keeper.accept_no_more()} users")
+        keeper.wait(lambda: not keeper.users or signals.ends > 1)
     _say(f"keeping {name!r}: ended")
 
 

@@ -143,10 +143,11 @@ class Keeper:
             "process": os.getpid(),
         }
 
-    def drain(self, give_up: Callable[[], bool] = lambda: False) -> None:
-        """Accept no more users, and wait until all have ended, or `give_up()` is true."""
-        self.state = "draining"
-        self.wait(lambda: not self.users or give_up())
+    def accept_no_more(self) -> int:
+        """Refuse new users from now on; return the number of those that are left."""
+        with self._changed:
+            self.state = "draining"
+            return len(self.users)
 
     def close(self) -> None:
         """End the connections of all users, whose pipelines then stop, and free the weights."""

@@ -21,6 +21,9 @@ from tritium.sharing.weights import named_tensors
 # Seconds between two looks at the version counters of weights on a GPU.
 _INTERVAL = 0.25
 
+# Devices whose shared pages the system protects: a write goes to pages of the writer.
+_PROTECTED = ("cpu",)
+
 _LEASES: set[Lease] = set()
 
 
@@ -39,7 +42,7 @@ class Lease:
         # Kept, so that no other memory gets their addresses. They take none of this process's memory.
         self._storages = list(storages)
         self._addresses = frozenset(storage.data_ptr() for storage in storages)
-        self._is_writable = any(storage.device.type != "cpu" for storage in storages)
+        self._is_writable = any(storage.device.type not in _PROTECTED for storage in storages)
         self._modules: dict[str, weakref.ref[nn.Module]] = {}
         self._versions: list[tuple[str, weakref.ref[torch.Tensor], int]] = []
         self._closed = threading.Event()
