@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from tritium.report import Report as Report
     from tritium.report.explain import explain as explain
     from tritium.techniques.choice import Choice as Choice
+    from tritium.techniques.memory.config import Memory as Memory
     from tritium.techniques.parallel.config import Parallel as Parallel
     from tritium.techniques.parallel.placement import plan_placement as plan_placement
     from tritium.techniques.quantize import Quantize as Quantize

@@ -16,10 +16,11 @@ from typing import Any, Self
 
 from torch import nn
 
-from tritium import compat
+from tritium import compat, device
 from tritium.artifacts import files as compiled_files
 from tritium.errors import ArtifactError, ConfigError, PipelineError, ReportError, nearest
-from tritium.pipelines import account, calibration, claims, hooks, parts, recipe, trial
+from tritium.pipelines import account, calibration, claims, hooks, parts, placing, recipe, trial
+from tritium.pipelines import sleep as sleeping
 from tritium.pipelines.calibration import Calibration
 from tritium.pipelines.call import collector_paused
 from tritium.pipelines.captures import Captures
@@ -109,12 +110,14 @@ class Handle:
                     if part.name in to_measure:
                         part.before_first = self._decision(part)
                 part.claim(self, spec, chosen[part.name])
+            self._put_back = placing.place(pipe, self._parts)
         except BaseException:
             # A technique may raise while it is applied: leave the pipeline as it was.
             for part in self._parts:
                 part.release(self)
             raise
         self._active = True
+        self._asleep: sleeping.Asleep | None = None
 
     @property
     def pipe(self) -> Any:
@@ -146,6 +149,8 @@ class Handle:
         """Restore the pipeline. A second call does nothing."""
         if not self._active:
             return
+        if self._asleep is not None:
+            self.wake()
         self._active = False
         # Keep the captures of parts that another pipeline uses.
         own = [part for part in self._parts if part.claims.handles == [self]]
@@ -153,6 +158,29 @@ class Handle:
         Captures(lambda: self._report_of(own).records).clear()
         for part in self._parts:
             part.release(self)
+        self._put_back()
+
+    def sleep(self) -> sleeping.Asleep:
+        """Give the device memory of weights and captures back, until `wake`; return what was given back.
+
+        The weights are kept on the host, bit for bit. Calls raise a `PipelineError`. Memory that PyTorch has cached is
+        returned to the device as well.
+        """
+        self._refuse_removed()
+        if self._asleep is None:
+            self._asleep = sleeping.sleep(self._source, self._parts, self._captures_of)
+            device.empty_cache()
+        return self._asleep
+
+    def _captures_of(self, part: Part) -> Captures:
+        return Captures(lambda: self._report_of([part]).records)
+
+    def wake(self) -> None:
+        """Take the memory again after `sleep`. Compiled code is kept; captures are made again in the next calls."""
+        self._refuse_removed()
+        if self._asleep is not None:
+            sleeping.wake(self._parts, self._asleep)
+            self._asleep = None
 
     def warmup(self, pipe: Any = None, **call: Any) -> dict[str, float]:
         """Compile and capture every bucket of `Plan(shapes=...)`; return the seconds for each.

@@ -273,6 +273,27 @@ def roofs(device_type: str, dtype: torch.dtype, runs: int = 5) -> Roofs:
     return Roofs(2 * source.numel() / copied, 2 * size**3 / multiplied, str(dtype).removeprefix("torch."))
 
 
+# Sizes of the copies that measure a link: the difference of their times has no launch in it.
+_LINK_BYTES = (1 << 26, 1 << 28)
+
+
+def link_rate(where: torch.device, runs: int = 3) -> float:
+    """Return the bytes a second from page-locked memory to a GPU, from copies of two sizes."""
+    source = torch.empty(_LINK_BYTES[1], dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(source, device=where, pin_memory=False)
+    with torch.cuda.device(where), gpu_lock(where.type):
+        seconds = []
+        for size in _LINK_BYTES:
+
+            def copy(size: int = size) -> None:
+                target[:size].copy_(source[:size], non_blocking=True)
+
+            copy()
+            seconds.append(min(_device_events(copy, runs)) / 1e3)
+    low, high = _LINK_BYTES
+    return (high - low) / max(seconds[1] - seconds[0], 1e-9)
+
+
 @dataclass(frozen=True)
 class Load:
     """The load of the cores during a timing, from this process and from others."""

@@ -47,6 +47,18 @@ def fresh_cublas_workspaces() -> Iterator[None]:
         clear()
 
 
+def lock_pages(buffer: torch.Tensor) -> bool:
+    """Lock the pages of host memory for copies to a GPU; return False if the system refuses."""
+    runtime: Any = torch.cuda.cudart()
+    # 1: usable from every CUDA context.
+    return int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.numel(), 1)) == 0
+
+
+def unlock_pages(buffer: torch.Tensor) -> None:
+    runtime: Any = torch.cuda.cudart()
+    runtime.cudaHostUnregister(buffer.data_ptr())
+
+
 # torch's stance is global to the process: overlapping changes would not be restored.
 _STANCE = threading.RLock()
 

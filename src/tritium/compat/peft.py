@@ -19,6 +19,8 @@ class Merges:
         self.count = 0
         # Called with the layer before a merge or an unmerge writes into its weight.
         self.before: list[Callable[[Any], Any]] = []
+        # Called with the layer for the context in which it is merged or unmerged.
+        self.around: list[Callable[[Any], contextlib.AbstractContextManager[None]]] = []
         self._watched = False
 
     def now(self) -> int:
@@ -57,7 +59,10 @@ class Merges:
             function(args[0])
         unpacked = getattr(getattr(args[0], "base_layer", None), "unpacked", contextlib.nullcontext)
         try:
-            with unpacked():
+            with contextlib.ExitStack() as stack:
+                for around in self.around:
+                    stack.enter_context(around(args[0]))
+                stack.enter_context(unpacked())
                 return original(*args, **kwargs)
         finally:
             self.count += 1

@@ -34,6 +34,12 @@ def is_tensor_subclass(value: Any) -> bool:
     return bool(is_traceable_wrapper_subclass(value))
 
 
+def inner_tensors(value: Any) -> list[torch.Tensor]:
+    """Return the tensors that a tensor subclass consists of."""
+    names, _ = value.__tensor_flatten__()
+    return [getattr(value, name) for name in names]
+
+
 def leaves_of(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
     """Return the leaves of nested containers."""
     leaves: list[Any] = pytree.tree_leaves(value, is_leaf=is_leaf)

@@ -16,6 +16,8 @@ from tritium.errors import PipelineError
 from tritium.pipelines.call import Call
 from tritium.pipelines.parts import PartSpec
 
+_BUDGET = "give a budget, as Plan(memory='16GB'), which loads weights under compiled code"
+
 # Dynamo cannot trace the kernels that these packages use for quantized weights.
 _OPAQUE_QUANTIZATION = ("bitsandbytes", "gguf", "optimum.quanto")
 
@@ -50,10 +52,13 @@ def _is_compiled(module: nn.Module) -> bool:
 def _on(module: nn.Module) -> Iterator[tuple[str, str]]:
     hook = compat.modules.accelerate_hook(module)
     if hook is not None:
-        yield f"an accelerate hook ({_names(hook)})", "use enable_model_cpu_offload() instead of sequential offload"
+        yield f"an accelerate hook ({_names(hook)})", f"remove it, and {_BUDGET}"
     names = compat.modules.diffusers_hooks(module)
     if names:
-        yield f"a diffusers hook ({', '.join(names)})", "remove it before optimizing"
+        advice = (
+            f"remove it, and {_BUDGET}" if any("offload" in name for name in names) else "remove it before optimizing"
+        )
+        yield f"a diffusers hook ({', '.join(names)})", advice
     package = type(module).__module__
     if package.startswith(_OPAQUE_QUANTIZATION) or "quantizers.gguf" in package:
         yield f"quantized weights ({type(module).__module__}.{type(module).__name__})", "dequantize it"

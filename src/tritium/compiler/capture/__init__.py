@@ -11,6 +11,7 @@
 """
 
 from tritium.compiler.capture.bucket import Spec
+from tritium.compiler.capture.outputs import copied_results
 from tritium.compiler.capture.region import Region
 
-__all__ = ["Region", "Spec"]
+__all__ = ["Region", "Spec", "copied_results"]

@@ -11,8 +11,10 @@ are three ways to return them:
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -23,6 +25,23 @@ from tritium.compiler.capture.inputs import Copies, empty_as
 from tritium.errors import CaptureRefused
 
 Way = Literal["lend", "copy", "expose"]
+
+_COPIES = contextvars.ContextVar("copies_results", default=False)
+
+
+@contextlib.contextmanager
+def copied_results() -> Iterator[None]:
+    """Let what is captured inside copy its results: lending takes memory for the results of every block."""
+    token = _COPIES.set(True)
+    try:
+        yield
+    finally:
+        _COPIES.reset(token)
+
+
+def way_of(*, is_safe: bool) -> Way:
+    """Return how a capture returns its results."""
+    return "copy" if _COPIES.get() else "lend" if is_safe else "expose"
 
 
 class StaticOutputs:

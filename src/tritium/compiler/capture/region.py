@@ -17,7 +17,7 @@ from tritium.compiler.capture.auto import UNDECIDED, Decision, Decisions
 from tritium.compiler.capture.bucket import Spec, bucket_text, key_of
 from tritium.compiler.capture.graph import Lane, lane_of
 from tritium.compiler.capture.inputs import StaticInputs
-from tritium.compiler.capture.outputs import StaticOutputs
+from tritium.compiler.capture.outputs import StaticOutputs, way_of
 from tritium.compiler.capture.weights import Captured, Entry, WeightSet, WeightSets
 from tritium.config import CompilationConfig
 from tritium.device import is_capturing
@@ -201,7 +201,7 @@ class Region:
         inputs.write_back_to(self._written)
         # Pieces read each other's results, so replays must not overwrite them.
         is_safe = self._config.safe_output_mode or self._spec.piece is not None
-        outputs = StaticOutputs(results, inputs.args, "lend" if is_safe else "expose")
+        outputs = StaticOutputs(results, inputs.args, way_of(is_safe=is_safe))
         outputs = self._capture_graph(entry, lane, inputs, outputs)
         entry.row.bytes = inputs.bytes + max(outputs.bytes, lane.memory() - before)
 

@@ -1,7 +1,8 @@
 """Store captures by set of weights.
 
 A capture reads weights by address, so it is stored with the addresses and dropped with the weights.
-Equal blocks of a model share compiled code but have different weights: one region has a set for each block.
+Equal blocks of a model share compiled code but have different weights: one region has a set for each block. Blocks that take
+turns at the same addresses share a set.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class WeightSets:
         self._groups: dict[int, list[WeightSet]] = {}
 
     def __iter__(self) -> Iterator[WeightSet]:
-        return iter([weights for group in list(self._groups.values()) for weights in group])
+        found = {id(weights): weights for group in list(self._groups.values()) for weights in group}
+        return iter(list(found.values()))
 
     def find(self, args: list[Any], places: list[int]) -> WeightSet:
         """Return the set of the passed weights, found by id of the first and by all addresses."""
@@ -83,6 +85,9 @@ class WeightSets:
         for known in group:
             if compat.capture.lie_at(args, known.pointers, places):
                 return known
+        if (shared := self._at(args, places)) is not None:
+            group.append(shared)
+            return shared
         pointers: list[int | None] = [None] * len(args)
         for index in places:
             pointers[index] = args[index].data_ptr()
@@ -91,29 +96,33 @@ class WeightSets:
         if moved is not None:
             # Its captures read the old addresses.
             weights.moves = moved.moves + 1
-            self._drop(moved, group)
+            self._drop(moved)
         group.append(weights)
-        self._watch(weights, group, [args[index] for index in places])
+        self._watch(weights, [args[index] for index in places])
         return weights
 
+    def _at(self, args: list[Any], places: list[int]) -> WeightSet | None:
+        """Return the set of other tensors that are at the same addresses."""
+        return next((known for known in self if places and compat.capture.lie_at(args, known.pointers, places)), None)
+
     def clear(self) -> None:
-        for group in list(self._groups.values()):
-            for weights in list(group):
-                self._drop(weights, group)
+        for weights in self:
+            self._drop(weights)
         self._groups.clear()
 
-    def _drop(self, weights: WeightSet, group: list[WeightSet]) -> None:
-        group[:] = [known for known in group if known is not weights]
+    def _drop(self, weights: WeightSet) -> None:
+        for group in self._groups.values():
+            group[:] = [known for known in group if known is not weights]
         if (forget := self._forget()) is not None:
             forget(weights)
 
-    def _watch(self, weights: WeightSet, group: list[WeightSet], tensors: Sequence[Any]) -> None:
+    def _watch(self, weights: WeightSet, tensors: Sequence[Any]) -> None:
         """Drop captures when one of their weights is deleted."""
         sets, watched = weakref.ref(self), weakref.ref(weights)
 
         def gone(_: Any) -> None:
             owner, lost = sets(), watched()
-            if owner is not None and lost is not None and any(lost is known for known in group):
-                owner._drop(lost, group)
+            if owner is not None and lost is not None and any(lost is known for known in owner):
+                owner._drop(lost)
 
         weights.watched = [weakref.ref(tensor, gone) for tensor in tensors]

@@ -74,6 +74,8 @@ class Estimate:
     peak: int
     flops: int
     of_blocks: tuple[int, ...]
+    # The places of the blocks in the order of their first calls.
+    order: tuple[int, ...] = ()
 
     @property
     def reserve(self) -> int:
@@ -96,22 +98,31 @@ def estimate(
         live = Live(counts_flops=True)
         with live, _counting(live, blocks) as counts:
             module.forward(*args, **named)
-    return Estimate(live.most, live.flops, tuple(counts))
+    return Estimate(live.most, live.flops, tuple(counts.flops), tuple(counts.order))
+
+
+@dataclass
+class _Counts:
+    """The operations of each block, and the blocks in the order of their first calls."""
+
+    flops: list[int]
+    order: dict[int, None]
 
 
 @contextlib.contextmanager
-def _counting(live: Live, blocks: Sequence[nn.Module]) -> Iterator[list[int]]:
+def _counting(live: Live, blocks: Sequence[nn.Module]) -> Iterator[_Counts]:
     """Count the operations of each block inside, and run blocks eagerly, whatever is installed on them."""
-    counts, slot = [0] * len(blocks), compat.modules.COMPILED_CALL
+    counts, slot = _Counts([0] * len(blocks), {}), compat.modules.COMPILED_CALL
     before = [block.__dict__.get(slot) for block in blocks]
 
     def counted(place: int, block: nn.Module) -> Any:
         eager = compat.modules.eager_call(block)
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            counts.order.setdefault(place)
             start = live.flops
             result = eager(*args, **kwargs)
-            counts[place] += live.flops - start
+            counts.flops[place] += live.flops - start
             return result
 
         return run

@@ -189,10 +189,19 @@ def decline(linear: nn.Linear, precision: Precision) -> str | None:
     return None if provider or precision.format not in PRODUCTS else why
 
 
-def _provider(weight: torch.Tensor, precision: Precision) -> tuple[str, str]:
+def choose_provider(linear: StoredLinear, where: torch.device) -> None:
+    """Choose the provider of the product for another device than that of the weight."""
+    stored = linear.stored
+    provider, why = _provider(stored.original, stored.precision, where)
+    if stored.precision.format in PRODUCTS and not provider:
+        raise PipelineError(why)
+    stored.provider = provider
+
+
+def _provider(weight: torch.Tensor, precision: Precision, where: torch.device | None = None) -> tuple[str, str]:
     if precision.format not in PRODUCTS:
         return "", ""
-    dtype, (n, k), where = PRODUCTS[precision.format], weight.shape, weight.device
+    dtype, (n, k), where = PRODUCTS[precision.format], weight.shape, where or weight.device
     empty = {
         "q": torch.empty_strided((_ROWS, k), (0, 0), dtype=dtype, device=where),
         "scale": torch.empty_strided((_ROWS, 1), (0, 0), dtype=torch.float32, device=where),

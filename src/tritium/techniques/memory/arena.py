@@ -1,0 +1,162 @@
+"""Memory on the device that units take turns in: each has a range of it, and ranges overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tritium.techniques.memory.link import Link
+from tritium.techniques.memory.units import Unit
+
+
+@dataclass(eq=False)
+class Seat:
+    """A unit with its range of an arena. `present` is True from the start of its copy until another overwrites it."""
+
+    unit: Unit
+    # The number of the range among those that copies share, or None if no other unit of the part has it.
+    slot: int | None = None
+    start: int = 0
+    buffer: torch.Tensor | None = None
+    present: bool = False
+    arrived: Any = None
+    # After the last computation that read it, and the number of that computation.
+    used: Any = None
+    used_at: int = 0
+    rivals: list[Seat] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        return self.start + self.unit.size
+
+    def leave(self, where: torch.device) -> None:
+        """Give up the range: the weights show NaN until the unit has one again."""
+        self.buffer, self.present, self.rivals = None, False, []
+        self.unit.poison(where)
+
+
+class Arena:
+    """A piece of memory that stays, and another one behind it that can be given up for a while.
+
+    Captured code has addresses in it, so the first piece does not move as long as its size is enough.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self._fixed: torch.Tensor | None = None
+        self._loose: torch.Tensor | None = None
+        # The seats with a range, by what they belong to.
+        self.seated: dict[Any, Sequence[Seat]] = {}
+        self.cut = self.total = 0
+        self._turns = 0
+        # How often seats had to move, which captured code does not survive.
+        self.moves = 0
+
+    @property
+    def held(self) -> int:
+        """The bytes on the device now."""
+        return sum(piece.numel() for piece in (self._fixed, self._loose) if piece is not None)
+
+    @property
+    def has_loose(self) -> bool:
+        return self._loose is not None
+
+    def resize(self, total: int, cut: int) -> None:
+        """Allocate other memory; seats lose their ranges."""
+        self.clear()
+        self.total, self.cut = total, min(cut, total)
+        self._fixed = self.link.allocate(self.cut)
+        self.reach()
+
+    def reach(self) -> None:
+        """Allocate the loose piece again, and give its seats their ranges."""
+        if self._loose is None and self.total > self.cut:
+            before = [seat for seats in self.seated.values() for seat in seats if seat.start >= self.cut]
+            self._loose = self.link.allocate(self.total - self.cut)
+            for seat in before:
+                self._bind(seat)
+
+    def shrink(self) -> None:
+        """Free the loose piece."""
+        if self._loose is None:
+            return
+        self.link.finish()
+        for seats in self.seated.values():
+            for seat in seats:
+                if seat.start >= self.cut:
+                    seat.buffer, seat.present = None, False
+                    seat.unit.poison(self.link.device)
+        self._loose = None
+
+    def clear(self) -> None:
+        """Free all memory; seats lose their ranges."""
+        self.link.finish()
+        for seats in self.seated.values():
+            for seat in seats:
+                seat.leave(self.link.device)
+        self.seated.clear()
+        self._fixed = self._loose = None
+        self.total = self.cut = 0
+
+    def seat(self, owner: Any, seats: Sequence[Seat]) -> None:
+        """Give units their ranges; they have to be loaded."""
+        self.unseat(owner)
+        others = [other for known in self.seated.values() for other in known]
+        for place, seat in enumerate(seats):
+            seat.rivals = [other for other in [*others, *seats[:place]] if _overlap(seat, other)]
+            for other in seat.rivals:
+                other.rivals.append(seat)
+            self._bind(seat)
+        self.seated[owner] = seats
+
+    def unseat(self, owner: Any) -> None:
+        """Take the ranges of units back."""
+        gone = self.seated.pop(owner, ())
+        for seat in gone:
+            for other in seat.rivals:
+                other.rivals = [rival for rival in other.rivals if rival is not seat]
+            seat.leave(self.link.device)
+
+    def _bind(self, seat: Seat) -> None:
+        piece, offset = (self._fixed, 0) if seat.end <= self.cut else (self._loose, self.cut)
+        assert piece is not None
+        seat.buffer, seat.present = piece[seat.start - offset : seat.end - offset], False
+        seat.unit.bind(seat.buffer)
+
+    # --- copies ---
+
+    def load(self, seat: Seat) -> None:
+        """Begin the copy of a unit, after the last computation in its range."""
+        assert seat.buffer is not None
+        last = seat
+        for other in seat.rivals:
+            other.present = False
+            if other.used_at > last.used_at:
+                last = other
+        seat.arrived = self.link.load(seat.buffer, seat.unit.host, last.used)
+        seat.present = True
+
+    def use(self, seat: Seat, mark: Any) -> None:
+        """Note that the computation has read a unit up to an event."""
+        self._turns += 1
+        seat.used, seat.used_at = mark, self._turns
+
+
+def _overlap(left: Seat, right: Seat) -> bool:
+    return left.start < right.end and right.start < left.end
+
+
+def place(lead: int, slots: Iterable[Seat], count: int, slot_size: int, others: Iterable[Seat]) -> list[int]:
+    """Give units their ranges: slots at the start, the other units behind `lead`; return the ends of those."""
+    for turn, seat in enumerate(slots):
+        seat.slot = turn % count
+        seat.start = seat.slot * slot_size
+    ends, offset = [], lead
+    for seat in others:
+        seat.slot, seat.start = None, offset
+        offset = seat.end
+        ends.append(offset)
+    return ends
