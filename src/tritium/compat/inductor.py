@@ -69,6 +69,19 @@ def allows_tf32() -> bool:
 _hashing: list[threading.Thread] = []
 
 
+def overlap_settings() -> dict[str, Any]:
+    """Return the settings that move waits for collectives below the products behind them; empty where that is the default.
+
+    torch 2.15 moves collectives by itself.
+    """
+    if not unknown_settings(["aten_distributed_optimizations.enable_simple_overlap"]):
+        return {}
+    passes = "reorder_for_compute_comm_overlap_passes"
+    if unknown_settings(["reorder_for_compute_comm_overlap", passes]):
+        return {}
+    return {"reorder_for_compute_comm_overlap": True, passes: ["sink_waits_iterative"]}
+
+
 def start_hashing() -> None:
     """Start hashing the files of torch and Triton, which are part of every cache key, in a thread.
 

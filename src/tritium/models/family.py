@@ -6,15 +6,47 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
-@dataclass(frozen=True, kw_only=True)
-class ParallelFacts:
-    """How a denoiser is split over ranks.
+@dataclass(frozen=True)
+class Cut:
+    """How a tensor is split between ranks: the streams along one of its dims, in order.
 
-    `streams` are the arguments of a block whose dim 1 are tokens that are split at the first block. `unsplit` is the reason
-    why the tokens cannot be split, or empty.
+    With `rank`, a tensor of another rank stays whole, such as a timestep for all tokens; so does a dim of size 1.
     """
 
     streams: tuple[str, ...] = ("hidden_states",)
+    dim: int = 1
+    rank: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """A list of blocks over streams of tokens, by the names of the arguments of a block.
+
+    `streams` are arguments that a block returns for the next one: they are split before the first block and joined after
+    the last. `tables` are arguments that are whole for every block, such as RoPE tables; a tuple has the cut of each item.
+    `outputs` are the streams that a block returns, by position. `opaque` are modules in a block that compute each token
+    alone, in ways that cannot be seen in their operators. `eager` is the reason why the blocks cannot be compiled.
+    """
+
+    path: str
+    streams: Mapping[str, Cut]
+    tables: Mapping[str, Cut | tuple[Cut | None, ...]] = field(default_factory=dict)
+    outputs: tuple[str | None, ...] = ("hidden_states",)
+    opaque: tuple[str, ...] = ()
+    eager: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelFacts:
+    """How the tokens of a denoiser are split over ranks.
+
+    `sections` are lists of blocks: within a section, streams pass from list to list, and are whole before and behind it.
+    `arguments` of the denoiser are split when it is called: values that are added between blocks. `unsplit` is the reason
+    why tokens cannot be split, or empty; without sections they are not.
+    """
+
+    sections: tuple[tuple[Blocks, ...], ...] = ()
+    arguments: Mapping[str, Cut] = field(default_factory=dict)
     unsplit: str = ""
 
 

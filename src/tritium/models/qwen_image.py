@@ -1,6 +1,6 @@
 """Qwen-Image: blocks of one class over image and text tokens."""
 
-from tritium.models.family import Family, TensorFacts
+from tritium.models.family import Blocks, Cut, Family, ParallelFacts, TensorFacts
 
 FAMILY = Family(
     name="qwen_image",
@@ -12,5 +12,21 @@ FAMILY = Family(
     tensor=TensorFacts(
         columns={r"attn\.(to_[qkv]|add_[qkv]_proj)": (), r"(img|txt)_mlp\.net\.0\.proj": ()},
         rows={r"attn\.(to_out\.0|to_add_out)": (), r"(img|txt)_mlp\.net\.2": ()},
+    ),
+    parallel=ParallelFacts(
+        sections=(
+            (
+                Blocks(
+                    path="transformer_blocks",
+                    streams={"hidden_states": Cut(), "encoder_hidden_states": Cut(("encoder_hidden_states",))},
+                    tables={
+                        "image_rotary_emb": (Cut(dim=0), Cut(("encoder_hidden_states",), dim=0)),
+                        "modulate_index": Cut(),
+                    },
+                    outputs=("encoder_hidden_states", "hidden_states"),
+                ),
+            ),
+        ),
+        arguments={"controlnet_block_samples": Cut()},
     ),
 )

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from tritium import models
 from tritium.errors import PipelineError
 from tritium.techniques.choice import Choice
-from tritium.techniques.parallel import decoder, experts, tensor
+from tritium.techniques.parallel import decoder, experts, sequence, tensor
 from tritium.techniques.parallel import mesh as meshes
 from tritium.techniques.parallel.config import SEQUENCE, Parallel
 from tritium.techniques.parallel.mesh import Axis, Mesh
@@ -69,12 +68,9 @@ def _why_whole(part: Part, config: Parallel) -> str | None:
 
 def _refusal(part: Part, config: Parallel) -> str | None:
     """Return why a denoiser cannot be split in the named ways, or None."""
-    facts = models.parallel_of(type(part.module).__name__)
-    if any(config.degrees[axis] > 1 for axis in SEQUENCE) and facts.unsplit:
-        return f"its tokens cannot be split: {facts.unsplit}"
-    reason = experts.why_not(part.module) if config.degrees["experts"] > 1 else None
+    reason = sequence.why_not(part) if any(config.degrees[axis] > 1 for axis in SEQUENCE) else None
     if reason is not None:
-        return f"its experts cannot be split: {reason}"
+        return f"its tokens cannot be split: {reason}"
     reason = experts.why_not(part.module) if config.degrees["experts"] > 1 else None
     if reason is not None:
         return f"its experts cannot be split: {reason}"

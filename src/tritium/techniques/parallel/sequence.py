@@ -1,0 +1,137 @@
+"""Split the tokens of a denoiser between ranks: streams are split before its blocks, and attention exchanges them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from tritium import compat, models
+from tritium.errors import PipelineError
+from tritium.models.family import Blocks, Cut, ParallelFacts
+from tritium.techniques.parallel import sequence_graph
+from tritium.techniques.parallel.exchange import Grid
+from tritium.techniques.parallel.mesh import Mesh
+from tritium.techniques.parallel.sequence_blocks import Installed, Place, Streams, inputs_of
+from tritium.techniques.technique import Around, Part
+
+
+def why_not(part: Part) -> str | None:
+    """Return why the tokens of a part cannot be split, or None; nothing is changed."""
+    facts = models.parallel_of(type(part.module).__name__)
+    if facts.unsplit:
+        return facts.unsplit
+    if not facts.sections:
+        return f"there are no facts about the streams of {type(part.module).__name__}"
+    if part.how == "inductor":
+        return "plain Inductor exchanges no tokens; use how='tritium' or how='eager'"
+    return None
+
+
+def apply(part: Part, mesh: Mesh, choose: sequence_graph.Chooser | None = None) -> Sequence:
+    """Split the tokens of a part by the axes of a mesh; return the function that undoes it."""
+    reason = why_not(part)
+    if reason is not None:
+        raise PipelineError(f"the tokens of {part.name} cannot be split: {reason}")
+    grid = Grid.of(mesh)
+    choose = choose or exchange_for
+    sequence = Sequence(part.module, models.parallel_of(type(part.module).__name__), grid, choose)
+    if part.how == "tritium":
+        # Dynamo does not guard on hooks, and graphs contain this rank's place in the mesh.
+        part.compile_with(passes=[sequence_graph.pass_of(grid, choose)], apart=("sequence", grid))
+    if sequence.uncompiled:
+        part.around_blocks(sequence.around)
+    sequence.install()
+    return sequence
+
+
+# Below this many bytes of queries on a rank, an exchange takes as long as its launch: one for q, k and v is faster. Four
+# launches of 15 us against 350 GB/s.
+_PACKED_BELOW = 4 << 20
+
+
+def exchange_for(size: int, is_cuda: bool) -> str:
+    """Choose how heads are exchanged, by the bytes of a rank's queries."""
+    return "packed" if is_cuda and size < _PACKED_BELOW else "split"
+
+
+class Sequence:
+    """The split tokens of one part; a call undoes it."""
+
+    def __init__(self, module: nn.Module, facts: ParallelFacts, grid: Grid, choose: sequence_graph.Chooser) -> None:
+        self._module, self._facts = module, facts
+        self.streams = Streams(grid, choose)
+        self._installed = Installed()
+        # Blocks whose graphs break, and run eagerly.
+        self.uncompiled = {
+            id(block)
+            for section in facts.sections
+            for blocks in section
+            if blocks.eager
+            for block in modules_of(module, blocks)
+        }
+
+    def install(self) -> None:
+        try:
+            for section in self._facts.sections:
+                self._install_section(section)
+            if self._facts.arguments:
+                inputs = inputs_of(self._module, self._facts.arguments, {})
+                self._installed.arguments(self._module, Place(self.streams, inputs, is_first=True, is_block=False))
+        except BaseException:
+            self()
+            raise
+
+    def _install_section(self, section: tuple[Blocks, ...]) -> None:
+        found = [(block, blocks) for blocks in section for block in modules_of(self._module, blocks)]
+        for place, (block, blocks) in enumerate(found):
+            inputs = inputs_of(block, blocks.streams, blocks.tables)
+            outputs = tuple(None if name is None else _cut(blocks, name) for name in blocks.outputs)
+            ends = {"is_first": place == 0, "is_last": place == len(found) - 1}
+            self._installed.block(block, Place(self.streams, inputs, outputs, **ends))
+            for name in blocks.opaque:
+                inner = block.get_submodule(name) if name in dict(block.named_modules()) else None
+                if inner is not None:
+                    self._installed.opaque(inner, Place(self.streams, (), outputs[:1]))
+
+    def around(self, block: nn.Module) -> Around | None:
+        """Run a block eagerly whose graphs would break."""
+        if id(block) not in self.uncompiled:
+            return None
+        eager = compat.dynamo.untraced(compat.modules.eager_call(block))
+        return functools.partial(_instead, eager)
+
+    def __call__(self) -> None:
+        """Undo it."""
+        self._installed.remove()
+
+    def note(self) -> str:
+        lengths = {
+            name: (length, -(-length // self.streams.ranks) * self.streams.ranks)
+            for name, length in self.streams.lengths.items()
+        }
+        padded = [
+            f"{name} from {length} to {size} tokens" for name, (length, size) in lengths.items() if size != length
+        ]
+        return f"padded {', '.join(padded)}" if padded else ""
+
+
+def _instead(eager: Callable[..., Any], _call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return eager(*args, **kwargs)
+
+
+def _cut(blocks: Blocks, name: str) -> Cut:
+    cut = blocks.streams[name]
+    assert isinstance(cut, Cut)
+    return cut
+
+
+def modules_of(module: nn.Module, blocks: Blocks) -> Iterator[nn.Module]:
+    """Yield the blocks at a path: the items of a list, or one module."""
+    inner = getattr(module, blocks.path, None)
+    if isinstance(inner, nn.ModuleList):
+        yield from inner
+    elif isinstance(inner, nn.Module):
+        yield inner

@@ -1,0 +1,295 @@
+"""Hooks of blocks: streams are split before the first block, followed in each, and joined after the last.
+
+While Dynamo traces, hooks put marks into the graph. In eager calls, they split and join, and a mode follows the streams
+through the operators of a block and exchanges in attention.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from tritium import compat
+from tritium.errors import PipelineError
+from tritium.models.family import Blocks, Cut
+from tritium.techniques.parallel import streams_attention
+from tritium.techniques.parallel.exchange import Grid, Segment, Segments, join, split
+from tritium.techniques.parallel.sequence_marks import CLOSE, JOIN, LOCAL, OPEN, SPLIT, mark
+from tritium.techniques.parallel.streams import Operation, Tag, Tokens, assigned, name_of, tags_of
+
+# The attribute of a module with its place; Dynamo guards attributes, but not hooks.
+PLACE = "tritium_place"
+
+# The attribute of a tensor with its tag, in eager calls.
+_TAG = "_tritium_tag"
+
+Cuts = Cut | tuple[Cut | None, ...]
+# Chooses how an attention exchanges, by the bytes of its queries on one rank and whether it runs on a GPU.
+Chooser = Callable[[int, bool], str]
+
+
+class Following(TorchFunctionMode):
+    """Tag the results of operators, and exchange in attention over split streams."""
+
+    def __init__(self, grid: Grid, choose: Chooser) -> None:
+        super().__init__()
+        self._grid, self._choose = grid, choose
+        # The depth of modules without rules, and the tags of tensors that went in.
+        self.open: list[Tokens] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.open:
+            return func(*args, **kwargs)
+        name = name_of(func)
+        if name in streams_attention.NAMES:
+            operation = self._operation(name, args, kwargs, None)
+            if streams_attention.is_split(operation):
+                return self._attention(func, operation)
+        result = func(*args, **kwargs)
+        if name == "setitem":
+            set_tag(args[0], assigned(self._operation(name, args, kwargs, None)))
+        elif isinstance(result, torch.Tensor):
+            set_tag(result, tags_of(self._operation(name, args, kwargs, result)))
+        elif isinstance(result, (tuple, list)) and any(isinstance(part, torch.Tensor) for part in result):
+            tags = tags_of(self._operation(name, args, kwargs, result))
+            for place, part in enumerate(result):
+                set_tag(part, tags[place] if isinstance(tags, list) else tags)
+        return result
+
+    def _operation(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Operation:
+        return Operation(name, args, kwargs, result, tag_of, self._grid)
+
+    def _attention(self, func: Any, operation: Operation) -> torch.Tensor:
+        attention = streams_attention.attention_of(func, operation)
+        provider = self._choose(attention.q.numel() * attention.q.element_size(), attention.q.is_cuda)
+        result = streams_attention.exchanged(operation, attention, self._grid, provider)
+        set_tag(result, streams_attention.tag_of_result(operation, attention))
+        return result
+
+
+def tag_of(value: Any) -> Tag:
+    return getattr(value, _TAG, None)
+
+
+def set_tag(value: Any, tag: Tag) -> None:
+    if isinstance(value, torch.Tensor) and (tag is not None or hasattr(value, _TAG)):
+        setattr(value, _TAG, tag)
+
+
+class Streams:
+    """The lengths of the streams in the current call, and how they are split."""
+
+    def __init__(self, grid: Grid, choose: Chooser) -> None:
+        self.grid = grid
+        self.ranks = grid.size
+        self.lengths: dict[str, int] = {}
+        self.following = Following(grid, choose)
+
+    def segments(self, cut: Cut) -> Segments:
+        return tuple(Segment(self.lengths[stream]) for stream in cut.streams)
+
+    def note_lengths(self, value: Any, cut: Cuts) -> None:
+        """Note the length of a stream that is still whole."""
+        if isinstance(value, (tuple, list)):
+            for place, item in enumerate(value):
+                own = cut[place] if isinstance(cut, tuple) else cut
+                if own is not None:
+                    self.note_lengths(item, own)
+        elif isinstance(value, torch.Tensor) and isinstance(cut, Cut) and len(cut.streams) == 1:
+            # An integer: code is compiled for one length, of which pads follow.
+            self.lengths = {**self.lengths, cut.streams[0]: int(value.shape[cut.dim])}
+
+    def cut(self, value: Any, cut: Cuts | None, name: str, *, is_local: bool) -> Any:
+        """Return tensors with this rank's tokens, tagged or marked."""
+        if cut is None or value is None:
+            return value
+        if isinstance(value, (tuple, list)):
+            cuts = cut if isinstance(cut, tuple) else (cut,) * len(value)
+            return type(value)([self.cut(x, own, name, is_local=is_local) for x, own in zip(value, cuts, strict=True)])
+        if not isinstance(value, torch.Tensor) or isinstance(cut, tuple):
+            return value
+        if cut.rank is not None and value.dim() != cut.rank:
+            return value
+        dim, segments = cut.dim % value.dim(), self.segments(cut)
+        if is_local:
+            self._check(value, dim, self.grid.local(segments), name)
+        elif value.shape[dim] == 1:
+            return value
+        else:
+            self._check(value, dim, sum(segment.length for segment in segments), name)
+        return self._placed(value, LOCAL if is_local else SPLIT, dim, segments)
+
+    def _check(self, value: torch.Tensor, dim: int, size: int, name: str) -> None:
+        if value.shape[dim] != size:
+            raise PipelineError(
+                f"the tokens cannot be split: {name} has {value.shape[dim]} in dim {dim} where its streams have {size}"
+            )
+
+    def _placed(self, value: torch.Tensor, kind: str, dim: int, segments: Segments) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return mark(value, kind, dim, segments, self.ranks)
+        tag = Tokens(dim, segments)
+        if kind == JOIN:
+            if tag_of(value) != tag:
+                raise PipelineError("the tokens cannot be split: a block returns other tokens than it got")
+            return join(value, dim, segments, self.grid)
+        local = split(value, dim, segments, self.grid).contiguous() if kind == SPLIT else value.view_as(value)
+        set_tag(local, tag)
+        return local
+
+    def returned(self, value: Any, cut: Cut | None, *, is_last: bool) -> Any:
+        """Check a block's result; after the last block, return it whole."""
+        if cut is None or not isinstance(value, torch.Tensor):
+            return value
+        segments = self.segments(cut)
+        if is_last:
+            return self._placed(value, JOIN, cut.dim % value.dim(), segments)
+        if torch.compiler.is_compiling():
+            return mark(value, LOCAL, cut.dim % value.dim(), segments, self.ranks)
+        if tag_of(value) != Tokens(cut.dim % value.dim(), segments):
+            raise PipelineError("the tokens cannot be split: a block returns other tokens than it got")
+        return value
+
+
+@dataclass(eq=False)
+class Place:
+    """What the hooks of one block do; blocks of one list share it but for the first and the last."""
+
+    streams: Streams
+    # Arguments: name, position, how they are split, and whether they are local after the first block.
+    inputs: tuple[tuple[str, int, Cuts, bool], ...]
+    outputs: tuple[Cut | None, ...] = ()
+    is_first: bool = False
+    is_last: bool = False
+    is_block: bool = True
+
+
+def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Split or declare the streams among a block's arguments."""
+    place: Place = getattr(module, PLACE)
+    streams, given, named = place.streams, list(args), dict(kwargs)
+    if place.is_first:
+        streams.lengths = {}
+        for name, index, cut, is_stream in place.inputs:
+            if is_stream:
+                streams.note_lengths(_argument(given, named, name, index), cut)
+    for name, index, cut, is_stream in place.inputs:
+        value = _argument(given, named, name, index)
+        if value is None:
+            continue
+        value = streams.cut(value, cut, name, is_local=is_stream and not place.is_first)
+        if name in named:
+            named[name] = value
+        else:
+            given[index] = value
+    if place.is_block and not torch.compiler.is_compiling():
+        streams.following.__enter__()
+    return tuple(given), named
+
+
+def _argument(args: Sequence[Any], kwargs: Mapping[str, Any], name: str, index: int) -> Any:
+    if name in kwargs:
+        return kwargs[name]
+    return args[index] if index < len(args) else None
+
+
+def after(module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any) -> Any:
+    """Check the streams that a block returns, and join them after the last one."""
+    place: Place = getattr(module, PLACE)
+    if not torch.compiler.is_compiling():
+        place.streams.following.__exit__(None, None, None)
+    if output is None:
+        # The block raised.
+        return None
+    if isinstance(output, (tuple, list)):
+        parts = [
+            place.streams.returned(part, cut, is_last=place.is_last)
+            for part, cut in zip(output, place.outputs, strict=False)
+        ]
+        return (*parts, *output[len(parts) :])
+    return place.streams.returned(output, place.outputs[0], is_last=place.is_last)
+
+
+def into_opaque(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A module without rules computes each token alone: its result has the tokens of its first argument."""
+    place: Place = getattr(module, PLACE)
+    streams = place.streams
+    value = args[0]
+    if torch.compiler.is_compiling():
+        cut = place.outputs[0]
+        assert cut is not None
+        return (mark(value, OPEN, cut.dim, streams.segments(cut), streams.ranks), *args[1:])
+    streams.following.open.append(tag_of(value))  # type: ignore[arg-type]
+    return args
+
+
+def out_of_opaque(module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+    place: Place = getattr(module, PLACE)
+    streams = place.streams
+    if torch.compiler.is_compiling():
+        cut = place.outputs[0]
+        assert cut is not None
+        return mark(output, CLOSE, cut.dim, streams.segments(cut), streams.ranks)
+    tag = streams.following.open.pop()
+    if isinstance(output, torch.Tensor):
+        set_tag(output, tag)
+    return output
+
+
+@dataclass
+class Installed:
+    """The hooks and attributes that were added to modules; `remove` takes them away."""
+
+    handles: list[Any] = field(default_factory=list)
+    modules: list[nn.Module] = field(default_factory=list)
+
+    def put(self, module: nn.Module, place: Place) -> None:
+        # Not by setattr: a plain attribute needs no check for parameters.
+        module.__dict__[PLACE] = place
+        self.modules.append(module)
+
+    def block(self, module: nn.Module, place: Place) -> None:
+        self.put(module, place)
+        self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        self.handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+
+    def opaque(self, module: nn.Module, place: Place) -> None:
+        self.put(module, place)
+        self.handles.append(module.register_forward_pre_hook(into_opaque))
+        self.handles.append(module.register_forward_hook(out_of_opaque, always_call=True))
+
+    def arguments(self, module: nn.Module, place: Place) -> None:
+        self.put(module, place)
+        self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+
+    def remove(self) -> None:
+        while self.handles:
+            self.handles.pop().remove()
+        while self.modules:
+            self.modules.pop().__dict__.pop(PLACE, None)
+
+
+def inputs_of(
+    module: nn.Module, streams: Mapping[str, Cuts], tables: Mapping[str, Cuts]
+) -> tuple[tuple[str, int, Cuts, bool], ...]:
+    """Return the arguments of a module's forward that are split, with their positions."""
+    names = list(inspect.signature(module.forward).parameters)
+    named = [(name, cut, True) for name, cut in streams.items()] + [(name, cut, False) for name, cut in tables.items()]
+    for name, _, _ in named:
+        if name not in names:
+            raise PipelineError(
+                f"{type(module).__name__} has no argument {name!r}; its facts are for another diffusers"
+            )
+    return tuple((name, names.index(name), cut, is_stream) for name, cut, is_stream in named)
+
+
+__all__ = ["Blocks", "Following", "Installed", "Place", "Streams", "compat", "inputs_of"]
