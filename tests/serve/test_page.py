@@ -1,63 +1,17 @@
 """The page in a real browser: an image with its previews, stopping, errors, the keyboard, a phone, and no other hosts."""
 
-import asyncio
 import shutil
-import threading
 
 import pytest
-import uvicorn
 
-from support.fake_runner import FakeRunner, model, video_model
-from tritium.serve.app import build_app
-from tritium.serve.dispatch import Dispatcher
+from support.fake_runner import FakeRunner, Server, model, video_model
 from tritium.serve.settings import Settings
-
 
 CHROMIUM = shutil.which("chromium")
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on this machine")
 
 KEY = "a-key-of-the-page"
-
-
-class Server:
-    """An app on a loopback port, in a thread."""
-
-    def __init__(self, runner, settings):
-        self.runner = runner
-        self.engine = Dispatcher(runner)
-        app = build_app(self.engine, settings)
-        self._server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=1))
-        self._thread = threading.Thread(target=self._run)
-        self._begun = threading.Event()
-
-    def _run(self):
-        async def serve():
-            self.loop = asyncio.get_running_loop()
-            serving = asyncio.create_task(self._server.serve())
-            while not self._server.started:
-                await asyncio.sleep(0.01)
-            self._begun.set()
-            await serving
-
-        asyncio.run(serve())
-
-    def __enter__(self):
-        self._thread.start()
-        assert self._begun.wait(10)
-        port = self._server.servers[0].sockets[0].getsockname()[1]
-        self.address = f"http://127.0.0.1:{port}/"
-        return self
-
-    def __exit__(self, *_):
-        self._server.should_exit = True
-        self._thread.join(10)
-
-    def hold(self):
-        self.loop.call_soon_threadsafe(self.runner.gate.clear)
-
-    def go_on(self):
-        self.loop.call_soon_threadsafe(self.runner.gate.set)
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import io
+import threading
 
 import httpx2
 import openai
+import uvicorn
 from PIL import Image
 
 from tritium.serve.app import build_app
@@ -167,3 +169,70 @@ async def until(condition, seconds=5.0):
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.001)
+
+
+GENERATE = "/v1/images/generations"
+EDIT = "/v1/images/edits"
+
+
+def over_http(scenario, runner=None, settings=None, limits=None, **options):
+    """Run `scenario(http, app)` with an app, for a bounded time."""
+
+    async def whole():
+        async with asyncio.timeout(20), served(runner, settings, limits, **options) as app, app.http() as http:
+            return await scenario(http, app)
+
+    return asyncio.run(whole())
+
+
+def error_of(response):
+    """Return status, code and parameter of an error of OpenAI's shape."""
+    body = response.json()
+    assert list(body) == ["error"]
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    return response.status_code, body["error"]["code"], body["error"]["param"]
+
+
+class Server:
+    """An app on a loopback port, in a thread."""
+
+    def __init__(self, runner, settings, limits=None):
+        self.runner = runner
+        self.engine = Dispatcher(runner, limits)
+        app = build_app(self.engine, settings)
+        self._metrics = app.state.metrics
+        self._server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=1))
+        self._thread = threading.Thread(target=self._run)
+        self._begun = threading.Event()
+
+    def _run(self):
+        async def serve():
+            self.loop = asyncio.get_running_loop()
+            serving = asyncio.create_task(self._server.serve())
+            while not self._server.started:
+                await asyncio.sleep(0.01)
+            self._begun.set()
+            await serving
+
+        asyncio.run(serve())
+
+    def __enter__(self):
+        self._thread.start()
+        assert self._begun.wait(10)
+        port = self._server.servers[0].sockets[0].getsockname()[1]
+        self.address = f"http://127.0.0.1:{port}/"
+        return self
+
+    def __exit__(self, *_):
+        self._server.should_exit = True
+        self._thread.join(10)
+
+    def hold(self):
+        self.loop.call_soon_threadsafe(self.runner.gate.clear)
+
+    def go_on(self):
+        self.loop.call_soon_threadsafe(self.runner.gate.set)
+
+    def refused(self):
+        """Return how many jobs found the queue full."""
+        return self._metrics.registry.get_sample_value("tritium_errors_total", {"code": "queue_full"}) or 0

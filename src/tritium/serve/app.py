@@ -44,6 +44,7 @@ def build_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
     # The interactive pages of FastAPI load scripts from another host.
     app = FastAPI(title="Tritium", docs_url=None, redoc_url=None, lifespan=_lifespan(engine, settings))
     app.state.drain = lambda: engine.drain(settings.drain_seconds)
+    app.state.metrics = metrics
     app.include_router(api(context))
     app.include_router(probes(context))
     if settings.page:

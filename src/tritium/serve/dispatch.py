@@ -48,6 +48,7 @@ class Dispatcher:
         self._timer: asyncio.TimerHandle | None = None
         self._started = False
         self._draining = False
+        self._stopped = False
 
     async def start(self) -> None:
         """Start the workers; return when they are warm."""
@@ -128,7 +129,9 @@ class Dispatcher:
             task.cancel()
         if self._timer is not None:
             self._timer.cancel()
-        await self._runner.stop()
+        if not self._stopped:
+            self._stopped = True
+            await self._runner.stop()
 
     def _end(self, ticket: _Ticket, event: Event) -> None:
         """Send a job its last event, and stop what is left of it."""
@@ -158,6 +161,8 @@ class Dispatcher:
             if not batch:
                 delay = self._queue.hold or 0.0
                 break
+            for entry in batch:
+                self._tickets[entry.parent.id].running.add(entry.job.id)
             task = asyncio.get_running_loop().create_task(self._run(batch))
             self._batches.add(task)
         if len(self._queue):
@@ -165,24 +170,24 @@ class Dispatcher:
 
     async def _run(self, batch: list[Entry]) -> None:
         """Run a batch, deliver its events, and decide about its failures."""
-        run = _Run(batch, self._clock)
-        for entry in batch:
-            self._tickets[entry.parent.id].running.add(entry.job.id)
+        # A job may have been cancelled since its batch was chosen.
+        run = _Run([entry for entry in batch if entry.parent.id in self._tickets], self._clock)
         died = False
         try:
-            async for single, event in self._runner.run([entry.job for entry in batch]):
-                run.time(event)
-                self._deliver(run, single, event)
+            if run.open:
+                async for single, event in self._runner.run([entry.job for entry in run.open.values()]):
+                    run.time(event)
+                    self._deliver(run, single, event)
         except WorkerDied as error:
             died = True
             run.fail(Failed(code="worker_died", message=f"the worker ended: {error}", retry=True))
         except Exception as error:  # noqa: BLE001 - a runner's defect must not end the server
             run.fail(Failed(code="internal", message=f"the runner failed: {type(error).__name__}: {error}"))
         run.fail(Failed(code="internal", message="the worker ended the batch without a result"))
-        self._queue.finish(batch, measured=run.done == len(batch))
+        self._queue.finish(batch, measured=0 < run.done == len(batch))
         self._batches.discard(_current_task())
         for entry, failure in run.failed:
-            self._failed(entry, failure, len(batch), died=died)
+            self._failed(entry, failure, run.size, died=died)
         self._pump()
 
     def _deliver(self, run: _Run, single: str, event: Event) -> None:
@@ -201,6 +206,9 @@ class Dispatcher:
             run.done += 1
             event = replace(event, facts={**event.facts, "parts": run.parts()})
         if ticket is None:
+            if isinstance(event, Started):
+                # The first request to stop may have come before the worker had the job.
+                self._runner.cancel(single, "cancelled before its start")
             return
         for merged in ticket.merge(entry, event, self._clock()):
             if isinstance(merged, LAST):
@@ -234,6 +242,7 @@ class _Run:
 
     def __init__(self, batch: Sequence[Entry], clock: Callable[[], float]) -> None:
         self.open = {entry.job.id: entry for entry in batch}
+        self.size = len(batch)
         self.failed: list[tuple[Entry, Failed]] = []
         self.done = 0
         self._clock = clock
