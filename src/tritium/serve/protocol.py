@@ -140,14 +140,18 @@ def form_fields(items: Sequence[tuple[str, str]]) -> dict[str, Any]:
         head, *rest = (part.rstrip("]") for part in name.split("["))
         here, key = fields, head
         for part in rest:
-            here = here.setdefault(key, {})
-            if not isinstance(here, dict):
-                raise Fault(
-                    400, f"form fields named {head!r} contradict each other", "invalid_value", head, retry=False
-                )
+            here = _place(here, key, {}, head)
             key = part
-        here.setdefault(key, []).append(value) if isinstance(here.get(key, []), list) else here.update({key: [value]})
+        _place(here, key, [], head).append(value)
     return {name: _plain(name, value) for name, value in fields.items()}
+
+
+def _place(fields: dict[str, Any], key: str, empty: Any, head: str) -> Any:
+    """Return the dict or list at a key, which is created as `empty`."""
+    place = fields.setdefault(key, empty)
+    if type(place) is not type(empty):
+        raise Fault(400, f"form fields named {head!r} contradict each other", "invalid_value", head, retry=False)
+    return place
 
 
 def _plain(name: str, value: Any) -> Any:
