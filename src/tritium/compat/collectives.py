@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 def all_reduce(tensor: torch.Tensor, group: str) -> torch.Tensor:
@@ -37,3 +38,38 @@ def wait(tensor: torch.Tensor) -> torch.Tensor:
     """Return the result of a collective that was started."""
     ready: torch.Tensor = torch.ops._c10d_functional.wait_tensor(tensor)
     return ready
+
+
+def is_collective(target: Any) -> bool:
+    """Return True for an operator that exchanges tensors between ranks."""
+    return str(target).startswith("_c10d_functional")
+
+
+def abandon(group: Any) -> None:
+    """Destroy a process group whose ranks may wait in a collective."""
+    if "nccl" in dist.get_backend(group):
+        # Its kernels wait for the other ranks for ever.
+        group.abort()
+    dist.destroy_process_group(group)
+
+
+# Texts of exceptions on ranks whose peers have left a collective.
+_LEFT = (
+    "Connection closed",
+    "Connection reset",
+    "Broken pipe",
+    "aborted",
+    "Remote process exited",
+    "is not initialized",
+)
+
+
+def was_left_by_others(error: BaseException) -> bool:
+    """Return True for an exception in a collective that another rank has left."""
+    is_of_group = isinstance(error, (dist.DistError, RuntimeError)) and not isinstance(error, torch.OutOfMemoryError)
+    return is_of_group and any(text in str(error) for text in _LEFT)
+
+
+def store() -> Any:
+    """Return the store of the world: keys and values that all ranks see."""
+    return dist.distributed_c10d._get_default_store()

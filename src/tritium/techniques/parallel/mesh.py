@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import gc
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tritium import compat
 from tritium.errors import ConfigError, PipelineError
 from tritium.techniques.parallel.config import AXES, Parallel
 
@@ -59,6 +62,12 @@ def start(device: torch.device) -> None:
         # The launcher numbers the ranks of a machine, and each has one GPU.
         torch.cuda.set_device(dist.get_node_local_rank())
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    atexit.register(_stop)
+
+
+def _stop() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def check(config: Parallel, world: int) -> None:
@@ -90,14 +99,22 @@ def build(degrees: tuple[int, ...], device_type: str) -> Mesh:
 
 # One mesh per world: a process may destroy its group and start another.
 @functools.cache
-def _build(degrees: tuple[int, ...], device_type: str, world: Any) -> Mesh:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    mesh = dist.device_mesh.init_device_mesh(device_type, degrees, mesh_dim_names=AXES)
+def _build(degrees: tuple[int, ...], _device_type: str, world: Any) -> Mesh:
+    everyone = torch.arange(math.prod(degrees)).reshape(degrees)
     axes = {
-        name: Axis(name, degree, mesh.get_local_rank(name), mesh.get_group(name)) if degree > 1 else Axis(name, 1)
-        for name, degree in zip(AXES, degrees, strict=True)
+        name: _axis(name, everyone.movedim(dim, -1).reshape(-1, degree))
+        for dim, (name, degree) in enumerate(_named(degrees))
     }
-    return Mesh(axes, Axis("world", size, rank, world))
+    return Mesh(axes, _world(world))
+
+
+def _named(degrees: tuple[int, ...]) -> list[tuple[str, int]]:
+    return list(zip(AXES, degrees, strict=True))
+
+
+@functools.cache
+def _world(_world: Any) -> Axis:
+    return _axis("world", torch.arange(dist.get_world_size()).reshape(1, -1))
 
 
 def mesh_of(config: Parallel, device: torch.device) -> Mesh:
@@ -106,15 +123,57 @@ def mesh_of(config: Parallel, device: torch.device) -> Mesh:
     return build(tuple(config.degrees[axis] for axis in AXES), device.type)
 
 
-def axis_of(ranks: int, device: torch.device) -> Axis:
+def axis_of(ranks: int, _device: torch.device) -> Axis:
     """Return an axis of consecutive ranks, which repeats over the world; all ranks must call it alike."""
-    return _axis_of(ranks, device.type, dist.group.WORLD)
+    return _axis_of(ranks, dist.group.WORLD)
 
 
 @functools.cache
-def _axis_of(ranks: int, device_type: str, world: Any) -> Axis:
+def _axis_of(ranks: int, world: Any) -> Axis:
     size = dist.get_world_size()
-    if ranks == size:
-        return Axis("world", size, dist.get_rank(), world)
-    mesh = dist.device_mesh.init_device_mesh(device_type, (size // ranks, ranks), mesh_dim_names=("replicas", "vae"))
-    return Axis("vae", ranks, mesh.get_local_rank("vae"), mesh.get_group("vae"))
+    return _world(world) if ranks == size else _axis("vae", torch.arange(size).reshape(-1, ranks))
+
+
+# --- process groups ---
+
+# The axes with groups, each with the ranks of all groups of the axis, in the order in which they were created.
+_axes: list[tuple[Axis, list[list[int]]]] = []
+
+
+def _axis(name: str, table: torch.Tensor) -> Axis:
+    """Return an axis whose groups are the rows of a table of ranks."""
+    groups, rank = table.tolist(), dist.get_rank()
+    if len(groups[0]) == 1:
+        return Axis(name, 1)
+    own = next(ranks for ranks in groups if rank in ranks)
+    axis = Axis(name, len(own), own.index(rank), _group(name, groups))
+    _axes.append((axis, groups))
+    return axis
+
+
+def _group(name: str, groups: list[list[int]]) -> Any:
+    """Create the groups of an axis, and return this rank's.
+
+    They are new ones also for all ranks: `abandon` must leave the group that the user created alone.
+    """
+    created = [dist.new_group(ranks, group_desc=f"tritium {name}") for ranks in groups]
+    return next(group for group, ranks in zip(created, groups, strict=True) if dist.get_rank() in ranks)
+
+
+def abandon() -> None:
+    """Destroy the groups, so that ranks that wait in one of their collectives raise."""
+    for axis, _ in _axes:
+        group = axis.group
+        object.__setattr__(axis, "group", None)
+        if group is not None:
+            compat.collectives.abandon(group)
+        del group
+    # Connections close with the last reference, and frames of an exception may hold one.
+    gc.collect()
+
+
+def renew() -> None:
+    """Create the groups again after `abandon`; all ranks must call it alike."""
+    abandon()
+    for axis, groups in _axes:
+        object.__setattr__(axis, "group", _group(axis.name, groups))

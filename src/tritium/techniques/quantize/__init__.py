@@ -309,4 +309,6 @@ TECHNIQUE = Technique(
     is_lossy=True,
     reconcile=reconcile,
     settles_after=settles_after,
+    # Each rank quantizes its share of the linears.
+    after=("parallel",),
 )

@@ -125,4 +125,6 @@ TECHNIQUE = Technique(
     conflicts=conflicts,
     variants=variants,
     report=report,
+    # Ranks follow each call, also one that is left out.
+    after=("parallel",),
 )
