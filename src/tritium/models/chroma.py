@@ -1,6 +1,6 @@
 """Chroma: FLUX blocks without a guidance embedding, modulated by an approximator network."""
 
-from tritium.models.family import Family, TensorFacts
+from tritium.models.family import Blocks, Cut, Family, ParallelFacts, TensorFacts
 
 FAMILY = Family(
     name="chroma",
@@ -13,5 +13,25 @@ FAMILY = Family(
             r"ff(_context)?\.net\.2": (),
             "proj_out": ("attn.inner_dim", "proj_mlp.out_features"),
         },
+    ),
+    parallel=ParallelFacts(
+        sections=(
+            (
+                Blocks(
+                    path="transformer_blocks",
+                    streams={"hidden_states": Cut(), "encoder_hidden_states": Cut(("encoder_hidden_states",))},
+                    tables={"image_rotary_emb": Cut(("encoder_hidden_states", "hidden_states"), dim=0)},
+                    outputs=("encoder_hidden_states", "hidden_states"),
+                ),
+                Blocks(
+                    path="single_transformer_blocks",
+                    streams={"hidden_states": Cut(("encoder_hidden_states", "hidden_states"))},
+                    tables={"image_rotary_emb": Cut(("encoder_hidden_states", "hidden_states"), dim=0)},
+                ),
+                # The image's tokens are cut out by the number of a rank's text tokens.
+                Blocks(path="norm_out", streams={"x": Cut()}, outputs=("x",)),
+            ),
+        ),
+        arguments={"controlnet_block_samples": Cut(), "controlnet_single_block_samples": Cut()},
     ),
 )

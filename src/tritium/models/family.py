@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+# In a `Cut`: tokens that are on every rank.
+REST = ""
+
 
 @dataclass(frozen=True)
 class Cut:
-    """How a tensor is split between ranks: the streams along one of its dims, in order.
+    """How a tensor is split between ranks: the streams along one of its dims, in order; `REST` is on every rank.
 
     With `rank`, a tensor of another rank stays whole, such as a timestep for all tokens; so does a dim of size 1.
     """
@@ -42,12 +45,14 @@ class ParallelFacts:
 
     `sections` are lists of blocks: within a section, streams pass from list to list, and are whole before and behind it.
     `arguments` of the denoiser are split when it is called: values that are added between blocks. `unsplit` is the reason
-    why tokens cannot be split, or empty; without sections they are not.
+    why tokens cannot be split, or empty; without sections they are not. `whole` are classes of blocks in some models of
+    the family that cannot be split, with the reasons.
     """
 
     sections: tuple[tuple[Blocks, ...], ...] = ()
     arguments: Mapping[str, Cut] = field(default_factory=dict)
     unsplit: str = ""
+    whole: Mapping[str, str] = field(default_factory=dict)
 
 
 # The parts of a linear's features that are split one by one: numbers in proportion, or attributes of the module around

@@ -1,6 +1,6 @@
 """FLUX.2: double and single blocks whose modulation is shared by all blocks of a kind."""
 
-from tritium.models.family import Family, TensorFacts
+from tritium.models.family import Blocks, Cut, Family, ParallelFacts, TensorFacts
 
 FAMILY = Family(
     name="flux2",
@@ -20,5 +20,23 @@ FAMILY = Family(
             r"attn\.to_out": ("inner_dim", "mlp_hidden_dim"),
         },
         counts=("heads", "inner_dim", "mlp_hidden_dim"),
+    ),
+    parallel=ParallelFacts(
+        sections=(
+            (
+                Blocks(
+                    path="transformer_blocks",
+                    streams={"hidden_states": Cut(), "encoder_hidden_states": Cut(("encoder_hidden_states",))},
+                    tables={"image_rotary_emb": Cut(("encoder_hidden_states", "hidden_states"), dim=0)},
+                    outputs=("encoder_hidden_states", "hidden_states"),
+                ),
+                # After the text.
+                Blocks(
+                    path="single_transformer_blocks",
+                    streams={"hidden_states": Cut(("encoder_hidden_states", "hidden_states"))},
+                    tables={"image_rotary_emb": Cut(("encoder_hidden_states", "hidden_states"), dim=0)},
+                ),
+            ),
+        )
     ),
 )

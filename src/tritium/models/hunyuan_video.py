@@ -1,6 +1,6 @@
 """HunyuanVideo: double and single blocks, and a refiner for the prompt's tokens."""
 
-from tritium.models.family import Family, TensorFacts
+from tritium.models.family import Blocks, Cut, Family, ParallelFacts, TensorFacts
 
 FAMILY = Family(
     name="hunyuan_video",
@@ -18,6 +18,27 @@ FAMILY = Family(
             r"attn\.(to_out\.0|to_add_out)": (),
             r"ff(_context)?\.net\.2": (),
             "proj_out": ("attn.inner_dim", "proj_mlp.out_features"),
+        },
+    ),
+    parallel=ParallelFacts(
+        sections=(
+            (
+                Blocks(
+                    path="transformer_blocks",
+                    streams={"hidden_states": Cut(), "encoder_hidden_states": Cut(("encoder_hidden_states",))},
+                    tables={"freqs_cis": Cut(dim=0)},
+                    outputs=("hidden_states", "encoder_hidden_states"),
+                ),
+                Blocks(
+                    path="single_transformer_blocks",
+                    streams={"hidden_states": Cut(), "encoder_hidden_states": Cut(("encoder_hidden_states",))},
+                    tables={"image_rotary_emb": Cut(dim=0)},
+                    outputs=("hidden_states", "encoder_hidden_states"),
+                ),
+            ),
+        ),
+        whole={
+            "HunyuanVideoTokenReplaceTransformerBlock": "the first frame's tokens are changed apart from the others"
         },
     ),
 )

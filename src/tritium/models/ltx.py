@@ -1,6 +1,6 @@
 """LTX-Video."""
 
-from tritium.models.family import Family, TensorFacts
+from tritium.models.family import Blocks, Cut, Family, ParallelFacts, TensorFacts
 
 FAMILY = Family(
     name="ltx",
@@ -11,5 +11,16 @@ FAMILY = Family(
         rows={r"attn[12]\.to_out\.0": (), r"ff\.net\.2": ()},
         norms=(r"attn[12]\.norm_[qk]",),
         tables=("image_rotary_emb",),
+    ),
+    parallel=ParallelFacts(
+        sections=(
+            (
+                Blocks(
+                    path="transformer_blocks",
+                    streams={"hidden_states": Cut()},
+                    tables={"temb": Cut(), "image_rotary_emb": Cut(dim=-2)},
+                ),
+            ),
+        )
     ),
 )

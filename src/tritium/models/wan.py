@@ -22,5 +22,8 @@ FAMILY = Family(
                 ),
             ),
         ),
+        whole={
+            "WanVACETransformerBlock": "blocks over the conditions get whole tokens, whose results are added between others"
+        },
     ),
 )

@@ -25,6 +25,9 @@ def why_not(part: Part) -> str | None:
         return facts.unsplit
     if not facts.sections:
         return f"there are no facts about the streams of {type(part.module).__name__}"
+    for inner in part.module.modules():
+        if type(inner).__name__ in facts.whole:
+            return facts.whole[type(inner).__name__]
     if part.how == "inductor":
         return "plain Inductor exchanges no tokens; use how='tritium' or how='eager'"
     return None
@@ -92,16 +95,13 @@ class Sequence:
             ends = {"is_first": place == 0, "is_last": place == len(found) - 1}
             self._installed.block(block, Place(self.streams, inputs, outputs, **ends))
             for name in blocks.opaque:
-                inner = block.get_submodule(name) if name in dict(block.named_modules()) else None
-                if inner is not None:
-                    self._installed.opaque(inner, Place(self.streams, (), outputs[:1]))
+                self._installed.opaque(block.get_submodule(name), Place(self.streams))
 
     def around(self, block: nn.Module) -> Around | None:
         """Run a block eagerly whose graphs would break."""
         if id(block) not in self.uncompiled:
             return None
-        eager = compat.dynamo.untraced(compat.modules.eager_call(block))
-        return functools.partial(_instead, eager)
+        return functools.partial(_eagerly, block)
 
     def __call__(self) -> None:
         """Undo it."""
@@ -118,8 +118,9 @@ class Sequence:
         return f"padded {', '.join(padded)}" if padded else ""
 
 
-def _instead(eager: Callable[..., Any], _call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return eager(*args, **kwargs)
+@compat.dynamo.untraced
+def _eagerly(block: nn.Module, _call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return compat.modules.eager_call(block)(*args, **kwargs)
 
 
 def _cut(blocks: Blocks, name: str) -> Cut:

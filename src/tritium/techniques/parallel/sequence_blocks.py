@@ -17,11 +17,11 @@ from torch.overrides import TorchFunctionMode
 
 from tritium import compat
 from tritium.errors import PipelineError
-from tritium.models.family import Blocks, Cut
+from tritium.models.family import REST, Blocks, Cut
 from tritium.techniques.parallel import streams_attention
 from tritium.techniques.parallel.exchange import Grid, Segment, Segments, join, split
 from tritium.techniques.parallel.sequence_marks import CLOSE, JOIN, LOCAL, OPEN, SPLIT, mark
-from tritium.techniques.parallel.streams import Operation, Tag, Tokens, assigned, name_of, tags_of
+from tritium.techniques.parallel.streams import Operation, Tag, Tokens, agree, assigned, name_of, tags_of
 
 # The attribute of a module with its place; Dynamo guards attributes, but not hooks.
 PLACE = "tritium_place"
@@ -41,7 +41,7 @@ class Following(TorchFunctionMode):
         super().__init__()
         self._grid, self._choose = grid, choose
         # The depth of modules without rules, and the tags of tensors that went in.
-        self.open: list[Tokens] = []
+        self.open: list[Tag] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -94,8 +94,13 @@ class Streams:
         self.lengths: dict[str, int] = {}
         self.following = Following(grid, choose)
 
-    def segments(self, cut: Cut) -> Segments:
-        return tuple(Segment(self.lengths[stream]) for stream in cut.streams)
+    def segments(self, cut: Cut, size: int, *, is_local: bool) -> Segments:
+        """Return the segments of a dim; tokens that are on every rank are the rest of its size."""
+        split = [Segment(self.lengths[stream]) for stream in cut.streams if stream != REST]
+        rest = size - sum(one.share(self.ranks) if is_local else one.length for one in split)
+        return tuple(
+            Segment(rest, False) if stream == REST else Segment(self.lengths[stream]) for stream in cut.streams
+        )
 
     def note_lengths(self, value: Any, cut: Cuts) -> None:
         """Note the length of a stream that is still whole."""
@@ -119,7 +124,8 @@ class Streams:
             return value
         if cut.rank is not None and value.dim() != cut.rank:
             return value
-        dim, segments = cut.dim % value.dim(), self.segments(cut)
+        dim = cut.dim % value.dim()
+        segments = self.segments(cut, value.shape[dim], is_local=is_local)
         if is_local:
             self._check(value, dim, self.grid.local(segments), name)
         elif value.shape[dim] == 1:
@@ -139,7 +145,7 @@ class Streams:
             return mark(value, kind, dim, segments, self.ranks)
         tag = Tokens(dim, segments)
         if kind == JOIN:
-            if tag_of(value) != tag:
+            if not agree(tag_of(value), tag):
                 raise PipelineError("the tokens cannot be split: a block returns other tokens than it got")
             return join(value, dim, segments, self.grid)
         local = split(value, dim, segments, self.grid).contiguous() if kind == SPLIT else value.view_as(value)
@@ -150,12 +156,13 @@ class Streams:
         """Check a block's result; after the last block, return it whole."""
         if cut is None or not isinstance(value, torch.Tensor):
             return value
-        segments = self.segments(cut)
+        dim = cut.dim % value.dim()
+        segments = self.segments(cut, value.shape[dim], is_local=True)
         if is_last:
-            return self._placed(value, JOIN, cut.dim % value.dim(), segments)
+            return self._placed(value, JOIN, dim, segments)
         if torch.compiler.is_compiling():
-            return mark(value, LOCAL, cut.dim % value.dim(), segments, self.ranks)
-        if tag_of(value) != Tokens(cut.dim % value.dim(), segments):
+            return mark(value, LOCAL, dim, segments, self.ranks)
+        if not agree(tag_of(value), Tokens(dim, segments)):
             raise PipelineError("the tokens cannot be split: a block returns other tokens than it got")
         return value
 
@@ -166,7 +173,7 @@ class Place:
 
     streams: Streams
     # Arguments: name, position, how they are split, and whether they are local after the first block.
-    inputs: tuple[tuple[str, int, Cuts, bool], ...]
+    inputs: tuple[tuple[str, int, Cuts, bool], ...] = ()
     outputs: tuple[Cut | None, ...] = ()
     is_first: bool = False
     is_last: bool = False
@@ -221,27 +228,18 @@ def after(module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], ou
 
 def into_opaque(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """A module without rules computes each token alone: its result has the tokens of its first argument."""
-    place: Place = getattr(module, PLACE)
-    streams = place.streams
-    value = args[0]
+    streams: Streams = getattr(module, PLACE).streams
     if torch.compiler.is_compiling():
-        cut = place.outputs[0]
-        assert cut is not None
-        return (mark(value, OPEN, cut.dim, streams.segments(cut), streams.ranks), *args[1:])
-    streams.following.open.append(tag_of(value))  # type: ignore[arg-type]
+        return (mark(args[0], OPEN, 0, (), streams.ranks), *args[1:])
+    streams.following.open.append(tag_of(args[0]))
     return args
 
 
 def out_of_opaque(module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
-    place: Place = getattr(module, PLACE)
-    streams = place.streams
+    streams: Streams = getattr(module, PLACE).streams
     if torch.compiler.is_compiling():
-        cut = place.outputs[0]
-        assert cut is not None
-        return mark(output, CLOSE, cut.dim, streams.segments(cut), streams.ranks)
-    tag = streams.following.open.pop()
-    if isinstance(output, torch.Tensor):
-        set_tag(output, tag)
+        return mark(output, CLOSE, 0, (), streams.ranks)
+    set_tag(output, streams.following.open.pop())
     return output
 
 

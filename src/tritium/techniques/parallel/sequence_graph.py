@@ -21,7 +21,7 @@ from tritium.passes import Applied, ConfigRequest, Outcome, Pass, PassContext
 from tritium.techniques.parallel import streams_attention
 from tritium.techniques.parallel.exchange import Grid, join, split
 from tritium.techniques.parallel.sequence_marks import CLOSE, JOIN, LOCAL, OPEN, OPERATOR, SPLIT, segments_of
-from tritium.techniques.parallel.streams import Operation, Tag, Tokens, assigned, name_of, tags_of
+from tritium.techniques.parallel.streams import Operation, Tag, Tokens, agree, assigned, name_of, tags_of
 
 # Chooses how an attention exchanges, by the bytes of its queries on one rank and whether it runs on a GPU.
 Chooser = Callable[[int, bool], str]
@@ -62,7 +62,7 @@ class _Rewriting:
         self._graph, self._grid, self._choose = graph, grid, choose
         self._tags: dict[int, Tag] = {}
         # The tags of tensors that went into modules without rules.
-        self._open: list[Tokens] = []
+        self._open: list[Tag] = []
         self._splits = any(node.target is OPERATOR and node.args[1] == SPLIT for node in graph.nodes)
         self._replaced: dict[fx.Node, fx.Node] = {}
         self.rewritten = 0
@@ -77,8 +77,8 @@ class _Rewriting:
                 self._mark(node)
             elif node.op in ("call_function", "call_method"):
                 self._operation(node)
-            elif node.op == "output":
-                self._output(node)
+        if self._open:
+            raise PipelineError("the tokens cannot be split: a graph breaks in a module without rules; run it eagerly")
         for node, other in self._replaced.items():
             node.replace_all_uses_with(other)
             self._graph.erase_node(node)
@@ -95,7 +95,7 @@ class _Rewriting:
         tag = Tokens(dim, segments_of(lengths, is_split))  # type: ignore[arg-type]
         has = self._tag_of(value)
         if kind == OPEN:
-            self._open.append(_split_tag(has, tag))
+            self._open.append(has)
             self._replaced[node] = self._source(source)
         elif kind == CLOSE:
             self._tags[id(result)] = self._open.pop()
@@ -122,10 +122,6 @@ class _Rewriting:
 
     def _source(self, node: fx.Node) -> fx.Node:
         return self._replaced.get(node, node)
-
-    def _output(self, node: fx.Node) -> None:
-        if self._open:
-            raise PipelineError("the tokens cannot be split: a module without rules breaks the graph")
 
     # --- operators ---
 
@@ -185,7 +181,7 @@ class _Rewriting:
 
 
 def _split_tag(tag: Tag, declared: Tokens) -> Tokens:
-    if tag != declared:
+    if not agree(tag, declared):
         raise PipelineError(
             f"the tokens cannot be split: a block has tokens {_words(declared)}, and gets {_words(tag)}; if its graph "
             "breaks, run the part eagerly"

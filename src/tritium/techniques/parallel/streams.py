@@ -43,6 +43,21 @@ class Tokens:
         return replace(self, dim=dim)
 
 
+def agree(tag: Tag, declared: Tokens) -> bool:
+    """Return True if a tag is the declared one; runs of whole segments count as one."""
+    if tag is None:
+        return not declared.is_split
+    return isinstance(tag, Tokens) and _plain(tag) == _plain(declared)
+
+
+def _plain(tag: Tokens) -> Tokens:
+    segments: list[Segment] = []
+    for segment in tag.segments:
+        is_run = bool(segments) and not segment.is_split and not segments[-1].is_split
+        segments.append(Segment(segments.pop().length + segment.length, False) if is_run else segment)
+    return replace(tag, segments=tuple(segments))
+
+
 @dataclass(frozen=True)
 class Uniform:
     """The tag of a tensor of equal values, such as ones: it fits any stream."""
@@ -434,10 +449,15 @@ def _repeated(operation: Operation) -> Tag:
 def _padded(operation: Operation) -> Tag:
     tag = operation.tokens(operation.first)
     pads = list(operation.argument(1, "pad"))
-    behind = 0 if tag is None else operation.first.dim() - 1 - tag.dim
-    if tag is None or any(pads[2 * behind : 2 * behind + 2]):
-        raise operation.mixed("adds tokens")
-    return tag
+    if tag is None:
+        return None
+    behind = 2 * (operation.first.dim() - 1 - tag.dim)
+    added = [Segment(pad, False) for pad in (*pads[behind : behind + 2], 0, 0)[:2]]
+    if any(segment.length < 0 for segment in added) or (any(pads[behind : behind + 2]) and tag.outer * tag.inner > 1):
+        raise operation.mixed("cuts tokens")
+    # The same values on every rank.
+    segments = (added[0], *tag.segments, added[1])
+    return replace(tag, segments=tuple(segment for segment in segments if segment.length))
 
 
 def _item(operation: Operation) -> Tag:
@@ -489,8 +509,9 @@ def assigned(operation: Operation) -> Tag:
     is_whole = Ellipsis in items and all(item is Ellipsis or isinstance(item, (slice, int)) for item in items)
     if isinstance(own, Tokens) and own.is_split == other.is_split:
         target = _item(replace(operation, args=(tensor, index)))
-        behind = None if target is None else tensor[index].dim() - target.dim
-        if isinstance(target, Tokens) and behind == value.dim() - other.dim:
+        if isinstance(target, Tokens):
+            moved = other.at(other.dim + tensor[index].dim() - value.dim())
+            _unified(operation, target, moved)
             return own
     elif isinstance(own, Uniform) and is_whole and tensor.dim() == value.dim():
         # New memory, filled part by part.

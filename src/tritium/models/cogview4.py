@@ -1,0 +1,21 @@
+"""CogView4."""
+
+from tritium.models.family import Blocks, Cut, Family, ParallelFacts
+
+FAMILY = Family(
+    name="cogview4",
+    denoisers=("CogView4Transformer2DModel",),
+    blocks=("CogView4TransformerBlock",),
+    parallel=ParallelFacts(
+        sections=(
+            (
+                Blocks(
+                    path="transformer_blocks",
+                    streams={"hidden_states": Cut(), "encoder_hidden_states": Cut(("encoder_hidden_states",))},
+                    tables={"image_rotary_emb": Cut(dim=0)},
+                    outputs=("hidden_states", "encoder_hidden_states"),
+                ),
+            ),
+        )
+    ),
+)

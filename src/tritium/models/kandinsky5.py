@@ -1,0 +1,24 @@
+"""Kandinsky 5: encoder blocks over the text, decoder blocks over a video."""
+
+from tritium.models.family import Blocks, Cut, Family, ParallelFacts
+
+FAMILY = Family(
+    name="kandinsky5",
+    denoisers=("Kandinsky5Transformer3DModel",),
+    blocks=(
+        "Kandinsky5TransformerEncoderBlock",
+        "Kandinsky5TransformerDecoderBlock",
+    ),
+    parallel=ParallelFacts(
+        sections=(
+            (
+                Blocks(
+                    path="visual_transformer_blocks",
+                    streams={"visual_embed": Cut(("visual_embed",))},
+                    tables={"rope": Cut(("visual_embed",))},
+                    outputs=("visual_embed",),
+                ),
+            ),
+        )
+    ),
+)
