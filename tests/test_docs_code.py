@@ -8,7 +8,10 @@ import tritium
 from support import pages, scenes
 
 # Pages whose blocks another test runs, with more that it checks.
-ELSEWHERE = {"docs/static-graphs.md": "pipelines/test_static_graphs_page.py"}
+ELSEWHERE = {
+    "docs/serving.md": "serve/test_serving_page.py",
+    "docs/static-graphs.md": "pipelines/test_static_graphs_page.py",
+}
 CODE = {
     pages.name_of(page): found
     for page in pages.pages()

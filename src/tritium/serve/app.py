@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from tritium.errors import nearest
+from tritium.errors import TritiumError, nearest
 from tritium.serve import page
 from tritium.serve.engine import Engine, Refused
 from tritium.serve.faults import Fault, of_refusal
@@ -33,7 +33,7 @@ _CODES = {404: "not_found", 405: "method_not_allowed", 413: "too_large"}
 
 
 def build_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
-    """Return the app of an engine. It starts the engine with itself, answers `/healthz` meanwhile, and drains it at the end.
+    """Return the app of an engine. It starts the engine, answers `/healthz` while that loads, and drains it at the end.
 
     `app.state.drain()` refuses new jobs and returns when the running ones are done: call it on SIGTERM, before the listening
     socket closes. `app.state.starting` is the task of `Engine.start`, which raises what went wrong.
@@ -72,6 +72,9 @@ async def _start(engine: Engine) -> None:
     began = time.perf_counter()
     try:
         await engine.start()
+    except TritiumError:
+        # One line for users, which the caller prints.
+        raise
     except Exception:
         _log.exception("the engine did not start")
         raise

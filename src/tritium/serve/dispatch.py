@@ -277,7 +277,7 @@ class _Run:
 
 @dataclass(eq=False, kw_only=True)
 class _Ticket:
-    """A job on its way, and what is there of its results."""
+    """A job between submission and its last event, with its results so far."""
 
     job: Job
     entered: float

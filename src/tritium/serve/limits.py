@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tritium.serve.faults import Fault, invalid
 from tritium.serve.settings import MIB, Settings
 
-# First bytes of what is accepted, whatever the upload's name and declared type are.
+# First bytes of accepted types; the upload's name and declared type do not count.
 _SIGNATURES = {"PNG": (b"\x89PNG\r\n\x1a\n",), "JPEG": (b"\xff\xd8\xff",), "WEBP": (b"RIFF",)}
 
 

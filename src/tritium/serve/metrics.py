@@ -1,4 +1,4 @@
-"""Prometheus metrics of one app, in a registry of its own; nothing in them comes from prompts or keys."""
+"""Prometheus metrics of one app, in a separate registry; nothing in them comes from prompts or keys."""
 
 from __future__ import annotations
 

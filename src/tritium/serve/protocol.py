@@ -85,7 +85,7 @@ class ImageRequest(_Request):
     output_format: Literal["png", "webp", "jpeg", "gif", "svg"] | None = None
     output_compression: int | None = Field(default=None, ge=0, le=100)
     background: Literal["transparent", "opaque", "auto"] | None = None
-    # There is no moderation here: both values mean the same.
+    # Nothing is moderated: both values mean the same.
     moderation: Literal["low", "auto"] | None = None
     response_format: Literal["url", "b64_json"] | None = None
     stream: bool | None = None
@@ -121,7 +121,7 @@ class VideoRequest(_Request):
 
 @dataclass(frozen=True, kw_only=True)
 class Accepted:
-    """A checked request: its job, and what its response needs beside the job."""
+    """A checked request: its job, and the other facts that its response needs."""
 
     job: Job
     quality: str
@@ -137,7 +137,7 @@ def form_fields(items: Sequence[tuple[str, str]]) -> dict[str, Any]:
     """Return the nested dict that form fields describe, with names such as `tritium[steps]` and `tritium[loras][][name]`."""
     fields: dict[str, Any] = {}
     for name, value in items:
-        head, *rest = (part.rstrip("]") for part in name.split("["))
+        head, *rest = (part.rstrip("]") for part in name.split("[", 4))
         here, key = fields, head
         for part in rest:
             here = _place(here, key, {}, head)
@@ -247,7 +247,7 @@ def _event(accepted: Accepted, kind: str, image: bytes, created: int) -> dict[st
 
 
 def partial_event(accepted: Accepted, preview: Preview, created: int) -> dict[str, Any]:
-    """Return the event of a preview: an image from unfinished latents, and marked as such."""
+    """Return the event of a preview: an image from unfinished latents, marked as a preview."""
     event = _event(accepted, "partial_image", preview.image, created)
     about = {"preview": True, "step": preview.step, "image": preview.image_index}
     return {**event, "partial_image_index": preview.index, "tritium": about}

@@ -1,7 +1,7 @@
 """Admit single images to a queue, and choose which of them run next: pure, with an injected clock.
 
 Fairness: every key has a tag, the seconds of work that it was given. The key with the smallest tag goes next; a key that
-returns keeps its tag, but not below that of the keys in turn, so that idle time is no credit (start-time fair queueing).
+returns keeps its tag, but not below that of the keys in turn, so that idle time earns nothing (start-time fair queueing).
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Queue:
         return sum(len(batch.entries) for batch in self._running)
 
     def estimate(self, job: Job) -> float:
-        """Return the seconds of one image: the model's estimate, corrected by what was measured since."""
+        """Return the seconds of one image: the model's estimate, corrected by later measurements."""
         return self.models[job.model].estimate(job) * self._ratios.get(_work(job), 1.0)
 
     def wait(self, slots: int) -> float:
@@ -127,11 +127,13 @@ class Queue:
         seconds = cost * -(-job.n // max(1, slots))
         if job.timeout is not None and wait + seconds > job.timeout:
             late = wait + seconds - job.timeout
+            later = seconds <= job.timeout
+            advice = "allow more time, or send it later" if later else "allow more time, or fewer steps"
             raise Refused(
                 "deadline",
                 f"the job would take about {wait + seconds:.1f} s ({wait:.1f} s of them in the queue), and its deadline "
-                f"is in {job.timeout:.1f} s: allow more time, or send it later",
-                late if seconds <= job.timeout else None,
+                f"is in {job.timeout:.1f} s: {advice}",
+                late if later else None,
             )
         ahead = len(self)
         now = self._clock()
@@ -205,7 +207,7 @@ class Queue:
         return tuple(size for size in sizes if bound is None or size < bound) or (1,)
 
     def forbid(self, job: Job, size: int) -> None:
-        """Remove batches of `size` images and larger ones from what is legal for this kind of job."""
+        """Make batches of `size` images and larger ones illegal for this kind of job."""
         self._forbidden[_work(job)] = min(size, self._forbidden.get(_work(job), size))
 
     def finish(self, batch: Sequence[Entry], *, measured: bool) -> None:
@@ -268,5 +270,5 @@ class Queue:
 
 
 def _work(job: Job) -> tuple[Any, ...]:
-    """Return what decides how long an image takes, beside its steps, and how much memory."""
+    """Return the properties that decide the memory of an image and, with its steps, its time."""
     return job.model, job.kind, job.size, job.frames, job.fidelity, job.recipe

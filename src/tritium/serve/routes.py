@@ -1,4 +1,4 @@
-"""The routes: images, edits, videos, jobs, models, and the probes beside them."""
+"""The routes: images, edits, videos, jobs, models and probes."""
 
 from __future__ import annotations
 

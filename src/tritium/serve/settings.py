@@ -11,7 +11,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What `build_app` needs beside an engine. The defaults suit one user on one machine."""
+    """Settings of `build_app`. The defaults suit one user on one machine."""
 
     # Without keys every request is accepted: bind to 127.0.0.1 then.
     api_keys: tuple[str, ...] = field(default=(), repr=False)

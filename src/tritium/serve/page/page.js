@@ -188,7 +188,8 @@ function compare(taken, sent, promises) {
   else {
     $("bar-eager").style.width = `${(100 * eager) / longest}%`;
     $("time-eager").textContent = seconds(eager);
-    $("ratio").textContent = taken < eager ? `${(eager / taken).toFixed(1)} times as fast as eager` : `${(taken / eager).toFixed(1)} times as long as eager`;
+    if (Math.abs(taken / eager - 1) < 0.05) $("ratio").textContent = "as fast as eager";
+    else $("ratio").textContent = taken < eager ? `${(eager / taken).toFixed(1)} times as fast as eager` : `${(taken / eager).toFixed(1)} times as long as eager`;
   }
 }
 
