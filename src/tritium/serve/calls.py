@@ -137,15 +137,25 @@ def results(output: Any) -> list[Any]:
 
 
 def related(pipe: Any) -> dict[str, Any]:
-    """Return pipelines that edit images with the components of a text-to-image pipeline, where diffusers has them."""
-    auto: Any = importlib.import_module("diffusers.pipelines.auto_pipeline")
+    """Return pipelines that edit images with the components of another pipeline, where diffusers has such classes."""
     found = {}
-    for name, cls in ((EDIT, auto.AutoPipelineForImage2Image), (INPAINT, auto.AutoPipelineForInpainting)):
-        try:
-            other = cls.from_pipe(pipe)
-        except (ValueError, TypeError, AttributeError):
-            # No such pipeline for these classes, or one that needs further components.
-            continue
-        other.set_progress_bar_config(disable=True)
-        found[name] = other
+    for name, words in ((EDIT, "Img2Img"), (INPAINT, "Inpaint")):
+        # AutoPipelineForImage2Image has these classes too, and imports all pipelines of diffusers: 2 s of a start.
+        cls = getattr(importlib.import_module("diffusers"), _class_name(pipe, words), None)
+        other = _sharing(pipe, cls) if cls is not None else None
+        if other is not None:
+            other.set_progress_bar_config(disable=True)
+            found[name] = other
     return found
+
+
+def _class_name(pipe: Any, words: str) -> str:
+    return type(pipe).__name__.removesuffix("Pipeline") + f"{words}Pipeline"
+
+
+def _sharing(pipe: Any, cls: Any) -> Any:
+    """Return a pipeline of a class with another one's components; None if it needs further ones."""
+    parameters = dict(list(inspect.signature(cls.__init__).parameters.items())[1:])
+    given = {name: value for name, value in {**pipe.config, **pipe.components}.items() if name in parameters}
+    needed = {name for name, parameter in parameters.items() if parameter.default is inspect.Parameter.empty}
+    return cls(**given) if needed <= given.keys() else None

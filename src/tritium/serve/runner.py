@@ -152,6 +152,8 @@ class _Lane:
         self._stopped.set()
         self.is_ready = False
         self.tasks.put(None)
+        # `start` may wait for it still.
+        self.loaded.cancel()
 
     def join(self) -> None:
         """Close the worker and wait for the thread; a step that takes longer is left to its daemon thread."""
@@ -163,10 +165,10 @@ class _Lane:
         try:
             models = self.worker.load()
         except BaseException as error:  # noqa: BLE001  # the event loop raises it
-            _call(self._loop, self.loaded.set_exception, error)
+            _call(self._loop, self._settle, error)
             return
         self._is_loaded()
-        _call(self._loop, self.loaded.set_result, models)
+        _call(self._loop, self._settle, models)
         while not self._stopped.is_set():
             try:
                 task = self.tasks.get(timeout=_CHECK_SECONDS)
@@ -176,6 +178,14 @@ class _Lane:
                 continue
             if task is not None:
                 self._run(task)
+
+    def _settle(self, outcome: tuple[Model, ...] | BaseException) -> None:
+        if self.loaded.done():
+            return
+        if isinstance(outcome, BaseException):
+            self.loaded.set_exception(outcome)
+        else:
+            self.loaded.set_result(outcome)
 
     def _run(self, task: _Batch) -> None:
         if not self.worker.is_alive() and not self._stopped.is_set():
