@@ -67,6 +67,8 @@ class Arena:
     def resize(self, total: int, cut: int) -> None:
         """Allocate other memory; seats lose their ranges."""
         self.clear()
+        # Other sizes do not fit into memory that PyTorch has kept.
+        self.link.give_back()
         self.total, self.cut = total, min(cut, total)
         self._fixed = self.link.allocate(self.cut)
         self.reach()

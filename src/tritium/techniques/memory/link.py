@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import mmap
 import queue
 import threading
 import time
@@ -121,6 +123,9 @@ class Link:
         if self._thread is not None:
             last.wait()
 
+    def give_back(self) -> None:
+        """Return freed memory to the device."""
+
     def rate(self) -> float | None:
         """Return the measured bytes a second; None on a CPU, whose copies are emulated."""
         return None
@@ -165,12 +170,17 @@ class CudaLink(Link):
         return torch.cuda.max_memory_allocated(self.device)
 
     def host(self, size: int) -> torch.Tensor:
-        buffer = super().host(size)
         left = device.host_memory()
-        if size and left is not None and left - size < max(_LEFT, _LEFT_SHARE * left):
-            return buffer
+        if not size or (left is not None and left - size < max(_LEFT, _LEFT_SHARE * left)):
+            return super().host(size)
+        pages = mmap.mmap(-1, size)
+        with contextlib.suppress(AttributeError, OSError):
+            # Locking takes time for each page.
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        with writing():
+            buffer = torch.frombuffer(pages, dtype=torch.uint8)
         # PyTorch's own page-locked memory is rounded up to a power of two.
-        if size and compat.capture.lock_pages(buffer):
+        if compat.capture.lock_pages(buffer):
             self._locked.add(buffer.data_ptr())
         return buffer
 
@@ -207,6 +217,9 @@ class CudaLink(Link):
 
     def finish(self) -> None:
         torch.cuda.current_stream(self.device).wait_stream(self._copies)
+
+    def give_back(self) -> None:
+        device.empty_cache()
 
     @functools.cached_property
     def _rate(self) -> float:
