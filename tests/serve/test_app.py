@@ -199,6 +199,12 @@ def test_pages_of_other_sites_are_refused():
         assert error_of(await http.get("/v1/models", headers={"host": "rebound.example"})) == (403, "wrong_host", None)
         for origin in ("http://localhost", "https://friend.example"):
             assert (await http.post(GENERATE, json=body, headers={"origin": origin})).status_code == 200
+        # A browser asks before it sends.
+        asked = {"origin": "https://friend.example", "access-control-request-method": "POST"}
+        answer = await http.options(GENERATE, headers=asked)
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "https://friend.example")
+        answer = await http.options(GENERATE, headers={**asked, "origin": "https://evil.example"})
+        assert error_of(answer) == (403, "wrong_origin", None)
 
     hosts = ("localhost", "127.0.0.1")
     over_http(scenario, settings=Settings(hosts=hosts, origins=("https://friend.example",), drain_seconds=0.1))

@@ -1,8 +1,9 @@
 """Jobs that outlive their clients, and clients that leave: background, idempotency keys, expiry, deletion."""
 
 import asyncio
+import random
 
-from support.fake_runner import GENERATE, FakeRunner, error_of, over_http, picture, until
+from support.fake_runner import GENERATE, FakeRunner, error_of, model, over_http, picture, until, video_model
 from tritium.serve.engine import Failed
 from tritium.serve.settings import Settings
 
@@ -68,12 +69,14 @@ def test_results_expire_and_have_a_limit():
             ids.append((await http.post(GENERATE, json=body)).json()["id"])
             await until(lambda: not app.engine.status().running)
         await asyncio.sleep(0)
-        # Two of the images fit into the bytes that are kept.
+        # Two of the jobs fit into the bytes that are kept.
         assert [(await http.get(f"/v1/jobs/{job_id}")).status_code for job_id in ids] == [404, 200, 200]
         await asyncio.sleep(0.3)
         assert [(await http.get(f"/v1/jobs/{job_id}")).status_code for job_id in ids] == [404, 404, 404]
 
-    over_http(scenario, settings=Settings(keep_seconds=0.25, keep_bytes=int(2.5 * len(picture())), drain_seconds=0.1))
+    over_http(
+        scenario, settings=Settings(keep_seconds=0.25, keep_bytes=int(2.5 * (4096 + len(picture()))), drain_seconds=0.1)
+    )
 
 
 def test_an_idempotency_key_means_one_job():
@@ -123,5 +126,44 @@ def test_a_failed_job_is_not_kept_by_its_key():
         assert await send() == 500
         runner.faults = []
         assert await send() == 200
+
+    over_http(scenario, runner)
+
+
+def test_fifty_requests_with_random_cancels_leave_nothing():
+    runner = FakeRunner(model(batches={(64, 64): (2, 4)}, seconds={(64, 64): 0.05}), video_model(), slots=2)
+    runner.faults = [(lambda batch: any(job.seed % 11 == 0 for job in batch), Failed(code="internal", message="rays"))]
+    dice = random.Random(7)
+
+    def body():
+        options = {"steps": dice.choice((4, 8)), "seed": dice.randrange(100), "previews": 1, "background": False}
+        kind = dice.choice(("plain", "stream", "video", "background"))
+        if kind == "video":
+            return "/v1/videos", {"prompt": "x", "model": "film", "seed": options["seed"]}
+        options["background"] = kind == "background"
+        return GENERATE, {"prompt": "x", "n": dice.choice((1, 2)), "stream": kind == "stream", "tritium": options}
+
+    async def scenario(http, app):
+        async def send():
+            path, sent = body()
+            await asyncio.sleep(dice.random() * 0.1)
+            request = asyncio.ensure_future(http.post(path, json=sent))
+            if dice.random() < 0.4:
+                await asyncio.sleep(dice.random() * 0.05)
+                request.cancel()
+            response = (await asyncio.gather(request, return_exceptions=True))[0]
+            if not isinstance(response, BaseException):
+                assert response.status_code in (200, 202, 500), response.text
+                if dice.random() < 0.3 and "x-request-id" in response.headers:
+                    await http.delete(
+                        f"{'/v1/videos' if path == '/v1/videos' else '/v1/jobs'}/{response.headers['x-request-id']}"
+                    )
+
+        await asyncio.gather(*(send() for _ in range(50)))
+        await until(lambda: not app.engine.status().running and not app.engine.status().queued)
+        assert app.engine._tickets == {}
+        await app.app.state.drain()
+        mine = {task for task in asyncio.all_tasks() if "httpx" not in repr(task.get_coro())}
+        assert mine == {asyncio.current_task()}
 
     over_http(scenario, runner)

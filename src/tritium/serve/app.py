@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -51,6 +52,8 @@ def build_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
         app.include_router(page.routes())
     _handle_errors(app, metrics)
     app.add_middleware(BodyLimit, settings=settings)
+    if settings.origins:
+        app.add_middleware(CORSMiddleware, allow_origins=settings.origins, allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(Front, settings=settings, metrics=metrics)
     return app
 

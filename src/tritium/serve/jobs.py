@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Literal
 
 from tritium.serve.engine import LAST, Cancelled, Done, Engine, Event, Failed, Preview, Queued, Started, Step
@@ -12,6 +13,9 @@ from tritium.serve.faults import Fault, invalid, of_failure
 from tritium.serve.metrics import Metrics
 from tritium.serve.protocol import Accepted
 from tritium.serve.settings import Settings
+
+# Bytes of a kept job without its result.
+_OVERHEAD = 4096
 
 State = Literal["queued", "in_progress", "completed", "failed"]
 
@@ -98,8 +102,9 @@ class Record:
 
     @property
     def size(self) -> int:
-        """Return the bytes of the result."""
-        return sum(len(image) for image in self.last.images) if isinstance(self.last, Done) else 0
+        """Return about how many bytes the job keeps."""
+        images = self.last.images if isinstance(self.last, Done) else ()
+        return _OVERHEAD + len(self.accepted.job.prompt) + sum(len(image) for image in images)
 
 
 class Jobs:
@@ -157,6 +162,8 @@ class Jobs:
         if not record.kept or (isinstance(record.last, Cancelled) and record.last.why == "delete"):
             self.forget(record)
             return
+        job = record.accepted.job
+        record.accepted = replace(record.accepted, job=replace(job, images=(), mask=None))
         record.events = [event for event in record.events if not isinstance(event, (Preview, Step)) or record.watchers]
         asyncio.get_running_loop().call_later(self._settings.keep_seconds, self.forget, record)
         kept = [record for record in self._records.values() if record.ended is not None]

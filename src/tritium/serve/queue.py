@@ -110,39 +110,53 @@ class Queue:
         """Return the seconds of one image: the model's estimate, corrected by later measurements."""
         return self.models[job.model].estimate(job) * self._ratios.get(_work(job), 1.0)
 
-    def wait(self, slots: int) -> float:
-        """Return the estimated seconds until an image that enters now starts."""
+    def wait(self, job: Job, slots: int) -> Queued:
+        """Return the images that run before those of a job that enters now, and the seconds until it starts."""
+        ahead = self._ahead(job)
+        if not ahead and len(self._running) < slots:
+            return Queued(ahead=0, wait=0.0)
         now = self._clock()
-        if not len(self) and len(self._running) < slots:
-            return 0.0
         remaining = sum(max(0.0, batch.started + batch.seconds - now) for batch in self._running)
-        return (remaining + self.seconds) / max(1, slots)
+        return Queued(ahead=len(ahead), wait=(remaining + sum(entry.seconds for entry in ahead)) / max(1, slots))
+
+    def _ahead(self, job: Job) -> list[Entry]:
+        """Return the images of its own key that go before a job, and those of other keys whose turn comes before its own."""
+        lane = self._lanes.get(job.key) or _Lane(max(self._turn, self._tags.get(job.key, 0.0)))
+        ahead = [entry for entry in lane.entries if entry.rank < (-job.priority, self._order + 1)]
+        turn = lane.tag + sum(entry.seconds for entry in ahead)
+        for other in self._lanes.values():
+            tag = other.tag
+            for entry in other.entries if other is not lane else ():
+                if tag > turn:
+                    break
+                ahead.append(entry)
+                tag += entry.seconds
+        return [*self._again, *ahead]
 
     def admit(self, job: Job, slots: int) -> Queued:
         """Add the images of a job, all or none; raise `Refused` with the time after which a retry may succeed."""
         cost = self.estimate(job)
-        wait = self.wait(slots)
+        queued = self.wait(job, slots)
         self._check_room(job, cost, slots)
         # The images of a job share the slots.
         seconds = cost * -(-job.n // max(1, slots))
-        if job.timeout is not None and wait + seconds > job.timeout:
-            late = wait + seconds - job.timeout
+        if job.timeout is not None and queued.wait + seconds > job.timeout:
+            late = queued.wait + seconds - job.timeout
             later = seconds <= job.timeout
             advice = "allow more time, or send it later" if later else "allow more time, or fewer steps"
             raise Refused(
                 "deadline",
-                f"the job would take about {wait + seconds:.1f} s ({wait:.1f} s of them in the queue), and its deadline "
-                f"is in {job.timeout:.1f} s: {advice}",
+                f"the job would take about {queued.wait + seconds:.1f} s ({queued.wait:.1f} s of them in the queue), and its "
+                f"deadline is in {job.timeout:.1f} s: {advice}",
                 late if later else None,
             )
-        ahead = len(self)
         now = self._clock()
         for single in job.singles():
             self._order += 1
             deadline = None if job.timeout is None else now + job.timeout
             entry = Entry(parent=job, job=single, seconds=cost, entered=now, deadline=deadline, order=self._order)
             bisect.insort(self._lane(job.key).entries, entry, key=lambda entry: entry.rank)
-        return Queued(ahead=ahead, wait=wait)
+        return queued
 
     def _check_room(self, job: Job, cost: float, slots: int) -> None:
         own = self._lanes.get(job.key, _Lane(0.0)).entries
