@@ -159,6 +159,7 @@ def _measure(
     comparison = Comparison(
         workload=name, settings=settings, notify=notify, note=note, shrunk=settings.small, inference_mode=False
     )
+    normal = Normals(settings.device_type, settings.dtype)
     for variant, pipeline in variants.items():
         before = measure.allocated_bytes(where)
 
@@ -166,7 +167,7 @@ def _measure(
             for _ in range(max(1, _SETTLING_STEPS // scale.steps)):
                 images[variant] = call().float().cpu()
 
-        added = comparison.add(variant, _generator(scale, size, pipeline.pipe, settings), settle=settle)
+        added = comparison.add(variant, generator(scale, size, pipeline.pipe, normal), settle=settle)
         others = sum(other.held_bytes for other in variants.values() if other is not pipeline)
         peak = comparison.peak_memory(variant)
         pipeline.held_bytes += measure.allocated_bytes(where) - before
@@ -186,9 +187,8 @@ def _measure(
     return comparison.rows()
 
 
-def _generator(scale: Scale, size: int, pipe: Any, settings: Settings) -> Callable[[], torch.Tensor]:
+def generator(scale: Scale, size: int, pipe: Any, normal: Normals) -> Callable[[], torch.Tensor]:
     """Return a function that generates an image; every call starts from the same noise."""
-    normal = Normals(settings.device_type, settings.dtype)
     config = pipe.transformer.config
     arguments = {
         "prompt_embeds": normal(1, scale.text, config.joint_attention_dim),

@@ -114,7 +114,7 @@ def _request(name: str, want: str) -> socket.socket:
         if not isinstance(error, (FileNotFoundError, ConnectionRefusedError)):
             raise
         raise _NotReady(
-            f"there is no keeper named {name!r}; start one with `tritium keep PIPELINE --name {name}`"
+            f"there is no keeper named {name!r} in {path.parent}; start one with `tritium keep PIPELINE --name {name}`"
         ) from error
     return connection
 
