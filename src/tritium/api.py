@@ -29,6 +29,7 @@ from tritium.pipelines.parts import BareModel, PartSpec
 from tritium.pipelines.plan import Plan, choice_of
 from tritium.pipelines.progress import Progress
 from tritium.pipelines.skipping import Skipping
+from tritium.pipelines.together import Together
 from tritium.pipelines.warm_up import warm_up
 from tritium.report import Report, text
 from tritium.report.explain import explain
@@ -84,6 +85,21 @@ class Handle:
         # For a bare model, a `BareModel` that users do not see.
         self._source = pipe
         self.plan = plan
+        self._parts: list[Part] = []
+        self._together = Together(pipe, plan)
+        try:
+            with self._together.installing():
+                self._install(pipe, plan, compiled_before)
+        except BaseException:
+            # A technique may raise while it is applied: leave the pipeline as it was.
+            for part in self._parts:
+                part.release(self)
+            raise
+        self._together.guard()
+        self._active = True
+        self._asleep: sleeping.Asleep | None = None
+
+    def _install(self, pipe: Any, plan: Plan, compiled_before: str | Path | None) -> None:
         specs = parts.find(pipe, plan)
         shared = _shared(pipe, plan, specs)
         chosen = {spec.name: _chosen(spec, plan, shared.get(spec.name)) for spec in specs}
@@ -96,28 +112,22 @@ class Handle:
         compiled = [spec for spec in specs if spec.name in to_measure or chosen[spec.name].how != "eager"]
         classes = {type(spec.module if spec.whole else block.module) for spec in compiled for block in spec.blocks}
         self.progress = Progress(len(classes), shown=plan.progress)
-        self._parts = [shared.get(spec.name) or Part(spec, chosen[spec.name], plan, self.progress) for spec in specs]
-        for part in self._parts:
+        found = [shared.get(spec.name) or Part(spec, chosen[spec.name], plan, self.progress) for spec in specs]
+        for part in found:
             part.check(chosen[part.name], plan, self)
         for spec in compiled:
             if spec.name not in shared or shared[spec.name].choice == claims.PASSIVE:
                 hooks.check(spec)
         self.artifacts = _load(compiled_before, pipe)
-        try:
-            for part, spec in zip(self._parts, specs, strict=True):
-                if part.name not in shared:
-                    part.why = "" if plan.choice(part.name) is not None else spec.left
-                    if part.name in to_measure:
-                        part.before_first = self._decision(part)
-                part.claim(self, spec, chosen[part.name])
-            self._put_back = placing.place(pipe, self._parts)
-        except BaseException:
-            # A technique may raise while it is applied: leave the pipeline as it was.
-            for part in self._parts:
-                part.release(self)
-            raise
-        self._active = True
-        self._asleep: sleeping.Asleep | None = None
+        self._together.agree(found)
+        self._parts = found
+        for part, spec in zip(self._parts, specs, strict=True):
+            if part.name not in shared:
+                part.why = "" if plan.choice(part.name) is not None else spec.left
+                if part.name in to_measure:
+                    part.before_first = self._decision(part)
+            part.claim(self, spec, chosen[part.name])
+        self._put_back = placing.place(pipe, self._parts)
 
     @property
     def pipe(self) -> Any:
@@ -159,6 +169,7 @@ class Handle:
         for part in self._parts:
             part.release(self)
         self._put_back()
+        self._together.release()
 
     def sleep(self) -> sleeping.Asleep:
         """Give the device memory of weights and captures back, until `wake`; return what was given back.

@@ -62,6 +62,10 @@ class PipelineError(TritiumError):
     """A pipeline is already optimized, has an unknown class, or carries hooks that prevent optimizing."""
 
 
+class RankError(PipelineError):
+    """Another rank has failed, or the ranks differ: raised on all of them."""
+
+
 class MemoryShortage(TritiumError, MemoryError):
     """A decode needs more memory than is free on the device."""
 

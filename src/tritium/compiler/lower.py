@@ -21,6 +21,7 @@ from torch import fx
 from tritium import compat
 from tritium.artifacts import libraries
 from tritium.artifacts.observations import code_key, store, store_key
+from tritium.compiler import together
 from tritium.compiler.compilation import Compilation, Graphs, Unit, is_the_callers
 from tritium.graph import copied, with_graph
 from tritium.ops import triton_launch
@@ -156,6 +157,7 @@ def _compiled(c: Compilation, attempt: Attempt, settings: Mapping[str, Any], uni
             compat.observation.observed_codegen(observer),
             _tiled(attempt.tiling, tiling, record) as observer.tilings,
             _without_workers() if _expected(known, record.device_type) else contextlib.nullcontext(),
+            together.turn(place),
         ):
             compiled = compat.inductor.compile_fx(attempt.gm, attempt.example_inputs)
     lowered = Lowered(compiled, *_observation(observer, place, known))

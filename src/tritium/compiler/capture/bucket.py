@@ -20,6 +20,8 @@ class Spec:
     written: frozenset[int] = frozenset()
     # The number of the piece in its graph; None for the whole graph.
     piece: int | None = None
+    # True if a call exchanges tensors with other ranks.
+    has_collectives: bool = False
 
     @property
     def inputs(self) -> tuple[int, ...]:

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
+from tritium.compiler import together
 from tritium.compiler.capture.auto import UNDECIDED, Decision, Decisions
 from tritium.compiler.capture.bucket import Spec, bucket_text, key_of
 from tritium.compiler.capture.graph import Lane, lane_of
 from tritium.compiler.capture.inputs import StaticInputs
-from tritium.compiler.capture.outputs import StaticOutputs, way_of
+from tritium.compiler.capture.outputs import StaticOutputs, Way, way_of
 from tritium.compiler.capture.weights import Captured, Entry, WeightSet, WeightSets
 from tritium.config import CompilationConfig
 from tritium.device import is_capturing
@@ -123,6 +124,8 @@ class Region:
                 entry = self._new_entry(weights, alias or key, args)
                 if alias is not None:
                     entry.row.declined = alias
+                if self._spec.has_collectives:
+                    self._capture_on_all_ranks(entry, lane, args)
                 elif entry.row.declined is None and self._decisions is not None:
                     entry.decision, entry.row.declined = self._decisions.of((self._spec.piece, key)), UNDECIDED
                 elif entry.row.declined is None:
@@ -172,6 +175,16 @@ class Region:
                     entry.row.declined, entry.decision = decision.declined, None
             return entry.captured is not None
 
+    def _capture_on_all_ranks(self, entry: Entry, lane: Lane, args: Sequence[Any]) -> None:
+        """Capture if every rank can: warming up and capturing exchange more often than a call does."""
+        if not together.all_ranks(entry.row.declined is None):
+            entry.row.declined = entry.row.declined or together.OTHER_RANK
+            return
+        self._attempt(entry, functools.partial(self._capture, entry, lane, args))
+        if not together.all_ranks(entry.captured is not None) and entry.captured is not None:
+            self._retire(entry)
+            entry.decline(together.OTHER_RANK)
+
     def _attempt(self, entry: Entry, capture: Callable[[], None]) -> None:
         """Capture; if that fails, report it and leave the bucket uncaptured."""
         try:
@@ -201,9 +214,13 @@ class Region:
         inputs.write_back_to(self._written)
         # Pieces read each other's results, so replays must not overwrite them.
         is_safe = self._config.safe_output_mode or self._spec.piece is not None
-        outputs = StaticOutputs(results, inputs.args, way_of(is_safe=is_safe))
+        outputs = StaticOutputs(results, inputs.args, self._way(is_safe=is_safe))
         outputs = self._capture_graph(entry, lane, inputs, outputs)
         entry.row.bytes = inputs.bytes + max(outputs.bytes, lane.memory() - before)
+
+    def _way(self, *, is_safe: bool) -> Way:
+        """Return how results are returned: a rank that still holds one would capture again, and the others would not."""
+        return "copy" if self._spec.has_collectives else way_of(is_safe=is_safe)
 
     def _check(self, args: Sequence[Any], device: torch.device) -> None:
         """Raise `CaptureRefused` for arguments that a capture would compute wrongly with."""

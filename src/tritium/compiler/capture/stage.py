@@ -18,6 +18,7 @@ from tritium.ops.bridge import boundaries
 
 EMULATED = "emulated on the CPU: as right as on a GPU, and slower than without"
 NO_LAUNCHES = f"{PREFIX}a CPU launches nothing that a graph could save"
+RANKS_DECIDE = f"{PREFIX}each rank would time its own calls, and ranks capture alike; name 'with_compile' to capture"
 AUTOCAST = "a boundary op stands in a graph that switches autocast"
 
 
@@ -39,6 +40,8 @@ def split_at_boundaries(c: Compilation) -> None:
         c.capture.declined = NEEDS_GRADIENTS
     elif c.config.graphs == "auto" and c.record.device_type == "cpu":
         c.capture.declined = NO_LAUNCHES
+    elif c.config.graphs == "auto" and _has_collectives(c.gm.graph):
+        c.capture.declined = RANKS_DECIDE
     elif cuts and any("_enter_autocast" in str(node.target) for node in c.gm.graph.nodes):
         c.capture.declined = AUTOCAST
     elif cuts:
@@ -75,7 +78,12 @@ def _spec_of(graph: fx.Graph, written: set[int], *, piece: int | None = None) ->
         weights=tuple(place for place, node in placeholders if _is_weight(node)),
         written=frozenset(place for place, node in placeholders if storages([node]) & written),
         piece=piece,
+        has_collectives=_has_collectives(graph),
     )
+
+
+def _has_collectives(graph: fx.Graph) -> bool:
+    return any(compat.collectives.is_collective(node.target) for node in graph.nodes)
 
 
 def _is_weight(node: fx.Node) -> bool:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tritium.errors import PipelineError
 from tritium.techniques.choice import Choice
-from tritium.techniques.parallel import decoder, experts, sequence, tensor
+from tritium.techniques.parallel import decoder, experts, ranks, sequence, tensor
 from tritium.techniques.parallel import mesh as meshes
 from tritium.techniques.parallel.config import SEQUENCE, Parallel
 from tritium.techniques.parallel.mesh import Axis, Mesh
@@ -74,8 +74,8 @@ def _refusal(part: Part, config: Parallel) -> str | None:
     reason = experts.why_not(part.module) if config.degrees["experts"] > 1 else None
     if reason is not None:
         return f"its experts cannot be split: {reason}"
-    ranks = config.degrees["tensor"]
-    reason = tensor.why_not(part.module, ranks) if ranks > 1 else None
+    degree = config.degrees["tensor"]
+    reason = tensor.why_not(part.module, degree) if degree > 1 else None
     return f"its weights cannot be split: {reason}" if reason is not None else None
 
 
@@ -86,6 +86,10 @@ def device_of(part: Part) -> torch.device:
 def apply(part: Part, config: Parallel) -> State:
     mesh = meshes.mesh_of(config, device_of(part))
     state = State(mesh)
+    others = ranks.control()
+    if others is not None and not _is_codec(part):
+        part.around(others.count_call, outside=True)
+        part.around(others.around_call)
     try:
         for name, axis in _splits_of(part, config, mesh):
             module = importlib.import_module(f"{__name__}.{name}")
@@ -100,8 +104,8 @@ def apply(part: Part, config: Parallel) -> State:
 def _splits_of(part: Part, config: Parallel, mesh: Mesh) -> list[tuple[str, Axis | Mesh]]:
     """Return the modules that split this part, each with its axis; `sequence` has three axes and gets the mesh."""
     if _is_codec(part):
-        ranks = mesh.world.size if config.vae == "auto" else config.vae or 1
-        return [("decoder", meshes.axis_of(ranks, device_of(part)))] if ranks > 1 else []
+        size = mesh.world.size if config.vae == "auto" else config.vae or 1
+        return [("decoder", meshes.axis_of(size, device_of(part)))] if size > 1 else []
     found: list[tuple[str, Axis | Mesh]] = []
     for name, axis in _SPLITTERS:
         if axis == "sequence":
@@ -140,7 +144,6 @@ def report(_part: Part, config: Parallel, state: State) -> Note:
     )
 
 
-# By its name it is applied before `quantize` and `skip`: linears are split before they are quantized.
 TECHNIQUE = Technique(
     name="parallel",
     config=Parallel,

@@ -25,6 +25,7 @@ from torch import nn
 
 from tritium import compat, device
 from tritium.errors import PipelineError
+from tritium.techniques.parallel import ranks
 from tritium.techniques.parallel.guidance import broadcast
 from tritium.techniques.parallel.mesh import Axis
 from tritium.techniques.skip.history import Structure
@@ -35,6 +36,8 @@ def apply(part: Part, axis: Axis) -> Tiles:
     """Share a VAE's decoder or encoder between the ranks of an axis; return the function that undoes it."""
     tiles = Tiles(part, axis)
     part.around(tiles.around, outside=True)
+    if (others := ranks.control()) is not None:
+        others.watch(tiles)
     return tiles
 
 
@@ -144,6 +147,13 @@ class Tiles:
         if self._rows:
             words.append(f"DistVAE split {self._rows} calls by rows")
         return "; ".join([*words, *self.declined])
+
+    def after_failure(self, *, renewed: bool) -> None:
+        """Learn the tiles again: the ranks stopped at different ones."""
+        self._calls.clear()
+        self._forms.clear()
+        if renewed:
+            self.__dict__.pop("_by_rows", None)
 
     # --- the methods that work in tiles ---
 

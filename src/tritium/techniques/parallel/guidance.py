@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from tritium import compat, device
 from tritium.errors import PipelineError
+from tritium.techniques.parallel import ranks
 from tritium.techniques.parallel.mesh import Axis
 from tritium.techniques.skip.clock import Clock, Moment
 from tritium.techniques.skip.gate import signature_of
@@ -39,6 +40,8 @@ def apply(part: Part, axis: Axis) -> Guidance:
     part.around(guidance.outside, outside=True)
     part.around(guidance.inside)
     guidance.watch_contexts()
+    if (others := ranks.control()) is not None:
+        others.watch(guidance)
     return guidance
 
 
@@ -269,6 +272,11 @@ class Guidance:
             for function in branch.then:
                 function()
             branch.then.clear()
+
+    def after_failure(self, *, renewed: bool) -> None:
+        """Learn the calls again: the ranks stopped at different ones."""
+        del renewed
+        self._forget()
 
     def _forget(self) -> None:
         self._open.clear()

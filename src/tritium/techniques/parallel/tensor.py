@@ -36,7 +36,7 @@ def apply(part: Part, axis: Axis) -> Shares:
         shares()
         raise
     part.around(shares.around)
-    part.compile_with(apart=("tensor", axis.size, axis.rank))
+    part.compile_with(apart=("tensor", axis.size, axis.rank, compat.collectives.name_of(axis.group)))
     return shares
 
 
