@@ -14,6 +14,11 @@ import typer.testing
 
 from tritium.cli import app, serve
 from tritium.errors import ConfigError
+from tritium.serve import server
+from tritium.serve.app import build_app
+from tritium.serve.dispatch import Dispatcher
+from tritium.serve.runner import LocalRunner
+from tritium.serve.worker import PipelineWorker
 from tritium.serve.worker_settings import WorkerSettings
 
 
@@ -113,8 +118,6 @@ def test_others_are_warned_about(served):
 
 
 def test_an_address_that_is_taken():
-    from tritium.serve import server
-
     with server.listen("127.0.0.1", 0) as taken, pytest.raises(ConfigError, match="choose another with --port"):
         server.listen("127.0.0.1", taken.getsockname()[1])
 
@@ -172,8 +175,12 @@ def test_a_server_finishes_its_requests_on_sigterm():
 
 
 def test_a_pipeline_that_does_not_load(tmp_path):
-    (tmp_path / "model_index.json").write_text("{}")
-    command = [sys.executable, "-m", "tritium", "serve", str(tmp_path), "--port", "0", "--device", "cpu"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2, done.stderr
-    assert "is no diffusers pipeline" in done.stderr.splitlines()[-1]
+    """The server ends with the worker's error, and its port is free again."""
+    application = build_app(Dispatcher(LocalRunner([PipelineWorker(WorkerSettings(pipeline="absent", name="x"))])))
+    listening = server.listen("127.0.0.1", 0)
+    address = listening.getsockname()
+    lines = []
+    with pytest.raises(ConfigError, match="there is no model 'absent'"):
+        server.serve(application, listening, lines.append)
+    assert not lines
+    server.listen(*address).close()

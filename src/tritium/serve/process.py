@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import multiprocessing
 import os
 import queue
@@ -145,6 +146,8 @@ def _main(pipe: Any, settings: WorkerSettings, place: Place) -> None:
     # The parent ends its workers; Ctrl-C reaches all processes of a terminal.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     inbox = _Inbox(pipe)
+    # tqdm would create a semaphore, which a process that is ended at once cannot release.
+    importlib.import_module("tqdm").tqdm.set_lock(threading.RLock())
     from tritium.serve import ranks
     from tritium.serve.worker import PipelineWorker
 
