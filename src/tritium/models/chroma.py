@@ -21,12 +21,14 @@ FAMILY = Family(
                     path="transformer_blocks",
                     streams={"hidden_states": Cut(), "encoder_hidden_states": Cut(("encoder_hidden_states",))},
                     tables={"image_rotary_emb": Cut(("encoder_hidden_states", "hidden_states"), dim=0)},
+                    masks={"attention_mask": Cut(("encoder_hidden_states", "hidden_states"))},
                     outputs=("encoder_hidden_states", "hidden_states"),
                 ),
                 Blocks(
                     path="single_transformer_blocks",
                     streams={"hidden_states": Cut(("encoder_hidden_states", "hidden_states"))},
                     tables={"image_rotary_emb": Cut(("encoder_hidden_states", "hidden_states"), dim=0)},
+                    masks={"attention_mask": Cut(("encoder_hidden_states", "hidden_states"))},
                 ),
                 # The image's tokens are cut out by the number of a rank's text tokens.
                 Blocks(path="norm_out", streams={"x": Cut()}, outputs=("x",)),

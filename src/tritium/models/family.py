@@ -27,6 +27,7 @@ class Blocks:
 
     `streams` are arguments that a block returns for the next one: they are split before the first block and joined after
     the last. `tables` are arguments that are whole for every block, such as RoPE tables; a tuple has the cut of each item.
+    `masks` are arguments that attention alone reads, over the tokens of all ranks.
     `outputs` are the streams that a block returns, by position. `opaque` are modules in a block that compute each token
     alone, in ways that cannot be seen in their operators. `eager` is the reason why the blocks cannot be compiled.
     """
@@ -34,6 +35,7 @@ class Blocks:
     path: str
     streams: Mapping[str, Cut]
     tables: Mapping[str, Cut | tuple[Cut | None, ...]] = field(default_factory=dict)
+    masks: Mapping[str, Cut] = field(default_factory=dict)
     outputs: tuple[str | None, ...] = ("hidden_states",)
     opaque: tuple[str, ...] = ()
     eager: str = ""
@@ -83,7 +85,8 @@ class Family:
 
     `blocks` are the classes of its repeated blocks: equal blocks share one compilation. A family without blocks is
     compiled as a whole. `left` are children that are not compiled, each with the reason. `precise` are patterns of the names
-    of linears in blocks for which float8 is too coarse: quantization computes them in int8, rotated.
+    of linears in blocks for which float8 is too coarse: quantization computes them in int8, rotated. `branches` are the
+    branches of guidance in a step, as its pipelines run by default.
     """
 
     name: str
@@ -91,6 +94,7 @@ class Family:
     blocks: tuple[str, ...]
     left: Mapping[str, str] = field(default_factory=dict)
     precise: tuple[str, ...] = ()
+    branches: int = 2
     parallel: ParallelFacts = ParallelFacts()
     tensor: TensorFacts | None = None
 

@@ -12,6 +12,7 @@ FAMILY = Family(
         "HunyuanVideoTokenReplaceTransformerBlock",
         "HunyuanVideoTokenReplaceSingleTransformerBlock",
     ),
+    branches=1,
     tensor=TensorFacts(
         columns={r"attn\.(to_[qkv]|add_[qkv]_proj)": (), r"ff(_context)?\.net\.0\.proj": (), "proj_mlp": ()},
         rows={
@@ -27,12 +28,14 @@ FAMILY = Family(
                     path="transformer_blocks",
                     streams={"hidden_states": Cut(), "encoder_hidden_states": Cut(("encoder_hidden_states",))},
                     tables={"freqs_cis": Cut(dim=0)},
+                    masks={"attention_mask": Cut(("hidden_states", "encoder_hidden_states"), dim=-1)},
                     outputs=("hidden_states", "encoder_hidden_states"),
                 ),
                 Blocks(
                     path="single_transformer_blocks",
                     streams={"hidden_states": Cut(), "encoder_hidden_states": Cut(("encoder_hidden_states",))},
                     tables={"image_rotary_emb": Cut(dim=0)},
+                    masks={"attention_mask": Cut(("hidden_states", "encoder_hidden_states"), dim=-1)},
                     outputs=("hidden_states", "encoder_hidden_states"),
                 ),
             ),

@@ -22,6 +22,10 @@ FAMILY = Family(
                             ("audio_rotary_emb", "ca_audio_rotary_emb"), Cut(("audio_hidden_states",), dim=-2)
                         ),
                     },
+                    masks={
+                        "self_attention_mask": Cut(dim=-1),
+                        "audio_self_attention_mask": Cut(("audio_hidden_states",), dim=-1),
+                    },
                     outputs=("hidden_states", "audio_hidden_states"),
                 ),
             ),

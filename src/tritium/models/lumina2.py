@@ -8,7 +8,14 @@ FAMILY = Family(
     blocks=("Lumina2TransformerBlock",),
     parallel=ParallelFacts(
         sections=tuple(
-            (Blocks(path=path, streams={"hidden_states": Cut()}, tables={"image_rotary_emb": Cut()}),)
+            (
+                Blocks(
+                    path=path,
+                    streams={"hidden_states": Cut()},
+                    tables={"image_rotary_emb": Cut()},
+                    masks={"attention_mask": Cut()},
+                ),
+            )
             for path in ("noise_refiner", "layers")
         )
     ),

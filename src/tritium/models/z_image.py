@@ -13,6 +13,7 @@ FAMILY = Family(
                     path=path,
                     streams={"x": Cut(("x",))},
                     tables={"freqs_cis": Cut(("x",)), "noise_mask": Cut(("x",))},
+                    masks={"attn_mask": Cut(("x",))},
                     outputs=("x",),
                 ),
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -81,7 +81,7 @@ class Sequence:
             for section in self._facts.sections:
                 self._install_section(section)
             if self._facts.arguments:
-                inputs = inputs_of(self._module, self._facts.arguments, {})
+                inputs = inputs_of(self._module, stream=self._facts.arguments)
                 self._installed.arguments(self._module, Place(self.streams, inputs, is_first=True, is_block=False))
         except BaseException:
             self()
@@ -90,7 +90,7 @@ class Sequence:
     def _install_section(self, section: tuple[Blocks, ...]) -> None:
         found = [(block, blocks) for blocks in section for block in modules_of(self._module, blocks)]
         for place, (block, blocks) in enumerate(found):
-            inputs = inputs_of(block, blocks.streams, blocks.tables)
+            inputs = inputs_of(block, stream=blocks.streams, table=blocks.tables, mask=blocks.masks)
             outputs = tuple(None if name is None else _cut(blocks, name) for name in blocks.outputs)
             ends = {"is_first": place == 0, "is_last": place == len(found) - 1}
             self._installed.block(block, Place(self.streams, inputs, outputs, **ends))

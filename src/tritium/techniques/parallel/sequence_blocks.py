@@ -15,12 +15,11 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from tritium import compat
 from tritium.errors import PipelineError
-from tritium.models.family import REST, Blocks, Cut
+from tritium.models.family import REST, Cut
 from tritium.techniques.parallel import streams_attention
 from tritium.techniques.parallel.exchange import Grid, Segment, Segments, join, split
-from tritium.techniques.parallel.sequence_marks import CLOSE, JOIN, LOCAL, OPEN, SPLIT, mark
+from tritium.techniques.parallel.sequence_marks import CLOSE, JOIN, LOCAL, OPEN, SPLIT, WHOLE, mark
 from tritium.techniques.parallel.streams import Operation, Tag, Tokens, agree, assigned, name_of, tags_of
 
 # The attribute of a module with its place; Dynamo guards attributes, but not hooks.
@@ -134,6 +133,16 @@ class Streams:
             self._check(value, dim, sum(segment.length for segment in segments), name)
         return self._placed(value, LOCAL if is_local else SPLIT, dim, segments)
 
+    def masked(self, value: Any, cut: Cuts) -> Any:
+        """Mark a mask over the tokens of all ranks; eager calls find it as it is."""
+        if not torch.compiler.is_compiling() or not isinstance(value, torch.Tensor) or isinstance(cut, tuple):
+            return value
+        dim = cut.dim % value.dim()
+        segments = self.segments(cut, value.shape[dim], is_local=False)
+        if value.shape[dim] != sum(segment.length for segment in segments):
+            return value
+        return mark(value, WHOLE, dim, segments, self.ranks)
+
     def _check(self, value: torch.Tensor, dim: int, size: int, name: str) -> None:
         if value.shape[dim] != size:
             raise PipelineError(
@@ -167,13 +176,18 @@ class Streams:
         return value
 
 
+STREAM, TABLE, MASK = "stream", "table", "mask"
+
+# An argument: its name and position, how it is split, and what it is.
+Input = tuple[str, int, Cuts, str]
+
+
 @dataclass(eq=False)
 class Place:
     """What the hooks of one block do; blocks of one list share it but for the first and the last."""
 
     streams: Streams
-    # Arguments: name, position, how they are split, and whether they are local after the first block.
-    inputs: tuple[tuple[str, int, Cuts, bool], ...] = ()
+    inputs: tuple[Input, ...] = ()
     outputs: tuple[Cut | None, ...] = ()
     is_first: bool = False
     is_last: bool = False
@@ -186,14 +200,17 @@ def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     streams, given, named = place.streams, list(args), dict(kwargs)
     if place.is_first:
         streams.lengths = {}
-        for name, index, cut, is_stream in place.inputs:
-            if is_stream:
+        for name, index, cut, kind in place.inputs:
+            if kind == STREAM:
                 streams.note_lengths(_argument(given, named, name, index), cut)
-    for name, index, cut, is_stream in place.inputs:
+    for name, index, cut, kind in place.inputs:
         value = _argument(given, named, name, index)
         if value is None:
             continue
-        value = streams.cut(value, cut, name, is_local=is_stream and not place.is_first)
+        if kind == MASK:
+            value = streams.masked(value, cut)
+        else:
+            value = streams.cut(value, cut, name, is_local=kind == STREAM and not place.is_first)
         if name in named:
             named[name] = value
         else:
@@ -276,18 +293,12 @@ class Installed:
             self.modules.pop().__dict__.pop(PLACE, None)
 
 
-def inputs_of(
-    module: nn.Module, streams: Mapping[str, Cuts], tables: Mapping[str, Cuts]
-) -> tuple[tuple[str, int, Cuts, bool], ...]:
-    """Return the arguments of a module's forward that are split, with their positions."""
+def inputs_of(module: nn.Module, **cuts: Mapping[str, Any]) -> tuple[Input, ...]:
+    """Return the arguments of a module's forward that are split, by kind."""
     names = list(inspect.signature(module.forward).parameters)
-    named = [(name, cut, True) for name, cut in streams.items()] + [(name, cut, False) for name, cut in tables.items()]
-    for name, _, _ in named:
+    for name in (name for named in cuts.values() for name in named):
         if name not in names:
             raise PipelineError(
                 f"{type(module).__name__} has no argument {name!r}; its facts are for another diffusers"
             )
-    return tuple((name, names.index(name), cut, is_stream) for name, cut, is_stream in named)
-
-
-__all__ = ["Blocks", "Following", "Installed", "Place", "Streams", "compat", "inputs_of"]
+    return tuple((name, names.index(name), cut, kind) for kind, named in cuts.items() for name, cut in named.items())

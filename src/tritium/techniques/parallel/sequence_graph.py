@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,16 @@ from tritium.graph import call, value_of
 from tritium.passes import Applied, ConfigRequest, Outcome, Pass, PassContext
 from tritium.techniques.parallel import streams_attention
 from tritium.techniques.parallel.exchange import Grid, join, split
-from tritium.techniques.parallel.sequence_marks import CLOSE, JOIN, LOCAL, OPEN, OPERATOR, SPLIT, segments_of
+from tritium.techniques.parallel.sequence_marks import (
+    CLOSE,
+    JOIN,
+    LOCAL,
+    OPEN,
+    OPERATOR,
+    SPLIT,
+    WHOLE,
+    segments_of,
+)
 from tritium.techniques.parallel.streams import Operation, Tag, Tokens, agree, assigned, name_of, tags_of
 
 # Chooses how an attention exchanges, by the bytes of its queries on one rank and whether it runs on a GPU.
@@ -63,8 +73,9 @@ class _Rewriting:
         self._tags: dict[int, Tag] = {}
         # The tags of tensors that went into modules without rules.
         self._open: list[Tag] = []
-        self._splits = any(node.target is OPERATOR and node.args[1] == SPLIT for node in graph.nodes)
         self._replaced: dict[fx.Node, fx.Node] = {}
+        # Masks over the tokens of all ranks: nodes that were traced with local sizes, and those that have all.
+        self._masks: dict[fx.Node, fx.Node] = {}
         self.rewritten = 0
 
     @property
@@ -82,6 +93,10 @@ class _Rewriting:
         for node, other in self._replaced.items():
             node.replace_all_uses_with(other)
             self._graph.erase_node(node)
+        for node in reversed(self._masks):
+            if node.users:
+                raise PipelineError(f"the tokens cannot be split: {next(iter(node.users))} reads a mask of all tokens")
+            self._graph.erase_node(node)
 
     def _tag_of(self, value: Any) -> Tag:
         return self._tags.get(id(value))
@@ -94,14 +109,16 @@ class _Rewriting:
         value, result = value_of(source), value_of(node)
         tag = Tokens(dim, segments_of(lengths, is_split))  # type: ignore[arg-type]
         has = self._tag_of(value)
-        if kind == OPEN:
+        if kind == WHOLE:
+            self._masks[node] = self._source(source)
+        elif kind == OPEN:
             self._open.append(has)
             self._replaced[node] = self._source(source)
         elif kind == CLOSE:
             self._tags[id(result)] = self._open.pop()
             self._replaced[node] = self._source(source)
         elif kind == LOCAL:
-            is_declared = has is None and not self._splits and source.op == "placeholder"
+            is_declared = has is None and source.op == "placeholder"
             self._tags[id(result)] = tag if is_declared else _split_tag(has, tag)
             self._replaced[node] = self._source(source)
         elif kind == SPLIT:
@@ -126,8 +143,12 @@ class _Rewriting:
     # --- operators ---
 
     def _operation(self, node: fx.Node) -> None:
+        name = name_of(node.target)
+        if name not in streams_attention.NAMES and any(source in self._masks for source in node.all_input_nodes):
+            self._mask(node)
+            return
         args, kwargs = fx.map_arg((node.args, node.kwargs), _value)
-        name, result = name_of(node.target), _value(node)
+        result = _value(node)
         if self._open:
             return
         if node.target is operator.getitem and isinstance(args[0], (tuple, list)):
@@ -142,6 +163,16 @@ class _Rewriting:
         elif any(map(self._tag_of, operation.tensors)) or name.startswith(("zeros", "ones", "full", "empty", "new_")):
             self._tag(result, tags_of(operation))
 
+    def _mask(self, node: fx.Node) -> None:
+        """Repeat a node with masks over all tokens."""
+        if any(isinstance(tag, Tokens) for tag in map(self._tag_of, map(_value, node.all_input_nodes))):
+            raise PipelineError(f"the tokens cannot be split: {node} reads a mask of all tokens, and tokens of a rank")
+        with self._graph.inserting_before(node):
+            repeated = self._graph.node_copy(node, lambda source: self._masks.get(source, self._source(source)))
+        repeated.meta = {key: value for key, value in node.meta.items() if key != "example_value"}
+        _value(repeated)
+        self._masks[node] = repeated
+
     def _tag(self, result: Any, tags: Any) -> None:
         if isinstance(result, torch.Tensor):
             self._tags[id(result)] = tags
@@ -153,9 +184,15 @@ class _Rewriting:
     def _attention(self, node: fx.Node, operation: Operation) -> None:
         target = node.target
         assert callable(target)
+        wholes = {id(_value(mask)): _value(whole) for mask, whole in self._masks.items()}
+        args, kwargs = compat.tensors.map_tensors(
+            lambda x: wholes.get(id(x), x), (operation.args, dict(operation.kwargs))
+        )
+        operation = replace(operation, args=args, kwargs=kwargs)
         attention = streams_attention.attention_of(target, operation)
         tensors = [x for x in (attention.q, attention.k, attention.v, attention.mask) if x is not None]
-        nodes = {id(_value(source)): source for source in node.all_input_nodes}
+        sources = [self._masks.get(source, source) for source in node.all_input_nodes]
+        nodes = {id(_value(source)): source for source in sources}
         provider = self._choose(tensors[0].numel() * tensors[0].element_size(), tensors[0].is_cuda)
         recorded = self._record(
             node,

@@ -14,8 +14,9 @@ from tritium.errors import PipelineError
 from tritium.techniques.parallel.exchange import Segment, Segments
 
 # A whole tensor that is split; one that has local tokens already; local tokens that are joined; a tensor that goes into
-# a module without rules for its operators, and one that comes out.
-SPLIT, LOCAL, JOIN, OPEN, CLOSE = KINDS = ("split", "local", "join", "open", "close")
+# a module without rules for its operators, and one that comes out;
+# a mask over the tokens of all ranks, which is traced with the size of a rank's, as attention checks sizes.
+SPLIT, LOCAL, JOIN, OPEN, CLOSE, WHOLE = KINDS = ("split", "local", "join", "open", "close", "whole")
 
 _LIBRARY = torch.library.Library("tritium", "FRAGMENT")
 _LIBRARY.define("stream_mark(Tensor x, str kind, int dim, int[] lengths, bool[] is_split, int ranks) -> Tensor")
@@ -23,10 +24,13 @@ _LIBRARY.define("stream_mark(Tensor x, str kind, int dim, int[] lengths, bool[] 
 
 @torch.library.register_fake("tritium::stream_mark", lib=_LIBRARY)
 def _fake(x: torch.Tensor, kind: str, dim: int, lengths: list[int], is_split: list[bool], ranks: int) -> torch.Tensor:
-    if kind not in (SPLIT, JOIN):
+    if kind not in (SPLIT, JOIN, WHOLE):
         return torch.empty_like(x)
     segments = segments_of(lengths, is_split)
     sizes: list[Any] = list(x.shape)
+    if kind == WHOLE:
+        whole, local = (sum(each) for each in ((s.length for s in segments), (s.share(ranks) for s in segments)))
+        return x.new_empty([sizes[0], *(local if size == whole else size for size in sizes[1:])])
     sizes[dim] = sum(segment.share(ranks) if kind == SPLIT else segment.length for segment in segments)
     return x.new_empty(sizes)
 
