@@ -19,7 +19,7 @@ from torch import nn
 from tritium import compat, device
 from tritium.artifacts import files as compiled_files
 from tritium.errors import ArtifactError, ConfigError, PipelineError, ReportError, nearest
-from tritium.pipelines import account, calibration, claims, hooks, parts, placing, recipe, trial
+from tritium.pipelines import account, calibration, claims, hooks, meshes, parts, placing, recipe, trial
 from tritium.pipelines import sleep as sleeping
 from tritium.pipelines.calibration import Calibration
 from tritium.pipelines.call import collector_paused
@@ -126,6 +126,7 @@ class Handle:
                 part.why = "" if plan.choice(part.name) is not None else spec.left
                 if part.name in to_measure:
                     part.before_first = self._decision(part)
+                part.before_first = meshes.decision(part, chosen[part.name], pipe) or part.before_first
             part.claim(self, spec, chosen[part.name])
         self._put_back = placing.place(pipe, self._parts)
 
@@ -234,6 +235,11 @@ class Handle:
     def _refuse_removed(self) -> None:
         if not self._active:
             raise PipelineError("this handle is removed; call tritium.optimize on the pipeline again")
+
+    @property
+    def parallel(self) -> meshes.Meshes:
+        """Return how parts are split over ranks: the mesh, why, what its axes cost, and what every rank has whole."""
+        return meshes.Meshes(self._parts, self._source)
 
     @property
     def skipping(self) -> Skipping:

@@ -181,6 +181,12 @@ def _kilobytes(text: str | None) -> int | None:
     return int(text.split()[0]) * 1024 if text is not None else None
 
 
+def total_memory(where: torch.device) -> int | None:
+    """Return the bytes of a GPU's memory, or None for other devices."""
+    gpu = _gpu(where)
+    return int(gpu.total_memory) if gpu is not None else None
+
+
 def free_memory(where: torch.device) -> int | None:
     """Return the bytes that can be allocated on a device now, or None if unknown."""
     if where.type == "cuda":

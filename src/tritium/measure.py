@@ -259,18 +259,22 @@ def roofs(device_type: str, dtype: torch.dtype, runs: int = 5) -> Roofs:
     """Measure both limits, each as the best of several runs."""
     where = device_type if device_type in _COPIED_BYTES else "cpu"
     source = torch.ones(_COPIED_BYTES[where], dtype=torch.uint8, device=where)
-    target, size = torch.empty_like(source), _PRODUCT_SIZE[where]
+    target = torch.empty_like(source)
+    copied = _best(lambda: target.copy_(source), where, runs)
+    return Roofs(2 * source.numel() / copied, product_rate(where, dtype, runs), str(dtype).removeprefix("torch."))
+
+
+def product_rate(where: str, dtype: torch.dtype, runs: int = 5) -> float:
+    """Return the operations a second of a large product, as the best of several runs."""
+    size = _PRODUCT_SIZE[where]
     left = torch.ones(size, size, dtype=dtype, device=where)
     out = torch.empty_like(left)
-    stopwatch = stopwatch_for(where)
+    return 2 * size**3 / _best(lambda: torch.mm(left, left, out=out), where, runs)
 
-    def best(run: Callable[[], Any]) -> float:
-        run()
-        return min(stopwatch(run, runs)) / 1e3
 
-    copied = best(lambda: target.copy_(source))
-    multiplied = best(lambda: torch.mm(left, left, out=out))
-    return Roofs(2 * source.numel() / copied, 2 * size**3 / multiplied, str(dtype).removeprefix("torch."))
+def _best(run: Callable[[], Any], where: str, runs: int) -> float:
+    run()
+    return min(stopwatch_for(where)(run, runs)) / 1e3
 
 
 # Sizes of the copies that measure a link: the difference of their times has no launch in it.

@@ -118,8 +118,10 @@ def _world(_world: Any) -> Axis:
 
 
 def mesh_of(config: Parallel, device: torch.device) -> Mesh:
-    """Return the mesh of a config that names its degrees, on the ranks of this world."""
+    """Return the mesh of a config on the ranks of this world; nothing is split before degrees are named or chosen."""
     check(config, dist.get_world_size())
+    if config.is_auto:
+        return Mesh({axis: Axis(axis, 1) for axis in AXES}, _world(dist.group.WORLD))
     return build(tuple(config.degrees[axis] for axis in AXES), device.type)
 
 
