@@ -39,5 +39,11 @@ def tensor_of(class_name: str) -> TensorFacts | None:
     return family.tensor if family is not None else None
 
 
+def branches_of(class_name: str) -> int:
+    """Return the branches of guidance in a step of a denoiser; 1 for unknown classes."""
+    family = family_of(class_name)
+    return family.branches if family is not None else 1
+
+
 def codec_of(class_name: str) -> Codec | None:
     return next((codec for codec in codecs().values() if class_name in codec.classes), None)

@@ -6,6 +6,7 @@ FAMILY = Family(
     name="flux",
     denoisers=("FluxTransformer2DModel",),
     blocks=("FluxTransformerBlock", "FluxSingleTransformerBlock"),
+    branches=1,
     tensor=TensorFacts(
         columns={r"attn\.(to_[qkv]|add_[qkv]_proj)": (), r"ff(_context)?\.net\.0\.proj": (), "proj_mlp": ()},
         rows={

@@ -6,6 +6,7 @@ FAMILY = Family(
     name="flux2",
     denoisers=("Flux2Transformer2DModel",),
     blocks=("Flux2TransformerBlock", "Flux2SingleTransformerBlock"),
+    branches=1,
     tensor=TensorFacts(
         columns={
             r"attn\.(to_[qkv]|add_[qkv]_proj)": (),

@@ -67,6 +67,8 @@ class Part:
         self.before_first: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
         # The captures that the last sleep freed.
         self.captured_again = 0
+        # The mesh of ranks, if it was chosen by its cost.
+        self.mesh: Any = None
         self.claims = Claims()
         self.call = Call(spec.module, self)
         self.times = Times()
