@@ -9,6 +9,7 @@ from support import pages, scenes
 
 # Pages whose blocks another test runs, with more that it checks.
 ELSEWHERE = {
+    "docs/sharing.md": "sharing/test_sharing_page.py",
     "docs/serving.md": "serve/test_serving_page.py",
     "docs/static-graphs.md": "pipelines/test_static_graphs_page.py",
 }

@@ -266,7 +266,7 @@ def test_a_write_to_unprotected_memory_stops_all_users(runtime, monkeypatch):
 def test_a_name_is_taken_once(keeper):
     with pytest.raises(SharingError, match="a keeper named 'small' is running already"):
         sharing.keeper("small")
-    with pytest.raises(SharingError, match="there is no keeper named 'other' in .*; start one with `tritium keep"):
+    with pytest.raises(SharingError, match=r"there is no keeper named 'other' in .*; start one with `tritium keep"):
         tritium.attach("other")
     with pytest.raises(tritium.errors.ConfigError, match="takes the name of a keeper"):
         tritium.attach(3)

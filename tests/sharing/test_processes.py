@@ -24,7 +24,7 @@ from tritium.errors import KeeperLost
 # Bytes of weights that the second keeper of these tests has, in few layers.
 LARGE = 160e6
 
-# Seconds until the image that is being drawn meets a model again, on a busy machine.
+# Seconds that a call of a model in progress takes on a busy machine.
 IMAGE = 1.0
 
 # What a process of a test has attached to, by keeper.

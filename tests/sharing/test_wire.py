@@ -1,4 +1,4 @@
-"""Messages to a keeper that it must refuse, and what it reads of them."""
+"""Messages that a keeper must refuse, and how many of their bytes it reads."""
 
 import contextlib
 import json

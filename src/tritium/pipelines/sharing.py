@@ -22,7 +22,7 @@ def attach(name: str, *, wait: float = 0.0) -> Any:
         wait: Seconds to wait for a keeper that is not there yet, or still loading.
 
     The pipeline is an ordinary one, of the same class and on the keeper's device. It stops with a `KeeperLost` when the
-    keeper ends. What writes into weights, such as fusing a LoRA, copies the weights of that model first.
+    keeper ends. Functions that write into weights, such as fusing a LoRA, copy the weights first.
     """
     if not isinstance(name, str):
         raise ConfigError(f"attach takes the name of a keeper, got {name!r}")

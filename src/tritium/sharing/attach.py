@@ -44,7 +44,7 @@ def attach(name: str, kinds: Kinds, wait: float) -> Any:
 
 
 class _NotReady(SharingError):
-    """There is no keeper yet, or it is still loading."""
+    """No keeper has this name, or it is still loading."""
 
 
 def _pipeline(connection: socket.socket, name: str, message: dict[str, Any], files: list[int], kinds: Kinds) -> Any:

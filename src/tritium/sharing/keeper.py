@@ -71,7 +71,7 @@ class Keeper:
         self._path.unlink(missing_ok=True)
         shutil.rmtree(self._files, ignore_errors=True)
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        # The folder is private, so nobody connects before the mode is set.
+        # The folder is private, so no other user can connect before the mode is set.
         self._server.bind(str(self._path))
         self._path.chmod(0o600)
         self._server.listen(USERS)

@@ -79,7 +79,7 @@ def _view(tensor: torch.Tensor, storage: int) -> list[Any]:
 
 
 def check(message: Mapping[str, Any]) -> None:
-    """Raise a `SharingError` unless every view lies inside of its storage and every name has a tensor."""
+    """Raise a `SharingError` unless every view fits into its storage and every name has a tensor."""
     sizes = [entry[-1] for entry in _storages(message)]
     tensors = message.get("tensors")
     if not isinstance(tensors, list) or len(tensors) > _MOST:

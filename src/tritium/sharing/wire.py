@@ -1,4 +1,4 @@
-"""Messages between a keeper and its users: a length and JSON over a Unix socket, with file descriptors beside them.
+"""Messages between a keeper and its users: a length and JSON over a Unix socket, and file descriptors with them.
 
 Nothing is unpickled. A message is refused by its length before it is read, and a process of another user before anything
 of it is read.
