@@ -45,7 +45,7 @@ def test_options_reach_worker_queue_and_app(served, tmp_path):
         *("example", "--device", "cpu", "--size", "128x96", "--size", "96x96", "--batch", "2", "--steps", "4"),
         *("--lora", f"style={lora}", "--lora-rank", "8", "--recipe", "fast=example", "--technique", "graphs=off"),
         *("--artifacts", "code", "--queue", "5", "--queue-seconds", "9", "--timeout", "7", "--drain-seconds", "3"),
-        *("--api-key-file", str(keys), "--alias", "gpt-image-1", "--gpus", "2", "--measure-eager"),
+        *("--api-key-file", str(keys), "--alias", "gpt-image-1", "--gpus", "2", "--measure-eager", "--no-edits"),
     )
     assert result.exit_code == 0, result.output
     lanes = [lane.worker._settings for lane in found["runner"]._lanes]
@@ -58,6 +58,7 @@ def test_options_reach_worker_queue_and_app(served, tmp_path):
         steps=4,
         loras={"style": str(lora)},
         lora_rank=8,
+        edits=False,
         recipes={"fast": "example"},
         techniques={"graphs": "off"},
         artifacts="code",

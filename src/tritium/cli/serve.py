@@ -63,6 +63,9 @@ def command(
         int | None,
         typer.Option(min=1, help="Ranks of all LoRAs of a request together; the largest file's if left out."),
     ] = None,
+    edits: Annotated[
+        bool, typer.Option("--edits/--no-edits", help="Also edit images, where diffusers has pipelines for it.")
+    ] = True,
     techniques: Annotated[
         list[str] | None, typer.Option("--technique", metavar="NAME[=VALUE]", help="As in Plan, several times.")
     ] = None,
@@ -115,6 +118,7 @@ def command(
         recipes=_files("--recipe", recipes or (), default=DEFAULT_RECIPE),
         loras=_files("--lora", loras or ()),
         lora_rank=lora_rank,
+        edits=edits,
         artifacts=str(artifacts) if artifacts is not None else None,
         techniques=named,
         eager=eager,

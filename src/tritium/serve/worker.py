@@ -61,7 +61,8 @@ class PipelineWorker:
         self._sizes = settings.sizes or (self._caller.size,)
         self.bank = LoraBank(self.pipe, settings.loras, settings.lora_rank) if settings.loras else None
         self.previewer = previews.fit(self.pipe)
-        self._callers = {name: Caller(pipe) for name, pipe in calls.related(self.pipe).items()}
+        related = calls.related(self.pipe) if settings.edits else {}
+        self._callers = {name: Caller(pipe) for name, pipe in related.items()}
         self._scheduler = copy.deepcopy(self.pipe.scheduler.__dict__)
         if not settings.eager:
             self._optimize()

@@ -35,6 +35,8 @@ class WorkerSettings:
     loras: Mapping[str, str] = field(default_factory=dict)
     # Rank of the LoRA layers; None for the largest rank of the files.
     lora_rank: int | None = None
+    # Also serve pipelines of the same components that edit images, where diffusers has them.
+    edits: bool = True
     # Compiled code: read if the file exists, else written after the warm-up.
     artifacts: str | None = None
     # Keyword arguments of `Plan`: techniques by name.
