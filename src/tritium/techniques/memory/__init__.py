@@ -17,8 +17,9 @@ from tritium.sharing.lease import unshare
 from tritium.techniques.choice import Choice
 from tritium.techniques.memory.config import Memory, gigabytes
 from tritium.techniques.memory.planning import cost
-from tritium.techniques.memory.pool import Pool, Tenant, pool_of
+from tritium.techniques.memory.pool import Pool, pool_of
 from tritium.techniques.memory.streaming import Streamed
+from tritium.techniques.memory.tenant import Tenant
 from tritium.techniques.memory.units import module_bytes, moved, plain_tensors, streamable, tensors_of
 from tritium.techniques.quantize.config import Quantize
 from tritium.techniques.quantize.storage import StoredLinear, choose_provider

@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,14 +17,15 @@ import torch
 from tritium import compat
 from tritium.compiler.capture import copied_results
 from tritium.device import is_capturing
-from tritium.errors import MemoryShortage, PipelineError, brief
+from tritium.errors import MemoryShortage, PipelineError
 from tritium.techniques.memory.arena import Arena, place
 from tritium.techniques.memory.config import FIT, Memory, bytes_of, gigabytes
-from tritium.techniques.memory.estimate import MARGIN, WORKSPACE, Peaks, estimate
+from tritium.techniques.memory.estimate import WORKSPACE
 from tritium.techniques.memory.link import Link, link_to
 from tritium.techniques.memory.planning import Demand, Machine
 from tritium.techniques.memory.schedule import SLOTS, Block, Schedule, choose
 from tritium.techniques.memory.streaming import TIMED_CALL, Streamed
+from tritium.techniques.memory.tenant import Tenant
 
 # Stays free of what a device has, if the budget is "fit".
 _LEFT = 512 * 2**20
@@ -36,52 +36,14 @@ _WORTH_MOVING = 0.03
 # Attempts at a call that runs out of memory, and what its activations are multiplied by each time.
 _ATTEMPTS, _MORE = 4, 1.5
 
+# Calls of a part after which its memory is compared with the budget.
+_WATCHED_CALLS = 16
+
 # Parts that run in turn with the denoiser at every step.
 _BESIDE = "controlnet"
 
 # The share of a budget that is kept for activations if a part cannot be estimated.
 _UNKNOWN = 0.15
-
-
-@dataclass(eq=False)
-class Tenant:
-    """A part in the pool: its weights, its calls so far, and its schedule."""
-
-    weights: Streamed
-    # False for parts that run once an image.
-    loops: bool
-    # The modules with compiled calls, which an estimate runs eagerly.
-    blocks: tuple[Any, ...]
-    # Captured code has intermediate values of its own.
-    is_captured: bool
-    peaks: Peaks = field(default_factory=Peaks)
-    work: Mapping[int, float] = field(default_factory=dict)
-    other_ms: float = 0.0
-    measured: Mapping[int, float] | None = None
-    seen: dict[Hashable, int] = field(default_factory=dict)
-    schedule: Schedule | None = None
-    # Bytes for activations that the schedule leaves free.
-    reserve: int = 0
-    # Bytes that a call took, where that was more than its estimate.
-    grown: dict[Hashable, int] = field(default_factory=dict)
-    notes: dict[str, None] = field(default_factory=dict)
-    is_estimated: bool = False
-    is_asleep: bool = False
-
-    @property
-    def name(self) -> str:
-        return self.weights.name
-
-    @property
-    def rest(self) -> int:
-        """The bytes of the weights outside of the blocks."""
-        return self.weights.rest.unit.size
-
-    def blocks_of(self, machine: Machine) -> tuple[Block, ...]:
-        """Return size and time of each block: measured, else from its operations."""
-        times = self.measured or {place: machine.ms(flops) for place, flops in self.work.items()}
-        seats = self.weights.seats[1:]
-        return tuple(Block(seat.unit.size, times.get(place, 0.0), seat.unit.name) for place, seat in enumerate(seats))
 
 
 class Pool:
@@ -212,7 +174,7 @@ class Pool:
     def _run(self, tenant: Tenant, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for attempt in range(_ATTEMPTS):
             self._enter(tenant, args, kwargs)
-            before = self.link.allocated(), self.link.most_allocated(), compat.dynamo.graphs_compiled()
+            before = self._counts(tenant)
             try:
                 with copied_results():
                     tenant.weights.begin()
@@ -227,12 +189,18 @@ class Pool:
             return result
         raise AssertionError
 
-    def _leave(self, tenant: Tenant, args: Any, kwargs: Any, before: tuple[int, int, int]) -> None:
+    def _counts(self, tenant: Tenant) -> tuple[int, int, int] | None:
+        """Return bytes, most bytes, and compiled graphs so far, in the first calls of a part: they take time to read."""
+        if tenant.weights.calls > _WATCHED_CALLS:
+            return None
+        return self.link.allocated(), self.link.most_allocated(), compat.dynamo.graphs_compiled()
+
+    def _leave(self, tenant: Tenant, args: Any, kwargs: Any, before: tuple[int, int, int] | None) -> None:
         self._last = tenant
-        most = self.link.most_allocated()
+        most = self.link.most_allocated() if before is not None else 0
         # Compiling measures kernels, in memory that later calls do not take.
-        if most > max(self.budget, before[1]) and compat.dynamo.graphs_compiled() == before[2]:
-            self._grow(tenant, args, kwargs, most - before[0] + WORKSPACE, f"it took {gigabytes(most)}")
+        if before is not None and most > max(self.budget, before[1]) and compat.dynamo.graphs_compiled() == before[2]:
+            self._grow(tenant, args, kwargs, most - before[0], f"it took {gigabytes(most)}")
         if not tenant.loops and tenant not in self._own:
             # Reading them out of their turn has to show.
             with self._placing():
@@ -245,10 +213,9 @@ class Pool:
 
     def _grow(self, tenant: Tenant, args: Any, kwargs: Any, size: int, why: str) -> None:
         """Leave more memory for the activations of a call, from the next one on."""
-        key = _key(args, kwargs)
-        tenant.grown[key] = max(size, tenant.grown.get(key, 0))
+        tenant.grow(args, kwargs, size)
         tenant.notes[f"{gigabytes(size)} for activations, because {why}"] = None
-        tenant.schedule = None
+        tenant.is_stale = True
 
     def _choose_again(self, tenant: Tenant) -> None:
         """Choose other blocks to stay if the measured times say that they save something."""
@@ -260,7 +227,7 @@ class Pool:
         assert best is not None
         if best.step_ms < (1 - _WORTH_MOVING) * tenant.schedule.step_ms:
             tenant.notes["planned again with measured times"] = None
-            tenant.schedule = None
+            tenant.is_stale = True
 
     # --- who has the memory ---
 
@@ -271,16 +238,18 @@ class Pool:
         if weights.is_rebuilt:
             self._pack_again(tenant)
         weights.check()
-        reserve, arena = self._reserve(tenant, args, kwargs), self._own.get(tenant, self.arena)
-        is_new = tenant.schedule is None or reserve > tenant.reserve
+        reserve = tenant.needs(args, kwargs, self.machine, int(_UNKNOWN * self.budget)) + self._workspace
+        arena = self._own.get(tenant, self.arena)
+        is_new = tenant.schedule is None or tenant.is_stale or reserve > tenant.reserve
         if tenant.loops and tenant is self._last and not is_new and arena.held == arena.total:
             return
         tenant.reserve = max(tenant.reserve, reserve) if tenant.loops else reserve
+        tenant.is_stale = False
         with self._placing():
             if not tenant.loops:
                 self._enter_once(tenant)
             elif tenant.name.startswith(_BESIDE):
-                self._enter_beside(tenant)
+                self._enter_beside(tenant, is_new=is_new)
             else:
                 self._enter_loop(tenant, is_new=is_new)
 
@@ -352,9 +321,9 @@ class Pool:
                 tenant.schedule = None
         self.arena.clear()
 
-    def _enter_beside(self, tenant: Tenant) -> None:
+    def _enter_beside(self, tenant: Tenant, *, is_new: bool) -> None:
         """Give a part that runs at every step, in turn with another one, memory of its own."""
-        if tenant in self._own and tenant.schedule is not None:
+        if tenant in self._own and not is_new:
             return
         arena = self._own.setdefault(tenant, Arena(self.link))
         room, is_small = self._room(arena), tenant.weights.size <= _UNKNOWN * self.budget
@@ -412,55 +381,14 @@ class Pool:
     def _blocks(self, tenant: Tenant) -> tuple[Block, ...]:
         return tenant.blocks_of(self.machine)
 
-    # --- activations ---
-
     @property
     def _workspace(self) -> int:
         return min(WORKSPACE, self.budget // 16)
-
-    def _reserve(self, tenant: Tenant, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-        """Return the bytes that a call needs for its activations: estimated, or from the line through two estimates."""
-        key = _key(args, kwargs)
-        if key not in tenant.seen:
-            size = _size(args, kwargs)
-            peak = tenant.peaks.at(size) if tenant.is_estimated else None
-            tenant.seen[key] = peak if peak is not None else self._estimated(tenant, args, kwargs, size)
-        # The intermediate values of captured code are in a pool of their own.
-        found = int(tenant.seen[key] * MARGIN) * (2 if tenant.is_captured else 1) + self._workspace
-        return max(found, tenant.grown.get(key, 0))
-
-    def _estimated(self, tenant: Tenant, args: Any, kwargs: Mapping[str, Any], size: int) -> int:
-        weights, is_first = tenant.weights, not tenant.is_estimated
-        tenant.is_estimated = True
-        blocks = list(dict.fromkeys([*weights.blocks, *tenant.blocks]))
-        try:
-            found = estimate(weights.module, args, kwargs, blocks)
-        except Exception as error:  # noqa: BLE001 - a failed estimate must not prevent a call
-            tenant.notes[f"activations not estimated ({brief(error)})"] = None
-            return int(_UNKNOWN * self.budget)
-        tenant.peaks.add(size, found.peak)
-        if is_first:
-            flops = dict(zip(blocks, found.of_blocks, strict=True))
-            places = {block: number for number, block in enumerate(weights.blocks)}
-            weights.order_by([places[blocks[number]] for number in found.order if blocks[number] in places])
-            tenant.work = {number: flops[block] for number, block in enumerate(weights.blocks)}
-            tenant.other_ms = self.machine.ms(found.flops - sum(tenant.work.values()))
-        return found.peak
 
 
 def _slots_of(schedule: Schedule) -> int:
     """Return the bytes of all slots."""
     return min(schedule.slots, len(schedule.streamed)) * schedule.slot_size
-
-
-def _key(args: Any, kwargs: Mapping[str, Any]) -> Hashable:
-    leaves = compat.tensors.leaves_of((args, dict(kwargs)))
-    return tuple((leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor))
-
-
-def _size(args: Any, kwargs: Mapping[str, Any]) -> int:
-    leaves = compat.tensors.leaves_of((args, dict(kwargs)))
-    return sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 _POOLS: dict[tuple[torch.device, Memory], Pool] = {}

@@ -133,8 +133,10 @@ class Unit:
         keeps_origin: bool = False,
     ) -> Unit:
         """Copy tensors into the bytes that `allocate` returns, on the host. The tensors stay as they are."""
-        groups, offset = [], 0
-        for group in _overlapping(tensors):
+        groups: list[list[Place]] = []
+        offset, order = 0, {id(tensor): number for number, tensor in enumerate(tensors)}
+        # Equal blocks have equal layouts, wherever their tensors are now.
+        for group in sorted(_overlapping(tensors), key=lambda group: min(order[id(tensor)] for tensor in group)):
             first = group[0].data_ptr()
             # Elements of other sizes in the same memory keep their alignment.
             start = offset + (first % 16 if first % max(tensor.element_size() for tensor in group) else 0)
