@@ -18,10 +18,10 @@ import tritium
 from tritium import compat, disk
 from tritium.artifacts.fingerprint import config_digest
 from tritium.errors import RankError
-from tritium.pipelines.claims import PASSIVE
 from tritium.pipelines.part import Part
 from tritium.pipelines.parts import BareModel
 from tritium.pipelines.plan import Plan
+from tritium.techniques.choice import Choice, Off
 from tritium.techniques.parallel import Parallel, mesh, ranks
 from tritium.techniques.parallel.ranks import Control
 
@@ -91,7 +91,7 @@ class Together:
         for part in self._parts if renewed else ():
             if part.state_of("parallel") is not None:
                 choice = part.choice
-                part.use(PASSIVE)
+                part.use(Choice(how="eager", techniques=(Off("parallel"),)))
                 part.use(choice)
 
 

@@ -177,6 +177,10 @@ class Region:
 
     def _capture_on_all_ranks(self, entry: Entry, lane: Lane, args: Sequence[Any]) -> None:
         """Capture if every rank can: warming up and capturing exchange more often than a call does."""
+        try:
+            self._check(args, lane.device)
+        except CaptureRefused as refusal:
+            entry.row.declined = entry.row.declined or str(refusal)
         if not together.all_ranks(entry.row.declined is None):
             entry.row.declined = entry.row.declined or together.OTHER_RANK
             return
@@ -191,7 +195,10 @@ class Region:
             capture()
         except CaptureRefused as refusal:
             entry.decline(str(refusal))
-        except Exception as error:  # noqa: BLE001 - an error of the call itself is raised again when it runs uncaptured
+        except Exception as error:
+            # An error of the call itself is raised again when it runs uncaptured; other ranks would wait for that.
+            if self._spec.has_collectives:
+                raise
             reason = brief(error)
             entry.decline(reason)
             self._record.failures.append(Failure(f"capture of {entry.row.bucket}", reason))

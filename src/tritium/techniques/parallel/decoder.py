@@ -280,6 +280,10 @@ class Tiles:
                 raise
             self.declined.setdefault(f"DistVAE: {error}")
             return call(*args, **kwargs)
+        except BaseException:
+            # It holds the group, in which other ranks may wait.
+            self.__dict__.pop("_by_rows", None)
+            raise
         self._rows += 1
         return output
 

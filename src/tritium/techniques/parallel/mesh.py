@@ -6,6 +6,7 @@ import atexit
 import functools
 import gc
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -162,16 +163,23 @@ def _group(name: str, groups: list[list[int]]) -> Any:
     return next(group for group, ranks in zip(created, groups, strict=True) if dist.get_rank() in ranks)
 
 
+# The variable, and the argument of `getrefcount`.
+_OWN_REFERENCES = 2
+
+
 def abandon() -> None:
     """Destroy the groups, so that ranks that wait in one of their collectives raise."""
+    is_held = False
     for axis, _ in _axes:
         group = axis.group
         object.__setattr__(axis, "group", None)
         if group is not None:
             compat.collectives.abandon(group)
+        is_held |= sys.getrefcount(group) > _OWN_REFERENCES
         del group
-    # Connections close with the last reference, and frames of an exception may hold one.
-    gc.collect()
+    if is_held:
+        # Connections close with the last reference.
+        gc.collect()
 
 
 def renew() -> None:

@@ -26,7 +26,7 @@ from tritium.errors import RankError, brief
 from tritium.techniques.parallel import mesh as meshes
 
 # Seconds that a rank which has failed waits for the others, before it destroys the groups in which they may wait.
-_GRACE = 1.0
+_GRACE = 0.5
 
 # Seconds that a rank waits while another one compiles the same graph; then it compiles too.
 _COMPILING = 600

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,7 @@ from tritium.techniques.technique import Part
 
 def apply(part: Part, axis: Axis) -> Shares:
     """Keep this rank's share of a part's weights; return the function that gathers them again."""
-    shares = Shares(_plan_of(part.module, axis.size), axis)
+    shares = Shares(part.module, _plan_of(part.module, axis.size), axis)
     try:
         shares.split()
     except BaseException:
@@ -42,11 +43,18 @@ def apply(part: Part, axis: Axis) -> Shares:
 
 def why_not(module: nn.Module, ranks: int) -> str | None:
     """Return why the weights of a denoiser cannot be split between ranks, or None."""
+    if module in _split:
+        # Its plan was checked before.
+        return None
     try:
         _plan_of(module, ranks)
     except PipelineError as error:
         return str(error)
     return None
+
+
+# Denoisers whose weights are split now.
+_split: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 # --- what is split ---
@@ -255,8 +263,8 @@ class _Share:
 class Shares:
     """This rank's share of a part's weights; call it to gather them."""
 
-    def __init__(self, plan: _Plan, axis: Axis) -> None:
-        self._plan, self._axis = plan, axis
+    def __init__(self, module: nn.Module, plan: _Plan, axis: Axis) -> None:
+        self._module, self._plan, self._axis = module, plan, axis
         self._group = compat.collectives.name_of(axis.group)
         # By the id of the parameter, in the order in which they were split, which is equal on all ranks.
         self._shares: dict[int, _Share] = {}
@@ -269,6 +277,7 @@ class Shares:
         )
 
     def split(self) -> None:
+        _split.add(self._module)
         for linear in self._plan.linears:
             self._follow(linear)
         for norm in self._plan.norms:
@@ -291,6 +300,7 @@ class Shares:
                 if key in alive:
                     share.gather(self._axis)
         self._shares.clear()
+        _split.discard(self._module)
 
     def around(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Split adapters that were loaded since the last call."""
