@@ -193,9 +193,10 @@ def _use(port: int, seed: int, until: float, statuses: list[int], times: list[fl
 
 def _memory(pid: int) -> int:
     """Return the resident bytes of a process and its children."""
-    children = Path(f"/proc/{pid}/task/{pid}/children")
     own = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * 4096
-    return own + sum(_memory(int(child)) for child in children.read_text(encoding="ascii").split())
+    # A process belongs to the thread that started it.
+    children = [file.read_text(encoding="ascii").split() for file in Path(f"/proc/{pid}/task").glob("*/children")]
+    return own + sum(_memory(int(child)) for found in children for child in found)
 
 
 # --- batches ---
