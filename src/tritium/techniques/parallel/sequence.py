@@ -42,7 +42,7 @@ def apply(part: Part, mesh: Mesh, choose: sequence_graph.Chooser | None = None) 
     choose = choose or exchange_for
     sequence = Sequence(part.module, models.parallel_of(type(part.module).__name__), grid, choose)
     if part.how == "tritium":
-        # Dynamo does not guard on hooks, and graphs contain this rank's place in the mesh.
+        # Graphs contain this rank's place in the mesh.
         part.compile_with(passes=[sequence_graph.pass_of(grid, choose)], apart=("sequence", grid))
     if sequence.uncompiled:
         part.around_blocks(sequence.around)
@@ -82,7 +82,7 @@ class Sequence:
                 self._install_section(section)
             if self._facts.arguments:
                 inputs = inputs_of(self._module, stream=self._facts.arguments)
-                self._installed.arguments(self._module, Place(self.streams, inputs, is_first=True, is_block=False))
+                self._installed.put(self._module, Place(self.streams, inputs, is_first=True), "denoiser")
         except BaseException:
             self()
             raise
@@ -93,9 +93,9 @@ class Sequence:
             inputs = inputs_of(block, stream=blocks.streams, table=blocks.tables, mask=blocks.masks)
             outputs = tuple(None if name is None else _cut(blocks, name) for name in blocks.outputs)
             ends = {"is_first": place == 0, "is_last": place == len(found) - 1}
-            self._installed.block(block, Place(self.streams, inputs, outputs, **ends))
+            self._installed.put(block, Place(self.streams, inputs, outputs, **ends), "block")
             for name in blocks.opaque:
-                self._installed.opaque(block.get_submodule(name), Place(self.streams))
+                self._installed.put(block.get_submodule(name), Place(self.streams), "opaque")
 
     def around(self, block: nn.Module) -> Around | None:
         """Run a block eagerly whose graphs would break."""

@@ -1,13 +1,16 @@
-"""Hooks of blocks: streams are split before the first block, followed in each, and joined after the last.
+"""Forwards of blocks: streams are split before the first block, followed in each, and joined after the last.
 
-While Dynamo traces, hooks put marks into the graph. In eager calls, they split and join, and a mode follows the streams
-through the operators of a block and exchanges in attention.
+While Dynamo traces, they put marks into the graph. In eager calls, they split and join, and a mode follows the
+streams through the operators of a block and exchanges in attention.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,14 +42,22 @@ class Following(TorchFunctionMode):
     def __init__(self, grid: Grid, choose: Chooser) -> None:
         super().__init__()
         self._grid, self._choose = grid, choose
-        # The depth of modules without rules, and the tags of tensors that went in.
-        self.open: list[Tag] = []
+        self._is_paused = False
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Follow nothing in a module without rules."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.open:
+        if self._is_paused:
             return func(*args, **kwargs)
         name = name_of(func)
         if name in streams_attention.NAMES:
@@ -184,19 +195,49 @@ Input = tuple[str, int, Cuts, str]
 
 @dataclass(eq=False)
 class Place:
-    """What the hooks of one block do; blocks of one list share it but for the first and the last."""
+    """What happens around the forward of one block."""
 
     streams: Streams
     inputs: tuple[Input, ...] = ()
     outputs: tuple[Cut | None, ...] = ()
     is_first: bool = False
     is_last: bool = False
-    is_block: bool = True
+    # The forward that was replaced, as a function of the module.
+    forward: Callable[..., Any] = nn.Module.forward
 
 
-def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _block(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a block's forward over a rank's tokens."""
+    place: Place = self.tritium_place
+    args, kwargs = _split(place, args, kwargs)
+    if torch.compiler.is_compiling():
+        return _joined(place, place.forward(self, *args, **kwargs))
+    with place.streams.following:
+        output = place.forward(self, *args, **kwargs)
+    return _joined(place, output)
+
+
+def _denoiser(self: Any, *args: Any, **kwargs: Any) -> Any:
+    place: Place = self.tritium_place
+    args, kwargs = _split(place, args, kwargs)
+    return place.forward(self, *args, **kwargs)
+
+
+def _opaque(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a module without rules, which computes each token alone: its result has the tokens of its argument."""
+    place: Place = self.tritium_place
+    streams = place.streams
+    if torch.compiler.is_compiling():
+        output = place.forward(self, mark(x, OPEN, 0, (), streams.ranks), *args, **kwargs)
+        return mark(output, CLOSE, 0, (), streams.ranks)
+    with streams.following.paused():
+        output = place.forward(self, x, *args, **kwargs)
+    set_tag(output, tag_of(x))
+    return output
+
+
+def _split(place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Split or declare the streams among a block's arguments."""
-    place: Place = getattr(module, PLACE)
     streams, given, named = place.streams, list(args), dict(kwargs)
     if place.is_first:
         streams.lengths = {}
@@ -215,8 +256,6 @@ def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             named[name] = value
         else:
             given[index] = value
-    if place.is_block and not torch.compiler.is_compiling():
-        streams.following.__enter__()
     return tuple(given), named
 
 
@@ -226,71 +265,44 @@ def _argument(args: Sequence[Any], kwargs: Mapping[str, Any], name: str, index: 
     return args[index] if index < len(args) else None
 
 
-def after(module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any) -> Any:
+def _joined(place: Place, output: Any) -> Any:
     """Check the streams that a block returns, and join them after the last one."""
-    place: Place = getattr(module, PLACE)
-    if not torch.compiler.is_compiling():
-        place.streams.following.__exit__(None, None, None)
-    if output is None:
-        # The block raised.
-        return None
-    if isinstance(output, (tuple, list)):
-        parts = [
-            place.streams.returned(part, cut, is_last=place.is_last)
-            for part, cut in zip(output, place.outputs, strict=False)
-        ]
-        return (*parts, *output[len(parts) :])
-    return place.streams.returned(output, place.outputs[0], is_last=place.is_last)
+    if not isinstance(output, (tuple, list)):
+        return place.streams.returned(output, place.outputs[0], is_last=place.is_last)
+    parts = [
+        place.streams.returned(part, cut, is_last=place.is_last)
+        for part, cut in zip(output, place.outputs, strict=False)
+    ]
+    return (*parts, *output[len(parts) :])
 
 
-def into_opaque(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A module without rules computes each token alone: its result has the tokens of its first argument."""
-    streams: Streams = getattr(module, PLACE).streams
-    if torch.compiler.is_compiling():
-        return (mark(args[0], OPEN, 0, (), streams.ranks), *args[1:])
-    streams.following.open.append(tag_of(args[0]))
-    return args
-
-
-def out_of_opaque(module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
-    streams: Streams = getattr(module, PLACE).streams
-    if torch.compiler.is_compiling():
-        return mark(output, CLOSE, 0, (), streams.ranks)
-    set_tag(output, streams.following.open.pop())
-    return output
+_FORWARDS = {"block": _block, "denoiser": _denoiser, "opaque": _opaque}
 
 
 @dataclass
 class Installed:
-    """The hooks and attributes that were added to modules; `remove` takes them away."""
+    """The forwards that were replaced; `remove` restores them."""
 
-    handles: list[Any] = field(default_factory=list)
-    modules: list[nn.Module] = field(default_factory=list)
+    modules: list[tuple[nn.Module, Any]] = field(default_factory=list)
 
-    def put(self, module: nn.Module, place: Place) -> None:
-        # Not by setattr: a plain attribute needs no check for parameters.
+    def put(self, module: nn.Module, place: Place, kind: str) -> None:
+        """Replace a module's forward; Dynamo guards the attribute with the place, and not hooks."""
+        before = module.__dict__.get("forward")
+        place.forward = type(module).forward if before is None else functools.partial(_bound, before)
+        self.modules.append((module, before))
         module.__dict__[PLACE] = place
-        self.modules.append(module)
-
-    def block(self, module: nn.Module, place: Place) -> None:
-        self.put(module, place)
-        self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        self.handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
-
-    def opaque(self, module: nn.Module, place: Place) -> None:
-        self.put(module, place)
-        self.handles.append(module.register_forward_pre_hook(into_opaque))
-        self.handles.append(module.register_forward_hook(out_of_opaque, always_call=True))
-
-    def arguments(self, module: nn.Module, place: Place) -> None:
-        self.put(module, place)
-        self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        module.__dict__["forward"] = types.MethodType(_FORWARDS[kind], module)
 
     def remove(self) -> None:
-        while self.handles:
-            self.handles.pop().remove()
         while self.modules:
-            self.modules.pop().__dict__.pop(PLACE, None)
+            module, before = self.modules.pop()
+            del module.__dict__[PLACE], module.__dict__["forward"]
+            if before is not None:
+                module.__dict__["forward"] = before
+
+
+def _bound(forward: Callable[..., Any], _module: Any, *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
 
 
 def inputs_of(module: nn.Module, **cuts: Mapping[str, Any]) -> tuple[Input, ...]:

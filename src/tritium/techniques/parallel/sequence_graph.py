@@ -107,7 +107,9 @@ class _Rewriting:
         source, kind, dim, lengths, is_split, _ = node.args
         assert isinstance(source, fx.Node)
         value, result = value_of(source), value_of(node)
-        tag = Tokens(dim, segments_of(lengths, is_split))  # type: ignore[arg-type]
+        # Tracing the mark has guarded on its lengths.
+        known = [int(value_of(length)) if isinstance(length, fx.Node) else length for length in lengths]  # type: ignore[union-attr]
+        tag = Tokens(dim, segments_of(known, is_split))  # type: ignore[arg-type]
         has = self._tag_of(value)
         if kind == WHOLE:
             self._masks[node] = self._source(source)

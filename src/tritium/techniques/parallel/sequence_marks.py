@@ -1,6 +1,6 @@
 """Marks in a graph: where streams of tokens are split, and where they are joined.
 
-Hooks of blocks put them there while Dynamo traces; `sequence_graph` replaces them. A graph that still has one raises when
+Forwards of blocks put them there while Dynamo traces; `sequence_graph` replaces them. A graph that still has one raises when
 it runs: its attention would see the tokens of one rank alone.
 """
 
