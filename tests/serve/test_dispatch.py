@@ -47,6 +47,20 @@ def kinds(events):
     return [type(event).__name__ for event in events]
 
 
+def together(engine, runner, *jobs):
+    """Submit jobs while another one has the only slot, so that they wait for it together."""
+    runner.gate.clear()
+    engine.submit(job("first", width=96))
+    streams = [engine.submit(each) for each in jobs]
+    runner.gate.set()
+    return streams
+
+
+def sizes(runner):
+    """Return the sizes of the batches after that job."""
+    return [len(batch) for batch in runner.batches if batch[0].width == 64]
+
+
 def test_the_events_of_one_image():
     async def scenario(engine):
         events = await finished(engine.submit(job("a", partial_images=1)))
@@ -86,9 +100,9 @@ def test_jobs_are_batched_where_it_was_measured_to_pay():
     runner = FakeRunner(model(**BATCHED))
 
     async def scenario(engine):
-        done = await gather(*(engine.submit(job(str(i), steps=40, seed=i)) for i in range(4)))
+        done = await gather(*together(engine, runner, *(job(str(i), seed=i) for i in range(4))))
         assert [events[-1].facts["batched"] for events in done] == [4] * 4
-        assert [len(batch) for batch in runner.batches] == [4]
+        assert sizes(runner) == [4]
         lonely = await finished(engine.submit(job("lonely")))
         assert lonely[-1].facts["batched"] == 1
 
@@ -102,11 +116,11 @@ def test_a_failed_batch_is_split_and_run_once_singly():
     ]
 
     async def scenario(engine):
-        done = await gather(*(engine.submit(job(str(seed), seed=seed, steps=40)) for seed in (11, 12, 13, 14)))
+        done = await gather(*together(engine, runner, *(job(str(seed), seed=seed) for seed in (11, 12, 13, 14))))
         assert [kinds(events)[-1] for events in done] == ["Done", "Done", "Failed", "Done"]
-        assert [len(batch) for batch in runner.batches] == [4, 1, 1, 1, 1]
+        assert sizes(runner) == [4, 1, 1, 1, 1]
         # Steps that ran twice are told once.
-        assert [event.index for event in done[0] if isinstance(event, Step)] == list(range(1, 41))
+        assert [event.index for event in done[0] if isinstance(event, Step)] == list(range(1, 5))
         assert kinds(done[0]).count("Started") == 1
 
     play(scenario, runner)
@@ -117,11 +131,11 @@ def test_out_of_memory_removes_the_batch_size():
     runner.faults = [(lambda batch: len(batch) > 2, MEMORY)]
 
     async def scenario(engine):
-        first = await gather(*(engine.submit(job(str(i), steps=40)) for i in range(4)))
-        assert {kinds(events)[-1] for events in first} == {"Done"}
-        assert [len(batch) for batch in runner.batches] == [4, 1, 1, 1, 1]
-        await gather(*(engine.submit(job(f"again{i}", steps=40)) for i in range(4)))
-        assert [len(batch) for batch in runner.batches[5:]] == [2, 2]
+        done = await gather(*together(engine, runner, *(job(str(i)) for i in range(4))))
+        assert {kinds(events)[-1] for events in done} == {"Done"}
+        assert sizes(runner) == [4, 1, 1, 1, 1]
+        await gather(*together(engine, runner, *(job(f"again{i}") for i in range(4))))
+        assert sizes(runner)[5:] == [2, 2]
 
     play(scenario, runner)
 
@@ -210,15 +224,14 @@ def test_cancel_does_not_harm_the_batch():
     runner = FakeRunner(model(**BATCHED))
 
     async def scenario(engine):
-        streams = [engine.submit(job(str(i), steps=40)) for i in range(2)]
-        waiting = asyncio.ensure_future(gather(*streams))
-        await until(lambda: runner.steps_run >= 2)
+        waiting = asyncio.ensure_future(gather(*together(engine, runner, *(job(str(i), steps=40) for i in range(2)))))
+        await until(lambda: runner.steps_run >= 6)
         engine.cancel("0", "disconnect")
         first, second = await waiting
         assert first[-1] == Cancelled(why="disconnect")
         assert isinstance(second[-1], Done)
         assert len([event for event in second if isinstance(event, Step)]) == 40
-        assert [len(batch) for batch in runner.batches] == [2]
+        assert sizes(runner) == [2]
 
     play(scenario, runner)
 
@@ -317,9 +330,9 @@ def test_drain_finishes_what_runs_and_cancels_what_takes_too_long():
 
     async def scenario(engine):
         quick, slow = engine.submit(job("a")), engine.submit(job("b", steps=50))
-        runner.step = 0.01
+        runner.step = 0.02
         waiting = asyncio.ensure_future(gather(quick, slow))
-        await engine.drain(0.2)
+        await engine.drain(0.5)
         done = await waiting
         assert isinstance(done[0][-1], Done)
         assert done[1][-1] == Cancelled(why="shutdown")

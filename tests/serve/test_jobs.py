@@ -71,11 +71,11 @@ def test_results_expire_and_have_a_limit():
         await asyncio.sleep(0)
         # Two of the jobs fit into the bytes that are kept.
         assert [(await http.get(f"/v1/jobs/{job_id}")).status_code for job_id in ids] == [404, 200, 200]
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(1.1)
         assert [(await http.get(f"/v1/jobs/{job_id}")).status_code for job_id in ids] == [404, 404, 404]
 
     over_http(
-        scenario, settings=Settings(keep_seconds=0.25, keep_bytes=int(2.5 * (4096 + len(picture()))), drain_seconds=0.1)
+        scenario, settings=Settings(keep_seconds=1.0, keep_bytes=int(2.5 * (4096 + len(picture()))), drain_seconds=0.1)
     )
 
 
@@ -110,9 +110,9 @@ def test_a_retry_finds_the_job_of_a_client_that_left():
         await until(lambda: len(app.runner.batches) == 2)
         left.cancel()
         await until(lambda: not app.engine.status().running)
-        assert app.runner.steps_run < 40 + 30
+        assert app.runner.steps_run < 40 + 35
 
-    over_http(scenario, settings=Settings(grace=0.1, drain_seconds=0.1))
+    over_http(scenario, settings=Settings(grace=0.3, drain_seconds=0.1))
 
 
 def test_a_failed_job_is_not_kept_by_its_key():
@@ -163,7 +163,7 @@ def test_fifty_requests_with_random_cancels_leave_nothing():
         await until(lambda: not app.engine.status().running and not app.engine.status().queued)
         assert app.engine._tickets == {}
         await app.app.state.drain()
-        mine = {task for task in asyncio.all_tasks() if "httpx" not in repr(task.get_coro())}
-        assert mine == {asyncio.current_task()}
+        # Tasks that were cancelled need a turn of the loop to end.
+        await until(lambda: asyncio.all_tasks() == {asyncio.current_task()})
 
     over_http(scenario, runner)
