@@ -83,10 +83,9 @@ class StaticInputs:
 
     def __init__(self, args: Sequence[Any], weights: Collection[int], buffers: Buffers) -> None:
         self.args: list[Any] = list(args)
+        self._weights = weights
         self.indices = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor) and i not in weights]
-        for index in weights:
-            # Alias the weight's memory: a capture depends on addresses, not on the tensor object.
-            self.args[index] = args[index].detach()
+        self.take_weights(args)
         # Bytes allocated for this capture; shared buffers were counted when they were created.
         self.bytes = 0
         taken: Counter[Hashable] = Counter()
@@ -99,6 +98,16 @@ class StaticInputs:
         self._layouts = [_layout(self.args[index]) for index in self.indices]
         self._written: list[int] = []
         self._write_back = Copies([])
+
+    def take_weights(self, args: Sequence[Any]) -> None:
+        """Alias the memory of the weights: a capture depends on addresses, not on the tensor object."""
+        for index in self._weights:
+            self.args[index] = args[index].detach()
+
+    def leave_weights(self) -> None:
+        """Drop the aliases: a replay needs the addresses alone, and aliases keep memory that the weights have left."""
+        for index in self._weights:
+            self.args[index] = None
 
     @property
     def generators(self) -> list[torch.Generator]:

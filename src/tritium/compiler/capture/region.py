@@ -79,7 +79,7 @@ class Region:
             return decision.call(lane.device, lambda: self._run(*args))
         with lane.lock:
             # Another thread may have evicted it.
-            if entry.captured is not None and self._is_ready(entry, entry.captured, lane):
+            if entry.captured is not None and self._is_ready(entry, entry.captured, lane, args):
                 return self._replayed(entry, entry.captured, lane, args)
         return self._run(*args)
 
@@ -245,7 +245,8 @@ class Region:
 
     def _capture_graph(self, entry: Entry, lane: Lane, inputs: StaticInputs, outputs: StaticOutputs) -> StaticOutputs:
         """Capture a bucket, given the outputs of an uncaptured run."""
-        run, static, lent = self._run, inputs.args, outputs
+        # An emulated graph runs these arguments again; the inputs drop their weights below.
+        run, static, lent = self._run, list(inputs.args), outputs
 
         def run_and_keep() -> tuple[()]:
             lent.keep(run(*static))
@@ -260,12 +261,14 @@ class Region:
                 outputs = StaticOutputs(results, static, outputs.way)
                 # The counts of references below must be those of the outputs alone.
                 del results
+        inputs.leave_weights()
         entry.captured = Captured(inputs, graph, outputs)
         entry.row.copies = outputs.way == "copy"
         outputs.settle()
         return outputs
 
-    def _capture_again(self, entry: Entry, lane: Lane, inputs: StaticInputs) -> None:
+    def _capture_again(self, entry: Entry, lane: Lane, inputs: StaticInputs, args: Sequence[Any]) -> None:
+        inputs.take_weights(args)
         # Warm up again: libraries create handles per thread, which fails in a capture, and this may be another thread.
         with lane.unchanged(inputs.generators, inputs.at(self._written)):
             results = lane.warm_up(lambda: self._run(*inputs.args))
@@ -273,13 +276,13 @@ class Region:
 
     # --- replay ---
 
-    def _is_ready(self, entry: Entry, captured: Captured, lane: Lane) -> bool:
+    def _is_ready(self, entry: Entry, captured: Captured, lane: Lane, args: Sequence[Any]) -> bool:
         """Capture again if the last result is still referenced; return False if that fails."""
         lane.order()
         if captured.outputs.held():
             # The caller keeps that memory; from now on results are copied.
             entry.captured = None
-            self._attempt(entry, functools.partial(self._capture_again, entry, lane, captured.inputs))
+            self._attempt(entry, functools.partial(self._capture_again, entry, lane, captured.inputs, args))
         return entry.captured is not None
 
     def _replayed(self, entry: Entry, captured: Captured, lane: Lane, args: Sequence[Any]) -> Any:
