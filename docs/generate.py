@@ -22,10 +22,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import measured
+import picture
 from measured import table
 
 ROOT = Path(__file__).parent.parent
 REFERENCE = ROOT / "docs" / "reference"
+PICTURE = ROOT / "docs" / "assets" / "speed-quality.svg"
 
 
 def configuration() -> str:
@@ -419,6 +421,7 @@ def folders() -> str:
 # The text that stands for `<!-- generated: NAME -->` in a page.
 PARTS: dict[str, Callable[[], str]] = {
     "folders": folders,
+    "front": measured.front,
     "gains": measured.gains,
     "measured models": measured.measured,
     "dynamic kernels": measured.dynamic_kernels,
@@ -457,10 +460,10 @@ def filled(text: str) -> str:
 def main() -> int:
     from tritium.fusions import catalog
 
-    current = {path: path.read_text(encoding="utf-8") for path in PAGES}
-    wanted = {path: filled(text) for path, text in current.items()}
+    current = {path: path.read_text(encoding="utf-8") if path.is_file() else "" for path in (*PAGES, PICTURE)}
+    wanted = {path: filled(text) for path, text in current.items()} | {PICTURE: picture.speed_against_quality()}
     if "--check" in sys.argv:
-        stale = [path.name for path in PAGES if wanted[path] != current[path]]
+        stale = [path.name for path, text in wanted.items() if text != current[path]]
         if stale:
             print(f"{', '.join(stale)}: not current, run python docs/generate.py")
         return 1 if stale else 0

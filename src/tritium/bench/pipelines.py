@@ -57,7 +57,8 @@ def run(name: str, settings: Settings, notify: Notify) -> list[Row]:
     label = name if name == generation.EXAMPLE else Path(name).name
     notify(f"{label}: loading", 0.0)
     pipe = generation.load(name, settings.device_type, settings.dtype)
-    jobs = generation.jobs_for(name)
+    sizes = None if settings.size is None else [settings.size]
+    jobs = generation.jobs_for(name, sizes=sizes, steps=settings.steps)
     images: dict[str, list[Image]] = {}
     restart: dict[str, float] = {}
     comparison = Comparison(workload=label, settings=settings, notify=notify, shrunk=False, inference_mode=False)
@@ -85,7 +86,8 @@ def run(name: str, settings: Settings, notify: Notify) -> list[Row]:
     pixels = images[EAGER][0].pixels
     height, width = pixels.shape[-2:]
     comparison.shapes = {"pixels": list(pixels.shape)}
-    comparison.note = f"an image of {width} x {height}; differences are the worst of {len(jobs)} images"
+    of_steps = "" if settings.steps is None else f" in {settings.steps} steps"
+    comparison.note = f"an image of {width} x {height}{of_steps}; differences are the worst of {len(jobs)} images"
     rows = comparison.rows()
     settings.on_rows(rows)
     return rows
@@ -115,13 +117,14 @@ def _quantized(handle: Handle, config: Quantize) -> Choices:
 
 
 def _all_eager(handle: Handle) -> Choices:
-    return dict.fromkeys(handle.choices, Choice(how="eager"))
+    return dict.fromkeys(handle.choices, Choice(how="eager", parallel=False))
 
 
-def compare(pipe: Any, handle: Handle, job: Job) -> tuple[Image, Image]:
+def compare(pipe: Any, handle: Handle, job: Job, *, once: bool = False) -> tuple[Image, Image]:
     """Generate the image of a job eagerly and optimized; seconds are medians of interleaved runs.
 
-    Several images of each: a single one would mostly time memory that the other variant has just freed.
+    Several images of each: a single one would mostly time memory that the other variant has just freed. With `once`, as
+    many as every other rank generates.
     """
     ours = handle.choices
     choices = {EAGER: _all_eager(handle), TRITIUM: ours}
@@ -129,7 +132,7 @@ def compare(pipe: Any, handle: Handle, job: Job) -> tuple[Image, Image]:
     for name, choice in choices.items():
         handle.use(choice)
         images[name] = generate(pipe, job)
-    quick = max(image.seconds for image in images.values()) < _QUICK
+    quick = not once and max(image.seconds for image in images.values()) < _QUICK
     timings = measure.interleave(
         dict.fromkeys(choices, lambda: generate(pipe, job)),
         pipe.device.type,

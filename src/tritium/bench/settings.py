@@ -64,6 +64,9 @@ class Settings:
     quantize: str | None = None
     # `bench pipeline`: also measure skipped steps: letters, a recipe, or the JSON of a `Skip`; with `quantize` also both.
     skip: str | None = None
+    # The images of whole pipelines: `WIDTHxHEIGHT` and a number of steps.
+    size: str | None = None
+    steps: int | None = None
     # Called with rows as soon as they are measured, and again with more fields, so that an interrupted run keeps them.
     on_rows: Callable[[list[Row]], object] = len
 

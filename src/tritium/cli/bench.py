@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tritium import device, disk
-from tritium.bench import layer_functions, summary, workloads
+from tritium.bench import layer_functions, pipelines, summary, workloads
 from tritium.bench.comparison import release
 from tritium.bench.denoisers import find_families
 from tritium.bench.results import TOLERANCE, Changes, Results, Store, compare
@@ -82,6 +82,10 @@ def command(
         str | None,
         typer.Option(metavar="FORMAT", help="Also measure quantized linears: fp8, int8, ..., or Quantize as JSON."),
     ] = None,
+    size: Annotated[
+        str | None, typer.Option(metavar="WxH", help="Of a whole pipeline's images; its default if left out.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Of a whole pipeline's images; its default if left out.")] = None,
     sizes: Annotated[
         bool,
         typer.Option("--sizes", help="Also decode twelve sizes in a row: recompiles, and the cost of dynamic ones."),
@@ -112,6 +116,8 @@ def command(
     measures = {}
     if skip is not None and suite != PIPELINE:
         raise ConfigError("--skip concerns whole pipelines: write `tritium bench pipeline flux --skip TABLE`")
+    if (size is not None or steps is not None) and not all(map(pipelines.is_pipeline, names)):
+        raise ConfigError("--size and --steps concern whole pipelines: 'example', or a folder")
     if suite is None:
         measures = {name: workloads.measure_of(name, sizes=sizes, dynamic=dynamic) for name in names}
     # Load before measuring for an hour, so that an invalid file fails immediately.
@@ -136,6 +142,8 @@ def command(
         dtype_name=dtype_name,
         quantize=quantize,
         skip=skip,
+        size=size,
+        steps=steps,
         # A suite stores the rows of a task itself.
         on_rows=store.add if suite is None else len,
     )
