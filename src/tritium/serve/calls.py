@@ -49,10 +49,15 @@ class Caller:
     def kinds(self) -> tuple[Kind, ...]:
         if self.is_video:
             return ("video",)
-        image = self.parameters.get("image")
-        if image is None:
+        if "image" not in self.parameters:
             return ("image",)
-        return ("edit",) if image.default is inspect.Parameter.empty else ("image", "edit")
+        return ("edit",) if self.needs_image else ("image", "edit")
+
+    @property
+    def needs_image(self) -> bool:
+        """Return True if every call starts from an uploaded image."""
+        image = self.parameters.get("image")
+        return image is not None and image.default is inspect.Parameter.empty
 
     @property
     def steps(self) -> int:

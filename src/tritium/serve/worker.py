@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -105,9 +106,9 @@ class PipelineWorker:
         unguided = {"guidance_scale": 1.0} if self._caller.doubles_batch else None
         for loras in ((), *([(Lora(name=self.bank.names[0]),)] if self.bank is not None else [])):
             self._use_loras(loras)
-            for batch in self._batches:
+            for batch, frames in itertools.product(self._batches, self._frames):
                 for guidance in ({}, *([unguided] if unguided else [])):
-                    handle.warmup(**self._warming(self._caller, batch), **guidance)
+                    handle.warmup(**self._warming(self._caller, batch, frames=frames), **guidance)
             for name, caller in self._callers.items():
                 handle.warmup(caller.pipe, **self._warming(caller, 1, name))
         self._use_loras(())
@@ -116,10 +117,10 @@ class PipelineWorker:
     def _batches(self) -> tuple[int, ...]:
         return tuple(sorted({1, *self.settings.batches}))
 
-    def _warming(self, caller: Caller, batch: int, name: str = "") -> dict[str, Any]:
+    def _warming(self, caller: Caller, batch: int, name: str = "", frames: int = 1) -> dict[str, Any]:
         """Return arguments of a call like those of jobs; the height, width and steps come from the warm-up."""
-        job = self._sample(self._sizes[0], 2)
-        if name or "image" not in (*caller.kinds, "video"):
+        job = replace(self._sample(self._sizes[0], 2), frames=frames)
+        if name:
             job = replace(job, images=(_blank(job.size),), mask=_blank(job.size, "L") if name == INPAINT else None)
         arguments = caller.arguments([job] * batch, self.settings.text_tokens)
         return {key: value for key, value in arguments.items() if key not in ("height", "width", "num_inference_steps")}
@@ -136,6 +137,7 @@ class PipelineWorker:
             steps=steps,
             kind=self._caller.kinds[0],
             frames=self._frames[0],
+            images=(_blank(size),) if self._caller.needs_image else (),
         )
 
     @cached_property
@@ -172,8 +174,6 @@ class PipelineWorker:
         """Return the seconds of a batch at these steps, from a run of at most eight of them."""
         timed = min(steps, _TIMED_STEPS)
         job = self._sample(size, timed)
-        if "image" not in self._caller.kinds and job.kind == "edit":
-            job = replace(job, images=(_blank(size),))
         start = time.perf_counter()
         calls.results(self.pipe(**self._caller.arguments([job] * batch, self.settings.text_tokens)))
         return (time.perf_counter() - start) * steps / timed
