@@ -135,6 +135,9 @@ class _Rewriting:
         else:
             assert kind == JOIN
             _split_tag(has, tag)
+            if not node.users:
+                self._replaced[node] = self._source(source)
+                return
             self._replaced[node] = self._record(
                 node, lambda x: join(x, dim, tag.segments, self._grid).contiguous(), [source], with_stack=False
             )
