@@ -1,11 +1,15 @@
 """AuraFlow: double blocks, then single blocks over text and image."""
 
-from tritium.models.family import Blocks, Cut, Family, ParallelFacts
+from tritium.models.family import Blocks, Cut, Family, ParallelFacts, TensorFacts
 
 FAMILY = Family(
     name="auraflow",
     denoisers=("AuraFlowTransformer2DModel",),
     blocks=("AuraFlowJointTransformerBlock",),
+    tensor=TensorFacts(
+        columns={r"attn\.(to_[qkv]|add_[qkv]_proj)": (), r"ff(_context)?\.linear_[12]": ()},
+        rows={r"attn\.(to_out\.0|to_add_out)": (), r"ff(_context)?\.out_projection": ()},
+    ),
     parallel=ParallelFacts(
         sections=(
             (

@@ -1,11 +1,15 @@
 """CogVideoX: blocks over the text and a video."""
 
-from tritium.models.family import Blocks, Cut, Family, ParallelFacts
+from tritium.models.family import Blocks, Cut, Family, ParallelFacts, TensorFacts
 
 FAMILY = Family(
     name="cogvideox",
     denoisers=("CogVideoXTransformer3DModel",),
     blocks=("CogVideoXBlock",),
+    tensor=TensorFacts(
+        columns={r"attn1\.to_[qkv]": (), r"ff\.net\.0\.proj": ()},
+        rows={r"attn1\.to_out\.0": (), r"ff\.net\.2": ()},
+    ),
     parallel=ParallelFacts(
         sections=(
             (

@@ -1,11 +1,15 @@
 """Cosmos: video models with a timestep for each frame."""
 
-from tritium.models.family import Blocks, Cut, Family, ParallelFacts
+from tritium.models.family import Blocks, Cut, Family, ParallelFacts, TensorFacts
 
 FAMILY = Family(
     name="cosmos",
     denoisers=("CosmosTransformer3DModel",),
     blocks=("CosmosTransformerBlock",),
+    tensor=TensorFacts(
+        columns={r"attn[12]\.to_[qkv]": (), r"ff\.net\.0\.proj": ()},
+        rows={r"attn[12]\.to_out\.0": (), r"ff\.net\.2": ()},
+    ),
     parallel=ParallelFacts(
         sections=(
             (

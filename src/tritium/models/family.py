@@ -68,14 +68,14 @@ class TensorFacts:
 
     `columns` are linears that are split by their outputs, `rows` those that are split by their inputs, whose results are
     added up over the ranks. `norms` are RMS norms over the features of all heads. `tables` are arguments of attention
-    modules whose last dim holds the features of all heads. `counts` are numbers of attention modules, of which each rank
+    modules with a dim of all heads, or of the features of all heads. `counts` are numbers of attention modules, of which each rank
     has its share.
     """
 
     columns: Mapping[str, Parts]
     rows: Mapping[str, Parts]
     norms: tuple[str, ...] = ()
-    tables: tuple[str, ...] = ()
+    tables: Mapping[str, int] = field(default_factory=dict)
     counts: tuple[str, ...] = ("heads", "inner_dim")
 
 

@@ -1,6 +1,6 @@
 """HiDream: routed experts in double and single blocks, and other text tokens in each block."""
 
-from tritium.models.family import REST, Blocks, Cut, Family, ParallelFacts
+from tritium.models.family import REST, Blocks, Cut, Family, ParallelFacts, TensorFacts
 
 # Every block adds other text tokens behind the image's: each rank computes all of them.
 _AND_TEXT = Cut(("hidden_states", REST))
@@ -9,6 +9,11 @@ FAMILY = Family(
     name="hidream",
     denoisers=("HiDreamImageTransformer2DModel",),
     blocks=("HiDreamBlock",),
+    tensor=TensorFacts(
+        columns={r"block\.attn1\.to_[qkv](_t)?": (), r"block\.ff_t\.w[13]": ()},
+        rows={r"block\.attn1\.to_out(_t)?": (), r"block\.ff_t\.w2": ()},
+        norms=(r"block\.attn1\.[qk]_rms_norm(_t)?",),
+    ),
     parallel=ParallelFacts(
         sections=(
             (

@@ -10,7 +10,7 @@ FAMILY = Family(
         columns={r"attn[12]\.to_[qkv]": (), r"ff\.net\.0\.proj": ()},
         rows={r"attn[12]\.to_out\.0": (), r"ff\.net\.2": ()},
         norms=(r"attn[12]\.norm_[qk]",),
-        tables=("image_rotary_emb",),
+        tables={"image_rotary_emb": -1},
     ),
     parallel=ParallelFacts(
         sections=(

@@ -1,11 +1,15 @@
 """Lumina 2: blocks over the text and the image, after refiners of each."""
 
-from tritium.models.family import Blocks, Cut, Family, ParallelFacts
+from tritium.models.family import Blocks, Cut, Family, ParallelFacts, TensorFacts
 
 FAMILY = Family(
     name="lumina2",
     denoisers=("Lumina2Transformer2DModel",),
     blocks=("Lumina2TransformerBlock",),
+    tensor=TensorFacts(
+        columns={r"attn\.to_[qkv]": (), r"feed_forward\.linear_[13]": ()},
+        rows={r"attn\.to_out\.0": (), r"feed_forward\.linear_2": ()},
+    ),
     parallel=ParallelFacts(
         sections=tuple(
             (

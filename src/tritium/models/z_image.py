@@ -1,11 +1,15 @@
 """Z-Image: blocks over the image and the text, after refiners of each."""
 
-from tritium.models.family import Blocks, Cut, Family, ParallelFacts
+from tritium.models.family import Blocks, Cut, Family, ParallelFacts, TensorFacts
 
 FAMILY = Family(
     name="z_image",
     denoisers=("ZImageTransformer2DModel",),
     blocks=("ZImageTransformerBlock",),
+    tensor=TensorFacts(
+        columns={r"attention\.to_[qkv]": (), r"feed_forward\.w[13]": ()},
+        rows={r"attention\.to_out\.0": (), r"feed_forward\.w2": ()},
+    ),
     parallel=ParallelFacts(
         sections=tuple(
             (

@@ -193,11 +193,23 @@ def _check_attention(attention: nn.Module, facts: TensorFacts, ranks: int) -> No
             raise PipelineError(
                 f"{type(attention).__name__} has {name}={count}, which {ranks} ranks cannot split evenly"
             )
+    kv_heads = _kv_heads(attention)
+    if kv_heads is not None and kv_heads % ranks:
+        raise PipelineError(
+            f"{type(attention).__name__} has {kv_heads} heads of keys, which {ranks} ranks cannot split evenly"
+        )
     if getattr(attention, "fused_projections", False):
         raise PipelineError("its projections are fused; call unfuse_qkv_projections() first")
     processor = getattr(attention, "processor", None)
     if isinstance(processor, nn.Module) and next(processor.parameters(), None) is not None:
         raise PipelineError(f"{type(processor).__name__} has weights of its own, as for IP-Adapters; unload them first")
+
+
+def _kv_heads(attention: Any) -> int | None:
+    """Return the heads of keys of an attention in which several heads of queries share one, or None."""
+    heads, features = getattr(attention, "heads", 0), getattr(attention, "inner_dim", 0)
+    keys = getattr(attention, "inner_kv_dim", features)
+    return keys // (features // heads) if heads and features and keys != features else None
 
 
 # --- adapters ---
@@ -361,26 +373,30 @@ class Shares:
                 attention.__dict__[name] = count // self._axis.size
                 self._undo.append(functools.partial(attention.__dict__.__setitem__, name, count))
         if self._plan.facts.tables:
-            handle = attention.register_forward_pre_hook(self._own_columns, with_kwargs=True)
+            handle = attention.register_forward_pre_hook(self._own_tables, with_kwargs=True)
             self._undo.append(handle.remove)
 
     @functools.cached_property
-    def _own_columns(self) -> Callable[..., Any]:
-        names, rank, ranks = self._plan.facts.tables, self._axis.rank, self._axis.size
+    def _own_tables(self) -> Callable[..., Any]:
+        tables, rank, ranks = self._plan.facts.tables, self._axis.rank, self._axis.size
 
-        def own_columns(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-            own = {name: _columns(kwargs[name], rank, ranks) for name in names if kwargs.get(name) is not None}
+        def own_tables(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            own = {
+                name: _share(kwargs[name], dim, rank, ranks)
+                for name, dim in tables.items()
+                if kwargs.get(name) is not None
+            }
             return args, {**kwargs, **own}
 
-        return own_columns
+        return own_tables
 
 
-def _columns(value: Any, rank: int, ranks: int) -> Any:
-    """Return a rank's share of the last dim of a tensor, or of each in a tuple."""
+def _share(value: Any, dim: int, rank: int, ranks: int) -> Any:
+    """Return a rank's share of a dim of a tensor, or of each in a tuple."""
     if isinstance(value, tuple):
-        return tuple(_columns(one, rank, ranks) for one in value)
-    count = value.shape[-1] // ranks
-    return value.narrow(-1, rank * count, count)
+        return tuple(_share(one, dim, rank, ranks) for one in value)
+    count = value.shape[dim] // ranks
+    return value.narrow(dim, rank * count, count)
 
 
 def _norm_over_ranks(norm: Any, group: str, ranks: int) -> Callable[[torch.Tensor], torch.Tensor]:
