@@ -1,8 +1,6 @@
 """Ray Serve: the same worker in a replica, without a cluster; with one in a thorough test."""
 
 import asyncio
-import os
-import signal
 
 import numpy as np
 import pytest
@@ -107,15 +105,13 @@ def test_a_local_cluster(folder, tmp_path):
             await engine.start()
             await _used(engine)
             # A replica whose process is killed: Ray starts another, and the job runs there.
-            (actor,) = [
-                actor
-                for actor in ray.util.state.list_actors()
-                if "Replica" in actor.class_name and actor.state == "ALIVE"
-            ]
-            last = None
-            async for event in engine.submit(workers.job("d", steps=300)):
-                if isinstance(event, Step) and last is None:
-                    os.kill(actor.pid, signal.SIGKILL)
+            actors = ray.util.list_named_actors(all_namespaces=True)
+            (replica,) = [actor for actor in actors if actor["name"].startswith("SERVE_REPLICA")]
+            last, killed = None, False
+            async for event in engine.submit(workers.job("d", steps=900)):
+                if isinstance(event, Step) and not killed:
+                    killed = True
+                    ray.kill(ray.get_actor(replica["name"], replica["namespace"]))
                 last = event
             assert isinstance(last, Done)
             assert engine.status().counts.restarts == 1
