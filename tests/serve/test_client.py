@@ -329,7 +329,7 @@ def test_a_full_queue_is_tried_again_after_the_time_it_says():
     play(scenario, runner, limits=Limits(length=1))
 
 
-def test_a_deadline_that_cannot_be_met_is_refused_before_the_queue():
+def test_a_deadline_too_early_is_refused_before_the_queue():
     async def scenario(client, app):
         error = await refused(client.images.generate(prompt="x", timeout=0.5))
         assert (error.status_code, error.code, error.param) == (400, "deadline", "timeout")

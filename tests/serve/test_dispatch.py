@@ -325,7 +325,7 @@ def test_nothing_is_taken_before_the_start_and_after_a_drain():
     play(scenario)
 
 
-def test_drain_finishes_what_runs_and_cancels_what_takes_too_long():
+def test_drain_finishes_jobs_and_cancels_slow_ones():
     runner = FakeRunner()
 
     async def scenario(engine):
