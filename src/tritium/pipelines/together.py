@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -208,6 +209,7 @@ def _agreed(control: Control, function: Callable[..., Any], args: Any, kwargs: d
     if needs_seed:
         # All ranks draw, as one would, and take the first rank's.
         seeds = control.gather(int(torch.randint(2**62, ()).item()))
+    own["adapters"] = _adapters(args[0])
     compare(control, own, "were called with different arguments")
     if not needs_seed:
         return kwargs
@@ -218,6 +220,20 @@ def _agreed(control: Control, function: Callable[..., Any], args: Any, kwargs: d
         stacklevel=4,
     )
     return {**kwargs, "generator": torch.Generator().manual_seed(seeds[0])}
+
+
+def _adapters(pipe: Any) -> str:
+    """Return a digest of the adapters that are loaded, and their scales; empty if there are none."""
+    if "peft" not in sys.modules:
+        return ""
+    modules = [(name, value) for name, value in pipe.components.items() if isinstance(value, torch.nn.Module)]
+    found = [
+        (name, path, sorted(layer.scaling.items()), layer.active_adapters, layer.disable_adapters)
+        for name, module in modules
+        for path, layer in module.named_modules()
+        if hasattr(layer, "lora_A") and hasattr(layer, "scaling")
+    ]
+    return disk.digest(str(found))[:12] if found else ""
 
 
 def _described(value: Any) -> str:

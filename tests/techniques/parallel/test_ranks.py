@@ -5,6 +5,7 @@ import time
 import warnings
 
 import diffusers
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -199,6 +200,12 @@ def arguments():
             with pytest.raises(RankError) as caught:
                 generate(pipe, seed, **call)
             found.append(str(caught.value))
+        if rank:
+            pipe.transformer.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q"]))
+        with pytest.raises(RankError, match="they differ in adapters"):
+            generate(pipe)
+        if rank:
+            pipe.transformer.unload_lora()
         # One rank may show its progress.
         generate(pipe, callback_on_step_end=(lambda *_: {}) if rank else None)
     return found

@@ -112,6 +112,27 @@ def test_four_ranks(ranks, name):
     ranks(4)(split, name, 4, "tritium", torch.float32, config)
 
 
+def with_others(degrees):
+    """Two samples in a batch, as of guidance, or tokens, are split on other ranks than the weights."""
+    model, inputs = build("flux", num_attention_heads=4), ZOO["flux"].inputs()
+    eager, exact = outputs(model, inputs), fidelity.tensors(fidelity.in_float64(model, (), inputs))
+    settings = Plan(
+        parallel=Parallel(**degrees, vae=None), config=ENGINE, progress=False, components={"model": "eager"}
+    )
+    with tritium.optimize(model, settings, scheduler=diffusers.FlowMatchEulerDiscreteScheduler()) as handle:
+        handle.scheduler.set_timesteps(4)
+        for _ in range(2):
+            for one in zip(outputs(model, inputs), eager, exact, strict=True):
+                assert_no_worse(*one)
+    assert all(torch.equal(*pair) for pair in zip(outputs(model, inputs), eager, strict=True))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("degrees", [{"cfg": 2, "tensor": 2}, {"ulysses": 2, "tensor": 2}])
+def test_with_other_axes(ranks, degrees):
+    ranks(4)(with_others, degrees)
+
+
 # --- adapters ---
 
 

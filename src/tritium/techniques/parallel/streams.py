@@ -542,7 +542,7 @@ _ELEMENTWISE = frozenset(
 _SAME = """
     to type type_as float double half bfloat16 bool int long contiguous clone detach dropout alias feature_dropout
     alpha_dropout zeros_like ones_like empty_like full_like rand_like randn_like requires_grad cpu cuda identity
-    _to_copy copy fill zero resolve_conj real imag angle data
+    _to_copy copy fill zero resolve_conj real imag angle data all_reduce wait_tensor
 """.split()  # noqa: SIM905 - shorter than one name per line
 _FRESH = frozenset(("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty"))
 _VIEWS = "view reshape flatten unflatten view_as reshape_as _unsafe_view".split()  # noqa: SIM905

@@ -68,9 +68,9 @@ class _Rules:
 
     def decide(self, name: str, linear: nn.Linear) -> Precision | str:
         """Return the precision of a linear, or the reason why it keeps its own."""
-        config, columns = self._config, linear.in_features
         if not has_own_weight(linear):
             return "its weight is quantized already"
+        config, columns = self._config, _columns_of(linear)
         if id(linear) in self._grouped:
             return "its mixture multiplies groups of tokens in the model's dtype"
         if name in self._named:
@@ -106,6 +106,11 @@ def candidates(module: nn.Module, config: Quantize) -> list[str]:
         for name, linear in linears.items()
         if name not in named and _reason(module, name) is None and has_own_weight(linear)
     ]
+
+
+def _columns_of(linear: nn.Linear) -> int:
+    """Return the inputs of a linear's weight, which are fewer than its `in_features` where ranks share them."""
+    return (linear.stored.original if isinstance(linear, StoredLinear) else linear.weight).shape[1]
 
 
 def has_own_weight(linear: nn.Linear) -> bool:
