@@ -105,13 +105,13 @@ def _built(name: str, fakes: Any) -> tuple[Any, StockModel, Size, dict[str, int]
             f"there is no pipeline {name!r}: neither a folder, 'example', nor a model; {nearest(key, named)}"
         )
     model = named[key]
-    full = replace(_a_size(model), config=model.published)
+    full = replace(a_size(model), config=model.published)
     with fakes:
         module = model.build(full.config, "cpu", torch.bfloat16)
     return module, model, full, {}
 
 
-def _a_size(model: StockModel) -> Size:
+def a_size(model: StockModel) -> Size:
     sizes = [*model.workloads.values(), *model.families.values()]
     return size_of(sizes[0], model.published)
 
@@ -134,7 +134,7 @@ def _of_folder(folder: Path, fakes: Any) -> tuple[Any, StockModel, Size, dict[st
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{folder / part} cannot be built: {brief(error)}") from error
     others = {path.name: _weights_in(path) for path in sorted(folder.iterdir()) if path.is_dir() and path.name != part}
-    full = replace(_a_size(models[kind]), config=module.config)
+    full = replace(a_size(models[kind]), config=module.config)
     return module, models[kind], full, {name: size for name, size in others.items() if size}
 
 
@@ -150,7 +150,7 @@ def _at(model: StockModel, full: Size, size: str) -> Size:
         raise ConfigError(f"--size {size} cannot be planned: {words}; leave it out")
     # The size that the model is measured at is of 512 pixels if its name says so, else of 1024.
     name = next(iter({**model.workloads, **model.families}))
-    cell = (512 if name.endswith("-512") else 1024) // _a_size(model).grid[0]
+    cell = (512 if name.endswith("-512") else 1024) // a_size(model).grid[0]
     return replace(full, grid=(int(found[2]) // cell, int(found[1]) // cell))
 
 

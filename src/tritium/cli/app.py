@@ -8,11 +8,16 @@ import typer
 from typer.core import TyperGroup
 
 from tritium.cli import bench, doctor, explain, keep, plan, quantize, run, serve, tune, verify
+from tritium.cli.ranks import ARGUMENTS
 from tritium.errors import TritiumError
 
 
 class Commands(TyperGroup):
     """Print a `TritiumError` as one line and exit with code 2; other errors keep their traceback."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ARGUMENTS.set(tuple(args))
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         try:

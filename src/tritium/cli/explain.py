@@ -19,7 +19,7 @@ from tritium.bench import generation, pipelines, workloads
 from tritium.bench.comparison import compiled
 from tritium.bench.results import TRITIUM
 from tritium.bench.settings import Settings
-from tritium.cli import progress
+from tritium.cli import collectives, progress
 from tritium.cli.bench import known_device
 from tritium.cli.table import console
 from tritium.config import CompilationConfig
@@ -53,8 +53,22 @@ def command(
         ),
     ] = None,
     device_type: Annotated[str | None, typer.Option("--device", help="cuda or cpu; the GPU if there is one.")] = None,
+    parallel: Annotated[
+        str | None,
+        typer.Option(metavar="DEGREES", help="Show the collectives of a model on ranks: auto, or such as ulysses=4."),
+    ] = None,
+    world: Annotated[
+        int | None, typer.Option(metavar="N", min=2, help="With --parallel: the ranks; needs none of them.")
+    ] = None,
 ) -> None:
     """Compile a workload with Tritium and show what fused, what did not, and why; or list the fusions."""
+    if parallel is not None or world is not None:
+        given = {"--fusions": fusions or None, "--engine": engine, "--device": device_type, "--html": html}
+        superfluous = [what for what, value in {**given, "--dump": dump}.items() if value is not None]
+        if superfluous:
+            raise ConfigError(f"--parallel runs nothing on a device: leave out {', '.join(superfluous)}")
+        collectives.command(name, parallel, world, json=json)
+        return
     if fusions:
         given = {"a workload": name, "--engine": engine, "--device": device_type, "--html": html, "--dump": dump}
         superfluous = [what for what, value in given.items() if value is not None]

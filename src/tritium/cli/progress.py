@@ -9,12 +9,18 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from tritium import envs
-from tritium.bench.settings import Notify
+from tritium.bench.settings import Notify, silent
 
 
 @contextlib.contextmanager
-def shown(console: Console | None = None) -> Iterator[Notify]:
-    """Yield a function that shows the current step on stderr; stdout is reserved for results."""
+def shown(console: Console | None = None, *, is_first: bool = True) -> Iterator[Notify]:
+    """Yield a function that shows the current step on stderr; stdout is reserved for results.
+
+    Of several ranks only the first one shows it.
+    """
+    if not is_first:
+        yield silent
+        return
     console = console or Console(stderr=True)
     if console.is_terminal and not envs.in_terminal_free_ci():
         yield from _bar(console)

@@ -16,7 +16,7 @@ from tritium import config, example
 from tritium.bench import generation, images, pipelines
 from tritium.bench.images import Panel
 from tritium.bench.settings import quantized
-from tritium.cli import progress
+from tritium.cli import progress, ranks
 from tritium.cli.bench import known_device
 from tritium.errors import ConfigError
 from tritium.pipelines import recipe as recipes
@@ -24,6 +24,7 @@ from tritium.pipelines.generation import Image, Job, generate
 from tritium.pipelines.plan import Plan
 from tritium.quality import Difference
 from tritium.techniques import catalog
+from tritium.techniques.parallel.config import Parallel
 
 
 def command(
@@ -63,6 +64,13 @@ def command(
     quantize: Annotated[
         str | None, typer.Option(metavar="FORMAT", help="Quantize linears: fp8, int8, int8-weights, ..., or JSON.")
     ] = None,
+    parallel: Annotated[
+        str | None,
+        typer.Option(metavar="DEGREES", help="Run on several ranks: auto, or degrees such as cfg=2,ulysses=4."),
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Ranks to start; the product of the degrees, or all GPUs.")
+    ] = None,
     device_type: Annotated[str | None, typer.Option("--device", help="cuda or cpu; the GPU if there is one.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print times and differences as JSON.")] = False,
     output: Annotated[Path, typer.Option("-o", "--output", help="The image to write.")] = Path("out.png"),
@@ -70,24 +78,25 @@ def command(
     """Generate an image. `--compare` also runs eagerly and shows both times and the difference."""
     of_recipe = {"--on-other": on_other, "--accept-differences": accept_differences or None}
     _check_options(eager=eager, recipe=recipe, others=(compare, artifacts), changes=(techniques, quantize), **of_recipe)
-    named = named_techniques(techniques or ())
-    if quantize is not None:
-        if "quantize" in named:
-            raise ConfigError("--quantize and --technique quantize=... are the same; leave one of them out")
-        named["quantize"] = quantized(quantize)
+    named = named_techniques(techniques or (), quantize)
+    shared = _shared(parallel, gpus, eager=eager, attach=attach, recipe=recipe, is_named="parallel" in named)
+    if shared is not None:
+        named["parallel"] = shared
     config.check_environment()
     if attach is not None and (model != generation.EXAMPLE or device_type is not None):
         raise ConfigError("--attach has its own pipeline on the keeper's device: leave out --model and --device")
     source = model if attach is None else f"keeper {attach}"
     if not prompt and source != generation.EXAMPLE:
         raise ConfigError(f"{f'model {model!r}' if attach is None else source} needs a prompt")
-    (job,) = generation.jobs_for(source, [prompt or example.PROMPTS[0]], None if size is None else [size], steps, [seed])
+    (job,) = generation.jobs_for(
+        source, [prompt or example.PROMPTS[0]], None if size is None else [size], steps, [seed]
+    )
     settings = Plan(progress=not json, **named)
-    if not output.parent.is_dir():
-        raise ConfigError(f"-o {output}: there is no folder {output.parent}; create it first, or write elsewhere")
-    images.check_writable(output)
     where = known_device(device_type)
-    with _short_of_memory(size), progress.shown() as notify:
+    _check_output(output)
+    is_first = ranks.joined(shared, gpus, where) if shared is not None or ranks.launched() else True
+    settings = settings.with_(progress=settings.progress and is_first)
+    with _short_of_memory(size), progress.shown(is_first=is_first) as notify:
         notify(f"loading {source}", 0.0)
         pipe = generation.load(model, where) if attach is None else tritium.attach(attach)
         if eager:
@@ -98,14 +107,16 @@ def command(
             return
         notify("first accelerated image, with compilation", 0.2)
         if recipe is not None:
-            settings = _plan_of(recipe, pipe, on_other, accept_differences).with_(progress=not json)
+            settings = _plan_of(recipe, pipe, on_other, accept_differences).with_(progress=settings.progress)
         with tritium.optimize(pipe, settings, artifacts=artifacts) as handle:
             first = generate(pipe, job)
             compared = None
             if compare:
                 notify("generating eagerly and accelerated, alternately", 0.7)
-                compared = pipelines.compare(pipe, handle, job)
-            summary = str(handle)
+                compared = pipelines.compare(pipe, handle, job, once=shared is not None)
+            summary = str(handle) if shared is None else f"{handle}\n{handle.parallel}"
+    if not is_first:
+        return
     found: dict[str, Any] = {"output": str(output), "seconds": {"first": first.seconds}}
     if compared is None:
         images.save(first.pixels[0], output)
@@ -133,6 +144,29 @@ def _check_options(
             raise ConfigError(f"{option} concerns a recipe: name one with --recipe")
 
 
+def _check_output(output: Path) -> None:
+    if not output.parent.is_dir():
+        raise ConfigError(f"-o {output}: there is no folder {output.parent}; create it first, or write elsewhere")
+    images.check_writable(output)
+
+
+def _shared(
+    parallel: str | None, gpus: int | None, *, eager: bool, attach: str | None, recipe: Path | None, is_named: bool
+) -> Parallel | None:
+    """Return how the image is shared between ranks, or None; ranks of another launcher share it by default."""
+    if parallel is None:
+        if gpus is not None:
+            raise ConfigError("--gpus is the number of ranks of --parallel: name it, such as --parallel auto")
+        is_shared = ranks.launched() and recipe is None and not eager and not is_named
+        return Parallel() if is_shared else None
+    for option, is_given in (
+        ("--eager", eager), ("--attach", attach), ("--recipe", recipe), ("--technique parallel=...", is_named)
+    ):  # fmt: skip
+        if is_given:
+            raise ConfigError(f"--parallel cannot be combined with {option}; leave one of them out")
+    return ranks.parallel_of(parallel)
+
+
 def _plan_of(path: Path, pipe: Any, on_other: str | None, accept_differences: bool) -> Plan:
     found = recipes.load(path)
     if on_other is not None:
@@ -140,8 +174,10 @@ def _plan_of(path: Path, pipe: Any, on_other: str | None, accept_differences: bo
     return found.plan_for(pipe, accept_differences=accept_differences)
 
 
-def named_techniques(options: Iterable[str]) -> dict[str, Any]:
+def named_techniques(options: Iterable[str], quantize: str | None = None) -> dict[str, Any]:
     """Return keyword arguments of `Plan` from options `name` or `name=value`; a value may be JSON.
+
+    `quantize` is the value of `--quantize`.
 
     >>> named_techniques(["channels_last", "graphs=off", 'sparse={"latent": [1, 8, 8]}'])
     {'channels_last': True, 'graphs': 'off', 'sparse': {'latent': [1, 8, 8]}}
@@ -153,6 +189,10 @@ def named_techniques(options: Iterable[str]) -> dict[str, Any]:
             found[name] = json_format.loads(value) if has_value else True
         except ValueError:
             found[name] = value
+    if quantize is not None:
+        if "quantize" in found:
+            raise ConfigError("--quantize and --technique quantize=... are the same; leave one of them out")
+        found["quantize"] = quantized(quantize)
     return found
 
 

@@ -150,6 +150,8 @@ class Meshes:
 
     def _of(self, part: Part, note: Any) -> dict[str, Any]:
         found: dict[str, Any] = {"mesh": note.data["mesh"], "splits": note.data["splits"]}
+        if (padded := _padded_heads(part, note.data["mesh"])) is not None:
+            found["padded_heads"] = padded
         if part.mesh is not None:
             found |= {"why": part.mesh.why, "rates": str(part.mesh.rates)}
             found["estimates"] = [
@@ -177,6 +179,8 @@ class Meshes:
             if part.mesh is None:
                 is_waiting = part.before_first is not None
                 why = "the mesh is chosen at the first call" if is_waiting else f"{note.text}; its degrees were named"
+                padded = _padded_heads(part, note.data["mesh"])
+                why += f"; {padded[0]} heads are padded to {padded[1]}" if padded is not None else ""
                 lines.append(f"{part.name}: {why}")
                 continue
             lines.append(f"{part.name}: {note.text}")
@@ -187,3 +191,12 @@ class Meshes:
         replicated = ", ".join(f"{name} ({gigabytes(size)})" for name, size in self._replicated().items())
         lines.append(f"on every rank: {replicated or 'nothing else'}")
         return "\n".join(lines)
+
+
+def _padded_heads(part: Part, mesh: Mapping[str, int]) -> tuple[int, int] | None:
+    """Return the heads of a denoiser, and those with padding, if its ranks cannot have equal shares; else None."""
+    heads = getattr(getattr(part.module, "config", None), "num_attention_heads", None)
+    ranks = mesh.get("ulysses", 1)
+    if part.name not in KEPT or not isinstance(heads, int) or heads % ranks == 0:
+        return None
+    return heads, -(-heads // ranks) * ranks
