@@ -70,16 +70,17 @@ _hashing: list[threading.Thread] = []
 
 
 def overlap_settings() -> dict[str, Any]:
-    """Return the settings that move waits for collectives below the products behind them; empty where that is the default.
+    """Return the settings by which collectives start early and are waited for late; empty where that is the default.
 
     torch 2.15 moves collectives by itself.
     """
     if not unknown_settings(["aten_distributed_optimizations.enable_simple_overlap"]):
         return {}
-    passes = "reorder_for_compute_comm_overlap_passes"
-    if unknown_settings(["reorder_for_compute_comm_overlap", passes]):
+    switch, passes = "reorder_for_compute_comm_overlap", ["raise_comms", "sink_waits_iterative"]
+    comms = importlib.import_module("torch._inductor.comms")
+    if unknown_settings([switch, f"{switch}_passes"]) or not all(hasattr(comms, name) for name in passes):
         return {}
-    return {"reorder_for_compute_comm_overlap": True, passes: ["sink_waits_iterative"]}
+    return {switch: True, f"{switch}_passes": passes}
 
 
 def start_hashing() -> None:

@@ -17,6 +17,7 @@ from tritium.techniques.parallel.config import SEQUENCE, Parallel
 from tritium.techniques.parallel.mesh import Axis, Mesh
 from tritium.techniques.skip.config import Skip
 from tritium.techniques.skip.table import ATTENTION, BLOCKS
+from tritium.techniques.sparse import Sparse
 from tritium.techniques.technique import Note, Part, Technique
 
 __all__ = ["TECHNIQUE", "Parallel", "State"]
@@ -93,7 +94,8 @@ def apply(part: Part, config: Parallel) -> State:
     try:
         for name, axis in _splits_of(part, config, mesh):
             module = importlib.import_module(f"{__name__}.{name}")
-            state.undo.append(module.apply(part, axis))
+            how = (config.exchange,) if name == "sequence" else ()
+            state.undo.append(module.apply(part, axis, *how))
             state.splits.append(name)
     except BaseException:
         remove(part, state)
@@ -122,6 +124,11 @@ def remove(_part: Part, state: State) -> None:
 
 
 def conflicts(config: Parallel, choice: Choice) -> str | None:
+    if choice.get(Sparse) is not None and any(config.degrees[axis] > 1 for axis in SEQUENCE):
+        return (
+            "sparse attention chooses blocks of the whole image, of which a rank has some tokens; leave out sparse, or name "
+            "other degrees than ulysses, ring and gather"
+        )
     skip = choice.get(Skip)
     if (
         skip is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -31,6 +32,8 @@ class Parallel:
         tensor: Ranks that split the weights of linear layers, to save memory.
         experts: Ranks that split the experts of routed mixtures.
         vae: Ranks that share the tiles of the VAE; "auto" uses all ranks where the VAE can be split, None uses one.
+        exchange: How `ulysses` exchanges: "split" in four collectives, of which some run beside products; "packed" in two;
+            "chunks N" some heads at a time, beside the attention of others; "auto" chooses by size.
 
     >>> Parallel(cfg=2, ulysses=4).size
     8
@@ -43,6 +46,7 @@ class Parallel:
     tensor: int | None = None
     experts: int | None = None
     vae: Literal["auto"] | int | None = "auto"
+    exchange: str = "auto"
 
     def __post_init__(self) -> None:
         for axis in (*AXES, "vae"):
@@ -52,6 +56,10 @@ class Parallel:
             if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:
                 words = '"auto", None or a number of ranks' if axis == "vae" else "None or a number of ranks"
                 raise ConfigError(f"parallel {axis}={degree!r} is no degree; give {words} from 1")
+        if not re.fullmatch(r"auto|packed|split|chunks [1-9]\d*", self.exchange):
+            raise ConfigError(
+                f"there is no exchange {self.exchange!r}; use 'auto', 'packed', 'split', or 'chunks 2' for two chunks"
+            )
 
     def __str__(self) -> str:
         named = [f"{axis}={degree}" for axis, degree in self.degrees.items() if degree > 1]

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 
 from tritium import compat
-from tritium.errors import ConfigError, PipelineError
+from tritium.errors import PipelineError
 from tritium.techniques.parallel.exchange import (
     Grid,
     Segment,
@@ -204,10 +204,7 @@ def _head_chunks(exchange: str, heads: int) -> list[_Heads]:
     """Return the heads of a rank that are exchanged together; the last chunk is smaller if they do not divide."""
     if exchange in ("packed", "split"):
         return [None]
-    word, _, number = exchange.partition(" ")
-    if word != "chunks" or not number.isdigit() or int(number) < 1:
-        raise ConfigError(f"there is no exchange {exchange!r}; use 'packed', 'split', or 'chunks 2' for two chunks")
-    size = -(-heads // int(number))
+    size = -(-heads // int(exchange.removeprefix("chunks ")))
     return [(start, min(size, heads - start)) for start in range(0, heads, size)]
 
 

@@ -17,6 +17,8 @@ from tritium.techniques.parallel.mesh import Mesh
 from tritium.techniques.parallel.sequence_blocks import Installed, Place, Streams, inputs_of
 from tritium.techniques.technique import Around, Part
 
+AUTO = "auto"
+
 
 def why_not(part: Part) -> str | None:
     """Return why the tokens of a part cannot be split, or None; nothing is changed."""
@@ -33,13 +35,13 @@ def why_not(part: Part) -> str | None:
     return None
 
 
-def apply(part: Part, mesh: Mesh, choose: sequence_graph.Chooser | None = None) -> Sequence:
+def apply(part: Part, mesh: Mesh, exchange: str = AUTO) -> Sequence:
     """Split the tokens of a part by the axes of a mesh; return the function that undoes it."""
     reason = why_not(part)
     if reason is not None:
         raise PipelineError(f"the tokens of {part.name} cannot be split: {reason}")
     grid = Grid.of(mesh)
-    choose = choose or exchange_for
+    choose = exchange_for if exchange == AUTO else functools.partial(_always, exchange)
     sequence = Sequence(part.module, models.parallel_of(type(part.module).__name__), grid, choose)
     if part.how == "tritium":
         # Graphs contain this rank's place in the mesh.
@@ -53,6 +55,10 @@ def apply(part: Part, mesh: Mesh, choose: sequence_graph.Chooser | None = None) 
 # Below this many bytes of queries on a rank, an exchange takes as long as its launch: one for q, k and v is faster. Four
 # launches of 15 us against 350 GB/s.
 _PACKED_BELOW = 4 << 20
+
+
+def _always(exchange: str, _size: int, _is_cuda: bool) -> str:
+    return exchange
 
 
 def exchange_for(size: int, is_cuda: bool) -> str:
