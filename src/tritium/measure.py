@@ -160,6 +160,11 @@ def interleave(
                 return {name: Timing.of(taken) for name, taken in samples.items()}
 
 
+def balanced_rounds(variants: int) -> int:
+    """Return the least number of rounds in which each variant runs equally often at each place in the order."""
+    return -(-MINIMUM_ROUNDS // cycle(variants)) * cycle(variants)
+
+
 def order_of_round(names: Sequence[str], done: int) -> list[str]:
     """Return the order of one round.
 

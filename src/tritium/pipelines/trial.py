@@ -11,6 +11,7 @@ import torch
 from tritium import compat, measure
 from tritium.pipelines.part import Part
 from tritium.techniques.choice import Choice, Off
+from tritium.techniques.parallel import ranks
 
 SECONDS = 2.0
 
@@ -61,14 +62,22 @@ def timed(
             args, kwargs = compat.tensors.map_tensors(lambda tensor: tensor, call)
             part.run(*args, **kwargs)
 
+    # Tiles of a VAE differ by rank, and contain no collectives.
+    others = ranks.control() if "parallel" in part.configs() and part.component is part.module else None
     timings = measure.interleave(
         dict.fromkeys(by_name, run),
         _device_type(part, calls),
-        seconds=seconds,
+        seconds=seconds if others is None else None,
+        # All ranks make as many calls.
+        rounds=None if others is None else measure.balanced_rounds(len(by_name)),
         burst=_BURST,
         prepare=lambda name: part.use(by_name[name]),
     )
     taken = {choice: timings[str(choice)].median_ms / len(calls) for choice in choices}
+    if others is not None:
+        # The slowest rank decides, on all of them alike.
+        by_rank = others.gather(list(taken.values()))
+        taken = dict(zip(taken, map(max, zip(*by_rank, strict=True)), strict=True))
     part.measured = {str(choice): milliseconds for choice, milliseconds in taken.items()}
     return taken
 

@@ -15,6 +15,8 @@ from support.zoo import ZOO
 from tritium import CompilationConfig, Parallel, Plan
 from tritium.compiler import together
 from tritium.errors import RankError
+from tritium.pipelines import trial
+from tritium.techniques.choice import Choice
 from tritium.techniques.parallel import ranks as control
 
 ENGINE = CompilationConfig(engine="eager")
@@ -276,6 +278,23 @@ def test_one_rank_compiles_first(ranks):
     assert all_
     assert not some
     assert first[1] <= second[0] or second[1] <= first[0]
+
+
+def timed():
+    """Time two ways to run a split part on ranks of which one is slower."""
+    model, inputs = ZOO["flux"].build(), ZOO["flux"].inputs()
+    settings = Plan(parallel=Parallel(tensor=2, vae=None), config=ENGINE, progress=False, components={"model": "eager"})
+    with torch.no_grad(), tritium.optimize(model, settings) as handle:
+        model.register_forward_hook(lambda *_: time.sleep(0.005 * dist.get_rank()))
+        choices = [Choice(how="eager"), Choice(how="tritium")]
+        taken = trial.timed(handle.part("model"), choices, [((), inputs)], seconds=0.01)
+        return list(taken.values())
+
+
+def test_ways_are_timed_alike_on_all_ranks(ranks):
+    first, second = ranks(2)(timed)
+    assert first == second
+    assert min(first) > 5
 
 
 def captured(refuses):
