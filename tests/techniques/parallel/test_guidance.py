@@ -151,19 +151,19 @@ def test_reading_a_branch_early_raises_on_all_ranks(ranks):
 
 def skipped(skip, guidance):
     model, scheduler = Denoiser(2), euler()
-    with tritium.optimize(
-        model, Plan(skip=Skip(skip), components={"model": "eager"}, progress=False), scheduler=scheduler
-    ) as handle:
+    skip = Skip(**skip) if isinstance(skip, dict) else Skip(skip)
+    alone = Plan(skip=skip, components={"model": "eager"}, progress=False)
+    with tritium.optimize(model, alone, scheduler=scheduler) as handle:
         expected = [generate(model, scheduler, seed=seed, steps=8, guidance=guidance) for seed in range(2)]
         rows = handle.skipping.images["model"].rows
-    with optimized(model, scheduler, 2, skip=Skip(skip)) as handle:
+    with optimized(model, scheduler, 2, skip=skip) as handle:
         for seed, image in enumerate(expected):
             assert torch.equal(generate(model, scheduler, seed=seed, steps=8, guidance=guidance), image)
             assert handle.skipping.images["model"].rows == rows
     return rows
 
 
-@pytest.mark.parametrize("skip", [("RRR1R1R1",), ("RRRRR1RR", "RRRDRDDR"), ("RR2RRRRR", "RRRR1R0D")])
+@pytest.mark.parametrize("skip", [("RRR1R1R1",), ("RRRRR1RR", "RRRDRDDR"), ("RR2RRRRR", "RRRR1R0D"), {"adaptive": 0.5}])
 def test_skipping_plans_are_followed_on_all_ranks(ranks, skip):
     rows = ranks(2)(skipped, skip, (0.0, 0.3))
     assert rows[0] == rows[1]
