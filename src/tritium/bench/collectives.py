@@ -180,7 +180,7 @@ def _plan(config: Parallel, how: str) -> Plan:
 
 
 def _compiled(model: StockModel, size: Size, config: Parallel, fakes: Any) -> tuple[list[GraphRecord], list[str]]:
-    """Return the graphs of a compiled call, and the notes of what is split."""
+    """Return the graphs of a compiled call, and notes on the split."""
     module, arguments = _built(model, size, fakes)
     with torch.no_grad(), tritium.optimize(module, _plan(config, "tritium")) as handle:
         with fakes:

@@ -132,7 +132,7 @@ def _seconds(part: Part, call: tuple[tuple[Any, ...], Mapping[str, Any]]) -> flo
 
 
 class Meshes:
-    """How the denoisers of a pipeline are split over ranks: the mesh, why, what its axes cost, and what is replicated."""
+    """The split parts of a pipeline: the mesh of each, the reason, the cost of its axes, and the replicated components."""
 
     def __init__(self, parts: Iterable[Part], pipe: Any) -> None:
         self._parts, self._pipe = list(parts), pipe

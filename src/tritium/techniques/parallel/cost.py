@@ -1,4 +1,4 @@
-"""The cost model of the mesh: how long a step takes, and what it needs of memory, for each way to use some ranks.
+"""The cost model of the mesh: the time of a step and the memory of a rank, for each way to use some ranks.
 
 Pure functions of sizes and rates. Per block, with S tokens of width d in elements of e bytes, P ranks on an axis, `bytes` =
 S d e divided by the ranks that split tokens and weights, bandwidth B and latency a of a collective:

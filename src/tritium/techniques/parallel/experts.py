@@ -4,7 +4,7 @@ All ranks of the axis have the same tokens. A rank computes the choices of the e
 added up over the ranks. An expert may have copies on several ranks, which share its tokens. The loads are counted on the
 device; between images, experts may move to other ranks.
 
-The weights of other ranks' experts are on the meta device meanwhile.
+Until it is undone, the weights of other ranks' experts are on the meta device.
 """
 
 from __future__ import annotations
