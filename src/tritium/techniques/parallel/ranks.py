@@ -1,6 +1,6 @@
 """Keep ranks together: an exception on one is raised on all, and ranks that have gone separate ways are stopped.
 
-A small group of its own carries numbers between the hosts: before each call of a denoiser the ranks exchange whether one
+A separate small group carries numbers between the hosts: before each call of a denoiser the ranks exchange whether one
 has failed, and which call this is. A rank that fails joins the next exchange. If the others do not come to it, they wait
 in a collective for this rank: it destroys the groups of the mesh, and the others raise. Then all create the groups again.
 """
