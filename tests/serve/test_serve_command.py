@@ -17,6 +17,7 @@ from tritium.errors import ConfigError
 from tritium.serve import server
 from tritium.serve.app import build_app
 from tritium.serve.dispatch import Dispatcher
+from tritium.serve.engine import Quality
 from tritium.serve.runner import LocalRunner
 from tritium.serve.worker import PipelineWorker
 from tritium.serve.worker_settings import WorkerSettings
@@ -46,6 +47,7 @@ def test_options_reach_worker_queue_and_app(served, tmp_path):
         *("--lora", f"style={lora}", "--lora-rank", "8", "--recipe", "fast=example", "--technique", "graphs=off"),
         *("--artifacts", "code", "--queue", "5", "--queue-seconds", "9", "--timeout", "7", "--drain-seconds", "3"),
         *("--api-key-file", str(keys), "--alias", "gpt-image-1", "--gpus", "2", "--measure-eager", "--no-edits"),
+        *("--quality", "low=2,fast", "--quality", "high=50,exact"),
     )
     assert result.exit_code == 0, result.output
     lanes = [lane.worker._settings for lane in found["runner"]._lanes]
@@ -60,6 +62,7 @@ def test_options_reach_worker_queue_and_app(served, tmp_path):
         lora_rank=8,
         edits=False,
         recipes={"fast": "example"},
+        qualities={"low": Quality(steps=2, fidelity="fast"), "high": Quality(steps=50, fidelity="exact")},
         techniques={"graphs": "off"},
         artifacts="code",
         measure_eager=True,
@@ -86,6 +89,8 @@ def test_a_group_of_ranks(served):
     ("options", "message"),
     [
         (["--size", "100x100"], "multiples of 16"),
+        (["--quality", "lo=3"], "did you mean 'low'?"),
+        (["--quality", "low=0"], "'0' is neither a number of steps nor one of exact, close, fast"),
         (["--lora", "file"], "has no name"),
         (["--lora", "x=absent"], "there is no file absent"),
         (["--recipe", "absent.json"], "cannot be read"),

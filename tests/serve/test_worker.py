@@ -165,3 +165,19 @@ def test_an_optimized_worker():
     pipe = worker.pipe
     worker.close()
     assert np.array_equal(workers.pixels(exact), workers.library(pipe, workers.job()))
+
+
+@pytest.mark.codegen
+@pytest.mark.thorough
+def test_a_second_start_reads_the_first_ones_code(tmp_path, in_process):
+    program = """
+from support import workers
+from tritium import compat
+worker = workers.worker(eager=False, edits=False, config={}, artifacts=FILE)
+worker.load()
+print(compat.dynamo.inductor_seconds())
+"""
+    program = program.replace("FILE", repr(str(tmp_path / "code")))
+    cold, warm = (float(in_process(program, cache=tmp_path / name).split()[-1]) for name in ("cold", "warm"))
+    assert (tmp_path / "code").stat().st_size > 0
+    assert warm < cold / 2

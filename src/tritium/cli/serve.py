@@ -7,7 +7,7 @@ import importlib
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -15,12 +15,13 @@ from tritium import config, device
 from tritium.bench import generation
 from tritium.cli.bench import known_device
 from tritium.cli.run import named_techniques
-from tritium.errors import ConfigError, MissingExtra
+from tritium.errors import ConfigError, MissingExtra, nearest
 from tritium.pipelines import recipe
 from tritium.pipelines.generation import MULTIPLE
-from tritium.serve.engine import Size
+from tritium.serve.engine import Fidelity, Quality, Size
 from tritium.serve.worker_settings import DEFAULT_RECIPE, WorkerSettings
 
+_QUALITIES = ("low", "medium", "high", "xhigh", "max")
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -54,6 +55,12 @@ def command(
         list[str] | None,
         typer.Option(
             "--recipe", metavar="[NAME=]FILE", help="What `tritium tune` wrote: by name, or for all requests."
+        ),
+    ] = None,
+    qualities: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--quality", metavar="NAME=VALUE,...", help="OpenAI's low, medium, high, ...: steps, a fidelity, a recipe."
         ),
     ] = None,
     loras: Annotated[
@@ -107,6 +114,7 @@ def command(
     named = named_techniques(techniques or ())
     if parallel is not None:
         named["parallel"] = _degrees(parallel)
+    named_recipes = _files("--recipe", recipes or (), default=DEFAULT_RECIPE)
     settings = WorkerSettings(
         pipeline=pipeline,
         name=name or (pipeline if pipeline == generation.EXAMPLE else Path(pipeline).resolve().name),
@@ -115,7 +123,8 @@ def command(
         steps=steps,
         frames=tuple(frames or ()),
         text_tokens=text_tokens,
-        recipes=_files("--recipe", recipes or (), default=DEFAULT_RECIPE),
+        recipes=named_recipes,
+        qualities=_qualities(qualities or (), named_recipes),
         loras=_files("--lora", loras or ()),
         lora_rank=lora_rank,
         edits=edits,
@@ -230,6 +239,29 @@ def _files(option: str, texts: Sequence[str], default: str | None = None) -> dic
         if name in found:
             raise ConfigError(f"{option}: {name!r} is given twice")
         found[name] = file
+    return found
+
+
+def _qualities(texts: Iterable[str], recipes: Iterable[str]) -> dict[str, Quality]:
+    """Return what qualities stand for.
+
+    >>> _qualities(["low=12,fast", "high=50,exact"], ())["low"]
+    Quality(steps=12, fidelity='fast', recipe=None)
+    """
+    found = {}
+    for text in texts:
+        name, _, values = text.partition("=")
+        if name not in _QUALITIES:
+            raise ConfigError(f"--quality {text!r}: {nearest(name, _QUALITIES)}")
+        fields: dict[str, Any] = {}
+        for value in values.split(","):
+            is_fidelity = value in get_args(Fidelity)
+            if not (is_fidelity or value in recipes or (value.isdecimal() and int(value) > 0)):
+                known = ", ".join((*get_args(Fidelity), *recipes))
+                raise ConfigError(f"--quality {text!r}: {value!r} is neither a number of steps nor one of {known}")
+            kind = "fidelity" if is_fidelity else "recipe" if value in recipes else "steps"
+            fields[kind] = int(value) if kind == "steps" else value
+        found[name] = Quality(**fields)
     return found
 
 

@@ -17,7 +17,7 @@ from tritium import compat, device, example
 from tritium.api import Handle, optimize
 from tritium.bench import generation
 from tritium.config import CompilationConfig
-from tritium.errors import TritiumError, brief
+from tritium.errors import ConfigError, TritiumError, brief
 from tritium.pipelines.plan import Plan
 from tritium.pipelines.shapes import Shapes
 from tritium.serve import calls, images, previews
@@ -95,6 +95,11 @@ class PipelineWorker:
         is_stored = stored is not None and stored.exists()
         self.handle = optimize(self.pipe, plan, artifacts=stored if is_stored else None)
         self.ways = Ways(self.handle, settings.recipes)
+        for name, quality in settings.qualities.items():
+            if quality.fidelity not in (None, *self.ways.fidelities):
+                raise ConfigError(
+                    f"quality {name!r} asks for fidelity {quality.fidelity!r}, which needs a recipe that is lossy"
+                )
         for way in self.ways.compiled:
             self.ways.use(way)
             self._warm_up(self.handle)
@@ -165,6 +170,7 @@ class PipelineWorker:
             fidelities=self.ways.fidelities if self.handle is not None else (),
             recipes=tuple(settings.recipes) if self.handle is not None else (),
             loras=self.bank.names if self.bank is not None else (),
+            qualities=settings.qualities,
             takes=takes,
             max_images=caller.max_images,
             eager_seconds=self._eager_seconds(steps) if settings.measure_eager else None,

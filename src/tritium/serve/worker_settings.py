@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tritium.serve.engine import Size
+from tritium.serve.engine import Quality, Size
 
 # The recipe of this name is the way of running of requests that name none.
 DEFAULT_RECIPE = "default"
@@ -33,6 +33,8 @@ class WorkerSettings:
     # Files of recipes and LoRAs by the name that requests use.
     recipes: Mapping[str, str] = field(default_factory=dict)
     loras: Mapping[str, str] = field(default_factory=dict)
+    # What OpenAI's `quality` stands for.
+    qualities: Mapping[str, Quality] = field(default_factory=dict)
     # Rank of the LoRA layers; None for the largest rank of the files.
     lora_rank: int | None = None
     # Also serve pipelines of the same components that edit images, where diffusers has them.
