@@ -23,7 +23,8 @@ class TestConfig:
         assert not Parallel(ulysses=1).is_auto
         assert Parallel(cfg=2, ulysses=4).degrees == {
             **dict.fromkeys(("ring", "gather", "experts", "tensor"), 1),
-            "cfg": 2, "ulysses": 4,
+            "cfg": 2,
+            "ulysses": 4,
         }
 
     def test_a_product_other_than_the_world_names_the_next_one(self):
@@ -53,6 +54,25 @@ def axes():
     assert whole["ring"].size == 1
     assert mesh.mesh_of(Parallel(cfg=2, ulysses=2), torch.device("cpu")) is whole
     return gathered
+
+
+def renewed():
+    """Return the names of an axis' group before and after the groups were destroyed."""
+    axis = mesh.mesh_of(Parallel(cfg=2), torch.device("cpu"))["cfg"]
+    names = [axis.group.group_name]
+    mesh.renew()
+    names.append(axis.group.group_name)
+    for group in (axis.group, dist.group.WORLD):
+        total = torch.ones(1)
+        dist.all_reduce(total, group=group)
+        assert int(total) == 2
+    return names
+
+
+def test_groups_are_created_again_and_the_world_stays(ranks):
+    first, second = ranks(2)(renewed)
+    assert first == second
+    assert first[0] != first[1]
 
 
 def test_ranks_of_inner_axes_are_neighbours(ranks):

@@ -103,6 +103,8 @@ class Fault(Exception):
 def faulty(where, degrees, how, call):
     """Raise on rank 1 in the second step, and generate again; return what each rank raised, and the times of both."""
     rank, pipe = dist.get_rank(), pipeline()
+    if where == "tiles":
+        tile(pipe.vae)
     expected = generate(pipe, **call)
     steps, times = [], []
 
@@ -125,7 +127,7 @@ def faulty(where, degrees, how, call):
             if where == "block"
             else None
         )
-        if where == "decoder":
+        if where in ("decoder", "tiles"):
             steps.append(1)
             pipe.vae.decoder.conv_in.register_forward_pre_hook(fail)
         with pytest.raises((Fault, RankError)) as caught:
@@ -154,16 +156,47 @@ def faulty(where, degrees, how, call):
         ("denoiser", {"tensor": 2}, "eager", {}),
         # The other rank waits in a collective inside of the denoiser.
         ("block", {"tensor": 2}, "eager", {}),
+        ("tiles", {"cfg": 2, "vae": "auto"}, "eager", {}),
         ("block", {"ulysses": 2}, "eager", {}),
         ("denoiser", {"tensor": 2}, "tritium", {}),
     ],
-    ids=["callback", "unguided", "branch", "decoder", "split", "split, inside", "tokens", "split, compiled"],
+    ids=["callback", "unguided", "branch", "decoder", "split", "split, inside", "tiles", "tokens", "split, compiled"],
 )
 def test_what_one_rank_raises_is_raised_on_all(ranks, where, degrees, how, call):
     (kind, message, (others,)), (own_kind, own, (begun, own_time)) = ranks(2)(faulty, where, degrees, how, call)
     assert (own_kind, own) == ("Fault", "out of luck")
     assert (kind, message) == ("RankError", "rank 1 raised Fault: out of luck")
     assert max(others, own_time) - begun < 5
+
+
+def tile(vae):
+    """Decode in four tiles, of which rank 1 computes the last."""
+    scale = 2 ** (len(vae.config.block_out_channels) - 1)
+    vae.enable_tiling()
+    vae.tile_latent_min_size, vae.tile_sample_min_size = 32 // scale * 3 // 4, 32 * 3 // 4
+
+
+def faulty_model():
+    """A model without a pipeline, which raises on rank 1 in its second call."""
+    model, inputs, calls = ZOO["flux"].build(), ZOO["flux"].inputs(), []
+
+    def fail(*_):
+        calls.append(1)
+        if dist.get_rank() == 1 and len(calls) == 2:
+            raise Fault("out of luck")
+
+    settings = Plan(parallel=Parallel(tensor=2, vae=None), config=ENGINE, progress=False, components={"model": "eager"})
+    with torch.no_grad(), tritium.optimize(model, settings):
+        model.transformer_blocks[0].attn.register_forward_pre_hook(fail)
+        first = model(**inputs)[0]
+        with pytest.raises((Fault, RankError)) as caught:
+            model(**inputs)
+        assert torch.equal(model(**inputs)[0], first)
+    return str(caught.value)
+
+
+def test_a_model_without_a_pipeline(ranks):
+    assert ranks(2)(faulty_model) == ["rank 1 raised Fault: out of luck", "out of luck"]
 
 
 # --- calls ---
