@@ -88,7 +88,9 @@ class Held(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor) and (storage := storage_id(leaf)) not in given - self.live.keys():
                 self.live.setdefault(storage, (keep_storage_id(leaf), leaf.untyped_storage().nbytes()))
         self.live = {key: held for key, held in self.live.items() if not held[0].expired()}
-        self.most = max(self.most, self.link.allocated() + sum(size for _, size in self.live.values()))
+        own = {storage_id(buffer) for buffer in self.link._held}
+        live = sum(size for storage, (_, size) in self.live.items() if storage not in own)
+        self.most = max(self.most, self.link.allocated() + live)
         return result
 
 

@@ -217,7 +217,10 @@ class TestSpace:
 
     def test_gradients_are_refused(self):
         model = Stack()
-        with tritium.optimize(model, plan(budget(model, 0), how="eager")), pytest.raises(PipelineError, match="no_grad"):
+        with (
+            tritium.optimize(model, plan(budget(model, 0), how="eager")),
+            pytest.raises(PipelineError, match="no_grad"),
+        ):
             model(tokens())
 
     def test_measured_times_are_in_the_report(self):

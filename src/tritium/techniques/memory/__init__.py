@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from tritium import compat, device
 from tritium.compat.peft import MERGES
@@ -20,7 +21,7 @@ from tritium.techniques.memory.planning import cost
 from tritium.techniques.memory.pool import Pool, pool_of
 from tritium.techniques.memory.streaming import Streamed
 from tritium.techniques.memory.tenant import Tenant
-from tritium.techniques.memory.units import module_bytes, moved, plain_tensors, streamable, tensors_of
+from tritium.techniques.memory.units import bytes_in, module_bytes, moved, plain_tensors, streamable, tensors_of
 from tritium.techniques.quantize.config import Quantize
 from tritium.techniques.quantize.storage import StoredLinear, choose_provider
 from tritium.techniques.technique import Note, Part, Technique
@@ -52,9 +53,9 @@ class Turns:
     hooks: list[Any] = field(default_factory=list)
 
 
-def device_of(part: Part) -> torch.device:
-    """Return the device that a part runs on: that of its weights, or a GPU if they are on the host and there is one."""
-    places = {tensor.device for tensor in tensors_of(part.module)}
+def device_of(module: nn.Module) -> torch.device:
+    """Return the device that a module runs on: that of its weights, or a GPU if they are on the host and there is one."""
+    places = {tensor.device for tensor in tensors_of(module)}
     found = next((where for where in places if where.type not in ("cpu", "meta")), None)
     if found is None:
         found = torch.device("cuda", torch.cuda.current_device()) if device.cuda_available() else torch.device("cpu")
@@ -76,10 +77,10 @@ def applies_to(part: Part, _config: Memory) -> str | None:
 
 def apply(part: Part, config: Memory) -> Resident | Turns:
     unshare(part.module)
-    where = device_of(part)
+    where = device_of(part.module)
     pool = pool_of(where, config)
     _choose_providers(part, where)
-    if _pipeline_bytes(part) <= _FITS * pool.budget:
+    if _pipeline_bytes(part, pool) <= _FITS * pool.budget:
         return Resident(moved(tensors_of(part.module), where))
     blocks = streamable(part.module, part.blocks)
     # Values of file mappings and a copy of them fit together, or the copies take their place.
@@ -96,9 +97,12 @@ def apply(part: Part, config: Memory) -> Resident | Turns:
     return state
 
 
-def _pipeline_bytes(part: Part) -> int:
-    tensors = [tensor for module in part.components for tensor in tensors_of(module)]
-    return sum(tensor.nbytes for tensor in plain_tensors(tensors))
+def _pipeline_bytes(part: Part, pool: Pool) -> int:
+    """Return the bytes of the weights of the pipelines that run a part, also of those that take turns already."""
+    tensors = {id(tensor): tensor for module in part.components for tensor in plain_tensors(tensors_of(module))}
+    taken = {id(place.tensor): place.extent for place in pool.places}
+    known = sum(size for tensor, size in taken.items() if tensor in tensors)
+    return known + bytes_in(tensor for key, tensor in tensors.items() if key not in taken)
 
 
 def _choose_providers(part: Part, where: torch.device) -> None:

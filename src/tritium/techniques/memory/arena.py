@@ -74,12 +74,12 @@ class Arena:
         self.reach()
 
     def reach(self) -> None:
-        """Allocate the loose piece again, and give its seats their ranges."""
+        """Allocate the loose piece again; `show` gives its seats their ranges."""
         if self._loose is None and self.total > self.cut:
-            before = [seat for seats in self.seated.values() for seat in seats if seat.start >= self.cut]
             self._loose = self.link.allocate(self.total - self.cut)
-            for seat in before:
-                self._bind(seat)
+            for seats in self.seated.values():
+                for seat in seats:
+                    self._give(seat)
 
     def shrink(self) -> None:
         """Free the loose piece."""
@@ -111,7 +111,8 @@ class Arena:
             seat.rivals = [other for other in [*others, *seats[:place]] if _overlap(seat, other)]
             for other in seat.rivals:
                 other.rivals.append(seat)
-            self._bind(seat)
+            seat.present = False
+            self._give(seat)
         self.seated[owner] = seats
 
     def unseat(self, owner: Any) -> None:
@@ -122,11 +123,20 @@ class Arena:
                 other.rivals = [rival for rival in other.rivals if rival is not seat]
             seat.leave(self.link.device)
 
-    def _bind(self, seat: Seat) -> None:
+    def _give(self, seat: Seat) -> None:
         piece, offset = (self._fixed, 0) if seat.end <= self.cut else (self._loose, self.cut)
-        assert piece is not None
-        seat.buffer, seat.present = piece[seat.start - offset : seat.end - offset], False
-        seat.unit.bind(seat.buffer)
+        seat.buffer = None if piece is None else piece[seat.start - offset : seat.end - offset]
+
+    def show(self, owner: Any) -> None:
+        """Let the weights of units view their ranges."""
+        for seat in self.seated[owner]:
+            assert seat.buffer is not None
+            seat.unit.bind(seat.buffer)
+
+    def hide(self, owner: Any) -> None:
+        """Let the weights of units show NaN; what is loaded stays."""
+        for seat in self.seated[owner]:
+            seat.unit.poison(self.link.device)
 
     # --- copies ---
 
@@ -151,14 +161,28 @@ def _overlap(left: Seat, right: Seat) -> bool:
     return left.start < right.end and right.start < left.end
 
 
-def place(lead: int, slots: Iterable[Seat], count: int, slot_size: int, others: Iterable[Seat]) -> list[int]:
-    """Give units their ranges: slots at the start, the other units behind `lead`; return the ends of those."""
+def place(
+    lead: int, slots: Iterable[Seat], count: int, slot_size: int, others: Iterable[Seat], cut: int = 0
+) -> list[int]:
+    """Give units their ranges: slots at the start, the other units behind `lead`, none across the cut.
+
+    Return the ends: of the slots, then of the other units.
+    """
+    starts, offset = [], 0
+    for _ in range(count):
+        starts.append(_before_or_behind(offset, slot_size, cut))
+        offset = starts[-1] + slot_size
     for turn, seat in enumerate(slots):
         seat.slot = turn % count
-        seat.start = seat.slot * slot_size
-    ends, offset = [], lead
+        seat.start = starts[seat.slot]
+    offset = max(offset, lead)
+    ends = [offset]
     for seat in others:
-        seat.slot, seat.start = None, offset
+        seat.slot, seat.start = None, _before_or_behind(offset, seat.unit.size, cut)
         offset = seat.end
         ends.append(offset)
     return ends
+
+
+def _before_or_behind(start: int, size: int, cut: int) -> int:
+    return cut if start < cut < start + size else start

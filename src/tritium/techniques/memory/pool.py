@@ -26,6 +26,7 @@ from tritium.techniques.memory.planning import Demand, Machine
 from tritium.techniques.memory.schedule import SLOTS, Block, Schedule, choose
 from tritium.techniques.memory.streaming import TIMED_CALL, Streamed
 from tritium.techniques.memory.tenant import Tenant
+from tritium.techniques.memory.units import Place
 
 # Stays free of what a device has, if the budget is "fit".
 _LEFT = 512 * 2**20
@@ -38,6 +39,11 @@ _ATTEMPTS, _MORE = 4, 1.5
 
 # Calls of a part after which its memory is compared with the budget.
 _WATCHED_CALLS = 16
+
+_NOT_FREE = "memory of the budget was not free: planned with less"
+
+# The share of the memory that is tried next if it cannot be allocated in one piece.
+_LESS = 0.9
 
 # Parts that run in turn with the denoiser at every step.
 _BESIDE = "controlnet"
@@ -103,8 +109,13 @@ class Pool:
             weights.watch()
             self.tenants.append(tenant)
 
+    @property
+    def places(self) -> Iterator[Place]:
+        """Return every weight that takes turns here."""
+        return (place for one in self.tenants for seat in one.weights.seats for place in seat.unit.places)
+
     def _refuse_tied(self, weights: Streamed) -> None:
-        others = {id(tensor) for other in self.tenants for seat in other.weights.seats for tensor in seat.unit.tensors}
+        others = {id(place.tensor) for place in self.places}
         if any(id(tensor) in others for seat in weights.seats for tensor in seat.unit.tensors):
             raise PipelineError(
                 f"{weights.name} has weights of another part, and they cannot take turns with themselves; leave it out "
@@ -204,8 +215,7 @@ class Pool:
         if not tenant.loops and tenant not in self._own:
             # Reading them out of their turn has to show.
             with self._placing():
-                for seat in tenant.weights.seats:
-                    seat.unit.poison(self.link.device)
+                self._own.get(tenant, self.arena).hide(tenant)
         elif tenant.measured is None and tenant.weights.calls > TIMED_CALL:
             tenant.measured = tenant.weights.block_ms()
             if tenant.measured is not None:
@@ -268,40 +278,53 @@ class Pool:
 
     def _enter_loop(self, tenant: Tenant, *, is_new: bool) -> None:
         room, arena = self._room(self.arena), self.arena
-        # Small tensors of the caller come and go.
-        fits = arena.total + tenant.reserve <= room + self._workspace // 2
-        if is_new or not fits or tenant not in arena.seated:
+        if is_new or arena.total + tenant.reserve > room + self._slack or tenant not in arena.seated:
             self._seat_loop(tenant, room)
-        elif arena.held < arena.total:
-            try:
-                arena.reach()
-                tenant.weights.seated()
-            except torch.OutOfMemoryError:
-                tenant.notes["memory that another part had was not free again: planned with less"] = None
-                self._seat_loop(tenant, arena.cut + tenant.reserve)
+        elif not self._reach(tenant):
+            self._seat_loop(tenant, arena.cut + tenant.reserve)
+        arena.show(tenant)
+
+    def _reach(self, tenant: Tenant) -> bool:
+        """Allocate what another part needed; return False if it is not free again."""
+        try:
+            self.arena.reach()
+        except torch.OutOfMemoryError:
+            tenant.notes[_NOT_FREE] = None
+            return False
+        return True
 
     def _seat_loop(self, tenant: Tenant, room: int) -> None:
         """Choose the blocks that stay, and give all units their ranges; in the memory that is there if it suffices."""
         demand = Demand(tenant.name, self._blocks(tenant), tenant.rest, tenant.reserve, tenant.other_ms)
         tenant.schedule = schedule = demand.schedule(room, self.machine, self.config.slots)
         lead = self._lead(schedule, room - tenant.reserve - tenant.rest - schedule.size)
-        ends = self._ranges(tenant, lead)
-        limit = ends[-1] if self._most_fixed is None else self._most_fixed
-        cut = max([end for end in [lead, *ends] if end <= limit], default=0)
         arena = self.arena
         arena.moves += arena.total > 0
-        is_enough = cut == arena.cut if arena.cut < arena.total else arena.total <= limit
-        if not (is_enough and ends[-1] <= arena.total <= room - tenant.reserve and arena.held == arena.total):
+        ends = self._ranges(tenant, lead)
+        limit = ends[-1] if self._most_fixed is None else self._most_fixed
+        cut = max([end for end in ends if end <= limit], default=0)
+        if arena.cut == cut or (arena.cut == arena.total <= limit):
+            ends = self._ranges(tenant, lead, arena.cut)
+        else:
+            ends.append(arena.total + 1)
+        if not (ends[-1] <= arena.total <= room - tenant.reserve and arena.held == arena.total):
+            ends = self._ranges(tenant, lead)
             self._clear()
-            arena.resize(ends[-1], cut)
+            try:
+                arena.resize(ends[-1], cut)
+            except torch.OutOfMemoryError:
+                # What is free is in pieces, or belongs to other programs.
+                tenant.notes[_NOT_FREE] = None
+                self._seat_loop(tenant, int(_LESS * room))
+                return
         self._seat(tenant, arena)
 
-    def _ranges(self, tenant: Tenant, lead: int) -> list[int]:
+    def _ranges(self, tenant: Tenant, lead: int = 0, cut: int = 0) -> list[int]:
         schedule, seats = tenant.schedule, tenant.weights.seats
         assert schedule is not None
         slots = [seats[1 + number] for number in schedule.streamed]
         stay = [seats[0], *(seats[1 + number] for number in sorted(schedule.resident))]
-        return place(lead, slots, min(schedule.slots, len(slots)), schedule.slot_size, stay)
+        return place(lead, slots, min(schedule.slots, len(slots)), schedule.slot_size, stay, cut)
 
     def _seat(self, tenant: Tenant, arena: Arena) -> None:
         arena.seat(tenant, tenant.weights.seats)
@@ -333,37 +356,42 @@ class Pool:
             room = self._room(arena)
         demand = Demand(tenant.name, self._blocks(tenant), tenant.rest, tenant.reserve, tenant.other_ms)
         tenant.schedule = demand.schedule(room, self.machine, self.config.slots, streams_all=not is_small)
-        total = self._ranges(tenant, _slots_of(tenant.schedule))[-1]
+        total = self._ranges(tenant)[-1]
         arena.resize(total, total)
         self._seat(tenant, arena)
+        arena.show(tenant)
         self._last = None
 
     def _enter_once(self, tenant: Tenant) -> None:
-        room, arena = self._room(self.arena), self.arena
+        room, arena = self._room(self.arena) + self._slack - tenant.reserve, self.arena
         schedule, size = self._least(tenant)
-        if arena.cut < size or arena.held + tenant.reserve > room + self._workspace // 2:
-            arena.shrink()
-        if arena.cut < size or arena.held + tenant.reserve > room + self._workspace // 2:
-            self._make_room(tenant, size, room)
-        if tenant.schedule != schedule or tenant not in arena.seated:
-            tenant.schedule = schedule
-            self._ranges(tenant, _slots_of(schedule))
+        is_seated = tenant.schedule == schedule and tenant in arena.seated
+        tenant.schedule = schedule
+        end = max(seat.end for seat in tenant.weights.seats) if is_seated else self._ranges(tenant, 0, arena.cut)[-1]
+        if not (end <= arena.cut and arena.held <= room):
+            if end <= arena.total <= room and self._reach(tenant):
+                pass
+            elif end <= arena.cut <= room:
+                arena.shrink()
+            else:
+                self._make_room(tenant, size, room - self._slack)
+                tenant.schedule = schedule
+                self._ranges(tenant)
+                is_seated = False
+        if not is_seated:
             self._seat(tenant, arena)
-            return
-        for seat in tenant.weights.seats:
-            assert seat.buffer is not None
-            seat.unit.bind(seat.buffer)
+        arena.show(tenant)
 
     def _make_room(self, tenant: Tenant, size: int, room: int) -> None:
         """Free the arena for a part that runs once an image; from now on the others leave enough free for it."""
-        if size + tenant.reserve > room:
+        if size > room:
             raise MemoryShortage(
                 f"{tenant.name} does not fit into {gigabytes(self.budget)}: it needs {gigabytes(size)} of weights and "
-                f"{gigabytes(tenant.reserve)} for activations, and {gigabytes(room)} are not taken by other tensors; give "
-                "a larger budget, a smaller image, or enable tiling or slicing of the VAE"
+                f"{gigabytes(tenant.reserve)} for activations, and {gigabytes(max(0, room + tenant.reserve))} are not taken "
+                "by other tensors; give a larger budget, a smaller image, or enable tiling or slicing of the VAE"
             )
-        if self.arena.total:
-            self._most_fixed = min(max(room - tenant.reserve, size), self._most_fixed or room)
+        if any(other.loops for other in self.arena.seated):
+            self._most_fixed = max(size, min(room, self._most_fixed or room))
             tenant.notes[f"other parts leave {gigabytes(tenant.reserve)} free for its activations"] = None
         self._clear()
         self.arena.resize(size, size)
@@ -384,6 +412,11 @@ class Pool:
     @property
     def _workspace(self) -> int:
         return min(WORKSPACE, self.budget // 16)
+
+    @property
+    def _slack(self) -> int:
+        """Small tensors of the caller come and go: a plan stays as long as this much more is taken."""
+        return self._workspace // 2
 
 
 def _slots_of(schedule: Schedule) -> int:

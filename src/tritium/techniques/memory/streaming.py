@@ -248,7 +248,9 @@ class Streamed:
     def _before(self, place: int, *, counts: bool = True) -> Any:
         seat, arena = self.seats[place], self.arena
         if seat.buffer is None:
-            raise PipelineError(f"{seat.unit.name} has no memory outside of a call of {self.name}; call {self.name} first")
+            raise PipelineError(
+                f"{seat.unit.name} has no memory outside of a call of {self.name}; call {self.name} first"
+            )
         if not seat.present:
             if counts:
                 self.missed[seat.unit.name] = self.missed.get(seat.unit.name, 0) + 1

@@ -41,7 +41,12 @@ def plain_tensors(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 def module_bytes(module: nn.Module) -> int:
     """Return the bytes of a module's weights."""
-    return sum(tensor.nbytes for tensor in tensors_of(module))
+    return bytes_in(tensors_of(module))
+
+
+def bytes_in(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of tensors, each counted once, as its repeated elements are."""
+    return sum(_extent(tensor) for tensor in plain_tensors(tensors))
 
 
 def streamable(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
@@ -227,8 +232,8 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 def poison(dtype: torch.dtype, where: torch.device) -> torch.Tensor:
     """Return one element of NaN, or of a byte's largest value for types without one."""
     if dtype is torch.bool:
-        return torch.ones(1, dtype=dtype, device=where)
-    return torch.full((16,), 0xFF, dtype=torch.uint8, device=where).view(dtype)[:1]
+        return torch.ones((), dtype=dtype, device=where)
+    return torch.full((16,), 0xFF, dtype=torch.uint8, device=where).view(dtype)[0]
 
 
 @contextlib.contextmanager
