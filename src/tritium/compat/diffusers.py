@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -126,3 +127,11 @@ def tensor_plan(model: nn.Module) -> list[tuple[str, bool, tuple[int, ...]]]:
             parts = None if isinstance(style, str) else style.blocks or getattr(modules[path], attribute)
             found.append((path, by_outputs, tuple(parts or ())))
     return found
+
+
+def unpacked_latents(pipe: Any, latents: Any, height: int, width: int) -> Any:
+    """Return latents [B, tokens, C] of a pipeline as [B, C, H, W]; None if it packs them in another way than FLUX."""
+    unpack = getattr(pipe, "_unpack_latents", None)
+    if unpack is None or list(inspect.signature(unpack).parameters)[1:] != ["height", "width", "vae_scale_factor"]:
+        return None
+    return unpack(latents, height, width, pipe.vae_scale_factor)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor
+
+from tritium import compat
 
 # Images of coloured patches that the map is fitted to. 16 channels have 17 unknowns, and each image 256 equations.
 _IMAGES = 8
@@ -34,10 +35,10 @@ class Previewer:
 def _grid(pipe: Any, latents: Tensor, width: int, height: int) -> Tensor | None:
     """Return latents of one image as [C, H, W]; None if they are packed in a way that the pipeline does not undo."""
     if latents.dim() == 3:
-        unpack = getattr(pipe, "_unpack_latents", None)
-        if unpack is None or list(inspect.signature(unpack).parameters)[1:] != ["height", "width", "vae_scale_factor"]:
+        unpacked = compat.diffusers.unpacked_latents(pipe, latents, height, width)
+        if unpacked is None:
             return None
-        latents = unpack(latents, height, width, pipe.vae_scale_factor)
+        latents = unpacked
     if latents.dim() == 5:
         latents = latents[:, :, latents.shape[2] // 2]
     return latents[0] if latents.dim() == 4 else None

@@ -195,8 +195,8 @@ class _Inbox:
             try:
                 kind, *values = self._pipe.recv()
             except (EOFError, OSError):
-                # The parent closed the pipe or is gone. Running threads of a device would delay an orderly end.
-                os._exit(0)
+                # The parent closed the pipe or is gone.
+                end_process()
             if kind == "cancel":
                 job_id, why = values
                 self.cancelled[job_id] = why
@@ -204,3 +204,8 @@ class _Inbox:
                 batch, reasons = values
                 self.cancelled |= reasons
                 self._batches.put(batch)
+
+
+def end_process() -> None:
+    """End this process at once: an orderly end waits for other ranks and for threads of the device."""
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -6,7 +6,6 @@ import base64
 import dataclasses
 import datetime
 import json
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 from tritium import device, envs
 from tritium.serve.engine import Counts, Emit, Event, Failed, IsCancelled, Job, Lora, Model
+from tritium.serve.process import end_process
 from tritium.serve.worker import PipelineWorker
 from tritium.serve.worker_settings import WorkerSettings
 
@@ -75,7 +75,7 @@ def _end_after_failure(_job_id: str, event: Event) -> None:
     """End the process after an error that the other ranks may not have: they would wait for this one."""
     if isinstance(event, Failed) and event.code != "invalid_job":
         sys.stderr.write(f"tritium: a rank ends: {event.message}\n")
-        os._exit(1)
+        end_process()
 
 
 def to_json(batch: Sequence[Job]) -> str:
