@@ -29,6 +29,8 @@ SUBSTITUTES = (
     # The sequence of the tiny pipeline: 16 tokens of text and 64 of the latent.
     ("(21, 30, 52)", "(1, 8, 8)"),
     ("txt_len=0", "txt_len=16"),
+    ("[21, 30, 52]", "[2, 8, 8]"),
+    ("height=480, width=832, num_frames=81, num_inference_steps=50", "height=32, width=48, num_frames=3"),
 )
 
 
@@ -55,6 +57,28 @@ def pipeline(*_: Any, **__: Any) -> FluxPipeline:
     return pipe
 
 
+class WanPipeline(diffusers.WanPipeline):
+    """A Wan pipeline with tiny random weights, whose prompts are noise."""
+
+    @functools.wraps(diffusers.WanPipeline.__call__)
+    def __call__(self, *arguments, num_inference_steps=12, **settings):
+        return super().__call__(*arguments, num_inference_steps=num_inference_steps, **settings)
+
+    def encode_prompt(self, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(1, 8, 16), torch.randn(1, 8, 16)
+
+
+def video_pipeline(*_: Any, **__: Any) -> WanPipeline:
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    pipe = WanPipeline(None, None, small_models.wan_vae(), scheduler, small_models.wan())
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+# Pipelines that pages load from real weights.
+LOADED = {"FluxPipeline": pipeline, "WanPipeline": video_pipeline}
+
+
 class Prompted(tiny_pipeline.Pipeline):
     """A pipeline that compiles in seconds."""
 
@@ -70,21 +94,24 @@ def with_generated_code(block: str, names: dict[str, Any]) -> None:
     """Switch to Inductor, and to a pipeline that compiles quickly."""
     os.environ["TRITIUM_ENGINE"] = "inductor"
     names["pipe"] = Prompted()
+    write_recipe(Path("flux.json"), names["pipe"])
     if "optimize(pipe)" not in block:
         names["handle"] = tritium.optimize(names["pipe"])
         names["pipe"](PROMPT)
 
 
+def values() -> dict[str, Any]:
+    """Return the package and its public names."""
+    return {name: getattr(tritium, name) for name in tritium.__all__} | {"tritium": tritium}
+
+
 def general() -> dict[str, Any]:
     """Return the names that any page may use."""
-    names = {name: getattr(tritium, name) for name in tritium.__all__}
-    return names | {
+    return values() | {
         "torch": torch,
         "nn": nn,
         "Tensor": torch.Tensor,
-        "tritium": tritium,
         "dataclasses": dataclasses,
-        "PassConfig": tritium.PassConfig,
         "pipe": pipeline(),
         "prompt": PROMPT,
         "prompts": [PROMPT, "a red square"],
@@ -133,7 +160,7 @@ def of_layers(folder: Path) -> dict[str, Any]:
 
 
 def of_optimize(folder: Path) -> dict[str, Any]:
-    write_recipe(folder)
+    of_recipes(folder)
     inputs = small_models.flux_inputs()
     model = small_models.flux()
     model.register_forward_pre_hook(lambda module, args, kwargs: (args, inputs | kwargs), with_kwargs=True)
@@ -165,15 +192,15 @@ def of_vaes(folder: Path) -> dict[str, Any]:
 
 
 def of_recipes(folder: Path) -> dict[str, Any]:
-    write_recipe(folder)
+    write_recipe(folder / "recipe.json", pipeline())
+    write_recipe(folder / "flux.json", pipeline())
     return {}
 
 
-def write_recipe(folder: Path) -> None:
-    """Write a recipe for the tiny pipeline, with a table of steps and no figures."""
+def write_recipe(path: Path, pipe: Any) -> None:
+    """Write a recipe for a pipeline, with a table of steps and no figures."""
     choice = tritium.Choice(how="tritium", skip=tritium.Skip("RRR1(R1)"))
-    recipe = Recipe(choices={"transformer": choice}, figures={}, fingerprint=fingerprint_of(pipeline()))
-    recipe.save(folder / "recipe.json")
+    Recipe(choices={"transformer": choice}, figures={}, fingerprint=fingerprint_of(pipe)).save(path)
 
 
 SCENES: dict[str, Callable[[Path], dict[str, Any]]] = {
@@ -187,5 +214,6 @@ SCENES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "docs/quantization.md": of_quantization,
     "docs/skipping.md": of_recipes,
     "docs/tiling.md": of_models,
+    "docs/tutorials/flux.md": of_recipes,
     "docs/vae.md": of_vaes,
 }

@@ -76,3 +76,18 @@ def flux_inputs(tokens: int = 16, dtype: torch.dtype = torch.float32) -> dict[st
         "txt_ids": random(8, 3),
         "return_dict": False,
     }
+
+
+def wan() -> nn.Module:
+    from diffusers import WanTransformer3DModel
+
+    torch.manual_seed(0)
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2, "ffn_dim": 32, "text_dim": 16}
+    return WanTransformer3DModel(**sizes, freq_dim=32, rope_max_seq_len=32).eval()
+
+
+def wan_vae() -> nn.Module:
+    from diffusers import AutoencoderKLWan
+
+    scales = {"temperal_downsample": [True], "scale_factor_temporal": 2, "scale_factor_spatial": 2}
+    return AutoencoderKLWan(base_dim=4, dim_mult=[1, 1], num_res_blocks=1, **scales).eval()
