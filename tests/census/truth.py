@@ -79,7 +79,16 @@ class Truth:
 
 
 def truth(model: ZooModel, dtype: torch.dtype = torch.float32) -> Truth:
-    """Count the sites of one eager forward pass."""
+    """Count the sites of one eager forward pass; a second call returns the first one's."""
+    if (model.name, dtype) not in _TRUTHS:
+        _TRUTHS[model.name, dtype] = _truth(model, dtype)
+    return _TRUTHS[model.name, dtype]
+
+
+_TRUTHS: dict[tuple[str, torch.dtype], Truth] = {}
+
+
+def _truth(model: ZooModel, dtype: torch.dtype) -> Truth:
     calls, output = record(model, dtype)
     found = [(family, call) for call in calls for family in families(call)]
     loose = {call.statement for _, call in found if call.result.grad_fn is None}
