@@ -174,8 +174,11 @@ class Meshes:
         return {name: module_bytes(value) for name, value in named if name not in split}
 
     def __str__(self) -> str:
-        lines = []
-        for part, note in self._split():
+        lines: list[str] = []
+        split = list(self._split())
+        if not split:
+            return "one rank runs all parts; Plan(parallel=Parallel()) under torchrun splits them"
+        for part, note in split:
             if part.mesh is None:
                 is_waiting = part.before_first is not None
                 why = "the mesh is chosen at the first call" if is_waiting else f"{note.text}; its degrees were named"

@@ -108,6 +108,21 @@ def test_hidream(ranks):
     assert ranks(2)(hidream, "tritium") == [None, None]
 
 
+def combined():
+    entry = ZOO["hidream"]
+    model, inputs = entry.build(torch.float32), entry.inputs(torch.float32)
+    both = Plan(parallel=Parallel(ulysses=2, experts=2, vae=None), config=ENGINE, progress=False)
+    with torch.inference_mode():
+        expected = model(**inputs)[0]
+        with tritium.optimize(model, both):
+            torch.testing.assert_close(model(**inputs)[0], expected)
+
+
+@pytest.mark.thorough
+def test_with_tokens(ranks):
+    ranks(4)(combined)
+
+
 @torch.no_grad()
 def generate(model, scheduler, steps=3):
     latents = tokens()
