@@ -1,4 +1,4 @@
-"""The front page's picture, from a committed result: speed against quality of ways to skip steps, as SVG."""
+"""The chart on the front page, from a committed result: speed against quality of ways to skip steps, as SVG."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BUDGET = 32.0
 
 @dataclass(frozen=True)
 class Series:
-    """Ways of one kind: the beginning of their names in the results, the words of the picture, and how they look."""
+    """Ways of one kind: the beginning of their names in the results, the words of the chart, and how they look."""
 
     prefix: str
     words: str
@@ -87,7 +87,7 @@ def axes() -> list[str]:
 
 
 def speed_against_quality() -> str:
-    """Return the picture, or an empty text without the committed result."""
+    """Return the chart as SVG, or an empty text without the committed result."""
     found = points()
     if not found:
         return ""

@@ -1,12 +1,18 @@
 """The wheel: its files, its metadata, and what it does where nothing else of this repository is."""
 
+import base64
+import contextlib
 import email
+import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
+import time
 import tomllib
+import urllib.request
 import zipfile
 from pathlib import Path
 
@@ -120,6 +126,16 @@ print(sorted(tritium.explain(compiled).sites))
 """
 
 
+def wait_until_ready(url, server, seconds=600):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and server.poll() is None:
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as response:
+            if response.status == 200:
+                return
+        time.sleep(0.5)
+    raise AssertionError(f"the server is not ready: exit code {server.poll()}")
+
+
 @pytest.mark.thorough
 @pytest.mark.codegen
 class TestInstalled:
@@ -148,6 +164,22 @@ class TestInstalled:
         assert (full.folder / "out.png").read_bytes().startswith(b"\x89PNG")
         full.run("tritium", "explain", "example-transformer", "--html", "report.html")
         assert "<html" in (full.folder / "report.html").read_text(encoding="utf-8")
+
+    def test_the_server_answers_a_request(self, full):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        address = f"http://127.0.0.1:{port}"
+        promised = ("--size", "64x64", "--steps", "2", "--no-edits")
+        with full.started("tritium", "serve", "example", "--port", str(port), *promised) as server:
+            wait_until_ready(f"{address}/readyz", server)
+            order = json.dumps({"prompt": "a red circle", "size": "64x64", "output_format": "png"}).encode()
+            request = urllib.request.Request(f"{address}/v1/images/generations", order)
+            request.add_header("Content-Type", "application/json")
+            with urllib.request.urlopen(request, timeout=120) as response:
+                image = json.load(response)["data"][0]["b64_json"]
+        assert base64.b64decode(image).startswith(b"\x89PNG")
+        assert server.returncode == 0
 
     def test_an_example_from_outside(self, full):
         shutil.copy(scripts.ROOT / "examples" / "image.py", full.folder)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +51,18 @@ class Environment:
 
     def python(self, *arguments: str) -> str:
         return self.run("python", *arguments).stdout
+
+    @contextlib.contextmanager
+    def started(self, program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+        """Start a program of the environment, and end it with SIGTERM as an orchestrator does."""
+        command = [str(self.folder / "venv" / "bin" / program), *arguments]
+        with (self.folder / "started.log").open("w") as log:
+            process = subprocess.Popen(command, cwd=self.folder, env=self.variables, stdout=log, stderr=log, text=True)
+            try:
+                yield process
+            finally:
+                process.terminate()
+                process.wait(60)
 
     def run(self, program: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Run a program of the environment; one that fails shows what it printed."""
