@@ -71,6 +71,11 @@ class TestRun:
         with Image.open(tmp_path / "out.png") as image:
             assert image.width > 3 * 256
 
+    def test_within_a_budget(self, folder, tmp_path):
+        done = draw(folder, "--vram", "20MB", "-o", tmp_path / "out.png")
+        assert done.exit_code == 0, done.output
+        assert "memory 20MB: all weights stay on the device" in done.stdout
+
     def test_a_recipe_is_applied(self, folder, tmp_path):
         pipe = type(small_pipelines.flux()).from_pretrained(folder)
         choices = {"transformer": Choice(how="eager"), "vae": Choice(how="eager")}
@@ -114,6 +119,9 @@ class TestRun:
             (["a red circle", "--eager", "--quantize", "int8"], "leave out --compare"),
             (["a red circle", "--quantize", "fp7"], "Plan.quantize: linear cannot be 'fp7'; did you mean 'fp8'?"),
             (["a", "--quantize", "fp8", "--technique", "quantize=fp8"], "are the same; leave one of them out"),
+            (["a", "--vram", "1GB", "--technique", "memory=2GB"], "are the same; leave one of them out"),
+            (["a", "--vram", "lots"], "a budget cannot be 'lots'"),
+            (["a red circle", "--eager", "--vram", "1GB"], "leave out --compare"),
             (["a", "--quantize", "fp8", "--recipe", "r.json"], "a recipe has its own techniques"),
             (["a red circle", "--recipe", "absent.json"], "recipe absent.json cannot be read"),
             (["a red circle", "--on-other", "run"], "--on-other concerns a recipe: name one with --recipe"),

@@ -53,10 +53,14 @@ def _parsed(size: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def load(name: str, device_type: str, dtype: torch.dtype | None = None) -> Any:
-    """Load the example that ships with the package, or a pipeline from a local folder."""
+def load(name: str, device_type: str, dtype: torch.dtype | None = None, *, on_host: bool = False) -> Any:
+    """Load the example that ships with the package, or a pipeline from a local folder.
+
+    With `on_host`, the weights stay there, and a budget of memory brings them to the device.
+    """
     dtype = dtype or dtype_for(name, device_type)
     check_model(name)
+    device_type = "cpu" if on_host else device_type
     if name == EXAMPLE:
         pipe = load_example(device_type, dtype)
     else:

@@ -24,6 +24,7 @@ from tritium.pipelines.generation import Image, Job, generate
 from tritium.pipelines.plan import Plan
 from tritium.quality import Difference
 from tritium.techniques import catalog
+from tritium.techniques.memory.config import Memory
 from tritium.techniques.parallel.config import Parallel
 
 
@@ -64,6 +65,10 @@ def command(
     quantize: Annotated[
         str | None, typer.Option(metavar="FORMAT", help="Quantize linears: fp8, int8, int8-weights, ..., or JSON.")
     ] = None,
+    vram: Annotated[
+        str | None,
+        typer.Option("--vram", metavar="BYTES", help="Keep within a budget of device memory: 16GB, 14.5GiB, or fit."),
+    ] = None,
     parallel: Annotated[
         str | None,
         typer.Option(metavar="DEGREES", help="Run on several ranks: auto, or degrees such as cfg=2,ulysses=4."),
@@ -77,8 +82,10 @@ def command(
 ) -> None:
     """Generate an image. `--compare` also runs eagerly and shows both times and the difference."""
     of_recipe = {"--on-other": on_other, "--accept-differences": accept_differences or None}
-    _check_options(eager=eager, recipe=recipe, others=(compare, artifacts), changes=(techniques, quantize), **of_recipe)
-    named = named_techniques(techniques or (), quantize)
+    _check_options(
+        eager=eager, recipe=recipe, others=(compare, artifacts), changes=(techniques, quantize, vram), **of_recipe
+    )
+    named = named_techniques(techniques or (), quantize, vram)
     shared = _shared(parallel, gpus, eager=eager, attach=attach, recipe=recipe, is_named="parallel" in named)
     if shared is not None:
         named["parallel"] = shared
@@ -98,7 +105,7 @@ def command(
     settings = settings.with_(progress=settings.progress and is_first)
     with _short_of_memory(size), progress.shown(is_first=is_first) as notify:
         notify(f"loading {source}", 0.0)
-        pipe = generation.load(model, where) if attach is None else tritium.attach(attach)
+        pipe = generation.load(model, where, on_host=vram is not None) if attach is None else tritium.attach(attach)
         if eager:
             notify("generating eagerly", 0.2)
             plain = generate(pipe, job)
@@ -135,10 +142,10 @@ def _check_options(
 ) -> None:
     if eager and any((*others, recipe, *changes)):
         raise ConfigError(
-            "--eager runs without Tritium: leave out --compare, --recipe, --artifacts, --technique and --quantize"
+            "--eager runs without Tritium: leave out --compare, --recipe, --artifacts, --technique, --quantize and --vram"
         )
     if recipe and any(changes):
-        raise ConfigError("a recipe has its own techniques: leave out --technique and --quantize, or --recipe")
+        raise ConfigError("a recipe has its own techniques: leave out --technique, --quantize and --vram, or --recipe")
     for option, value in of_recipe.items():
         if value is not None and recipe is None:
             raise ConfigError(f"{option} concerns a recipe: name one with --recipe")
@@ -174,10 +181,10 @@ def _plan_of(path: Path, pipe: Any, on_other: str | None, accept_differences: bo
     return found.plan_for(pipe, accept_differences=accept_differences)
 
 
-def named_techniques(options: Iterable[str], quantize: str | None = None) -> dict[str, Any]:
+def named_techniques(options: Iterable[str], quantize: str | None = None, vram: str | None = None) -> dict[str, Any]:
     """Return keyword arguments of `Plan` from options `name` or `name=value`; a value may be JSON.
 
-    `quantize` is the value of `--quantize`.
+    `quantize` and `vram` are the values of `--quantize` and `--vram`.
 
     >>> named_techniques(["channels_last", "graphs=off", 'sparse={"latent": [1, 8, 8]}'])
     {'channels_last': True, 'graphs': 'off', 'sparse': {'latent': [1, 8, 8]}}
@@ -189,10 +196,15 @@ def named_techniques(options: Iterable[str], quantize: str | None = None) -> dic
             found[name] = json_format.loads(value) if has_value else True
         except ValueError:
             found[name] = value
-    if quantize is not None:
-        if "quantize" in found:
-            raise ConfigError("--quantize and --technique quantize=... are the same; leave one of them out")
-        found["quantize"] = quantized(quantize)
+    values: dict[str, tuple[str, Any]] = {
+        "quantize": ("--quantize", quantized(quantize) if quantize is not None else None),
+        "memory": ("--vram", Memory(vram) if vram is not None else None),
+    }
+    for technique, (flag, setting) in values.items():
+        if setting is not None:
+            if technique in found:
+                raise ConfigError(f"{flag} and --technique {technique}=... are the same; leave one of them out")
+            found[technique] = setting
     return found
 
 
