@@ -62,7 +62,8 @@ def attention(
         return call.attend(q, k, v, mask, call.is_causal)
     masked = _Mask.of(mask, q, call, grid)
     if grid.ulysses.size == 1:
-        return _over_blocks(q, *(_Chunks.of(x, call.keys, grid) for x in (k, v)), masked, call, grid)
+        keys, values = (_Chunks.of(x, call.keys, grid) for x in (k, v))
+        return _over_blocks(q, keys, values, masked, call, grid)
     return _ulysses(q, k, v, masked, call, grid, exchange)
 
 

@@ -98,8 +98,11 @@ class Sequence:
         for place, (block, blocks) in enumerate(found):
             inputs = inputs_of(block, stream=blocks.streams, table=blocks.tables, mask=blocks.masks)
             outputs = tuple(None if name is None else _cut(blocks, name) for name in blocks.outputs)
-            ends = {"is_first": place == 0, "is_last": place == len(found) - 1}
-            self._installed.put(block, Place(self.streams, inputs, outputs, **ends), "block")
+            self._installed.put(
+                block,
+                Place(self.streams, inputs, outputs, is_first=place == 0, is_last=place == len(found) - 1),
+                "block",
+            )
             for name in blocks.opaque:
                 self._installed.put(block.get_submodule(name), Place(self.streams), "opaque")
 

@@ -23,7 +23,8 @@ from tritium.models.family import REST, Cut
 from tritium.techniques.parallel import streams_attention
 from tritium.techniques.parallel.exchange import Grid, Segment, Segments, join, split
 from tritium.techniques.parallel.sequence_marks import CLOSE, JOIN, LOCAL, OPEN, SPLIT, WHOLE, mark
-from tritium.techniques.parallel.streams import Operation, Tag, Tokens, agree, assigned, name_of, tags_of
+from tritium.techniques.parallel.streams import Operation, Tag, Tokens, agree
+from tritium.techniques.parallel.streams_rules import assigned, name_of, tags_of
 
 # The attribute of a module with its place; Dynamo guards attributes, but not hooks.
 PLACE = "tritium_place"

@@ -31,7 +31,8 @@ from tritium.techniques.parallel.sequence_marks import (
     WHOLE,
     segments_of,
 )
-from tritium.techniques.parallel.streams import Operation, Tag, Tokens, agree, assigned, name_of, tags_of
+from tritium.techniques.parallel.streams import Operation, Tag, Tokens, agree
+from tritium.techniques.parallel.streams_rules import assigned, name_of, tags_of
 
 # Chooses how an attention exchanges, by the bytes of its queries on one rank and whether it runs on a GPU.
 Chooser = Callable[[int, bool], str]
@@ -104,6 +105,8 @@ class _Rewriting:
     # --- marks ---
 
     def _mark(self, node: fx.Node) -> None:
+        kind: Any
+        dim: Any
         source, kind, dim, lengths, is_split, _ = node.args
         assert isinstance(source, fx.Node)
         value, result = value_of(source), value_of(node)
@@ -214,7 +217,9 @@ class _Rewriting:
         """Insert what a function calls on the values of some nodes, before a node."""
         values = [_value(source) for source in sources]
         nodes = {id(value): self._source(source) for value, source in zip(values, sources, strict=True)}
-        meta = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if with_stack and key in node.meta}
+        meta: dict[str, Any] = {
+            key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if with_stack and key in node.meta
+        }
         recorder = _Recorder(self._graph, nodes, meta)
         mode = compat.tensors.fake_mode_of(values)
         with self._graph.inserting_before(node), mode, torch.no_grad(), recorder:

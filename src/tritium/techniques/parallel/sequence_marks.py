@@ -22,7 +22,7 @@ _LIBRARY = torch.library.Library("tritium", "FRAGMENT")
 _LIBRARY.define("stream_mark(Tensor x, str kind, int dim, int[] lengths, bool[] is_split, int ranks) -> Tensor")
 
 
-@torch.library.register_fake("tritium::stream_mark", lib=_LIBRARY)
+@torch.library.register_fake("tritium::stream_mark", lib=_LIBRARY)  # type: ignore[untyped-decorator]
 def _fake(x: torch.Tensor, kind: str, dim: int, lengths: list[int], is_split: list[bool], ranks: int) -> torch.Tensor:
     if kind not in (SPLIT, JOIN, WHOLE):
         return torch.empty_like(x)
