@@ -65,9 +65,11 @@ def calls(model: nn.Module, inputs: Mapping[str, Any], settings: Settings) -> di
     }
 
 
-def run(seconds: float, settings: Settings) -> list[Row]:
+def run(seconds: float, settings: Settings, only: str) -> list[Row]:
     rows: list[Row] = []
     for name, model, inputs in cases(settings):
+        if only not in name:
+            continue
         torch.compiler.reset()
         measured = comparison.Comparison(
             workload=name,
@@ -92,9 +94,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=4.0, help="timing of each case")
+    parser.add_argument("--only", choices=("mixture", "block"), default="", help="one case alone")
     given = parser.parse_args()
     settings = Settings(seconds=given.seconds, device_type=device.default(), cold=False)
-    rows = run(given.seconds, settings)
+    rows = run(given.seconds, settings, given.only)
     for row in rows:
         ratio = f"{row.ratio:.2f}" if row.ratio is not None else "-"
         print(

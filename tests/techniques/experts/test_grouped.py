@@ -73,13 +73,22 @@ class TestMixture:
     @pytest.mark.parametrize(
         "change",
         [
-            lambda linear: linear.weight.data.mul_(2),
-            lambda linear: setattr(linear.weight, "data", linear.weight.data * 2),
-            lambda linear: setattr(linear, "weight", nn.Parameter(linear.weight * 2, requires_grad=False)),
-            lambda linear: linear.load_state_dict({"weight": linear.weight * 2}),
-            lambda linear: linear.load_state_dict({"weight": linear.weight * 2}, assign=True),
+            pytest.param(lambda linear: linear.weight.data.mul_(2), id="in place", marks=pytest.mark.thorough),
+            pytest.param(lambda linear: setattr(linear.weight, "data", linear.weight.data * 2), id="data"),
+            pytest.param(
+                lambda linear: setattr(linear, "weight", nn.Parameter(linear.weight * 2, requires_grad=False)),
+                id="parameter",
+                marks=pytest.mark.thorough,
+            ),
+            pytest.param(
+                lambda linear: linear.load_state_dict({"weight": linear.weight * 2}),
+                id="load",
+                marks=pytest.mark.thorough,
+            ),
+            pytest.param(
+                lambda linear: linear.load_state_dict({"weight": linear.weight * 2}, assign=True), id="assign"
+            ),
         ],
-        ids=["in place", "data", "parameter", "load", "assign"],
     )
     def test_changed_weights_are_used(self, change):
         module, x = routed(), tokens()
