@@ -12,6 +12,7 @@ from tritium import compat, models
 from tritium.errors import PipelineError
 from tritium.models.family import Blocks, Cut, ParallelFacts
 from tritium.techniques.parallel import sequence_graph
+from tritium.techniques.parallel.cost import PACKED_BELOW
 from tritium.techniques.parallel.exchange import Grid
 from tritium.techniques.parallel.mesh import Mesh
 from tritium.techniques.parallel.sequence_blocks import Installed, Place, Streams, inputs_of
@@ -52,18 +53,13 @@ def apply(part: Part, mesh: Mesh, exchange: str = AUTO) -> Sequence:
     return sequence
 
 
-# Below this many bytes of queries on a rank, an exchange takes as long as its launch: one for q, k and v is faster. Four
-# launches of 15 us against 350 GB/s.
-_PACKED_BELOW = 4 << 20
-
-
 def _always(exchange: str, _size: int, _is_cuda: bool) -> str:
     return exchange
 
 
 def exchange_for(size: int, is_cuda: bool) -> str:
     """Choose how heads are exchanged, by the bytes of a rank's queries."""
-    return "packed" if is_cuda and size < _PACKED_BELOW else "split"
+    return "packed" if is_cuda and size < PACKED_BELOW else "split"
 
 
 class Sequence:
