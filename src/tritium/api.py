@@ -126,7 +126,7 @@ class Handle:
                 part.why = "" if plan.choice(part.name) is not None else spec.left
                 if part.name in to_measure:
                     part.before_first = self._decision(part)
-                part.before_first = meshes.decision(part, chosen[part.name], pipe) or part.before_first
+                part.before_first = meshes.decision(part, chosen[part.name], pipe, self) or part.before_first
             part.claim(self, spec, chosen[part.name])
         self._put_back = placing.place(pipe, self._parts)
 

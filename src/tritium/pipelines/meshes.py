@@ -32,9 +32,9 @@ _BEST, _WARM, _TIMED = 3, 2, 3
 Decide = Callable[[tuple[Any, ...], dict[str, Any]], None]
 
 
-def decision(part: Part, choice: Choice, pipe: Any) -> Decide | None:
+def decision(part: Part, choice: Choice, pipe: Any, handle: Any = None) -> Decide | None:
     """Return the function that chooses a denoiser's mesh at its first call, or None if its degrees are named."""
-    config = part.check(choice, part.plan)[0].get("parallel")
+    config = part.check(choice, part.plan, handle)[0].get("parallel")
     if part.name not in KEPT or config is None or not config.is_auto or dist.get_world_size() == 1:
         return None
 
