@@ -99,7 +99,7 @@ def test_another_program_finds_what_is_named(block, line):
         assert [option for option in options if option.partition("=")[0] not in text] == []
 
 
-CHEAP = sorted({line for _, line in TRITIUM if arguments(line)[0] in ("doctor", "plan")})
+CHEAP = sorted({line for _, line in TRITIUM if arguments(line)[0] in ("doctor", "plan") and "path/to" not in line})
 
 
 @pytest.mark.parametrize("line", CHEAP)
