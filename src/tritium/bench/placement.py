@@ -24,7 +24,7 @@ from tritium.example import load_example
 from tritium.pipelines.parts import DENOISERS, denoiser
 from tritium.techniques.memory.config import FIT, bytes_of
 from tritium.techniques.memory.estimate import Estimate, Peaks, estimate
-from tritium.techniques.memory.planning import Demand, Machine
+from tritium.techniques.memory.planning import GIVEN, Demand, Machine
 from tritium.techniques.memory.schedule import Block, Schedule
 from tritium.techniques.memory.units import module_bytes, streamable
 
@@ -53,7 +53,8 @@ class Placement:
 def plan(name: str, budget: str, size: str | None, link: float | None, flops: float | None) -> Placement:
     """Plan a pipeline: the example, a folder, or the published size of a model by its name, such as `flux`."""
     machine = Machine.of("cuda" if device.cuda_available() else "cpu")
-    machine = replace(machine, link=link or machine.link, flops=flops or machine.flops)
+    source = GIVEN if link else machine.link_is
+    machine = replace(machine, link=link or machine.link, flops=flops or machine.flops, link_is=source)
     limit = _budget(budget)
     fakes = compat.tensors.fake_mode(allow_non_fake_inputs=True)
     module, model, full, others = _built(name, fakes)

@@ -48,7 +48,7 @@ class Arena:
         self.link = link
         self._fixed: torch.Tensor | None = None
         self._loose: torch.Tensor | None = None
-        # The seats with a range, by what they belong to.
+        # The seats with a range, by owner.
         self.seated: dict[Any, Sequence[Seat]] = {}
         self.cut = self.total = 0
         self._turns = 0

@@ -42,7 +42,7 @@ class Live(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         given = [value for value in compat.tensors.leaves_of((args, kwargs)) if isinstance(value, torch.Tensor)]
         outside = {compat.tensors.storage_id(value) for value in given} - self._held.keys()
-        # A view of a real weight is a fake tensor with memory of its own.
+        # A view of a real weight is a fake tensor with separate memory.
         views_outside = func.is_view and compat.tensors.storage_id(given[0]) in outside
         for value in compat.tensors.leaves_of(result):
             if not isinstance(value, torch.Tensor) or (storage := compat.tensors.storage_id(value)) in outside:

@@ -1,4 +1,4 @@
-"""The way of weights from the host to a device: a stream of copies beside the computation.
+"""Copy weights from the host to a device on a separate stream.
 
 `Link` emulates it on a CPU, as captures are emulated: a thread copies, and memory holds NaN until a copy arrives.
 """
@@ -145,7 +145,7 @@ def _copy_in_turn(jobs: queue.SimpleQueue[Any]) -> None:
 
 
 class CudaLink(Link):
-    """Copies to a GPU on a stream of their own; nothing waits on the host."""
+    """Copies to a GPU on a separate stream; nothing waits on the host."""
 
     def __init__(self, where: torch.device) -> None:
         super().__init__(where)

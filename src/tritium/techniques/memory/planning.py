@@ -10,7 +10,7 @@ from tritium.errors import MemoryShortage
 from tritium.techniques.memory.config import gigabytes
 from tritium.techniques.memory.schedule import SLOTS, Block, Schedule, choose, size_of
 
-MEASURED, TABLED = "measured", "tabled"
+MEASURED, TABLED, GIVEN = "measured", "tabled", "given"
 
 
 @dataclass(frozen=True)

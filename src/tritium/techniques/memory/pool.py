@@ -28,13 +28,13 @@ from tritium.techniques.memory.streaming import TIMED_CALL, Streamed
 from tritium.techniques.memory.tenant import Tenant
 from tritium.techniques.memory.units import Place
 
-# Stays free of what a device has, if the budget is "fit".
+# Bytes of the device that a budget of "fit" leaves free.
 _LEFT = 512 * 2**20
 
 # Another choice of blocks has to save this share of a step: captured code does not survive it.
 _WORTH_MOVING = 0.03
 
-# Attempts at a call that runs out of memory, and what its activations are multiplied by each time.
+# Attempts at a call that runs out of memory, and the factor for its activations each time.
 _ATTEMPTS, _MORE = 4, 1.5
 
 # Calls of a part after which its memory is compared with the budget.
@@ -332,7 +332,7 @@ class Pool:
         tenant.weights.seated()
 
     def _lead(self, schedule: Schedule, space: int) -> int:
-        """Return the bytes in front: the slots, or more if what runs once an image needs it and it is free."""
+        """Return the bytes in front: the slots, or more if parts that run once an image need it and it is free."""
         slots = _slots_of(schedule)
         wanted = max((self._least(other)[1] for other in self.tenants if not other.loops), default=0)
         return wanted if slots < wanted <= slots + space else slots
@@ -345,7 +345,7 @@ class Pool:
         self.arena.clear()
 
     def _enter_beside(self, tenant: Tenant, *, is_new: bool) -> None:
-        """Give a part that runs at every step, in turn with another one, memory of its own."""
+        """Give a part that runs at every step, in turn with another one, separate memory."""
         if tenant in self._own and not is_new:
             return
         arena = self._own.setdefault(tenant, Arena(self.link))
