@@ -50,7 +50,7 @@ class Together:
         self._parts: list[Part] = []
         self._control: Control | None = None
         if is_parallel(plan):
-            mesh.start(torch.device(pipe.device))
+            mesh.start(_device_of(pipe))
             self._control = ranks.control()
 
     @contextlib.contextmanager
@@ -94,6 +94,12 @@ class Together:
                 choice = part.choice
                 part.use(Choice(how="eager", techniques=(Off("parallel"),)))
                 part.use(choice)
+
+
+def _device_of(pipe: Any) -> torch.device:
+    modules = (value for value in pipe.components.values() if isinstance(value, torch.nn.Module))
+    weights = (weight for module in modules for weight in module.parameters())
+    return next((weight.device for weight in weights), torch.device("cpu"))
 
 
 # The number of handles that guard a pipeline.
