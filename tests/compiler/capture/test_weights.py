@@ -125,3 +125,19 @@ class TestWeights:
         report = tritium.explain(f)
         assert report.frozen
         assert [entry["bucket"] for entry in report.captures] == ["x 2x4 float32"]
+
+    def test_weights_that_take_turns_at_one_address_share_a_capture(self, device):
+        f, record = region(nn.functional.linear, device, ("x", "weight"), weights=[1])
+        slot, x = torch.zeros(4, 4, device=device), torch.randn(2, 4, device=device)
+        blocks = [nn.Parameter(slot.data, requires_grad=False) for _ in range(3)]
+        for turn in range(6):
+            slot.fill_(turn)
+            assert torch.equal(f(x, blocks[turn % 3]), nn.functional.linear(x, slot))
+        assert len(f) == len(f.sets) == len(record.captures) == 1
+        # A block that moves away takes the capture with it, and the others capture again.
+        blocks[0].data = torch.ones(4, 4, device=device)
+        for block in blocks:
+            assert torch.equal(f(x, block), nn.functional.linear(x, block))
+        assert len(f) == 2
+        f.clear()
+        assert len(f) == len(record.captures) == 0

@@ -254,8 +254,9 @@ def moved(tensors: Iterable[torch.Tensor], where: torch.device) -> Callable[[], 
     def back() -> None:
         with writing():
             for tensor, before in kept:
-                if tensor.shape == before.shape and tensor.dtype == before.dtype:
-                    before.copy_(tensor) if before.numel() else None
+                layouts = [(one.shape, one.stride(), one.dtype) for one in (tensor, before)]
+                if layouts[0] == layouts[1]:
+                    _flat(before).copy_(_flat(tensor))
                     tensor.data = before
 
     return back
