@@ -110,6 +110,35 @@ def again():
     return counts
 
 
+def notes(how):
+    model = ZOO["stable_audio"].build()
+    with tritium.optimize(model, plan(how, ulysses=3)) as handle:
+        call(model, ZOO["stable_audio"].inputs())
+        return handle.part("model").technique_notes["parallel"].text
+
+
+def test_pads_are_reported(ranks):
+    assert "padded hidden_states from 17 to 18 tokens, 2 heads to 3" in ranks(3)(notes, "eager")[0]
+
+
+def together(how, settings):
+    """Compare other techniques with split tokens to those alone."""
+    model, inputs = ZOO["flux"].build(), ZOO["flux"].inputs()
+    config = tritium.CompilationConfig(engine="eager", fidelity="fast")
+    alone = tritium.Plan(config=config, components={"model": how}, **settings)
+    with tritium.optimize(model, alone):
+        expected = call(model, inputs)[0].clone()
+    with tritium.optimize(model, alone.with_(parallel=Parallel(ulysses=2, vae=None))) as handle:
+        assert {"parallel", *settings} <= set(handle.part("model").technique_notes)
+        torch.testing.assert_close(call(model, inputs)[0], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{"quantize": "int8-weights"}, {"attention": "auto"}], ids=str)
+def test_other_techniques_see_split_tokens(ranks, settings):
+    for how in ("eager", "tritium"):
+        ranks(2)(together, how, settings)
+
+
 def test_calls_of_a_size_compile_once(ranks):
     for first, second, other, third in ranks(2)(again):
         assert first > 0

@@ -81,13 +81,13 @@ def collectives(graph):
         ("flux", 2, "split", 4),
         ("flux", 2, "packed", 2),
         # The first block has a second attention.
-        ("sd3", 3, "split", 4),
+        pytest.param("sd3", 3, "split", 4, marks=pytest.mark.thorough),
         # The text is on every rank, and attention to it needs no exchange.
         ("wan", 2, "packed", 2),
         # Keys have one head, which both ranks need.
         ("stable_audio", 2, "packed", 2),
         # A rank has one head: one chunk.
-        ("wan", 2, "chunks 2", 4),
+        pytest.param("wan", 2, "chunks 2", 4, marks=pytest.mark.thorough),
     ],
 )
 def test_exchanges_of_an_attention(world, name, attentions, exchange, each):

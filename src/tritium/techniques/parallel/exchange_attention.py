@@ -218,7 +218,7 @@ def _start_packed(trip: _Trip, q: Tensor, k: Tensor, v: Tensor, heads: _Heads) -
     """Exchange q, k and v in one collective."""
     sent = [trip.sent(x, segments, heads) for x, segments in zip((q, k, v), trip.segments, strict=True)]
     shapes = [x.shape[1:] for x in sent]
-    # Tensors that differ in heads alone, or in tokens alone, lie side by side; others as rows.
+    # Tensors that differ in heads alone or in tokens alone can be concatenated.
     dims = {place for shape in shapes for place in range(4) if shape[place] != shapes[0][place]}
     dim = 2 if not dims else 1 + min(dims)
     if len(dims) > 1:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from tritium import compat, models
@@ -13,7 +14,7 @@ from tritium.errors import PipelineError
 from tritium.models.family import Blocks, Cut, ParallelFacts
 from tritium.techniques.parallel import sequence_graph
 from tritium.techniques.parallel.cost import PACKED_BELOW
-from tritium.techniques.parallel.exchange import Grid
+from tritium.techniques.parallel.exchange import Grid, Segment
 from tritium.techniques.parallel.mesh import Mesh
 from tritium.techniques.parallel.sequence_blocks import Installed, Place, Streams, inputs_of
 from tritium.techniques.technique import Around, Part
@@ -42,32 +43,29 @@ def apply(part: Part, mesh: Mesh, exchange: str = AUTO) -> Sequence:
     if reason is not None:
         raise PipelineError(f"the tokens of {part.name} cannot be split: {reason}")
     grid = Grid.of(mesh)
-    choose = exchange_for if exchange == AUTO else functools.partial(_always, exchange)
-    sequence = Sequence(part.module, models.parallel_of(type(part.module).__name__), grid, choose)
+    sequence = Sequence(part.module, models.parallel_of(type(part.module).__name__), grid, exchange)
     if part.how == "tritium":
         # Graphs contain this rank's place in the mesh.
-        part.compile_with(passes=[sequence_graph.pass_of(grid, choose)], apart=("sequence", grid))
+        part.compile_with(passes=[sequence_graph.pass_of(grid, sequence.choose)], apart=("sequence", grid))
     if sequence.uncompiled:
         part.around_blocks(sequence.around)
     sequence.install()
     return sequence
 
 
-def _always(exchange: str, _size: int, _is_cuda: bool) -> str:
-    return exchange
-
-
-def exchange_for(size: int, is_cuda: bool) -> str:
-    """Choose how heads are exchanged, by the bytes of a rank's queries."""
-    return "packed" if is_cuda and size < PACKED_BELOW else "split"
+def exchange_for(q: torch.Tensor) -> str:
+    """Choose how heads are exchanged, by a rank's queries."""
+    return "packed" if q.is_cuda and q.numel() * q.element_size() < PACKED_BELOW else "split"
 
 
 class Sequence:
     """The split tokens of one part; a call undoes it."""
 
-    def __init__(self, module: nn.Module, facts: ParallelFacts, grid: Grid, choose: sequence_graph.Chooser) -> None:
-        self._module, self._facts = module, facts
-        self.streams = Streams(grid, choose)
+    def __init__(self, module: nn.Module, facts: ParallelFacts, grid: Grid, exchange: str) -> None:
+        self._module, self._facts, self._exchange = module, facts, exchange
+        self.streams = Streams(grid, self.choose)
+        # The numbers of heads of attentions that exchange.
+        self.heads: set[int] = set()
         self._installed = Installed()
         # Blocks whose graphs break, and run eagerly.
         self.uncompiled = {
@@ -108,18 +106,26 @@ class Sequence:
             return None
         return functools.partial(_eagerly, block)
 
+    def choose(self, q: torch.Tensor) -> str:
+        """Return how the heads of an attention are exchanged."""
+        self.heads.add(int(q.shape[1]))
+        return exchange_for(q) if self._exchange == AUTO else self._exchange
+
     def __call__(self) -> None:
         """Undo it."""
         self._installed.remove()
 
     def note(self) -> str:
+        grid = self.streams.grid
         lengths = {
-            name: (length, -(-length // self.streams.ranks) * self.streams.ranks)
+            name: (length, Segment(length).share(grid.size) * grid.size)
             for name, length in self.streams.lengths.items()
         }
         padded = [
             f"{name} from {length} to {size} tokens" for name, (length, size) in lengths.items() if size != length
         ]
+        ranks = grid.ulysses.size
+        padded += [f"{heads} heads to {-(-heads // ranks) * ranks}" for heads in sorted(self.heads) if heads % ranks]
         return f"padded {', '.join(padded)}" if padded else ""
 
 

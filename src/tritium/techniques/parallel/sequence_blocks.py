@@ -33,8 +33,8 @@ PLACE = "tritium_place"
 _TAG = "_tritium_tag"
 
 Cuts = Cut | tuple[Cut | None, ...]
-# Chooses how an attention exchanges, by the bytes of its queries on one rank and whether it runs on a GPU.
-Chooser = Callable[[int, bool], str]
+# Chooses how an attention exchanges, by its queries on one rank.
+Chooser = Callable[[torch.Tensor], str]
 
 
 class Following(TorchFunctionMode):
@@ -81,8 +81,7 @@ class Following(TorchFunctionMode):
 
     def _attention(self, func: Any, operation: Operation) -> torch.Tensor:
         attention = streams_attention.attention_of(func, operation)
-        provider = self._choose(attention.q.numel() * attention.q.element_size(), attention.q.is_cuda)
-        result = streams_attention.exchanged(operation, attention, self._grid, provider)
+        result = streams_attention.exchanged(operation, attention, self._grid, self._choose(attention.q))
         set_tag(result, streams_attention.tag_of_result(operation, attention))
         return result
 
@@ -190,7 +189,7 @@ class Streams:
 
 STREAM, TABLE, MASK = "stream", "table", "mask"
 
-# An argument: its name and position, how it is split, and what it is.
+# An argument: its name, its position, its cut, and one of these kinds.
 Input = tuple[str, int, Cuts, str]
 
 

@@ -34,8 +34,8 @@ from tritium.techniques.parallel.sequence_marks import (
 from tritium.techniques.parallel.streams import Operation, Tag, Tokens, agree
 from tritium.techniques.parallel.streams_rules import assigned, name_of, tags_of
 
-# Chooses how an attention exchanges, by the bytes of its queries on one rank and whether it runs on a GPU.
-Chooser = Callable[[int, bool], str]
+# Chooses how an attention exchanges, by its queries on one rank.
+Chooser = Callable[[torch.Tensor], str]
 
 
 def pass_of(grid: Grid, choose: Chooser) -> Pass:
@@ -201,7 +201,7 @@ class _Rewriting:
         tensors = [x for x in (attention.q, attention.k, attention.v, attention.mask) if x is not None]
         sources = [self._masks.get(source, source) for source in node.all_input_nodes]
         nodes = {id(_value(source)): source for source in sources}
-        provider = self._choose(tensors[0].numel() * tensors[0].element_size(), tensors[0].is_cuda)
+        provider = self._choose(attention.q)
         recorded = self._record(
             node,
             lambda *_: streams_attention.exchanged(operation, attention, self._grid, provider),

@@ -149,6 +149,14 @@ def _linear(operation: Operation) -> Tag:
     return tag
 
 
+def _rows_quantized(operation: Operation) -> list[Tag]:
+    """Quantized values and a scale for each row, or one for all."""
+    tag = _linear(operation)
+    assert isinstance(tag, Tokens)
+    size = operation.first.shape[tag.dim]
+    return [tag if x.dim() > tag.dim and x.shape[tag.dim] == size else None for x in operation.out]
+
+
 def _matmul(operation: Operation) -> Tag:
     left, right = operation.tensors[:2]
     tag = operation.tokens(left)
@@ -265,7 +273,7 @@ def _cut(operation: Operation, tag: Tokens, start: int, size: int) -> Tokens | N
         if first < last and (segment.is_split and last - first < share):
             raise operation.mixed(f"cuts {last - first} of {share} split tokens")
         if first < last:
-            segments.append(segment if last - first == share else segment._replace(length=last - first))
+            segments.append(segment if last - first == share else Segment(last - first, False, segment.is_uniform))
         at += share
     kept = replace(tag, segments=tuple(segments))
     return kept if any(segment.is_split or segment.is_uniform for segment in segments) else None
@@ -467,7 +475,8 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("all", "any", "argmax", "argmin"), _reduced()),
     **dict.fromkeys(("norm", "linalg_vector_norm", "vector_norm"), _reduced(2, 3)),
     **dict.fromkeys(("layer_norm", "rms_norm", "native_layer_norm"), _normalized),
-    "linear": _linear,
+    **dict.fromkeys(("linear", "weight_only_linear", "scaled_linear"), _linear),
+    "quantize_rows": _rows_quantized,
     **dict.fromkeys(("matmul", "bmm"), _matmul),
     **dict.fromkeys(("transpose", "swapaxes", "swapdims"), _moved(_transposed)),
     "permute": _moved(_permuted),
