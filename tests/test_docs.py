@@ -2,8 +2,10 @@
 
 import dataclasses
 import inspect
+import json
 import pkgutil
 import re
+import xml.etree.ElementTree
 
 import pytest
 
@@ -71,7 +73,7 @@ def test_the_pages_have_the_parts_that_are_generated_for_them(generate):
     assert "dynamic-kernels.json" not in generate.measured.measured()
     assert "| rope | 2 x 16384 x 24 x 64 |" in generate.measured.dynamic_kernels()
     parts = {
-        "README": ["gains"],
+        "README": ["front", "gains"],
         "NOTES": ["measured models"],
         "architecture": ["folders"],
         "performance": ["families summary", "families", "pipeline", "dynamic kernels"],
@@ -88,6 +90,25 @@ def test_the_quantized_denoisers_have_their_ratios(generate):
     assert "| 27.1 ms (1.00x) | 25.7 ms (1.05x) | 17.9 ms (1.51x) | 18.6 ms (1.45x) |" in generate.measured.quantized()
     assert "| both | 1,262 ms | 3.00 |" in generate.measured.long_pipeline()
     assert "| 27.7 | 40.0 | 40.0 | 26.0 |" in generate.measured.producers()
+
+
+def test_the_front_page_has_speeds_and_losses(generate):
+    table = generate.measured.front()
+    assert "| **1.07x** | no loss but the order of sums |" in table
+    assert "| both | 1,262 ms | **3.00x** | 36.5 and 23.6 dB |" in table
+
+
+def test_the_chart_has_every_way_with_a_loss(generate):
+    found = generate.picture.points()
+    path = generate.measured.results() / "cpu-2-cores-skip.json"
+    rows = [row for row in json.loads(path.read_text())["rows"] if row["psnr_median"] and row["psnr_median"] < 100]
+    shown = {median for points in found.values() for _, median, _ in points}
+    assert shown == {row["psnr_median"] for row in rows if not row["variant"].startswith("tritium")}
+    assert len(found) == len(generate.picture.SERIES)
+    drawn = xml.etree.ElementTree.fromstring(generate.PICTURE.read_text(encoding="utf-8"))
+    assert generate.PICTURE.read_text(encoding="utf-8") == generate.picture.speed_against_quality()
+    marks = [node for node in drawn if node.tag.endswith("circle") or node.get("width") == "9"]
+    assert len(marks) == sum(map(len, found.values())) + len(found)
 
 
 def test_the_map_of_folders_has_every_module_of_the_package(generate):
@@ -132,6 +153,8 @@ def results(generate, monkeypatch, tmp_path):
 def test_a_committed_suite_becomes_a_table_of_its_own(generate, results):
     measured = generate.measured
     assert measured.families() == measured.pipeline() == measured.measured() == measured.gains() == measured.NOTHING
+    assert measured.front() == measured.NOTHING
+    assert generate.picture.speed_against_quality() == ""
     sides = (("eager", 10.0), ("inductor", 8.0), ("tritium", 9.0), ("tritium optimize", 5.0))
     rows = [row("flux-512", variant, median) for variant, median in sides]
     save(rows, results / "a-device-families.json")
