@@ -94,7 +94,9 @@ def speed_against_quality() -> str:
     parts = axes()
     for place, (series, rows) in enumerate(found.items()):
         for speed, median, worst in rows:
-            parts.append(line((x(speed), y(median)), (x(speed), y(worst)), f'stroke="{series.colour}" stroke-opacity="0.45"'))
+            parts.append(
+                line((x(speed), y(median)), (x(speed), y(worst)), f'stroke="{series.colour}" stroke-opacity="0.45"')
+            )
             parts.append(mark((x(speed), y(median)), series))
         parts.append(mark((RIGHT + 22, TOP + 8 + 24 * place), series))
         parts.append(text((RIGHT + 34, TOP + 12 + 24 * place), series.words))
