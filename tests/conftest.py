@@ -115,10 +115,23 @@ def in_process(tmp_path: Path, forks):
     """Run a program in a separate process, with a separate Inductor cache, and return what it printed.
 
     `loaded` starts it with torch and its compiler imported, so `env` cannot have variables that these read on import.
+    `instructions` spares it the compiler's tests of this machine's instructions, which take 4 s of a core in an empty cache.
     """
 
-    def run(program: str, *, cache: Path | None = None, env: dict[str, str] | None = None, loaded: bool = False) -> str:
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache or tmp_path / "inductor"), **(env or {})}
+    from support.forks import copy_tests_of_instructions
+
+    def run(
+        program: str,
+        *,
+        cache: Path | None = None,
+        env: dict[str, str] | None = None,
+        loaded: bool = False,
+        instructions: bool = False,
+    ) -> str:
+        cache = cache or tmp_path / "inductor"
+        if instructions:
+            copy_tests_of_instructions(cache)
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), **(env or {})}
         if loaded:
             return forks.run(program, environment, tmp_path)
         done = subprocess.run(

@@ -439,9 +439,10 @@ print(counters["fxgraph_cache_miss"], counters["fxgraph_cache_hit"], image.doubl
         first, moved = tmp_path / "first" / "pipe.tritium", tmp_path / "elsewhere.tritium"
         first.parent.mkdir()
         head = f"ARTIFACTS, SAVED = None, {str(first)!r}\n"
-        cold = in_process(head + program, cache=tmp_path / "a", loaded=True).split()
+        cold = in_process(head + program, cache=tmp_path / "a", loaded=True, instructions=True).split()
         first.rename(moved)
-        warm = in_process(f"ARTIFACTS = {str(moved)!r}\n" + program, cache=tmp_path / "b", loaded=True).split()
+        head = f"ARTIFACTS = {str(moved)!r}\n"
+        warm = in_process(head + program, cache=tmp_path / "b", loaded=True, instructions=True).split()
         assert int(cold[0]) > 0
         assert warm[0] == "0"
         assert int(warm[1]) == int(cold[0]) + int(cold[1])

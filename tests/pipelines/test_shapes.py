@@ -17,7 +17,7 @@ def pipe():
 
 
 class TestPromise:
-    @pytest.mark.parametrize("graphs", ["off", "with_compile"])
+    @pytest.mark.parametrize("graphs", [pytest.param("off", marks=pytest.mark.thorough), "with_compile"])
     def test_nothing_compiles_inside_and_images_are_right(self, pipe, graphs):
         calls = [(32, 32, 1), (32, 48, 2), (32, 48, 1), (32, 32, 2)]
         expected = [generate(pipe, h, w, num_images_per_prompt=n) for h, w, n in calls]

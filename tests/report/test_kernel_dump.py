@@ -157,8 +157,8 @@ with torch.inference_mode():
 report = tritium.explain(compiled)
 print(report.records[0].kernels_from, *sorted(path.name for path in report.dump({folder!r})))
 """
-    first = in_process(program.format(folder=str(tmp_path / "cold")), loaded=True).split()
-    second = in_process(program.format(folder=str(tmp_path / "warm")), loaded=True).split()
+    first = in_process(program.format(folder=str(tmp_path / "cold")), loaded=True, instructions=True).split()
+    second = in_process(program.format(folder=str(tmp_path / "warm")), loaded=True, instructions=True).split()
     assert (first[0], second[0]) == ("codegen", "store")
     assert first[1:] == second[1:]
     for name in ("kernel.cpp", "fragment.py", "loops.txt", "meta.json"):
@@ -201,7 +201,7 @@ with torch.inference_mode():
     torch.compile(lambda x: x.exp() + 1, backend="tritium")(torch.ones(4, 64))
 """
     monkeypatch.chdir(tmp_path)
-    in_process(program, env={"TORCH_COMPILE_DEBUG": "1"})
+    in_process(program, env={"TORCH_COMPILE_DEBUG": "1"}, instructions=True)
     (folder,) = tmp_path.glob("torch_compile_debug/run_*/tritium/*/fused_*")
     # Torch's own folder of the same run.
     assert list((folder.parents[2] / "torchinductor").rglob("output_code.py"))

@@ -7,9 +7,11 @@ differs between processes.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -73,3 +75,23 @@ def _start_server(seed: int) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONHASHSEED": str(seed), "TORCH_WARM_POOL": "0"}
     command = [sys.executable, "-c", _SERVER]
     return subprocess.Popen(command, text=True, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def copy_tests_of_instructions(cache: Path) -> None:
+    """Copy what Inductor has compiled here to test the instructions of this machine into another cache folder."""
+    for file in _tests_of_instructions():
+        target = cache / file.parent.name / file.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.exists():
+            shutil.copy2(file, target)
+
+
+@functools.cache
+def _tests_of_instructions() -> list[Path]:
+    from torch._inductor import cpu_vec_isa
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    # Compiles them unless this cache has them.
+    cpu_vec_isa.valid_vec_isa_list()
+    sources = [path for path in Path(cache_dir()).glob("*/*.cpp") if "__avx_chk_kernel" in path.read_text()]
+    return [file for source in sources for file in (source, source.with_suffix(".so")) if file.exists()]
