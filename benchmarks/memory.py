@@ -138,10 +138,17 @@ class Run:
     settings: Settings
     rows: list[Row]
     misses: list[str]
+    out: Path | None = None
 
     @property
     def where(self) -> str:
         return self.settings.device_type
+
+    def add(self, row: Row) -> None:
+        """Keep a row, instead of an older one of its kind, and write the file: a run may be cut off."""
+        self.rows[:] = [*(other for other in self.rows if other.key != row.key), row]
+        if self.out:
+            Results.now(self.rows, self.where).save(self.out)
 
     def limit(self, what: str, value: float, most: float) -> None:
         """Compare with a limit; on a CPU the figures mean nothing."""
@@ -205,7 +212,7 @@ def measure_flux(run: Run, budgets: list[str]) -> None:
             )
             if name == budgets[0]:
                 print(f"    {handle}")
-        run.rows.append(row("memory flux", name, note, run.settings, found[name], found["resident"].result))
+        run.add(row("memory flux", name, note, run.settings, found[name], found["resident"].result))
         release(run.where)
     for name, one in found.items():
         if name == "resident":
@@ -239,7 +246,7 @@ def measure_offload(run: Run, _budgets: list[str]) -> None:
     taken = time.perf_counter() - start
     found = sample(draw, scale.steps, run.where, warm=1)
     tell(f"flux group offload (placed in {taken:.0f} s)", found, time.perf_counter() - start)
-    run.rows.append(row("memory flux", "diffusers group offload", note, run.settings, found, reference))
+    run.add(row("memory flux", "diffusers group offload", note, run.settings, found, reference))
     for other in run.rows:
         if other.workload == "memory flux" and other.variant in BUDGETS[1:] and other.shrunk == run.settings.small:
             run.limit(f"flux {other.variant} / group offload", other.median_ms / found.timing.median_ms, 1.0)
@@ -277,7 +284,7 @@ def measure_wan(run: Run, _budgets: list[str]) -> None:
             found[name] = sample(step, 1, run.where, handle, warm=6)
             tell(f"wan {name} (placed in {taken:.0f} s)", found[name], time.perf_counter() - start)
         about = note if name == "resident" else note_of_budget
-        run.rows.append(row("memory wan", name, about, run.settings, found[name], found["resident"].result))
+        run.add(row("memory wan", name, about, run.settings, found[name], found["resident"].result))
         release(run.where)
     run.limit("wan 12GB / resident", found["12GB"].timing.median_ms / found["resident"].timing.median_ms, 1.03)
     run.limit("wan 12GB: captures declined", float(found["12GB"].captures == 0), 0.0)
@@ -312,19 +319,15 @@ def main() -> None:
     given = parser.parse_args()
     where = device.default()
     before = Results.load(given.out).rows if given.out and given.out.is_file() else ()
-    run = Run(Settings(seconds=1.0, device_type=where), list(before), [])
+    run = Run(Settings(seconds=1.0, device_type=where), list(before), [], given.out)
     if where == "cuda":
         print(f"link: {measure.link_rate(torch.device(where, 0)) / 1e9:.1f} GB/s", flush=True)
     measures = {"flux": measure_flux, "offload": measure_offload, "wan": measure_wan}
     for section in given.only or SECTIONS:
-        start, rows = time.perf_counter(), len(run.rows)
+        start = time.perf_counter()
         measures[section](run, given.budget or list(BUDGETS))
         release(where)
-        new = {row.key for row in run.rows[rows:]}
-        run.rows[:] = [row for place, row in enumerate(run.rows) if place >= rows or row.key not in new]
         print(f"{section}: {time.perf_counter() - start:.0f} s", flush=True)
-        if given.out:
-            Results.now(run.rows, where).save(given.out)
     if run.misses:
         raise SystemExit(f"missed: {', '.join(run.misses)}")
 
