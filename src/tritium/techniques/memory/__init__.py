@@ -19,7 +19,7 @@ from tritium.techniques.choice import Choice
 from tritium.techniques.memory.config import Memory, gigabytes
 from tritium.techniques.memory.planning import cost
 from tritium.techniques.memory.pool import Pool, pool_of
-from tritium.techniques.memory.streaming import Streamed
+from tritium.techniques.memory.streaming import TIMED_CALL, Streamed
 from tritium.techniques.memory.tenant import Tenant
 from tritium.techniques.memory.units import bytes_in, module_bytes, moved, plain_tensors, streamable, tensors_of
 from tritium.techniques.quantize.config import Quantize
@@ -206,9 +206,9 @@ def report(_part: Part, config: Memory, state: Resident | Turns) -> Note:
     return Note("; ".join([*texts, *tenant.notes]), data)
 
 
-def settles_after(_part: Part, _config: Memory) -> int:
+def settles_after(part: Part, _config: Memory) -> int:
     """Return the calls after which the blocks are timed, and planned with these times."""
-    return 6
+    return 1 if part.name.startswith(_ONCE) else TIMED_CALL + 2
 
 
 TECHNIQUE = Technique(
