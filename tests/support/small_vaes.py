@@ -28,14 +28,14 @@ SMALL_WAN = {
 
 
 def kl(**changes: Any) -> diffusers.AutoencoderKL:
-    return diffusers.AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        block_out_channels=(8, 16),
-        layers_per_block=1,
-        norm_num_groups=4,
-        **changes,
-    )
+    small = {
+        "down_block_types": ("DownEncoderBlock2D",) * 2,
+        "up_block_types": ("UpDecoderBlock2D",) * 2,
+        "block_out_channels": (8, 16),
+        "layers_per_block": 1,
+        "norm_num_groups": 4,
+    }
+    return diffusers.AutoencoderKL(**(small | changes))
 
 
 def wan(**changes: Any) -> diffusers.AutoencoderKLWan:

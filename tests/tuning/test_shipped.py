@@ -115,7 +115,12 @@ drawn = functools.partial(torch.empty, dtype=torch.bfloat16)
 
 @pytest.mark.codegen
 @pytest.mark.skipif(compat.versions.version_text() != "2.13", reason="launches were counted in code of torch 2.13")
-@pytest.mark.parametrize("key", FORMS.values(), ids=lambda key: f"{key.op}, {key.shape}")
+@pytest.mark.parametrize(
+    "key",
+    # Every second one where time matters.
+    [pytest.param(key, marks=[pytest.mark.thorough] * (turn % 2)) for turn, key in enumerate(FORMS.values())],
+    ids=lambda key: f"{key.op}, {key.shape}",
+)
 class TestGeneratedCode:
     def test_launches_of_inductor_and_the_form_of_its_reduction(self, key):
         """Also that a row is marked whose kernel was a loop, and is none under the reductions that ship."""
