@@ -123,7 +123,9 @@ class Part:
     def components(self) -> tuple[nn.Module, ...]:
         """Return the modules of the pipelines that run the part."""
         pipes = [handle.pipe for handle in self.claims.handles]
-        found = [value for pipe in pipes for value in ([pipe] if isinstance(pipe, nn.Module) else pipe.components.values())]
+        found = [
+            value for pipe in pipes for value in ([pipe] if isinstance(pipe, nn.Module) else pipe.components.values())
+        ]
         return tuple(value for value in found if isinstance(value, nn.Module))
 
     @property

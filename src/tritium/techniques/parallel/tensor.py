@@ -78,7 +78,7 @@ class _Linear:
     @property
     def current(self) -> Any:
         """Return the linear, or the adapters around it."""
-        return self.parent._modules[self.name]
+        return self.parent.get_submodule(self.name)
 
 
 @dataclass(frozen=True)
