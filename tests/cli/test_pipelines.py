@@ -12,6 +12,7 @@ from support import small_pipelines
 from support.bench import job
 from tritium import Choice, Skip
 from tritium.bench.results import Results
+from tritium.bench.search import engines
 from tritium.cli.app import app
 from tritium.errors import ConfigError
 from tritium.pipelines import recipe, trial
@@ -205,12 +206,18 @@ def small_jobs(_name):
 class TestTune:
     @pytest.fixture
     def few_ways(self, monkeypatch):
+        """No plain torch.compile, whose C++ compiler takes most of a search."""
         monkeypatch.setattr(trial, "ways", lambda installed: [Choice(how="eager"), Choice(how="tritium")])
+        monkeypatch.setattr(
+            engines, "plain_compile", lambda handle, calls: dict.fromkeys(handle.choices, engines.EAGER)
+        )
 
     def test_a_recipe_is_written_and_applied(self, folder, tmp_path, few_ways):
         out = tmp_path / "recipe.json"
         size = ("--size", "32x32", "--steps", 1)
-        done = invoke("tune", folder, "--prompt", "a red circle", *size, "--seconds", 0.1, "-o", out)
+        # tests/bench/search has longer searches.
+        short = ("--seconds", 0.1, "--quick", "--no-skip")
+        done = invoke("tune", folder, "--prompt", "a red circle", *size, *short, "-o", out)
         assert done.exit_code == 0, done.output
         assert "times as fast" in done.stdout
         found = recipe.load(out)

@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 _SERVER = """
@@ -45,18 +46,19 @@ for line in sys.stdin:
 
 
 class Forks:
-    """Runs programs in forked processes; the servers start with the first program."""
+    """Runs programs in forked processes; the servers, one for each seed, start with the first program."""
 
-    def __init__(self) -> None:
+    def __init__(self, seeds: Sequence[int] = (1, 2), **environment: str) -> None:
+        self._seeds, self._environment = seeds, environment
         self._servers: list[subprocess.Popen[str]] = []
         self._number = itertools.count()
 
     def run(self, program: str, environment: dict[str, str], folder: Path) -> str:
         """Return what a program prints; raise an `AssertionError` with its stderr if it fails."""
         if not self._servers:
-            self._servers = [_start_server(seed) for seed in (1, 2)]
+            self._servers = [_start_server(seed, self._environment) for seed in self._seeds]
         number = next(self._number)
-        server = self._servers[number % 2]
+        server = self._servers[number % len(self._servers)]
         out, err = (folder / f"{name}-{number}.txt" for name in ("out", "err"))
         job = {"program": program, "environment": environment, "out": str(out), "err": str(err)}
         server.stdin.write(json.dumps(job) + "\n")
@@ -70,9 +72,9 @@ class Forks:
             server.communicate()
 
 
-def _start_server(seed: int) -> subprocess.Popen[str]:
+def _start_server(seed: int, environment: dict[str, str]) -> subprocess.Popen[str]:
     # Without Inductor's pool of compile processes, which all forks would share.
-    environment = {**os.environ, "PYTHONHASHSEED": str(seed), "TORCH_WARM_POOL": "0"}
+    environment = {**os.environ, "PYTHONHASHSEED": str(seed), "TORCH_WARM_POOL": "0", **environment}
     command = [sys.executable, "-c", _SERVER]
     return subprocess.Popen(command, text=True, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
