@@ -53,9 +53,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     import torch
 
     items.sort(key=_turn_of)
-    # Modules and tests stay until the end: collections that tests ask for, each of 0.3 s, need not visit them.
-    gc.collect()
-    gc.freeze()
     if not torch.cuda.is_available():
         absent = pytest.mark.skip(reason="no NVIDIA GPU on this machine")
         for item in items:
