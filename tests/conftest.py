@@ -39,7 +39,12 @@ def pytest_configure(config: pytest.Config) -> None:
 LONG = (
     *("census/test_census.py", "compiler/passes/test_channels_last.py", "test_api.py", "pipelines/test_shapes.py"),
     *("pipelines/test_sizes.py", "artifacts/test_cache.py", "tiling/test_codegen.py", "census/test_numbers.py"),
-    *("census/test_truth.py", "examples/test_demo.py", "tiling/test_autofuse.py", "test_public_surface.py"),
+    *(
+        "techniques/quantize/test_state.py",
+        "techniques/quantize/test_technique.py",
+        "tiling/test_autofuse.py",
+        "test_public_surface.py",
+    ),
     *("fusions/test_rope.py", "report/test_kernel_dump.py", "ops/test_contract.py"),
 )
 

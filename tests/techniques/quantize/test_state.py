@@ -36,7 +36,7 @@ every_way = pytest.mark.parametrize(
 some_ways = pytest.mark.parametrize(
     "config",
     [
-        pytest.param(WAYS[way], id=", ".join(way))
+        pytest.param(WAYS[way], id=", ".join(way), marks=[pytest.mark.thorough] * (way == ("int8-rotated", "cpu")))
         for way in (("fp8", "device"), ("int8-rotated", "cpu"), ("int4-weights", "cpu"))
     ],
 )
@@ -99,7 +99,11 @@ def test_a_shape_that_differs_is_refused(pipe, quantized):
         pipe.transformer.load_state_dict(state)
 
 
-@pytest.mark.parametrize("format_", FORMATS)
+# Bytes as a weight, and bytes beside a placeholder.
+@pytest.mark.parametrize(
+    "format_",
+    [pytest.param(name, marks=[pytest.mark.thorough] * (name not in ("int8", "int4-weights"))) for name in FORMATS],
+)
 def test_a_cast_keeps_the_bytes_right(pipe, quantized, format_):
     config = Quantize(format_, keep="cpu", group=32)
     quantized(pipe, config)

@@ -17,7 +17,13 @@ def note(handle, part="transformer"):
     return next(entry for entry in handle.components if entry.name == part).techniques.get("quantize")
 
 
-@pytest.mark.parametrize("format_", ["fp8", "int8", "int8-rotated", "int8-weights", "int4-weights"])
+@pytest.mark.parametrize(
+    "format_",
+    [
+        *("fp8", "int8-rotated", "int4-weights"),
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("int8", "int8-weights")),
+    ],
+)
 def test_places_of_weights_give_the_same_image(pipe, quantized, format_):
     images = {}
     # Named layers are quantized for the few text tokens too.
