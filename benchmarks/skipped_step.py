@@ -21,6 +21,7 @@ from tritium import device
 from tritium.bench import flux_pipeline
 from tritium.bench.results import Results, Row
 from tritium.bench.settings import Settings
+from tritium.bench.workload import Normals
 
 STEPS, RUNS = 28, 14
 
@@ -71,7 +72,7 @@ def measure(images: int) -> list[Row]:
     pipe = flux_pipeline.build(scale, where, settings.dtype)
     watch = Watch(on_gpu=where == "cuda")
     watched(pipe.transformer, watch)
-    generate = flux_pipeline._generator(scale, scale.sizes[0], pipe, settings)
+    generate = flux_pipeline.generator(scale, scale.sizes[0], pipe, Normals(where, settings.dtype))
     plan = tritium.Skip.window(steps=STEPS, runs=RUNS, first=3, last=2, growth=0.3, order=1)
     kept: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     with torch.inference_mode(), tritium.optimize(pipe, tritium.Plan(skip=plan, progress=False)):

@@ -199,7 +199,7 @@ class TestBench:
         assert "concern single models" in done.stderr
 
 
-def small_jobs(_name):
+def small_jobs(_name, **_options):
     return [job()]
 
 

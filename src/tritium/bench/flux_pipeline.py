@@ -159,7 +159,6 @@ def _measure(
     comparison = Comparison(
         workload=name, settings=settings, notify=notify, note=note, shrunk=settings.small, inference_mode=False
     )
-    normal = Normals(settings.device_type, settings.dtype)
     for variant, pipeline in variants.items():
         before = measure.allocated_bytes(where)
 
@@ -167,6 +166,8 @@ def _measure(
             for _ in range(max(1, _SETTLING_STEPS // scale.steps)):
                 images[variant] = call().float().cpu()
 
+        # Each variant draws the same prompts.
+        normal = Normals(settings.device_type, settings.dtype)
         added = comparison.add(variant, generator(scale, size, pipeline.pipe, normal), settle=settle)
         others = sum(other.held_bytes for other in variants.values() if other is not pipeline)
         peak = comparison.peak_memory(variant)
