@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import multiprocessing
+import threading
 
 import numpy as np
 import torch
@@ -17,6 +18,14 @@ from tritium.serve.worker_settings import WorkerSettings
 
 STEPS = 4
 
+# Weights are drawn from the global generator: workers that load at once would mix their draws.
+_building = threading.Lock()
+
+
+def build():
+    with _building:
+        return small_pipelines.flux()
+
 
 def settings(folder="", **changes) -> WorkerSettings:
     """Settings for `small_pipelines.flux`, without Tritium unless `eager=False`."""
@@ -26,7 +35,7 @@ def settings(folder="", **changes) -> WorkerSettings:
 
 def worker(**changes) -> PipelineWorker:
     """A worker in this process, not yet loaded."""
-    return PipelineWorker(settings(**changes), small_pipelines.flux)
+    return PipelineWorker(settings(**changes), build)
 
 
 def process(settings, **arguments) -> ProcessWorker:
