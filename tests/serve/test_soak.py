@@ -85,7 +85,7 @@ def test_mixed_requests_with_random_cancellations(lanes):
         assert not runner._cancelled
         assert len(asyncio.all_tasks()) == 1
         # Callbacks of the last batch may be alive at some of these moments, but nothing adds up.
-        assert max(alive) - min(alive) < 50, alive
+        assert max(alive[1:]) - alive[0] < 50, alive
         again = [event async for event in engine.submit(workers.job("last"))][-1]
         assert again.images == reference.images
         await engine.drain(1)
