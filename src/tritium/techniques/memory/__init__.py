@@ -28,7 +28,7 @@ from tritium.techniques.technique import Note, Part, Technique
 
 __all__ = ["TECHNIQUE", "Memory", "Resident", "Turns"]
 
-# A pipeline whose weights are at most this share of the budget stays on the device as a whole.
+# A pipeline stays on the device as a whole if its weights are at most this share of the budget without other tensors.
 _FITS = 0.6
 
 # Parts that run once an image.
@@ -80,7 +80,7 @@ def apply(part: Part, config: Memory) -> Resident | Turns:
     where = device_of(part.module)
     pool = pool_of(where, config)
     _choose_providers(part, where)
-    if _pipeline_bytes(part, pool) <= _FITS * pool.budget:
+    if _pipeline_bytes(part, pool) <= _FITS * (pool.budget - _other_bytes(part, pool)):
         return Resident(moved(tensors_of(part.module), where))
     blocks = streamable(part.module, part.blocks)
     # Values of file mappings and a copy of them fit together, or the copies take their place.
@@ -103,6 +103,13 @@ def _pipeline_bytes(part: Part, pool: Pool) -> int:
     taken = {id(place.tensor): place.extent for place in pool.places}
     known = sum(size for tensor, size in taken.items() if tensor in tensors)
     return known + bytes_in(tensor for key, tensor in tensors.items() if key not in taken)
+
+
+def _other_bytes(part: Part, pool: Pool) -> int:
+    """Return the bytes that PyTorch holds on the device beside the weights of the part's pipelines."""
+    weights = {id(tensor): tensor for module in part.components for tensor in plain_tensors(tensors_of(module))}
+    here = bytes_in(tensor for tensor in weights.values() if tensor.device == pool.link.device)
+    return max(0, pool.link.allocated() - pool.arena.held - here)
 
 
 def _choose_providers(part: Part, where: torch.device) -> None:
