@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from support import workers
-from tritium.serve import images
+from tritium.serve import images, previews
 from tritium.serve.engine import Cancelled, Done, Failed, Preview, Started, Step
 
 
@@ -100,6 +100,18 @@ def test_previews_come_between_the_steps(worker):
     previews = [event for event in events if isinstance(event, Preview)]
     assert [(preview.index, preview.step) for preview in previews] == [(0, 1), (1, 2), (2, 3)]
     assert Image.open(io.BytesIO(previews[0].image)).size == (32, 32)
+
+
+def test_previews_show_where_the_steps_lead(worker):
+    scheduler = type(worker.pipe.scheduler).from_config(worker.pipe.scheduler.config)
+    scheduler.set_timesteps(4, mu=1.0)
+    image, noise = torch.randn(2, 1, 16, 4).unbind(0)
+    before = noise
+    for time in scheduler.timesteps:
+        after = scheduler.step(noise - image, time, before, return_dict=False)[0]
+        assert torch.allclose(previews.clean(scheduler, before, after), image, atol=1e-4)
+        before = after
+    assert previews.clean(scheduler, None, after) is after
 
 
 def test_a_preview_has_the_colours_of_the_latents(worker):

@@ -32,6 +32,18 @@ class Previewer:
         return Image.frombytes("RGB", (levels.shape[1], levels.shape[0]), levels.numpy().tobytes())
 
 
+def clean(scheduler: Any, before: Tensor | None, after: Tensor) -> Tensor:
+    """Return the latents that a step of a flow heads for, from those before and after it; `after` for other steps."""
+    sigmas, step = getattr(scheduler, "sigmas", None), getattr(scheduler, "step_index", None)
+    if before is None or before.shape != after.shape or not type(scheduler).__name__.startswith("FlowMatchEuler"):
+        return after
+    if not isinstance(sigmas, Tensor) or not isinstance(step, int) or not 0 < step < len(sigmas):
+        return after
+    # A step moves along the line from the noise to the image, as far as sigma falls.
+    old, new = float(sigmas[step - 1]), float(sigmas[step])
+    return after if old == new else after - (after - before) * (new / (new - old))
+
+
 def _grid(pipe: Any, latents: Tensor, width: int, height: int) -> Tensor | None:
     """Return latents of one image as [C, H, W]; None if they are packed in a way that the pipeline does not undo."""
     if latents.dim() == 3:

@@ -12,7 +12,7 @@ from torch import Tensor
 from tritium.serve import images
 from tritium.serve.calls import Caller
 from tritium.serve.engine import Cancelled, Emit, IsCancelled, Job, Preview, Step
-from tritium.serve.previews import Previewer
+from tritium.serve.previews import Previewer, clean
 
 
 class AllCancelled(Exception):
@@ -29,7 +29,8 @@ class Steps:
         self._caller, self._previewer = caller, previewer
         self.live = [job.id for job in batch]
         self._done = 0
-        self._previews = 0
+        # The latents after the step before.
+        self._before: Tensor | None = None
         self._pending: Any = None
 
     @contextlib.contextmanager
@@ -67,7 +68,8 @@ class Steps:
                 continue
             self._emit(job.id, Step(index=self._done, total=max(total, self._done)))
             if latents is not None and self._done in _preview_steps(job.partial_images, total):
-                self._preview(place, job, latents)
+                self._preview(place, job, clean(self._caller.pipe.scheduler, self._before, latents))
+        self._before = latents
 
     def check(self) -> None:
         """Report cancelled jobs; raise `AllCancelled` if none is left."""
