@@ -72,12 +72,12 @@ def server():
     runner = FakeRunner(model(seconds={(64, 64): 0.01}), step=0.005)
     # A server's process holds no objects of other tests, which a full collection would visit.
     gc.collect()
-    gc.disable()
+    gc.freeze()
     try:
         with Server(runner, Settings(drain_seconds=0.2), Limits(length=QUEUE)) as running:
             yield running
     finally:
-        gc.enable()
+        gc.unfreeze()
 
 
 def test_exactly_the_surplus_is_refused(server):
