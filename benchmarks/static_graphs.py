@@ -66,7 +66,7 @@ def shapes(
     kept = {key: [{name: t.clone() for name, t in one.items()} for one in some] for key, some in given.items()}
     dynamic = not apart
     plain, captured = (
-        torch.compile(model, backend=Backend(CompilationConfig(graphs=graphs, engine=engine)), dynamic=dynamic)
+        torch.compile(model, backend=Backend(config_of(where, engine, graphs)), dynamic=dynamic)
         for graphs in ("off", "with_compile")
     )
     order = random.Random(0)
@@ -120,6 +120,14 @@ def shapes(
     return {**found, "promises": promises}
 
 
+def config_of(where: str, engine: str, graphs: str) -> CompilationConfig:
+    """Return a configuration whose code is the same with and without captures.
+
+    Providers are pinned: without captures the host's time counts too, so others may be chosen, which round differently.
+    """
+    return CompilationConfig(graphs=graphs, engine=engine, force_provider="triton" if where == "cuda" else None)
+
+
 def drawn(model: Any, size: tuple[int, int], batch: int, seed: int) -> Inputs:
     """Return the arguments of a transformer call as the pipeline passes them for an image of this size."""
     generator = torch.Generator().manual_seed(seed)
@@ -163,7 +171,7 @@ def guidance(where: str, engine: str, *, steps: int = STEPS, side: int = 128) ->
     found: dict[str, Any] = {"steps": steps, "size": [side, side]}
     pictures = {}
     for graphs in ("off", "with_compile"):
-        plan = Plan(config=CompilationConfig(graphs=graphs, engine=engine), shapes=promised, progress=False)
+        plan = Plan(config=config_of(where, engine, graphs), shapes=promised, progress=False)
         with tritium.optimize(pipe, plan) as handle:
             start = time.perf_counter()
             handle.warmup(**GUIDED)
