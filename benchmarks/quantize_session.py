@@ -1,10 +1,11 @@
 """Run all measurements of quantization that need a GPU, side by side in processes, in resumable calls.
 
-    python benchmarks/quantize_session.py --out results [--only producers,products,models,pipeline] [--jobs 12] [--path DIR]
+    python benchmarks/quantize_session.py --out results [--only attention,products,...] [--jobs 12] [--path DIR]
 
 producers   kernels that write 8-bit rows, each against its 16-bit kernel and against Inductor's code
 products    products of FLUX's linears: cuBLAS, and candidates of the int8 Triton kernel
 models      denoisers with few blocks: torch.compile, Tritium, and Tritium quantized
+attention   attention in 8 bits at the shapes of FLUX, Qwen-Image and Wan, against cuDNN in bfloat16
 pipeline    the FLUX-shaped pipeline: torch.compile, `tritium.optimize`, and the same quantized, and with skipped steps
 
 Each part of a section is one process with one JSON file; a file that exists is not measured again. Timings wait for one
@@ -28,10 +29,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 DONE, FAILED, LEFT_OVER = 0, 1, 3
 
-SECTIONS = ("pipeline", "models", "products", "producers")
+SECTIONS = ("pipeline", "models", "attention", "products", "producers")
 
 # Processes among which the cases of a section of kernels are divided.
-PARTS = {"producers": 7, "products": 9}
+PARTS = {"producers": 7, "products": 9, "attention": 4}
 
 # Workloads, the formats of their linears, and the least bar of the first one over torch.compile.
 # Qwen-Image computes one layer of each block in int8 by default.
@@ -81,7 +82,7 @@ def measure(job: Job, out: Path) -> int:
     """Measure a part in this process and write its file."""
     from tritium.bench.results import Results
 
-    rows = {"producers": kernels, "products": kernels, "models": models, "pipeline": pipeline}[job.section](job)
+    rows = {**dict.fromkeys(PARTS, kernels), "models": models, "pipeline": pipeline}[job.section](job)
     Results.now(rows, settings(1.0).device_type).save(out / job.file)
     return DONE
 
@@ -91,11 +92,21 @@ def note(what: str, share: float = 0.0) -> None:
     print(what, flush=True)
 
 
+def makers_of(section: str, *, small: bool) -> list[Any]:
+    """Return the functions that make the cases of a section of kernels."""
+    from tritium.bench import quantized_attention, quantized_kernels
+
+    if section == "attention":
+        return quantized_attention.cases(small=small)
+    makers: list[Any] = getattr(quantized_kernels, section)(small=small)
+    return makers
+
+
 def kernels(job: Job) -> list[Any]:
     from tritium.bench import quantized_kernels
 
     chosen = settings(1.0)
-    makers = getattr(quantized_kernels, job.section)(small=chosen.small)
+    makers = makers_of(job.section, small=chosen.small)
     rows = []
     for maker in makers[int(job.part) :: PARTS[job.section]]:
         rows += quantized_kernels.measure_case(maker(chosen), chosen, note)
@@ -245,7 +256,7 @@ def print_table(out: Path) -> None:
                     else f"{row.median_ms * 1e3:9.1f} us"
                 )
                 bar = f"  bar {BARS[row.workload]}" if row.workload in BARS and row.variant == "tritium fp8" else ""
-                remark = f"  [{row.remark}]" if row.remark and section == "models" else ""
+                remark = f"  [{row.remark}]" if row.remark and section in ("models", "attention") else ""
                 print(f"{row.workload:32} {row.variant:44} {time_} {ratio:>8}  L2 {row.relative_l2:.2e}{bar}{remark}")
 
 

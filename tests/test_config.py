@@ -149,7 +149,7 @@ def test_a_folder_is_not_part_of_the_identity():
 
 
 def test_the_attention_in_the_environment_is_checked(monkeypatch):
-    assert set(ATTENTIONS) == {"runtime", "static", *(provider.name for provider in attention.OP.providers)}
+    assert set(ATTENTIONS) == {"runtime", "static", "lossy", *(provider.name for provider in attention.OP.providers)}
     monkeypatch.setenv("TRITIUM_ATTENTION", "banana")
     with pytest.raises(ConfigError, match="TRITIUM_ATTENTION=banana: unknown attention implementation; valid: "):
         CompilationConfig()

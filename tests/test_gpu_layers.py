@@ -63,7 +63,8 @@ def test_every_provider_computes_what_it_does_not_decline(dtype, form):
     mask = {"keep": keep, "keep rows": keep[:, :1, :1], "add": torch.randn(1, 4, 300, 300, device="cuda").to(dtype)}
     mask, causal = mask.get(form), form == "causal"
     given = OP.bind(q, k, v, mask, q.shape[-1] ** -0.5, causal)
-    ran, able = [], {name for name, provider in ops.providers(OP).items() if provider.decline(given) is None}
+    exact = {name: provider for name, provider in ops.providers(OP).items() if not provider.lossy}
+    ran, able = [], {name for name, provider in exact.items() if provider.decline(given) is None}
     for name in able:
         try:
             out = ops.providers(OP)[name].run(given)

@@ -29,8 +29,8 @@ _FORMER_NAMES = {
 
 # Values of TRITIUM_ATTENTION: ways to choose a provider, and the providers of the op `attention`.
 ATTENTIONS = (
-    *("runtime", "static"),
-    *("sdpa", "cudnn", "flash", "efficient", "math", "chunked", "products", "flex", "flash3", "sage"),
+    *("runtime", "static", "lossy"),
+    *("sdpa", "cudnn", "flash", "efficient", "math", "chunked", "products", "flex", "flash3", "sage", "int8"),
 )
 
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}

@@ -33,7 +33,7 @@ def children(monkeypatch, program):
         if f"{section}:{part}" in failing:
             return subprocess.CompletedProcess(command, 1)
         out = program.Path(command[command.index("--out") + 1])
-        row = dataclasses.replace(ROW, workload=f"{section} {part}", remark=None)
+        row = dataclasses.replace(ROW, workload=f"{section} {part}", remark=None, commit="0")
         Results.now([row], "cpu").save(out / f"{section}-{part}.json")
         return subprocess.CompletedProcess(command, 0)
 
@@ -73,7 +73,7 @@ def test_an_unknown_section(program, tmp_path):
 
 def test_every_case_belongs_to_one_part(program):
     for section, parts in program.PARTS.items():
-        makers = getattr(quantized_kernels, section)(small=False)
+        makers = program.makers_of(section, small=False)
         assert 1 <= parts <= len(makers)
 
 
@@ -90,3 +90,12 @@ def test_a_case_is_measured_and_compared(monkeypatch):
     rows = quantized_kernels.measure_case(product(settings), settings, lambda _: None)
     assert {"bf16 cuBLAS"} <= {row.variant for row in rows}
     assert torch.isfinite(torch.tensor([row.median_ms for row in rows])).all()
+
+
+def test_attention_is_judged_by_its_worst_head(program):
+    settings = Settings(seconds=0.01, device_type="cpu")
+    makers = program.makers_of("attention", small=True)
+    rows = {row.variant: row for row in quantized_kernels.measure_case(makers[0](settings), settings, lambda _: None)}
+    assert set(rows) == {"bf16 cuDNN", "int8"}
+    assert 0.01 < rows["int8"].relative_l2 < 0.06
+    assert rows["int8"].remark.startswith("worst head: normal 2")

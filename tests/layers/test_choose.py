@@ -143,8 +143,9 @@ class TestChoice:
         ],
     )
     def test_declines_on_a_gpu(self, changes, declined):
-        # Two packages are not installed here.
-        assert set(ops.providers(OP)) - able(on_a_gpu(**changes)) == declined | {"flash3", "sage"}
+        # Two packages and a GPU are not here.
+        declined = declined | {"flash3", "sage", "int8"}
+        assert set(ops.providers(OP)) - able(on_a_gpu(**changes)) == declined
 
     def test_gradients_are_declined_by_providers_without_a_backward(self):
         given = on_a_gpu()

@@ -26,7 +26,7 @@ CODE = ("compat", "compiler", "fusions", "graph.py", "ops", "tiling", "tuning")
 def package_files() -> list[Path]:
     """Return the package's files that decide how a graph is compiled."""
     parts = (ROOT / name for name in CODE)
-    return sorted(file for part in parts for file in ([part] if part.suffix == ".py" else part.rglob("*.py")))
+    return sorted(file for part in parts for file in ([part] if part.suffix else ops.code_in(part)))
 
 
 @functools.cache

@@ -44,10 +44,16 @@ class Case:
     truth: Callable[..., torch.Tensor] | None = None
     # Returns numbers from a variant's results.
     read: Callable[[Any], torch.Tensor] = field(default=lambda result: result)
+    # Describes the error of a variant, given its function.
+    judge: Callable[[Callable[..., Any]], str] | None = None
+    # Calls in a captured graph.
+    calls: int = CALLS
 
 
-def captured(function: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], device_type: str) -> Callable[[], Any]:
-    """Return a function that replays ten calls; on a CPU it makes one call."""
+def captured(
+    function: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], device_type: str, calls: int = CALLS
+) -> Callable[[], Any]:
+    """Return a function that replays some calls; on a CPU it makes one call."""
     if device_type != "cuda":
         return lambda: function(*inputs[0])
     side = torch.cuda.Stream()
@@ -57,7 +63,7 @@ def captured(function: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], de
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for index in range(CALLS):
+        for index in range(calls):
             function(*inputs[index % len(inputs)])
     replay: Callable[[], Any] = graph.replay
     return replay
@@ -69,17 +75,20 @@ def measure_case(case: Case, settings: Settings, notify: Callable[[str], None] =
     size = sum(part.numel() * part.element_size() for part in _tensors(first))
     inputs = [first, *(case.draw() for _ in range(min(8, int(SPREAD / max(size, 1)))) if where == "cuda")]
     truth = case.truth(*first) if case.truth is not None else case.read(case.variants[case.reference](*first))
-    calls, failed, loss = {}, {}, {}
+    calls, failed, loss, remarks = {}, {}, {}, {}
     for name, function in case.variants.items():
         try:
             with torch.inference_mode():
                 loss[name] = measure.relative_l2(case.read(function(*first)).float(), truth.float())
-                calls[name] = captured(function, inputs, where)
+                if case.judge is not None:
+                    remarks[name] = case.judge(function)
+                calls[name] = captured(function, inputs, where, case.calls)
         except Exception as error:  # noqa: BLE001 - a candidate that needs too much shared memory is one result
             failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
+            notify(f"{case.name}: {name} failed: {failed[name]}")
     notify(f"{case.name}: timing {len(calls)} variants, {len(failed)} failed")
     timings = measure.interleave(calls, where, rounds=ROUNDS, burst=1)
-    each = CALLS if where == "cuda" else 1
+    each = case.calls if where == "cuda" else 1
     against = timings.get(case.reference)
     rows = []
     for name, timing in timings.items():
@@ -100,7 +109,7 @@ def measure_case(case: Case, settings: Settings, notify: Callable[[str], None] =
                 peak_memory_bytes=None,
                 relative_l2=loss[name],
                 disturbed=None,
-                remark="; ".join(f"{what} failed: {why}" for what, why in failed.items()) or None,
+                remark=remarks.get(name) or "; ".join(f"{what} failed: {why}" for what, why in failed.items()) or None,
             )
         )
     return rows

@@ -2,6 +2,7 @@
 
     runtime   the fastest in a measurement on this machine; the first call of a kind is measured, even while compiling
     static    the winner in a shipped table, otherwise by a rule
+    lossy     as runtime, with lossy providers where they save 3 %; `lossy:NAME` takes that one wherever it can compute
     a name    the provider of this name
 
 `TRITIUM_ATTENTION` is one of these, and overrides the choice of dense attention.
@@ -24,7 +25,7 @@ from tritium.ops import REFERENCE, Arguments, Op, attention, block_sparse_attent
 from tritium.ops.op import present
 from tritium.report.ledger import LEDGER
 
-RUNTIME, STATIC = MODES = ("runtime", "static")
+RUNTIME, STATIC, LOSSY = MODES = ("runtime", "static", "lossy")
 
 DENSE, SPARSE = attention.OP.name, block_sparse_attention.OP.name
 OPS = {DENSE: attention.OP, SPARSE: block_sparse_attention.OP}
@@ -69,8 +70,12 @@ def choose(op: Op, given: Arguments, by: str) -> str:
     override = envs.get(envs.ATTENTION) if op.name == DENSE else None
     prefix = f"{envs.ATTENTION}={override}: " if override else ""
     name = override or by
-    if name in MODES:
-        return tuning.choose_at_first_use(op, given, measures=name == RUNTIME)[0]
+    wanted = name.removeprefix(f"{LOSSY}:") if name.startswith(f"{LOSSY}:") else ""
+    if wanted and ops.providers(op)[wanted].decline(given) is None:
+        return wanted
+    if name in MODES or wanted:
+        is_lossy = name == LOSSY and op.trial is not None and op.trial.lossy_use is not None
+        return tuning.choose_at_first_use(op, given, measures=name != STATIC, lossy=is_lossy)[0]
     if problem := _problem(op.name, name):
         raise ArgumentError(prefix + problem)
     providers = ops.providers(op)

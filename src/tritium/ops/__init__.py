@@ -69,15 +69,26 @@ def providers(op: Op) -> dict[str, Provider]:
     return _providers_of(op)
 
 
-# Why a provider is not chosen where it was not named.
-LOSSY = "it is lossy: used by name, with fidelity='fast'"
+# The suffixes of files with code.
+CODE = (".py", ".cu")
+
+# Why a provider is not chosen where only exact ones are.
+LOSSY = "it is lossy: used by name, or where Quantize(attention=...) allows it"
 
 
-def declines(op: Op, arguments: Arguments) -> dict[str, str | None]:
-    """Return for each owned provider of an op why it is not chosen for some arguments, or None."""
-    return {name: LOSSY if provider.lossy else provider.decline(arguments) for name, provider in providers(op).items()}
+def declines(op: Op, arguments: Arguments, *, lossy: bool = False) -> dict[str, str | None]:
+    """Return for each owned provider of an op why it cannot take some arguments, or None; `lossy` admits lossy ones."""
+    return {
+        name: LOSSY if provider.lossy and not lossy else provider.decline(arguments)
+        for name, provider in providers(op).items()
+    }
+
+
+def code_in(folder: Path) -> list[Path]:
+    """Return the files of a folder that decide what is computed: Python, and kernels in CUDA C++."""
+    return sorted(file for file in folder.rglob("*") if file.suffix in CODE)
 
 
 def files() -> list[Path]:
     """Return the source files of all ops and plug-in providers: every cache key includes their content."""
-    return [*sorted(Path(__file__).parent.rglob("*.py")), *(entry.file for entry in _plugged_in())]
+    return [*code_in(Path(__file__).parent), *(entry.file for entry in _plugged_in())]

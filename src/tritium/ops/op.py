@@ -51,7 +51,7 @@ class Provider:
     traced: bool = False
     # True if `run` is made of PyTorch operators alone, and Inductor generates the code for all of them.
     inlined: bool = False
-    # True if its results are not as exact as the dtype: it is used by name where losses are allowed.
+    # True if its results are not as exact as the dtype: it is used by name, or where a user allows losses.
     lossy: bool = False
 
 
@@ -120,6 +120,8 @@ class Trial:
     standard: tuple[Shape, ...] = ()
     # None: a call measures nothing, only `tritium tune` does.
     first_use: FirstUse | None = None
+    # The comparison in which lossy providers take part; its check is theirs.
+    lossy_use: FirstUse | None = None
 
     @classmethod
     def in_block(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import tritium
-from tritium import compat, disk
+from tritium import compat, disk, ops
 from tritium.artifacts.fingerprint import config_digest
 from tritium.errors import RankError
 from tritium.pipelines.part import Part
@@ -161,7 +161,7 @@ def _digest_of(config: Any) -> str:
 @functools.cache
 def _code_digest() -> str:
     root = Path(tritium.__file__).parent
-    files = sorted(root.rglob("*.py"))
+    files = ops.code_in(root)
     return disk.digest(*(file.relative_to(root).as_posix() for file in files), *files)[:12]
 
 

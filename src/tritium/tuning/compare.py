@@ -19,7 +19,7 @@ import torch
 from tritium import compat, device, measure, ops
 from tritium.errors import TritiumError, brief
 from tritium.ops import INDUCTOR, Op
-from tritium.ops.op import Block, count, draw_from
+from tritium.ops.op import Block, FirstUse, count, draw_from
 from tritium.report.explain import explain
 from tritium.report.records import GraphRecord
 from tritium.tuning import tables
@@ -82,11 +82,9 @@ def compare_alone(
     create: Callable[[], Mapping[str, Any]],
     reasons: Mapping[str, str | None],
     where: torch.device,
+    first: FirstUse,
 ) -> Verdict | None:
     """Check and time the providers without a reason to skip them; None with a warning if none is left."""
-    assert op.trial is not None
-    first = op.trial.first_use
-    assert first is not None
     remarks: dict[str, str] = {}
     runs: dict[str, Callable[[], Any]] = {}
     # Set no default device: it is a mode that runs Python for every operator, and penalizes providers of many operators.

@@ -10,9 +10,10 @@ op's default; in a graph that a backend compiles, only stored verdicts count, an
 from __future__ import annotations
 
 import contextvars
+import math
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -31,6 +32,9 @@ T = TypeVar("T")
 
 # The suffix of the shape in verdicts that were measured while a function was being compiled.
 COMPILING = "compiling=1"
+
+# The suffix of the shape in verdicts in which lossy providers took part, and the share of time that these must save.
+LOSSY, LOSSY_MARGIN = "lossy=1", 0.03
 
 # The most calls whose choice is kept in memory.
 MOST_CALLS = 4096
@@ -51,21 +55,26 @@ def _tensors(arguments: Arguments) -> list[torch.Tensor]:
     return [leaf for leaf in compat.tensors.leaves_of(list(vars(arguments).values())) if isinstance(leaf, torch.Tensor)]
 
 
-def _first_use_of(op: Op) -> FirstUse:
+def _first_use_of(op: Op, *, lossy: bool = False) -> FirstUse:
     assert op.trial is not None
-    assert op.trial.first_use is not None
-    return op.trial.first_use
+    first = op.trial.lossy_use if lossy else op.trial.first_use
+    assert first is not None
+    return first
 
 
-def choose_at_first_use(op: Op, arguments: Arguments, *, measures: bool = True) -> tuple[str, str]:
+def choose_at_first_use(op: Op, arguments: Arguments, *, measures: bool = True, lossy: bool = False) -> tuple[str, str]:
     """Return the provider for a call of an op with `first_use`, and the reason.
 
-    With `measures`, the user's verdicts count, and a missing one is measured; otherwise only shipped ones do.
+    With `measures`, the user's verdicts count, and a missing one is measured; otherwise only shipped ones do. With `lossy`,
+    a lossy provider is chosen if it saves 3 % over every exact one.
     """
-    key, declines = key_of(op, arguments), ops.declines(op, arguments)
-    verdict = _measured(op, key, arguments, declines) if measures else None
-    provider, why = _winner(key, declines, Machine.of(_tensors(arguments)[0].device), verdict)
-    return provider or _first_use_of(op).default(arguments), why
+    key, declines = key_of(op, arguments), ops.declines(op, arguments, lossy=lossy)
+    key = replace(key, shape=f"{key.shape} {LOSSY}") if lossy else key
+    first = _first_use_of(op, lossy=lossy)
+    verdict = _measured(op, key, arguments, declines, first) if measures else None
+    too_slow = {name for name, provider in ops.providers(op).items() if provider.lossy} if lossy else set()
+    provider, why = _winner(key, declines, Machine.of(_tensors(arguments)[0].device), verdict, too_slow)
+    return provider or first.default(arguments), why
 
 
 def choose_from_tables(op: Op, arguments: Arguments, where: torch.device) -> tuple[str | None, str]:
@@ -76,18 +85,32 @@ def choose_from_tables(op: Op, arguments: Arguments, where: torch.device) -> tup
 
 
 def _winner(
-    key: Key, declines: Mapping[str, str | None], machine: Machine, measured: Verdict | None
+    key: Key,
+    declines: Mapping[str, str | None],
+    machine: Machine,
+    measured: Verdict | None,
+    lossy: Collection[str] = (),
 ) -> tuple[str | None, str]:
-    """Return the fastest provider that takes the arguments, by a verdict or else the shipped one, and the reason."""
+    """Return the fastest provider that takes the arguments, by a verdict or else the shipped one, and the reason.
+
+    Those that are `lossy` count only if they save a share of the time of every other.
+    """
     able = [name for name, reason in declines.items() if reason is None]
     verdict, origin = measured, "measured on this machine"
     # A compiled graph can need more than the call that was measured, such as symbolic sizes: the winner may decline.
     if verdict is None or verdict.fastest(able) is None:
         verdict, origin = tables.shipped(machine).rows.get(key), "shipped"
-    provider = verdict.fastest(able) if verdict is not None else None
+    provider = verdict.fastest(_worth_a_loss(verdict, able, lossy)) if verdict is not None else None
     if verdict is None or provider is None:
         return None, f"{key.op} was not measured for {key.shape}"
     return provider, f"{origin}: {', '.join(f'{name} {ms:.3g} ms' for name, ms in verdict.ms.items())}"
+
+
+def _worth_a_loss(verdict: Verdict, able: Iterable[str], lossy: Collection[str]) -> list[str]:
+    """Return the providers among `able` without lossy ones that save too little."""
+    exact = [ms for name, ms in verdict.ms.items() if name in able and name not in lossy]
+    limit = min(exact, default=math.inf) * (1 - LOSSY_MARGIN)
+    return [name for name in able if name not in lossy or verdict.ms.get(name, math.inf) <= limit]
 
 
 def _while_compiling(key: Key) -> Key:
@@ -95,9 +118,11 @@ def _while_compiling(key: Key) -> Key:
     return replace(key, shape=f"{key.shape} {COMPILING}")
 
 
-def _measured(op: Op, key: Key, arguments: Arguments, declines: Mapping[str, str | None]) -> Verdict | None:
+def _measured(
+    op: Op, key: Key, arguments: Arguments, declines: Mapping[str, str | None], first: FirstUse
+) -> Verdict | None:
     """Return this machine's verdict, measured now if there is none; None if it cannot be measured."""
-    first, tensors = _first_use_of(op), _tensors(arguments)
+    tensors = _tensors(arguments)
     where, versions, create = tensors[0].device, dict(first.versions()), first.alike(arguments)
     # Read the caller's modes in this thread: the thread that measures has none.
     is_symbolic = any(not isinstance(size, int) for tensor in tensors for size in tensor.shape)
@@ -109,7 +134,7 @@ def _measured(op: Op, key: Key, arguments: Arguments, declines: Mapping[str, str
     if first.skip is not None:
         reasons = {name: reason or first.skip(name, arguments, compiling) for name, reason in declines.items()}
     exact = _while_compiling(key) if compiling else key
-    return recall(where, exact, versions, lambda: compare_alone(op, exact, create, reasons, where))
+    return recall(where, exact, versions, lambda: compare_alone(op, exact, create, reasons, where, first))
 
 
 def recall(

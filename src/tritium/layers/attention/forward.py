@@ -13,7 +13,7 @@ from tritium.layers.arguments import FLOATING, check_broadcast, check_rank, chec
 from tritium.layers.choose import DENSE, check_name, compute
 from tritium.ops.attention import attention_math
 
-Mode = Literal["runtime", "static", "manual"]
+Mode = Literal["runtime", "static", "manual", "lossy"]
 # The memory formats that inputs can be converted to. BSH, with merged heads, has the same bytes as BSND.
 Layout = Literal["BNSD", "BSND", "BSH"]
 
@@ -51,8 +51,11 @@ def attention_forward(
         is_causal: Whether query i sees only keys 0 to i; can be combined with a mask.
         enable_gqa: Whether groups of heads of the query may share a head of the key.
         opt_mode: `runtime` measures once and remembers, `static` uses a shipped table or a rule, `manual` uses `op_type`.
+            `lossy` is `runtime` with lossy providers where they are at least 3 % faster, or with `op_type` for the calls
+            that it can compute.
         op_type: With `manual`, the provider: `sdpa`, `cudnn`, `flash`, `efficient`, `math`, `chunked`, `products`,
-            `flex`, `flash3`, `sage`, or a name that an installed package adds. Raises if it cannot compute this call.
+            `flex`, `flash3`, the lossy `int8` and `sage`, or a name that an installed package adds.
+            Raises if it cannot compute this call.
         layout: With `manual`, the memory format that tensors are converted to: `BNSD`, `BSND` or `BSH`; None for no change.
     """
     check_choice(opt_mode, op_type, layout)
@@ -68,7 +71,8 @@ def attention_forward(
         mask, is_causal = _also_causal(mask, query.shape[2], key.shape[2]), False
     # PyTorch's kernels compute no forward-mode derivatives.
     if fused and (torch.compiler.is_compiling() or not compat.dynamo.has_tangents()):
-        by = (op_type or "sdpa") if opt_mode == "manual" else opt_mode
+        by = opt_mode if op_type is None else f"{opt_mode}:{op_type}"
+        by = (op_type or "sdpa") if opt_mode == "manual" else by
         out = compute(DENSE, by, query, key, value, mask, factor, is_causal)
     else:
         out = attention_math(query, key, value, mask, factor, is_causal)
@@ -77,7 +81,7 @@ def attention_forward(
 
 def check_choice(opt_mode: str, op_type: str | None, layout: str | None) -> None:
     """Raise for names that are invalid for every call."""
-    if opt_mode != "manual" and (op_type is not None or layout is not None):
+    if opt_mode != "manual" and ((op_type is not None and opt_mode != "lossy") or layout is not None):
         raise ArgumentError(
             f"op_type and layout are for opt_mode 'manual', not for {opt_mode!r}, which chooses by itself"
         )

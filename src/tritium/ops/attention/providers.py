@@ -18,6 +18,7 @@ import torch.nn.functional as F  # noqa: N812 - the conventional name
 from tritium import compat, device
 from tritium.compat import attention as compat_attention
 from tritium.ops import wide_attention
+from tritium.ops.attention import eight_bits
 from tritium.ops.attention.reference import Sizes, arranged, chunked
 from tritium.ops.op import Arguments, Provider, present
 from tritium.ops.triton_launch import decline_tensors
@@ -300,6 +301,7 @@ PROVIDERS = (
     _provider("products", products, decline_products),
     _provider("flex", flex, decline_flex),
     _provider("flash3", flash3, functools.partial(_decline_package, module="flash_attn_interface", widest=256)),
-    # It multiplies in 8 bits.
+    # These two multiply in 8 bits.
     _provider("sage", sage, functools.partial(_decline_package, module="sageattention", widest=128), lossy=True),
+    _provider("int8", eight_bits.run, eight_bits.decline, lossy=True),
 )

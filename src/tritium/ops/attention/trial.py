@@ -18,6 +18,9 @@ from tritium.ops.op import Arguments, FirstUse, Shape, Trial, draw_from, present
 # The number of queries whose result is compared with float64.
 CHECKED = 128
 
+# The least ratio of signal to error in dB of lossy providers, for every head.
+LEAST_SQNR = 25.0
+
 # Scores of 4608 tokens and 24 heads are 1.9 GiB, those of video 160 GiB, which would exhaust the model's memory.
 MOST_SCORES = 2 << 30
 # Where providers that hold many scores are not measured beyond that. On a GPU `chunked` takes eight seconds for video,
@@ -89,9 +92,21 @@ def alike(given: Arguments) -> Callable[[], Mapping[str, Any]] | None:
 
 def check(given: Arguments) -> Callable[[torch.Tensor], str | None]:
     """Compute the last queries in float64; the returned function compares a result with these."""
-    q, k, v, mask = given.q, given.k, given.v, given.mask
-    first = max(0, q.shape[2] - CHECKED)
-    rows = slice(first, None)
+    rows = slice(max(0, given.q.shape[2] - CHECKED), None)
+    exact, eager = exact_rows(given, rows)
+    allowed = fidelity.allowed(eager, exact)
+
+    def too_far(out: torch.Tensor) -> str | None:
+        error = fidelity.error(out[:, :, rows], exact)
+        # Compared this way so that NaN counts as too large.
+        return None if error <= allowed else f"error {error:.2e} against float64, allowed {allowed:.2e}"
+
+    return too_far
+
+
+def exact_rows(given: Arguments, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the result of some queries in float64, and in the dtype of the query."""
+    q, k, v, mask, first = given.q, given.k, given.v, given.mask, rows.start
     some = mask[:, :, rows] if mask is not None and mask.shape[2] > 1 else mask
     # One head at a time: for video, all heads in float64 would not fit in memory.
     parts: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -103,12 +118,37 @@ def check(given: Arguments) -> Callable[[torch.Tensor], str | None]:
         wide = tuple(t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in arguments)
         parts.append((attention_math(*wide, first_row=first), attention_math(*arguments, first_row=first)))  # type: ignore[arg-type]
     exact, eager = (torch.cat(side, dim=1) for side in zip(*parts, strict=True))
-    allowed = fidelity.allowed(eager, exact)
+    return exact, eager
+
+
+def with_outliers(given: Arguments) -> Callable[[], Mapping[str, Any]] | None:
+    """Return a function that creates arguments like these whose queries and keys have outlier channels, as in trained models."""
+    create = alike(given)
+    if create is None:
+        return None
+
+    def created() -> dict[str, Any]:
+        made = {**create()}
+        for name, channels, factor in (("q", 64, 3.0), ("k", 32, 10.0)):
+            side = made[name]
+            column = torch.arange(side.shape[3], device=side.device)
+            # The mean of all keys, which a softmax does not see.
+            moved = 30.0 * (column == 5) if name == "k" else 0.0
+            made[name] = side * torch.where(column % channels == 0, factor, 1.0).to(side.dtype) + moved
+        return made
+
+    return created
+
+
+def check_lossy(given: Arguments) -> Callable[[torch.Tensor], str | None]:
+    """Compute the last queries in float64; the returned function asks for LEAST_SQNR in every head."""
+    rows = slice(max(0, given.q.shape[2] - CHECKED), None)
+    exact = exact_rows(given, rows)[0]
 
     def too_far(out: torch.Tensor) -> str | None:
-        error = fidelity.error(out[:, :, rows], exact)
-        # Compared this way so that NaN counts as too large.
-        return None if error <= allowed else f"error {error:.2e} against float64, allowed {allowed:.2e}"
+        error = (out[:, :, rows].double() - exact).square().sum((0, 2, 3))
+        ratio = float((10 * torch.log10(exact.square().sum((0, 2, 3)) / error)).min())
+        return None if ratio >= LEAST_SQNR else f"SQNR {ratio:.1f} dB with outlier channels, at least {LEAST_SQNR:.0f}"
 
     return too_far
 
@@ -144,5 +184,13 @@ TRIAL = Trial(
     shape,
     first_use=FirstUse(
         alike=alike, check=check, default=rule, versions=compat_attention.versions, skip=skip, preferred="sdpa"
+    ),
+    lossy_use=FirstUse(
+        alike=with_outliers,
+        check=check_lossy,
+        default=rule,
+        versions=compat_attention.versions,
+        skip=skip,
+        preferred="sdpa",
     ),
 )

@@ -1,4 +1,4 @@
-"""Quantize the linears of a part: products in 8 bits, or weights stored in 8 or 4 bits."""
+"""Quantize a part: products and attention in 8 bits, or weights stored in 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from tritium.compiler.capture import auto
 from tritium.compiler.passes.quantize import Outcome, Precision, outcomes_of, quantize_linears
 from tritium.config import CompilationConfig
 from tritium.errors import ConfigError, PipelineError
+from tritium.layers.attention.diffusers import AttentionHandle, attention_layers, set_attention
+from tritium.techniques.attention import Attention
 from tritium.techniques.choice import Choice
 from tritium.techniques.graphs import Graphs
 from tritium.techniques.quantize import calibrating, storage
-from tritium.techniques.quantize.config import Quantize, Steps
+from tritium.techniques.quantize.config import AUTO, Quantize, Steps
 from tritium.techniques.quantize.scales import Scales
 from tritium.techniques.quantize.selection import Selection, candidates, select
 from tritium.techniques.quantize.storage import StoredLinear
+from tritium.techniques.sparse import Sparse
 from tritium.techniques.technique import Note, Part, Technique
 
 __all__ = ["TECHNIQUE", "Quantize", "Steps"]
@@ -45,11 +48,14 @@ class State:
     stored: dict[str, StoredLinear] = field(default_factory=dict)
     # Static scales of the inputs, if they were measured.
     scales: Scales | None = None
+    attention: AttentionHandle | None = None
 
 
 def applies_to(part: Part, config: Quantize) -> str | None:
     if not part.name.startswith(_PARTS):
         return "only denoisers and text encoders have many linears"
+    if config.linear is None and not config.formats:
+        return None if attention_layers(part.module) else "it has no attention layers of diffusers"
     is_encoder = part.name.startswith("text_encoder")
     if is_encoder and (config.steps is not None or config.scales == "step"):
         return "it runs once an image, outside of the steps"
@@ -62,13 +68,8 @@ def applies_to(part: Part, config: Quantize) -> str | None:
         return "it runs eagerly, and keep='device' rewrites compiled graphs; name it with Quantize(keep='cpu')"
     if (config.steps is not None or config.scales == "step") and not part.schedulers:
         return "steps need the scheduler; pass tritium.optimize(model, plan, scheduler=...)"
-    if (moved := _moved(part)) is not None:
-        if not config.keeps_bytes:
-            return f"{moved} moves its weights, and copies of them would be made again each time; write keep='cpu'"
-        if moved not in _MOVES_WHOLE:
-            return (
-                f"{moved} moves single weights, which it has read already; use enable_model_cpu_offload(), or remove it"
-            )
+    if (reason := _decline_moves(part, config)) is not None:
+        return reason
     try:
         found = candidates(part.module, config) if config.searches else select(part.module, config).chosen
     except PipelineError as error:
@@ -76,7 +77,18 @@ def applies_to(part: Part, config: Quantize) -> str | None:
             raise
         # The plan names layers of another part.
         return str(error)
-    return None if found else "it has no linears in repeated blocks"
+    if config.attention and attention_layers(part.module):
+        return None
+    return None if found else "it has no linears in repeated blocks" + (" and no attention" if config.attention else "")
+
+
+def _decline_moves(part: Part, config: Quantize) -> str | None:
+    moved = _moved(part)
+    if moved is not None and not config.keeps_bytes:
+        return f"{moved} moves its weights, and copies of them would be made again each time; write keep='cpu'"
+    if moved is not None and moved not in _MOVES_WHOLE:
+        return f"{moved} moves single weights, which it has read already; use enable_model_cpu_offload(), or remove it"
+    return None
 
 
 def _moved(part: Part) -> str | None:
@@ -92,8 +104,21 @@ def _moved(part: Part) -> str | None:
 
 
 def apply(part: Part, config: Quantize) -> State:
-    selection = select(part.module, config)
-    state = State(part, selection)
+    state = State(part, select(part.module, config))
+    if config.attention and attention_layers(part.module):
+        named = None if config.attention == AUTO else config.attention
+        state.attention = set_attention(part.module, opt_mode="lossy", op_type=named)
+    try:
+        return _quantized(part, config, state)
+    except BaseException:
+        if state.attention is not None:
+            state.attention.remove()
+        raise
+
+
+def _quantized(part: Part, config: Quantize, state: State) -> State:
+    """Quantize the selected linears of a part."""
+    selection = state.selection
     if config.keeps_bytes:
         _store(state)
         if part.how == "tritium":
@@ -162,6 +187,8 @@ def _by_step(part: Part, steps: Steps, other: Callable[..., Any]) -> Callable[..
 
 def remove(_part: Part, state: State) -> None:
     _restore(state)
+    if state.attention is not None:
+        state.attention.remove()
     if state.scales is not None:
         state.scales.forget()
 
@@ -169,6 +196,8 @@ def remove(_part: Part, state: State) -> None:
 def conflicts(config: Quantize, choice: Choice) -> str | None:
     if choice.how == "inductor":
         return "quantize is Tritium's, and the part runs with 'inductor'; leave one of them out"
+    if config.attention and (choice.get(Attention) is not None or choice.get(Sparse) is not None):
+        return "quantize has an attention of its own, and the part has another provider of it; leave one of them out"
     graphs = choice.get(Graphs)
     if graphs is not None and graphs.mode == "only" and not config.keeps_bytes:
         return (
@@ -236,11 +265,13 @@ def report(part: Part, config: Quantize, state: State) -> Note:
         "bytes": bytes_,
         "layers": _layers(selection, found, used, figures),
         "worst": dict(worst),
+        "attention": None if state.attention is None else {"by": config.attention, "layers": state.attention.layers},
         "milliseconds": dict(figures.times.get(config, {})),
     }
     words = [f"{count} linears in {format_}" for format_, count in formats.items()]
     words += [f"{len(waiting)} that no compiled code has called"] if waiting else []
     words += [f"{count} kept ({reason})" for reason, count in kept.most_common()]
+    words += [_attention_in_words(config, state.attention)] if config.attention else []
     words += [_steps_in_words(config.steps)] if config.steps is not None else []
     words += _costs_in_words(bytes_, stores=bool(state.stored))
     words += ["worst SQNR " + ", ".join(f"{name} {ratio:.1f} dB" for name, ratio in worst)] if worst else []
@@ -250,6 +281,12 @@ def report(part: Part, config: Quantize, state: State) -> Note:
 def _in_words(how: Precision) -> str:
     scales = {"row": "", "static": " with static scales", "step": " with scales by step"}
     return how.format + (f" rotated by {how.rotate}" if how.rotate else "") + scales[how.scales]
+
+
+def _attention_in_words(config: Quantize, handle: AttentionHandle | None) -> str:
+    if handle is None:
+        return "no attention layers of diffusers"
+    return f"{handle.layers} attention layers by {config.attention}"
 
 
 def _steps_in_words(steps: Steps) -> str:

@@ -1,0 +1,86 @@
+"""Attention in 8 bits, in plain PyTorch: the definition of the provider `int8`, and the oracle of its kernels' tests.
+
+    scores     (q * scale)(k - mean)^T with q and k in int8: a scale per query, and one per TILE keys
+    weights    exp2(scores - largest so far) * 2^8, rounded to float8_e4m3fn
+    total      of the rounded weights: their rounding then moves a result by 2 to 4 dB less
+    values     float8_e4m3fn with a scale per channel of a head, a power of two
+    result     the sums of a tile in float32, added in float32 to those of earlier tiles
+
+A softmax does not change when all keys are moved by one vector, and keys of trained models have large means. The vector
+is the mean of every fourth key: any vector is right, and it costs a quarter of the reads. Groups of columns of q and k are
+rotated by a regular Hadamard matrix, which does not change products either.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the conventional name
+
+from tritium.ops.quantize_rows import FP8, INT8, LARGEST, ROTATIONS, int8_scales, powers_of_two, rotated
+
+# Keys with one scale. The kernel adds the sums of as many keys at a time.
+TILE = 128
+
+# The mean is of one key in this many.
+SAMPLED = 4
+
+# Weights are rounded as multiples of 2^-8: the largest is 256, and the smallest that is not zero 2^-17.
+RAISED = 8.0
+
+# The largest magnitude of a channel of values counts as at least this.
+LEAST_VALUE = 2.0**-32
+
+
+def rotation_of(width: int) -> int:
+    """Return the columns of heads of a width that are rotated together.
+
+    >>> rotation_of(128), rotation_of(40), rotation_of(63)
+    (64, 4, 0)
+    """
+    return next((group for group in reversed(ROTATIONS[:4]) if group and width % group == 0), 0)
+
+
+def in_int8(x: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return x rounded to int8, in float32, and its scales, for largest magnitudes that broadcast against x."""
+    scale, inverse = int8_scales(largest)
+    return (x * inverse).round().clamp(-LARGEST[INT8], LARGEST[INT8]), scale
+
+
+def in_float8(x: torch.Tensor) -> torch.Tensor:
+    """Return x rounded to float8, in float32; larger numbers become the largest."""
+    return x.clamp(-LARGEST[FP8], LARGEST[FP8]).to(FP8).to(torch.float32)
+
+
+def in_tiles(x: torch.Tensor) -> torch.Tensor:
+    """Return [B, N, S, D] as [B, N, tiles, TILE, D], padded with zeros."""
+    batch, heads, tokens, width = x.shape
+    padded = F.pad(x, (0, 0, 0, -tokens % TILE))
+    return padded.reshape(batch, heads, padded.shape[2] // TILE, TILE, width)
+
+
+def rounded_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, rotate: int | None = None
+) -> torch.Tensor:
+    """Compute attention of heads-first tensors in 8 bits; `rotate` None is the rotation for the heads' width."""
+    group = rotation_of(q.shape[3]) if rotate is None else rotate
+    wide_q, wide_k, wide_v = (side.to(torch.float32) for side in (q, k, v))
+    moved = wide_k - wide_k[:, :, ::SAMPLED].mean(2, keepdim=True)
+    wide_q, tiles = rotated(wide_q, group), in_tiles(rotated(moved, group))
+    rows, row_scale = in_int8(wide_q, wide_q.abs().amax(-1, keepdim=True))
+    keys, key_scale = in_int8(tiles, tiles.abs().amax((-2, -1), keepdim=True))
+    value_scale, inverse = powers_of_two(wide_v.abs().amax(2, keepdim=True).clamp(min=LEAST_VALUE))
+    values = in_tiles(in_float8(wide_v * inverse))
+    row_scale = row_scale * (scale / math.log(2))
+    largest = torch.full_like(row_scale, -math.inf)
+    total, out = torch.zeros_like(row_scale), torch.zeros((*q.shape[:3], v.shape[3]), device=q.device)
+    for tile in range(tiles.shape[2]):
+        score = rows @ keys[:, :, tile].transpose(-2, -1) * (row_scale * key_scale[:, :, tile])
+        score[..., max(0, k.shape[2] - tile * TILE) :] = -math.inf
+        now = torch.maximum(largest, score.amax(-1, keepdim=True))
+        weight, shrink = in_float8(torch.exp2(score - (now - RAISED))), torch.exp2(largest - now)
+        total = total * shrink + weight.sum(-1, keepdim=True)
+        out = out * shrink + weight @ values[:, :, tile]
+        largest = now
+    return (out * value_scale / total).to(q.dtype)
