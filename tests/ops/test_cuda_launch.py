@@ -81,7 +81,7 @@ def test_the_library_of_torch_s_cuda_is_first(monkeypatch):
         assert set(names) == {"libnvrtc.so.12", "libnvrtc.so.13"}
 
 
-def test_code_is_compiled_once_for_each_text_options_and_version(monkeypatch, cache):
+def test_code_is_compiled_once_for_each_text_and_version(monkeypatch, cache):
     calls = []
     monkeypatch.setattr(nvrtc, "library", object)
     monkeypatch.setattr(nvrtc, "version", lambda: "13.0")
