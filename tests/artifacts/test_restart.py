@@ -38,12 +38,12 @@ def test_a_failed_hash_is_left_to_who_needs_it(monkeypatch):
         raise OSError("unreadable")
 
     monkeypatch.setattr("torch._inductor.codecache.torch_key", broken)
-    monkeypatch.setattr("tritium.compat.inductor._hashing", [])
+    monkeypatch.setattr("tritium.compat.inductor._preparing", {})
     compat.inductor.start_hashing()
     compat.inductor.start_hashing()
     from tritium.compat import inductor
 
-    for thread in inductor._hashing:
+    for thread in inductor._preparing.values():
         thread.join()
     assert len(asked) == 1
     assert asked[0] is not threading.current_thread()
