@@ -99,7 +99,7 @@ class TestWorkers:
         self._start()
         assert not self.started
 
-    def test_start_with_optimize_if_a_gpu_s_kernels_are_probably_compiled(self):
+    def test_start_with_optimize_if_the_cache_is_empty(self):
         gpu, cpu = (types.SimpleNamespace(device=torch.device(name)) for name in ("cuda", "cpu"))
         with compat.inductor.empty_cache():
             assert api._needs_workers(gpu, tritium.Plan(), None)
