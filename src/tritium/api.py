@@ -18,6 +18,7 @@ from torch import nn
 
 from tritium import compat, device
 from tritium.artifacts import files as compiled_files
+from tritium.artifacts import observations
 from tritium.errors import ArtifactError, ConfigError, PipelineError, ReportError, nearest
 from tritium.pipelines import account, calibration, claims, hooks, meshes, parts, placing, recipe, trial
 from tritium.pipelines import sleep as sleeping
@@ -119,6 +120,8 @@ class Handle:
             if spec.name not in shared or shared[spec.name].choice == claims.PASSIVE:
                 hooks.check(spec)
         self.artifacts = _load(compiled_before, pipe)
+        if compiled and _needs_workers(pipe, plan, self.artifacts):
+            compat.inductor.start_workers()
         self._together.agree(found)
         self._parts = found
         for part, spec in zip(self._parts, specs, strict=True):
@@ -386,6 +389,12 @@ def _shared(pipe: Any, plan: Plan, specs: list[PartSpec]) -> dict[str, Part]:
             if reason is not None:
                 raise PipelineError(reason)
     return shared
+
+
+def _needs_workers(pipe: Any, plan: Plan, loaded: compiled_files.ArtifactSummary | None) -> bool:
+    """Return True if the first call probably compiles GPU kernels; otherwise the first kernel starts the workers."""
+    found = loaded is not None or observations.has_compiled()
+    return not found and plan.config.engine == "inductor" and pipe.device.type == "cuda"
 
 
 def _load(path: str | Path | None, pipe: Any) -> compiled_files.ArtifactSummary | None:

@@ -1,11 +1,14 @@
 """What a process does not do for graphs that an earlier one compiled."""
 
 import threading
+import types
 
 import pytest
+import torch
 
 import tritium
-from tritium import compat
+from tritium import api, compat
+from tritium.artifacts import files, observations
 from tritium.compiler import lower
 from tritium.report.observation import Observation
 
@@ -38,12 +41,12 @@ def test_a_failed_hash_is_left_to_who_needs_it(monkeypatch):
         raise OSError("unreadable")
 
     monkeypatch.setattr("torch._inductor.codecache.torch_key", broken)
-    monkeypatch.setattr("tritium.compat.inductor._hashing", [])
+    monkeypatch.setattr("tritium.compat.inductor._preparing", {})
     compat.inductor.start_hashing()
     compat.inductor.start_hashing()
     from tritium.compat import inductor
 
-    for thread in inductor._hashing:
+    for thread in inductor._preparing.values():
         thread.join()
     assert len(asked) == 1
     assert asked[0] is not threading.current_thread()
@@ -67,3 +70,42 @@ def test_work_for_dynamo_s_log_is_done_for_its_readers_alone(monkeypatch):
     monkeypatch.setenv("TORCH_TRACE", "somewhere")
     with pytest.raises(TypeError):
         guards.profile_guard_manager()
+
+
+class TestWorkers:
+    @pytest.fixture(autouse=True)
+    def _started(self, monkeypatch):
+        self.started = []
+        monkeypatch.setattr("torch._inductor.async_compile.maybe_warm_pool", lambda: self.started.append("pool"))
+        monkeypatch.setattr("tritium.compat.inductor._preparing", {})
+
+    def _start(self):
+        compat.inductor.start_workers()
+        for thread in compat.inductor._preparing.values():
+            thread.join()
+
+    def test_start_once(self):
+        self._start()
+        self._start()
+        assert self.started == ["pool"]
+
+    def test_do_not_start_if_this_process_compiles(self):
+        with compat.inductor.inductor_patched({"compile_threads": 1}):
+            self._start()
+        assert not self.started
+
+    def test_a_torch_without_them_compiles_as_usual(self, monkeypatch):
+        monkeypatch.delattr("torch._inductor.async_compile.maybe_warm_pool")
+        self._start()
+        assert not self.started
+
+    def test_start_with_optimize_if_the_cache_is_empty(self):
+        gpu, cpu = (types.SimpleNamespace(device=torch.device(name)) for name in ("cuda", "cpu"))
+        with compat.inductor.empty_cache():
+            assert api._needs_workers(gpu, tritium.Plan(), None)
+            assert not api._needs_workers(cpu, tritium.Plan(), None)
+            assert not api._needs_workers(gpu, tritium.Plan(config=tritium.CompilationConfig(engine="eager")), None)
+            loaded = files.ArtifactSummary("file", 1, 1, 0, 0, 0)
+            assert not api._needs_workers(gpu, tritium.Plan(), loaded)
+            observations.store().save("key", Observation())
+            assert not api._needs_workers(gpu, tritium.Plan(), None)

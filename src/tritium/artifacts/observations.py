@@ -75,6 +75,11 @@ def store() -> Store:
     return Store(compat.inductor.cache_dir() / "tritium")
 
 
+def has_compiled() -> bool:
+    """Return True if an earlier process compiled something into this cache."""
+    return store().folder.exists()
+
+
 def used() -> list[str]:
     """Return the keys of all observations that this process wrote or found."""
     return list(_used)

@@ -16,6 +16,7 @@ from tritium.compat import (  # noqa: F401 - read as `compat.NAME`
     fake_ranks,
     generated,
     inductor,
+    late_kernels,
     lowerings,
     modules,
     observation,

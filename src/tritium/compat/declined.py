@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 
+from tritium.compat.late_kernels import decline_hooks
 from tritium.compat.shapes import decline_sizes_apart
 from tritium.compat.tiling import decline_tiling
 from tritium.compat.versions import TORCH, Version, decline_name
@@ -29,6 +30,7 @@ def declined_parts(version: Version = TORCH) -> dict[str, str]:
     reasons = {
         "the tiling policy": decline_tiling(version),
         "separate symbols for equal sizes": decline_sizes_apart(),
+        "kernels of several pieces compiled at once": decline_hooks(),
     }
     found = {part: reason for part, reason in reasons.items() if reason is not None}
     for part, module, name in _NEEDED:

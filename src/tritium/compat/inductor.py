@@ -65,8 +65,8 @@ def allows_tf32() -> bool:
     return bool(cudnn.conv.fp32_precision == "tf32")
 
 
-# The hashing thread, after its start.
-_hashing: list[threading.Thread] = []
+# Threads that prepare the first compilation, which waits for them: by name.
+_preparing: dict[str, threading.Thread] = {}
 
 
 def overlap_settings() -> dict[str, Any]:
@@ -89,21 +89,49 @@ def start_hashing() -> None:
     These are half a gigabyte, most of it in one library; reading and hashing release Python's lock. `compile_fx` waits
     for the thread.
     """
-    if _hashing:
+    _prepare("tritium-hashing", _hash_code)
+
+
+def start_workers() -> None:
+    """Start the processes that compile GPU kernels, in a thread, as the backend `inductor` does in its first call.
+
+    They take seconds to start. Until they run, Inductor compiles one kernel after another in this process.
+    """
+    if setting("compile_threads") == 1:
+        return
+
+    def start() -> None:
+        # Their command line contains the hash.
+        _hash_code()
+        warm = getattr(importlib.import_module("torch._inductor.async_compile"), "maybe_warm_pool", None)
+        if warm is not None:
+            warm()
+
+    _prepare("tritium-workers", start)
+
+
+def _hash_code() -> None:
+    importlib.import_module("torch._inductor.codecache").torch_key()
+    triton = importlib.import_module("torch._inductor.runtime.triton_compat")
+    if triton.HAS_TRITON:
+        triton.triton_key()
+
+
+def _prepare(name: str, function: Callable[[], None]) -> None:
+    """Run a function once per process in a thread."""
+    if name in _preparing:
         return
     # Import here and not in the thread: with circular imports, two threads could see a half-initialised module.
-    codecache = importlib.import_module("torch._inductor.codecache")
-    triton = importlib.import_module("torch._inductor.runtime.triton_compat")
+    for module in ("codecache", "runtime.triton_compat", "async_compile"):
+        importlib.import_module(f"torch._inductor.{module}")
 
-    def hash_code() -> None:
-        # Both functions cache their result. After an error, the next caller gets the same error and can report it.
+    def run() -> None:
+        # The compilation calls the same functions, and reports their errors.
         with contextlib.suppress(Exception):
-            codecache.torch_key()
-            if triton.HAS_TRITON:
-                triton.triton_key()
+            function()
 
-    _hashing.append(threading.Thread(target=hash_code, name="tritium-hashing", daemon=True))
-    _hashing[0].start()
+    _preparing[name] = threading.Thread(target=run, name=name, daemon=True)
+    _preparing[name].start()
 
 
 def import_compiler() -> None:
@@ -114,7 +142,7 @@ def import_compiler() -> None:
 
 def compile_fx(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     module = importlib.import_module("torch._inductor.compile_fx")
-    for thread in _hashing:
+    for thread in _preparing.values():
         thread.join()
     return cast("Callable[..., Any]", module.compile_fx(gm, example_inputs))
 

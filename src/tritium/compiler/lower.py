@@ -6,13 +6,16 @@
 4. `eager`           no code generation; not for a block, whose graph is then compiled whole
 
 The report lists each attempt that fails with its error and graphs.
+
+Several graphs can be started before the first is finished: while Inductor's worker processes compile the kernels of one,
+the code of the next is generated.
 """
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,7 +26,7 @@ from tritium.artifacts import libraries
 from tritium.artifacts.observations import code_key, store, store_key
 from tritium.compiler import together
 from tritium.compiler.compilation import Compilation, Graphs, Unit, is_the_callers
-from tritium.graph import copied, with_graph
+from tritium.graph import copied, is_dynamic, with_graph
 from tritium.ops import triton_launch
 from tritium.ops.op import NAMESPACE
 from tritium.report.kernel_dump.dissection import Dissection
@@ -104,8 +107,58 @@ def eager(c: Compilation, unit: Unit, error: Exception | None) -> Attempt | None
 ATTEMPTS = (rewritten, without_tiling, untouched, eager)
 
 
+# Lowers a graph; stops after each generation of code, when kernels may still compile.
+Steps = Generator[None, None, Lowered]
+
+
+class Started:
+    """A graph whose code is generated, and whose kernels may still compile in Inductor's worker processes."""
+
+    def __init__(self, steps: Steps, waits: str | None) -> None:
+        self._steps = steps
+        self._lowered: Lowered | None = None
+        # Why kernels were waited for at once, or None.
+        self.waits = waits
+        self._advance()
+
+    def _advance(self) -> None:
+        try:
+            next(self._steps)
+        except StopIteration as end:
+            self._lowered = end.value
+
+    def result(self) -> Lowered:
+        """Wait for the kernels; make other attempts if one of them cannot be compiled."""
+        while self._lowered is None:
+            self._advance()
+        return self._lowered
+
+
+def start(c: Compilation, unit: Unit) -> Started:
+    """Generate the code of a graph; its kernels compile until the result is asked for, if possible."""
+    waits = _decline_late_kernels(c, unit)
+    return Started(_steps(c, unit, is_late=waits is None), waits)
+
+
 def lower(c: Compilation, unit: Unit) -> Lowered:
     """Return the result of the first attempt that succeeds; report each that fails."""
+    return Started(_steps(c, unit, is_late=False), None).result()
+
+
+def _decline_late_kernels(c: Compilation, unit: Unit) -> str | None:
+    """Return why a graph waits for its kernels before the next graph starts, or None."""
+    if c.is_eager:
+        return "no code is generated"
+    if together.RANKS:
+        return "ranks compile in turn, and each reads what the one before stored"
+    if is_dynamic(unit.gm.graph):
+        # They would be guards of this graph's cache entry.
+        return "later pieces add guards to the symbols of dynamic sizes"
+    with compat.inductor.inductor_patched(c.settings):
+        return compat.late_kernels.decline_late_kernels()
+
+
+def _steps(c: Compilation, unit: Unit, *, is_late: bool) -> Steps:
     error: Exception | None = None
     for step in (eager,) if c.is_eager else ATTEMPTS:
         attempt = step(c, unit, error)
@@ -114,7 +167,7 @@ def lower(c: Compilation, unit: Unit) -> Lowered:
         if attempt.settings is None:
             return Lowered(attempt.gm.forward)
         try:
-            return _compiled(c, attempt, attempt.settings, unit)
+            return (yield from _compiled(c, attempt, attempt.settings, unit, is_late=is_late))
         except Exception as raised:
             if is_the_callers(raised):
                 raise
@@ -138,7 +191,7 @@ def lower_untouched(c: Compilation) -> Callable[..., Any]:
         return compat.inductor.compile_fx(c.dynamo, c.example_inputs)
 
 
-def _compiled(c: Compilation, attempt: Attempt, settings: Mapping[str, Any], unit: Unit) -> Lowered:
+def _compiled(c: Compilation, attempt: Attempt, settings: Mapping[str, Any], unit: Unit, *, is_late: bool) -> Steps:
     """Compile with Inductor, and record its code generation, from this or an earlier process."""
     record = c.record
     # The ops of the rewritten graph count for every attempt.
@@ -153,13 +206,23 @@ def _compiled(c: Compilation, attempt: Attempt, settings: Mapping[str, Any], uni
     with compat.inductor.inductor_patched(settings):
         place = store_key(attempt.gm.graph, key + attempt.tiling.identity.encode())
         known = store().load(place)
+        expected = _expected(known, record.device_type)
+        if record.device_type != "cpu" and not expected:
+            compat.inductor.start_workers()
         with (
             compat.observation.observed_codegen(observer),
             _tiled(attempt.tiling, tiling, record) as observer.tilings,
-            _without_workers() if _expected(known, record.device_type) else contextlib.nullcontext(),
+            _without_workers() if expected else contextlib.nullcontext(),
             together.turn(place),
+            compat.late_kernels.postponed() if is_late else contextlib.nullcontext() as kernels,
         ):
             compiled = compat.inductor.compile_fx(attempt.gm, attempt.example_inputs)
+    if observer.saw_codegen and known is not None:
+        _compiled_again.append(place)
+    yield
+    if kernels is not None:
+        with compat.inductor.inductor_patched(settings):
+            kernels.finish()
     lowered = Lowered(compiled, *_observation(observer, place, known))
     if lowered.observation is not None:
         record.observed(lowered.observation, lowered.source, unit.piece)
@@ -177,8 +240,6 @@ def _observation(
         store().save(key, observation)
         if observer.codes:
             store().link(code_key(observer.codes), key)
-        if known is not None:
-            _compiled_again.append(key)
         return observation, "codegen"
     if known is None:
         known = store().linked(code_key(observer.codes))

@@ -33,7 +33,7 @@ from tritium.catalog import Entry, plugins, unique
 from tritium.compiler.blocks.reuse import reuse_blocks
 from tritium.compiler.capture.stage import capture, split_at_boundaries
 from tritium.compiler.compilation import Compilation
-from tritium.compiler.lower import lower, lower_untouched, record_tiling_policy
+from tritium.compiler.lower import lower, lower_untouched, record_tiling_policy, start
 from tritium.compiler.passes import channels_last, convolution_bias, freezing, fuse, quantized_weights
 from tritium.compiler.passes.run import run_pass
 from tritium.config import CompilationConfig
@@ -97,8 +97,13 @@ def _lower(c: Compilation) -> None:
     if c.record.needs_gradients and not c.is_eager:
         c.programs = [lower_untouched(c)]
     elif not c.programs:
-        c.record.order = [unit.piece.number for unit in c.units if unit.piece is not None]
-        c.programs = [lower(c, unit).run for unit in c.units]
+        units = c.units
+        c.record.order = [unit.piece.number for unit in units if unit.piece is not None]
+        if len(units) == 1:
+            c.programs = [lower(c, units[0]).run]
+        else:
+            started = [start(c, unit) for unit in units]
+            c.programs = [unit.result().run for unit in started]
 
 
 PIPELINE: tuple[Stage, ...] = (

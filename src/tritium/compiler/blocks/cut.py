@@ -21,7 +21,7 @@ LEAST_EQUAL = 4
 # The launches and host time of a piece, expressed as nodes to compile.
 COST_OF_PIECE = 10
 
-# The most cost of a cut, as a share of the graph's nodes: pieces are compiled one after another, each waiting for its kernels.
+# The most cost of a cut, as a share of the graph's nodes: every piece is lowered and loaded separately.
 WORTH_CUTTING = 0.75
 
 # A deeper level must cost at most this share of the level above.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from tritium.compiler.blocks.key import Key
 from tritium.compiler.blocks.segments import graph_of, stitch
 from tritium.compiler.capture.bucket import modes
 from tritium.compiler.compilation import Compilation, Unit
-from tritium.compiler.lower import Lowered, lower
+from tritium.compiler.lower import Lowered, Started, start
 from tritium.graph import with_graph
 from tritium.report.records import PassRecord, SharedPiece
 
@@ -31,6 +32,8 @@ MOST_KEPT = 256
 _kept: OrderedDict[Hashable, Lowered] = OrderedDict()
 
 Program = Callable[..., Any]
+# Waits for the kernels of a piece.
+Finish = Callable[[], Lowered]
 # What pieces that share code have in common.
 Name = tuple[Hashable, tuple[str, ...]]
 
@@ -60,9 +63,11 @@ class Reuse:
 
     compilation: Compilation
     entry: PassRecord
-    done: dict[Name, Lowered] = field(default_factory=dict)
+    started: dict[Name, Finish] = field(default_factory=dict)
     # The number of pieces found compiled.
     found: int = 0
+    # Why pieces waited for their kernels before the next piece started.
+    waits: dict[str, None] = field(default_factory=dict)
 
     def programs(self, gms: Sequence[fx.GraphModule]) -> list[Program]:
         """Return a function for each graph; an empty list, with the reason recorded, if none is cut."""
@@ -76,42 +81,57 @@ class Reuse:
         for gm, inner in zip(gms, best.pieces, strict=True):
             for piece in inner:
                 name = self._name(piece)
-                if name in self.done:
+                if name in self.started:
                     continue
-                if any(other == name[0] for other, _ in self.done):
+                if any(other == name[0] for other, _ in self.started):
                     # Inductor kept the floats of the first piece as inputs instead of making Dynamo trace again.
                     self.entry.declined = FLOATS_DIFFER
                     return []
-                self.done[name] = self._lowered(with_graph(gm, graph_of(piece.segment)), piece.key, shared[name])
-        again = f", {self.found} of them found compiled" if self.found else ""
-        self.entry.changed, self.entry.summary = True, f"{best.total} pieces, {len(self.done)} compiled{again}"
+                self.started[name] = self._start(with_graph(gm, graph_of(piece.segment)), piece.key, shared[name])
+        # Worker processes compiled kernels of all pieces meanwhile.
+        done = {name: finish() for name, finish in self.started.items()}
+        self.entry.changed, self.entry.summary = True, self._summary(best.total)
         return [
-            stitch(gm.graph, [piece.segment for piece in inner], [self.done[self._name(piece)].run for piece in inner])
+            stitch(gm.graph, [piece.segment for piece in inner], [done[self._name(piece)].run for piece in inner])
             for gm, inner in zip(gms, best.pieces, strict=True)
         ]
+
+    def _summary(self, total: int) -> str:
+        again = f", {self.found} of them found compiled" if self.found else ""
+        waits = f"; one after another: {', '.join(self.waits)}" if self.waits else ""
+        return f"{total} pieces, {len(self.started)} compiled{again}{waits}"
 
     def _name(self, piece: Piece) -> Name:
         """Return the key, and unless no code is generated, the floats."""
         return (piece.key.value, () if self.compilation.is_eager else piece.key.floats)
 
-    def _lowered(self, gm: fx.GraphModule, key: Key, shared: SharedPiece) -> Lowered:
-        """Lower a piece, or return its code from an earlier compilation."""
+    def _start(self, gm: fx.GraphModule, key: Key, shared: SharedPiece) -> Finish:
+        """Start lowering a piece, or find its code from an earlier compilation; return how to get the result."""
         c = self.compilation
-        unit = Unit.of_piece(gm, "lowering of a block", shared, may_run_eagerly=False)
-        if c.is_eager or not key.is_portable:
-            return lower(c, unit)
-        place = key.value, _surroundings(c, gm.graph)
-        if place not in _kept:
-            _kept[place] = lower(c, unit)
-            while len(_kept) > MOST_KEPT:
-                _kept.popitem(last=False)
-            return _kept[place]
-        self.found += 1
-        _kept.move_to_end(place)
-        lowered = _kept[place]
-        if lowered.observation is not None:
-            c.record.observed(lowered.observation, lowered.source, shared)
-        return lowered
+        place = (key.value, _surroundings(c, gm.graph)) if key.is_portable and not c.is_eager else None
+        if place in _kept:
+            self.found += 1
+            _kept.move_to_end(place)
+            return functools.partial(_found, c, _kept[place], shared)
+        started = start(c, Unit.of_piece(gm, "lowering of a block", shared, may_run_eagerly=False))
+        if started.waits is not None and not c.is_eager:
+            self.waits[started.waits] = None
+        return started.result if place is None else functools.partial(_keep, place, started)
+
+
+def _found(c: Compilation, lowered: Lowered, shared: SharedPiece) -> Lowered:
+    """Add the observation of a piece that an earlier compilation lowered."""
+    if lowered.observation is not None:
+        c.record.observed(lowered.observation, lowered.source, shared)
+    return lowered
+
+
+def _keep(place: Hashable, started: Started) -> Lowered:
+    """Return the result of a piece, and keep it for later compilations."""
+    lowered = _kept[place] = started.result()
+    while len(_kept) > MOST_KEPT:
+        _kept.popitem(last=False)
+    return lowered
 
 
 def _surroundings(c: Compilation, graph: fx.Graph) -> Hashable:
