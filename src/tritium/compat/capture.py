@@ -18,8 +18,9 @@ def storage_users(tensor: torch.Tensor) -> int | None:
 
 def without_owner(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """Return the same memory as a storage that does not keep it: the allocator may use it again."""
-    make = torch._C._construct_storage_from_data_pointer
-    return make(storage.data_ptr(), storage.device, storage.nbytes())
+    make: Any = torch._C._construct_storage_from_data_pointer
+    found: torch.UntypedStorage = make(storage.data_ptr(), storage.device, storage.nbytes())
+    return found
 
 
 def lie_at(args: list[Any], pointers: list[int | None], indices: list[int]) -> bool:

@@ -106,7 +106,8 @@ class Lane:
         `arguments`, the results outside of their memory are given up: all captures write theirs into the same memory.
         """
         del generators
-        results, shared = run(), []
+        results = run()
+        shared: list[torch.Tensor] = []
 
         def take(storage: torch.UntypedStorage) -> torch.UntypedStorage:
             like = torch.empty(storage.nbytes(), dtype=torch.uint8)
@@ -247,15 +248,16 @@ def _given_up(
     """Return results over other memory for the same, except those in the memory of arguments."""
     kept = {storage_id(arg) for arg in arguments if isinstance(arg, torch.Tensor)}
     storages: dict[int, torch.UntypedStorage] = {}
-    given_up = []
-    for result in results:
+
+    def given_up(result: Any) -> Any:
         # A tensor subclass is refused later.
-        if type(result) in (torch.Tensor, torch.nn.Parameter) and (key := storage_id(result)) not in kept:
-            if key not in storages:
-                storages[key] = replace(result.untyped_storage())
-            result = over(result, storages[key])
-        given_up.append(result)
-    return given_up
+        if type(result) not in (torch.Tensor, torch.nn.Parameter) or (key := storage_id(result)) in kept:
+            return result
+        if key not in storages:
+            storages[key] = replace(result.untyped_storage())
+        return over(result, storages[key])
+
+    return [given_up(result) for result in results]
 
 
 @functools.cache
