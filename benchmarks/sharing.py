@@ -178,6 +178,8 @@ def start(arguments: list[str], caches: Path) -> subprocess.Popen[str]:
         "XDG_RUNTIME_DIR": caches.parent,
     }
     environment = {**os.environ, **{name: str(folder) for name, folder in folders.items()}}
+    # An installed package has its bytecode: without it, the imports of each user would compile Tritium's modules.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     return subprocess.Popen(
         [sys.executable, __file__, *arguments],
         stdin=subprocess.PIPE,

@@ -67,7 +67,7 @@ gc.callbacks.append(lambda phase, info: collections.append(info))
 for name in front_door:
     getattr(tritium, name)
 assert "torch._inductor.compile_fx" in sys.modules
-# Collections would take a third of these imports.
+# Collections would take a quarter of these imports.
 assert not collections and gc.isenabled()
 assert "torch.utils.benchmark" not in sys.modules
 assert not torch.cuda.is_initialized()
