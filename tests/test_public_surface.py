@@ -50,7 +50,7 @@ tritium.Backend()
 
 def test_importing_starts_no_cuda_and_reads_no_arguments():
     program = """
-import sys
+import gc, sys
 sys.argv = ["app", "--help"]
 import torch
 def refuse(*args, **kwargs): raise AssertionError("CUDA was started")
@@ -62,9 +62,14 @@ for name in sorted(set(tritium.__all__) - front_door):
 tritium.Backend()
 assert "torch._inductor.compile_fx" not in sys.modules
 # The compiler comes with what compiles a pipeline, so that its first call does not import it.
+collections = []
+gc.callbacks.append(lambda phase, info: collections.append(info))
 for name in front_door:
     getattr(tritium, name)
 assert "torch._inductor.compile_fx" in sys.modules
+# Collections would take a quarter of these imports.
+assert not collections and gc.isenabled()
+assert "torch.utils.benchmark" not in sys.modules
 assert not torch.cuda.is_initialized()
 """
     run("-c", program)

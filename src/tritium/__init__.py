@@ -1,6 +1,6 @@
 """Tritium: fusion for diffusion.
 
-`import tritium` is cheap: it imports torch, does not start CUDA, and loads each public name on first use.
+`import tritium` is cheap: it does not start CUDA, and loads each public name on first use, torch included.
 `optimize` imports torch's compiler, which takes a second or more.
 """
 
@@ -11,6 +11,8 @@ import importlib
 import inspect
 import sys
 from typing import TYPE_CHECKING, Any
+
+from tritium.collector import collector_paused
 
 # The public names. Type checkers follow these imports; `__getattr__` runs one of them when its name is first used.
 if TYPE_CHECKING:
@@ -75,9 +77,10 @@ def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'tritium' has no attribute {name!r}")
-    if home == "tritium":
-        return importlib.import_module(f"tritium.{name}")
-    value = getattr(importlib.import_module(home), name)
+    with collector_paused():
+        if home == "tritium":
+            return importlib.import_module(f"tritium.{name}")
+        value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value
 

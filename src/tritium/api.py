@@ -19,11 +19,11 @@ from torch import nn
 from tritium import compat, device
 from tritium.artifacts import files as compiled_files
 from tritium.artifacts import observations
+from tritium.collector import collector_paused
 from tritium.errors import ArtifactError, ConfigError, PipelineError, ReportError, nearest
 from tritium.pipelines import account, calibration, claims, hooks, meshes, parts, placing, recipe, trial
 from tritium.pipelines import sleep as sleeping
 from tritium.pipelines.calibration import Calibration
-from tritium.pipelines.call import collector_paused
 from tritium.pipelines.captures import Captures
 from tritium.pipelines.part import Part
 from tritium.pipelines.parts import BareModel, PartSpec

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -9,6 +10,7 @@ import platform
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -110,6 +112,25 @@ def _gpu(where: torch.device) -> Any:
 def uuid(where: torch.device) -> str:
     """Return what identifies a GPU in every process, whatever number it has there."""
     return str(torch.cuda.get_device_properties(where).uuid)
+
+
+def start_in_background(where: str) -> threading.Thread | None:
+    """Start the GPU `cuda:UUID` in a thread, and return the thread; None for other devices.
+
+    The driver takes part of a second, in which Python runs. An error is left to the first function that uses the GPU.
+    """
+    if not where.startswith("cuda"):
+        return None
+
+    def start() -> None:
+        with contextlib.suppress(RuntimeError, AssertionError):
+            index = index_of(where.removeprefix("cuda:"))
+            if index is not None:
+                torch.zeros(1, device=torch.device("cuda", index))
+
+    thread = threading.Thread(target=start, name="tritium-device", daemon=True)
+    thread.start()
+    return thread
 
 
 def index_of(uuid_: str) -> int | None:

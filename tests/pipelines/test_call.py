@@ -10,7 +10,7 @@ from torch import nn
 
 import tritium
 from tritium import CompilationConfig, Plan
-from tritium.pipelines.call import collector_paused
+from tritium.collector import collector_paused
 
 
 class Knot:

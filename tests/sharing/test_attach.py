@@ -10,6 +10,7 @@ import torch
 import tritium
 from support import small_pipelines
 from support.keepers import until
+from tritium import device
 from tritium.errors import KeeperLost, SharingError
 from tritium.pipelines import sharing
 from tritium.sharing.lease import leases, unshare
@@ -49,6 +50,22 @@ def test_attaching_draws_no_random_numbers(keeper):
         pipe = tritium.attach("small")
     assert torch.equal(torch.random.get_rng_state(), state)
     assert not any(parameter.is_inference() for parameter in pipe.transformer.parameters())
+
+
+def test_a_gpu_is_started_in_the_background(monkeypatch):
+    started = []
+    monkeypatch.setattr(device, "index_of", {"GPU-1": 1, "GPU-9": 9}.get)
+
+    def zeros(_, *, device):
+        started.append(device)
+        if device.index == 9:
+            raise RuntimeError("no such GPU")
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    assert device.start_in_background("cpu") is None
+    for name in ("cuda:GPU-1", "cuda:GPU-9", "cuda:unknown"):
+        device.start_in_background(name).join()
+    assert started == [torch.device("cuda:1"), torch.device("cuda:9")]
 
 
 def test_users_are_counted(keeper):

@@ -44,7 +44,7 @@ def block_inputs(width: int = 16, batch: int = 2, tokens: int = 7, dtype: torch.
     return x.to(dtype), gate.to(dtype)
 
 
-def flux(layers: int = 1, single_layers: int = 1) -> nn.Module:
+def flux(layers: int = 1, single_layers: int = 1, heads: int = 2) -> nn.Module:
     from diffusers import FluxTransformer2DModel
 
     torch.manual_seed(0)
@@ -54,7 +54,7 @@ def flux(layers: int = 1, single_layers: int = 1) -> nn.Module:
         num_layers=layers,
         num_single_layers=single_layers,
         attention_head_dim=16,
-        num_attention_heads=2,
+        num_attention_heads=heads,
         joint_attention_dim=32,
         pooled_projection_dim=32,
         axes_dims_rope=(4, 4, 8),

@@ -16,6 +16,13 @@ def storage_users(tensor: torch.Tensor) -> int | None:
     return int(count(tensor.untyped_storage()._cdata)) if count is not None else None
 
 
+def without_owner(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """Return the same memory as a storage that does not keep it: the allocator may use it again."""
+    make: Any = torch._C._construct_storage_from_data_pointer
+    found: torch.UntypedStorage = make(storage.data_ptr(), storage.device, storage.nbytes())
+    return found
+
+
 def lie_at(args: list[Any], pointers: list[int | None], indices: list[int]) -> bool:
     """Return True if the arguments at `indices` have the addresses in `pointers`."""
     # Available if torch is built for CUDA.

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.benchmark import Timer
 
 HERE = Path(__file__).resolve().parent
 
@@ -83,6 +82,9 @@ def load_module(path: Path) -> Any:
 def seconds(run: Callable[[], Any]) -> float:
     """Return the median time of a call; on a GPU, of many calls in a row."""
     run()
+    # Import late: this imports setuptools.
+    from torch.utils.benchmark import Timer
+
     timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
     return float(timer.blocked_autorange(min_run_time=SECONDS).median)
 

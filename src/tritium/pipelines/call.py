@@ -7,13 +7,11 @@ while compiling, the check of memory, progress, the shape contract, other techni
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -100,24 +98,3 @@ class Times:
 def _on_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     # Check the arguments, not the weights: offloaded weights may still be on the host.
     return any(isinstance(value, torch.Tensor) and value.is_cuda for value in (*args, *kwargs.values()))
-
-
-@contextlib.contextmanager
-def collector_paused() -> Iterator[None]:
-    """Pause Python's cyclic garbage collector while compiling. Reference counts still free objects.
-
-    Importing and running a compiler creates hundreds of thousands of lasting objects. Every collection of them also
-    visits all earlier objects of the process, and frees almost nothing.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            # Move new objects to the oldest generation: most stay, and the next collection would visit all. unfreeze moves
-            # all frozen objects there, so do nothing if other code has frozen some.
-            if gc.get_freeze_count() == 0:
-                gc.freeze()
-                gc.unfreeze()
-            gc.enable()

@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from tritium import compat
+from tritium.collector import collector_paused
 from tritium.compiler.backend import Backend
 from tritium.config import CompilationConfig
 from tritium.errors import PipelineError
@@ -19,7 +20,7 @@ from tritium.passes import Pass
 from tritium.pipelines import hooks
 from tritium.pipelines.applied import Settings, Stack, View, resolve, variants
 from tritium.pipelines.arguments import AnySize, with_even_strides
-from tritium.pipelines.call import Call, Function, Times, chain, collector_paused
+from tritium.pipelines.call import Call, Function, Times, chain
 from tritium.pipelines.claims import PASSIVE, Claims
 from tritium.pipelines.contract import Contract, Gate
 from tritium.pipelines.own_code import call_with_own_code

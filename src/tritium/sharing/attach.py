@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tritium import device
+from tritium.collector import collector_paused
 from tritium.errors import SharingError
 from tritium.sharing import memory, skeleton, weights, wire
 from tritium.sharing.lease import Lease, copy_before_writes
@@ -52,8 +54,10 @@ def _pipeline(connection: socket.socket, name: str, message: dict[str, Any], fil
     folder = _checked_folder(name, message)
     if message["device"] == "cpu" and len(files) != len(message.get("components", ())):
         raise SharingError(f"the keeper's message is refused: it came with {len(files)} memory files")
+    starting = device.start_in_background(message["device"])
     try:
-        pipe = skeleton.build(folder)
+        with collector_paused():
+            pipe = skeleton.build(folder)
         replaced = skeleton.restore_kinds(pipe, message["modules"], kinds)
         skeleton.restore_settings(pipe, message["settings"])
     except (KeyError, TypeError, AttributeError) as error:
@@ -61,6 +65,8 @@ def _pipeline(connection: socket.socket, name: str, message: dict[str, Any], fil
     modules = skeleton.modules_of(pipe)
     if set(modules) != set(message["names"]):
         raise SharingError("the keeper's message is refused: it has weights of other components")
+    if starting is not None:
+        starting.join()
     storages = memory.mapped(message, files)
     tensors = weights.views(message, storages)
     for component, module in modules.items():

@@ -6,7 +6,7 @@ import inspect
 import pytest
 import torch
 
-from tritium.compiler.capture.graph import WARM_UPS, CudaLane
+from tritium.compiler.capture.graph import WARM_UPS, CudaLane, Lane
 
 # The signature before anything stands in for it.
 RECORDING = inspect.signature(torch.cuda.graph.__init__)
@@ -105,6 +105,26 @@ def test_recordings_share_a_pool_that_an_empty_one_keeps(cuda, lane):
     assert recorded == ["recorded graph 0 into pool 1", "recorded graph 0 into pool 1", "recorded graph 2 into pool 1"]
     assert (graph, results) == ("graph 2", (2,))
     assert cuda.log[0] == cuda.log[-1] == "clear"
+
+
+def test_results_that_are_given_up_share_memory():
+    lane, x = Lane(torch.device("cpu")), torch.ones(4)
+
+    def run(scale):
+        whole = x * scale
+        return whole[:2], whole[2:], x, None
+
+    captured = [lane.capture(lambda scale=scale: run(scale), [], [x]) for scale in (2.0, 3.0)]
+    for scale, (graph, results) in zip((2.0, 3.0), captured, strict=True):
+        graph.replay()
+        assert [leaf.tolist() for leaf in results[:2]] == [[scale] * 2] * 2
+        assert results[2] is x
+        assert results[3] is None
+    places = [[leaf.untyped_storage().data_ptr() for leaf in results[:2]] for _, results in captured]
+    assert len({place for pair in places for place in pair}) == 1
+    # Results that nothing gives up keep their memory.
+    kept = [lane.capture(lambda: run(2.0), [])[1][0] for _ in range(2)]
+    assert kept[0].data_ptr() != kept[1].data_ptr()
 
 
 def test_the_first_error_is_told_and_the_pool_is_left(cuda, lane):

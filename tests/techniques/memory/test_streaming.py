@@ -1,5 +1,6 @@
 """Blocks in slots: the right weights at every step, compiled and captured, in any order, within the budget."""
 
+import gc
 import threading
 import time
 
@@ -8,6 +9,7 @@ import torch
 
 import tritium
 from support.streamed import Held, Stack, block_size, budget, note, optimized, plan, tokens
+from tritium.compat.tensors import storage_id
 from tritium.errors import MemoryShortage, PipelineError
 from tritium.techniques.memory.link import Link, link_to
 
@@ -22,6 +24,13 @@ def expected():
 
 def weights(model):
     return {name: (value.data_ptr(), value.detach().clone()) for name, value in model.named_parameters()}
+
+
+def living_bytes():
+    """The bytes of the memory of all tensors."""
+    gc.collect()
+    tensors = [leaf for leaf in gc.get_objects() if type(leaf) in (torch.Tensor, torch.nn.Parameter)]
+    return sum({storage_id(leaf): leaf.untyped_storage().nbytes() for leaf in tensors}.values())
 
 
 class TestSteps:
@@ -94,6 +103,20 @@ class TestSteps:
             with Held(link) as held:
                 model(tokens())
         assert size - 2 * block_size() - 24_000 < held.most <= size
+
+    def test_captures_keep_no_more_than_their_share_of_the_budget(self):
+        # Each block that stays has a capture; their results together are larger than that share.
+        model, x, link = Stack(16), tokens(64), link_to(torch.device("cpu"))
+        with torch.no_grad():
+            expected = model(x)
+        with optimized(model, budget(model, 10, activations=120_000), graphs="with_compile") as handle:
+            before = living_bytes() - link.allocated()
+            assert all(torch.equal(model(x), expected) for _ in range(3))
+            kept = living_bytes() - link.allocated() - before
+            found, captures = note(handle), len(handle.captures)
+        assert found["streamed"]
+        # The other half is for the calls themselves.
+        assert x.nbytes <= kept <= found["activations"] // 2 < captures * x.nbytes
 
     def test_threads_take_turns(self, expected):
         model, results = Stack(), []

@@ -7,13 +7,16 @@ import functools
 import threading
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from tritium import compat
+from tritium.compat.tensors import storage_id
 from tritium.compiler.capture.inputs import Buffers, without_repeats
+from tritium.compiler.capture.outputs import over
 from tritium.device import is_capturing
 from tritium.errors import CaptureRefused
 
@@ -37,9 +40,17 @@ class EmulatedGraph:
     A replay overwrites the results of other graphs in the pool: on a GPU its intermediate values could be there.
     """
 
-    def __init__(self, run: Run, results: Sequence[Any], pool: weakref.WeakSet[EmulatedGraph]) -> None:
+    def __init__(
+        self,
+        run: Run,
+        results: Sequence[Any],
+        pool: weakref.WeakSet[EmulatedGraph],
+        shared: Sequence[torch.Tensor] = (),
+    ) -> None:
         self._run = run
         self._pool = pool
+        # The memory of results that other graphs use too.
+        self._shared = shared
         self._static = results
         # Results outside of the arguments' memory; known after a replay.
         self._own: list[torch.Tensor] = []
@@ -73,6 +84,8 @@ class Lane:
         self.device = device
         self.lock = threading.RLock()
         self.buffers = Buffers()
+        # Memory of results that no capture keeps.
+        self._free = Buffers()
         self._graphs: weakref.WeakSet[EmulatedGraph] = weakref.WeakSet()
 
     def order(self) -> None:
@@ -84,14 +97,27 @@ class Lane:
             run()
         return run()
 
-    def capture(self, run: Run, generators: Sequence[torch.Generator]) -> tuple[DeviceGraph, Sequence[Any]]:
+    def capture(
+        self, run: Run, generators: Sequence[torch.Generator], arguments: Sequence[Any] | None = None
+    ) -> tuple[DeviceGraph, Sequence[Any]]:
         """Capture a call; return the graph and the memory that its replays write results into.
 
-        Other captures may allocate parts of that memory while it is free, so any other replay may overwrite it.
+        Other captures may use parts of that memory while it is free, so any other replay may overwrite it. With
+        `arguments`, the results outside of their memory are given up: all captures write theirs into the same memory.
         """
         del generators
         results = run()
-        return EmulatedGraph(run, results, self._graphs), results
+        shared: list[torch.Tensor] = []
+
+        def take(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+            like = torch.empty(storage.nbytes(), dtype=torch.uint8)
+            occurrence = Counter(buffer.numel() for buffer in shared)[storage.nbytes()]
+            shared.append(self._free.take(like, occurrence)[0])
+            return shared[-1].untyped_storage()
+
+        if arguments is not None:
+            results = _given_up(results, arguments, take)
+        return EmulatedGraph(run, results, self._graphs, shared), results
 
     def retire(self, things: Any) -> None:
         """Free graphs and their memory as soon as the device has finished using them."""
@@ -147,12 +173,18 @@ class CudaLane(Lane):
             current.wait_stream(self._side)
         return result
 
-    def capture(self, run: Run, generators: Sequence[torch.Generator]) -> tuple[DeviceGraph, Sequence[Any]]:
+    def capture(
+        self, run: Run, generators: Sequence[torch.Generator], arguments: Sequence[Any] | None = None
+    ) -> tuple[DeviceGraph, Sequence[Any]]:
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
             graph.register_generator_state(generator)
         with torch.cuda.device(self.device), compat.capture.fresh_cublas_workspaces():
-            return graph, self._captured(graph, run)
+            results = self._captured(graph, run)
+        if arguments is not None:
+            # The next capture allocates the same memory, which stays with the pool.
+            results = _given_up(results, arguments, compat.capture.without_owner)
+        return graph, results
 
     def _captured(self, graph: Any, run: Run) -> Sequence[Any]:
         failure: Exception | None = None
@@ -208,6 +240,24 @@ class CudaLane(Lane):
 
     def memory(self) -> int:
         return torch.cuda.memory_reserved(self.device)
+
+
+def _given_up(
+    results: Sequence[Any], arguments: Sequence[Any], replace: Callable[[torch.UntypedStorage], torch.UntypedStorage]
+) -> list[Any]:
+    """Return results over other memory for the same, except those in the memory of arguments."""
+    kept = {storage_id(arg) for arg in arguments if isinstance(arg, torch.Tensor)}
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def given_up(result: Any) -> Any:
+        # A tensor subclass is refused later.
+        if type(result) not in (torch.Tensor, torch.nn.Parameter) or (key := storage_id(result)) in kept:
+            return result
+        if key not in storages:
+            storages[key] = replace(result.untyped_storage())
+        return over(result, storages[key])
+
+    return [given_up(result) for result in results]
 
 
 @functools.cache

@@ -5,7 +5,8 @@ are three ways to return them:
 
 - `lend`    the capture ends by copying results into separate memory, which is returned; the next replay first checks
             whether they are still referenced
-- `copy`    results are copied after each replay; used permanently once a result was still referenced on the next call
+- `copy`    results are copied after each replay, and all captures share the memory that they are copied from; used
+            permanently once a result was still referenced on the next call
 - `expose`  tensors over the pool's memory are returned (`safe_output_mode=False`)
 """
 
@@ -100,7 +101,7 @@ class StaticOutputs:
         results = list(self._results)
         for place, view in self._views.items():
             results[place] = view(args)
-        owned = self._copied() if self.way == "copy" else [_over(result) for result in self._owned]
+        owned = self._copied() if self.way == "copy" else [over(result) for result in self._owned]
         for place, tensor in zip(self._places, owned, strict=True):
             results[place] = tensor
         return tuple(results)
@@ -115,7 +116,7 @@ class StaticOutputs:
             return copies
         # Preserve sharing: copy shared memory once, as a whole.
         memory = {storage_id(whole): whole.clone().untyped_storage() for whole in _by_storage(self._owned)}
-        return [_over(leaf, memory[storage_id(leaf)]) for leaf in self._owned]
+        return [over(leaf, memory[storage_id(leaf)]) for leaf in self._owned]
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -142,7 +143,7 @@ def _by_storage(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return list(found.values())
 
 
-def _over(leaf: torch.Tensor, storage: Any = None) -> torch.Tensor:
+def over(leaf: torch.Tensor, storage: Any = None) -> torch.Tensor:
     """Return a tensor over memory that is not a view to autograd, so that the caller can write to it."""
     made = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
     return made.set_(storage or leaf.untyped_storage(), leaf.storage_offset(), leaf.shape, leaf.stride())

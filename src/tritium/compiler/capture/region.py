@@ -257,7 +257,8 @@ class Region:
                 outputs.own()
                 graph, _ = lane.capture(run_and_keep, inputs.generators)
             else:
-                graph, results = lane.capture(lambda: run(*static), inputs.generators)
+                arguments = static if outputs.way == "copy" else None
+                graph, results = lane.capture(lambda: run(*static), inputs.generators, arguments)
                 outputs = StaticOutputs(results, static, outputs.way)
                 # The counts of references below must be those of the outputs alone.
                 del results

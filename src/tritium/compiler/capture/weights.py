@@ -85,18 +85,18 @@ class WeightSets:
         for known in group:
             if compat.capture.lie_at(args, known.pointers, places):
                 return known
+        identities = [id(args[index]) for index in places]
+        moved = next((known for known in group if known.identities == identities), None)
+        if moved is not None:
+            # Its captures read the old addresses.
+            self._drop(moved)
         if (shared := self._at(args, places)) is not None:
             group.append(shared)
             return shared
         pointers: list[int | None] = [None] * len(args)
         for index in places:
             pointers[index] = args[index].data_ptr()
-        weights = WeightSet(pointers, [id(args[index]) for index in places])
-        moved = next((known for known in group if known.identities == weights.identities), None)
-        if moved is not None:
-            # Its captures read the old addresses.
-            weights.moves = moved.moves + 1
-            self._drop(moved)
+        weights = WeightSet(pointers, identities, moves=moved.moves + 1 if moved is not None else 0)
         group.append(weights)
         self._watch(weights, [args[index] for index in places])
         return weights

@@ -52,17 +52,11 @@ class Arena:
         self.seated: dict[Any, Sequence[Seat]] = {}
         self.cut = self.total = 0
         self._turns = 0
-        # How often seats had to move, which captured code does not survive.
-        self.moves = 0
 
     @property
     def held(self) -> int:
         """The bytes on the device now."""
         return sum(piece.numel() for piece in (self._fixed, self._loose) if piece is not None)
-
-    @property
-    def has_loose(self) -> bool:
-        return self._loose is not None
 
     def resize(self, total: int, cut: int) -> None:
         """Allocate other memory; seats lose their ranges."""

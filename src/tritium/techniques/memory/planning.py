@@ -73,9 +73,9 @@ class Demand:
             slot = max((block.size for block in self.blocks), default=0)
             least = self.rest + self.reserve + size_of(self.blocks, (), count)
             raise MemoryShortage(
-                f"{self.name} does not fit into {gigabytes(budget)}: it needs {gigabytes(least)} at least "
-                f"({gigabytes(self.rest)} outside of its blocks, {count} slots of {gigabytes(slot)}, "
-                f"{gigabytes(self.reserve)} for activations); give a larger budget, or a smaller image"
+                f"{self.name} does not fit into {gigabytes(budget)}: it needs {gigabytes(least)} at least beside other "
+                f"tensors ({gigabytes(self.rest)} outside of its blocks, {count} slots of {gigabytes(slot)}, "
+                f"{gigabytes(self.reserve)} for activations and workspaces); give a larger budget, or a smaller image"
             )
         return found
 

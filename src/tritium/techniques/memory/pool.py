@@ -215,7 +215,7 @@ class Pool:
         if not tenant.loops and tenant not in self._own:
             # Reading them out of their turn has to show.
             with self._placing():
-                self._own.get(tenant, self.arena).hide(tenant)
+                self.arena.hide(tenant)
         elif tenant.measured is None and tenant.weights.calls > TIMED_CALL:
             tenant.measured = tenant.weights.block_ms()
             if tenant.measured is not None:
@@ -295,11 +295,9 @@ class Pool:
 
     def _seat_loop(self, tenant: Tenant, room: int) -> None:
         """Choose the blocks that stay, and give all units their ranges; in the memory that is there if it suffices."""
-        demand = Demand(tenant.name, self._blocks(tenant), tenant.rest, tenant.reserve, tenant.other_ms)
-        tenant.schedule = schedule = demand.schedule(room, self.machine, self.config.slots)
+        tenant.schedule = schedule = self._demand(tenant).schedule(room, self.machine, self.config.slots)
         lead = self._lead(schedule, room - tenant.reserve - tenant.rest - schedule.size)
         arena = self.arena
-        arena.moves += arena.total > 0
         ends = self._ranges(tenant, lead)
         limit = ends[-1] if self._most_fixed is None else self._most_fixed
         cut = max([end for end in ends if end <= limit], default=0)
@@ -354,8 +352,7 @@ class Pool:
             # The other part is planned again, with less.
             self._clear()
             room = self._room(arena)
-        demand = Demand(tenant.name, self._blocks(tenant), tenant.rest, tenant.reserve, tenant.other_ms)
-        tenant.schedule = demand.schedule(room, self.machine, self.config.slots, streams_all=not is_small)
+        tenant.schedule = self._demand(tenant).schedule(room, self.machine, self.config.slots, streams_all=not is_small)
         total = self._ranges(tenant)[-1]
         arena.resize(total, total)
         self._seat(tenant, arena)
@@ -405,6 +402,9 @@ class Pool:
         slots = max((_slots_of(other.schedule) for other in self.tenants if other.loops and other.schedule), default=0)
         found = whole if tenant.weights.size <= max(slots, streams.size + tenant.rest) else streams
         return found, found.size + tenant.rest
+
+    def _demand(self, tenant: Tenant) -> Demand:
+        return Demand(tenant.name, self._blocks(tenant), tenant.rest, tenant.reserve, tenant.other_ms)
 
     def _blocks(self, tenant: Tenant) -> tuple[Block, ...]:
         return tenant.blocks_of(self.machine)

@@ -86,13 +86,11 @@ class Streamed:
         """The bytes of all weights."""
         return sum(seat.unit.size for seat in self.seats)
 
-    def order_by(self, calls: Sequence[int]) -> bool:
-        """Put the blocks into the order of calls; return True if it was another one."""
-        before = list(self.blocks)
-        order = [*dict.fromkeys(calls), *(n for n in range(len(before)) if n not in calls)]
-        self.blocks = [before[number] for number in order]
+    def order_by(self, calls: Sequence[int]) -> None:
+        """Put the blocks into the order of calls, and those that were not called behind them."""
+        order = [*dict.fromkeys(calls), *(n for n in range(len(self.blocks)) if n not in calls)]
+        self.blocks = [self.blocks[number] for number in order]
         self._order(order)
-        return self.blocks != before
 
     def _order(self, order: Sequence[int]) -> None:
         if order:

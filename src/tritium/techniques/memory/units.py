@@ -171,10 +171,11 @@ class Unit:
                 place.tensor.data = place.view(buffer)
 
     def poison(self, where: torch.device) -> None:
-        """Let the tensors show NaN: they keep shape, dtype and device, and take no memory."""
+        """Let the tensors show NaN: they keep shape, dtype and device, and take the memory of one element."""
+        elements = {dtype: poison(dtype, where) for dtype in {place.dtype for place in self.places}}
         with writing():
             for place in self.places:
-                place.tensor.data = poison(place.dtype, where).expand(place.shape)
+                place.tensor.data = elements[place.dtype].expand(place.shape)
 
     def take_moved(self, buffer: torch.Tensor) -> None:
         """Copy weights that were views of a buffer and are elsewhere now to the host."""
