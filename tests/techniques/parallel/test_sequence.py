@@ -12,7 +12,6 @@ from support.zoo import ZOO
 from tritium import Parallel, compat
 from tritium.errors import ConfigError, PipelineError
 from tritium.fidelity import in_float64, tensors
-from tritium.techniques.sparse import Sparse
 
 # Families whose tokens cannot be split, with words of the reason.
 WHOLE = {"sana": "linear attention", "sdxl_unet": "convolutions"}
@@ -216,8 +215,6 @@ def test_what_cannot_be_split_is_refused(ranks):
     ranks(2)(refused)
 
 
-def test_exchanges_and_sparse_attention_are_checked():
+def test_exchanges_are_checked():
     with pytest.raises(ConfigError, match="no exchange 'halves'"):
         Parallel(exchange="halves")
-    with pytest.raises(ConfigError, match="sparse attention chooses blocks of the whole image"):
-        tritium.Choice(how="eager", techniques=(Parallel(ulysses=2), Sparse(latent=(1, 4, 4))))
