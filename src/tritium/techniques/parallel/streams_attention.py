@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 
 from tritium.techniques.parallel import exchange_attention
 from tritium.techniques.parallel.exchange import Grid, Segments, join
-from tritium.techniques.parallel.streams import Mixed, Operation, Tag, Tokens, Uniform
+from tritium.techniques.parallel.streams import Operation, Tag, Tokens, Uniform
 
 # A sparse attention over the tokens of a layout, in eager calls.
 _SPARSE = "counted_attention"
@@ -129,6 +129,3 @@ def _filled(operation: Operation, mask: torch.Tensor, tag: Tokens, keys: Segment
             raise operation.mixed("has a mask of other tokens")
         start += share
     return torch.cat(found, tag.dim)
-
-
-__all__ = ["NAMES", "Attention", "Mapping", "Mixed", "attention_of", "exchanged", "is_split", "tag_of_result"]
