@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tritium import Parallel
+from tritium.bench.collectives import AFTER, explain
 from tritium.cli import ranks
 from tritium.cli.app import app
 from tritium.errors import ConfigError
@@ -120,6 +121,33 @@ class TestExplain:
         assert flux["milliseconds"]["computing"] == pytest.approx(27.5, rel=0.05)
         assert flux["degrees"] == {"ulysses": 4}
         assert flux["padding"] == 0
+
+    def test_experts_are_added_up_once_a_block(self, recwarn):
+        found = explain("hidream", Parallel(experts=2), 2)
+        assert not [str(one.message) for one in recwarn if "FakeTensor" in str(one.message)]
+        assert len(found.graphs) == 1
+        # Two blocks of each kind; single blocks also have the text.
+        assert [one.name for one in found.collectives] == ["all_reduce"] * 4
+        assert [one.shape for one in found.collectives] == [(4096, 2560)] * 2 + [(4480, 2560)] * 2
+        # The result is sent once and received once on each of two ranks: 2 (P - 1) / P of its bytes.
+        assert found.collectives[0].bytes == 4096 * 2560 * 2
+        assert list(found.by_block) == ["double_stream_blocks", "single_stream_blocks"]
+        assert found.blocks["HiDreamBlock"] == (4, 48)
+        assert found.best.work.experts == 4
+        assert found.best.work.mixtures == 48
+        # 17.1 billion weights in bfloat16, of which the experts are the most.
+        assert found.best.work.weights == pytest.approx(34.2e9, rel=0.01)
+        assert found.best.work.expert_weights > found.best.work.weights / 2
+
+    @pytest.mark.thorough
+    def test_tokens_of_routed_models(self):
+        found = explain("hidream", Parallel(ulysses=2), 2).by_block
+        names = {block: [one.name for one in several] for block, several in found.items()}
+        assert names == {
+            "double_stream_blocks": ["all_to_all_single"] * 4,
+            "single_stream_blocks": ["all_to_all_single"] * 4,
+            AFTER: ["all_gather_into_tensor"],
+        }
 
     @pytest.mark.parametrize(
         ("arguments", "message"),

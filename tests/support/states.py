@@ -18,3 +18,16 @@ def equal(first, second):
         one.dtype == other.dtype and torch.equal(one, other)
         for one, other in zip(first.values(), second.values(), strict=True)
     )
+
+
+def installed(model):
+    """What other code may install on modules, by path: attributes, a forward, a processor, hooks, and a call of its own."""
+    return {
+        path: (
+            sorted(vars(module)),
+            id(vars(module).get("forward")),
+            id(getattr(module, "processor", None)),
+            [list(hooks) for name, hooks in vars(module).items() if name.endswith("_hooks")],
+        )
+        for path, module in model.named_modules()
+    }

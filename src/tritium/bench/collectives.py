@@ -19,7 +19,6 @@ from torch import nn
 
 import tritium
 from tritium import compat, models
-from tritium.bench import placement
 from tritium.bench.models import MODELS, Size, StockModel
 from tritium.bench.workload import Normals
 from tritium.config import CompilationConfig
@@ -27,6 +26,7 @@ from tritium.errors import ConfigError, nearest
 from tritium.pipelines.parts import denoiser
 from tritium.pipelines.plan import Plan
 from tritium.report.records import GraphRecord
+from tritium.techniques.experts import group_all
 from tritium.techniques.memory.estimate import Live, fake_arguments
 from tritium.techniques.parallel.config import Parallel
 from tritium.techniques.parallel.cost import Decision, Estimate, Rates, choose, estimate
@@ -82,9 +82,11 @@ class Explained:
             found.setdefault(one.block, []).append(one)
         first: dict[str, list[Collective]] = {}
         for path, several in found.items():
-            first.setdefault(path.rpartition(".")[0], several)
-        last = list(found)[-1] if found else ""
-        rest = found.get(last, [])[len(first.get(last.rpartition(".")[0], [])) :]
+            first.setdefault(path.rpartition(".")[0] or AFTER, several)
+        if not found or AFTER in first:
+            return first
+        last = list(found)[-1]
+        rest = found[last][len(first[last.rpartition(".")[0]]) :]
         return {**first, **({AFTER: rest} if rest else {})}
 
     def to_dict(self) -> dict[str, Any]:
@@ -106,7 +108,7 @@ def explain(name: str, config: Parallel, world: int, rates: Rates = NVLINK) -> E
     """Return how a model is split over a world, by the name of the model."""
     model = _model_of(name)
     fakes = compat.tensors.fake_mode(allow_non_fake_inputs=True)
-    published = dataclasses.replace(placement.a_size(model), config=model.published)
+    published = dataclasses.replace(model.full[1], config=model.published)
     with compat.fake_ranks.world(world):
         whole, arguments = _built(model, published, fakes)
         few = dataclasses.replace(published, config=_with_few_blocks(whole, model.published))
@@ -135,24 +137,29 @@ def explain(name: str, config: Parallel, world: int, rates: Rates = NVLINK) -> E
 
 
 def _model_of(name: str) -> StockModel:
-    named = {key: model for key, model in MODELS.items() if model.workloads or model.families}
     key = name.replace("-", "_")
-    if key not in named:
-        raise ConfigError(f"--parallel explains a published model, and {name!r} is none; {nearest(key, named)}")
-    return named[key]
+    if key not in MODELS:
+        raise ConfigError(f"--parallel explains a published model, and {name!r} is none; {nearest(key, MODELS)}")
+    return MODELS[key]
 
 
 def _with_few_blocks(module: Any, published: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of a model with two blocks of each kind."""
-    fields = {name: value for name, value in dict(module.config).items() if name.endswith("layers")}
-    counts = {name: _FEW for name, value in fields.items() if isinstance(value, int) and value > _FEW}
-    return {**published, **counts}
+    """Return the configuration of a model with two blocks of each kind, and lists by block as long."""
+    config = dict(module.config)
+    counts = {name: n for name, n in config.items() if name.endswith("layers") and isinstance(n, int)}
+    few = {name: min(count, _FEW) for name, count in counts.items()}
+    lists = {name: value for name, value in config.items() if isinstance(value, list) and value}
+    cut = {name: value[: sum(few.values())] for name, value in lists.items() if len(value) == sum(counts.values())}
+    return {**published, **few, **cut}
 
 
-def _built(model: StockModel, size: Size, fakes: Any) -> tuple[nn.Module, dict[str, Any]]:
+def _built(model: StockModel, size: Size, fakes: Any, *, grouped: bool = True) -> tuple[nn.Module, dict[str, Any]]:
+    """Return a model on fake tensors, with grouped experts if no technique groups them, and the arguments of a call."""
     with fakes:
         module = model.build(size.config, "cpu", torch.bfloat16)
         arguments = model.arguments(module.config, size, Normals("cpu", torch.bfloat16))
+        if grouped:
+            group_all(module)
         return module, arguments
 
 
@@ -181,7 +188,7 @@ def _plan(config: Parallel, how: str) -> Plan:
 
 def _compiled(model: StockModel, size: Size, config: Parallel, fakes: Any) -> tuple[list[GraphRecord], list[str]]:
     """Return the graphs of a compiled call, and notes on the split."""
-    module, arguments = _built(model, size, fakes)
+    module, arguments = _built(model, size, fakes, grouped=False)
     with torch.no_grad(), tritium.optimize(module, _plan(config, "tritium")) as handle:
         with fakes:
             module(**fake_arguments((), arguments)[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -49,6 +50,8 @@ class StockModel:
     # Sizes of the full model by name: of `tritium bench families`, and of workloads. `about` says what a size stands for.
     families: Mapping[str, Any] = field(default_factory=dict)
     workloads: Mapping[str, Any] = field(default_factory=dict)
+    # Sizes that are planned and explained only.
+    unmeasured: Mapping[str, Any] = field(default_factory=dict)
     # Rows and columns of latents in one token.
     patch: int = 2
 
@@ -71,6 +74,12 @@ class StockModel:
         arguments = {name: made.value(how) for name, how in self.call.items()}
         moved: dict[str, Any] = compat.tensors.map_tensors(lambda x: x.to(normal.device), arguments)
         return {**moved, "return_dict": False}
+
+    @property
+    def full(self) -> tuple[str, Size]:
+        """Return the first size of the full model, with its name."""
+        name, fields = next(itertools.chain(*(one.items() for one in (self.workloads, self.families, self.unmeasured))))
+        return name, size_of(fields, self.published)
 
     def tokens(self, size: Size) -> int:
         """Count the tokens of the latents."""
@@ -112,6 +121,14 @@ class Arguments:
 
     def prompt(self, width: int) -> torch.Tensor:
         return self.normal(self.size.batch, self.size.text, width)
+
+    def hidream_t5(self) -> torch.Tensor:
+        return self.prompt(self.config.caption_channels[0])
+
+    def hidream_llama(self) -> torch.Tensor:
+        """Return the hidden states of a language model, of all layers up to the last that is read."""
+        layers = max(self.config.llama_layers) + 1
+        return self.normal(layers, self.size.batch, self.size.text, self.config.caption_channels[1])
 
     def pooled(self, width: int) -> torch.Tensor:
         return self.normal(self.size.batch, width)

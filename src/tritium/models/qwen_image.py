@@ -22,6 +22,8 @@ FAMILY = Family(
                     tables={
                         "image_rotary_emb": (Cut(dim=0), Cut(("encoder_hidden_states",), dim=0)),
                         "modulate_index": Cut(),
+                        # Each attention joins it with as many ones as a rank has tokens of the image.
+                        "encoder_hidden_states_mask": Cut(("encoder_hidden_states",)),
                     },
                     outputs=("encoder_hidden_states", "hidden_states"),
                 ),

@@ -212,7 +212,7 @@ class Stack:
 def resolve(view: View, choice: Choice, plan: Plan) -> tuple[dict[str, Any], list[str]]:
     """Return the techniques of a part under a choice and a plan, and why it goes without others that the plan names.
 
-    Raises a `PipelineError` if the choice itself names a technique that the part cannot have.
+    Raises a `PipelineError` if the choice itself names a technique that the part cannot have, or a required one conflicts.
     """
     own, inherited = choice.configs(), plan.inherited()
     left_out = {name_of("Choice", config) for config in choice.techniques if isinstance(config, Off)}
@@ -226,7 +226,10 @@ def resolve(view: View, choice: Choice, plan: Plan) -> tuple[dict[str, Any], lis
             configs[name] = own[name]
         elif name in inherited and name not in left_out:
             config = inherited[name]
-            reason = _conflict(choice, {**configs, **own, name: config}) or technique.why_not(view, config)
+            reason = _conflict(choice, {**configs, **own, name: config})
+            if reason is not None and technique.is_required:
+                raise PipelineError(f"{view.name} cannot have {name}={config!r}: {reason}")
+            reason = reason or technique.why_not(view, config)
             if reason is None:
                 configs[name] = config
             elif plan.names(name) and choice.how != "eager":

@@ -48,6 +48,9 @@ def _flops_by_formula(node: fx.Node, overload: OpOverload) -> int | None:
 
 def flops_of_call(overload: OpOverload, args: Any, kwargs: Any, result: Any) -> int:
     """Return the operation count of a call of a contraction; 0 if there is no formula for it."""
+    if overload.overloadpacket.__name__ == "grouped_linear":
+        # Each row is multiplied with one of the weights.
+        return int(2 * args[0].shape[0] * args[1][0].numel())
     formulas = _counter().flop_registry
     formula = formulas.get(overload.overloadpacket)
     if formula is None and overload.overloadpacket.__name__.startswith("_scaled_dot_product"):

@@ -74,7 +74,7 @@ def conflicts(_config: Sparse, choice: Choice) -> str | None:
 
 
 def apply(part: Part, config: Sparse) -> SparseHandle:
-    return set_sparse_attention(
+    handle = set_sparse_attention(
         part.module,
         config.layout(),
         sparse_type=config.method,
@@ -83,6 +83,9 @@ def apply(part: Part, config: Sparse) -> SparseHandle:
         reuse_steps=config.reuse_steps,
         calls_per_step=config.calls_per_step,
     )
+    # Calls that other techniques answer are steps, too.
+    part.around(handle.around, outside=True)
+    return handle
 
 
 def remove(_part: Part, handle: SparseHandle) -> None:

@@ -146,6 +146,8 @@ class Technique(Generic[C, S]):
         needs_scheduler: True if it reads the scheduler: parts without one are then declined with a reason.
         is_lossy: True if it changes images. A plan that names it keeps it where it is slower, with a warning; a search
             chooses it only if it saves 3 %.
+        is_required: True if a conflict with another technique of a part is an error also where the plan has it for all
+            parts.
         settles_after: Returns how many calls of one shape it takes until later calls behave alike; `warmup()` makes
             as many.
     """
@@ -163,6 +165,7 @@ class Technique(Generic[C, S]):
     after: tuple[str, ...] = ()
     needs_scheduler: bool = False
     is_lossy: bool = False
+    is_required: bool = False
     settles_after: Callable[[Part, C], int] = _one_call
 
     def __post_init__(self) -> None:

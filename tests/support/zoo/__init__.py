@@ -6,7 +6,7 @@ from support.zoo.model import ZooModel
 __all__ = ["ZOO", "ZooModel"]
 
 MODELS = (
-    *(*stock.IMAGE_MODELS, others.HIDREAM, *stock.VIDEO_MODELS, *others.VIDEO_MODELS),
+    *(*stock.IMAGE_MODELS, *stock.VIDEO_MODELS, *others.VIDEO_MODELS),
     *(stock.UNET, codec.CODECS["kl_decoder"], codec.CODECS["wan_decoder"]),
 )
 ZOO: dict[str, ZooModel] = {model.name: model for model in MODELS}

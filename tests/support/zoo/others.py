@@ -8,18 +8,6 @@ from support.zoo.model import ZooModel, builder, normals
 from support.zoo.stock import PYTHON_HEIGHT, VIDEO
 
 
-def _hidream_inputs(dtype=torch.float32, size=8):
-    normal = normals(dtype)
-    return {
-        "hidden_states": normal(2, 4, size, size),
-        "timesteps": torch.tensor([500, 500]),
-        "encoder_hidden_states_t5": normal(2, 6, 16),
-        "encoder_hidden_states_llama3": normal(2, 2, 6, 8),
-        "pooled_embeds": normal(2, 16),
-        "return_dict": False,
-    }
-
-
 def _ltx2_inputs(dtype=torch.float32, size=3):
     normal = normals(dtype)
     tokens = 2 * size * 4
@@ -86,33 +74,6 @@ def _stable_audio_inputs(dtype=torch.float32, size=16):
         "return_dict": False,
     }
 
-
-HIDREAM = ZooModel(
-    "hidream",
-    builder(
-        diffusers.HiDreamImageTransformer2DModel,
-        patch_size=2,
-        in_channels=4,
-        out_channels=4,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=8,
-        num_attention_heads=2,
-        caption_channels=[16, 8],
-        text_emb_dim=16,
-        num_routed_experts=2,
-        num_activated_experts=2,
-        axes_dims_rope=(4, 2, 2),
-        max_resolution=(16, 16),
-        llama_layers=[0, 1],
-    ),
-    _hidream_inputs,
-    (8, 12),
-    False,
-    {"hidden_states": (2, 3)},
-    graphs=20,
-    notes="Breaks at the experts (`.numpy()`), which share frames. Latents that are not square are padded.",
-)
 
 VIDEO_MODELS = (
     ZooModel(

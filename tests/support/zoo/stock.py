@@ -74,6 +74,15 @@ IMAGE_MODELS = (
     stock("sana", 12, False, IMAGE),
     stock("auraflow", 12, False, IMAGE),
     stock("cogview4", 12, False, IMAGE),
+    stock(
+        "hidream",
+        12,
+        False,
+        {"hidden_states": (2, 3)},
+        square=True,
+        graphs=20,
+        notes="Breaks at the experts (`.numpy()`), which share frames. Latents that are not square are padded.",
+    ),
 )
 VIDEO_MODELS = (
     stock("wan", 12, True, VIDEO),

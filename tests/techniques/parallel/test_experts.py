@@ -7,6 +7,7 @@ from diffusers.models.transformers.transformer_hidream_image import MOEFeedForwa
 from torch import nn
 
 import tritium
+from support import states
 from support.denoising import euler
 from support.fidelity import assert_no_worse
 from support.zoo import ZOO
@@ -55,7 +56,7 @@ def state_of(model):
 def split(ranks_, how, count, chosen, slots):
     """Return the bytes of experts on this rank before and while they are split."""
     model, x = Model(count, chosen), tokens()
-    before, parameters = state_of(model), list(model.parameters())
+    before, parameters, modules = state_of(model), list(model.parameters()), states.installed(model)
     expected, exact = model(x)[0], Model(count, chosen).double()(x.double())[0]
     whole = sum(value.numel() for name, value in before.items() if ".experts." in name)
     with tritium.optimize(model, plan(ranks_, how, **({"slots": slots} if slots else {}))) as handle:
@@ -66,6 +67,7 @@ def split(ranks_, how, count, chosen, slots):
         assert list(model.state_dict()) == list(before)
     assert all(map(torch.equal, model.state_dict().values(), before.values()))
     assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+    assert states.installed(model) == modules
     assert torch.equal(model(x)[0], expected)
     assert type(model.mixtures[0]) is MOEFeedForwardSwiGLU
     return kept / whole, note

@@ -87,6 +87,53 @@ def test_search_is_near_the_optimum(monkeypatch):
     assert max(ratios) < 1.1
 
 
+def by_copies(loads, devices, slots):
+    """The policy `AG` of MindIE SD: spread experts by their number, then copy as long as the largest load decreases."""
+    placed = [set() for _ in range(devices)]
+    for expert in sorted(range(len(loads)), key=lambda expert: -loads[expert]):
+        min(placed, key=len).add(expert)
+    while True:
+        best = largest(loads, placed)
+        more = None
+        for device, expert in itertools.product(range(devices), range(len(loads))):
+            if expert not in placed[device] and len(placed[device]) < slots:
+                copied = [held | {expert} if place == device else held for place, held in enumerate(placed)]
+                if largest(loads, copied) < best:
+                    best, more = largest(loads, copied), copied
+        if more is None:
+            return placed
+        placed = more
+
+
+def by_swaps(loads, current, swaps):
+    """Its policy `EX`: swap the pair of the most and the least loaded device that halves their difference best."""
+    placed = [set(held) for held in current]
+    for _ in range(swaps):
+        low, high = sorted(placed, key=lambda held: sum(loads[expert] for expert in held))[:: len(placed) - 1]
+        half = (sum(loads[expert] for expert in high) - sum(loads[expert] for expert in low)) / 2
+        one, other = min(itertools.product(high, low), key=lambda pair: abs(loads[pair[0]] - loads[pair[1]] - half))
+        if not 0 < loads[one] - loads[other] < 2 * half:
+            break
+        for held, gone, new in ((high, one, other), (low, other, one)):
+            held.remove(gone)
+            held.add(new)
+    return placed
+
+
+@pytest.mark.parametrize(("experts", "devices", "slots"), [(4, 2, 3), (16, 4, 5), (32, 4, 8), (64, 8, 9)])
+def test_no_worse_than_policies_of_others(experts, devices, slots):
+    rng = random.Random(2)
+    for _ in range(3):
+        loads = [rng.expovariate(1) for _ in range(experts)]
+        placed = tritium.plan_placement(loads, devices, slots)
+        assert largest(loads, placed) <= largest(loads, by_copies(loads, devices, slots)) * (1 + 1e-9)
+        current = linear(experts, devices)
+        for swaps in (1, 3):
+            nearby = tritium.plan_placement(loads, devices, experts // devices, current, 2 * swaps)
+            assert moved(current, nearby) <= 2 * swaps
+            assert largest(loads, nearby) <= largest(loads, by_swaps(loads, current, swaps)) * (1 + 1e-9)
+
+
 def test_balance_of_64_experts():
     """The mean of the largest by the mean load: 1.55 in order, 1.01 here."""
     rng = random.Random(1)

@@ -45,7 +45,9 @@ def one(grid, queries, keys, heads, groups, kind, is_causal, exchange, how):
     wide = None if mask is None else mask if mask.dtype == torch.bool else mask.double()
     exact = plain(*(x.double() for x in full), wide, is_causal)
     local = [split(x, 2, segments, grid) for x, segments in zip(full, (queries, keys, keys), strict=True)]
-    call = Call(plain, queries, keys, is_causal=is_causal)
+    # Tokens that are on every rank are exchanged only beside others that are split.
+    sides = [side if any(segment.is_split for segment in side) else None for side in (queries, keys)]
+    call = Call(plain, *sides, is_causal=is_causal)
 
     def run(q, k, v, mask):
         return join(attention(q, k, v, mask, call, grid, exchange), 2, queries, grid)
@@ -84,6 +86,10 @@ CASES = [
     ((Segment(13), Segment(3, False)), (Segment(13), Segment(3, False)), 4, 4, None, True),
     # Queries of one stream over keys of two.
     (tokens(9), tokens(9, 4), 4, 4, "all", False),
+    # Keys or queries that every rank has, as of cross-attention, with a mask for each head.
+    (tokens(7, 15), (Segment(6, False),), 3, 3, "all", False),
+    (tokens(9), (Segment(5, False),), 4, 2, None, True),
+    ((Segment(6, False),), tokens(7, 15), 3, 3, "all", False),
 ]
 MORE = [
     (tokens(1), tokens(1), 1, 1, None, False),

@@ -84,15 +84,15 @@ def collectives(graph):
         pytest.param("sd3", 3, "split", 4, marks=pytest.mark.thorough),
         # The text is on every rank, and attention to it needs no exchange.
         ("wan", 2, "packed", 2),
-        # Keys have one head, which both ranks need.
+        # Keys have one head, which all ranks need.
         ("stable_audio", 2, "packed", 2),
         # A rank has one head: one chunk.
         pytest.param("wan", 2, "chunks 2", 4, marks=pytest.mark.thorough),
     ],
 )
 def test_exchanges_of_an_attention(world, name, attentions, exchange, each):
-    world(2)
-    part, undo, inputs = split(name, exchange, ulysses=2)
+    world(8)
+    part, undo, inputs = split(name, exchange, ulysses=8)
     found = collectives(graph_of(part, inputs))
     assert found["all_to_all_single"] == attentions * each
     assert found["all_gather_into_tensor"] == 1

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import nn, overrides
 
 from tritium import compat, device
 from tritium.errors import ArgumentError
@@ -40,6 +40,11 @@ class SparseHandle(AttentionHandle):
         super().__init__()
         self.attention = counter.attention
         self._counter = counter
+
+    @property
+    def around(self) -> Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]:
+        """Return a function that counts a call in place of the forwards in it: some calls are answered without one."""
+        return self._counter.around
 
     def density(self) -> float:
         """Return the share of dense attention's work that was computed since the last reset."""
@@ -116,18 +121,33 @@ class _Counter:
     images: _Images = field(default_factory=_Images)
     forwards: int = 0
     layer: int = 0
+    # Whether the current call of the model was counted by `around`.
+    _is_counted: bool = False
     # Whether an attention of this forward was sparse, and descriptions of the dense ones.
     is_sparse: bool = False
     dense: set[str] = field(default_factory=set)
     _warned: bool = False
 
+    def around(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Count a call of the model, whether a technique inside skips it or runs the model several times."""
+        self._count(args, kwargs)
+        self._is_counted = True
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self._is_counted = False
+
     def begin(self, _: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if self.timestep is not None:
-            self._look(self.timestep, args, kwargs)
-        self.forwards += 1
+        if not self._is_counted:
+            self._count(args, kwargs)
         self.layer = 0
         self.is_sparse = False
         self.dense.clear()
+
+    def _count(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if self.timestep is not None:
+            self._look(self.timestep, args, kwargs)
+        self.forwards += 1
 
     # Untraced: it reads the timestep's value, which a graph cannot do.
     @compat.dynamo.untraced
@@ -148,17 +168,41 @@ class _Counter:
         is_causal: bool = False,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """Compute the next attention of the forward."""
+        """Compute the next attention of the forward, of q, k and v as [B, S, N, D]."""
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        return self.counted_attention(q, k, v, attn_mask, scale, is_causal, enable_gqa).transpose(1, 2)
+
+    def counted_attention(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        scale: float | None,
+        is_causal: bool,
+        enable_gqa: bool,
+    ) -> torch.Tensor:
+        """Compute the next attention of the forward, of q, k and v as [B, N, S, D].
+
+        Modes of PyTorch get it as one function: with split tokens, they call it with the tokens of all ranks.
+        """
+        if not torch.compiler.is_compiling() and overrides.has_torch_function((q, k, v)):
+            given = (q, k, v, attn_mask, scale, is_causal, enable_gqa)
+            result: torch.Tensor = overrides.handle_torch_function(self.counted_attention, (q, k, v), *given)
+            return result
         layer = self.layer
         self.layer += 1
         masked = attn_mask is not None or is_causal
-        if masked or not q.shape[1] == k.shape[1] == self.attention.layout.tokens:
-            self.dense.add(f"{q.shape[1]} queries and {k.shape[1]} keys{' with a mask' if masked else ''}")
-            return attention_forward(q, k, v, attn_mask, scale, is_causal=is_causal, enable_gqa=enable_gqa)
+        if masked or not q.shape[2] == k.shape[2] == self.attention.layout.tokens:
+            self.dense.add(f"{q.shape[2]} queries and {k.shape[2]} keys{' with a mask' if masked else ''}")
+            return attention_forward(
+                q, k, v, attn_mask, scale, head_first=True, is_causal=is_causal, enable_gqa=enable_gqa
+            )
         self.is_sparse = True
         # A block called outside of its model is in step 0.
         step, stream = divmod(max(0, self.forwards - 1), self.calls_per_step)
-        return self.attention(q, k, v, step=step, layer=layer, scale=scale, stream=stream)
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        return self.attention(q, k, v, step=step, layer=layer, scale=scale, stream=stream).transpose(1, 2)
 
     def end(self, *_: Any) -> None:
         # `dense` is empty in forwards in which a cache of diffusers skipped all attentions.

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+
 from tritium.config import keywords_only
 from tritium.errors import ConfigError
 from tritium.techniques.experts import patches
 from tritium.techniques.experts.mixture import Routed, find, group, ungroup
 from tritium.techniques.technique import Note, Part, Technique
 
-__all__ = ["TECHNIQUE", "Experts"]
+__all__ = ["TECHNIQUE", "Experts", "group_all"]
 
 
 @keywords_only
@@ -49,6 +51,13 @@ class State:
     grouped: list[Routed] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
     has_patches: bool = False
+
+
+def group_all(module: nn.Module) -> None:
+    """Group the mixtures of a model on fake tensors for good: stock forwards read values, which it has not."""
+    for routed in list(find(module)):
+        group(routed)
+    patches.count_on_host(module)
 
 
 def applies_to(part: Part, _config: Experts) -> str | None:

@@ -172,6 +172,9 @@ def stack(module: Any, names: tuple[str, ...]) -> None:
 def _disagreement(module: Any, stock: type) -> str | None:
     """Return how a mixture's results differ from those of its stock forward, or None."""
     weight = linears_of(module, module.names)[0][0].weight
+    if compat.tensors.fake_mode_of(weight) is not None:
+        # It has no values.
+        return None
     generator = torch.Generator(weight.device).manual_seed(0)
     x = torch.randn(1, _TOKENS, weight.shape[1], dtype=weight.dtype, device=weight.device, generator=generator)
     try:

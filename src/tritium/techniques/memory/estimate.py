@@ -19,7 +19,7 @@ from tritium.compat.tensors import TorchDispatchMode
 from tritium.report.flops import flops_of_call
 
 # ATen routines that read and write whole tensors with every compiler.
-_ROUTINES = ("convolution", "mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product")
+_ROUTINES = ("convolution", "mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product", "grouped_linear")
 
 # What an estimate is multiplied by, and the bytes added to it: workspaces, and what the allocator cannot use again.
 MARGIN, WORKSPACE = 1.15, 192 * 2**20

@@ -46,7 +46,6 @@ def applies_to(part: Part, config: Parallel) -> str | None:
     if part.name in _DENOISERS:
         reason = _refusal(part, config)
         if reason is not None:
-            # Not a reason to leave it out: ranks that all compute everything are not what the degrees name.
             raise PipelineError(f"{part.name} cannot have {config}: {reason}")
         return None
     return "it runs on every rank"
@@ -124,17 +123,27 @@ def remove(_part: Part, state: State) -> None:
 
 
 def conflicts(config: Parallel, choice: Choice) -> str | None:
-    if choice.get(Sparse) is not None and any(config.degrees[axis] > 1 for axis in SEQUENCE):
+    return _conflict_with_sparse(config, choice.get(Sparse)) or _conflict_with_skip(config, choice.get(Skip))
+
+
+def _conflict_with_sparse(config: Parallel, sparse: Sparse | None) -> str | None:
+    if sparse is None:
+        return None
+    if config.is_auto:
+        return "no mesh is chosen for sparse attention, whose work depends on values; name degrees, such as ulysses=2"
+    if config.degrees["ring"] > 1 or config.degrees["gather"] > 1:
         return (
-            "sparse attention chooses blocks of the whole image, of which a rank has some tokens; leave out sparse, or name "
-            "other degrees than ulysses, ring and gather"
+            "sparse attention needs all tokens of a head on one rank, and with ring or gather a rank has some queries; "
+            "leave out sparse, or name ulysses in place of ring and gather"
         )
-    skip = choice.get(Skip)
-    if (
-        skip is not None
-        and (skip.uses(BLOCKS) or skip.uses(ATTENTION))
-        and (config.is_auto or config.degrees["cfg"] > 1)
-    ):
+    if config.exchange.startswith("chunks"):
+        return "sparse attention keeps blocks for all heads of a rank at once; use exchange='auto' in place of chunks"
+    return None
+
+
+def _conflict_with_skip(config: Parallel, skip: Skip | None) -> str | None:
+    is_by_branch = skip is not None and (skip.uses(BLOCKS) or skip.uses(ATTENTION))
+    if is_by_branch and (config.is_auto or config.degrees["cfg"] > 1):
         return (
             "skip leaves out blocks by what a rank kept of a branch, and cfg computes a branch on one rank; leave out B "
             "and A, or name other degrees than cfg"
@@ -159,5 +168,7 @@ TECHNIQUE = Technique(
     remove=remove,
     conflicts=conflicts,
     report=report,
-    after=("experts",),
+    # Ranks that all compute everything are not what the degrees name.
+    is_required=True,
+    after=("experts", "sparse"),
 )

@@ -26,12 +26,16 @@ from tritium.techniques.parallel.exchange import (
     join,
     part,
     pieces_of,
+    split,
     total,
     whole,
 )
 
 # Computes attention of q, k and v with a mask or None, and whether it is causal.
 Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None", bool], Tensor]
+
+# Chooses how an attention exchanges, by its queries on one rank.
+Chooser = Callable[[Tensor], str]
 
 # A collective that was started; a call waits for its result.
 Started = Callable[[], Tensor]
@@ -55,8 +59,10 @@ def attention(
     if call.keys is None:
         if call.queries is None or (mask is None and not call.is_causal):
             return call.attend(q, k, v, mask, call.is_causal)
-        masked = _Mask.of(mask, q, replace(call, keys=(Segment(k.shape[2], False),)), grid)
-        return call.attend(q, k, v, masked.keys(0, 1), False)
+        # This rank's queries have all heads and all keys.
+        mask, _ = _checked(mask, q, replace(call, keys=(Segment(k.shape[2], False),)), keeps_causal=False)
+        assert mask is not None
+        return call.attend(q, k, v, split(mask, 2, call.queries, grid) if mask.shape[2] > 1 else mask, False)
     if call.queries is None:
         k, v = (join(x, 2, call.keys, grid) for x in (k, v))
         return call.attend(q, k, v, mask, call.is_causal)
@@ -319,23 +325,12 @@ class _Mask:
 
     @classmethod
     def of(cls, value: Tensor | None, q: Tensor, call: Call, grid: Grid) -> _Mask:
-        """Check a mask, and cut it to this rank's queries and heads."""
+        """Check a mask, and cut it to the queries and heads that this rank computes."""
         assert call.queries is not None
-        assert call.keys is not None
-        sizes = q.shape[1], total(call.queries), total(call.keys)
         is_complete = grid.ulysses.size == grid.size
-        is_causal = call.is_causal
-        if is_causal and (not is_complete or value is not None):
-            value, is_causal = _causal(value, sizes[1], sizes[2], q), False
+        value, is_causal = _checked(value, q, call, keeps_causal=is_complete)
         if value is None:
             return cls(None, is_causal, call, grid)
-        value = value[(None,) * (4 - value.dim())]
-        for dim, size in enumerate(sizes, 1):
-            if value.shape[dim] not in (1, size):
-                raise PipelineError(
-                    f"attention over split tokens has a mask of shape {tuple(value.shape)}; it needs {size} or 1 in dim "
-                    f"{dim}, for all ranks together; run this part on one rank"
-                )
         if value.shape[2] > 1 and not is_complete:
             value = part(value, 2, call.queries, grid.size, grid.block, grid.ulysses.size)
         if value.shape[1] > 1 and grid.ulysses.size > 1:
@@ -363,6 +358,26 @@ class _Mask:
                 found.append(value.narrow(3, start + first, count))
             start += segment.length
         return cat(found, 3)
+
+
+def _checked(value: Tensor | None, q: Tensor, call: Call, *, keeps_causal: bool) -> tuple[Tensor | None, bool]:
+    """Return a mask over all tokens in four dims, and whether attention is causal beside it."""
+    assert call.queries is not None
+    assert call.keys is not None
+    sizes = q.shape[1], total(call.queries), total(call.keys)
+    is_causal = call.is_causal
+    if is_causal and (not keeps_causal or value is not None):
+        value, is_causal = _causal(value, sizes[1], sizes[2], q), False
+    if value is None:
+        return None, is_causal
+    value = value[(None,) * (4 - value.dim())]
+    for dim, size in enumerate(sizes, 1):
+        if value.shape[dim] not in (1, size):
+            raise PipelineError(
+                f"attention over split tokens has a mask of shape {tuple(value.shape)}; it needs {size} or 1 in dim "
+                f"{dim}, for all ranks together; run this part on one rank"
+            )
+    return value, is_causal
 
 
 def _causal(mask: Tensor | None, queries: int, keys: int, like: Tensor) -> Tensor:

@@ -133,9 +133,10 @@ class _Mixture:
         mine = self.placement[self.axis.rank]
         for name, side in zip(_WEIGHTS, self.routed.linears, strict=True):
             kept = getattr(self.module, name)
-            step = kept.stride(0) * kept.element_size()
+            memory = compat.tensors.storage_id(kept)
             for slot, expert in enumerate(mine):
-                if side[expert].weight.data_ptr() != kept.data_ptr() + slot * step:
+                weight, start = side[expert].weight, kept.storage_offset() + slot * kept.stride(0)
+                if compat.tensors.storage_id(weight) != memory or weight.storage_offset() != start:
                     return f"{self.routed.path}.experts.{expert}"
         names = self.routed.names
         for number, expert in enumerate(self.module.experts):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -62,9 +63,16 @@ def plan_placement(
         candidates = _all(len(values), devices, slots, is_ordered=now is not None)
     else:
         candidates = _found(values, devices, slots, now, max_moves)
-    best = None if now is None else (now, largest_load(values, now), 0)
+    return _best_of(candidates, values, now, max_moves)
+
+
+def _best_of(
+    candidates: Iterator[Placement], loads: list[float], now: Placement | None, max_moves: int | None
+) -> Placement:
+    """Return the placement with the smallest largest load, of several the one with the fewest moves."""
+    best = None if now is None else (now, largest_load(loads, now), 0)
     for placement in candidates:
-        load = largest_load(values, placement)
+        load = largest_load(loads, placement)
         moves = 0 if now is None else moves_of(now, placement)
         if max_moves is not None and moves > max_moves:
             continue
@@ -166,6 +174,30 @@ def _found(
         return max_moves is None or moves_of(current, placement) <= max_moves
 
     yield from _improved(loads, current, slots, is_near)
+    # Few moves are better spent between the devices that differ the most.
+    yield from _swapped(loads, current, is_near)
+
+
+def _swapped(loads: list[float], placement: Placement, is_allowed: Callable[[Placement], bool]) -> Iterator[Placement]:
+    """Yield placements that follow from one by swaps which halve the difference of the most and the least loaded device."""
+    copies = Counter(itertools.chain(*placement))
+    for _ in range(_ROUNDS):
+        by_device = device_loads(loads, placement)
+        low, high = (pick(range(len(by_device)), key=by_device.__getitem__) for pick in (min, max))
+        difference = by_device[high] - by_device[low]
+        gains = {
+            (mine, theirs): loads[mine] / copies[mine] - loads[theirs] / copies[theirs]
+            for mine, theirs in itertools.product(placement[high], placement[low])
+            if mine not in placement[low] and theirs not in placement[high]
+        }
+        gains = {pair: gain for pair, gain in gains.items() if 0 < gain < difference}
+        if not gains:
+            return
+        mine, theirs = min(gains, key=lambda pair: abs(gains[pair] - difference / 2))
+        placement = _with(placement, {high: (mine, theirs), low: (theirs, mine)})
+        if not is_allowed(placement):
+            return
+        yield placement
 
 
 def _copies(loads: list[float], devices: int, spare: int) -> list[int]:

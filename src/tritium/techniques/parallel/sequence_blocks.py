@@ -22,6 +22,7 @@ from tritium.errors import PipelineError
 from tritium.models.family import REST, Cut
 from tritium.techniques.parallel import streams_attention
 from tritium.techniques.parallel.exchange import Grid, Segment, Segments, join, split
+from tritium.techniques.parallel.exchange_attention import Chooser
 from tritium.techniques.parallel.sequence_marks import CLOSE, JOIN, LOCAL, OPEN, SPLIT, WHOLE, mark
 from tritium.techniques.parallel.streams import Operation, Tag, Tokens, agree
 from tritium.techniques.parallel.streams_rules import assigned, name_of, tags_of
@@ -33,8 +34,6 @@ PLACE = "tritium_place"
 _TAG = "_tritium_tag"
 
 Cuts = Cut | tuple[Cut | None, ...]
-# Chooses how an attention exchanges, by its queries on one rank.
-Chooser = Callable[[torch.Tensor], str]
 
 
 class Following(TorchFunctionMode):
@@ -138,7 +137,8 @@ class Streams:
         segments = self.segments(cut, value.shape[dim], is_local=is_local)
         if is_local:
             self._check(value, dim, self.grid.local(segments), name)
-        elif value.shape[dim] == 1:
+        elif value.shape[dim] == 1 and [segment.length for segment in segments] != [1]:
+            # It is broadcast, and no stream of one token.
             return value
         else:
             self._check(value, dim, sum(segment.length for segment in segments), name)

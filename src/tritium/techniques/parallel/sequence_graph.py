@@ -21,6 +21,7 @@ from tritium.graph import call, value_of
 from tritium.passes import Applied, ConfigRequest, Outcome, Pass, PassContext
 from tritium.techniques.parallel import streams_attention
 from tritium.techniques.parallel.exchange import Grid, join, split
+from tritium.techniques.parallel.exchange_attention import Chooser
 from tritium.techniques.parallel.sequence_marks import (
     CLOSE,
     JOIN,
@@ -33,9 +34,6 @@ from tritium.techniques.parallel.sequence_marks import (
 )
 from tritium.techniques.parallel.streams import Operation, Tag, Tokens, agree
 from tritium.techniques.parallel.streams_rules import assigned, name_of, tags_of
-
-# Chooses how an attention exchanges, by its queries on one rank.
-Chooser = Callable[[torch.Tensor], str]
 
 
 def pass_of(grid: Grid, choose: Chooser) -> Pass:

@@ -46,13 +46,15 @@ def agree(tag: Tag, declared: Tokens) -> bool:
     """Return True if a tag is the declared one; runs of whole segments count as one."""
     if tag is None:
         return not declared.is_split
-    return isinstance(tag, Tokens) and _plain(tag) == _plain(declared)
+    return isinstance(tag, Tokens) and merged(tag) == merged(declared)
 
 
-def _plain(tag: Tokens) -> Tokens:
+def merged(tag: Tokens) -> Tokens:
+    """Return a tag with runs of whole segments as one."""
     segments: list[Segment] = []
     for segment in tag.segments:
-        is_run = bool(segments) and not segment.is_split and not segments[-1].is_split
+        last = segments[-1] if segments else None
+        is_run = last is not None and not (last.is_split or last.is_uniform or segment.is_split or segment.is_uniform)
         segments.append(Segment(segments.pop().length + segment.length, False) if is_run else segment)
     return replace(tag, segments=tuple(segments))
 

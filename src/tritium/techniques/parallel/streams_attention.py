@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,13 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 
 from tritium.techniques.parallel import exchange_attention
 from tritium.techniques.parallel.exchange import Grid, Segments, join
-from tritium.techniques.parallel.streams import Mixed, Operation, Tag, Tokens, Uniform
+from tritium.techniques.parallel.streams import Operation, Tag, Tokens, Uniform
 
-# Operators of Tritium that a graph or an eager call may contain instead of PyTorch's function.
-_OWN = ("choose_attention", "attention")
+# A sparse attention over the tokens of a layout, in eager calls.
+_SPARSE = "counted_attention"
+
+# Functions of Tritium that a graph or an eager call may contain instead of PyTorch's.
+_OWN = ("choose_attention", "attention", _SPARSE)
 NAMES = ("scaled_dot_product_attention", *_OWN)
 
 
@@ -74,6 +77,10 @@ def exchanged(operation: Operation, attention: Attention, grid: Grid, provider: 
         raise operation.mixed("has keys and values of different tokens")
     if attention.q.dim() != 4:
         raise operation.mixed("has no dim of heads")
+    if operation.name == _SPARSE and (grid.ulysses.size < grid.size or provider not in ("packed", "split")):
+        raise operation.mixed(
+            "is sparse: it needs all tokens of a rank's heads at once, so ulysses alone, in no chunks"
+        )
     mask = attention.mask
     if mask is not None:
         mask = _whole_mask(operation, mask, keys, grid)
@@ -122,6 +129,3 @@ def _filled(operation: Operation, mask: torch.Tensor, tag: Tokens, keys: Segment
             raise operation.mixed("has a mask of other tokens")
         start += share
     return torch.cat(found, tag.dim)
-
-
-__all__ = ["NAMES", "Attention", "Mapping", "Mixed", "attention_of", "exchanged", "is_split", "tag_of_result"]

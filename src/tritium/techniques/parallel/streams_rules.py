@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,13 +11,13 @@ from typing import Any
 import torch
 
 from tritium.techniques.parallel.exchange import Segment
-from tritium.techniques.parallel.streams import Mixed, Operation, Tag, Tokens, Uniform
+from tritium.techniques.parallel.streams import Mixed, Operation, Tag, Tokens, Uniform, merged
 
 Rule = Callable[[Operation], Any]
 
 
 def tags_of(operation: Operation) -> Any:
-    """Return the tag of the result, or a list of tags for several results; raise `Mixed` if tokens meet others."""
+    """Return the tag of all results, or a list with the tag of each; raise `Mixed` if tokens meet others."""
     tags = [operation.tag_of(tensor) for tensor in operation.tensors]
     if operation.name in _FRESH:
         return Uniform()
@@ -55,6 +56,17 @@ def name_of(target: Any) -> str:
 # --- rules ---
 
 
+def _tagged(rule: Callable[[Operation, Tokens], Any]) -> Rule:
+    """Return a rule for a first argument with tokens; results have the tag of another one."""
+
+    @functools.wraps(rule)
+    def call(operation: Operation) -> Any:
+        tag = operation.tag_of(operation.first)
+        return rule(operation, tag) if isinstance(tag, Tokens) else tag
+
+    return call
+
+
 def _same(operation: Operation) -> Tag:
     """The first argument is changed value by value."""
     return operation.tag_of(operation.first)
@@ -85,6 +97,9 @@ def _check_others(operation: Operation, tag: Tokens, rank: int) -> None:
 def _unified(operation: Operation, left: Tokens, right: Tokens) -> Tokens:
     """Return the tag of values that belong together."""
     grid, segments = operation.grid, []
+    if left.segments != right.segments:
+        # Samples may have other numbers of text tokens and of pads, which are on every rank.
+        left, right = merged(left), merged(right)
     if replace(left, segments=()) != replace(right, segments=()) or len(left.segments) != len(right.segments):
         raise operation.mixed("joins tokens of different streams")
     for one, other in zip(left.segments, right.segments, strict=True):
@@ -114,20 +129,16 @@ def _over_dim(operation: Operation, index: int = 1, default: Any = None, name: s
 
 
 def _along(index: int = 1, default: Any = None) -> Rule:
-    def rule(operation: Operation) -> Any:
-        tag = _over_dim(operation, index, default)
-        return [tag] * len(operation.out) if isinstance(operation.out, (tuple, list)) else tag
-
-    return rule
+    return lambda operation: _over_dim(operation, index, default)
 
 
 def _reduced(index: int = 1, keep: int = 2) -> Rule:
-    def rule(operation: Operation) -> Any:
+    def rule(operation: Operation) -> Tag:
         tag = _over_dim(operation, index)
         if tag is not None and not operation.argument(keep, "keepdim", False):
             gone = _dims(operation, operation.argument(index, "dim"))
             tag = tag.at(tag.dim - sum(dim < tag.dim for dim in gone))
-        return [tag] * len(operation.out) if isinstance(operation.out, (tuple, list)) else tag
+        return tag
 
     return rule
 
@@ -170,10 +181,8 @@ def _matmul(operation: Operation) -> Tag:
     return tag
 
 
-def _view(operation: Operation) -> Tag:
-    tag = operation.tag_of(operation.first)
-    if not isinstance(tag, Tokens):
-        return tag
+@_tagged
+def _view(operation: Operation, tag: Tokens) -> Tag:
     return _reshaped(operation, tag, tuple(operation.first.shape), tuple(operation.out.shape))
 
 
@@ -200,10 +209,8 @@ def _reshaped(operation: Operation, tag: Tokens, old: tuple[Any, ...], new: tupl
 def _moved(order: Callable[[Operation, int], Sequence[int]]) -> Rule:
     """Permutations of dims: `order` returns the old dim of each new one."""
 
-    def rule(operation: Operation) -> Tag:
-        tag = operation.tag_of(operation.first)
-        if not isinstance(tag, Tokens):
-            return tag
+    @_tagged
+    def rule(operation: Operation, tag: Tokens) -> Tag:
         rank = operation.first.dim()
         return tag.at([dim % rank for dim in order(operation, rank)].index(tag.dim))
 
@@ -234,28 +241,22 @@ def _last_two(_operation: Operation, rank: int) -> list[int]:
     return [*range(rank - 2), rank - 1, rank - 2]
 
 
-def _squeezed(operation: Operation) -> Tag:
-    tag = operation.tag_of(operation.first)
-    if not isinstance(tag, Tokens):
-        return tag
+@_tagged
+def _squeezed(operation: Operation, tag: Tokens) -> Tag:
     dims = operation.argument(1, "dim")
     shape = operation.first.shape
     gone = range(len(shape)) if dims is None else sorted(_dims(operation, dims))
     return tag.at(tag.dim - sum(dim < tag.dim and shape[dim] == 1 for dim in gone))
 
 
-def _unsqueezed(operation: Operation) -> Tag:
-    tag = operation.tag_of(operation.first)
-    if not isinstance(tag, Tokens):
-        return tag
+@_tagged
+def _unsqueezed(operation: Operation, tag: Tokens) -> Tag:
     dim = operation.argument(1, "dim") % (operation.first.dim() + 1)
     return tag.at(tag.dim + (dim <= tag.dim))
 
 
-def _expanded(operation: Operation) -> Tag:
-    tag = operation.tag_of(operation.first)
-    if not isinstance(tag, Tokens):
-        return tag
+@_tagged
+def _expanded(operation: Operation, tag: Tokens) -> Tag:
     moved = tag.at(tag.dim + operation.out.dim() - operation.first.dim())
     if operation.out.shape[moved.dim] != operation.first.shape[tag.dim]:
         raise operation.mixed("repeats tokens")
@@ -279,20 +280,16 @@ def _cut(operation: Operation, tag: Tokens, start: int, size: int) -> Tokens | N
     return kept if any(segment.is_split or segment.is_uniform for segment in segments) else None
 
 
-def _narrowed(operation: Operation) -> Tag:
-    tag = operation.tag_of(operation.first)
-    if not isinstance(tag, Tokens):
-        return tag
+@_tagged
+def _narrowed(operation: Operation, tag: Tokens) -> Tag:
     dim, start, size = (operation.argument(place, name) for place, name in enumerate(("dim", "start", "length"), 1))
     if dim % operation.first.dim() != tag.dim:
         return tag
     return _cut(operation, tag, int(start) % operation.first.shape[tag.dim], int(size))
 
 
-def _selected(operation: Operation) -> Tag:
-    tag = operation.tag_of(operation.first)
-    if not isinstance(tag, Tokens):
-        return tag
+@_tagged
+def _selected(operation: Operation, tag: Tokens) -> Tag:
     dim = operation.argument(1, "dim") % operation.first.dim()
     if dim != tag.dim:
         return tag.at(tag.dim - (dim < tag.dim))
@@ -304,13 +301,11 @@ def _selected(operation: Operation) -> Tag:
 def _parts(default: int | None = None) -> Rule:
     """Operators that return parts along a dim."""
 
-    def rule(operation: Operation) -> Any:
-        tag = operation.tag_of(operation.first)
-        if not isinstance(tag, Tokens):
-            return [tag] * len(operation.out)
+    @_tagged
+    def rule(operation: Operation, tag: Tokens) -> Any:
         dim = int(operation.argument(2, "dim", default)) % operation.first.dim()
         if dim != tag.dim:
-            return [tag] * len(operation.out)
+            return tag
         found, start = [], 0
         for part in operation.out:
             found.append(_cut(operation, tag, start, part.shape[dim]))
@@ -320,14 +315,12 @@ def _parts(default: int | None = None) -> Rule:
     return rule
 
 
-def _unbound(operation: Operation) -> Any:
-    tag = operation.tag_of(operation.first)
-    if not isinstance(tag, Tokens):
-        return [tag] * len(operation.out)
+@_tagged
+def _unbound(operation: Operation, tag: Tokens) -> Tag:
     dim = int(operation.argument(1, "dim", 0)) % operation.first.dim()
     if dim == tag.dim:
         raise operation.mixed("takes tokens apart")
-    return [tag.at(tag.dim - (dim < tag.dim))] * len(operation.out)
+    return tag.at(tag.dim - (dim < tag.dim))
 
 
 def _joined(operation: Operation) -> Tag:
@@ -375,22 +368,18 @@ def _padded(operation: Operation) -> Tag:
     return replace(tag, segments=tuple(segment for segment in segments if segment.length))
 
 
-def _item(operation: Operation) -> Tag:
+@_tagged
+def _item(operation: Operation, tag: Tokens) -> Tag:
     """Indexing by integers, slices, None and an ellipsis."""
     tensor, index = operation.args[:2]
-    tag = operation.tag_of(tensor)
-    if not isinstance(tag, Tokens):
-        return tag
     items = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(item, (torch.Tensor, list)) for item in items):
         raise operation.mixed("picks tokens by an index")
+    if Ellipsis not in items:
+        items.append(Ellipsis)
     taken = sum(item is not None and item is not Ellipsis for item in items)
-    if Ellipsis in items:
-        place = items.index(Ellipsis)
-        items[place : place + 1] = [slice(None)] * (tensor.dim() - taken)
-    items += [slice(None)] * (
-        tensor.dim() - taken if Ellipsis not in (index if isinstance(index, tuple) else ()) else 0
-    )
+    place = items.index(Ellipsis)
+    items[place : place + 1] = [slice(None)] * (tensor.dim() - taken)
     dim = new = 0
     found: Tokens | None = tag
     for item in items:

@@ -32,8 +32,6 @@ class _Counted(Live):
         before = self.flops
         result = super().__torch_dispatch__(func, types, args, kwargs)
         name = func.overloadpacket.__name__
-        if name == "grouped_linear":
-            self.flops += 2 * args[0].shape[0] * args[1][0].numel()
         if name.startswith("_scaled_dot_product"):
             self.attention += self.flops - before
             self.element = args[0].element_size()
@@ -54,20 +52,7 @@ def work_of(
     A call with as many rows as branches, or a multiple, has all branches in one batch. `mode` is the fake mode in which
     the module was built, if it is fake itself.
     """
-    counted, out = _Counted(), None
-    fakes = mode or compat.tensors.fake_mode(allow_non_fake_inputs=True)
-    with torch.inference_mode(mode=False), torch.no_grad(), fakes:
-        args, named = fake_arguments(args, kwargs)
-        try:
-            with counted:
-                out = module.forward(*args, **named)
-        except Exception as error:
-            raise PipelineError(
-                f"the work of {type(module).__name__} cannot be counted ({brief(error)}), so no mesh can be chosen; name "
-                "its degrees, such as Parallel(ulysses=2)"
-            ) from error
-    if not counted.shapes:
-        raise PipelineError(f"{type(module).__name__} has no attention, so no mesh can be chosen; name its degrees")
+    counted, out = _called(module, args, kwargs, mode or compat.tensors.fake_mode(allow_non_fake_inputs=True))
     (batch, heads, tokens, width), _ = max(counted.shapes, key=lambda shape: shape[0][2] * shape[0][1])
     blocks = sum(times for (q, keys), times in counted.shapes.items() if q[2] == tokens == keys)
     one_batch = branches if branches > 1 and batch % branches == 0 else 1
@@ -92,3 +77,21 @@ def work_of(
         latents=0 if latents is None else latents.nbytes // one_batch,
         others=others,
     )
+
+
+def _called(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], fakes: Any) -> tuple[_Counted, Any]:
+    """Return what was counted in a call, and its result."""
+    counted = _Counted()
+    with torch.inference_mode(mode=False), torch.no_grad(), fakes:
+        args, named = fake_arguments(args, kwargs)
+        try:
+            with counted:
+                out = module.forward(*args, **named)
+        except Exception as error:
+            raise PipelineError(
+                f"the work of {type(module).__name__} cannot be counted ({brief(error)}), so no mesh can be chosen; name "
+                "its degrees, such as Parallel(ulysses=2)"
+            ) from error
+    if not counted.shapes:
+        raise PipelineError(f"{type(module).__name__} has no attention, so no mesh can be chosen; name its degrees")
+    return counted, out
