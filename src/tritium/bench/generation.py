@@ -46,11 +46,17 @@ def jobs_for(
     ]
 
 
+def width_and_height(text: str) -> tuple[int, int] | None:
+    """Return the sides in `WxH`, or None for another text."""
+    found = re.fullmatch(r"([0-9]+)x([0-9]+)", text.lower())
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
 def _parsed(size: str) -> tuple[int, int]:
-    found = re.fullmatch(r"([0-9]+)x([0-9]+)", size.lower())
+    found = width_and_height(size)
     if found is None:
         raise ConfigError(f"size {size!r} is not WIDTHxHEIGHT, such as 128x128")
-    return int(found[1]), int(found[2])
+    return found
 
 
 def load(name: str, device_type: str, dtype: torch.dtype | None = None, *, on_host: bool = False) -> Any:

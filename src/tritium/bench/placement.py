@@ -7,7 +7,6 @@ floating-point operations divided by a rate.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -145,14 +144,14 @@ def _weights_in(folder: Path) -> int:
 
 def _at(model: StockModel, full: Size, size: str) -> Size:
     """Return the size of a call for an image of `WxH` pixels."""
-    found = re.fullmatch(r"([0-9]+)x([0-9]+)", size.lower())
+    found = generation.width_and_height(size)
     if found is None or len(full.grid) != 2:
         words = "the model makes videos" if len(full.grid) != 2 else "it is not WIDTHxHEIGHT, such as 1024x1024"
         raise ConfigError(f"--size {size} cannot be planned: {words}; leave it out")
     # The size that the model is measured at is of 512 pixels if its name says so, else of 1024.
     name = next(iter({**model.workloads, **model.families}))
     cell = (512 if name.endswith("-512") else 1024) // a_size(model).grid[0]
-    return replace(full, grid=(int(found[2]) // cell, int(found[1]) // cell))
+    return replace(full, grid=(found[1] // cell, found[0] // cell))
 
 
 def _grids(grid: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

@@ -13,7 +13,6 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -48,12 +47,9 @@ def build_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
     app.state.metrics = metrics
     app.include_router(api(context))
     app.include_router(probes(context))
-    if settings.page:
-        app.include_router(page.routes())
+    app.include_router(page.routes())
     _handle_errors(app, metrics)
     app.add_middleware(BodyLimit, settings=settings)
-    if settings.origins:
-        app.add_middleware(CORSMiddleware, allow_origins=settings.origins, allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(Front, settings=settings, metrics=metrics)
     return app
 

@@ -218,6 +218,9 @@ class Counts:
     device_bytes: int = 0
     restarts: int = 0
 
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(**{name: count + vars(other)[name] for name, count in vars(self).items()})
+
 
 @dataclass(frozen=True, kw_only=True)
 class Status:

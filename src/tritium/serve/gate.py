@@ -6,16 +6,17 @@ import math
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from tritium.errors import nearest
-from tritium.serve.engine import Fidelity, Job, Kind, Lora, Model, Quality, Size
+from tritium.serve.engine import Job, Kind, Lora, Model, Quality, Size
 from tritium.serve.faults import Fault, invalid
 from tritium.serve.limits import Upload
 from tritium.serve.protocol import Accepted, ImageRequest, Sampling, VideoRequest
 from tritium.serve.settings import Settings
 
 Request = ImageRequest | VideoRequest
+Name = TypeVar("Name", bound=str)
 # OpenAI's older names for the middle and the upper quality.
 _OLD_QUALITIES = {"standard": "medium", "hd": "high"}
 _UPLOAD = "upload the file itself: the server reads no paths and fetches no URLs"
@@ -88,7 +89,7 @@ def accept(
         true_cfg=_taken("true_cfg_scale", options.true_cfg_scale, "true_cfg", model),
         seed=secrets.randbelow(2**31) if options.seed is None else options.seed,
         loras=_loras(options, model),
-        fidelity=_fidelity(options.fidelity or quality.fidelity, model),
+        fidelity=_offered("tritium.fidelity", options.fidelity or quality.fidelity, model.fidelities, model),
         recipe=_offered("tritium.recipe", options.recipe or quality.recipe, model.recipes, model),
         images=_images(uploads, kind, model),
         mask=_mask(mask, uploads, model),
@@ -236,15 +237,10 @@ def _taken(name: str, value: Any, argument: str, model: Model) -> Any:
     return value
 
 
-def _offered(param: str, value: str | None, offered: Iterable[str], model: Model) -> str | None:
+def _offered(param: str, value: Name | None, offered: Iterable[str], model: Model) -> Name | None:
     if value is not None and value not in offered:
         there = ", ".join(offered) or "none: the server runs one configuration"
         raise invalid(f"{param} {value!r} is not configured for model {model.name!r}; configured: {there}", param)
-    return value
-
-
-def _fidelity(value: Fidelity | None, model: Model) -> Fidelity | None:
-    _offered("tritium.fidelity", value, model.fidelities, model)
     return value
 
 

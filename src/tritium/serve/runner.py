@@ -95,14 +95,7 @@ class LocalRunner:
 
     def counts(self) -> Counts:
         """Return the totals of all workers; of those that started again, also what they had counted before."""
-        found = [lane.counts for lane in self._lanes]
-        return Counts(
-            recompiles=sum(counts.recompiles for counts in found),
-            violations=sum(counts.violations for counts in found),
-            captures=sum(counts.captures for counts in found),
-            device_bytes=sum(counts.device_bytes for counts in found),
-            restarts=sum(counts.restarts for counts in found),
-        )
+        return sum((lane.counts for lane in self._lanes), Counts())
 
     async def stop(self) -> None:
         for job_id in list(self._running):
@@ -167,7 +160,9 @@ class _Lane:
         except BaseException as error:  # noqa: BLE001  # the event loop raises it
             _call(self._loop, self._settle, error)
             return
-        self._is_loaded()
+        self._count()
+        self.is_ready = True
+        _call(self._loop, self._idle.put_nowait, self)
         _call(self._loop, self._settle, models)
         while not self._stopped.is_set():
             try:
@@ -222,19 +217,8 @@ class _Lane:
                 self.is_ready = not self._stopped.is_set()
                 return
 
-    def _is_loaded(self) -> None:
-        self._count()
-        self.is_ready = True
-        _call(self._loop, self._idle.put_nowait, self)
-
     def _count(self) -> None:
-        counts, before = self.worker.counts(), self._before
-        self.counts = replace(
-            counts,
-            recompiles=before.recompiles + counts.recompiles,
-            violations=before.violations + counts.violations,
-            restarts=before.restarts,
-        )
+        self.counts = self._before + self.worker.counts()
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: object, *arguments: object) -> None:
