@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tritium.budget import Budget
@@ -63,9 +63,6 @@ class Tried:
             inside=inside and complete,
             why=why,
         )
-
-    def marked(self, **changes: Any) -> Tried:
-        return replace(self, **changes)
 
     def to_dict(self, eager_seconds: float) -> dict[str, Any]:
         def figures(values: Sequence[float | None]) -> dict[str, float | None]:
