@@ -19,8 +19,7 @@ from torch import nn
 
 import tritium
 from tritium import compat, models
-from tritium.bench import placement
-from tritium.bench.models import MODELS, Size, StockModel
+from tritium.bench.models import PUBLISHED, Size, StockModel
 from tritium.bench.workload import Normals
 from tritium.config import CompilationConfig
 from tritium.errors import ConfigError, nearest
@@ -104,10 +103,13 @@ class Explained:
 
 def explain(name: str, config: Parallel, world: int, rates: Rates = NVLINK) -> Explained:
     """Return how a model is split over a world, by the name of the model."""
-    model = _model_of(name)
+    key = name.replace("-", "_")
+    if key not in PUBLISHED:
+        raise ConfigError(f"--parallel explains a published model, and {name!r} is none; {nearest(key, PUBLISHED)}")
+    model = PUBLISHED[key]
     fakes = compat.tensors.fake_mode(allow_non_fake_inputs=True)
-    published = dataclasses.replace(placement.a_size(model), config=model.published)
-    with compat.fake_ranks.world(world):
+    published = dataclasses.replace(model.a_size(), config=model.published)
+    with compat.collectives.fake_world(world):
         whole, arguments = _built(model, published, fakes)
         few = dataclasses.replace(published, config=_with_few_blocks(whole, model.published))
         branches = models.branches_of(type(whole).__name__)
@@ -132,14 +134,6 @@ def explain(name: str, config: Parallel, world: int, rates: Rates = NVLINK) -> E
         rates,
         notes,
     )
-
-
-def _model_of(name: str) -> StockModel:
-    named = {key: model for key, model in MODELS.items() if model.workloads or model.families}
-    key = name.replace("-", "_")
-    if key not in named:
-        raise ConfigError(f"--parallel explains a published model, and {name!r} is none; {nearest(key, named)}")
-    return named[key]
 
 
 def _with_few_blocks(module: Any, published: Mapping[str, Any]) -> dict[str, Any]:
@@ -252,7 +246,7 @@ class _Recorded(Live):
         return result
 
     def _start(self, name: str, result: torch.Tensor, group: str) -> None:
-        ranks = compat.fake_ranks.group_size(group)
+        ranks = compat.collectives.group_size(group)
         sent = int(result.nbytes * _SENT.get(name, 1.0) * (ranks - 1) / ranks)
         self._link = max(self._now, self._link) + sent / self._rates.bandwidth + self._rates.latency
         self._running[id(result)] = len(self.found), self._link

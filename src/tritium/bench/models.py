@@ -72,6 +72,11 @@ class StockModel:
         moved: dict[str, Any] = compat.tensors.map_tensors(lambda x: x.to(normal.device), arguments)
         return {**moved, "return_dict": False}
 
+    def a_size(self) -> Size:
+        """Return a size of the published model, whose configuration may have few blocks."""
+        first, *_ = (*self.workloads.values(), *self.families.values())
+        return size_of(first, self.published)
+
     def tokens(self, size: Size) -> int:
         """Count the tokens of the latents."""
         *frames, height, width = size.grid
@@ -253,3 +258,6 @@ def _read(path: Path) -> dict[str, StockModel]:
 
 # Published are Stable Diffusion 3.5 large, PixArt-Sigma, DiT-XL/2, Sana 1.6B, Wan 2.1 and CogVideoX 5B.
 MODELS = _read(Path(__file__).parent / "models.json")
+
+# Those with full sizes.
+PUBLISHED = {name: model for name, model in MODELS.items() if model.workloads or model.families}

@@ -16,7 +16,7 @@ import torch
 
 from tritium import compat, device
 from tritium.bench import generation
-from tritium.bench.models import MODELS, Size, StockModel, cast_as_loading_does, diffusers, size_of
+from tritium.bench.models import MODELS, PUBLISHED, Size, StockModel, cast_as_loading_does, diffusers
 from tritium.bench.workload import Normals
 from tritium.errors import ConfigError, brief, nearest
 from tritium.example import load_example
@@ -98,29 +98,23 @@ def _built(name: str, fakes: Any) -> tuple[Any, StockModel, Size, dict[str, int]
     if Path(name).is_dir():
         return _of_folder(Path(name), fakes)
     # The size of a workload has few blocks: that of the published model has all of them.
-    named = {key: model for key, model in MODELS.items() if model.workloads or model.families}
     key = name.replace("-", "_")
-    if key not in named:
+    if key not in PUBLISHED:
         raise ConfigError(
-            f"there is no pipeline {name!r}: neither a folder, 'example', nor a model; {nearest(key, named)}"
+            f"there is no pipeline {name!r}: neither a folder, 'example', nor a model; {nearest(key, PUBLISHED)}"
         )
-    model = named[key]
-    full = replace(a_size(model), config=model.published)
+    model = PUBLISHED[key]
+    full = replace(model.a_size(), config=model.published)
     with fakes:
         module = model.build(full.config, "cpu", torch.bfloat16)
     return module, model, full, {}
-
-
-def a_size(model: StockModel) -> Size:
-    sizes = [*model.workloads.values(), *model.families.values()]
-    return size_of(sizes[0], model.published)
 
 
 def _of_folder(folder: Path, fakes: Any) -> tuple[Any, StockModel, Size, dict[str, int]]:
     generation.check_model(str(folder))
     index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
     part = next((part for part in DENOISERS if (folder / part / "config.json").is_file()), None)
-    models = {model.class_name: model for model in MODELS.values() if model.workloads or model.families}
+    models = {model.class_name: model for model in PUBLISHED.values()}
     kind = index[part][1] if part is not None else None
     if part is None or kind not in models:
         raise ConfigError(
@@ -134,7 +128,7 @@ def _of_folder(folder: Path, fakes: Any) -> tuple[Any, StockModel, Size, dict[st
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{folder / part} cannot be built: {brief(error)}") from error
     others = {path.name: _weights_in(path) for path in sorted(folder.iterdir()) if path.is_dir() and path.name != part}
-    full = replace(a_size(models[kind]), config=module.config)
+    full = replace(models[kind].a_size(), config=module.config)
     return module, models[kind], full, {name: size for name, size in others.items() if size}
 
 
@@ -150,7 +144,7 @@ def _at(model: StockModel, full: Size, size: str) -> Size:
         raise ConfigError(f"--size {size} cannot be planned: {words}; leave it out")
     # The size that the model is measured at is of 512 pixels if its name says so, else of 1024.
     name = next(iter({**model.workloads, **model.families}))
-    cell = (512 if name.endswith("-512") else 1024) // a_size(model).grid[0]
+    cell = (512 if name.endswith("-512") else 1024) // model.a_size().grid[0]
     return replace(full, grid=(found[1] // cell, found[0] // cell))
 
 
