@@ -20,11 +20,6 @@ EXAMPLE = "example"
 _PROMPTS = ("a red apple on a wooden table", "a lighthouse at night, long exposure")
 
 
-def prompts_of(model: str) -> Sequence[str]:
-    """Return prompts for a pipeline; those of the example are what it was trained for."""
-    return PROMPTS if model == EXAMPLE else _PROMPTS
-
-
 def jobs_for(
     model: str,
     prompts: Sequence[str] | None = None,
@@ -33,7 +28,8 @@ def jobs_for(
     seeds: Sequence[int] | None = None,
 ) -> list[Job]:
     """Return a job for every prompt, size (`WxH`) and seed; by default the seed is the number of the prompt."""
-    prompts = prompts or prompts_of(model)
+    # The example was trained for its own prompts.
+    prompts = prompts or (PROMPTS if model == EXAMPLE else _PROMPTS)
     strange = dict.fromkeys(word for prompt in prompts for word in unknown_words(prompt)) if model == EXAMPLE else None
     if strange:
         words = ", ".join(map(repr, strange))

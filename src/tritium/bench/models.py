@@ -54,7 +54,6 @@ class StockModel:
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> StockModel:
-        """Read an entry of `models.json`."""
         published = fields.get("published", {})
         sizes = {name: size_of(fields[name], published) for name in ("tiny", "shrunk") if name in fields}
         return cls(**{**fields, **sizes})
@@ -78,7 +77,6 @@ class StockModel:
         return size_of(first, self.published)
 
     def tokens(self, size: Size) -> int:
-        """Count the tokens of the latents."""
         *frames, height, width = size.grid
         return math.prod(frames) * (height // self.patch) * (width // self.patch)
 

@@ -91,6 +91,5 @@ def fake_world(size: int) -> Iterator[None]:
 
 
 def group_size(name: str) -> int:
-    """Return the number of ranks of a group by its name."""
     groups: Any = dist.distributed_c10d
     return int(groups._resolve_process_group(name).size())

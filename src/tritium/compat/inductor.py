@@ -20,7 +20,6 @@ def inductor_config() -> Any:
 
 
 def inductor_settings() -> dict[str, Any]:
-    """Return all of Inductor's settings for this thread."""
     return cast("dict[str, Any]", inductor_config().get_config_copy())
 
 
@@ -39,7 +38,6 @@ def setting_names() -> list[str]:
 
 
 def setting(name: str) -> Any:
-    """Return the value of one setting for this thread."""
     return getattr(inductor_config(), name)
 
 

@@ -121,7 +121,6 @@ def load(path: Path) -> Recipe:
 
 
 def fingerprint_of(pipe: Any) -> Fingerprint:
-    """Return the fingerprint of a pipeline on its device."""
     configs = {name: _config(value) for name, value in pipe.components.items() if isinstance(value, nn.Module)}
     fingerprint = Fingerprint.current(configs, pipe.device.type)
     # Techniques, plug-ins' too, decide the results of a recipe as much as the compiler does.

@@ -68,7 +68,6 @@ class Together:
         compare(self._control, _ingredients(self._pipe, self._plan, parts), "cannot run one pipeline")
 
     def guard(self) -> None:
-        """Guard the calls of the pipeline from now on."""
         if self._control is None:
             return
         self._control.watch(self)

@@ -91,7 +91,6 @@ class Dispatcher:
         return Status(
             ready=not why,
             why=why,
-            draining=self._draining,
             queued=len(self._queue),
             queued_seconds=self._queue.seconds,
             running=self._queue.running,

@@ -17,8 +17,6 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
-    """An adapter of the server's bank, by name."""
-
     name: str
     scale: float = 1.0
 
@@ -228,7 +226,6 @@ class Status:
 
     ready: bool
     why: str = ""
-    draining: bool = False
     queued: int = 0
     queued_seconds: float = 0.0
     running: int = 0

@@ -186,7 +186,6 @@ def runner(settings: WorkerSettings, replicas: Replicas) -> RayRunner:
 
 
 def application(settings: WorkerSettings, replicas: Replicas) -> Any:
-    """Return the Ray Serve application of the workers."""
     serve: Any = importlib.import_module("ray.serve")
     deployment = serve.deployment(
         name=NAME,

@@ -43,8 +43,6 @@ Body = TypeVar("Body", ImageRequest, EditRequest, VideoRequest)
 
 @dataclass(frozen=True)
 class Context:
-    """What the routes share."""
-
     engine: Engine
     settings: Settings
     metrics: Metrics

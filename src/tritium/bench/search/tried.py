@@ -50,7 +50,6 @@ class Tried:
         *,
         complete: bool = True,
     ) -> Tried:
-        """Return the row for some results."""
         differences = tuple(result.difference for result in results)
         inside, why = judged(budget, differences)
         return cls(

@@ -69,7 +69,6 @@ def template(name: str, what: str) -> jinja2.Template:
 
 
 def render(report: Report, title: str) -> str:
-    """Render the page for a report."""
     kernels = Kernels(report)
     recorded = [(record, record.diagram) for record in report.records if record.diagram is not None]
     shown = sorted(recorded, key=lambda pair: not pair[1].is_changed)[:MOST_DIAGRAMS]

@@ -20,8 +20,6 @@ _KINDS = {"engine": "without skipping", "skip": "with a table", "fewer steps": "
 
 @dataclass(frozen=True)
 class Point:
-    """One way of running in the chart."""
-
     x: float
     y: float
     kind: str
