@@ -20,7 +20,7 @@ from tritium.bench.models import MODELS, PUBLISHED, Size, StockModel, cast_as_lo
 from tritium.bench.workload import Normals
 from tritium.errors import ConfigError, brief, nearest
 from tritium.example import load_example
-from tritium.pipelines.parts import DENOISERS, denoiser
+from tritium.pipelines.parts import DENOISERS, denoiser, modules_of
 from tritium.techniques.memory.config import FIT, bytes_of
 from tritium.techniques.memory.estimate import Estimate, Peaks, estimate
 from tritium.techniques.memory.planning import GIVEN, Demand, Machine
@@ -91,7 +91,7 @@ def _built(name: str, fakes: Any) -> tuple[Any, StockModel, Size, dict[str, int]
     """Return a denoiser, how it is called, its size, and the bytes of the pipeline's other components."""
     if name == generation.EXAMPLE:
         pipe = load_example("cpu", torch.float32)
-        others = {key: part for key, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
+        others = modules_of(pipe)
         del others["transformer"]
         full = Size(pipe.transformer.config, (8, 8), _TEXT)
         return pipe.transformer, MODELS["flux"], full, {key: module_bytes(part) for key, part in others.items()}

@@ -22,7 +22,6 @@ from tritium.serve.engine import Engine, Refused
 from tritium.serve.faults import Fault, of_refusal
 from tritium.serve.front import Front
 from tritium.serve.jobs import Jobs
-from tritium.serve.limits import BodyLimit
 from tritium.serve.metrics import Metrics
 from tritium.serve.protocol import EditRequest, ImageRequest, Sampling, VideoRequest
 from tritium.serve.routes import Context, api, probes
@@ -49,7 +48,6 @@ def build_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
     app.include_router(probes(context))
     app.include_router(page.routes())
     _handle_errors(app, metrics)
-    app.add_middleware(BodyLimit, settings=settings)
     app.add_middleware(Front, settings=settings, metrics=metrics)
     return app
 

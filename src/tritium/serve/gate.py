@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tritium.errors import nearest
@@ -34,14 +33,6 @@ _REFUSED = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sender:
-    """Who sends a request: the key for fairness, and the seconds that the client waits."""
-
-    key: str = ""
-    patience: float | None = None
-
-
 def find_model(models: Sequence[Model], name: str | None, settings: Settings) -> Model:
     """Return the model of a request; the first one if it names none."""
     if not models:
@@ -61,11 +52,16 @@ def accept(
     kind: Kind,
     models: Sequence[Model],
     settings: Settings,
-    sender: Sender,
     uploads: Sequence[Upload] = (),
     mask: Upload | None = None,
+    *,
+    key: str = "",
+    patience: float | None = None,
 ) -> Accepted:
-    """Return the job of a request; raise a `Fault` that names what the model promises instead."""
+    """Return the job of a request; raise a `Fault` that names what the model promises instead.
+
+    `key` is for fairness, and `patience` are the seconds that the client waits.
+    """
     model = find_model(models, request.model, settings)
     if kind not in model.kinds:
         able = ", ".join(other.name for other in models if kind in other.kinds) or "none"
@@ -95,8 +91,8 @@ def accept(
         mask=_mask(mask, uploads, model),
         **_output(request, options),
         priority=options.priority or 0,
-        key=sender.key,
-        timeout=_timeout(options.timeout, background, settings, sender),
+        key=key,
+        timeout=_timeout(options.timeout, None if background else patience, settings, background=background),
     )
     return Accepted(
         job=job,
@@ -292,7 +288,6 @@ def _output(request: Request, options: Sampling) -> dict[str, Any]:
     }
 
 
-def _timeout(wanted: float | None, background: bool, settings: Settings, sender: Sender) -> float:
+def _timeout(wanted: float | None, patience: float | None, settings: Settings, *, background: bool) -> float:
     bound = settings.background_timeout if background else settings.timeout
-    patience = None if background else sender.patience
     return min(limit for limit in (wanted, patience, bound) if limit is not None)

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from tritium.serve import auth
 from tritium.serve.engine import Cancelled, Done, Engine, Failed, Kind
 from tritium.serve.faults import Fault, invalid, of_failure
-from tritium.serve.gate import Sender, accept, find_model
+from tritium.serve.gate import accept, find_model
 from tritium.serve.jobs import Jobs, Record
 from tritium.serve.limits import Upload, check_image
 from tritium.serve.metrics import Metrics
@@ -65,8 +65,8 @@ class Context:
         address = request.client.host if request.client else ""
         waits = not (isinstance(body, ImageRequest) and body.stream)
         patience = _seconds(request.headers.get("x-stainless-read-timeout")) if waits else None
-        sender = Sender(key=auth.share(self.settings, owned, body.identifier, address), patience=patience)
-        accepted = accept(body, kind, self.engine.models(), self.settings, sender, uploads, mask)
+        share, models = auth.share(self.settings, owned, body.identifier, address), self.engine.models()
+        accepted = accept(body, kind, models, self.settings, uploads, mask, key=share, patience=patience)
         key = request.headers.get("idempotency-key")
         same = None if key is None else (key[:200], _digest(body, uploads, mask))
         return self.jobs.submit(accepted, owned, same)

@@ -8,7 +8,6 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from tritium.serve.engine import Counts, Event, Job, Model, Worker, WorkerDied
 
@@ -22,23 +21,10 @@ _CHECK_SECONDS = 0.25
 _STOP_SECONDS = 10.0
 
 
-class LocalWorker(Worker, Protocol):
-    """A worker that may run in another process. All but `run`, `load` and `counts` are called by other threads."""
-
-    def cancel(self, job_id: str, why: str) -> None:
-        """Pass on a cancellation of a running job, which `run` would otherwise read too late."""
-
-    def is_alive(self) -> bool:
-        """Return False if the process is gone."""
-
-    def close(self) -> None:
-        """End the worker; a running batch raises `WorkerDied`, or ends with its current step."""
-
-
 class LocalRunner:
     """Carry batches to workers, each in a thread; a worker that dies is loaded again."""
 
-    def __init__(self, workers: Sequence[LocalWorker]) -> None:
+    def __init__(self, workers: Sequence[Worker]) -> None:
         self._cancelled: dict[str, str] = {}
         self._lanes = [_Lane(worker, self._cancelled) for worker in workers]
         self._idle: asyncio.Queue[_Lane] = asyncio.Queue()
@@ -126,7 +112,7 @@ class _Batch:
 class _Lane:
     """One worker and its thread."""
 
-    def __init__(self, worker: LocalWorker, cancelled: dict[str, str]) -> None:
+    def __init__(self, worker: Worker, cancelled: dict[str, str]) -> None:
         self.worker = worker
         self.tasks: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
         self.counts = Counts()

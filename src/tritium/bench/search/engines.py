@@ -17,7 +17,7 @@ from tritium.bench.search.recording import Observed, observing
 from tritium.errors import PipelineError
 from tritium.pipelines import hooks, trial
 from tritium.pipelines.generation import Image, Job, generate
-from tritium.pipelines.parts import DENOISERS
+from tritium.pipelines.parts import DENOISERS, modules_of
 from tritium.pipelines.plan import Plan
 from tritium.techniques.choice import Choice
 
@@ -31,8 +31,8 @@ def references(
     pipe: Any, jobs: Sequence[Job], recorded: int, pace: Pace
 ) -> tuple[list[Image], list[Observed], dict[str, list[trial.Call]]]:
     """Return eager images, what denoisers did in them, and one call of every part in the first jobs."""
-    modules = [name for name, value in pipe.components.items() if isinstance(value, torch.nn.Module)]
-    denoisers = [pipe.components[name] for name in DENOISERS if isinstance(pipe.components.get(name), torch.nn.Module)]
+    modules = modules_of(pipe)
+    denoisers = [modules[name] for name in DENOISERS if name in modules]
     calls: dict[str, list[trial.Call]] = {}
     images, observed = [], []
     with optimize(pipe, Plan(progress=False, components=dict.fromkeys(modules, "eager"))) as handle:
