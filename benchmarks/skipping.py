@@ -75,7 +75,7 @@ def searched(pipe: Any, numbers: Sequence[int]) -> dict[int, Skip]:
     recording = recording_of(observed[:4])
     assert recording is not None
     with tritium.optimize(pipe, Plan(components=dict.fromkeys(calls, "eager"), progress=False)) as handle:
-        evaluator = Evaluator(handle, pipe, jobs, images, Store(None, {}), pace)
+        evaluator = Evaluator(handle, jobs, images, Store(None, {}), pace)
         budget = Budget(max_latent_l2=0.0)
         tables = Tables(evaluator, budget, recording, ["transformer"], len(jobs), Effort())
         base = dict.fromkeys(handle.choices, EAGER)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import subprocess
+import types
 
 import pytest
 import torch
 
 from support import scripts
 from support.bench import ROW
-from tritium.bench import quantized_kernels
 from tritium.bench.results import Results
 from tritium.bench.settings import Settings
 
 pytest.importorskip("diffusers")
+
+quantized_kernels = scripts.load("benchmarks/quantized_kernels.py")
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +39,8 @@ def children(monkeypatch, program):
         Results.now([row], "cpu").save(out / f"{section}-{part}.json")
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(program.subprocess, "run", fake)
+    # Not of the module itself: rows name the commit, which git tells.
+    monkeypatch.setattr(program, "subprocess", types.SimpleNamespace(**{**vars(subprocess), "run": fake}))
     return failing, started
 
 

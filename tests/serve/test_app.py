@@ -197,17 +197,12 @@ def test_pages_of_other_sites_are_refused():
         response = await http.post(EDIT, files={"image": picture()}, data=body, headers={"origin": "null"})
         assert error_of(response) == (403, "wrong_origin", None)
         assert error_of(await http.get("/v1/models", headers={"host": "rebound.example"})) == (403, "wrong_host", None)
-        for origin in ("http://localhost", "https://friend.example"):
-            assert (await http.post(GENERATE, json=body, headers={"origin": origin})).status_code == 200
+        assert (await http.post(GENERATE, json=body, headers={"origin": "http://localhost"})).status_code == 200
         # A browser asks before it sends.
-        asked = {"origin": "https://friend.example", "access-control-request-method": "POST"}
-        answer = await http.options(GENERATE, headers=asked)
-        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "https://friend.example")
-        answer = await http.options(GENERATE, headers={**asked, "origin": "https://evil.example"})
-        assert error_of(answer) == (403, "wrong_origin", None)
+        asked = {"origin": "https://evil.example", "access-control-request-method": "POST"}
+        assert error_of(await http.options(GENERATE, headers=asked)) == (403, "wrong_origin", None)
 
-    hosts = ("localhost", "127.0.0.1")
-    over_http(scenario, settings=Settings(hosts=hosts, origins=("https://friend.example",), drain_seconds=0.1))
+    over_http(scenario, settings=Settings(hosts=("localhost", "127.0.0.1"), drain_seconds=0.1))
 
 
 def test_progress_is_sent_to_those_who_ask_for_it():
@@ -280,11 +275,6 @@ def test_the_page_loads_nothing_from_elsewhere():
             assert (await http.get(path)).status_code == 404
 
     over_http(scenario)
-
-    async def without(http, app):
-        assert (await http.get("/")).status_code == 404
-
-    over_http(without, settings=Settings(page=False, drain_seconds=0.1))
 
 
 def test_headers_of_every_response():

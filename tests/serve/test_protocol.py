@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from support.fake_runner import model, video_model
 from tritium.serve.engine import Done, Job, Refused
 from tritium.serve.faults import Fault, of_refusal
-from tritium.serve.gate import Sender, accept
+from tritium.serve.gate import accept
 from tritium.serve.protocol import Accepted, ImageRequest, Sampling, VideoRequest, form_fields, images_response, usage
 from tritium.serve.settings import Settings
 
@@ -52,7 +52,7 @@ def answer(kind, body):
     """Return the job of a request, or its fault."""
     try:
         request = kind.model_validate(body)
-        return accept(request, "video" if kind is VideoRequest else "image", MODELS, SETTINGS, Sender())
+        return accept(request, "video" if kind is VideoRequest else "image", MODELS, SETTINGS)
     except (ValidationError, Fault) as refused:
         return refused
 
@@ -127,7 +127,7 @@ def test_seeds_are_random_unless_they_are_chosen():
 def test_a_timeout_is_the_shortest_of_all():
     def timeout(patience=None, **options):
         request = ImageRequest(prompt="x", tritium=Sampling(**options))
-        return accept(request, "image", MODELS, SETTINGS, Sender(patience=patience)).job.timeout
+        return accept(request, "image", MODELS, SETTINGS, patience=patience).job.timeout
 
     assert timeout() == 600
     assert timeout(patience=30) == 30

@@ -39,8 +39,6 @@ _DIGEST = hashlib.sha256().digest_size
 
 @dataclass(frozen=True)
 class Section:
-    """One piece of a file."""
-
     # "torch": torch's artifacts. "library": a C++ kernel of Inductor. "kernel": one file of a Triton kernel of an op that
     # generated code calls. "record": data for `explain`.
     kind: str
@@ -50,8 +48,6 @@ class Section:
 
 @dataclass(frozen=True)
 class ArtifactSummary:
-    """The content of a file."""
-
     path: Path
     size: int
     graphs: int
@@ -154,7 +150,6 @@ def _write(target: Path, content: bytes) -> None:
 
 
 def encode(fingerprint: Fingerprint, sections: list[Section], graphs: int) -> bytes:
-    """Return the bytes of a file."""
     header = {
         "version": VERSION,
         "fingerprint": fingerprint.to_dict(),

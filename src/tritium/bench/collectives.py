@@ -71,7 +71,6 @@ class Explained:
     blocks: Mapping[str, tuple[int, int]]
     estimate: Estimate
     best: Decision
-    rates: Rates
     notes: list[str]
 
     @property
@@ -104,22 +103,25 @@ class Explained:
         }
 
 
-def explain(name: str, config: Parallel, world: int, rates: Rates = NVLINK) -> Explained:
+def explain(name: str, config: Parallel, world: int) -> Explained:
     """Return how a model is split over a world, by the name of the model."""
-    model = _model_of(name)
+    key = name.replace("-", "_")
+    if key not in MODELS:
+        raise ConfigError(f"--parallel explains a published model, and {name!r} is none; {nearest(key, MODELS)}")
+    model = MODELS[key]
     fakes = compat.tensors.fake_mode(allow_non_fake_inputs=True)
     published = dataclasses.replace(model.full[1], config=model.published)
-    with compat.fake_ranks.world(world):
+    with compat.collectives.fake_world(world):
         whole, arguments = _built(model, published, fakes)
         few = dataclasses.replace(published, config=_with_few_blocks(whole, model.published))
         branches = models.branches_of(type(whole).__name__)
         work = work_of(whole, (), arguments, branches, mode=fakes)
-        best = choose(work, rates, world)
+        best = choose(work, NVLINK, world)
         if config.is_auto:
             config = best.best.config(None)
         config = dataclasses.replace(config, vae=None)
         graphs, notes = _compiled(model, few, config, fakes)
-        collectives, counts = _called(model, few, config, rates, fakes)
+        collectives, counts = _called(model, few, config, fakes)
     many = _blocks(whole)
     return Explained(
         type(whole).__name__,
@@ -129,18 +131,10 @@ def explain(name: str, config: Parallel, world: int, rates: Rates = NVLINK) -> E
         graphs,
         collectives,
         {kind: (count, many.get(kind, count)) for kind, count in counts.items()},
-        estimate(work, rates, config.degrees),
+        estimate(work, NVLINK, config.degrees),
         best,
-        rates,
         notes,
     )
-
-
-def _model_of(name: str) -> StockModel:
-    key = name.replace("-", "_")
-    if key not in MODELS:
-        raise ConfigError(f"--parallel explains a published model, and {name!r} is none; {nearest(key, MODELS)}")
-    return MODELS[key]
 
 
 def _with_few_blocks(module: Any, published: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,15 +193,13 @@ def _compiled(model: StockModel, size: Size, config: Parallel, fakes: Any) -> tu
         return list(handle.report.records), notes
 
 
-def _called(
-    model: StockModel, size: Size, config: Parallel, rates: Rates, fakes: Any
-) -> tuple[list[Collective], dict[str, int]]:
+def _called(model: StockModel, size: Size, config: Parallel, fakes: Any) -> tuple[list[Collective], dict[str, int]]:
     """Return the collectives of an eager call, and the number of blocks of each class."""
     module, arguments = _built(model, size, fakes)
     counts = _blocks(module)
     with torch.no_grad(), tritium.optimize(module, _plan(config, "eager")), fakes:
         named = fake_arguments((), arguments)[1]
-        record = _Recorded(rates)
+        record = _Recorded()
         with _block_names(module, counts, record), record:
             module.forward(**named)
     return record.found, counts
@@ -215,7 +207,6 @@ def _called(
 
 @contextmanager
 def _block_names(module: nn.Module, counts: Mapping[str, int], record: _Recorded) -> Iterator[None]:
-    """Tell the record which block runs."""
     handles = []
     for path, inner in module.named_modules():
         if type(inner).__name__ in counts:
@@ -231,10 +222,10 @@ def _block_names(module: nn.Module, counts: Mapping[str, int], record: _Recorded
 class _Recorded(Live):
     """Follow a call: computing goes on while collectives run one after the other, until a result is waited for."""
 
-    def __init__(self, rates: Rates) -> None:
+    def __init__(self) -> None:
         super().__init__(counts_flops=True)
         self.found: list[Collective] = []
-        self._rates, self._block = rates, ""
+        self._block = ""
         # The time of computing, and of the end of the last collective; those that are not waited for, by tensor.
         self._now = self._link = 0.0
         self._running: dict[int, tuple[int, float]] = {}
@@ -255,13 +246,13 @@ class _Recorded(Live):
             else:
                 self._start(name.removesuffix("_"), result, str(args[-1]))
         is_attention = name.startswith("_scaled_dot_product")
-        self._now += (self.flops - before) / (self._rates.attention if is_attention else self._rates.linear)
+        self._now += (self.flops - before) / (NVLINK.attention if is_attention else NVLINK.linear)
         return result
 
     def _start(self, name: str, result: torch.Tensor, group: str) -> None:
-        ranks = compat.fake_ranks.group_size(group)
+        ranks = compat.collectives.group_size(group)
         sent = int(result.nbytes * _SENT.get(name, 1.0) * (ranks - 1) / ranks)
-        self._link = max(self._now, self._link) + sent / self._rates.bandwidth + self._rates.latency
+        self._link = max(self._now, self._link) + sent / NVLINK.bandwidth + NVLINK.latency
         self._running[id(result)] = len(self.found), self._link
         # Its id must not be used again.
         self._kept.append(result)

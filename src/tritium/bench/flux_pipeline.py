@@ -77,7 +77,6 @@ SMALL = Scale(
 
 
 def build(scale: Scale, device: str, dtype: torch.dtype) -> Any:
-    """Make a seeded pipeline on the device."""
     package = diffusers()
     scaling = {"use_quant_conv": False, "use_post_quant_conv": False, "scaling_factor": 0.3611, "shift_factor": 0.1159}
     vae = seeded(lambda: autoencoder_kl({**scale.vae, **scaling}), device)

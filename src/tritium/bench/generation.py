@@ -20,11 +20,6 @@ EXAMPLE = "example"
 _PROMPTS = ("a red apple on a wooden table", "a lighthouse at night, long exposure")
 
 
-def prompts_of(model: str) -> Sequence[str]:
-    """Return prompts for a pipeline; those of the example are what it was trained for."""
-    return PROMPTS if model == EXAMPLE else _PROMPTS
-
-
 def jobs_for(
     model: str,
     prompts: Sequence[str] | None = None,
@@ -33,7 +28,8 @@ def jobs_for(
     seeds: Sequence[int] | None = None,
 ) -> list[Job]:
     """Return a job for every prompt, size (`WxH`) and seed; by default the seed is the number of the prompt."""
-    prompts = prompts or prompts_of(model)
+    # The example was trained for its own prompts.
+    prompts = prompts or (PROMPTS if model == EXAMPLE else _PROMPTS)
     strange = dict.fromkeys(word for prompt in prompts for word in unknown_words(prompt)) if model == EXAMPLE else None
     if strange:
         words = ", ".join(map(repr, strange))
@@ -46,11 +42,17 @@ def jobs_for(
     ]
 
 
+def width_and_height(text: str) -> tuple[int, int] | None:
+    """Return the sides in `WxH`, or None for another text."""
+    found = re.fullmatch(r"([0-9]+)x([0-9]+)", text.lower())
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
 def _parsed(size: str) -> tuple[int, int]:
-    found = re.fullmatch(r"([0-9]+)x([0-9]+)", size.lower())
+    found = width_and_height(size)
     if found is None:
         raise ConfigError(f"size {size!r} is not WIDTHxHEIGHT, such as 128x128")
-    return int(found[1]), int(found[2])
+    return found
 
 
 def load(name: str, device_type: str, dtype: torch.dtype | None = None, *, on_host: bool = False) -> Any:

@@ -57,7 +57,6 @@ class StockModel:
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> StockModel:
-        """Read an entry of `models.json`."""
         published = fields.get("published", {})
         sizes = {name: size_of(fields[name], published) for name in ("tiny", "shrunk") if name in fields}
         return cls(**{**fields, **sizes})
@@ -82,7 +81,6 @@ class StockModel:
         return name, size_of(fields, self.published)
 
     def tokens(self, size: Size) -> int:
-        """Count the tokens of the latents."""
         *frames, height, width = size.grid
         return math.prod(frames) * (height // self.patch) * (width // self.patch)
 
@@ -270,3 +268,5 @@ def _read(path: Path) -> dict[str, StockModel]:
 
 # Published are Stable Diffusion 3.5 large, PixArt-Sigma, DiT-XL/2, Sana 1.6B, Wan 2.1 and CogVideoX 5B.
 MODELS = _read(Path(__file__).parent / "models.json")
+
+# Those with full sizes.

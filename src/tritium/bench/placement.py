@@ -7,7 +7,6 @@ floating-point operations divided by a rate.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from tritium.bench.models import MODELS, Size, StockModel, cast_as_loading_does,
 from tritium.bench.workload import Normals
 from tritium.errors import ConfigError, brief, nearest
 from tritium.example import load_example
-from tritium.pipelines.parts import DENOISERS, denoiser
+from tritium.pipelines.parts import DENOISERS, denoiser, modules_of
 from tritium.techniques.experts import group_all
 from tritium.techniques.memory.config import FIT, bytes_of
 from tritium.techniques.memory.estimate import Estimate, Peaks, estimate
@@ -93,7 +92,7 @@ def _built(name: str, fakes: Any) -> tuple[Any, StockModel, Size, dict[str, int]
     """Return a denoiser, how it is called, its size, and the bytes of the pipeline's other components."""
     if name == generation.EXAMPLE:
         pipe = load_example("cpu", torch.float32)
-        others = {key: part for key, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
+        others = modules_of(pipe)
         del others["transformer"]
         full = Size(pipe.transformer.config, (8, 8), _TEXT)
         return pipe.transformer, MODELS["flux"], full, {key: module_bytes(part) for key, part in others.items()}
@@ -142,14 +141,14 @@ def _weights_in(folder: Path) -> int:
 
 def _at(model: StockModel, full: Size, size: str) -> Size:
     """Return the size of a call for an image of `WxH` pixels."""
-    found = re.fullmatch(r"([0-9]+)x([0-9]+)", size.lower())
+    found = generation.width_and_height(size)
     if found is None or len(full.grid) != 2:
         words = "the model makes videos" if len(full.grid) != 2 else "it is not WIDTHxHEIGHT, such as 1024x1024"
         raise ConfigError(f"--size {size} cannot be planned: {words}; leave it out")
     # The size that the model is measured at is of 512 pixels if its name says so, else of 1024.
     name, measured = model.full
     cell = (512 if name.endswith("-512") else 1024) // measured.grid[0]
-    return replace(full, grid=(int(found[2]) // cell, int(found[1]) // cell))
+    return replace(full, grid=(found[1] // cell, found[0] // cell))
 
 
 def _grids(grid: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

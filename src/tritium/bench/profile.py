@@ -65,15 +65,6 @@ def _events(call: Callable[[], Any], activity: torch.profiler.ProfilerActivity) 
     return profiler.events()
 
 
-def fusion_gain(fused: float, unfused: float) -> float:
-    """`(fused total - unfused total) / unfused total` of the times in operators: below 0 is time saved.
-
-    >>> fusion_gain(fused=6.0, unfused=8.0)
-    -0.25
-    """
-    return (fused - unfused) / unfused
-
-
 def summarise(found: dict[str, list[float]]) -> list[dict[str, Any]]:
     """Per call and kernel name, the short tail in one line.
 

@@ -6,11 +6,10 @@ measured together on images, against eager images, and the recipe is verified on
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from tritium.bench.search.engines import EAGER
 from tritium.bench.search.evaluation import Evaluator, Pace, Store
 from tritium.bench.search.recording import Observed, recording_of
 from tritium.bench.search.skipping import QUICK, Effort, Tables
-from tritium.bench.search.tried import Tried, judged
+from tritium.bench.search.tried import Result, Tried, judged
 from tritium.bench.settings import Notify
 from tritium.budget import Budget
 from tritium.errors import ConfigError, RecipeError
@@ -98,19 +97,18 @@ def tune(pipe: Any, jobs: Sequence[Job], search: Search, notify: Notify) -> Reci
     eager_seconds = statistics.median(image.seconds for image in images[: len(jobs)])
     # All parts start eager and are switched one at a time.
     with optimize(pipe, Plan(components=dict.fromkeys(calls, "eager"), progress=False)) as handle:
-        evaluator = Evaluator(handle, pipe, every, images, store, pace)
-        evaluator.perceptual = search.budget.max_lpips is not None
-        base, figures["parts"] = engines.lossless(handle, calls, search.seconds, store, pace)
-        tried = [_inside(evaluator, len(jobs), search, base, figures["parts"])]
-        figures["skip"] = _search(evaluator, len(jobs), search, base, calls, observed, figures["parts"], tried)
-        chosen = _verified(evaluator, len(jobs), search, tried)
-        held = evaluator.run(chosen.choices, range(len(jobs), len(every)), "verifying on held-out jobs")
+        evaluator = Evaluator(handle, every, images, store, pace, perceptual=search.budget.max_lpips is not None)
+        base, figures["parts"] = engines.lossless(evaluator, calls, search.seconds)
+        tuning = _Tuning(evaluator, search, len(jobs), base, figures)
+        tuning.settle_parts()
+        tuning.try_lossy(calls, observed)
+        chosen, held = tuning.verified()
         differences, held_out = list(chosen.differences), [result.difference for result in held]
         choices = _with_loss(chosen.choices, differences, held_out, search)
         pace.step("timing whole images", 1.0)
-        figures["images"] = _whole(handle, pipe, jobs, choices, engines.plain_compile(handle, calls), search.seconds)
+        figures["images"] = _whole(handle, jobs, choices, engines.plain_compile(handle, calls), search.seconds)
     figures["tried"] = [
-        entry.marked(chosen=entry is chosen, why=_why(entry, chosen)).to_dict(eager_seconds) for entry in tried
+        replace(entry, chosen=entry is chosen, why=_why(entry, chosen)).to_dict(eager_seconds) for entry in tuning.tried
     ]
     figures["eager_seconds"] = eager_seconds
     figures["per_job"] = [found.to_dict() for found in differences]
@@ -129,132 +127,126 @@ def _schedule(observed: Observed) -> dict[str, Any]:
     }
 
 
-def _inside(evaluator: Evaluator, jobs: int, search: Search, base: dict[str, Choice], figures: dict[str, Any]) -> Tried:
-    """Make parts eager, the least faithful first, until images are inside the budget; return what is left."""
-    while True:
-        compiled = [name for name, choice in base.items() if choice != EAGER]
-        results = evaluator.run(base, range(jobs), "compiled parts")
-        found = Tried.of("compiled parts" if compiled else "eager", "engine", dict(base), results, search.budget)
-        if found.inside or not compiled:
-            # Eager images are the reference.
-            return found.marked(inside=True)
-        alone = {
-            name: search.budget.slack_of(
-                [
-                    result.difference
-                    for result in evaluator.run({**dict.fromkeys(base, EAGER), name: base[name]}, range(jobs), name)
-                ]
-            )
-            for name in compiled
-        }
-        worst = min(alone, key=alone.__getitem__)
-        base[worst] = EAGER
-        psnr = quality.worst(found.differences).psnr
-        figures[worst]["why"] = f"left alone: images had a PSNR of {psnr:.1f} dB with it; asked for was {search.budget}"
+@dataclass
+class _Tuning:
+    """The candidates of one search so far, in the order in which they were tried."""
 
+    evaluator: Evaluator
+    search: Search
+    # The first jobs of the evaluator; the others are held out.
+    jobs: int
+    # The way that every part runs without lossy techniques.
+    base: dict[str, Choice]
+    figures: dict[str, Any]
+    tried: list[Tried] = field(default_factory=list)
 
-def _search(
-    evaluator: Evaluator,
-    jobs: int,
-    search: Search,
-    base: dict[str, Choice],
-    calls: dict[str, list[trial.Call]],
-    observed: Sequence[Observed],
-    figures: dict[str, Any],
-    tried: list[Tried],
-) -> dict[str, Any]:
-    """Try lossy techniques, tables, both together, and fewer steps; return what was decided about tables."""
-    tables, declined = _tables(evaluator, jobs, search, observed)
-    sensitivity = None
-    found: dict[str, Any] = {"declined": declined}
-    if tables is not None:
-        sensitivity = tables.sensitivity(base)
-        found["sensitivity"] = list(sensitivity)
-        best = tables.search(base, "skip", sensitivity)
-        found["runs"] = None if best is None else best.name
-        tried.extend(tables.tried)
-        tried.extend(_fewer_steps(evaluator, jobs, search, base, tables, best))
-    for name, choices in engines.lossy(
-        evaluator.handle, base, calls, figures, search.seconds, evaluator.store, evaluator.pace
-    ):
-        results = evaluator.run(choices, range(jobs), name)
-        engine = Tried.of(name, "engine", choices, results, search.budget)
-        tried.append(engine)
-        if engine.inside and tables is not None:
-            tables.tried = []
-            # The losses of both are measured together; what the steps tolerate is known.
-            tables.search(choices, f"{name}, skip", sensitivity)
-            tried.extend(tables.tried)
-    return found
+    def settle_parts(self) -> None:
+        """Make parts eager, the least faithful first, until images are inside the budget."""
+        base, budget = self.base, self.search.budget
+        while True:
+            compiled = [name for name, choice in base.items() if choice != EAGER]
+            results = self.evaluator.run(base, range(self.jobs), "compiled parts")
+            found = Tried.of("compiled parts" if compiled else "eager", "engine", dict(base), results, budget)
+            if found.inside or not compiled:
+                # Eager images are the reference.
+                self.tried.append(replace(found, inside=True))
+                return
+            alone = {name: self._slack_of({**dict.fromkeys(base, EAGER), name: base[name]}, name) for name in compiled}
+            worst = min(alone, key=alone.__getitem__)
+            base[worst] = EAGER
+            psnr = quality.worst(found.differences).psnr
+            why = f"left alone: images had a PSNR of {psnr:.1f} dB with it; asked for was {budget}"
+            self.figures["parts"][worst]["why"] = why
 
+    def _slack_of(self, choices: dict[str, Choice], what: str) -> float:
+        results = self.evaluator.run(choices, range(self.jobs), what)
+        return self.search.budget.slack_of([result.difference for result in results])
 
-def _tables(evaluator: Evaluator, jobs: int, search: Search, observed: Sequence[Observed]) -> tuple[Tables | None, str]:
-    """Return the search for tables, or None and why there is none."""
-    first = observed[0]
-    if not search.skip:
-        return None, "it was not asked for"
-    if first.declined:
-        return None, first.declined
-    if first.steps < FEWEST_STEPS:
-        return None, f"images of {first.steps} steps leave nothing to skip; {FEWEST_STEPS} steps or more do"
-    recording = recording_of(list(observed[: min(_RECORDED, jobs)]))
-    schedules = {(one.steps, one.sigmas) for one in observed}
-    if recording is None or len({steps for steps, _ in schedules}) > 1:
-        return None, "the jobs have different steps or calls of the denoiser; tune for one schedule at a time"
-    parts = [name for name in DENOISERS if name in evaluator.handle.choices]
-    fields: dict[str, object] = {"scheduler": first.scheduler, "on_other": search.on_other}
-    if len(schedules) == 1:
-        # Sizes can change the sigmas of a schedule; a table for several of them is not bound to one.
-        fields["sigmas"] = first.sigmas
-    return Tables(evaluator, search.budget, recording, parts, jobs, search.effort, fields), ""
+    def try_lossy(self, calls: dict[str, list[trial.Call]], observed: Sequence[Observed]) -> None:
+        """Try lossy techniques, tables, both together, and fewer steps."""
+        tables, declined = self._tables(observed)
+        sensitivity = None
+        found: dict[str, Any] = {"declined": declined}
+        self.figures["skip"] = found
+        if tables is not None:
+            sensitivity = tables.sensitivity(self.base)
+            found["sensitivity"] = list(sensitivity)
+            best = tables.search(self.base, "skip", sensitivity)
+            found["runs"] = None if best is None else best.name
+            self.tried.extend(tables.tried)
+            self._try_fewer_steps(tables, best)
+        seconds, budget = self.search.seconds, self.search.budget
+        for name, choices in engines.lossy(self.evaluator, self.base, calls, self.figures["parts"], seconds):
+            results = self.evaluator.run(choices, range(self.jobs), name)
+            engine = Tried.of(name, "engine", choices, results, budget)
+            self.tried.append(engine)
+            if engine.inside and tables is not None:
+                tables.tried = []
+                # The losses of both are measured together; what the steps tolerate is known.
+                tables.search(choices, f"{name}, skip", sensitivity)
+                self.tried.extend(tables.tried)
 
+    def _tables(self, observed: Sequence[Observed]) -> tuple[Tables | None, str]:
+        """Return the search for tables, or None and why there is none."""
+        first, search = observed[0], self.search
+        if not search.skip:
+            return None, "it was not asked for"
+        if first.declined:
+            return None, first.declined
+        if first.steps < FEWEST_STEPS:
+            return None, f"images of {first.steps} steps leave nothing to skip; {FEWEST_STEPS} steps or more do"
+        recording = recording_of(list(observed[: min(_RECORDED, self.jobs)]))
+        schedules = {(one.steps, one.sigmas) for one in observed}
+        if recording is None or len({steps for steps, _ in schedules}) > 1:
+            return None, "the jobs have different steps or calls of the denoiser; tune for one schedule at a time"
+        parts = [name for name in DENOISERS if name in self.evaluator.handle.choices]
+        fields: dict[str, object] = {"scheduler": first.scheduler, "on_other": search.on_other}
+        if len(schedules) == 1:
+            # Sizes can change the sigmas of a schedule; a table for several of them is not bound to one.
+            fields["sigmas"] = first.sigmas
+        return Tables(self.evaluator, search.budget, recording, parts, self.jobs, search.effort, fields), ""
 
-def _fewer_steps(
-    evaluator: Evaluator, jobs: int, search: Search, base: dict[str, Choice], tables: Tables, best: Tried | None
-) -> list[Tried]:
-    """Try to keep the budget by fewer steps of the scheduler, also with the noise levels of the best table."""
-    found: list[Tried] = []
-    steps = tables.recording.steps
-    least, most = max(2, steps // 7), steps - 1
+    def _try_fewer_steps(self, tables: Tables, best: Tried | None) -> None:
+        """Try to keep the budget by fewer steps of the scheduler, also with the noise levels of the best table."""
+        steps = tables.recording.steps
+        least, most = max(2, steps // 7), steps - 1
+        for _ in range(tables.effort.halvings):
+            if least <= most:
+                middle = (least + most) // 2
+                is_inside = self._try_steps(middle, f"{middle} steps", tables.effort)
+                least, most = (least, middle - 1) if is_inside else (middle + 1, most)
+        takes_sigmas = "sigmas" in inspect.signature(type(self.evaluator.handle.pipe).__call__).parameters
+        if best is not None and takes_sigmas:
+            row = tables.table_of(best).actions(steps)[0]
+            levels = [1 - step / steps for step, letter in enumerate(row) if letter == "R"]
+            extra = {**self.evaluator.jobs[0].extra, "sigmas": levels}
+            what = f"{len(levels)} steps at the noise levels of the table"
+            self._try_steps(len(levels), what, tables.effort, extra=extra)
 
-    def attempt(number: int, **changes: Any) -> bool:
-        what = f"{number} steps" + (" at the noise levels of the table" if changes else "")
-        extra = {"extra": {**evaluator.jobs[0].extra, **changes}} if changes else {}
-        few = range(min(tables.effort.few_jobs, jobs))
-        results = evaluator.run(base, few, what, steps=number, **extra)
-        is_promising = judged(search.budget, [result.difference for result in results])[0]
+    def _try_steps(self, number: int, what: str, effort: Effort, **changes: Any) -> bool:
+        """Return True if images of so many steps are inside the budget."""
+        few, budget = range(min(effort.few_jobs, self.jobs)), self.search.budget
+        results = self.evaluator.run(self.base, few, what, steps=number, **changes)
+        is_promising = judged(budget, [result.difference for result in results])[0]
         if is_promising:
-            results = evaluator.run(base, range(jobs), what, steps=number, **extra)
-        found.append(Tried.of(what, "fewer steps", base, results, search.budget, complete=is_promising))
-        return found[-1].inside
+            results = self.evaluator.run(self.base, range(self.jobs), what, steps=number, **changes)
+        self.tried.append(Tried.of(what, "fewer steps", self.base, results, budget, complete=is_promising))
+        return self.tried[-1].inside
 
-    for _ in range(tables.effort.halvings):
-        if least <= most:
-            middle = (least + most) // 2
-            least, most = (least, middle - 1) if attempt(middle) else (middle + 1, most)
-    takes_sigmas = "sigmas" in inspect.signature(type(evaluator.pipe).__call__).parameters
-    if best is not None and takes_sigmas:
-        row = tables.table_of(best).actions(steps)[0]
-        levels = [1 - step / steps for step, letter in enumerate(row) if letter == "R"]
-        attempt(len(levels), sigmas=levels)
-    return found
-
-
-def _verified(evaluator: Evaluator, jobs: int, search: Search, tried: Sequence[Tried]) -> Tried:
-    """Return the fastest way inside the budget that also keeps it on held-out jobs."""
-    ways = [entry for entry in tried if entry.inside and entry.complete and entry.kind != "fewer steps"]
-    failed = []
-    for entry in sorted(ways, key=lambda entry: entry.seconds):
-        is_eager = all(choice == EAGER for choice in entry.choices.values())
-        places = range(jobs, len(evaluator.jobs))
-        results = [] if is_eager else evaluator.run(entry.choices, places, "verifying on held-out jobs")
-        differences = [result.difference for result in results]
-        if not differences or search.budget.allows(differences):
-            return entry
-        failed.append(f"{entry.name} ({judged(search.budget, differences)[1]})")
-    raise RecipeError(
-        f"no recipe is written: on held-out jobs nothing that was faster kept {search.budget}: {'; '.join(failed)}"
-    )
+    def verified(self) -> tuple[Tried, list[Result]]:
+        """Return the fastest way inside the budget that also keeps it on held-out jobs, and its results there."""
+        ways = [entry for entry in self.tried if entry.inside and entry.complete and entry.kind != "fewer steps"]
+        budget, places, failed = self.search.budget, range(self.jobs, len(self.evaluator.jobs)), []
+        for entry in sorted(ways, key=lambda entry: entry.seconds):
+            results = self.evaluator.run(entry.choices, places, "verifying on held-out jobs")
+            differences = [result.difference for result in results]
+            is_eager = all(choice == EAGER for choice in entry.choices.values())
+            if is_eager or not differences or budget.allows(differences):
+                return entry, results
+            failed.append(f"{entry.name} ({judged(budget, differences)[1]})")
+        raise RecipeError(
+            f"no recipe is written: on held-out jobs nothing that was faster kept {budget}: {'; '.join(failed)}"
+        )
 
 
 def _why(entry: Tried, chosen: Tried) -> str:
@@ -276,18 +268,13 @@ def _with_loss(
     if held_out:
         loss += f", {min(one.psnr for one in held_out):.1f} dB at least in {len(held_out)} held-out jobs"
     return {
-        name: choice if (skip := choice.get(Skip)) is None else choice.with_(skip=dataclasses.replace(skip, loss=loss))
+        name: choice if (skip := choice.get(Skip)) is None else choice.with_(skip=replace(skip, loss=loss))
         for name, choice in choices.items()
     }
 
 
 def _whole(
-    handle: Handle,
-    pipe: Any,
-    jobs: Sequence[Job],
-    chosen: Mapping[str, Choice],
-    compiled: Mapping[str, Choice],
-    seconds: float,
+    handle: Handle, jobs: Sequence[Job], chosen: Mapping[str, Choice], compiled: Mapping[str, Choice], seconds: float
 ) -> dict[str, Any]:
     """Measure seconds and memory of all jobs: eager, with torch.compile and as chosen, interleaved."""
     ways: dict[str, Mapping[str, Choice]] = {"eager": dict.fromkeys(handle.choices, EAGER), "recipe": chosen}
@@ -296,9 +283,9 @@ def _whole(
 
     def generate_all() -> None:
         for job in jobs:
-            generate(pipe, job)
+            generate(handle.pipe, job)
 
-    device_type = pipe.device.type
+    device_type = handle.pipe.device.type
     timings = measure.interleave(
         dict.fromkeys(ways, generate_all),
         device_type,

@@ -209,8 +209,6 @@ class Store:
 
 @dataclass(frozen=True)
 class Change:
-    """One row before and now."""
-
     workload: str
     variant: str
     was_ms: float
@@ -226,8 +224,6 @@ class Change:
 
 @dataclass(frozen=True)
 class Changes:
-    """The changes between two results."""
-
     rows: tuple[Change, ...]
     # Rows that only one of the two has.
     unmatched: tuple[str, ...]

@@ -37,8 +37,6 @@ def silent(what: str, share: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of a run."""
-
     against: tuple[str, ...] = (EAGER, INDUCTOR)
     mode: str = "default"
     seconds: float = 10.0
@@ -48,15 +46,10 @@ class Settings:
     config: CompilationConfig | None = None
     # Only dynamic sizes, or only static ones; all that a workload has if None.
     dynamic: bool | None = None
-    # Also profile the kernels of compiled variants.
     kernels: bool = False
-    # Also sum the time in operators and kernels of every variant, which shows the gain of fusion.
     profile: bool = False
-    # Also measure Tritium with fidelity `exact`, which shows the cost of bit-equality.
     exact: bool = False
-    # Also measure Tritium with static graphs, and torch.compile with CUDA graphs.
     graphs: bool = False
-    # Also compare every variant with a run in float64.
     errors: bool = False
     # The name of a dtype; the device's default if None.
     dtype_name: str | None = None
@@ -107,7 +100,6 @@ class Settings:
 
     @property
     def quantized(self) -> str:
-        """The name of the variant with quantized linears."""
         return f"{TRITIUM} {self.quantize}"
 
     @property

@@ -37,8 +37,6 @@ class Clock:
 
 @dataclass(frozen=True)
 class Task:
-    """One workload of a suite."""
-
     name: str
     # On a GPU it starts only if at least this much time is left.
     seconds: float

@@ -85,8 +85,6 @@ def _is_within(name: str, value: float, limit: float) -> bool:
 
 @dataclass(frozen=True)
 class Row:
-    """One job."""
-
     job: Job
     # Of the image.
     width: int

@@ -29,7 +29,6 @@ class Normals:
 
 
 def whole(model: Any, compile_: Compile) -> Any:
-    """Compile the model as one."""
     return compile_(model)
 
 

@@ -14,7 +14,7 @@ from tritium.bench.comparison import Comparison, call_of, compiled, host_us, rel
 from tritium.bench.decoders import DECODERS, Decoder
 from tritium.bench.denoisers import DENOISERS, EXAMPLE
 from tritium.bench.dynamic_kernels import DYNAMIC_KERNELS
-from tritium.bench.profile import fusion_gain, operator_time, profile
+from tritium.bench.profile import operator_time, profile
 from tritium.bench.results import EAGER, GRAPHS, INDUCTOR, STATIC, TRITIUM, TRITIUM_STATIC, Row
 from tritium.bench.settings import Notify, Settings, part_of, silent
 from tritium.bench.workload import Built, Normals, Workload
@@ -137,7 +137,7 @@ def _add_fields(comparison: Comparison, built: Built) -> None:
         if settings.profile:
             fields["operators_us"] = operator_time(variant.call, where)
             if name != EAGER:
-                fields["fusion_gain"] = fusion_gain(fields["operators_us"], variants[EAGER].fields["operators_us"])
+                fields["fusion_gain"] = fields["operators_us"] / variants[EAGER].fields["operators_us"] - 1
         if settings.graphs:
             fields["host_us"] = host_us(variant.call, where)
         if settings.kernels and name in (INDUCTOR, TRITIUM):

@@ -10,8 +10,6 @@ Status = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check."""
-
     name: str
     status: Status
     detail: str

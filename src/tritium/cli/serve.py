@@ -14,6 +14,7 @@ import typer
 from tritium import config, device
 from tritium.bench import generation
 from tritium.cli.bench import known_device
+from tritium.cli.ranks import parallel_of
 from tritium.cli.run import named_techniques
 from tritium.errors import ConfigError, MissingExtra, nearest
 from tritium.pipelines import recipe
@@ -113,7 +114,7 @@ def command(
     where = device_type or device.default() if ray else known_device(device_type)
     named = named_techniques(techniques or ())
     if parallel is not None:
-        named["parallel"] = _degrees(parallel)
+        named["parallel"] = parallel_of(parallel)
     named_recipes = _files("--recipe", recipes or (), default=DEFAULT_RECIPE)
     settings = WorkerSettings(
         pipeline=pipeline,
@@ -214,10 +215,10 @@ def _serve(runner: Any, *, listen_on: tuple[str, int], limits: dict[str, Any], s
 def _sizes(texts: Iterable[str]) -> tuple[Size, ...]:
     found = []
     for text in texts:
-        match = re.fullmatch(r"([0-9]+)x([0-9]+)", text.lower())
-        if match is None or any(int(side) == 0 or int(side) % MULTIPLE for side in match.groups()):
+        size = generation.width_and_height(text)
+        if size is None or any(side == 0 or side % MULTIPLE for side in size):
             raise ConfigError(f"--size {text!r} is not WIDTHxHEIGHT in multiples of {MULTIPLE}, such as 1024x768")
-        found.append((int(match[1]), int(match[2])))
+        found.append(size)
     return tuple(dict.fromkeys(found))
 
 
@@ -263,20 +264,6 @@ def _qualities(texts: Iterable[str], recipes: Iterable[str]) -> dict[str, Qualit
             fields[kind] = int(value) if kind == "steps" else value
         found[name] = Quality(**fields)
     return found
-
-
-def _degrees(text: str) -> dict[str, Any]:
-    """Return the arguments of `Parallel`.
-
-    >>> _degrees("cfg=2,ulysses=4"), _degrees("auto")
-    ({'cfg': 2, 'ulysses': 4}, {})
-    """
-    if text == "auto":
-        return {}
-    pairs = [pair.partition("=") for pair in text.split(",")]
-    if not all(number.isdecimal() for _, _, number in pairs):
-        raise ConfigError(f"--parallel {text!r} is neither 'auto' nor degrees such as cfg=2,ulysses=2")
-    return {axis.strip(): int(number) for axis, _, number in pairs}
 
 
 def _keys(file: Path | None, host: str) -> tuple[str, ...]:

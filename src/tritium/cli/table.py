@@ -17,7 +17,6 @@ _FILE_WIDTH = 160
 
 
 def console() -> Console:
-    """Return a console for stdout."""
     found = Console()
     if not found.is_terminal:
         found.width = _FILE_WIDTH

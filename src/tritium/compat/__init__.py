@@ -13,7 +13,6 @@ from tritium.compat import (  # noqa: F401 - read as `compat.NAME`
     declined,
     diffusers,
     dynamo,
-    fake_ranks,
     generated,
     inductor,
     late_kernels,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tritium.compat.inductor import inductor_config, setting, setting_names
+from tritium.compat.inductor import inductor_config, inductor_settings
 from tritium.compat.wrapping import wrap_once
 
 
@@ -76,8 +76,8 @@ def _library_request(given: Mapping[str, Any]) -> str:
     arguments = {name: value for name, value in given.items() if name not in {"cls", "submit_fn"}}
     # The choice of compiler does not change the meaning of the source.
     settings = {
-        name: setting(name)
-        for name in setting_names()
+        name: value
+        for name, value in inductor_settings().items()
         if name.startswith(("cpp.", "aot_inductor.")) and name != "cpp.cxx"
     }
     return repr((sorted(arguments.items()), sorted(settings.items())))

@@ -182,17 +182,15 @@ def with_log_sum_exp(
     if k.shape[1] != q.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    added = mask if mask is None or mask.dtype != torch.bool else _added(mask, q.dtype)
+    added = mask
+    if mask is not None and mask.dtype == torch.bool:
+        added = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
     if added is None:
         return _kernel_with_log_sum_exp(q, k, v, None, scale)
     out, lse = _kernel_with_log_sum_exp(q, k, v, added.expand(*q.shape[:3], k.shape[2]), scale)
     # Kernels differ in what they return for these queries.
     sees_none = (added == -torch.inf).all(-1)
     return out.masked_fill(sees_none.unsqueeze(-1), 0.0), lse.masked_fill(sees_none, -torch.inf)
-
-
-def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
 
 
 def _kernel_with_log_sum_exp(

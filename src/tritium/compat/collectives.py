@@ -1,7 +1,10 @@
-"""Collectives that Dynamo traces into graphs as operators, named by their process group."""
+"""Collectives that Dynamo traces as operators of named groups, and a group without other ranks."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -73,3 +76,20 @@ def was_left_by_others(error: BaseException) -> bool:
 def store() -> Any:
     """Return the store of the world: keys and values that all ranks see."""
     return dist.distributed_c10d._get_default_store()
+
+
+@contextlib.contextmanager
+def fake_world(size: int) -> Iterator[None]:
+    """Be rank 0 of a world of this size, whose collectives send nothing; the process must have no group."""
+    # Importing it registers the backend.
+    fakes = importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    dist.init_process_group("fake", store=fakes.FakeStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def group_size(name: str) -> int:
+    groups: Any = dist.distributed_c10d
+    return int(groups._resolve_process_group(name).size())

@@ -38,7 +38,6 @@ def add_backend(name: str, function: Callable[..., Any]) -> Any:
 
 
 def remove_backend(name: str) -> None:
-    """Unregister an attention backend."""
     names, registry = _dispatcher()
     member = names._value2member_map_.pop(name)
     del names._member_map_[member._name_]
@@ -75,7 +74,6 @@ def step_of(scheduler: Any) -> int:
 
 
 def steps_of(scheduler: Any) -> int:
-    """Return the number of steps of the image."""
     return len(scheduler.timesteps)
 
 

@@ -20,7 +20,6 @@ def inductor_config() -> Any:
 
 
 def inductor_settings() -> dict[str, Any]:
-    """Return all of Inductor's settings for this thread."""
     return cast("dict[str, Any]", inductor_config().get_config_copy())
 
 
@@ -33,13 +32,7 @@ def inductor_patched(changes: Mapping[str, Any]) -> AbstractContextManager[None]
     return cast("AbstractContextManager[None]", inductor_config().patch(dict(changes)))
 
 
-def setting_names() -> list[str]:
-    """Return the names of all settings; copying their values would take a millisecond."""
-    return list(inductor_config()._config)
-
-
 def setting(name: str) -> Any:
-    """Return the value of one setting for this thread."""
     return getattr(inductor_config(), name)
 
 

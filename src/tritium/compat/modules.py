@@ -108,6 +108,5 @@ def accelerate_hook(module: nn.Module) -> Any:
 
 
 def diffusers_hooks(module: nn.Module) -> list[str]:
-    """Return the names of diffusers' hooks on a module."""
     registry: Any = getattr(module, "_diffusers_hook", None)
     return sorted(registry.hooks) if registry is not None else []

@@ -41,7 +41,6 @@ def inner_tensors(value: Any) -> list[torch.Tensor]:
 
 
 def leaves_of(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
-    """Return the leaves of nested containers."""
     leaves: list[Any] = pytree.tree_leaves(value, is_leaf=is_leaf)
     return leaves
 

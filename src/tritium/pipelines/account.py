@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
@@ -15,7 +14,6 @@ from tritium.report.records import GraphRecord
 
 
 def of(part: Part, pipe: Any, handle: Any) -> str:
-    """Return a part's line of the summary."""
     component = pipe.components.get(part.name.partition(".")[0])
     if not isinstance(component, nn.Module):
         return "the pipeline has no module there any more"
@@ -41,7 +39,7 @@ def _done(part: Part) -> tuple[str, list[str]]:
     plain = f"compiled: {what}" if how == "tritium" else f"torch.compile: {what}"
     if not part.times.calls:
         return ("not called yet; to be " if how == "tritium" else "not called yet; ") + plain, []
-    codes = {code for block in part.spec.blocks for code in _codes(block.module)}
+    codes = {code for block in part.spec.blocks for code in compat.modules.codes(block.module.forward)}
     records = [record for record in LEDGER.records() if _is_of(record, part, codes)]
     failed = [record for record in records if record.lowering_failed]
     if failed and len(failed) == len(records):
@@ -64,12 +62,3 @@ def _is_of(record: GraphRecord, part: Part, codes: set[CodeType]) -> bool:
     """Return True if a graph was compiled in a call of the part, or for an equal module with its code."""
     code = record.code() if record.code is not None else None
     return record.belongs_to(part.module) or code in codes
-
-
-def _codes(module: nn.Module) -> Iterator[CodeType]:
-    """Yield the code object of a module's forward, and those under its decorators."""
-    function: Any = module.forward
-    while function is not None:
-        if hasattr(function, "__code__"):
-            yield function.__code__
-        function = getattr(function, "__wrapped__", None)

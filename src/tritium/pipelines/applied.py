@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -16,6 +16,9 @@ from tritium.pipelines.plan import Plan
 from tritium.techniques import Note, Technique, catalog
 from tritium.techniques.choice import Choice, How, Off, name_of
 from tritium.techniques.technique import Around
+
+if TYPE_CHECKING:
+    from tritium.pipelines.part import Part
 
 
 @dataclass(frozen=True)
@@ -31,29 +34,11 @@ class Settings:
     around_blocks: tuple[Callable[[nn.Module], Around | None], ...] = ()
 
 
-class Owner(Protocol):
-    """What a view reads of its part."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def module(self) -> nn.Module: ...
-    @property
-    def component(self) -> nn.Module: ...
-    @property
-    def blocks(self) -> tuple[nn.Module, ...]: ...
-    @property
-    def components(self) -> tuple[nn.Module, ...]: ...
-    @property
-    def schedulers(self) -> tuple[Any, ...]: ...
-    def program(self, settings: Settings) -> Callable[..., Any]: ...
-
-
 @dataclass
 class View:
     """A part as one of its techniques sees it; implements `techniques.Part`."""
 
-    owner: Owner
+    owner: Part
     settings: Settings
     inside: list[Around] = field(default_factory=list)
     outside: list[Around] = field(default_factory=list)
@@ -137,7 +122,7 @@ class _Applied:
 class Stack:
     """The techniques of one part, in the order in which they were applied."""
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: Part) -> None:
         self._owner = owner
         self._base: Settings | None = None
         self._applied: list[_Applied] = []

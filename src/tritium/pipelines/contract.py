@@ -171,8 +171,6 @@ class Contract:
 
 
 class _Call:
-    """The state of one call of a part."""
-
     __slots__ = ("compiled", "contract", "eager", "outside")
 
     def __init__(self, contract: Contract, outside: New | None = None, *, eager: bool = False) -> None:

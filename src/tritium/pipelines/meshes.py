@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from tritium import compat, device, models
 from tritium.errors import PipelineError
 from tritium.pipelines.applied import Settings, View
 from tritium.pipelines.part import Part
-from tritium.pipelines.parts import KEPT
+from tritium.pipelines.parts import KEPT, modules_of
 from tritium.techniques.choice import Choice
 from tritium.techniques.memory.config import gigabytes
 from tritium.techniques.memory.units import module_bytes
@@ -40,7 +39,7 @@ def decision(part: Part, choice: Choice, pipe: Any, handle: Any = None) -> Decid
 
     def decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         asked = part.choice
-        others = sum(module_bytes(module) for module in _modules(pipe) if module is not part.module)
+        others = sum(module_bytes(module) for module in modules_of(pipe).values() if module is not part.module)
         found = _ranked(part, args, kwargs, others)
         if part.plan.measure:
             found = _measured(part, config, asked, found, (args, kwargs))
@@ -49,10 +48,6 @@ def decision(part: Part, choice: Choice, pipe: Any, handle: Any = None) -> Decid
         part.why = f"{found.best.mesh}: {found.why}"
 
     return decide
-
-
-def _modules(pipe: Any) -> Iterable[nn.Module]:
-    return (value for value in pipe.components.values() if isinstance(value, nn.Module))
 
 
 def _ranked(part: Part, args: tuple[Any, ...], kwargs: dict[str, Any], others: int) -> Decision:
@@ -170,8 +165,7 @@ class Meshes:
 
     def _replicated(self) -> dict[str, int]:
         split = {part.name.partition(".")[0] for part, note in self._split() if note.data["splits"]}
-        named = ((name, value) for name, value in self._pipe.components.items() if isinstance(value, nn.Module))
-        return {name: module_bytes(value) for name, value in named if name not in split}
+        return {name: module_bytes(module) for name, module in modules_of(self._pipe).items() if name not in split}
 
     def __str__(self) -> str:
         lines: list[str] = []

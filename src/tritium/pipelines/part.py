@@ -131,7 +131,6 @@ class Part:
 
     @property
     def schedulers(self) -> tuple[Any, ...]:
-        """Return the schedulers of the pipelines that run the part."""
         schedulers = (handle.scheduler for handle in self.claims.handles)
         return tuple(scheduler for scheduler in schedulers if scheduler is not None)
 
@@ -462,7 +461,6 @@ class Part:
 
     @property
     def what(self) -> str:
-        """Describe what is compiled."""
         if self._is_whole(self._settings, self.among) and self.refused is None:
             return f"{type(self.module).__name__} as one program"
         return self.spec.what

@@ -86,15 +86,19 @@ class PartSpec:
     component: nn.Module | None = None
 
 
+def modules_of(pipe: Any) -> dict[str, nn.Module]:
+    """Return the components of a pipeline that are modules, by name."""
+    return {name: value for name, value in pipe.components.items() if isinstance(value, nn.Module)}
+
+
 def find(pipe: Any, plan: Plan) -> list[PartSpec]:
     """Return a pipeline's parts in the order of its components; raise if the plan names no part."""
-    components: Mapping[str, Any] = pipe.components
     if isinstance(pipe, BareModel):
         parts = [_bare(pipe.module, plan)]
         _check_names("blocks", plan.blocks, [pipe.NAME])
         _check_names("components", plan.components, [pipe.NAME])
         return parts
-    modules = {name: value for name, value in components.items() if isinstance(value, nn.Module)}
+    modules = modules_of(pipe)
     for name in plan.blocks:
         if name not in modules:
             raise PipelineError(f"Plan.blocks names {name!r}, which is no component; {nearest(name, modules)}")
@@ -119,15 +123,11 @@ def _check_names(field: str, names: Iterable[str], known: Sequence[str]) -> None
 def _bare(module: nn.Module, plan: Plan) -> PartSpec:
     """Return the single part of a bare model: a VAE's decoder, or any other model as a whole."""
     name = BareModel.NAME
-    decoders = [part for part in _codec(name, module) if part.name.endswith(".decode")] if is_codec(module) else []
+    decodes = callable(getattr(module, "decode", None))
+    decoders = [part for part in _codec(name, module) if part.name.endswith(".decode")] if decodes else []
     if decoders:
         return dataclasses.replace(decoders[0], name=name)
     return denoiser(name, module, plan.blocks.get(name))
-
-
-def is_codec(module: nn.Module) -> bool:
-    """Return True if a module has a `decode` method and a `decoder` module."""
-    return callable(getattr(module, "decode", None)) and isinstance(getattr(module, "decoder", None), nn.Module)
 
 
 def _parts_of(name: str, module: nn.Module, plan: Plan) -> Iterator[PartSpec]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import nn
-
 from tritium.pipelines.part import Part
+from tritium.pipelines.parts import modules_of
 from tritium.techniques.memory import Turns, device_of
 from tritium.techniques.memory.units import moved, tensors_of
 
@@ -20,13 +19,9 @@ def place(pipe: Any, parts: Iterable[Part]) -> Callable[[], None]:
     parts = list(parts)
     turns = [part for part in parts if isinstance(part.state_of("memory"), Turns)]
     if not turns:
-        return _nothing
+        return lambda: None
     where = device_of(turns[0].module)
     own = {id(tensor) for part in turns for tensor in tensors_of(part.module)}
-    modules = [module for module in pipe.components.values() if isinstance(module, nn.Module)]
+    modules = modules_of(pipe).values()
     others = {id(tensor): tensor for module in modules for tensor in tensors_of(module) if id(tensor) not in own}
     return moved(others.values(), where)
-
-
-def _nothing() -> None:
-    """Move nothing back."""

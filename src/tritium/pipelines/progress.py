@@ -29,7 +29,6 @@ class Progress:
 
     @contextlib.contextmanager
     def during(self, part: str) -> Iterator[None]:
-        """Report compilation in a call of a part."""
         if not self.shown:
             yield
             return

@@ -18,6 +18,7 @@ from torch import nn
 from tritium import disk, example, techniques
 from tritium.artifacts.fingerprint import Fingerprint
 from tritium.errors import ConfigError, FingerprintError, RecipeError, RecipeMismatch
+from tritium.pipelines.parts import modules_of
 from tritium.pipelines.plan import Plan
 from tritium.techniques.choice import Choice, name_of
 from tritium.techniques.skip.config import OnOther, Skip
@@ -121,8 +122,7 @@ def load(path: Path) -> Recipe:
 
 
 def fingerprint_of(pipe: Any) -> Fingerprint:
-    """Return the fingerprint of a pipeline on its device."""
-    configs = {name: _config(value) for name, value in pipe.components.items() if isinstance(value, nn.Module)}
+    configs = {name: _config(module) for name, module in modules_of(pipe).items()}
     fingerprint = Fingerprint.current(configs, pipe.device.type)
     # Techniques, plug-ins' too, decide the results of a recipe as much as the compiler does.
     return replace(fingerprint, tritium=disk.digest(fingerprint.tritium, *techniques.files()))

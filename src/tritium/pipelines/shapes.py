@@ -16,8 +16,6 @@ WAYS: tuple[OnViolation, ...] = get_args(OnViolation)
 
 @dataclass(frozen=True)
 class Bucket:
-    """One combination of sizes."""
-
     height: int
     width: int
     batch: int

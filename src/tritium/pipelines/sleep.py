@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from tritium.errors import PipelineError
 from tritium.pipelines.captures import Captures
 from tritium.pipelines.part import Part
+from tritium.pipelines.parts import modules_of
 from tritium.techniques.memory import Turns
 from tritium.techniques.memory.config import gigabytes
 from tritium.techniques.memory.link import link_to
@@ -77,9 +77,7 @@ def _turns(parts: Sequence[Part]) -> list[Turns]:
 def _resident(pipe: Any, parts: Sequence[Part]) -> Iterator[list[torch.Tensor]]:
     """Yield the tensors that stay on a device, by component and device."""
     seen = {id(tensor) for state in _turns(parts) for s in state.tenant.weights.seats for tensor in s.unit.tensors}
-    for module in pipe.components.values():
-        if not isinstance(module, nn.Module):
-            continue
+    for module in modules_of(pipe).values():
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for tensor in plain_tensors(tensors_of(module)):
             if id(tensor) not in seen and not tensor.is_meta:

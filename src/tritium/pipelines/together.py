@@ -20,7 +20,7 @@ from tritium import compat, disk, ops
 from tritium.artifacts.fingerprint import config_digest
 from tritium.errors import RankError
 from tritium.pipelines.part import Part
-from tritium.pipelines.parts import BareModel
+from tritium.pipelines.parts import BareModel, modules_of
 from tritium.pipelines.plan import Plan
 from tritium.techniques.choice import Choice, Off
 from tritium.techniques.parallel import Parallel, mesh, ranks
@@ -68,7 +68,6 @@ class Together:
         compare(self._control, _ingredients(self._pipe, self._plan, parts), "cannot run one pipeline")
 
     def guard(self) -> None:
-        """Guard the calls of the pipeline from now on."""
         if self._control is None:
             return
         self._control.watch(self)
@@ -97,8 +96,7 @@ class Together:
 
 
 def _device_of(pipe: Any) -> torch.device:
-    modules = (value for value in pipe.components.values() if isinstance(value, torch.nn.Module))
-    weights = (weight for module in modules for weight in module.parameters())
+    weights = (weight for module in modules_of(pipe).values() for weight in module.parameters())
     return next((weight.device for weight in weights), torch.device("cpu"))
 
 
@@ -115,17 +113,15 @@ def compare(control: Control, own: Mapping[str, str], what: str) -> None:
     first = everyone[0]
     for rank, theirs in enumerate(everyone[1:], 1):
         names = [
-            name for name in (*first, *(theirs.keys() - first.keys())) if _differ(first.get(name), theirs.get(name))
+            name
+            for name in (*first, *(theirs.keys() - first.keys()))
+            if (one := first.get(name)) != (other := theirs.get(name)) and _ANY not in (one, other)
         ]
         if names:
             shown = "; ".join(
                 f"{name} ({_short(first.get(name))} and {_short(theirs.get(name))})" for name in names[:4]
             )
             raise RankError(f"ranks 0 and {rank} {what}: they differ in {shown}")
-
-
-def _differ(one: str | None, other: str | None) -> bool:
-    return one != other and _ANY not in (one, other)
 
 
 def _short(text: str | None) -> str:
@@ -232,10 +228,9 @@ def _adapters(pipe: Any) -> str:
     """Return a digest of the adapters that are loaded, and their scales; empty if there are none."""
     if "peft" not in sys.modules:
         return ""
-    modules = [(name, value) for name, value in pipe.components.items() if isinstance(value, torch.nn.Module)]
     found = [
         (name, path, sorted(layer.scaling.items()), layer.active_adapters, layer.disable_adapters)
-        for name, module in modules
+        for name, module in modules_of(pipe).items()
         for path, layer in module.named_modules()
         if hasattr(layer, "lora_A") and hasattr(layer, "scaling")
     ]

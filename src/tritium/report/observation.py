@@ -43,8 +43,6 @@ class ReductionChoice:
 
 @dataclass
 class KernelTiling(Record):
-    """The decision for one kernel."""
-
     # Dims of the grid, outermost first, with their sizes.
     dims: dict[str, str]
     choice: str

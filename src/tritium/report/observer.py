@@ -12,7 +12,6 @@ import torch
 from torch import fx
 
 from tritium import compat, device
-from tritium.compat.observation import KernelArgument
 from tritium.compat.operators import OpOverload, operator_of
 from tritium.report import kernel_dump
 from tritium.report.flops import bytes_of, flops_of
@@ -34,6 +33,7 @@ class KernelObserver:
         self.lowered: list[LoweredOp] = []
         self.not_fused_pairs: list[Pair] = []
         self.dissection = Dissection()
+        self.source, self.launch = self.dissection.source, self.dissection.launch
         self.saw_codegen = False
         # Cache keys of the graph's code, generated now or earlier.
         self.codes: list[str] = []
@@ -48,12 +48,6 @@ class KernelObserver:
 
     def code(self, key: str) -> None:
         self.codes.append(key)
-
-    def source(self, name: str, language: str, text: str) -> None:
-        self.dissection.source(name, language, text)
-
-    def launch(self, name: str, arguments: Callable[[], list[KernelArgument]]) -> None:
-        self.dissection.launch(name, arguments)
 
     def not_fused(self, why: Any) -> None:
         # There are many: only relevant ones are formatted, at the end.

@@ -57,8 +57,6 @@ class SiteCounts(Record):
 
 @dataclass
 class PassRecord(Record):
-    """The result of one pass on one graph."""
-
     name: str
     changed: bool = False
     requests: list[dict[str, Any]] = field(default_factory=list)

@@ -13,7 +13,6 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -23,7 +22,6 @@ from tritium.serve.engine import Engine, Refused
 from tritium.serve.faults import Fault, of_refusal
 from tritium.serve.front import Front
 from tritium.serve.jobs import Jobs
-from tritium.serve.limits import BodyLimit
 from tritium.serve.metrics import Metrics
 from tritium.serve.protocol import EditRequest, ImageRequest, Sampling, VideoRequest
 from tritium.serve.routes import Context, api, probes
@@ -48,12 +46,8 @@ def build_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
     app.state.metrics = metrics
     app.include_router(api(context))
     app.include_router(probes(context))
-    if settings.page:
-        app.include_router(page.routes())
+    app.include_router(page.routes())
     _handle_errors(app, metrics)
-    app.add_middleware(BodyLimit, settings=settings)
-    if settings.origins:
-        app.add_middleware(CORSMiddleware, allow_origins=settings.origins, allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(Front, settings=settings, metrics=metrics)
     return app
 

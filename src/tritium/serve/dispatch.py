@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from tritium.serve.engine import (
@@ -36,13 +36,10 @@ _RETRY_BEFORE_START = 2.0
 class Dispatcher:
     """Keep the queue, give batches to a runner, and merge the events of single images into those of their jobs."""
 
-    def __init__(
-        self, runner: Runner, limits: Limits | None = None, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, runner: Runner, limits: Limits | None = None) -> None:
         self._runner = runner
         self._limits = limits or Limits()
-        self._clock = clock
-        self._queue = Queue((), self._limits, clock)
+        self._queue = Queue((), self._limits, time.monotonic)
         self._tickets: dict[str, _Ticket] = {}
         self._batches: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -51,22 +48,19 @@ class Dispatcher:
         self._stopped = False
 
     async def start(self) -> None:
-        """Start the workers; return when they are warm."""
-        self._queue = Queue(await self._runner.start(), self._limits, self._clock)
+        self._queue = Queue(await self._runner.start(), self._limits, time.monotonic)
         self._started = True
 
     def models(self) -> tuple[Model, ...]:
-        """Return the models; empty before `start` is done."""
         return tuple(self._queue.models.values())
 
     def submit(self, job: Job) -> AsyncIterator[Event]:
-        """Queue a job and return its events; raise `Refused` at once if it is not taken."""
         if self._draining:
             raise Refused("draining", "the server is shutting down: send the job to another one", _LAST_STEP)
         if not self._started:
             raise Refused("not_ready", "the model is still loading: see /readyz", _RETRY_BEFORE_START)
         queued = self._queue.admit(job, self._runner.slots)
-        ticket = _Ticket(job=job, entered=self._clock())
+        ticket = _Ticket(job=job, entered=time.monotonic())
         ticket.events.put_nowait(queued)
         if job.timeout is not None:
             ticket.timer = asyncio.get_running_loop().call_later(job.timeout, self.cancel, job.id, "deadline")
@@ -85,7 +79,6 @@ class Dispatcher:
             self.cancel(ticket.job.id, "disconnect")
 
     def cancel(self, job_id: str, why: str) -> bool:
-        """Stop a job, queued or running; return False if there is none."""
         ticket = self._tickets.get(job_id)
         if ticket is None:
             return False
@@ -94,12 +87,10 @@ class Dispatcher:
         return True
 
     def status(self) -> Status:
-        """Return the current state."""
         why = self._unready()
         return Status(
             ready=not why,
             why=why,
-            draining=self._draining,
             queued=len(self._queue),
             queued_seconds=self._queue.seconds,
             running=self._queue.running,
@@ -116,10 +107,9 @@ class Dispatcher:
         return "the queue is full" if len(self._queue) >= self._limits.length else ""
 
     async def drain(self, seconds: float) -> None:
-        """Take no more jobs, wait for the others for at most these seconds, cancel the rest, stop the workers."""
         self._draining = True
-        until = self._clock() + seconds
-        while self._tickets and self._clock() < until:
+        until = time.monotonic() + seconds
+        while self._tickets and time.monotonic() < until:
             await asyncio.sleep(min(0.05, seconds))
         for ticket in list(self._tickets.values()):
             self._end(ticket, Cancelled(why="shutdown"))
@@ -171,7 +161,7 @@ class Dispatcher:
     async def _run(self, batch: list[Entry]) -> None:
         """Run a batch, deliver its events, and decide about its failures."""
         # A job may have been cancelled since its batch was chosen.
-        run = _Run([entry for entry in batch if entry.parent.id in self._tickets], self._clock)
+        run = _Run([entry for entry in batch if entry.parent.id in self._tickets])
         died = False
         try:
             if run.open:
@@ -210,7 +200,7 @@ class Dispatcher:
                 # The first request to stop may have come before the worker had the job.
                 self._runner.cancel(single, "cancelled before its start")
             return
-        for merged in ticket.merge(entry, event, self._clock()):
+        for merged in ticket.merge(entry, event, time.monotonic()):
             if isinstance(merged, LAST):
                 self._end(ticket, merged)
             else:
@@ -240,13 +230,12 @@ def _current_task() -> asyncio.Task[None]:
 class _Run:
     """What happened in one batch."""
 
-    def __init__(self, batch: Sequence[Entry], clock: Callable[[], float]) -> None:
+    def __init__(self, batch: Sequence[Entry]) -> None:
         self.open = {entry.job.id: entry for entry in batch}
         self.size = len(batch)
         self.failed: list[tuple[Entry, Failed]] = []
         self.done = 0
-        self._clock = clock
-        self._began = clock()
+        self._began = time.monotonic()
         self._first: float | None = None
         self._last = self._began
         self._steps = 0
@@ -255,7 +244,7 @@ class _Run:
     def time(self, event: Event) -> None:
         """Note when the first image to finish each step did so."""
         if isinstance(event, Step) and event.index > self._index:
-            self._last = self._clock()
+            self._last = time.monotonic()
             self._index = event.index
             if self._first is None:
                 self._first = self._last
@@ -267,7 +256,7 @@ class _Run:
         if self._first is None:
             return {}
         step = {"step": (self._last - self._first) / self._steps} if self._steps else {}
-        return {"start": self._first - self._began, **step, "end": self._clock() - self._last}
+        return {"start": self._first - self._began, **step, "end": time.monotonic() - self._last}
 
     def fail(self, failure: Failed) -> None:
         """Fail everything that has no last event."""

@@ -17,8 +17,6 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
-    """An adapter of the server's bank, by name."""
-
     name: str
     scale: float = 1.0
 
@@ -218,6 +216,9 @@ class Counts:
     device_bytes: int = 0
     restarts: int = 0
 
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(**{name: count + vars(other)[name] for name, count in vars(self).items()})
+
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
@@ -225,7 +226,6 @@ class Status:
 
     ready: bool
     why: str = ""
-    draining: bool = False
     queued: int = 0
     queued_seconds: float = 0.0
     running: int = 0
@@ -254,7 +254,7 @@ IsCancelled: TypeAlias = Callable[[str], str | None]
 
 
 class Worker(Protocol):
-    """Owns a pipeline; used by one thread. The only side that imports torch."""
+    """Owns a pipeline, in this process or in others. Only `load`, `run` and `counts` are called by one thread alone."""
 
     def load(self) -> tuple[Model, ...]:
         """Load and warm up; return the models with their measured times."""
@@ -268,6 +268,15 @@ class Worker(Protocol):
 
     def counts(self) -> Counts:
         """Return totals since `load`."""
+
+    def cancel(self, job_id: str, why: str) -> None:
+        """Pass on a cancellation of a running job, which `run` would otherwise read too late."""
+
+    def is_alive(self) -> bool:
+        """Return False if a process of the worker is gone."""
+
+    def close(self) -> None:
+        """End the worker; a running batch raises `WorkerDied`, or ends with its current step."""
 
 
 class Runner(Protocol):

@@ -28,12 +28,10 @@ class Fault(Exception):
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON of the response."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def all_headers(self) -> dict[str, str]:
-        """Return the headers of the response."""
         headers = dict(self.headers)
         if self.retry is not None:
             headers["x-should-retry"] = "true" if self.retry else "false"

@@ -1,4 +1,4 @@
-"""The outermost layer: foreign web pages are refused, every response has its headers and is counted."""
+"""The layer around the app: it refuses foreign pages and large bodies, and adds headers to responses."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tritium.serve.auth import check_origin
 from tritium.serve.faults import Fault
+from tritium.serve.limits import bounded
 from tritium.serve.metrics import Metrics
 from tritium.serve.settings import Settings
 
 
 class Front:
-    """Check the origin of requests, add headers to responses, count both."""
+    """Check the origin of requests and the size of bodies, add headers to responses, count both."""
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
         self._app = app
@@ -45,7 +46,7 @@ class Front:
             self._metrics.errors.labels(fault.code).inc()
             await JSONResponse(fault.body(), fault.status, fault.all_headers())(scope, receive, headed)
             return
-        await self._app(scope, receive, headed)
+        await self._app(scope, bounded(scope, receive, self._settings), headed)
 
 
 def _route(scope: Scope) -> str:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from tritium.errors import nearest
-from tritium.serve.engine import Fidelity, Job, Kind, Lora, Model, Quality, Size
+from tritium.serve.engine import Job, Kind, Lora, Model, Quality, Size
 from tritium.serve.faults import Fault, invalid
 from tritium.serve.limits import Upload
 from tritium.serve.protocol import Accepted, ImageRequest, Sampling, VideoRequest
 from tritium.serve.settings import Settings
 
 Request = ImageRequest | VideoRequest
+Name = TypeVar("Name", bound=str)
 # OpenAI's older names for the middle and the upper quality.
 _OLD_QUALITIES = {"standard": "medium", "hd": "high"}
 _UPLOAD = "upload the file itself: the server reads no paths and fetches no URLs"
@@ -31,14 +31,6 @@ _REFUSED = {
     "input_fidelity": "no pipeline has such a setting",
     "flow_shift": "the schedule belongs to the model that the server was started with",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sender:
-    """Who sends a request: the key for fairness, and the seconds that the client waits."""
-
-    key: str = ""
-    patience: float | None = None
 
 
 def find_model(models: Sequence[Model], name: str | None, settings: Settings) -> Model:
@@ -60,11 +52,16 @@ def accept(
     kind: Kind,
     models: Sequence[Model],
     settings: Settings,
-    sender: Sender,
     uploads: Sequence[Upload] = (),
     mask: Upload | None = None,
+    *,
+    key: str = "",
+    patience: float | None = None,
 ) -> Accepted:
-    """Return the job of a request; raise a `Fault` that names what the model promises instead."""
+    """Return the job of a request; raise a `Fault` that names what the model promises instead.
+
+    `key` is for fairness, and `patience` are the seconds that the client waits.
+    """
     model = find_model(models, request.model, settings)
     if kind not in model.kinds:
         able = ", ".join(other.name for other in models if kind in other.kinds) or "none"
@@ -88,14 +85,14 @@ def accept(
         true_cfg=_taken("true_cfg_scale", options.true_cfg_scale, "true_cfg", model),
         seed=secrets.randbelow(2**31) if options.seed is None else options.seed,
         loras=_loras(options, model),
-        fidelity=_fidelity(options.fidelity or quality.fidelity, model),
+        fidelity=_offered("tritium.fidelity", options.fidelity or quality.fidelity, model.fidelities, model),
         recipe=_offered("tritium.recipe", options.recipe or quality.recipe, model.recipes, model),
         images=_images(uploads, kind, model),
         mask=_mask(mask, uploads, model),
         **_output(request, options),
         priority=options.priority or 0,
-        key=sender.key,
-        timeout=_timeout(options.timeout, background, settings, sender),
+        key=key,
+        timeout=_timeout(options.timeout, None if background else patience, settings, background=background),
     )
     return Accepted(
         job=job,
@@ -236,15 +233,10 @@ def _taken(name: str, value: Any, argument: str, model: Model) -> Any:
     return value
 
 
-def _offered(param: str, value: str | None, offered: Iterable[str], model: Model) -> str | None:
+def _offered(param: str, value: Name | None, offered: Iterable[str], model: Model) -> Name | None:
     if value is not None and value not in offered:
         there = ", ".join(offered) or "none: the server runs one configuration"
         raise invalid(f"{param} {value!r} is not configured for model {model.name!r}; configured: {there}", param)
-    return value
-
-
-def _fidelity(value: Fidelity | None, model: Model) -> Fidelity | None:
-    _offered("tritium.fidelity", value, model.fidelities, model)
     return value
 
 
@@ -296,7 +288,6 @@ def _output(request: Request, options: Sampling) -> dict[str, Any]:
     }
 
 
-def _timeout(wanted: float | None, background: bool, settings: Settings, sender: Sender) -> float:
+def _timeout(wanted: float | None, patience: float | None, settings: Settings, *, background: bool) -> float:
     bound = settings.background_timeout if background else settings.timeout
-    patience = None if background else sender.patience
     return min(limit for limit in (wanted, patience, bound) if limit is not None)

@@ -108,8 +108,6 @@ class Record:
 
 
 class Jobs:
-    """All jobs of one app."""
-
     def __init__(self, engine: Engine, settings: Settings, metrics: Metrics) -> None:
         self._engine = engine
         self._settings = settings
@@ -171,7 +169,6 @@ class Jobs:
             self.forget(kept.pop(0))
 
     def forget(self, record: Record) -> None:
-        """Drop a job and its result."""
         self._records.pop(record.id, None)
         if record.idempotency is not None:
             key = record.owner, record.idempotency[0]
@@ -191,7 +188,6 @@ class Jobs:
         return [record for record in records if record.accepted.background and record.accepted.job.kind in kinds]
 
     def delete(self, record: Record) -> None:
-        """Stop a job and drop its result."""
         self._engine.cancel(record.id, "delete")
         if record.ended is not None:
             self.forget(record)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from fastapi import HTTPException
 from PIL import Image
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.datastructures import Headers
+from starlette.types import Message, Receive, Scope
 
 from tritium.serve.faults import Fault, invalid
 from tritium.serve.settings import MIB, Settings
@@ -55,28 +56,18 @@ def _too_many(param: str, settings: Settings) -> Fault:
     return invalid(f"{param} has more than {settings.max_pixels} pixels", param, "invalid_image")
 
 
-class BodyLimit:
-    """Refuse bodies over the limit, by their declared length or while they arrive."""
+def bounded(scope: Scope, receive: Receive, settings: Settings) -> Receive:
+    """Return a `receive` that refuses a body over the limit of its kind while it arrives."""
+    form = Headers(scope=scope).get("content-type", "").startswith("multipart/form-data")
+    limit = settings.max_body_bytes if form else settings.max_json_bytes
+    read = 0
 
-    def __init__(self, app: ASGIApp, settings: Settings) -> None:
-        self._app = app
-        self._settings = settings
+    async def counted() -> Message:
+        nonlocal read
+        message = await receive()
+        read += len(message.get("body", b""))
+        if read > limit:
+            raise HTTPException(413, f"the body has more than {limit / MIB:g} MiB")
+        return message
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = dict(scope["headers"])
-        form = headers.get(b"content-type", b"").startswith(b"multipart/form-data")
-        limit = self._settings.max_body_bytes if form else self._settings.max_json_bytes
-        read = 0
-
-        async def counted() -> Message:
-            nonlocal read
-            message = await receive()
-            read += len(message.get("body", b""))
-            if read > limit:
-                raise HTTPException(413, f"the body has more than {limit / MIB:g} MiB")
-            return message
-
-        await self._app(scope, counted, send)
+    return counted

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tritium.errors import ConfigError, MissingExtra, brief
+from tritium.pipelines.parts import modules_of
 from tritium.serve.engine import Lora
 
 _ADAPTER = "tritium"
@@ -130,11 +131,10 @@ def _factors_of(name: str, place: Place, layer: Any) -> _Factors:
 
 def _lora_layers(pipe: Any) -> Iterator[tuple[Place, Any]]:
     layer_class: Any = importlib.import_module("peft.tuners.lora").LoraLayer
-    for component, module in pipe.components.items():
-        if isinstance(module, nn.Module):
-            for path, layer in module.named_modules():
-                if isinstance(layer, layer_class):
-                    yield (component, path), layer
+    for component, module in modules_of(pipe).items():
+        for path, layer in module.named_modules():
+            if isinstance(layer, layer_class):
+                yield (component, path), layer
 
 
 def _add_layers(pipe: Any, places: set[Place], rank: int) -> dict[Place, Any]:

@@ -12,7 +12,6 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -52,8 +51,8 @@ class ProcessWorker:
         self._folder = tempfile.TemporaryDirectory(prefix="tritium-ranks-")
         for rank in range(self._ranks):
             ours, theirs = self._context.Pipe()
-            place = Place(rank, self._ranks, str(Path(self._folder.name) / "store"))
-            process = self._context.Process(target=_main, args=(theirs, self._settings, place), daemon=True)
+            given = (theirs, self._settings, rank, self._ranks, str(Path(self._folder.name) / "store"))
+            process = self._context.Process(target=_main, args=given, daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -132,17 +131,11 @@ def _exit(code: int) -> str:
     return signal.Signals(-code).name if code < 0 else f"code {code}"
 
 
-@dataclass(frozen=True)
-class Place:
-    """The place of a process in its group, and the file through which the group meets."""
+def _main(pipe: Any, settings: WorkerSettings, rank: int, count: int, store: str) -> None:
+    """Load the worker and run batches until the pipe is closed; in a group, the other ranks follow the first one.
 
-    rank: int
-    ranks: int
-    store: str
-
-
-def _main(pipe: Any, settings: WorkerSettings, place: Place) -> None:
-    """Load the worker and run batches until the pipe is closed; in a group, the other ranks follow the first one."""
+    The group meets through the file `store`.
+    """
     # The parent ends its workers; Ctrl-C reaches all processes of a terminal.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     inbox = _Inbox(pipe)
@@ -152,11 +145,11 @@ def _main(pipe: Any, settings: WorkerSettings, place: Place) -> None:
     from tritium.serve.worker import PipelineWorker
 
     worker: Any
-    if place.ranks == 1:
+    if count == 1:
         worker = PipelineWorker(settings)
     else:
-        worker = ranks.join(settings, place.rank, place.ranks, place.store)
-        if place.rank:
+        worker = ranks.join(settings, rank, count, store)
+        if rank:
             worker.follow()
             return
     try:

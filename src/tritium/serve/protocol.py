@@ -24,8 +24,6 @@ class _Wire(BaseModel):
 
 
 class LoraChoice(_Wire):
-    """An adapter of the server's bank."""
-
     name: str = Field(max_length=200)
     scale: float = Field(default=1.0, ge=-10, le=10, allow_inf_nan=False)
 
@@ -215,7 +213,6 @@ def extension(accepted: Accepted, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def images_response(accepted: Accepted, done: Done, created: int) -> dict[str, Any]:
-    """Return the response of a finished image request."""
     job = accepted.job
     response = {
         "created": created,

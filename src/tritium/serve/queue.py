@@ -23,8 +23,6 @@ _NEWEST = 0.3
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The bounds of a queue."""
-
     # Images that wait.
     length: int = 64
     # Estimated seconds of the images that wait.

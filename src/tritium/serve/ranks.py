@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import datetime
-import json
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tritium import device, envs
-from tritium.serve.engine import Counts, Emit, Event, Failed, IsCancelled, Job, Lora, Model
+from tritium.serve.engine import Counts, Emit, Event, Failed, IsCancelled, Job, Model
 from tritium.serve.process import end_process
 from tritium.serve.worker import PipelineWorker
 from tritium.serve.worker_settings import WorkerSettings
@@ -50,7 +48,7 @@ class RankedWorker:
         return self._worker.load()
 
     def run(self, batch: Sequence[Job], emit: Emit, cancelled: IsCancelled) -> None:
-        dist.broadcast_object_list([to_json(batch)], 0, self._group)
+        dist.broadcast_object_list([batch], 0, self._group)
         self._worker.run(batch, emit, lambda job_id: self._agree(cancelled(job_id)))
 
     def follow(self) -> None:
@@ -59,7 +57,7 @@ class RankedWorker:
         while True:
             received: list[Any] = [None]
             dist.broadcast_object_list(received, 0, self._group)
-            self._worker.run(from_json(received[0]), _end_after_failure, lambda _job_id: self._agree(None))
+            self._worker.run(received[0], _end_after_failure, lambda _job_id: self._agree(None))
 
     def _agree(self, why: str | None) -> str | None:
         """Return the first rank's reason on all ranks, so that all of them stop after the same step."""
@@ -76,29 +74,3 @@ def _end_after_failure(_job_id: str, event: Event) -> None:
     if isinstance(event, Failed) and event.code != "invalid_job":
         sys.stderr.write(f"tritium: a rank ends: {event.message}\n")
         end_process()
-
-
-def to_json(batch: Sequence[Job]) -> str:
-    """Return jobs as JSON text."""
-    return json.dumps([dataclasses.asdict(job) for job in batch], default=_encoded)
-
-
-def from_json(text: str) -> list[Job]:
-    """Return the jobs of a JSON text.
-
-    >>> job = Job(id="a", model="m", prompt="p", width=8, height=8, steps=2, loras=(Lora(name="x"),), images=(b"1",))
-    >>> from_json(to_json([job])) == [job]
-    True
-    """
-    return [_job(fields) for fields in json.loads(text)]
-
-
-def _job(fields: dict[str, Any]) -> Job:
-    loras = tuple(Lora(**lora) for lora in fields["loras"])
-    uploads = tuple(base64.b64decode(content) for content in fields["images"])
-    mask = base64.b64decode(fields["mask"]) if fields["mask"] is not None else None
-    return Job(**{**fields, "loras": loras, "images": uploads, "mask": mask})
-
-
-def _encoded(content: bytes) -> str:
-    return base64.b64encode(content).decode("ascii")

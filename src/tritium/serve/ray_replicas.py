@@ -150,14 +150,7 @@ class RayRunner:
         return self._ready
 
     def counts(self) -> Counts:
-        found = list(self._counts.values())
-        return Counts(
-            recompiles=sum(counts.recompiles for counts in found),
-            violations=sum(counts.violations for counts in found),
-            captures=sum(counts.captures for counts in found),
-            device_bytes=sum(counts.device_bytes for counts in found),
-            restarts=self._restarts + sum(counts.restarts for counts in found),
-        )
+        return sum(self._counts.values(), Counts(restarts=self._restarts))
 
     async def stop(self) -> None:
         self._ready = False
@@ -193,7 +186,6 @@ def runner(settings: WorkerSettings, replicas: Replicas) -> RayRunner:
 
 
 def application(settings: WorkerSettings, replicas: Replicas) -> Any:
-    """Return the Ray Serve application of the workers."""
     serve: Any = importlib.import_module("ray.serve")
     deployment = serve.deployment(
         name=NAME,

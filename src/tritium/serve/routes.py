@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Query
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -18,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from tritium.serve import auth
 from tritium.serve.engine import Cancelled, Done, Engine, Failed, Kind
 from tritium.serve.faults import Fault, invalid, of_failure
-from tritium.serve.gate import Sender, accept, find_model
+from tritium.serve.gate import accept, find_model
 from tritium.serve.jobs import Jobs, Record
 from tritium.serve.limits import Upload, check_image
 from tritium.serve.metrics import Metrics
@@ -42,8 +43,6 @@ Body = TypeVar("Body", ImageRequest, EditRequest, VideoRequest)
 
 @dataclass(frozen=True)
 class Context:
-    """What the routes share."""
-
     engine: Engine
     settings: Settings
     metrics: Metrics
@@ -66,8 +65,8 @@ class Context:
         address = request.client.host if request.client else ""
         waits = not (isinstance(body, ImageRequest) and body.stream)
         patience = _seconds(request.headers.get("x-stainless-read-timeout")) if waits else None
-        sender = Sender(key=auth.share(self.settings, owned, body.identifier, address), patience=patience)
-        accepted = accept(body, kind, self.engine.models(), self.settings, sender, uploads, mask)
+        share, models = auth.share(self.settings, owned, body.identifier, address), self.engine.models()
+        accepted = accept(body, kind, models, self.settings, uploads, mask, key=share, patience=patience)
         key = request.headers.get("idempotency-key")
         same = None if key is None else (key[:200], _digest(body, uploads, mask))
         return self.jobs.submit(accepted, owned, same)
@@ -86,6 +85,16 @@ def _digest(body: ImageRequest | VideoRequest, uploads: Sequence[Upload], mask: 
     for upload in (*uploads, *([mask] if mask else [])):
         digest.update(hashlib.sha256(upload.data).digest())
     return digest.hexdigest()
+
+
+def _paging(
+    after: str | None = None, limit: int = Query(20, ge=1, le=100), order: Literal["asc", "desc"] = "desc"
+) -> Callable[[list[dict[str, Any]]], dict[str, Any]]:
+    """Return a function that takes the requested page out of a list."""
+    return functools.partial(_page, after, limit, order)
+
+
+Page = Annotated[Callable[[list[dict[str, Any]]], dict[str, Any]], Depends(_paging)]
 
 
 def api(context: Context) -> APIRouter:
@@ -177,14 +186,8 @@ def _add_videos(router: APIRouter, context: Context) -> None:
         return _video_reply(jobs, context.submit(request, body, "video", images))
 
     @router.get("/videos")
-    async def listing(
-        request: Request,
-        after: str | None = None,
-        limit: int = Query(20, ge=1, le=100),
-        order: Literal["asc", "desc"] = "desc",
-    ) -> dict[str, Any]:
-        records = jobs.of(context.owner(request), _VIDEOS)
-        return _page([_video_object(jobs, record) for record in records], after, limit, order)
+    async def listing(request: Request, page: Page) -> dict[str, Any]:
+        return page([_video_object(jobs, record) for record in jobs.of(context.owner(request), _VIDEOS)])
 
     @router.get("/videos/{job_id}")
     async def retrieve(request: Request, job_id: str) -> Response:
@@ -219,14 +222,9 @@ def _add_jobs(router: APIRouter, context: Context) -> None:
     jobs = context.jobs
 
     @router.get("/jobs")
-    async def listing(
-        request: Request,
-        after: str | None = None,
-        limit: int = Query(20, ge=1, le=100),
-        order: Literal["asc", "desc"] = "desc",
-    ) -> dict[str, Any]:
+    async def listing(request: Request, page: Page) -> dict[str, Any]:
         records = jobs.of(context.owner(request), _IMAGES)
-        return _page([{**_job_object(jobs, record), "result": None} for record in records], after, limit, order)
+        return page([{**_job_object(jobs, record), "result": None} for record in records])
 
     @router.get("/jobs/{job_id}")
     async def retrieve(request: Request, job_id: str) -> Response:
@@ -239,7 +237,7 @@ def _add_jobs(router: APIRouter, context: Context) -> None:
         return {"id": job_id, "object": "job.deleted", "deleted": True}
 
 
-def _page(objects: list[dict[str, Any]], after: str | None, limit: int, order: str) -> dict[str, Any]:
+def _page(after: str | None, limit: int, order: str, objects: list[dict[str, Any]]) -> dict[str, Any]:
     ordered = objects if order == "asc" else objects[::-1]
     ids = [entry["id"] for entry in ordered]
     if after is not None and after not in ids:

@@ -8,7 +8,6 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from tritium.serve.engine import Counts, Event, Job, Model, Worker, WorkerDied
 
@@ -22,23 +21,10 @@ _CHECK_SECONDS = 0.25
 _STOP_SECONDS = 10.0
 
 
-class LocalWorker(Worker, Protocol):
-    """A worker that may run in another process. All but `run`, `load` and `counts` are called by other threads."""
-
-    def cancel(self, job_id: str, why: str) -> None:
-        """Pass on a cancellation of a running job, which `run` would otherwise read too late."""
-
-    def is_alive(self) -> bool:
-        """Return False if the process is gone."""
-
-    def close(self) -> None:
-        """End the worker; a running batch raises `WorkerDied`, or ends with its current step."""
-
-
 class LocalRunner:
     """Carry batches to workers, each in a thread; a worker that dies is loaded again."""
 
-    def __init__(self, workers: Sequence[LocalWorker]) -> None:
+    def __init__(self, workers: Sequence[Worker]) -> None:
         self._cancelled: dict[str, str] = {}
         self._lanes = [_Lane(worker, self._cancelled) for worker in workers]
         self._idle: asyncio.Queue[_Lane] = asyncio.Queue()
@@ -95,14 +81,7 @@ class LocalRunner:
 
     def counts(self) -> Counts:
         """Return the totals of all workers; of those that started again, also what they had counted before."""
-        found = [lane.counts for lane in self._lanes]
-        return Counts(
-            recompiles=sum(counts.recompiles for counts in found),
-            violations=sum(counts.violations for counts in found),
-            captures=sum(counts.captures for counts in found),
-            device_bytes=sum(counts.device_bytes for counts in found),
-            restarts=sum(counts.restarts for counts in found),
-        )
+        return sum((lane.counts for lane in self._lanes), Counts())
 
     async def stop(self) -> None:
         for job_id in list(self._running):
@@ -133,7 +112,7 @@ class _Batch:
 class _Lane:
     """One worker and its thread."""
 
-    def __init__(self, worker: LocalWorker, cancelled: dict[str, str]) -> None:
+    def __init__(self, worker: Worker, cancelled: dict[str, str]) -> None:
         self.worker = worker
         self.tasks: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
         self.counts = Counts()
@@ -167,7 +146,9 @@ class _Lane:
         except BaseException as error:  # noqa: BLE001  # the event loop raises it
             _call(self._loop, self._settle, error)
             return
-        self._is_loaded()
+        self._count()
+        self.is_ready = True
+        _call(self._loop, self._idle.put_nowait, self)
         _call(self._loop, self._settle, models)
         while not self._stopped.is_set():
             try:
@@ -222,19 +203,8 @@ class _Lane:
                 self.is_ready = not self._stopped.is_set()
                 return
 
-    def _is_loaded(self) -> None:
-        self._count()
-        self.is_ready = True
-        _call(self._loop, self._idle.put_nowait, self)
-
     def _count(self) -> None:
-        counts, before = self.worker.counts(), self._before
-        self.counts = replace(
-            counts,
-            recompiles=before.recompiles + counts.recompiles,
-            violations=before.violations + counts.violations,
-            restarts=before.restarts,
-        )
+        self.counts = self._before + self.worker.counts()
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: object, *arguments: object) -> None:

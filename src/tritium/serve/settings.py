@@ -17,8 +17,6 @@ class Settings:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     # Values of the header `Host` that are accepted; empty for all. Against DNS rebinding on a loopback address.
     hosts: tuple[str, ...] = ()
-    # Pages of other origins that may send requests.
-    origins: tuple[str, ...] = ()
     # Other names that requests may use for a model, such as "gpt-image-1".
     aliases: dict[str, str] = field(default_factory=dict)
     # The largest body of a request, one upload, and the pixels of one upload.
@@ -40,13 +38,11 @@ class Settings:
     drain_seconds: float = 60.0
     # Seconds between two signs of life in a stream.
     heartbeat: float = 15.0
-    # Whether the page at `/` is served.
-    page: bool = True
 
     def __post_init__(self) -> None:
         if any(len(key) < 8 for key in self.api_keys):
             raise ConfigError("an API key has fewer than 8 characters: choose a longer one")
         numbers = {name: value for name, value in vars(self).items() if isinstance(value, (int, float))}
         for name, value in numbers.items():
-            if value < 0 or (value == 0 and name not in ("grace", "drain_seconds", "page")):
+            if value < 0 or (value == 0 and name not in ("grace", "drain_seconds")):
                 raise ConfigError(f"setting {name} is {value}: it must be above 0")

@@ -81,9 +81,6 @@ class Steps:
         if not self.live:
             raise AllCancelled
 
-    # Nothing follows the last check of a finished call.
-    finish = check
-
     def _wait_for_device(self) -> None:
         """Wait for the step before: the host would otherwise be many steps ahead of what can still be cancelled."""
         if not torch.cuda.is_initialized():

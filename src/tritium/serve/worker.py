@@ -88,7 +88,7 @@ class PipelineWorker:
         plan = Plan(
             config=CompilationConfig(**settings.config),
             shapes=shapes,
-            progress=settings.progress,
+            progress=False,
             **settings.techniques,
         )
         stored = Path(settings.artifacts) if settings.artifacts else None
@@ -205,7 +205,7 @@ class PipelineWorker:
         try:
             found = self._generate(batch, caller, steps)
             facts = {"seconds": time.perf_counter() - start, "batched": len(batch), "way": self._way_of(batch[0])}
-            steps.finish()
+            steps.check()
             for job, result in zip(batch, found, strict=True):
                 if job.id in steps.live:
                     emit(job.id, _done(job, result, facts))

@@ -53,4 +53,3 @@ class WorkerSettings:
     device: str | None = None
     # The index of the worker's GPU.
     gpu: int = 0
-    progress: bool = False

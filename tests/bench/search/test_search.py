@@ -278,8 +278,6 @@ class TestResume:
         assert store.rows == {}
         store.put("key", [1.0])
         assert Store(path, {"jobs": 2}).rows == {"key": [1.0]}
-        store.remove()
-        assert not path.exists()
 
 
 def test_recordings_of_all_branches(pipe):

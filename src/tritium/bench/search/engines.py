@@ -12,12 +12,12 @@ import torch
 from tritium import compat
 from tritium.api import Handle, optimize
 from tritium.bench.bisect import copied
-from tritium.bench.search.evaluation import Pace, Store
+from tritium.bench.search.evaluation import Evaluator, Pace
 from tritium.bench.search.recording import Observed, observing
 from tritium.errors import PipelineError
 from tritium.pipelines import hooks, trial
 from tritium.pipelines.generation import Image, Job, generate
-from tritium.pipelines.parts import DENOISERS
+from tritium.pipelines.parts import DENOISERS, modules_of
 from tritium.pipelines.plan import Plan
 from tritium.techniques.choice import Choice
 
@@ -31,8 +31,8 @@ def references(
     pipe: Any, jobs: Sequence[Job], recorded: int, pace: Pace
 ) -> tuple[list[Image], list[Observed], dict[str, list[trial.Call]]]:
     """Return eager images, what denoisers did in them, and one call of every part in the first jobs."""
-    modules = [name for name, value in pipe.components.items() if isinstance(value, torch.nn.Module)]
-    denoisers = [pipe.components[name] for name in DENOISERS if isinstance(pipe.components.get(name), torch.nn.Module)]
+    modules = modules_of(pipe)
+    denoisers = [modules[name] for name in DENOISERS if name in modules]
     calls: dict[str, list[trial.Call]] = {}
     images, observed = [], []
     with optimize(pipe, Plan(progress=False, components=dict.fromkeys(modules, "eager"))) as handle:
@@ -55,9 +55,10 @@ def _keep(kept: list[trial.Call], args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def lossless(
-    handle: Handle, calls: dict[str, list[trial.Call]], seconds: float, store: Store, pace: Pace
+    evaluator: Evaluator, calls: dict[str, list[trial.Call]], seconds: float
 ) -> tuple[dict[str, Choice], dict[str, Any]]:
     """Return the fastest lossless choice of every part, and its figures."""
+    handle, store = evaluator.handle, evaluator.store
     chosen: dict[str, Choice] = {}
     figures: dict[str, Any] = {}
     for name in handle.choices:
@@ -70,9 +71,9 @@ def lossless(
         except PipelineError as error:
             figures[name] = {"milliseconds": {}, "why": f"left alone: {error}"}
             continue
-        known = store.get(f"part {name}")
+        known = store.rows.get(f"part {name}")
         if known is None:
-            pace.step(f"{name}: {', '.join(map(str, trial.ways(part)))}", 2.0)
+            evaluator.pace.step(f"{name}: {', '.join(map(str, trial.ways(part)))}", 2.0)
             # As in pipelines: tensors made in inference mode would compile every part again.
             with torch.no_grad():
                 trial.decide(part, calls[name], seconds=seconds)
@@ -85,15 +86,14 @@ def lossless(
 
 
 def lossy(
-    handle: Handle,
+    evaluator: Evaluator,
     base: dict[str, Choice],
     calls: dict[str, list[trial.Call]],
     figures: dict[str, Any],
     seconds: float,
-    store: Store,
-    pace: Pace,
 ) -> Iterator[tuple[str, dict[str, Choice]]]:
     """Yield engines with a lossy technique in the denoisers, where it saves enough time."""
+    handle, store = evaluator.handle, evaluator.store
     engines: dict[str, dict[str, Choice]] = {}
     for name in (name for name in handle.choices if name in DENOISERS and base[name].how == "tritium"):
         part = handle.part(name)
@@ -103,9 +103,9 @@ def lossy(
         ]
         if not variants:
             continue
-        known = store.get(f"lossy {name}")
+        known = store.rows.get(f"lossy {name}")
         if known is None:
-            pace.step(f"{name}: {', '.join(map(str, variants))}", 2.0)
+            evaluator.pace.step(f"{name}: {', '.join(map(str, variants))}", 2.0)
             with torch.no_grad():
                 taken = trial.timed(part, [base[name], *variants], calls[name], seconds)
             known = {str(choice): milliseconds for choice, milliseconds in taken.items()}

@@ -13,6 +13,9 @@ from tritium.techniques.skip import propose
 from tritium.techniques.skip.config import Skip
 from tritium.techniques.skip.propose import Proposer, Recording
 
+# Seconds of a skipping image as a share of an uncached one's.
+SKIPPING = 0.6
+
 
 @dataclass(frozen=True)
 class Effort:
@@ -28,10 +31,10 @@ class Effort:
     few_jobs: int = 2
     finalists: int = 2
 
-    def images(self, jobs: int, share: float = 0.6) -> float:
-        """Return about how many uncached images a search takes; skipping images take a share of one."""
+    def images(self, jobs: int) -> float:
+        """Return about how many uncached images a search takes; a skipping image takes a share of one."""
         tried = self.candidates * self.few_jobs + self.finalists * max(0, jobs - self.few_jobs)
-        return self.sensitive_steps * self.sensitive_jobs + self.halvings * tried * share
+        return self.sensitive_steps * self.sensitive_jobs + self.halvings * tried * SKIPPING
 
 
 QUICK = Effort(sensitive_steps=0, halvings=3, candidates=2, few_jobs=1, finalists=1)
@@ -128,7 +131,7 @@ class Tables:
                 f"{what}: {' / '.join(skip.rows)}", "skip", choices, results, self.budget, complete=is_final
             )
             if not is_final:
-                tried = tried.marked(why=f"another candidate had less loss in the first {len(results)} jobs")
+                tried = replace(tried, why=f"another candidate had less loss in the first {len(results)} jobs")
             self.tried.append(tried)
             if is_final:
                 final.append((self.budget.slack_of(tried.differences), -_latent(results), tried))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tritium.budget import Budget
@@ -50,7 +50,6 @@ class Tried:
         *,
         complete: bool = True,
     ) -> Tried:
-        """Return the row for some results."""
         differences = tuple(result.difference for result in results)
         inside, why = judged(budget, differences)
         return cls(
@@ -63,9 +62,6 @@ class Tried:
             inside=inside and complete,
             why=why,
         )
-
-    def marked(self, **changes: Any) -> Tried:
-        return replace(self, **changes)
 
     def to_dict(self, eager_seconds: float) -> dict[str, Any]:
         def figures(values: Sequence[float | None]) -> dict[str, float | None]:

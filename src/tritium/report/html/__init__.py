@@ -24,9 +24,11 @@ from tritium.report.records import Diagram, GraphRecord, Site
 from tritium.report.units import count, number
 
 if TYPE_CHECKING:
+    import jinja2
+
     from tritium.report import Report
 
-_FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parent
 
 # One block is enough for a reader; more diagrams would only enlarge the file.
 MOST_DIAGRAMS = 3
@@ -41,15 +43,14 @@ _KINDS = (
 )
 
 
-def render(report: Report, title: str) -> str:
-    """Render the page for a report."""
+def template(name: str, what: str) -> jinja2.Template:
+    """Return a template of this folder; `what` needs it, for the message without jinja2."""
     try:
         import jinja2
-        import markupsafe
     except ImportError as error:
-        raise MissingExtra("jinja2", "report", "the report as a page") from error
+        raise MissingExtra("jinja2", "report", what) from error
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_FOLDER),
+        loader=jinja2.FileSystemLoader(FOLDER),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -63,13 +64,15 @@ def render(report: Report, title: str) -> str:
         times=units.optional("{:.2f}×".format),
         operations=units.optional(partial(units.rate, unit="FLOP")),
         count=count,
-        # Files of this folder.
-        trusted=markupsafe.Markup,
     )
+    return environment.get_template(name)
+
+
+def render(report: Report, title: str) -> str:
     kernels = Kernels(report)
     recorded = [(record, record.diagram) for record in report.records if record.diagram is not None]
     shown = sorted(recorded, key=lambda pair: not pair[1].is_changed)[:MOST_DIAGRAMS]
-    return environment.get_template("report.html.jinja").render(
+    return template("report.html.jinja", "the report as a page").render(
         title=title,
         report=report,
         data=report.to_dict(),
@@ -89,8 +92,8 @@ def render(report: Report, title: str) -> str:
         row_height=ROW,
         gutter=GUTTER,
         diagrams=[(record, diagram, compared(diagram, record.sites)) for record, diagram in shown],
-        style=(_FOLDER / "report.css").read_text(encoding="utf-8"),
-        script=(_FOLDER / "report.js").read_text(encoding="utf-8"),
+        style=(FOLDER / "report.css").read_text(encoding="utf-8"),
+        script=(FOLDER / "report.js").read_text(encoding="utf-8"),
         time=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
 

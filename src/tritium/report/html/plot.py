@@ -75,8 +75,6 @@ class Mark:
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot in the values of its axes."""
-
     name: str
     title: str
     x_label: str

@@ -45,7 +45,6 @@ class Grid:
 
     @property
     def cell(self) -> float:
-        """The width of a cell."""
         return min(CELL, CELLS / len(self.columns))
 
     @property

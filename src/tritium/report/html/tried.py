@@ -5,12 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from tritium.errors import MissingExtra
-
-_FOLDER = Path(__file__).parent
+from tritium.report.html import FOLDER, template
 
 WIDTH, HEIGHT = 760, 420
 LEFT, RIGHT, TOP, BOTTOM = 64.0, WIDTH - 24.0, 24.0, HEIGHT - 52.0
@@ -23,8 +20,6 @@ _KINDS = {"engine": "without skipping", "skip": "with a table", "fewer steps": "
 
 @dataclass(frozen=True)
 class Point:
-    """One way of running in the chart."""
-
     x: float
     y: float
     kind: str
@@ -85,17 +80,9 @@ def _shown(row: Mapping[str, Any]) -> str:
 
 def page(recipe: Mapping[str, Any], title: str) -> str:
     """Render the page for a recipe: the chart and the table of what was tried."""
-    try:
-        import jinja2
-        import markupsafe
-    except ImportError as error:
-        raise MissingExtra("jinja2", "report", "the search as a page") from error
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_FOLDER), autoescape=True, undefined=jinja2.StrictUndefined
-    )
     figures = recipe["figures"]
     complete = [row for row in figures["tried"] if row["jobs"] == len(figures["jobs"])]
-    return environment.get_template("tried.html.jinja").render(
+    return template("tried.html.jinja", "the search as a page").render(
         title=title,
         figures=figures,
         rows=sorted(figures["tried"], key=lambda row: -row["speed"]),
@@ -105,5 +92,5 @@ def page(recipe: Mapping[str, Any], title: str) -> str:
         shown=_shown,
         size=(WIDTH, HEIGHT),
         edges=(LEFT, RIGHT, TOP, BOTTOM),
-        style=markupsafe.Markup((_FOLDER / "report.css").read_text(encoding="utf-8")),  # noqa: S704 - a file of this folder
+        style=(FOLDER / "report.css").read_text(encoding="utf-8"),
     )

@@ -72,7 +72,6 @@ class Dissection:
         self._launches.setdefault(name, arguments)
 
     def graph(self, graph: fx.Graph, kernels: Iterable[GeneratedKernel]) -> None:
-        """Describe all kernels of a graph."""
         for kernel in kernels:
             result = self._defined.pop(kernel.name, None)
             if result is not None:

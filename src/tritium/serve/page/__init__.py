@@ -22,7 +22,6 @@ _POLICY = (
 
 
 def routes() -> APIRouter:
-    """Return the routes of the page's files."""
     router = APIRouter(include_in_schema=False)
     for path, (name, media_type) in _FILES.items():
         router.add_api_route(path, _reply(name, media_type), methods=["GET"], response_class=Response)
