@@ -65,6 +65,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(absent)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _earlier_objects_are_frozen():
+    """Hide earlier files' objects from the garbage collector.
+
+    There are millions of them, and each full collection, as benchmarks make between their workloads, would visit all.
+    """
+    if "torch" in sys.modules:
+        sys.modules["torch"].compiler.reset()
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _clean_slate(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory

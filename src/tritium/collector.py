@@ -21,8 +21,9 @@ def collector_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             # Move new objects to the oldest generation: most stay, and the next collection would visit all. unfreeze moves
-            # all frozen objects there, so do nothing if other code has frozen some.
-            if gc.get_freeze_count() == 0:
+            # all frozen objects there, so do nothing if other code has frozen some. Counting these visits all of them: only
+            # if a collection is due.
+            if gc.get_count()[0] > gc.get_threshold()[0] and gc.get_freeze_count() == 0:
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()

@@ -170,27 +170,17 @@ class TestRun:
 
 
 class TestBench:
-    def test_a_folder_is_a_workload(self, folder, tmp_path, monkeypatch):
-        monkeypatch.setattr("tritium.bench.generation.jobs_for", small_jobs)
-        done = invoke(
-            "bench", folder, "--warm", "--against", "eager", "--seconds", 0, "--json", tmp_path / "found.json"
-        )
-        assert done.exit_code == 0, done.output
-        rows = {row.variant: row for row in Results.load(tmp_path / "found.json").rows}
-        assert set(rows) == {"eager", "tritium"}
-        assert rows["eager"].psnr is None
-        assert rows["eager"].ssim == pytest.approx(1)
-        assert rows["tritium"].relative_l2 < 1e-5
-        assert rows["tritium"].median_ms > 0
-        assert "PSNR dB" in done.stdout
-
-    def test_quantized_linears_are_a_variant(self, folder, tmp_path, monkeypatch):
+    def test_a_folder_and_its_quantized_linears(self, folder, tmp_path, monkeypatch):
         monkeypatch.setattr("tritium.bench.generation.jobs_for", small_jobs)
         out = ("--json", tmp_path / "found.json")
         done = invoke("bench", folder, "--warm", "--against", "eager", "--seconds", 0, "--quantize", "int8", *out)
         assert done.exit_code == 0, done.output
         rows = {row.variant: row for row in Results.load(tmp_path / "found.json").rows}
         assert set(rows) == {"eager", "tritium", "tritium int8"}
+        assert rows["eager"].psnr is None
+        assert rows["eager"].ssim == pytest.approx(1)
+        assert rows["tritium"].median_ms > 0
+        assert "PSNR dB" in done.stdout
         assert rows["tritium"].relative_l2 < 1e-5 < 1e-4 < rows["tritium int8"].relative_l2 < 0.1
 
     def test_options_of_single_models_are_refused(self, folder):

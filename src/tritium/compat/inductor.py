@@ -32,6 +32,11 @@ def inductor_patched(changes: Mapping[str, Any]) -> AbstractContextManager[None]
     return cast("AbstractContextManager[None]", inductor_config().patch(dict(changes)))
 
 
+def setting_names() -> list[str]:
+    """Return the names of all settings; copying their values would take a millisecond."""
+    return list(inductor_config()._config)
+
+
 def setting(name: str) -> Any:
     return getattr(inductor_config(), name)
 

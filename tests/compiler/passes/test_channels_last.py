@@ -242,7 +242,7 @@ def test_sites_are_recognised_as_without_the_pass(name, family):
 
 
 @pytest.mark.usefixtures("anywhere")
-@pytest.mark.parametrize("name", ["kl_decoder", "wan_decoder"])
+@pytest.mark.parametrize("name", ["kl_decoder", pytest.param("wan_decoder", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("dynamic", STATIC_IF_THOROUGH)
 def test_copies_after_aot(name, dynamic, monkeypatch):
     """Copies cost in the graph behind AOTAutograd: one where the region is entered, and one where it is left."""

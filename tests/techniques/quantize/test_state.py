@@ -46,24 +46,17 @@ one_of_each = pytest.mark.parametrize(
 
 
 @every_way
-def test_remove_restores_every_bit_at_its_address(pipe, quantized, config):
+def test_the_original_is_in_the_state_dict_and_comes_back(pipe, quantized, config):
     before, where, image = snapshot(pipe.transformer), addresses(pipe.transformer), generate(pipe)
     handle = quantized(pipe, config)
     assert not torch.equal(generate(pipe), image)
+    assert equal(snapshot(pipe.transformer), before)
+    assert all(type(parameter) is torch.nn.Parameter for parameter in pipe.transformer.parameters())
     handle.remove()
     assert equal(snapshot(pipe.transformer), before)
     assert addresses(pipe.transformer) == where
     assert not any(isinstance(inner, StoredLinear) for inner in pipe.transformer.modules())
     assert torch.equal(generate(pipe), image)
-
-
-@every_way
-def test_the_state_dict_is_that_of_the_original(pipe, quantized, config):
-    before = snapshot(pipe.transformer)
-    quantized(pipe, config)
-    generate(pipe)
-    assert equal(snapshot(pipe.transformer), before)
-    assert all(type(parameter) is torch.nn.Parameter for parameter in pipe.transformer.parameters())
 
 
 @some_ways
@@ -82,12 +75,17 @@ def test_a_loaded_state_is_quantized(pipe, quantized, config):
 
 
 @one_of_each
-def test_it_is_saved_and_loaded_as_it_was(pipe, quantized, config, tmp_path):
+def test_it_is_saved_as_it_was_and_copies_are_independent(pipe, quantized, config, tmp_path):
     before = snapshot(pipe.transformer)
-    quantized(pipe, config)
+    handle = quantized(pipe, config)
     generate(pipe)
     pipe.transformer.save_pretrained(tmp_path)
     assert equal(snapshot(diffusers.FluxTransformer2DModel.from_pretrained(tmp_path)), before)
+    twin = copy.deepcopy(pipe.transformer.transformer_blocks[0])
+    with torch.no_grad():
+        twin.attn.to_q.bias += 1
+    handle.remove()
+    assert equal(snapshot(pipe.transformer), before)
 
 
 def test_a_shape_that_differs_is_refused(pipe, quantized):
@@ -153,18 +151,6 @@ def test_the_bytes_are_not_in_the_state_dict(pipe, quantized):
     assert linear.weight.numel() == linear.stored.original.numel()
 
 
-@one_of_each
-def test_a_deep_copy_is_independent(pipe, quantized, config):
-    handle = quantized(pipe, config)
-    generate(pipe)
-    before = snapshot(pipe.transformer)
-    twin = copy.deepcopy(pipe.transformer.transformer_blocks[0])
-    with torch.no_grad():
-        twin.attn.to_q.bias += 1
-    handle.remove()
-    assert equal(snapshot(pipe.transformer), before)
-
-
 class TestLora:
     @pytest.fixture(autouse=True)
     def peft(self):
@@ -196,7 +182,14 @@ class TestLora:
         for name, value in snapshot(pipe.transformer).items():
             torch.testing.assert_close(value, before[name], rtol=1e-5, atol=1e-6)
 
-    @some_ways
+    @pytest.mark.parametrize(
+        "config",
+        [
+            pytest.param(WAYS["fp8", "device"], id="fp8, device"),
+            pytest.param(WAYS["int8-rotated", "cpu"], id="int8-rotated, cpu", marks=pytest.mark.thorough),
+            pytest.param(WAYS["int4-weights", "cpu"], id="int4-weights, cpu", marks=pytest.mark.thorough),
+        ],
+    )
     def test_one_that_is_not_fused_is_computed_beside(self, pipe, quantized, config):
         quantized(pipe, config)
         plain = generate(pipe)
@@ -211,8 +204,9 @@ class TestLora:
         torch.testing.assert_close(generate(pipe), plain, rtol=1e-4, atol=1e-4)
 
     @one_of_each
-    def test_unloading_restores_the_image(self, pipe, quantized, config):
-        quantized(pipe, config)
+    def test_unloading_and_removing_with_one_loaded(self, pipe, quantized, config):
+        before = snapshot(pipe.transformer)
+        handle = quantized(pipe, config)
         plain = generate(pipe)
         self.load(pipe)
         generate(pipe)
@@ -220,13 +214,7 @@ class TestLora:
         with Compiles() as compiles:
             assert torch.equal(generate(pipe), plain)
         assert compiles.count == 0
-
-    @one_of_each
-    def test_remove_with_one_loaded(self, pipe, quantized, config):
-        before = snapshot(pipe.transformer)
-        handle = quantized(pipe, config)
         self.load(pipe)
-        generate(pipe)
         handle.remove()
         pipe.unload_lora_weights()
         assert equal(snapshot(pipe.transformer), before)
