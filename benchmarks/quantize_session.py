@@ -94,7 +94,9 @@ def note(what: str, share: float = 0.0) -> None:
 
 def makers_of(section: str, *, small: bool) -> list[Any]:
     """Return the functions that make the cases of a section of kernels."""
-    from tritium.bench import quantized_attention, quantized_kernels
+    # The folder of the script that runs is searched first.
+    import quantized_attention
+    import quantized_kernels
 
     if section == "attention":
         return quantized_attention.cases(small=small)
@@ -103,7 +105,6 @@ def makers_of(section: str, *, small: bool) -> list[Any]:
 
 
 def kernels(job: Job) -> list[Any]:
-    # The folder of the script that runs is searched first.
     import quantized_kernels
 
     chosen = settings(1.0)

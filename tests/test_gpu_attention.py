@@ -15,8 +15,11 @@ pytestmark = pytest.mark.gpu
 
 SCALE = 128**-0.5
 
-# Batch, heads, queries, keys.
-SHAPES = [(1, 2, 192, 128), (1, 3, 63, 100), (2, 2, 1, 7), (2, 5, 130, 385), (1, 24, 1000, 1000)]
+# In dB. Tensor cores keep about 14 bits of the sums of 8 tiles, the definition keeps all of them.
+AS_DEFINED = 42
+
+# Batch, heads, queries, keys. The last has more tiles of queries than the GPU has multiprocessors, and all sums are flushed.
+SHAPES = [(1, 2, 192, 128), (1, 3, 63, 100), (2, 2, 1, 7), (2, 5, 130, 385), (1, 24, 1000, 1000), (1, 140, 257, 2300)]
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +55,7 @@ def test_kernels_compute_their_definition(shape, dtype, kind):
     assert eight_bits.decline(OP.bind(q, k, v, None, SCALE, False)) is None
     out = attend(q, k, v)
     assert out.stride() == OP.fake(q, k, v, None, SCALE, False).stride()
-    assert sqnr(out, rounded_attention(q, k, v, SCALE)) >= 45
+    assert sqnr(out, rounded_attention(q, k, v, SCALE)) >= AS_DEFINED
     assert sqnr(out, exact(q, k, v, SCALE)) >= 25
     for _ in range(5):
         assert torch.equal(attend(q, k, v), out)
@@ -98,7 +101,7 @@ def test_channels_of_zeros_and_of_very_different_size():
     q[:, :, 3] = 0
     out = attend(q, k, v)
     assert not out[..., 0].any()
-    assert sqnr(out, rounded_attention(q, k, v, SCALE)) >= 45
+    assert sqnr(out, rounded_attention(q, k, v, SCALE)) >= AS_DEFINED
     assert sqnr(out[:, :, 3:4, 2:], v[..., 2:].double().mean(2, keepdim=True)) >= 25
 
 

@@ -16,7 +16,7 @@ from tritium.bench.settings import Settings
 
 pytest.importorskip("diffusers")
 
-quantized_kernels = scripts.load("benchmarks/quantized_kernels.py")
+import quantized_kernels
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,12 @@
-// Attention in 8 bits on Hopper: int8 scores, float8 weights and values. `rounded_attention` in Python is its definition.
+// Attention in 8 bits on Hopper: int8 scores, float8 weights and values, as `rounded_attention` in Python defines it.
 //
-// `summarize` and `store_heads` prepare q, k and v; `attend` computes. All heads are 128 wide, and tiles are 128 tokens of
-// 128 bytes in the order in which tensor cores read shared memory: a tile then needs one bulk copy and no tensor map. The
-// 16-byte chunk c of row r is at place c ^ (r % 8) of its row.
+// `summarize` and `store_heads` prepare q, k and v; `attend` computes. All heads are 128 wide, and tiles are 128 tokens
+// of 128 bytes in the order in which tensor cores read shared memory: a tile then needs one bulk copy and no tensor
+// map. The 16-byte chunk c of row r is at place c ^ (r % 8) of its row.
 //
-// Values are stored transposed, [width, keys], since float8 operands are read along the sum. The keys of a group of 32 are
-// in the order in which a thread holds their scores after the first product: weights go to the second product in registers.
+// Values are stored transposed, [width, keys], since float8 operands are read along the sum. The keys of a group of 32
+// are in the order in which a thread holds their scores after the first product: weights go to the second product in
+// registers.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -34,7 +35,9 @@ typedef unsigned long long u64;
 
 #ifdef FLOAT16
 __device__ __forceinline__ void unpack(u32 pair, float& low, float& high) {
-  asm("{.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}" : "=f"(low), "=f"(high) : "r"(pair));
+  asm("{.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}"
+      : "=f"(low), "=f"(high)
+      : "r"(pair));
 }
 __device__ __forceinline__ u32 pack(float low, float high) {
   u32 pair;
@@ -138,20 +141,24 @@ __device__ __forceinline__ void add_scores(int (&score)[64], u64 queries, u64 ke
   asm volatile(
       "{\n.reg .pred keep;\nsetp.ne.b32 keep, %66, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, "
+      "%14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "
+      "%28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, "
+      "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, "
+      "%56, %57, %58, %59, %60, %61, %62, %63}, "
       "%64, %65, keep;\n}\n"
       :
-          "+r"(score[0]), "+r"(score[1]), "+r"(score[2]), "+r"(score[3]), "+r"(score[4]), "+r"(score[5]), "+r"(score[6]), "+r"(score[7]),
-          "+r"(score[8]), "+r"(score[9]), "+r"(score[10]), "+r"(score[11]), "+r"(score[12]), "+r"(score[13]), "+r"(score[14]), "+r"(score[15]),
-          "+r"(score[16]), "+r"(score[17]), "+r"(score[18]), "+r"(score[19]), "+r"(score[20]), "+r"(score[21]), "+r"(score[22]), "+r"(score[23]),
-          "+r"(score[24]), "+r"(score[25]), "+r"(score[26]), "+r"(score[27]), "+r"(score[28]), "+r"(score[29]), "+r"(score[30]), "+r"(score[31]),
-          "+r"(score[32]), "+r"(score[33]), "+r"(score[34]), "+r"(score[35]), "+r"(score[36]), "+r"(score[37]), "+r"(score[38]), "+r"(score[39]),
-          "+r"(score[40]), "+r"(score[41]), "+r"(score[42]), "+r"(score[43]), "+r"(score[44]), "+r"(score[45]), "+r"(score[46]), "+r"(score[47]),
-          "+r"(score[48]), "+r"(score[49]), "+r"(score[50]), "+r"(score[51]), "+r"(score[52]), "+r"(score[53]), "+r"(score[54]), "+r"(score[55]),
-          "+r"(score[56]), "+r"(score[57]), "+r"(score[58]), "+r"(score[59]), "+r"(score[60]), "+r"(score[61]), "+r"(score[62]), "+r"(score[63])
+          "+r"(score[0]), "+r"(score[1]), "+r"(score[2]), "+r"(score[3]), "+r"(score[4]), "+r"(score[5]),
+          "+r"(score[6]), "+r"(score[7]), "+r"(score[8]), "+r"(score[9]), "+r"(score[10]), "+r"(score[11]),
+          "+r"(score[12]), "+r"(score[13]), "+r"(score[14]), "+r"(score[15]), "+r"(score[16]), "+r"(score[17]),
+          "+r"(score[18]), "+r"(score[19]), "+r"(score[20]), "+r"(score[21]), "+r"(score[22]), "+r"(score[23]),
+          "+r"(score[24]), "+r"(score[25]), "+r"(score[26]), "+r"(score[27]), "+r"(score[28]), "+r"(score[29]),
+          "+r"(score[30]), "+r"(score[31]), "+r"(score[32]), "+r"(score[33]), "+r"(score[34]), "+r"(score[35]),
+          "+r"(score[36]), "+r"(score[37]), "+r"(score[38]), "+r"(score[39]), "+r"(score[40]), "+r"(score[41]),
+          "+r"(score[42]), "+r"(score[43]), "+r"(score[44]), "+r"(score[45]), "+r"(score[46]), "+r"(score[47]),
+          "+r"(score[48]), "+r"(score[49]), "+r"(score[50]), "+r"(score[51]), "+r"(score[52]), "+r"(score[53]),
+          "+r"(score[54]), "+r"(score[55]), "+r"(score[56]), "+r"(score[57]), "+r"(score[58]), "+r"(score[59]),
+          "+r"(score[60]), "+r"(score[61]), "+r"(score[62]), "+r"(score[63])
       : "l"(queries), "l"(keys), "r"(keep));
 }
 
@@ -159,14 +166,17 @@ __device__ __forceinline__ void add_values(float (&sum)[32], const u32 (&weights
   asm volatile(
       "{\n.reg .pred keep;\nsetp.ne.b32 keep, %37, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, "
+      "%14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "
+      "%28, %29, %30, %31}, "
       "{%32, %33, %34, %35}, %36, keep, 1, 1;\n}\n"
       :
-          "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]), "+f"(sum[4]), "+f"(sum[5]), "+f"(sum[6]), "+f"(sum[7]),
-          "+f"(sum[8]), "+f"(sum[9]), "+f"(sum[10]), "+f"(sum[11]), "+f"(sum[12]), "+f"(sum[13]), "+f"(sum[14]), "+f"(sum[15]),
-          "+f"(sum[16]), "+f"(sum[17]), "+f"(sum[18]), "+f"(sum[19]), "+f"(sum[20]), "+f"(sum[21]), "+f"(sum[22]), "+f"(sum[23]),
-          "+f"(sum[24]), "+f"(sum[25]), "+f"(sum[26]), "+f"(sum[27]), "+f"(sum[28]), "+f"(sum[29]), "+f"(sum[30]), "+f"(sum[31])
+          "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]), "+f"(sum[4]), "+f"(sum[5]),
+          "+f"(sum[6]), "+f"(sum[7]), "+f"(sum[8]), "+f"(sum[9]), "+f"(sum[10]), "+f"(sum[11]),
+          "+f"(sum[12]), "+f"(sum[13]), "+f"(sum[14]), "+f"(sum[15]), "+f"(sum[16]), "+f"(sum[17]),
+          "+f"(sum[18]), "+f"(sum[19]), "+f"(sum[20]), "+f"(sum[21]), "+f"(sum[22]), "+f"(sum[23]),
+          "+f"(sum[24]), "+f"(sum[25]), "+f"(sum[26]), "+f"(sum[27]), "+f"(sum[28]), "+f"(sum[29]),
+          "+f"(sum[30]), "+f"(sum[31])
       : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]), "l"(values), "r"(keep));
 }
 
@@ -174,20 +184,22 @@ __device__ __forceinline__ void add_values(float (&sum)[36], const u32 (&weights
   asm volatile(
       "{\n.reg .pred keep;\nsetp.ne.b32 keep, %41, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n72k32.f32.e4m3.e4m3 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35}, "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, "
+      "%14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "
+      "%28, %29, %30, %31, %32, %33, %34, %35}, "
       "{%36, %37, %38, %39}, %40, keep, 1, 1;\n}\n"
       :
-          "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]), "+f"(sum[4]), "+f"(sum[5]), "+f"(sum[6]), "+f"(sum[7]),
-          "+f"(sum[8]), "+f"(sum[9]), "+f"(sum[10]), "+f"(sum[11]), "+f"(sum[12]), "+f"(sum[13]), "+f"(sum[14]), "+f"(sum[15]),
-          "+f"(sum[16]), "+f"(sum[17]), "+f"(sum[18]), "+f"(sum[19]), "+f"(sum[20]), "+f"(sum[21]), "+f"(sum[22]), "+f"(sum[23]),
-          "+f"(sum[24]), "+f"(sum[25]), "+f"(sum[26]), "+f"(sum[27]), "+f"(sum[28]), "+f"(sum[29]), "+f"(sum[30]), "+f"(sum[31]),
-          "+f"(sum[32]), "+f"(sum[33]), "+f"(sum[34]), "+f"(sum[35])
+          "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]), "+f"(sum[4]), "+f"(sum[5]),
+          "+f"(sum[6]), "+f"(sum[7]), "+f"(sum[8]), "+f"(sum[9]), "+f"(sum[10]), "+f"(sum[11]),
+          "+f"(sum[12]), "+f"(sum[13]), "+f"(sum[14]), "+f"(sum[15]), "+f"(sum[16]), "+f"(sum[17]),
+          "+f"(sum[18]), "+f"(sum[19]), "+f"(sum[20]), "+f"(sum[21]), "+f"(sum[22]), "+f"(sum[23]),
+          "+f"(sum[24]), "+f"(sum[25]), "+f"(sum[26]), "+f"(sum[27]), "+f"(sum[28]), "+f"(sum[29]),
+          "+f"(sum[30]), "+f"(sum[31]), "+f"(sum[32]), "+f"(sum[33]), "+f"(sum[34]), "+f"(sum[35])
       : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]), "l"(values), "r"(keep));
 }
 
-// Summarize each of SPLITS parts of a head: the sum of every fourth key, and the largest magnitude of each channel of values.
+// Summarize each of SPLITS parts of a head: the sum of every fourth key, and the largest magnitude of each channel of
+// values.
 extern "C" __global__ void __launch_bounds__(256) summarize(
     const u16* keys, const u16* values, float* sums, float* largest, int tokens, int heads, long keys_of_batch,
     long keys_of_head, long keys_of_token, long values_of_batch, long values_of_head, long values_of_token) {
@@ -196,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(256) summarize(
   const u16* key = keys + (head / heads) * keys_of_batch + (head % heads) * keys_of_head + 4 * lane;
   const u16* value = values + (head / heads) * values_of_batch + (head % heads) * values_of_head + 4 * lane;
   float4 sum = {0, 0, 0, 0}, most = sum;
-#pragma unroll 2
+#pragma unroll 8
   for (int token = 4 * (8 * part + warp); token < tokens; token += 32 * SPLITS) {
     uint2 four = *(const uint2*)(key + token * keys_of_token);
     float a, b, c, d;
@@ -228,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(256) summarize(
   ((float4*)(warp == 0 ? sums : largest))[(head * SPLITS + part) * 32 + lane] = result;
 }
 
-// Multiply each half of a row by the regular Hadamard matrix of size 64; lane l holds columns 16 (l % 8) to 16 (l % 8) + 15.
+// Multiply each half of a row by the regular Hadamard matrix of size 64; lane l holds 16 columns from 16 (l % 8) on.
 __device__ __forceinline__ void rotate(float (&x)[16]) {
 #pragma unroll
   for (int i = 0; i < 16; i += 4) {
@@ -340,12 +352,15 @@ __device__ __forceinline__ void store_rotated(
 __device__ __forceinline__ void store_values(
     const u16* from, const float* largest, u8* stored, float* scales, int tile, int tokens, long of_token) {
   __shared__ float inverses[WIDTH];
-  // A thread has 16 tokens of two columns.
-  int chunk = threadIdx.x / 64, column = 2 * (threadIdx.x % 64), first = tile * TILE + 16 * chunk;
-  u32 pairs[16];
+  // A thread has 16 tokens of four columns; threads beyond the first 256 have the next tile.
+  int chunk = threadIdx.x / 32 % 8, column = 4 * (threadIdx.x % 32);
+  tile += threadIdx.x / 256;
+  int first = tile * TILE + 16 * chunk;
+  uint2 rows[16];
 #pragma unroll
   for (int i = 0; i < 16; i++) {
-    pairs[i] = first + i < tokens ? *(const u32*)(from + (first + i) * of_token + column) : 0;
+    uint2 zeros = {0, 0};
+    rows[i] = first + i < tokens ? *(const uint2*)(from + (first + i) * of_token + column) : zeros;
   }
   if (threadIdx.x < WIDTH) {
     float most = 0;
@@ -358,18 +373,19 @@ __device__ __forceinline__ void store_values(
     if (tile == 0) scales[threadIdx.x] = __int_as_float(bits);
   }
   __syncthreads();
-  float x[2][16];
+  if (tile * TILE >= tokens) return;
 #pragma unroll
-  for (int i = 0; i < 16; i++) unpack(pairs[i], x[0][i], x[1][i]);
-#pragma unroll
-  for (int j = 0; j < 2; j++) {
-    float inverse = inverses[column + j];
+  for (int j = 0; j < 4; j++) {
+    float inverse = inverses[column + j], x[16];
     u32 words[4];
 #pragma unroll
-    for (int c = 0; c < 4; c++) {
-      words[c] = float8(x[j][2 * c] * inverse, x[j][2 * c + 1] * inverse, x[j][2 * c + 8] * inverse,
-                        x[j][2 * c + 9] * inverse);
+    for (int i = 0; i < 16; i++) {
+      float low, high;
+      unpack(j < 2 ? rows[i].x : rows[i].y, low, high);
+      x[i] = (j & 1 ? high : low) * inverse;
     }
+#pragma unroll
+    for (int c = 0; c < 4; c++) words[c] = float8(x[2 * c], x[2 * c + 1], x[2 * c + 8], x[2 * c + 9]);
     *(uint4*)(stored + (long)tile * TILE_BYTES + (column + j) * TILE + (chunk ^ ((column + j) & 7)) * 16) =
         make_uint4(words[0], words[1], words[2], words[3]);
   }
@@ -377,11 +393,11 @@ __device__ __forceinline__ void store_values(
 
 // Store a tile of q, k or v (blockIdx.z) in 8 bits.
 extern "C" __global__ void __launch_bounds__(512, 2) store_heads(
-    const u16* queries, const u16* keys, const u16* values, const float* sums, const float* largest, u8* stored_queries, u8* stored_keys,
-    u8* stored_values, float* query_scales, float* key_scales, float* value_scales, int query_count, int key_count,
-    int heads, int query_rows, long queries_of_batch, long queries_of_head, long queries_of_token,
-    long keys_of_batch, long keys_of_head, long keys_of_token, long values_of_batch, long values_of_head,
-    long values_of_token) {
+    const u16* queries, const u16* keys, const u16* values, const float* sums, const float* largest,
+    u8* stored_queries, u8* stored_keys, u8* stored_values, float* query_scales, float* key_scales,
+    float* value_scales, int query_count, int key_count, int heads, int query_rows, long queries_of_batch,
+    long queries_of_head, long queries_of_token, long keys_of_batch, long keys_of_head, long keys_of_token,
+    long values_of_batch, long values_of_head, long values_of_token) {
   int tile = blockIdx.x, head = blockIdx.y, batch = head / heads, of_batch = head % heads;
   int tiles = (key_count + TILE - 1) / TILE;
   long first = (long)head * tiles;
@@ -394,20 +410,20 @@ extern "C" __global__ void __launch_bounds__(512, 2) store_heads(
     store_rotated(keys + batch * keys_of_batch + of_batch * keys_of_head, sums + head * SPLITS * WIDTH,
                   stored_keys + first * TILE_BYTES, key_scales + first, tile, key_count, tiles * TILE, keys_of_token);
   }
-  if (blockIdx.z == 2 && tile < tiles) {
+  if (blockIdx.z == 2 && tile % 2 == 0 && tile < tiles) {
     store_values(values + batch * values_of_batch + of_batch * values_of_head, largest + head * SPLITS * WIDTH,
                  stored_values + first * TILE_BYTES, value_scales + head * WIDTH, tile, key_count, values_of_token);
   }
 }
 
-// Where a block keeps its barriers: one for the queries, and for each stage those of keys and values that have arrived
-// (`here`) or were read.
+// Where a block keeps its barriers, for queries and for each stage of keys and values: those that have arrived, or were
+// read.
 struct Barriers {
-  u32 queries, keys_here, values_here, keys_read, values_read;
+  u32 queries_here, queries_read, keys_here, values_here, keys_read, values_read;
 };
 
-// What a thread knows of its queries, row r and row r + 8 of 16, of which it has columns 8 g + 2 c and the next ones: the
-// largest score so far, the factors of a tile, and sums with weights, the last of which are totals of weights.
+// What a thread holds of its queries, row r and row r + 8 of 16, of which it has columns 8 g + 2 c and the next ones:
+// the largest score so far, the factors of a tile, and sums with weights, the last of which are totals of weights.
 struct Queries {
   float scale[2], top[2], shrink[2], factor[2], shift[2], flushed[2], low[32], high[36];
   int column;
@@ -438,7 +454,8 @@ __device__ __forceinline__ void find_largest(Queries& own, const int (&score)[64
 
 // Compute the weights of a tile as operands of tensor cores. Keys from `left` on are hidden.
 template <bool SOME>
-__device__ __forceinline__ void find_weights(const Queries& own, const int (&score)[64], u32 (&weights)[4][4], int left) {
+__device__ __forceinline__ void find_weights(
+    const Queries& own, const int (&score)[64], u32 (&weights)[4][4], int left) {
 #pragma unroll
   for (int part = 0; part < 4; part++) {
 #pragma unroll
@@ -480,17 +497,18 @@ __device__ __forceinline__ void flush(Queries& own, u32 earlier, bool is_first) 
   }
 }
 
-// Compute the weights of a tile and start their products with values; before that, start the products with the next keys,
-// and after it, find their largest scores. A thread waits for tensor cores while others compute exponentials.
+// Compute the weights of a tile and start their products with values; before that, start the products with the next
+// keys, and after it, find their largest scores. Tensor cores work while exponentials are computed.
 template <bool LAST>
 __device__ __forceinline__ void step(
-    Queries& own, int (&score)[64], int (&next)[64], int tile, int key_count, const float* of_keys, u64 queries,
-    u32 shared_keys, u32 shared_values, u32 earlier, const Barriers& barriers) {
-  int stage = tile % STAGES, after = (tile + 1) % STAGES, left = key_count - tile * TILE;
+    Queries& own, int (&score)[64], int (&next)[64], int tile, int count, int key_count, const float* of_keys,
+    u64 queries, u32 shared_keys, u32 shared_values, u32 earlier, const Barriers& barriers) {
+  // `count` tiles of this block's earlier queries went through the stages.
+  int place = count + tile, stage = place % STAGES, after = (place + 1) % STAGES, left = key_count - tile * TILE;
   bool is_reader = threadIdx.x % 32 == 0;
   float of_key = LAST ? 0 : of_keys[tile + 1];
   if (!LAST) {
-    wait(barriers.keys_here + 8 * after, (tile + 1) / STAGES & 1);
+    wait(barriers.keys_here + 8 * after, (place + 1) / STAGES & 1);
     u64 keys = described(shared_keys + after * TILE_BYTES);
     products_begin();
 #pragma unroll
@@ -501,7 +519,7 @@ __device__ __forceinline__ void step(
   find_weights<LAST>(own, score, weights, left);
   // The products with the values of the tile before.
   products_wait<LAST ? 0 : 1>();
-  if (tile && is_reader) arrive(barriers.values_read + 8 * ((tile - 1) % STAGES));
+  if (tile && is_reader) arrive(barriers.values_read + 8 * ((place - 1) % STAGES));
   if (!__all_sync(~0u, own.shrink[0] == 1 && own.shrink[1] == 1)) {
 #pragma unroll
     for (int i = 0; i < 32; i++) own.low[i] *= own.shrink[i >> 1 & 1];
@@ -509,7 +527,7 @@ __device__ __forceinline__ void step(
     for (int i = 0; i < 36; i++) own.high[i] *= own.shrink[i >> 1 & 1];
   }
   if (tile % FLUSH == 0 && tile) flush(own, earlier, tile == FLUSH);
-  wait(barriers.values_here + 8 * stage, tile / STAGES & 1);
+  wait(barriers.values_here + 8 * stage, place / STAGES & 1);
   u64 values = described(shared_values + stage * VALUE_BYTES);
   products_begin();
 #pragma unroll
@@ -519,7 +537,10 @@ __device__ __forceinline__ void step(
   products_end();
   if (LAST) return;
   products_wait<1>();
-  if (is_reader) arrive(barriers.keys_read + 8 * after);
+  if (is_reader) {
+    arrive(barriers.keys_read + 8 * after);
+    if (left <= 2 * TILE) arrive(barriers.queries_read);
+  }
   if (left < 2 * TILE) {
     find_largest<true>(own, next, of_key, left - TILE);
   } else {
@@ -527,25 +548,28 @@ __device__ __forceinline__ void step(
   }
 }
 
+// Compute attention of blocks of queries, `query_tiles` of a head, by as many thread blocks as multiprocessors: while
+// some threads store a result, others load the next queries.
 extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1) attend(
     const u8* queries, const float* query_scales, const u8* keys, const float* key_scales, const u8* values,
-    const float* value_scales, u16* out, int query_count, int key_count, int heads, float scale, long out_of_batch,
-    long out_of_head, long out_of_token) {
+    const float* value_scales, u16* out, int query_count, int key_count, int heads, int query_tiles, int items,
+    float scale, long out_of_batch, long out_of_head, long out_of_token) {
   extern __shared__ u8 memory[];
   u32 base = (shared_address(memory) + 1023) & ~1023u;
   u32 shared_keys = base + QUERIES * WIDTH, shared_values = shared_keys + STAGES * TILE_BYTES;
   u32 earlier = shared_values + STAGES * VALUE_BYTES + 4 * threadIdx.x;
   Barriers barriers;
-  barriers.queries = shared_values + STAGES * VALUE_BYTES + 66 * 4 * 128 * GROUPS;
-  barriers.keys_here = barriers.queries + 8;
+  barriers.queries_here = shared_values + STAGES * VALUE_BYTES + 66 * 4 * 128 * GROUPS;
+  barriers.queries_read = barriers.queries_here + 8;
+  barriers.keys_here = barriers.queries_read + 8;
   barriers.values_here = barriers.keys_here + 8 * STAGES;
   barriers.keys_read = barriers.values_here + 8 * STAGES;
   barriers.values_read = barriers.keys_read + 8 * STAGES;
-  int tiles = (key_count + TILE - 1) / TILE, head = blockIdx.y;
-  int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  int tiles = (key_count + TILE - 1) / TILE, group = __shfl_sync(~0u, threadIdx.x / 128, 0);
 
   if (threadIdx.x == 0) {
-    barrier_init(barriers.queries, 1);
+    barrier_init(barriers.queries_here, 1);
+    barrier_init(barriers.queries_read, 4 * GROUPS);
     for (int stage = 0; stage < STAGES; stage++) {
       barrier_init(barriers.keys_here + 8 * stage, 1);
       barrier_init(barriers.values_here + 8 * stage, 1);
@@ -564,16 +588,19 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1) attend(
 
   if (group == GROUPS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-    if (threadIdx.x == 128 * GROUPS) {
-      copy(base, queries + ((long)head * gridDim.x + blockIdx.x) * (QUERIES * WIDTH), QUERIES * WIDTH, barriers.queries);
-      const u8 *from_keys = keys + (long)head * tiles * TILE_BYTES, *from_values = values + (long)head * tiles * TILE_BYTES;
-      for (int tile = 0; tile < tiles; tile++) {
-        int stage = tile % STAGES, phase = (tile / STAGES) & 1;
+    if (threadIdx.x > 128 * GROUPS) return;
+    int place = 0, round = 0;
+    for (int item = blockIdx.x; item < items; item += gridDim.x, round++) {
+      long head = item / query_tiles;
+      wait(barriers.queries_read, (round & 1) ^ 1);
+      copy(base, queries + (long)item * (QUERIES * WIDTH), QUERIES * WIDTH, barriers.queries_here);
+      for (int tile = 0; tile < tiles; tile++, place++) {
+        int stage = place % STAGES, phase = place / STAGES & 1;
         wait(barriers.keys_read + 8 * stage, phase ^ 1);
-        copy(shared_keys + stage * TILE_BYTES, from_keys + (long)tile * TILE_BYTES, TILE_BYTES,
+        copy(shared_keys + stage * TILE_BYTES, keys + (head * tiles + tile) * TILE_BYTES, TILE_BYTES,
              barriers.keys_here + 8 * stage);
         wait(barriers.values_read + 8 * stage, phase ^ 1);
-        copy(shared_values + stage * VALUE_BYTES, from_values + (long)tile * TILE_BYTES, TILE_BYTES,
+        copy(shared_values + stage * VALUE_BYTES, values + (head * tiles + tile) * TILE_BYTES, TILE_BYTES,
              barriers.values_here + 8 * stage);
       }
     }
@@ -581,70 +608,79 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1) attend(
   }
 
   asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-  int lane = threadIdx.x % 32, row = blockIdx.x * QUERIES + group * 64 + (threadIdx.x % 128) / 32 * 16 + lane / 4;
-  const float *scales = query_scales + (long)head * gridDim.x * QUERIES + row, *of_keys = key_scales + (long)head * tiles;
+  int lane = threadIdx.x % 32, row_of_block = group * 64 + (threadIdx.x % 128) / 32 * 16 + lane / 4;
+  u64 described_queries = described(base + group * 64 * WIDTH);
+  int even[64], odd[64], count = 0, round = 0;
   Queries own;
   own.column = 2 * (lane & 3);
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    own.scale[half] = scales[8 * half] * scale;
-    own.top[half] = own.flushed[half] = -INFINITY;
-  }
-#pragma unroll
-  for (int i = 0; i < 32; i++) own.low[i] = 0;
-#pragma unroll
-  for (int i = 0; i < 36; i++) own.high[i] = 0;
-  u64 described_queries = described(base + group * 64 * WIDTH);
-  int even[64], odd[64];
 
-  wait(barriers.queries, 0);
-  wait(barriers.keys_here, 0);
-  products_begin();
+  for (int item = blockIdx.x; item < items; item += gridDim.x, round++, count += tiles) {
+    int head = item / query_tiles;
+    const float* of_keys = key_scales + (long)head * tiles;
 #pragma unroll
-  for (int part = 0; part < 4; part++) {
-    add_scores(even, described_queries + 2 * part, described(shared_keys) + 2 * part, part);
-  }
-  products_end();
-  products_wait<0>();
-  if (lane == 0) arrive(barriers.keys_read);
-  find_largest<true>(own, even, of_keys[0], key_count);
-
-#define STEP(LAST, NOW, NEXT, TILE_INDEX) \
-  step<LAST>(own, NOW, NEXT, TILE_INDEX, key_count, of_keys, described_queries, shared_keys, shared_values, earlier, barriers)
-  int tile = 0;
-  for (; tile + 2 < tiles; tile += 2) {
-    STEP(false, even, odd, tile);
-    STEP(false, odd, even, tile + 1);
-  }
-  if (tile + 1 < tiles) {
-    STEP(false, even, odd, tile);
-    STEP(true, odd, even, tile + 1);
-  } else {
-    STEP(true, even, odd, tile);
-  }
-  products_wait<0>();
-  if (tiles > FLUSH) {
-    flush(own, earlier, false);
-#pragma unroll
-    for (int i = 0; i < 66; i++) {
-      float& sum = i < 32 ? own.low[i] : i < 64 ? own.high[i - 32] : own.high[2 * i - 96];
-      asm volatile("ld.shared.f32 %0, [%1];" : "=f"(sum) : "r"(earlier + i * (4 * 128 * GROUPS)) : "memory");
+    for (int half = 0; half < 2; half++) {
+      own.scale[half] = query_scales[(long)item * QUERIES + row_of_block + 8 * half] * scale;
+      own.top[half] = own.flushed[half] = -INFINITY;
     }
-  }
+#pragma unroll
+    for (int i = 0; i < 32; i++) own.low[i] = 0;
+#pragma unroll
+    for (int i = 0; i < 36; i++) own.high[i] = 0;
 
-  u16* to = out + (head / heads) * out_of_batch + (head % heads) * out_of_head + own.column;
-  const float* of_values = value_scales + head * WIDTH + own.column;
+    wait(barriers.queries_here, round & 1);
+    wait(barriers.keys_here + 8 * (count % STAGES), count / STAGES & 1);
+    u64 first_keys = described(shared_keys + count % STAGES * TILE_BYTES);
+    products_begin();
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
-    if (row + 8 * half >= query_count) continue;
-    float share = 1 / own.high[32 + 2 * half];
-    u16* line = to + (row + 8 * half) * out_of_token;
+    for (int part = 0; part < 4; part++) add_scores(even, described_queries + 2 * part, first_keys + 2 * part, part);
+    products_end();
+    products_wait<0>();
+    if (lane == 0) {
+      arrive(barriers.keys_read + 8 * (count % STAGES));
+      if (tiles == 1) arrive(barriers.queries_read);
+    }
+    find_largest<true>(own, even, of_keys[0], key_count);
+
+#define STEP(LAST, NOW, NEXT, TILE_INDEX)                                                                          \
+  step<LAST>(own, NOW, NEXT, TILE_INDEX, count, key_count, of_keys, described_queries, shared_keys, shared_values, \
+             earlier, barriers)
+    int tile = 0;
+    for (; tile + 2 < tiles; tile += 2) {
+      STEP(false, even, odd, tile);
+      STEP(false, odd, even, tile + 1);
+    }
+    if (tile + 1 < tiles) {
+      STEP(false, even, odd, tile);
+      STEP(true, odd, even, tile + 1);
+    } else {
+      STEP(true, even, odd, tile);
+    }
+    products_wait<0>();
+    if (lane == 0) arrive(barriers.values_read + 8 * ((count + tiles - 1) % STAGES));
+    if (tiles > FLUSH) {
+      flush(own, earlier, false);
 #pragma unroll
-    for (int g = 0; g < 8; g++) {
-      int place = 4 * g + 2 * half;
-      float2 first = *(const float2*)(of_values + 8 * g), second = *(const float2*)(of_values + 64 + 8 * g);
-      *(u32*)(line + 8 * g) = pack(own.low[place] * share * first.x, own.low[place + 1] * share * first.y);
-      *(u32*)(line + 64 + 8 * g) = pack(own.high[place] * share * second.x, own.high[place + 1] * share * second.y);
+      for (int i = 0; i < 66; i++) {
+        float& sum = i < 32 ? own.low[i] : i < 64 ? own.high[i - 32] : own.high[2 * i - 96];
+        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(sum) : "r"(earlier + i * (4 * 128 * GROUPS)) : "memory");
+      }
+    }
+
+    u16* to = out + (head / heads) * out_of_batch + (head % heads) * out_of_head + own.column;
+    const float* of_values = value_scales + head * WIDTH + own.column;
+    int row = item % query_tiles * QUERIES + row_of_block;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      if (row + 8 * half >= query_count) continue;
+      float share = 1 / own.high[32 + 2 * half];
+      u16* line = to + (row + 8 * half) * out_of_token;
+#pragma unroll
+      for (int g = 0; g < 8; g++) {
+        int place = 4 * g + 2 * half;
+        float2 first = *(const float2*)(of_values + 8 * g), second = *(const float2*)(of_values + 64 + 8 * g);
+        *(u32*)(line + 8 * g) = pack(own.low[place] * share * first.x, own.low[place + 1] * share * first.y);
+        *(u32*)(line + 64 + 8 * g) = pack(own.high[place] * share * second.x, own.high[place + 1] * share * second.y);
+      }
     }
   }
 }

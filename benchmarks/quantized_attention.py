@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from quantized_kernels import Case, Maker
 
 from tritium import ops
-from tritium.bench.quantized_kernels import Case, Maker
 from tritium.bench.settings import Settings
 from tritium.ops import attention, op
 from tritium.ops.attention import trial
