@@ -21,6 +21,7 @@ from tritium.serve.engine import Quality
 from tritium.serve.runner import LocalRunner
 from tritium.serve.worker import PipelineWorker
 from tritium.serve.worker_settings import WorkerSettings
+from tritium.techniques.parallel.config import Parallel
 
 
 @pytest.fixture
@@ -82,7 +83,7 @@ def test_options_reach_worker_queue_and_app(served, tmp_path):
 def test_a_group_of_ranks(served):
     _, found = served("example", "--device", "cpu", "--gpus", "2", "--parallel", "cfg=2")
     (lane,) = found["runner"]._lanes
-    assert (lane.worker._ranks, lane.worker._settings.techniques) == (2, {"parallel": {"cfg": 2}})
+    assert (lane.worker._ranks, lane.worker._settings.techniques) == (2, {"parallel": Parallel(cfg=2)})
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,11 @@ def test_a_group_of_ranks(served):
         (["--ray", "--gpus", "2"], "use --replicas"),
         (["--ray", "--replicas", "3:1"], "MIN <= MAX"),
         (["--parallel", "cfg=2"], "say how many with --gpus"),
-        (["--parallel", "two", "--gpus", "2"], "neither 'auto' nor degrees"),
+        (["--parallel", "ulises=2", "--gpus", "2"], "--parallel has no axis 'ulises'; did you mean 'ulysses'?"),
+        (["--parallel", "cfg=2", "--gpus", "4"], "uses 2 ranks and the world has 4"),
+        (["--parallel", "cfg=2", "--gpus", "2", "--technique", "parallel={}"], "leave one of them out"),
+        (["--technique", "quantise=fp8"], "Plan has no field 'quantise'; did you mean 'quantize'?"),
+        (["--technique", "graphs=sometimes"], "graphs cannot be 'sometimes'"),
         (["--api-key-file", "absent"], "cannot be read"),
     ],
 )

@@ -13,13 +13,16 @@ import typer
 
 from tritium import config, device
 from tritium.bench import generation
+from tritium.cli import ranks
 from tritium.cli.bench import known_device
 from tritium.cli.run import named_techniques
 from tritium.errors import ConfigError, MissingExtra, nearest
 from tritium.pipelines import recipe
 from tritium.pipelines.generation import MULTIPLE
+from tritium.pipelines.plan import Plan
 from tritium.serve.engine import Fidelity, Quality, Size
 from tritium.serve.worker_settings import DEFAULT_RECIPE, WorkerSettings
+from tritium.techniques.parallel.mesh import check
 
 _QUALITIES = ("low", "medium", "high", "xhigh", "max")
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -113,7 +116,11 @@ def command(
     where = device_type or device.default() if ray else known_device(device_type)
     named = named_techniques(techniques or ())
     if parallel is not None:
-        named["parallel"] = _degrees(parallel)
+        if "parallel" in named:
+            raise ConfigError("--parallel and --technique parallel=... are the same; leave one of them out")
+        named["parallel"] = ranks.parallel_of(parallel)
+    # The worker builds the plan: a wrong value is named before a pipeline is loaded.
+    Plan(**named)
     named_recipes = _files("--recipe", recipes or (), default=DEFAULT_RECIPE)
     settings = WorkerSettings(
         pipeline=pipeline,
@@ -152,7 +159,7 @@ def command(
 
 
 def _require_extras() -> None:
-    for module in ("fastapi", "uvicorn", "prometheus_client", "multipart", "PIL"):
+    for module in ("fastapi", "uvicorn", "prometheus_client", "python_multipart", "PIL"):
         try:
             importlib.import_module(module)
         except ModuleNotFoundError as error:
@@ -171,6 +178,8 @@ def _check(settings: WorkerSettings, workers: int, parallel: str | None, replica
         raise ConfigError("with --ray each replica has one GPU: use --replicas and leave out --gpus and --parallel")
     if parallel is not None and workers == 1:
         raise ConfigError("--parallel needs several processes: say how many with --gpus")
+    if parallel is not None:
+        check(settings.techniques["parallel"], workers)
     if settings.device == "cuda" and not ray and workers > device.gpu_count():
         raise ConfigError(f"--gpus {workers}: this machine has {device.gpu_count()}")
 
@@ -263,20 +272,6 @@ def _qualities(texts: Iterable[str], recipes: Iterable[str]) -> dict[str, Qualit
             fields[kind] = int(value) if kind == "steps" else value
         found[name] = Quality(**fields)
     return found
-
-
-def _degrees(text: str) -> dict[str, Any]:
-    """Return the arguments of `Parallel`.
-
-    >>> _degrees("cfg=2,ulysses=4"), _degrees("auto")
-    ({'cfg': 2, 'ulysses': 4}, {})
-    """
-    if text == "auto":
-        return {}
-    pairs = [pair.partition("=") for pair in text.split(",")]
-    if not all(number.isdecimal() for _, _, number in pairs):
-        raise ConfigError(f"--parallel {text!r} is neither 'auto' nor degrees such as cfg=2,ulysses=2")
-    return {axis.strip(): int(number) for axis, _, number in pairs}
 
 
 def _keys(file: Path | None, host: str) -> tuple[str, ...]:
