@@ -34,7 +34,6 @@ def main(out: Path = Path("demo"), **settings: int) -> None:
         print(text := f"{way}: {t:.2f} s, {slow / t:.2f}x, PSNR {-10 * (ours - eager).square().mean().log10():.1f} dB")
         ImageDraw.Draw(sheet).text((place * 256 + 2, 1), text, "black", stroke_width=1, stroke_fill="white")
     sheet.save(out / "compare.png")
-    print(f"wrote {out / 'compare.png'} and {out / 'report.html'}")
 
 
 if __name__ == "__main__":
