@@ -193,5 +193,6 @@ def test_a_pipeline_that_does_not_load(tmp_path):
     lines = []
     with pytest.raises(ConfigError, match="there is no model 'absent'"):
         server.serve(application, listening, lines.append)
-    assert not lines
+    (line,) = lines
+    assert line.startswith(f"starting on http://127.0.0.1:{address[1]}")
     server.listen(*address).close()

@@ -109,7 +109,11 @@ def command(
     settings = settings.with_(progress=settings.progress and is_first)
     with _short_of_memory(size), progress.shown(is_first=is_first) as notify:
         notify(f"loading {source}", 0.0)
-        pipe = generation.load(model, where, on_host=vram is not None) if attach is None else tritium.attach(attach)
+        if attach is None:
+            pipe = generation.load(model, where, on_host=vram is not None)
+        else:
+            pipe = tritium.attach(attach)
+            pipe.set_progress_bar_config(disable=True)
         if eager:
             notify("generating eagerly", 0.2)
             plain = generate(pipe, job)

@@ -128,7 +128,9 @@ def command(
         if names and names[0] not in ops.catalog():
             # Other options show that a pipeline was meant.
             generation.check_model(names[0])
-        raise ConfigError(f"{', '.join(superfluous)}: for pipelines alone, and none was named; add 'example' or a folder")
+        raise ConfigError(
+            f"{', '.join(superfluous)}: for pipelines alone, and none was named; add 'example' or a folder"
+        )
     chosen = names or []
     able = [name for name, op in ops.catalog().items() if op.trial is not None and op.trial.standard]
     for name in chosen:
