@@ -3,6 +3,8 @@ VENV   ?= .venv
 BIN     = $(VENV)/bin
 STAMP   = $(VENV)/.tritium-ready
 TORCH   = torch==2.13.0
+# torch's CUDA wheels require this Triton. Its CPU wheels name none, and pip would install the newest, which belongs to another torch.
+TRITON  = 'triton==3.7.*'
 
 # Inductor's output is shared by all tests of one run and thrown away with the folder.
 TEST_CACHE ?= .cache/test-inductor
@@ -22,12 +24,13 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet $(TORCH) $(TRITON)
 	$(BIN)/python -m pip install --quiet --editable '.[dev,cli,diffusers,report,parallel,serve,ray]'
 	touch $@
 
 demo: setup
 	$(BIN)/python examples/demo.py
+	@echo 'demo/compare.png has the images and 10 times their differences, demo/report.html the report'
 
 PYTEST = OMP_NUM_THREADS=$(THREADS) TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(TEST_CACHE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
@@ -45,7 +48,7 @@ test-all: ready
 test-newest: VENV = .venv-newest
 test-newest: TEST_CACHE = .cache/test-inductor-newest
 test-newest:
-	$(MAKE) setup VENV=$(VENV) TORCH=torch
+	$(MAKE) setup VENV=$(VENV) TORCH=torch TRITON=triton
 	rm -rf $(TEST_CACHE)
 	$(PYTEST) -m "not gpu and not thorough" $(NEWEST_TESTS)
 

@@ -211,7 +211,7 @@ def errors() -> str:
 
 
 def error_tree(error, indent: str = "") -> str:
-    """An error and those derived from it, each with its other bases and what it means."""
+    """An error and those derived from it, each with its other bases and its meaning."""
     others = [base.__name__ for base in error.__bases__[1:]]
     name = f"{indent}{error.__name__}" + (f" ({', '.join(others)})" if others else "")
     line = f"{name:44}{inspect.getdoc(error).splitlines()[0]}\n"

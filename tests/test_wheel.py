@@ -104,6 +104,16 @@ def test_one_version_everywhere():
     assert re.findall(r"^## (.*)$", changelog, re.MULTILINE)[0] == f"{tritium.__version__}, {date}"
 
 
+def test_the_sdist_takes_every_file_of_the_root():
+    listed = subprocess.run(["git", "ls-files"], cwd=scripts.ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("no git checkout")
+    tracked = {name for name in listed.stdout.splitlines() if "/" not in name} - {".gitignore"}
+    manifest = (scripts.ROOT / "MANIFEST.in").read_text(encoding="utf-8")
+    included = {name for line in re.findall(r"^include (.*)$", manifest, re.MULTILINE) for name in line.split()}
+    assert tracked - included == {"LICENSE", "MANIFEST.in", "NOTICE", "README.md", "pyproject.toml", "setup.py"}
+
+
 def test_importing_the_unpacked_wheel_is_lean(site, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(site)}
     done = subprocess.run(

@@ -13,7 +13,7 @@ from support.bench import is_a_share, job
 from support.changed import wrong_provider
 from tritium import CompilationConfig, FusionPatterns, quality
 from tritium.bench.verify import Thresholds, verify
-from tritium.errors import ConfigError, PipelineError, RecipeError
+from tritium.errors import ConfigError, PipelineError
 from tritium.pipelines.plan import Plan
 
 pytest.importorskip("diffusers")
@@ -135,9 +135,6 @@ class TestNoNumbers:
             quality.difference(self.image, self.image * torch.nan)
 
 
-def test_no_job_and_no_recipe_are_errors_before_any_image(pipe, tmp_path):
+def test_no_job_is_an_error_before_any_image(pipe):
     with pytest.raises(ConfigError, match="nothing to verify"):
         verify(pipe, [], Thresholds(), pytest.fail, EAGER)
-    (tmp_path / "recipe.json").write_text("{}")
-    with pytest.raises(RecipeError, match="is no recipe"):
-        verify(pipe, [job()], Thresholds(), pytest.fail, tmp_path / "recipe.json")

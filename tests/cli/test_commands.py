@@ -5,6 +5,7 @@ import io
 import json
 import re
 import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -303,6 +304,17 @@ def test_what_a_backend_raises_on_purpose_is_one_line():
     assert result.stderr.splitlines()[-1].startswith("tritium: provider 'triton'")
 
 
+def test_a_warning_is_one_line(monkeypatch):
+    def checks(_):
+        for text in ("tritium: a file is ignored", "a library's"):
+            print(warnings.formatwarning(text, RuntimeWarning, "api.py", 78, "source"), end="")
+        return []
+
+    monkeypatch.setattr("tritium.cli.sharing.checks", checks)
+    printed = invoke("doctor", "--sharing").stdout.splitlines()
+    assert printed[:2] == ["tritium: a file is ignored", "api.py:78: RuntimeWarning: a library's"]
+
+
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_without_the_extra_one_line_says_what_to_install(monkeypatch, capsys, missing):
     monkeypatch.delitem(sys.modules, missing)
@@ -363,6 +375,7 @@ class TestTune:
         result = invoke("tune", "rope", "--device", "cpu")
         assert result.exit_code == 1
         assert "1 of 1 were NOT kept" in result.output
+        assert "kept in" not in result.output
         assert compared
         assert not list(tmp_path.iterdir())
 
@@ -388,6 +401,10 @@ class TestTune:
         assert len(asked.stderr.strip().splitlines()) == 1
         del compared
 
+    def test_nothing_to_show_is_said(self, compared):
+        assert "nothing was measured on" in invoke("tune", "--show", "--device", "cpu").stdout
+        assert compared == []
+
     def test_one_file_is_shown(self, compared, tmp_path):
         path = tmp_path / "mine.json"
         assert invoke("tune", "--show", "--to", str(path)).exit_code == 2
@@ -401,7 +418,7 @@ class TestTune:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["rop"], "there is no op 'rop'; did you mean 'rope'"),
+            (["rop"], "there is no op 'rop', and no folder of that name holds a pipeline; did you mean 'rope'"),
             (["rms_norm"], "op 'rms_norm' has nothing to compare; ops that have: cat_linear"),
             (["rope", "--dtype", "float8"], "dtype 'float8' is not measured"),
             (["linear_gelu", "--device", "cpu"], "has a kernel of its own on"),

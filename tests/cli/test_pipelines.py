@@ -55,6 +55,11 @@ class TestRun:
         assert done.exit_code == 2
         assert "--size 32x32 does not fit into memory" in done.stderr
 
+    def test_a_budget_that_is_too_small_is_named(self, folder, tmp_path):
+        done = draw(folder, "--vram", "1kB", "-o", tmp_path / "out.png")
+        assert done.exit_code == 2
+        assert "does not fit into 1 kB" in done.stderr.splitlines()[-1]
+
     @pytest.mark.parametrize("more", [(), ("--eager",)])
     def test_an_attention_that_does_not_exist(self, folder, tmp_path, more):
         wrong = {**EAGER, "TRITIUM_ATTENTION": "banana"}
@@ -124,7 +129,9 @@ class TestRun:
             (["a", "--vram", "lots"], "a budget cannot be 'lots'"),
             (["a red circle", "--eager", "--vram", "1GB"], "leave out --compare"),
             (["a", "--quantize", "fp8", "--recipe", "r.json"], "a recipe has its own techniques"),
-            (["a red circle", "--recipe", "absent.json"], "recipe absent.json cannot be read"),
+            # Files are read before the model, which may take minutes.
+            (["a", "--model", "nowhere", "--recipe", "absent.json"], "recipe absent.json cannot be read"),
+            (["a", "--model", "nowhere", "--artifacts", "absent.tritium"], "there is no file absent.tritium"),
             (["a red circle", "--on-other", "run"], "--on-other concerns a recipe: name one with --recipe"),
             (["a red circle", "--accept-differences"], "--accept-differences concerns a recipe"),
             (["a", "--recipe", "example", "--on-other", "eror"], "did you mean 'error'?"),
@@ -219,14 +226,14 @@ class TestTune:
         ("arguments", "message"),
         [
             (["example", "--show"], "--show and --dtype concern ops"),
-            (["rms_norm", "--min-psnr", "40"], "--min-psnr concern a pipeline"),
+            (["rms_norm", "--min-psnr", "40"], "--min-psnr: for pipelines alone, and none was named"),
             (["example", "--prompt", "a dragon"], "does not know 'dragon'"),
             (["example", "-o", "/proc/recipe.json"], "cannot be written"),
             (["example", "--size", "1x1"], "not a multiple of 16"),
             (["example", "--min-psnr", "nan"], "min_psnr is a number, got nan"),
             (["nosuch", "-o", "r.json"], "there is no model 'nosuch': it is neither 'example' nor a folder"),
             ([".", "-o", "r.json"], "is no diffusers pipeline: it has no model_index.json"),
-            (["-o", "r.json"], "--output concern a pipeline ('example' or a folder), and none was named"),
+            (["-o", "r.json"], "--output: for pipelines alone, and none was named; add 'example' or a folder"),
         ],
     )
     def test_wrong_input(self, arguments, message, monkeypatch, tmp_path):

@@ -102,7 +102,11 @@ def test_a_group_of_ranks(served):
         (["--ray", "--gpus", "2"], "use --replicas"),
         (["--ray", "--replicas", "3:1"], "MIN <= MAX"),
         (["--parallel", "cfg=2"], "say how many with --gpus"),
-        (["--parallel", "two", "--gpus", "2"], "has no axis 'two'"),
+        (["--parallel", "ulises=2", "--gpus", "2"], "--parallel has no axis 'ulises'; did you mean 'ulysses'?"),
+        (["--parallel", "cfg=2", "--gpus", "4"], "uses 2 ranks and the world has 4"),
+        (["--parallel", "cfg=2", "--gpus", "2", "--technique", "parallel={}"], "leave one of them out"),
+        (["--technique", "quantise=fp8"], "Plan has no field 'quantise'; did you mean 'quantize'?"),
+        (["--technique", "graphs=sometimes"], "graphs cannot be 'sometimes'"),
         (["--api-key-file", "absent"], "cannot be read"),
     ],
 )
@@ -189,5 +193,6 @@ def test_a_pipeline_that_does_not_load(tmp_path):
     lines = []
     with pytest.raises(ConfigError, match="there is no model 'absent'"):
         server.serve(application, listening, lines.append)
-    assert not lines
+    (line,) = lines
+    assert line.startswith(f"starting on http://127.0.0.1:{address[1]}")
     server.listen(*address).close()

@@ -1,4 +1,4 @@
-"""Store observations of code generation beside Inductor's cache, for processes that find the code compiled."""
+"""Store observations of code generation next to Inductor's cache, for processes that find the code compiled."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def tasks(families: Sequence[Denoiser], settings: Settings, *, few: bool = False
 
 def measure_family(family: Denoiser, settings: Settings, clock: Clock, notify: Notify) -> list[Row]:
     notify(f"{family.name}: building", 0.0)
-    # Other processes may build and compile meanwhile, but not time.
+    # Other processes may build and compile at the same time, but not time.
     with measure.gpu_lock(settings.device_type, shared=True):
         built = settings.build(family)
     with contextlib.ExitStack() as handles:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tritium import compat, device, quality
@@ -13,9 +12,9 @@ from tritium.api import Handle, optimize
 from tritium.bench.locate import Location, locate
 from tritium.bench.settings import Notify
 from tritium.errors import ConfigError
-from tritium.pipelines import recipe
 from tritium.pipelines.generation import Image, Job, generate
 from tritium.pipelines.plan import Plan
+from tritium.pipelines.recipe import Recipe
 from tritium.quality import Difference
 from tritium.report.ledger import LEDGER
 
@@ -144,7 +143,7 @@ class Verified:
         }
 
 
-def default_psnr(plan: Plan | Path | None) -> float:
+def default_psnr(plan: Plan | Recipe | None) -> float:
     """Return the threshold for images of a plan if the user gives none."""
     return MIN_PSNR_QUANTIZED if isinstance(plan, Plan) and plan.names("quantize") else MIN_PSNR
 
@@ -154,7 +153,7 @@ def verify(
     jobs: Sequence[Job],
     thresholds: Thresholds,
     notify: Notify,
-    plan: Plan | str | Path | None = None,
+    plan: Plan | Recipe | None = None,
     *,
     accept_differences: bool = False,
     find_cause: bool = False,
@@ -162,8 +161,8 @@ def verify(
     """Run all jobs twice. With `find_cause`, search the worst one for the module, fusion and provider at fault."""
     if not jobs:
         raise ConfigError("nothing to verify: give at least one prompt, size and seed")
-    if isinstance(plan, (str, Path)):
-        plan = recipe.load(Path(plan)).plan_for(pipe, accept_differences=accept_differences)
+    if isinstance(plan, Recipe):
+        plan = plan.plan_for(pipe, accept_differences=accept_differences)
     share_of_images = 0.6 if find_cause else 1.0
     reached = 0.0
 

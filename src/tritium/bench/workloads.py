@@ -127,7 +127,7 @@ def _measure(workload: Workload, settings: Settings, notify: Notify, *, dynamic:
 
 
 def _add_fields(comparison: Comparison, built: Built) -> None:
-    """Measure what the settings ask for besides times."""
+    """Measure the figures other than times that the settings ask for."""
     settings, variants = comparison.settings, comparison.variants
     where = settings.device_type
     for name, variant in variants.items():

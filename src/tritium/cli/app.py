@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import typer
@@ -21,13 +24,30 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with _brief_warnings():
+                return super().invoke(ctx)
         except Exception as error:
             ours = _raised_on_purpose(error)
             if ours is None:
                 raise
             typer.echo("tritium: " + " ".join(str(ours).split()), err=True)
             raise typer.Exit(2) from error
+
+
+@contextlib.contextmanager
+def _brief_warnings() -> Iterator[None]:
+    """Print Tritium's warnings as one line each, without the place in the source; others as Python does."""
+    of_python = warnings.formatwarning
+
+    def formatted(message: Any, *arguments: Any, **options: Any) -> str:
+        text = str(message)
+        return f"{text}\n" if text.startswith("tritium: ") else of_python(message, *arguments, **options)
+
+    warnings.formatwarning = formatted
+    try:
+        yield
+    finally:
+        warnings.formatwarning = of_python
 
 
 def _raised_on_purpose(error: BaseException | None) -> TritiumError | None:

@@ -25,7 +25,7 @@ _REGIMES = {"static": False, "dynamic": True}
 # Options that suites take, by parameter.
 _OF_SUITES = {"names", "against", "json", "seconds", "device_type", "dtype_name", "errors", "cold", "only", "budget"}
 
-# The suite of whole pipelines, and what it takes besides.
+# The suite of whole pipelines, and the further options that it takes.
 PIPELINE = "pipeline"
 _OF_PIPELINES = {"quantize", "skip"}
 

@@ -18,10 +18,11 @@ from tritium.bench.images import Panel
 from tritium.bench.settings import quantized
 from tritium.cli import progress, ranks
 from tritium.cli.bench import known_device
-from tritium.errors import ConfigError
+from tritium.errors import ConfigError, TritiumError
 from tritium.pipelines import recipe as recipes
 from tritium.pipelines.generation import Image, Job, generate
 from tritium.pipelines.plan import Plan
+from tritium.pipelines.recipe import Recipe
 from tritium.quality import Difference
 from tritium.techniques import catalog
 from tritium.techniques.memory.config import Memory
@@ -101,11 +102,18 @@ def command(
     settings = Plan(progress=not json, **named)
     where = known_device(device_type)
     _check_output(output)
+    measured = _recipe(recipe, on_other)
+    if artifacts is not None and not artifacts.is_file():
+        raise ConfigError(f"--artifacts: there is no file {artifacts}; `handle.save(path)` writes one")
     is_first = ranks.joined(shared, gpus, where) if shared is not None or ranks.launched() else True
     settings = settings.with_(progress=settings.progress and is_first)
     with _short_of_memory(size), progress.shown(is_first=is_first) as notify:
         notify(f"loading {source}", 0.0)
-        pipe = generation.load(model, where, on_host=vram is not None) if attach is None else tritium.attach(attach)
+        if attach is None:
+            pipe = generation.load(model, where, on_host=vram is not None)
+        else:
+            pipe = tritium.attach(attach)
+            pipe.set_progress_bar_config(disable=True)
         if eager:
             notify("generating eagerly", 0.2)
             plain = generate(pipe, job)
@@ -113,8 +121,9 @@ def command(
             _tell({"output": str(output), "seconds": {"eager": plain.seconds}}, json=json)
             return
         notify("first accelerated image, with compilation", 0.2)
-        if recipe is not None:
-            settings = _plan_of(recipe, pipe, on_other, accept_differences).with_(progress=settings.progress)
+        if measured is not None:
+            plan = measured.plan_for(pipe, accept_differences=accept_differences)
+            settings = plan.with_(progress=settings.progress)
         with tritium.optimize(pipe, settings, artifacts=artifacts) as handle:
             first = generate(pipe, job)
             compared = None
@@ -174,11 +183,11 @@ def _shared(
     return ranks.parallel_of(parallel)
 
 
-def _plan_of(path: Path, pipe: Any, on_other: str | None, accept_differences: bool) -> Plan:
+def _recipe(path: Path | None, on_other: str | None) -> Recipe | None:
+    if path is None:
+        return None
     found = recipes.load(path)
-    if on_other is not None:
-        found = found.with_on_other(on_other)  # type: ignore[arg-type]  # checked by Skip
-    return found.plan_for(pipe, accept_differences=accept_differences)
+    return found if on_other is None else found.with_on_other(on_other)  # type: ignore[arg-type]  # checked by Skip
 
 
 def named_techniques(options: Iterable[str], quantize: str | None = None, vram: str | None = None) -> dict[str, Any]:
@@ -213,6 +222,9 @@ def _short_of_memory(size: str | None) -> Iterator[None]:
     """Report a failed allocation as one line."""
     try:
         yield
+    except TritiumError:
+        # A `MemoryShortage` is a `MemoryError` too, and names its own cause and remedy.
+        raise
     except (RuntimeError, MemoryError) as error:
         # On a CPU, torch raises a plain RuntimeError.
         if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "can't allocate memory" not in str(error):

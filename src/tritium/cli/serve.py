@@ -19,8 +19,10 @@ from tritium.cli.run import named_techniques
 from tritium.errors import ConfigError, MissingExtra, nearest
 from tritium.pipelines import recipe
 from tritium.pipelines.generation import MULTIPLE
+from tritium.pipelines.plan import Plan
 from tritium.serve.engine import Fidelity, Quality, Size
 from tritium.serve.worker_settings import DEFAULT_RECIPE, WorkerSettings
+from tritium.techniques.parallel.mesh import check
 
 _QUALITIES = ("low", "medium", "high", "xhigh", "max")
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -114,7 +116,11 @@ def command(
     where = device_type or device.default() if ray else known_device(device_type)
     named = named_techniques(techniques or ())
     if parallel is not None:
+        if "parallel" in named:
+            raise ConfigError("--parallel and --technique parallel=... are the same; leave one of them out")
         named["parallel"] = parallel_of(parallel)
+    # The worker builds the plan: a wrong value is named before a pipeline is loaded.
+    Plan(**named)
     named_recipes = _files("--recipe", recipes or (), default=DEFAULT_RECIPE)
     settings = WorkerSettings(
         pipeline=pipeline,
@@ -153,7 +159,7 @@ def command(
 
 
 def _require_extras() -> None:
-    for module in ("fastapi", "uvicorn", "prometheus_client", "multipart", "PIL"):
+    for module in ("fastapi", "uvicorn", "prometheus_client", "python_multipart", "PIL"):
         try:
             importlib.import_module(module)
         except ModuleNotFoundError as error:
@@ -172,6 +178,8 @@ def _check(settings: WorkerSettings, workers: int, parallel: str | None, replica
         raise ConfigError("with --ray each replica has one GPU: use --replicas and leave out --gpus and --parallel")
     if parallel is not None and workers == 1:
         raise ConfigError("--parallel needs several processes: say how many with --gpus")
+    if parallel is not None:
+        check(settings.techniques["parallel"], workers)
     if settings.device == "cuda" and not ray and workers > device.gpu_count():
         raise ConfigError(f"--gpus {workers}: this machine has {device.gpu_count()}")
 

@@ -128,12 +128,15 @@ def command(
         if names and names[0] not in ops.catalog():
             # Other options show that a pipeline was meant.
             generation.check_model(names[0])
-        raise ConfigError(f"{', '.join(superfluous)} concern a pipeline ('example' or a folder), and none was named")
+        raise ConfigError(
+            f"{', '.join(superfluous)}: for pipelines alone, and none was named; add 'example' or a folder"
+        )
     chosen = names or []
     able = [name for name, op in ops.catalog().items() if op.trial is not None and op.trial.standard]
     for name in chosen:
         if name not in ops.catalog():
-            raise ConfigError(f"there is no op {name!r}; {nearest(name, ops.catalog())}")
+            hint = nearest(name, ops.catalog())
+            raise ConfigError(f"there is no op {name!r}, and no folder of that name holds a pipeline; {hint}")
         if name not in able:
             raise ConfigError(f"op {name!r} has nothing to compare; ops that have: {', '.join(able)}")
     where = known_device(device_type)
@@ -154,7 +157,8 @@ def command(
         verdicts = compare.measure_keys(keys, where, path, tell, compile_pinned, seconds)
     _print(machine, verdicts, json=json)
     disturbed = sum(compare.DISTURBED in verdict.remarks for verdict in verdicts)
-    typer.echo(f"kept in {path}", err=json)
+    if disturbed < len(verdicts):
+        typer.echo(f"kept in {path}", err=json)
     if disturbed:
         typer.echo(
             f"{disturbed} of {len(verdicts)} were NOT kept: other processes took cores while they were measured; run again",
@@ -274,6 +278,9 @@ def _print(machine: str, verdicts: Sequence[Verdict], *, json: bool) -> None:
     """Print one line per key: the block, the host's share of it, the op alone, and the chosen provider."""
     if json:
         print(json_format.dumps({"device": machine, "rows": [verdict.to_dict() for verdict in verdicts]}, indent=2))
+        return
+    if not verdicts:
+        print(f"nothing was measured on {machine} yet: `tritium tune` does")
         return
     bandwidth = device.copy_bandwidth(device.Device("", machine))
     table = Table(title=machine, box=box.SIMPLE_HEAD)

@@ -19,7 +19,9 @@ from tritium.cli import progress
 from tritium.cli.bench import known_device
 from tritium.cli.table import console
 from tritium.errors import ConfigError
+from tritium.pipelines import recipe as recipes
 from tritium.pipelines.plan import Plan
+from tritium.pipelines.recipe import Recipe
 from tritium.quality import Difference
 
 # For pipelines without default prompts.
@@ -72,7 +74,10 @@ def command(
     """
     if quantize is not None and recipe is not None:
         raise ConfigError("a recipe has its own techniques: leave out --quantize or --recipe")
-    plan = recipe if quantize is None else Plan(quantize=quantized(quantize))
+    # Read before the pipeline, which may take minutes.
+    plan: Plan | Recipe | None = recipes.load(recipe) if recipe is not None else None
+    if quantize is not None:
+        plan = Plan(quantize=quantized(quantize))
     thresholds = Thresholds(
         min_psnr=min_psnr if min_psnr is not None else verify.default_psnr(plan),
         min_ssim=min_ssim,

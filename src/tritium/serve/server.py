@@ -73,6 +73,9 @@ class _Server(uvicorn.Server):
             if self.should_exit:
                 return
             await asyncio.sleep(0.01)
+        host, port = listening.getsockname()[:2]
+        # Compiling takes minutes on a CPU.
+        self._notify(f"starting on http://{host}:{port}: /readyz returns 200 when the model is loaded and compiled")
         try:
             await self._app.state.starting
         except asyncio.CancelledError:
@@ -80,5 +83,4 @@ class _Server(uvicorn.Server):
         except Exception:
             self.should_exit = True
             raise
-        host, port = listening.getsockname()[:2]
         self._notify(f"ready on http://{host}:{port} after {time.perf_counter() - began:.1f} s")

@@ -32,12 +32,12 @@ PREFIX = "frozen_"
 # Marks a node that is frozen regardless of the configuration.
 _MARK = "tritium_freeze"
 
-# Counts changes of what frozen values are computed from beside parameters.
+# Counts changes of inputs of frozen values other than parameters.
 _change = 0
 
 
 def forget() -> None:
-    """Compute all frozen values again at their next use: what they are computed by, beside parameters, has changed."""
+    """Compute all frozen values again at their next use: an input that is not a parameter has changed."""
     global _change  # noqa: PLW0603 - a count of this process
     _change += 1
 
