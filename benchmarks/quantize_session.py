@@ -37,7 +37,8 @@ PARTS = {"producers": 7, "products": 9, "attention": 4}
 # Workloads, the formats of their linears, and the least bar of the first one over torch.compile.
 # Qwen-Image computes one layer of each block in int8 by default.
 ALL_FP8 = r'{"linear": "fp8", "layers": {"re:.*img_mlp[.]net[.]2": "fp8"}}'
-MODELS = {"wan": ("fp8",), "flux": ("fp8", "int8"), "qwen-image": ("fp8", ALL_FP8)}
+WITH_ATTENTION = '{"linear": "fp8", "attention": "int8"}'
+MODELS = {"wan": ("fp8", WITH_ATTENTION), "flux": ("fp8", "int8", WITH_ATTENTION), "qwen-image": ("fp8", ALL_FP8)}
 BARS = {"flux": 1.42, "qwen-image": 1.45, "wan": 1.15, "flux pipeline 1024": 1.42, "flux pipeline 1024, 28 steps": 1.42}
 
 # The pipeline at 28 steps, alone and with half of them skipped.
