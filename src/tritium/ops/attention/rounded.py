@@ -4,11 +4,10 @@
     weights    exp2(scores - largest so far) * 2^8, rounded to float8_e4m3fn
     total      of the rounded weights: their rounding then moves a result by 2 to 4 dB less
     values     float8_e4m3fn with a scale per channel of a head, a power of two
-    result     the sums of a tile in float32, added in float32 to those of earlier tiles
+    result     sums in float32; tensor cores keep about 14 bits of them for some tiles, and the kernel adds these in float32
 
-A softmax does not change when all keys are moved by one vector, and keys of trained models have large means. The vector
-is the mean of every fourth key: any vector is right, and it costs a quarter of the reads. Groups of columns of q and k are
-rotated by a regular Hadamard matrix, which does not change products either.
+A softmax does not change when all keys are moved by one vector, and keys of trained models have large means. Groups of
+columns of q and k are rotated by a regular Hadamard matrix, which does not change products either.
 """
 
 from __future__ import annotations
@@ -20,11 +19,8 @@ import torch.nn.functional as F  # noqa: N812 - the conventional name
 
 from tritium.ops.quantize_rows import FP8, INT8, LARGEST, ROTATIONS, int8_scales, powers_of_two, rotated
 
-# Keys with one scale. The kernel adds the sums of as many keys at a time.
+# Keys with one scale.
 TILE = 128
-
-# The mean is of one key in this many.
-SAMPLED = 4
 
 # Weights are rounded as multiples of 2^-8: the largest is 256, and the smallest that is not zero 2^-17.
 RAISED = 8.0
@@ -66,7 +62,7 @@ def rounded_attention(
     """Compute attention of heads-first tensors in 8 bits; `rotate` None is the rotation for the heads' width."""
     group = rotation_of(q.shape[3]) if rotate is None else rotate
     wide_q, wide_k, wide_v = (side.to(torch.float32) for side in (q, k, v))
-    moved = wide_k - wide_k[:, :, ::SAMPLED].mean(2, keepdim=True)
+    moved = wide_k - wide_k.mean(2, keepdim=True)
     wide_q, tiles = rotated(wide_q, group), in_tiles(rotated(moved, group))
     rows, row_scale = in_int8(wide_q, wide_q.abs().amax(-1, keepdim=True))
     keys, key_scale = in_int8(tiles, tiles.abs().amax((-2, -1), keepdim=True))

@@ -198,8 +198,7 @@ __device__ __forceinline__ void add_values(float (&sum)[36], const u32 (&weights
       : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]), "l"(values), "r"(keep));
 }
 
-// Summarize each of SPLITS parts of a head: the sum of every fourth key, and the largest magnitude of each channel of
-// values.
+// Summarize each of SPLITS parts of a head: the sum of keys, and the largest magnitude of each channel of values.
 extern "C" __global__ void __launch_bounds__(256) summarize(
     const u16* keys, const u16* values, float* sums, float* largest, int tokens, int heads, long keys_of_batch,
     long keys_of_head, long keys_of_token, long values_of_batch, long values_of_head, long values_of_token) {
@@ -208,18 +207,14 @@ extern "C" __global__ void __launch_bounds__(256) summarize(
   const u16* key = keys + (head / heads) * keys_of_batch + (head % heads) * keys_of_head + 4 * lane;
   const u16* value = values + (head / heads) * values_of_batch + (head % heads) * values_of_head + 4 * lane;
   float4 sum = {0, 0, 0, 0}, most = sum;
-#pragma unroll 8
-  for (int token = 4 * (8 * part + warp); token < tokens; token += 32 * SPLITS) {
-    uint2 four = *(const uint2*)(key + token * keys_of_token);
-    float a, b, c, d;
-    unpack(four.x, a, b), unpack(four.y, c, d);
-    sum.x += a, sum.y += b, sum.z += c, sum.w += d;
-  }
-#pragma unroll 8
+#pragma unroll 4
   for (int token = 8 * part + warp; token < tokens; token += 8 * SPLITS) {
-    uint2 four = *(const uint2*)(value + token * values_of_token);
+    uint2 of_key = *(const uint2*)(key + token * keys_of_token);
+    uint2 of_value = *(const uint2*)(value + token * values_of_token);
     float a, b, c, d;
-    unpack(four.x, a, b), unpack(four.y, c, d);
+    unpack(of_key.x, a, b), unpack(of_key.y, c, d);
+    sum.x += a, sum.y += b, sum.z += c, sum.w += d;
+    unpack(of_value.x, a, b), unpack(of_value.y, c, d);
     most.x = larger(most.x, fabsf(a)), most.y = larger(most.y, fabsf(b));
     most.z = larger(most.z, fabsf(c)), most.w = larger(most.w, fabsf(d));
   }
@@ -319,7 +314,7 @@ __device__ __forceinline__ void store_rotated(
       float sum = 0;
 #pragma unroll
       for (int part = 0; part < SPLITS; part++) sum += sums[part * WIDTH + threadIdx.x];
-      mean[threadIdx.x] = sum / ((tokens + 3) / 4);
+      mean[threadIdx.x] = sum / tokens;
     }
     __syncthreads();
 #pragma unroll
