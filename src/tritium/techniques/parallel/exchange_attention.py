@@ -361,7 +361,7 @@ class _Mask:
 
 
 def _checked(value: Tensor | None, q: Tensor, call: Call, *, keeps_causal: bool) -> tuple[Tensor | None, bool]:
-    """Return a mask over all tokens in four dims, and whether attention is causal beside it."""
+    """Return a mask over all tokens in four dims, and whether attention is causal without it."""
     assert call.queries is not None
     assert call.keys is not None
     sizes = q.shape[1], total(call.queries), total(call.keys)
