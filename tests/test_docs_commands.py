@@ -115,9 +115,12 @@ OF_THE_EXAMPLE = sorted(
 
 
 @pytest.mark.thorough
+@pytest.mark.codegen
 @pytest.mark.parametrize("line", OF_THE_EXAMPLE)
 def test_a_command_for_the_example_runs(line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TRITIUM_ENGINE", "eager")
+    # --dump writes generated code, and refuses the engine that generates none.
+    if "--dump" not in line:
+        monkeypatch.setenv("TRITIUM_ENGINE", "eager")
     result = CliRunner().invoke(app, arguments(line))
     assert result.exit_code == 0, result.output

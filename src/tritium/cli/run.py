@@ -101,19 +101,13 @@ def command(
     )
     settings = Plan(progress=not json, **named)
     where = known_device(device_type)
-    _check_output(output)
+    _check_files(output, artifacts)
     measured = _recipe(recipe, on_other)
-    if artifacts is not None and not artifacts.is_file():
-        raise ConfigError(f"--artifacts: there is no file {artifacts}; `handle.save(path)` writes one")
     is_first = ranks.joined(shared, gpus, where) if shared is not None or ranks.launched() else True
     settings = settings.with_(progress=settings.progress and is_first)
     with _short_of_memory(size), progress.shown(is_first=is_first) as notify:
         notify(f"loading {source}", 0.0)
-        if attach is None:
-            pipe = generation.load(model, where, on_host=vram is not None)
-        else:
-            pipe = tritium.attach(attach)
-            pipe.set_progress_bar_config(disable=True)
+        pipe = generation.load(model, where, on_host=vram is not None) if attach is None else _attached(attach)
         if eager:
             notify("generating eagerly", 0.2)
             plain = generate(pipe, job)
@@ -122,8 +116,7 @@ def command(
             return
         notify("first accelerated image, with compilation", 0.2)
         if measured is not None:
-            plan = measured.plan_for(pipe, accept_differences=accept_differences)
-            settings = plan.with_(progress=settings.progress)
+            settings = measured.plan_for(pipe, accept_differences=accept_differences).with_(progress=settings.progress)
         with tritium.optimize(pipe, settings, artifacts=artifacts) as handle:
             first = generate(pipe, job)
             compared = None
@@ -160,10 +153,18 @@ def _check_options(
             raise ConfigError(f"{option} concerns a recipe: name one with --recipe")
 
 
-def _check_output(output: Path) -> None:
+def _check_files(output: Path, artifacts: Path | None) -> None:
+    if artifacts is not None and not artifacts.is_file():
+        raise ConfigError(f"--artifacts: there is no file {artifacts}; `handle.save(path)` writes one")
     if not output.parent.is_dir():
         raise ConfigError(f"-o {output}: there is no folder {output.parent}; create it first, or write elsewhere")
     images.check_writable(output)
+
+
+def _attached(name: str) -> Any:
+    pipe = tritium.attach(name)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
 
 
 def _shared(

@@ -132,13 +132,7 @@ def command(
             f"{', '.join(superfluous)}: for pipelines alone, and none was named; add 'example' or a folder"
         )
     chosen = names or []
-    able = [name for name, op in ops.catalog().items() if op.trial is not None and op.trial.standard]
-    for name in chosen:
-        if name not in ops.catalog():
-            hint = nearest(name, ops.catalog())
-            raise ConfigError(f"there is no op {name!r}, and no folder of that name holds a pipeline; {hint}")
-        if name not in able:
-            raise ConfigError(f"op {name!r} has nothing to compare; ops that have: {', '.join(able)}")
+    _check_ops(chosen)
     where = known_device(device_type)
     machine = device.describe(where).name
     if show:
@@ -165,6 +159,16 @@ def command(
             err=json,
         )
         raise typer.Exit(1)
+
+
+def _check_ops(chosen: Sequence[str]) -> None:
+    able = [name for name, op in ops.catalog().items() if op.trial is not None and op.trial.standard]
+    for name in chosen:
+        if name not in ops.catalog():
+            hint = nearest(name, ops.catalog())
+            raise ConfigError(f"there is no op {name!r}, and no folder of that name holds a pipeline; {hint}")
+        if name not in able:
+            raise ConfigError(f"op {name!r} has nothing to compare; ops that have: {', '.join(able)}")
 
 
 def _shown(machine: str, path: Path | None) -> list[Verdict]:
