@@ -144,7 +144,7 @@ def test_inside_compiled_graphs():
         q, k, v = (side.transpose(1, 2) for side in (q, k, v))
         return tritium.attention_forward(q * 2, k, v, scale=SCALE / 2, opt_mode="manual", op_type="int8") + 1
 
-    compiled = torch.compile(model, backend="tritium")
+    compiled = torch.compile(model, backend=tritium.Backend())
     for _ in range(2):
         out = compiled(q, k, v)
         torch.testing.assert_close(out, model(q, k, v), rtol=0, atol=0)

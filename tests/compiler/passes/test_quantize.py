@@ -276,7 +276,7 @@ def test_automatic_casts(where, enabled, declined):
 @pytest.mark.parametrize("pinned", [False, True])
 def test_4_bits_are_unpacked_to_float8_if_it_is_pinned(pinned):
     model, x = Projections(64), torch.randn(40, 64)
-    config = EAGER.with_(force_provider={"weight_only_linear": "fp8"}) if pinned else EAGER
+    config = EAGER.with_(force_provider={"weight_only_linear": "fp8"}, fidelity="fast") if pinned else EAGER
     how = every_linear(Precision("int4-weights", group=32))
     with torch.no_grad():
         run, keep = compiled_with(model, how, config)

@@ -44,12 +44,12 @@ PARTS = 16
 
 # The shared memory of `attend`: queries, four stages of keys and values with 8 rows of ones, sums in float32, barriers, and
 # what aligning them to 1,024 bytes takes.
-SHARED_BYTES = TILE * WIDTH + 4 * (2 * TILE * WIDTH + 8 * TILE) + 66 * 4 * 256 + 18 * 8 + 1024
+SHARED_BYTES = TILE * WIDTH + 4 * (2 * TILE * WIDTH + 8 * TILE) + 66 * 4 * 256 + 17 * 8 + 1024
 
 KERNELS = (
     Kernel("summarize", "PPPP" + "ii" + "q" * 6, threads=256),
     Kernel("store_heads", "P" * 11 + "iiii" + "q" * 9, threads=512),
-    Kernel("attend", "P" * 7 + "iiiii" + "f" + "qqq", threads=384, shared_bytes=SHARED_BYTES),
+    Kernel("attend", "P" * 7 + "iiii" + "f" + "qqq", threads=384, shared_bytes=SHARED_BYTES),
 )
 
 
@@ -100,13 +100,11 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> t
         *(q, k, v, sums, largest, stored_q, stored_k, stored_v, q_scales, k_scales, v_scales),
         *(queries, keys, heads, tokens[0], *q.stride()[:3], *of_k, *of_v),
     )
-    items = query_tiles * all_heads
     kernels["attend"].launch(
-        # Each multiprocessor computes one tile of queries after another.
-        (min(items, device.multiprocessors("cuda", q.device.index) or items), 1, 1),
+        (query_tiles * all_heads, 1, 1),
         *(stored_q, q_scales, stored_k, k_scales, stored_v, v_scales, out),
         # GPUs compute exponentials in base 2.
-        *(queries, keys, heads, query_tiles, items, scale / math.log(2), *out.stride()[:3]),
+        *(queries, keys, heads, query_tiles, scale / math.log(2), *out.stride()[:3]),
     )
     return out
 
@@ -120,6 +118,8 @@ def decline_form(given: Arguments) -> str | None:
         return "it takes as many heads of keys as of queries"
     if 0 in sizes:
         return "there is nothing to compute"
+    if not given.q.dtype == given.k.dtype == given.v.dtype:
+        return f"it takes tensors of one dtype, got {given.q.dtype}, {given.k.dtype} and {given.v.dtype}"
     if not given.scale > 0:
         return f"it takes a scale above 0, got {given.scale}"
     if compat.dynamo.needs_gradients(given.q, given.k, given.v):

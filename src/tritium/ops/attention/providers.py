@@ -145,10 +145,23 @@ def _decline_groups(given: Arguments) -> str | None:
     return None if sizes.heads == sizes.kv_heads else "it takes as many heads of keys as of queries"
 
 
+def decline_cudnn(given: Arguments) -> str | None:
+    if reason := _decline_half(given):
+        return reason
+    return None if Sizes.of(given).keys > 1 else "it takes more than one key"
+
+
 def decline_efficient(given: Arguments) -> str | None:
     if reason := _decline_form(given) or _decline_groups(given):
         return reason
-    return None if given.q.dtype in (*HALF, torch.float32) else f"it does not take {given.q.dtype}"
+    if given.q.dtype not in (*HALF, torch.float32):
+        return f"it does not take {given.q.dtype}"
+    sizes, side = Sizes.of(given), 16 // given.q.element_size()
+    return (
+        f"it takes heads whose widths are multiples of {side}"
+        if (sizes.width % side or sizes.value_width % side)
+        else None
+    )
 
 
 def decline_chunked(given: Arguments) -> str | None:
@@ -292,7 +305,7 @@ def _causal_blocks(queries: int, keys: int, device: str) -> Any:
 
 PROVIDERS = (
     _provider("sdpa", sdpa, decline_sdpa, inlined=True),
-    _provider("cudnn", _kernel("cudnn"), _decline_half, inlined=True),
+    _provider("cudnn", _kernel("cudnn"), decline_cudnn, inlined=True),
     _provider("flash", _kernel("flash"), decline_flash, inlined=True),
     _provider("efficient", _kernel("efficient"), decline_efficient, inlined=True),
     _provider("math", _kernel("math"), decline_math, inlined=True),

@@ -133,7 +133,7 @@ def with_outliers(given: Arguments) -> Callable[[], Mapping[str, Any]] | None:
             side = made[name]
             column = torch.arange(side.shape[3], device=side.device)
             # The mean of all keys, which a softmax does not see.
-            moved = 30.0 * (column == 5) if name == "k" else 0.0
+            moved = (30.0 * (column == 5)).to(side.dtype) if name == "k" else 0.0
             made[name] = side * torch.where(column % channels == 0, factor, 1.0).to(side.dtype) + moved
         return made
 

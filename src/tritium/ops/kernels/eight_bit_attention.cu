@@ -347,15 +347,12 @@ __device__ __forceinline__ void store_rotated(
 __device__ __forceinline__ void store_values(
     const u16* from, const float* largest, u8* stored, float* scales, int tile, int tokens, long of_token) {
   __shared__ float inverses[WIDTH];
-  // A thread has 16 tokens of four columns; threads beyond the first 256 have the next tile.
-  int chunk = threadIdx.x / 32 % 8, column = 4 * (threadIdx.x % 32);
-  tile += threadIdx.x / 256;
-  int first = tile * TILE + 16 * chunk;
-  uint2 rows[16];
+  // A thread has 16 tokens of two columns.
+  int chunk = threadIdx.x / 64, column = 2 * (threadIdx.x % 64), first = tile * TILE + 16 * chunk;
+  u32 pairs[16];
 #pragma unroll
   for (int i = 0; i < 16; i++) {
-    uint2 zeros = {0, 0};
-    rows[i] = first + i < tokens ? *(const uint2*)(from + (first + i) * of_token + column) : zeros;
+    pairs[i] = first + i < tokens ? *(const u32*)(from + (first + i) * of_token + column) : 0;
   }
   if (threadIdx.x < WIDTH) {
     float most = 0;
@@ -368,19 +365,18 @@ __device__ __forceinline__ void store_values(
     if (tile == 0) scales[threadIdx.x] = __int_as_float(bits);
   }
   __syncthreads();
-  if (tile * TILE >= tokens) return;
+  float x[2][16];
 #pragma unroll
-  for (int j = 0; j < 4; j++) {
-    float inverse = inverses[column + j], x[16];
+  for (int i = 0; i < 16; i++) unpack(pairs[i], x[0][i], x[1][i]);
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+    float inverse = inverses[column + j];
     u32 words[4];
 #pragma unroll
-    for (int i = 0; i < 16; i++) {
-      float low, high;
-      unpack(j < 2 ? rows[i].x : rows[i].y, low, high);
-      x[i] = (j & 1 ? high : low) * inverse;
+    for (int c = 0; c < 4; c++) {
+      words[c] = float8(x[j][2 * c] * inverse, x[j][2 * c + 1] * inverse, x[j][2 * c + 8] * inverse,
+                        x[j][2 * c + 9] * inverse);
     }
-#pragma unroll
-    for (int c = 0; c < 4; c++) words[c] = float8(x[2 * c], x[2 * c + 1], x[2 * c + 8], x[2 * c + 9]);
     *(uint4*)(stored + (long)tile * TILE_BYTES + (column + j) * TILE + (chunk ^ ((column + j) & 7)) * 16) =
         make_uint4(words[0], words[1], words[2], words[3]);
   }
@@ -405,16 +401,16 @@ extern "C" __global__ void __launch_bounds__(512, 2) store_heads(
     store_rotated(keys + batch * keys_of_batch + of_batch * keys_of_head, sums + head * SPLITS * WIDTH,
                   stored_keys + first * TILE_BYTES, key_scales + first, tile, key_count, tiles * TILE, keys_of_token);
   }
-  if (blockIdx.z == 2 && tile % 2 == 0 && tile < tiles) {
+  if (blockIdx.z == 2 && tile < tiles) {
     store_values(values + batch * values_of_batch + of_batch * values_of_head, largest + head * SPLITS * WIDTH,
                  stored_values + first * TILE_BYTES, value_scales + head * WIDTH, tile, key_count, values_of_token);
   }
 }
 
-// Where a block keeps its barriers, for queries and for each stage of keys and values: those that have arrived, or were
-// read.
+// Where a block keeps its barriers: one for the queries, and for each stage those of keys and values that have arrived
+// (`here`) or were read.
 struct Barriers {
-  u32 queries_here, queries_read, keys_here, values_here, keys_read, values_read;
+  u32 queries, keys_here, values_here, keys_read, values_read;
 };
 
 // What a thread holds of its queries, row r and row r + 8 of 16, of which it has columns 8 g + 2 c and the next ones:
@@ -496,14 +492,13 @@ __device__ __forceinline__ void flush(Queries& own, u32 earlier, bool is_first) 
 // keys, and after it, find their largest scores. Tensor cores work while exponentials are computed.
 template <bool LAST>
 __device__ __forceinline__ void step(
-    Queries& own, int (&score)[64], int (&next)[64], int tile, int count, int key_count, const float* of_keys,
-    u64 queries, u32 shared_keys, u32 shared_values, u32 earlier, const Barriers& barriers) {
-  // `count` tiles of this block's earlier queries went through the stages.
-  int place = count + tile, stage = place % STAGES, after = (place + 1) % STAGES, left = key_count - tile * TILE;
+    Queries& own, int (&score)[64], int (&next)[64], int tile, int key_count, const float* of_keys, u64 queries,
+    u32 shared_keys, u32 shared_values, u32 earlier, const Barriers& barriers) {
+  int stage = tile % STAGES, after = (tile + 1) % STAGES, left = key_count - tile * TILE;
   bool is_reader = threadIdx.x % 32 == 0;
   float of_key = LAST ? 0 : of_keys[tile + 1];
   if (!LAST) {
-    wait(barriers.keys_here + 8 * after, (place + 1) / STAGES & 1);
+    wait(barriers.keys_here + 8 * after, (tile + 1) / STAGES & 1);
     u64 keys = described(shared_keys + after * TILE_BYTES);
     products_begin();
 #pragma unroll
@@ -514,7 +509,7 @@ __device__ __forceinline__ void step(
   find_weights<LAST>(own, score, weights, left);
   // The products with the values of the tile before.
   products_wait<LAST ? 0 : 1>();
-  if (tile && is_reader) arrive(barriers.values_read + 8 * ((place - 1) % STAGES));
+  if (tile && is_reader) arrive(barriers.values_read + 8 * ((tile - 1) % STAGES));
   if (!__all_sync(~0u, own.shrink[0] == 1 && own.shrink[1] == 1)) {
 #pragma unroll
     for (int i = 0; i < 32; i++) own.low[i] *= own.shrink[i >> 1 & 1];
@@ -522,7 +517,7 @@ __device__ __forceinline__ void step(
     for (int i = 0; i < 36; i++) own.high[i] *= own.shrink[i >> 1 & 1];
   }
   if (tile % FLUSH == 0 && tile) flush(own, earlier, tile == FLUSH);
-  wait(barriers.values_here + 8 * stage, place / STAGES & 1);
+  wait(barriers.values_here + 8 * stage, tile / STAGES & 1);
   u64 values = described(shared_values + stage * VALUE_BYTES);
   products_begin();
 #pragma unroll
@@ -532,10 +527,7 @@ __device__ __forceinline__ void step(
   products_end();
   if (LAST) return;
   products_wait<1>();
-  if (is_reader) {
-    arrive(barriers.keys_read + 8 * after);
-    if (left <= 2 * TILE) arrive(barriers.queries_read);
-  }
+  if (is_reader) arrive(barriers.keys_read + 8 * after);
   if (left < 2 * TILE) {
     find_largest<true>(own, next, of_key, left - TILE);
   } else {
@@ -543,28 +535,26 @@ __device__ __forceinline__ void step(
   }
 }
 
-// Compute attention of blocks of queries, `query_tiles` of a head, by as many thread blocks as multiprocessors: while
-// some threads store a result, others load the next queries.
+// Compute attention of a tile of queries; a head has `query_tiles` of them.
 extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1) attend(
     const u8* queries, const float* query_scales, const u8* keys, const float* key_scales, const u8* values,
-    const float* value_scales, u16* out, int query_count, int key_count, int heads, int query_tiles, int items,
-    float scale, long out_of_batch, long out_of_head, long out_of_token) {
+    const float* value_scales, u16* out, int query_count, int key_count, int heads, int query_tiles, float scale,
+    long out_of_batch, long out_of_head, long out_of_token) {
   extern __shared__ u8 memory[];
   u32 base = (shared_address(memory) + 1023) & ~1023u;
   u32 shared_keys = base + QUERIES * WIDTH, shared_values = shared_keys + STAGES * TILE_BYTES;
   u32 earlier = shared_values + STAGES * VALUE_BYTES + 4 * threadIdx.x;
   Barriers barriers;
-  barriers.queries_here = shared_values + STAGES * VALUE_BYTES + 66 * 4 * 128 * GROUPS;
-  barriers.queries_read = barriers.queries_here + 8;
-  barriers.keys_here = barriers.queries_read + 8;
+  barriers.queries = shared_values + STAGES * VALUE_BYTES + 66 * 4 * 128 * GROUPS;
+  barriers.keys_here = barriers.queries + 8;
   barriers.values_here = barriers.keys_here + 8 * STAGES;
   barriers.keys_read = barriers.values_here + 8 * STAGES;
   barriers.values_read = barriers.keys_read + 8 * STAGES;
-  int tiles = (key_count + TILE - 1) / TILE, group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  int tiles = (key_count + TILE - 1) / TILE, head = blockIdx.x / query_tiles, block = blockIdx.x % query_tiles;
+  int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
 
   if (threadIdx.x == 0) {
-    barrier_init(barriers.queries_here, 1);
-    barrier_init(barriers.queries_read, 4 * GROUPS);
+    barrier_init(barriers.queries, 1);
     for (int stage = 0; stage < STAGES; stage++) {
       barrier_init(barriers.keys_here + 8 * stage, 1);
       barrier_init(barriers.values_here + 8 * stage, 1);
@@ -583,19 +573,17 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1) attend(
 
   if (group == GROUPS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-    if (threadIdx.x > 128 * GROUPS) return;
-    int place = 0, round = 0;
-    for (int item = blockIdx.x; item < items; item += gridDim.x, round++) {
-      long head = item / query_tiles;
-      wait(barriers.queries_read, (round & 1) ^ 1);
-      copy(base, queries + (long)item * (QUERIES * WIDTH), QUERIES * WIDTH, barriers.queries_here);
-      for (int tile = 0; tile < tiles; tile++, place++) {
-        int stage = place % STAGES, phase = place / STAGES & 1;
+    if (threadIdx.x == 128 * GROUPS) {
+      copy(base, queries + (long)blockIdx.x * (QUERIES * WIDTH), QUERIES * WIDTH, barriers.queries);
+      const u8* from_keys = keys + (long)head * tiles * TILE_BYTES;
+      const u8* from_values = values + (long)head * tiles * TILE_BYTES;
+      for (int tile = 0; tile < tiles; tile++) {
+        int stage = tile % STAGES, phase = (tile / STAGES) & 1;
         wait(barriers.keys_read + 8 * stage, phase ^ 1);
-        copy(shared_keys + stage * TILE_BYTES, keys + (head * tiles + tile) * TILE_BYTES, TILE_BYTES,
+        copy(shared_keys + stage * TILE_BYTES, from_keys + (long)tile * TILE_BYTES, TILE_BYTES,
              barriers.keys_here + 8 * stage);
         wait(barriers.values_read + 8 * stage, phase ^ 1);
-        copy(shared_values + stage * VALUE_BYTES, values + (head * tiles + tile) * TILE_BYTES, TILE_BYTES,
+        copy(shared_values + stage * VALUE_BYTES, from_values + (long)tile * TILE_BYTES, TILE_BYTES,
              barriers.values_here + 8 * stage);
       }
     }
@@ -603,79 +591,72 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1) attend(
   }
 
   asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-  int lane = threadIdx.x % 32, row_of_block = group * 64 + (threadIdx.x % 128) / 32 * 16 + lane / 4;
-  u64 described_queries = described(base + group * 64 * WIDTH);
-  int even[64], odd[64], count = 0, round = 0;
+  int lane = threadIdx.x % 32, row = block * QUERIES + group * 64 + (threadIdx.x % 128) / 32 * 16 + lane / 4;
+  const float* scales = query_scales + (long)head * query_tiles * QUERIES + row;
+  const float* of_keys = key_scales + (long)head * tiles;
   Queries own;
   own.column = 2 * (lane & 3);
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    own.scale[half] = scales[8 * half] * scale;
+    own.top[half] = own.flushed[half] = -INFINITY;
+  }
+#pragma unroll
+  for (int i = 0; i < 32; i++) own.low[i] = 0;
+#pragma unroll
+  for (int i = 0; i < 36; i++) own.high[i] = 0;
+  u64 described_queries = described(base + group * 64 * WIDTH);
+  int even[64], odd[64];
 
-  for (int item = blockIdx.x; item < items; item += gridDim.x, round++, count += tiles) {
-    int head = item / query_tiles;
-    const float* of_keys = key_scales + (long)head * tiles;
+  wait(barriers.queries, 0);
+  wait(barriers.keys_here, 0);
+  products_begin();
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      own.scale[half] = query_scales[(long)item * QUERIES + row_of_block + 8 * half] * scale;
-      own.top[half] = own.flushed[half] = -INFINITY;
-    }
-#pragma unroll
-    for (int i = 0; i < 32; i++) own.low[i] = 0;
-#pragma unroll
-    for (int i = 0; i < 36; i++) own.high[i] = 0;
+  for (int part = 0; part < 4; part++) {
+    add_scores(even, described_queries + 2 * part, described(shared_keys) + 2 * part, part);
+  }
+  products_end();
+  products_wait<0>();
+  if (lane == 0) arrive(barriers.keys_read);
+  find_largest<true>(own, even, of_keys[0], key_count);
 
-    wait(barriers.queries_here, round & 1);
-    wait(barriers.keys_here + 8 * (count % STAGES), count / STAGES & 1);
-    u64 first_keys = described(shared_keys + count % STAGES * TILE_BYTES);
-    products_begin();
+#define STEP(LAST, NOW, NEXT, TILE_INDEX)                                                                            \
+  step<LAST>(own, NOW, NEXT, TILE_INDEX, key_count, of_keys, described_queries, shared_keys, shared_values, earlier, \
+             barriers)
+  int tile = 0;
+  for (; tile + 2 < tiles; tile += 2) {
+    STEP(false, even, odd, tile);
+    STEP(false, odd, even, tile + 1);
+  }
+  if (tile + 1 < tiles) {
+    STEP(false, even, odd, tile);
+    STEP(true, odd, even, tile + 1);
+  } else {
+    STEP(true, even, odd, tile);
+  }
+  products_wait<0>();
+  if (tiles > FLUSH) {
+    flush(own, earlier, false);
 #pragma unroll
-    for (int part = 0; part < 4; part++) add_scores(even, described_queries + 2 * part, first_keys + 2 * part, part);
-    products_end();
-    products_wait<0>();
-    if (lane == 0) {
-      arrive(barriers.keys_read + 8 * (count % STAGES));
-      if (tiles == 1) arrive(barriers.queries_read);
+    for (int i = 0; i < 66; i++) {
+      float& sum = i < 32 ? own.low[i] : i < 64 ? own.high[i - 32] : own.high[2 * i - 96];
+      asm volatile("ld.shared.f32 %0, [%1];" : "=f"(sum) : "r"(earlier + i * (4 * 128 * GROUPS)) : "memory");
     }
-    find_largest<true>(own, even, of_keys[0], key_count);
+  }
 
-#define STEP(LAST, NOW, NEXT, TILE_INDEX)                                                                          \
-  step<LAST>(own, NOW, NEXT, TILE_INDEX, count, key_count, of_keys, described_queries, shared_keys, shared_values, \
-             earlier, barriers)
-    int tile = 0;
-    for (; tile + 2 < tiles; tile += 2) {
-      STEP(false, even, odd, tile);
-      STEP(false, odd, even, tile + 1);
-    }
-    if (tile + 1 < tiles) {
-      STEP(false, even, odd, tile);
-      STEP(true, odd, even, tile + 1);
-    } else {
-      STEP(true, even, odd, tile);
-    }
-    products_wait<0>();
-    if (lane == 0) arrive(barriers.values_read + 8 * ((count + tiles - 1) % STAGES));
-    if (tiles > FLUSH) {
-      flush(own, earlier, false);
+  u16* to = out + (head / heads) * out_of_batch + (head % heads) * out_of_head + own.column;
+  const float* of_values = value_scales + head * WIDTH + own.column;
 #pragma unroll
-      for (int i = 0; i < 66; i++) {
-        float& sum = i < 32 ? own.low[i] : i < 64 ? own.high[i - 32] : own.high[2 * i - 96];
-        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(sum) : "r"(earlier + i * (4 * 128 * GROUPS)) : "memory");
-      }
-    }
-
-    u16* to = out + (head / heads) * out_of_batch + (head % heads) * out_of_head + own.column;
-    const float* of_values = value_scales + head * WIDTH + own.column;
-    int row = item % query_tiles * QUERIES + row_of_block;
+  for (int half = 0; half < 2; half++) {
+    if (row + 8 * half >= query_count) continue;
+    float share = 1 / own.high[32 + 2 * half];
+    u16* line = to + (row + 8 * half) * out_of_token;
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      if (row + 8 * half >= query_count) continue;
-      float share = 1 / own.high[32 + 2 * half];
-      u16* line = to + (row + 8 * half) * out_of_token;
-#pragma unroll
-      for (int g = 0; g < 8; g++) {
-        int place = 4 * g + 2 * half;
-        float2 first = *(const float2*)(of_values + 8 * g), second = *(const float2*)(of_values + 64 + 8 * g);
-        *(u32*)(line + 8 * g) = pack(own.low[place] * share * first.x, own.low[place + 1] * share * first.y);
-        *(u32*)(line + 64 + 8 * g) = pack(own.high[place] * share * second.x, own.high[place + 1] * share * second.y);
-      }
+    for (int g = 0; g < 8; g++) {
+      int place = 4 * g + 2 * half;
+      float2 first = *(const float2*)(of_values + 8 * g), second = *(const float2*)(of_values + 64 + 8 * g);
+      *(u32*)(line + 8 * g) = pack(own.low[place] * share * first.x, own.low[place + 1] * share * first.y);
+      *(u32*)(line + 64 + 8 * g) = pack(own.high[place] * share * second.x, own.high[place + 1] * share * second.y);
     }
   }
 }
