@@ -186,6 +186,14 @@ def families() -> str:
 
 # Denoisers with few blocks whose linears were quantized.
 QUANTIZED = ("flux", "qwen-image", "wan")
+# The columns, and the variants of `benchmarks/quantize_session.py`.
+COLUMNS = {
+    "`torch.compile`": "inductor",
+    "Tritium": "tritium",
+    "fp8": "tritium fp8",
+    "int8": "tritium int8",
+    "fp8, attention in int8": 'tritium {"linear": "fp8", "attention": "int8"}',
+}
 
 
 def quantized() -> str:
@@ -196,10 +204,10 @@ def quantized() -> str:
         for name in QUANTIZED:
             known = {row.variant: row for row in rows if row.workload == name}
             if "inductor" in known:
-                shown = [known.get(variant) for variant in ("inductor", "tritium", "tritium fp8", "tritium int8")]
+                shown = [known.get(variant) for variant in COLUMNS.values()]
                 cells = ["-" if row is None else f"{row.median_ms:.1f} ms ({row.ratio:.2f}x)" for row in shown]
                 lines.append([f"{name}, {known['inductor'].note}", *cells])
-        return table(["denoiser", "`torch.compile`", "Tritium", "fp8", "int8"], lines) if lines else ""
+        return table(["denoiser", *COLUMNS], lines) if lines else ""
 
     return of_suite("-quantize", text)
 
