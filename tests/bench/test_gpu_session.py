@@ -75,11 +75,13 @@ def test_a_family_without_end_is_tried_in_one_more_call(program, children, tmp_p
 
 
 def test_failed_variants_are_reported_until_measured_again(program, children, tmp_path, capsys):
+    # A row without a commit would start git, which is replaced here.
+    row = dataclasses.replace(ROW, commit="0")
     rows = [
-        dataclasses.replace(ROW, workload=name, remark=remark)
+        dataclasses.replace(row, workload=name, remark=remark)
         for name, remark in (("flux", None), ("wan", "tritium failed: X"), ("wan few tokens", None))
     ]
-    rows += [dataclasses.replace(ROW, error_f64=1e-6), dataclasses.replace(ROW, variant="inductor", error_f64=1.0)]
+    rows += [dataclasses.replace(row, error_f64=1e-6), dataclasses.replace(row, variant="inductor", error_f64=1.0)]
     Results.now(rows, "cpu").save(tmp_path / "families.json")
     (tmp_path / "crashed.json").write_text(json.dumps(["ltx-512", "sdxl"]))
     assert program.main(["--out", str(tmp_path)]) == program.FAILED
@@ -88,7 +90,7 @@ def test_failed_variants_are_reported_until_measured_again(program, children, tm
     rows = list(Results.load(tmp_path / "families.json").rows)
     assert {row.workload for row in rows} == {"flux"}
     # torch.compile outside the bound is no failure; Tritium is.
-    Results.now([*rows, dataclasses.replace(ROW, variant="tritium", error_f64=1.0)], "cpu").save(
+    Results.now([*rows, dataclasses.replace(row, variant="tritium", error_f64=1.0)], "cpu").save(
         tmp_path / "families.json"
     )
     assert program.main(["--out", str(tmp_path)]) == program.FAILED

@@ -140,6 +140,9 @@ class TestChoice:
             ({"dtype": torch.float32}, {"cudnn", "flash", "products"}),
             ({"heads": 1}, {"efficient", "products"}),
             ({"width": 512}, {"cudnn", "flash", "flex"}),
+            ({"width": 100}, {"cudnn", "flash", "efficient"}),
+            ({"width": 100, "dtype": torch.float32}, {"cudnn", "flash", "products"}),
+            ({"keys": 1}, {"cudnn"}),
         ],
     )
     def test_declines_on_a_gpu(self, changes, declined):

@@ -7,7 +7,7 @@ from support.attention_streams import exact, sqnr, streams
 from tritium import ops
 from tritium.artifacts import digest
 from tritium.errors import ProviderError
-from tritium.ops.attention import OP, eight_bits
+from tritium.ops.attention import OP, eight_bits, trial
 from tritium.ops.attention.rounded import TILE, rounded_attention
 from tritium.ops.quantize_rows import FP8
 
@@ -87,12 +87,20 @@ def test_lossy_providers():
         ({"q": streams(0, 63, 64)[0]}, "nothing to compute"),
         ({"q": streams(63, 63, 64)[0].requires_grad_()}, "no gradients"),
         ({side: streams(63, 63, 64)[0].to(FP8) for side in "qkv"}, "float8"),
+        ({"k": streams(63, 63, 64)[1].float()}, "one dtype"),
     ],
 )
 def test_declines(changes, reason):
     q, k, v = streams(63, 63, 64)
     given = OP.bind(**{"q": q, "k": k, "v": v, "mask": None, "scale": 0.125, "causal": False} | changes)
     assert reason in eight_bits.decline(given)
+
+
+def test_measured_inputs_have_the_dtypes_of_the_call():
+    given = OP.bind(*streams(8, 16), None, 0.1, False)
+    made = trial.with_outliers(given)()
+    assert {made[name].dtype for name in "qkv"} == {torch.bfloat16}
+    assert made["k"][..., 5].mean() > 25
 
 
 def test_kernels_decline(monkeypatch):

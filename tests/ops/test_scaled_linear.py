@@ -44,6 +44,17 @@ def test_rows_at_multiples_of_16_bytes():
     assert not scaled_linear.is_aligned(whole, torch.zeros(8, 24, dtype=INT8))
 
 
+def test_float8_is_not_exact_enough_for_float32(monkeypatch):
+    monkeypatch.setattr(envs, "triton_interpreted", lambda: True)
+    reasons = [
+        PROVIDERS["triton"].decline(product(18, 64, 32, dtype, out_dtype=out_dtype))
+        for dtype in (FP8, INT8)
+        for out_dtype in (torch.float32, torch.bfloat16)
+    ]
+    assert "14 bits" in reasons[0]
+    assert reasons[1:] == [None] * 3
+
+
 def check_large(device_type: str) -> int:
     """Products that several programs compute tile by tile, with and without whole tiles."""
     kept, scaled_linear.MULTIPROCESSORS = scaled_linear.MULTIPROCESSORS, 1

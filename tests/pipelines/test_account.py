@@ -50,7 +50,7 @@ class TestTruth:
             assert what(handle) == "runs eagerly: nothing was compiled"
 
     def test_every_lowering_failed(self, pipe, monkeypatch, capsys):
-        def fails(*_):
+        def fails(*_, is_late):
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(lower, "_compiled", fails)

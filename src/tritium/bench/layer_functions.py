@@ -135,7 +135,7 @@ def attention_case(shape: Shape, device_type: str, dtype: torch.dtype, *, small:
     op = ops.catalog()["attention"]
     given = op.bind(first, second, third, mask, scale, shape.causal)
     providers = ops.providers(op)
-    names = [name for name, provider in providers.items() if not (provider.decline(given) or skip(name, given, False))]
+    names = [name for name, reason in ops.declines(op, given).items() if not (reason or skip(name, given, False))]
     given_forward = functools.partial(
         attention_forward, first, second, third, mask, head_first=True, is_causal=shape.causal
     )
