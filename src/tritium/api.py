@@ -120,7 +120,7 @@ class Handle:
             if spec.name not in shared or shared[spec.name].choice == claims.PASSIVE:
                 hooks.check(spec)
         self.artifacts = _load(compiled_before, pipe)
-        if compiled and _needs_workers(pipe, plan, self.artifacts):
+        if _needs_workers(compiled, plan, self.artifacts):
             compat.inductor.start_workers()
         self._together.agree(found)
         self._parts = found
@@ -391,10 +391,11 @@ def _shared(pipe: Any, plan: Plan, specs: list[PartSpec]) -> dict[str, Part]:
     return shared
 
 
-def _needs_workers(pipe: Any, plan: Plan, loaded: compiled_files.ArtifactSummary | None) -> bool:
+def _needs_workers(compiled: list[PartSpec], plan: Plan, loaded: compiled_files.ArtifactSummary | None) -> bool:
     """Return True if the first call probably compiles GPU kernels; otherwise the first kernel starts the workers."""
     found = loaded is not None or observations.has_compiled()
-    return not found and plan.config.engine == "inductor" and pipe.device.type == "cuda"
+    on_gpu = any(value.is_cuda for spec in compiled for value in spec.module.parameters())
+    return not found and plan.config.engine == "inductor" and on_gpu
 
 
 def _load(path: str | Path | None, pipe: Any) -> compiled_files.ArtifactSummary | None:

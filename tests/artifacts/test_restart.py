@@ -5,6 +5,7 @@ import types
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import tritium
 from tritium import api, compat
@@ -100,10 +101,13 @@ class TestWorkers:
         assert not self.started
 
     def test_start_with_optimize_if_the_cache_is_empty(self):
-        gpu, cpu = (types.SimpleNamespace(device=torch.device(name)) for name in ("cuda", "cpu"))
+        with FakeTensorMode():
+            modules = [torch.nn.Linear(2, 2, device=name) for name in ("cuda", "cpu")]
+        gpu, cpu = ([types.SimpleNamespace(module=module)] for module in modules)
         with compat.inductor.empty_cache():
             assert api._needs_workers(gpu, tritium.Plan(), None)
             assert not api._needs_workers(cpu, tritium.Plan(), None)
+            assert not api._needs_workers([], tritium.Plan(), None)
             assert not api._needs_workers(gpu, tritium.Plan(config=tritium.CompilationConfig(engine="eager")), None)
             loaded = files.ArtifactSummary("file", 1, 1, 0, 0, 0)
             assert not api._needs_workers(gpu, tritium.Plan(), loaded)
