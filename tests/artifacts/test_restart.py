@@ -102,7 +102,8 @@ class TestWorkers:
 
     def test_start_with_optimize_if_the_cache_is_empty(self):
         with FakeTensorMode():
-            modules = [torch.nn.Linear(2, 2, device=name) for name in ("cuda", "cpu")]
+            weights = [[torch.empty(2, device=name)] for name in ("cuda", "cpu")]
+        modules = (types.SimpleNamespace(parameters=one.copy) for one in weights)
         gpu, cpu = ([types.SimpleNamespace(module=module)] for module in modules)
         with compat.inductor.empty_cache():
             assert api._needs_workers(gpu, tritium.Plan(), None)
