@@ -114,6 +114,17 @@ class TestChoice:
         assert choose.choose(OP, arguments(causal=True), "static") == "sdpa"
         assert not tuning.verdicts()
 
+    @pytest.mark.parametrize("mode", ["runtime", "lossy"])
+    def test_ranks_measure_nothing(self, mode, monkeypatch):
+        """Each would measure for itself, and a rank with another provider rounds otherwise."""
+        q = torch.randn(1, 8, 2, 16)
+        with monkeypatch.context() as patched:
+            patched.setattr(choose.compat.collectives, "has_other_ranks", lambda: True)
+            tritium.attention_forward(q, q, q, opt_mode=mode)
+        assert not tuning.verdicts()
+        tritium.attention_forward(q, q, q, opt_mode=mode)
+        assert tuning.verdicts()
+
     @pytest.mark.parametrize(
         ("changes", "capability", "expected"),
         [

@@ -18,6 +18,11 @@ def all_reduce(tensor: torch.Tensor, group: str) -> torch.Tensor:
     return total
 
 
+def has_other_ranks() -> bool:
+    """Return True if this process is one of several ranks."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def name_of(group: Any) -> str:
     """Return the name of a process group, which is equal on all of its ranks."""
     return str(group.group_name)

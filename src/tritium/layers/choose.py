@@ -1,6 +1,7 @@
 """Choose the provider of an attention, dense or block-sparse, and call it.
 
-    runtime   the fastest in a measurement on this machine; the first call of a kind is measured, even while compiling
+    runtime   the fastest in a measurement on this machine; the first call of a kind is measured, even while compiling;
+              on one of several ranks as static, so that all choose the same
     static    the winner in a shipped table, otherwise by a rule
     lossy     as runtime, with lossy providers where they save 3 %; `lossy:NAME` takes that one wherever it can compute
     a name    the provider of this name
@@ -54,7 +55,8 @@ def _compute(op: Op, *arguments: Any) -> torch.Tensor:
         return _implementation(op, name)(given)
     forms = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
     grad = compat.dynamo.needs_gradients(*tensors)
-    call = (op.name, forms, given.q.device, given.causal, by, grad, envs.get(envs.ATTENTION))
+    ranks = compat.collectives.has_other_ranks()
+    call = (op.name, forms, given.q.device, given.causal, by, grad, ranks, envs.get(envs.ATTENTION))
     return tuning.once(call, lambda: _implementation(op, choose(op, given, by)))(given)
 
 
@@ -75,7 +77,9 @@ def choose(op: Op, given: Arguments, by: str) -> str:
         return wanted
     if name in MODES or wanted:
         is_lossy = name == LOSSY and op.trial is not None and op.trial.lossy_use is not None
-        return tuning.choose_at_first_use(op, given, measures=name != STATIC, lossy=is_lossy)[0]
+        # Measurements on each rank could differ, and providers round differently.
+        measures = name != STATIC and not compat.collectives.has_other_ranks()
+        return tuning.choose_at_first_use(op, given, measures=measures, lossy=is_lossy)[0]
     if problem := _problem(op.name, name):
         raise ArgumentError(prefix + problem)
     providers = ops.providers(op)

@@ -1,8 +1,6 @@
 """Sparse attention over tokens that are split between ranks: the blocks and results of one process."""
 
 import copy
-import os
-import unittest.mock
 
 import pytest
 import torch
@@ -140,9 +138,7 @@ def guided():
                 latents = scheduler.step(other + 3.0 * (one - other), time, latents, return_dict=False)[0]
             return latents, handle.part("model").technique_notes["sparse"].data["density"]
 
-    # Dense steps choose attention by measuring, each rank for itself: results are bit-equal if all choose the same.
-    with unittest.mock.patch.dict(os.environ, TRITIUM_ATTENTION="sdpa"):
-        (expected, density), (found, own) = image(plan(sparse)), image(plan(sparse, cfg=2))
+    (expected, density), (found, own) = image(plan(sparse)), image(plan(sparse, cfg=2))
     assert torch.equal(found, expected)
     assert density < 0.9
     return own
