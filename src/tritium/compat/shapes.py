@@ -138,3 +138,14 @@ def _compare_tensors_with_words() -> None:
         return original(self, tx, name, args, kwargs)
 
     wrap_once(variables.TensorVariable, "call_method", call_method)
+
+
+def with_replacements(value: Any) -> Any:
+    """Return a symbolic size written with the symbols that sizes of tensors have, or any other value as it is.
+
+    Tracing may find two sizes equal and use one symbol for both. Inductor still defines an input of the other size by its
+    own symbol, and a piece of the graph may have no other input that defines the symbol in use.
+    """
+    if not isinstance(value, torch.SymInt) or value.node._expr == value.node.expr:
+        return value
+    return value.node.shape_env.create_symintnode(value.node.expr, hint=value.node.hint)

@@ -57,7 +57,8 @@ class Unit:
 
     @classmethod
     def of_piece(cls, gm: fx.GraphModule, part: str, piece: SharedPiece, *, may_run_eagerly: bool = True) -> Unit:
-        inputs = [value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
+        nodes = gm.graph.find_nodes(op="placeholder")
+        inputs = [compat.shapes.with_replacements(value_of(node)) for node in nodes]
         return cls(gm, inputs, part, piece, may_run_eagerly)
 
 

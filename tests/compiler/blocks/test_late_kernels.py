@@ -9,7 +9,7 @@ from torch._inductor import async_compile, triton_bundler
 from torch._inductor.codecache import LambdaFuture
 
 import tritium
-from support.blocks import Block, counts, inputs, model_of, reuse
+from support.blocks import Block, Model, counts, inputs, model_of, reuse
 from tritium import Backend, CompilationConfig, compat
 from tritium.compat.late_kernels import LateKernels
 from tritium.compiler import together
@@ -62,6 +62,25 @@ class TestPieces:
         assert kernels.events.count("waited") == first
         (record,) = tritium.explain(compiled).records
         assert {kernel.piece for kernel in record.kernels} == set(range(counts(entry)[1]))
+
+    def test_sizes_that_the_model_makes_equal(self, kernels):
+        """Tokens and their positions: one symbol replaces the other, and each piece gets the input that defines it."""
+
+        class Placed(Model):
+            def forward(self, x, positions, text, temb):
+                return super().forward(torch.cat([text, positions * x], dim=1), temb)
+
+        model = Placed(*(Block() for _ in range(8))).requires_grad_(False)
+        (x, temb), positions = inputs(tokens=7), torch.ones(7, 16)
+        compiled = torch.compile(model, backend=Backend(INDUCTOR), fullgraph=True)
+        for tensor, dim in ((x, 1), (positions, 0)):
+            torch._dynamo.mark_dynamic(tensor, dim)
+        with torch.no_grad():
+            compiled(x, positions, x[:, :3].clone(), temb)
+        (record,) = tritium.explain(compiled).records
+        assert record.failures == []
+        (entry,) = reuse(compiled)
+        assert counts(entry) == (10, 4)
 
     def test_a_kernel_that_cannot_be_compiled_costs_the_cut_alone(self, kernels):
         kernels.fails = lambda number: number == 1
