@@ -24,13 +24,17 @@ _ANALYSES = ("identify_accessed_tensors", "identify_mutated_tensors")
 def take_apart(name: str, library: torch.library.Library, function: Callable[..., Any]) -> None:
     """Trace a function in place of an operator in AOTAutograd; `NotImplemented` keeps the operator.
 
-    `torch.library.triton_op` does the same for an operator with a single implementation.
+    `torch.library.triton_op` does the same for an operator with a single implementation. AOTAutograd runs a graph once
+    before it traces it, to see which results share memory: there the operator's own fake result is enough.
     """
     mode_class = importlib.import_module("torch._subclasses.functional_tensor").FunctionalTensorMode
+    proxies: Any = importlib.import_module("torch.fx.experimental.proxy_tensor")
 
     def rule(mode: Any, overload: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        with mode:
-            result = function(*args, **kwargs)
+        result = NotImplemented
+        if proxies.get_proxy_mode() is not None:
+            with mode:
+                result = function(*args, **kwargs)
         return mode.__torch_dispatch__(overload, types, args, kwargs) if result is NotImplemented else result
 
     torch.library.register_torch_dispatch(name, mode_class, rule, lib=library)
