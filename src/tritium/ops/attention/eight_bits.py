@@ -46,10 +46,13 @@ PARTS = 16
 # what aligning them to 1,024 bytes takes.
 SHARED_BYTES = TILE * WIDTH + 4 * (2 * TILE * WIDTH + 8 * TILE) + 66 * 4 * 256 + 17 * 8 + 1024
 
+# The blocks that may be divided into parts of the keys.
+MOST_DIVIDED = 256
+
 KERNELS = (
-    Kernel("summarize", "PPPP" + "ii" + "q" * 6, threads=256),
+    Kernel("summarize", "PPPPP" + "ii" + "q" * 6, threads=256),
     Kernel("store_heads", "P" * 11 + "iiii" + "q" * 9, threads=512),
-    Kernel("attend", "P" * 7 + "iiii" + "f" + "qqq", threads=384, shared_bytes=SHARED_BYTES),
+    Kernel("attend", "P" * 9 + "i" * 6 + "f" + "qqq", threads=384, shared_bytes=SHARED_BYTES),
 )
 
 
@@ -92,9 +95,10 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> t
     tokens = (query_tiles * TILE, key_tiles * TILE, key_tiles * TILE)
     stored_q, stored_k, stored_v = (empty(count, WIDTH, dtype=torch.uint8) for count in tokens)
     q_scales, k_scales, v_scales = empty(tokens[0]), empty(key_tiles), empty(WIDTH)
+    arrivals = torch.empty(MOST_DIVIDED, dtype=torch.int32, device=q.device)
     out = empty_result(q, v)
     of_k, of_v = k.stride()[:3], v.stride()[:3]
-    kernels["summarize"].launch((PARTS, all_heads, 1), k, v, sums, largest, keys, heads, *of_k, *of_v)
+    kernels["summarize"].launch((PARTS, all_heads, 1), k, v, sums, largest, arrivals, keys, heads, *of_k, *of_v)
     kernels["store_heads"].launch(
         (max(query_tiles, key_tiles), all_heads, 3),
         *(q, k, v, sums, largest, stored_q, stored_k, stored_v, q_scales, k_scales, v_scales),
@@ -103,8 +107,10 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> t
     kernels["attend"].launch(
         (query_tiles * all_heads, 1, 1),
         *(stored_q, q_scales, stored_k, k_scales, stored_v, v_scales, out),
+        # No block is divided into parts of the keys.
+        *(sums, arrivals),
         # GPUs compute exponentials in base 2.
-        *(queries, keys, heads, query_tiles, scale / math.log(2), *out.stride()[:3]),
+        *(queries, keys, heads, query_tiles, query_tiles * all_heads, 1, scale / math.log(2), *out.stride()[:3]),
     )
     return out
 
