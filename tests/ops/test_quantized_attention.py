@@ -118,7 +118,7 @@ def test_kernels_decline(monkeypatch):
     assert "NVRTC" in reason()
     monkeypatch.setattr(eight_bits.nvrtc, "library", object)
 
-    def fail(*arguments):
+    def fail(*arguments, **options):
         raise ProviderError("NVRTC cannot compile it")
 
     monkeypatch.setattr(eight_bits, "loaded", fail)

@@ -345,17 +345,25 @@ __device__ __forceinline__ float largest_of_block(float x) {
   return x;
 }
 
+// The tokens of a tile: from one edge to the next, at most TILE; without edges, TILE, fewer in the last tile.
+__device__ __forceinline__ int begin_of(int tile, const int* edges) { return edges ? edges[tile] : tile * TILE; }
+__device__ __forceinline__ int end_of(int tile, const int* edges, int tokens) {
+  return edges ? edges[tile + 1] : min(tokens, (tile + 1) * TILE);
+}
+
 // Store a tile of queries, with a scale for each row, or of keys minus their mean, with one scale.
 __device__ __forceinline__ void store_rotated(
-    const u16* from, const float* sums, u8* stored, float* scales, int tile, int tokens, int rows, long of_token) {
+    const u16* from, const float* sums, u8* stored, float* scales, int tile, const int* edges, int tokens,
+    long of_token) {
+  int begin = begin_of(tile, edges), end = end_of(tile, edges, tokens);
   // A warp has 8 rows, four at a time.
   int first = 8 * (threadIdx.x / 32) + threadIdx.x % 32 / 8, chunk = threadIdx.x % 8;
   float x[2][16], inverse;
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    int token = tile * TILE + first + 4 * i;
+    int token = begin + first + 4 * i;
     uint4 low = {0, 0, 0, 0}, high = low;
-    if (token < tokens) {
+    if (token < end) {
       const uint4* line = (const uint4*)(from + token * of_token + 16 * chunk);
       low = line[0], high = line[1];
     }
@@ -375,7 +383,7 @@ __device__ __forceinline__ void store_rotated(
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      if (tile * TILE + first + 4 * i >= tokens) continue;
+      if (begin + first + 4 * i >= end) continue;
 #pragma unroll
       for (int j = 0; j < 16; j++) x[i][j] -= mean[16 * chunk + j];
     }
@@ -393,22 +401,24 @@ __device__ __forceinline__ void store_rotated(
       float largest = largest_of(x[i]);
       for (int step = 1; step < 8; step *= 2) largest = larger(largest, __shfl_xor_sync(~0u, largest, step));
       float scale = int8_scale(largest, inverse);
-      if (chunk == 0 && tile * TILE + row < rows) scales[tile * TILE + row] = scale;
+      if (chunk == 0) scales[tile * TILE + row] = scale;
     }
-    if (tile * TILE + row < rows) store_chunk(stored + (long)tile * TILE_BYTES, row, chunk, x[i], inverse);
+    store_chunk(stored + (long)tile * TILE_BYTES, row, chunk, x[i], inverse);
   }
 }
 
 // Store a tile of values in float8, transposed, with a scale for each channel of a head.
 __device__ __forceinline__ void store_values(
-    const u16* from, const float* largest, u8* stored, float* scales, int tile, int tokens, long of_token) {
+    const u16* from, const float* largest, u8* stored, float* scales, int tile, const int* edges, int tokens,
+    long of_token) {
+  int end = end_of(tile, edges, tokens);
   __shared__ float inverses[WIDTH];
   // A thread has 16 tokens of two columns.
-  int chunk = threadIdx.x / 64, column = 2 * (threadIdx.x % 64), first = tile * TILE + 16 * chunk;
+  int chunk = threadIdx.x / 64, column = 2 * (threadIdx.x % 64), first = begin_of(tile, edges) + 16 * chunk;
   u32 pairs[16];
 #pragma unroll
   for (int i = 0; i < 16; i++) {
-    pairs[i] = first + i < tokens ? *(const u32*)(from + (first + i) * of_token + column) : 0;
+    pairs[i] = first + i < end ? *(const u32*)(from + (first + i) * of_token + column) : 0;
   }
   if (threadIdx.x < WIDTH) {
     float most = 0;
@@ -441,7 +451,7 @@ __device__ __forceinline__ void store_values(
 // Summarize parts of a head, and store its queries in the blocks after those.
 extern "C" __global__ void __launch_bounds__(512, 2) prepare(
     const u16* queries, const u16* keys, const u16* values, float* sums, float* largest, u32* arrivals,
-    u8* stored_queries, float* query_scales, int query_count, int key_count, int heads, int query_rows,
+    u8* stored_queries, float* query_scales, const int* query_edges, int query_count, int key_count, int heads,
     long queries_of_batch, long queries_of_head, long queries_of_token, long keys_of_batch, long keys_of_head,
     long keys_of_token, long values_of_batch, long values_of_head, long values_of_token) {
   int head = blockIdx.y, batch = head / heads, of_batch = head % heads, tile = (int)blockIdx.x - SPLITS;
@@ -450,26 +460,26 @@ extern "C" __global__ void __launch_bounds__(512, 2) prepare(
     summarize_part<16>(keys, values, sums, largest, blockIdx.x, head, key_count, heads, keys_of_batch, keys_of_head,
                        keys_of_token, values_of_batch, values_of_head, values_of_token);
   } else {
-    store_rotated(queries + batch * queries_of_batch + of_batch * queries_of_head, 0,
-                  stored_queries + (long)head * query_rows * WIDTH, query_scales + (long)head * query_rows, tile,
-                  query_count, query_rows, queries_of_token);
+    long first = (long)head * (gridDim.x - SPLITS) * TILE;
+    store_rotated(queries + batch * queries_of_batch + of_batch * queries_of_head, 0, stored_queries + first * WIDTH,
+                  query_scales + first, tile, query_edges, query_count, queries_of_token);
   }
 }
 
 // Store a tile of k or v (blockIdx.z) in 8 bits, the last heads first: `prepare` read these last.
 extern "C" __global__ void __launch_bounds__(512, 2) store_keys_and_values(
     const u16* keys, const u16* values, const float* sums, const float* largest, u8* stored_keys, u8* stored_values,
-    float* key_scales, float* value_scales, int key_count, int heads, long keys_of_batch, long keys_of_head,
+    float* key_scales, float* value_scales, const int* key_edges, int key_count, int heads, long keys_of_batch, long keys_of_head,
     long keys_of_token, long values_of_batch, long values_of_head, long values_of_token) {
   int tile = blockIdx.x, head = gridDim.y - 1 - blockIdx.y, batch = head / heads, of_batch = head % heads;
   int tiles = gridDim.x;
   long first = (long)head * tiles;
   if (blockIdx.z == 0) {
     store_rotated(keys + batch * keys_of_batch + of_batch * keys_of_head, sums + head * SPLITS * WIDTH,
-                  stored_keys + first * TILE_BYTES, key_scales + first, tile, key_count, tiles * TILE, keys_of_token);
+                  stored_keys + first * TILE_BYTES, key_scales + first, tile, key_edges, key_count, keys_of_token);
   } else {
     store_values(values + batch * values_of_batch + of_batch * values_of_head, largest + head * SPLITS * WIDTH,
-                 stored_values + first * TILE_BYTES, value_scales + head * WIDTH, tile, key_count, values_of_token);
+                 stored_values + first * TILE_BYTES, value_scales + head * WIDTH, tile, key_edges, key_count, values_of_token);
   }
 }
 
@@ -477,24 +487,25 @@ extern "C" __global__ void __launch_bounds__(512, 2) store_keys_and_values(
 extern "C" __global__ void __launch_bounds__(512, 2) store_heads(
     const u16* queries, const u16* keys, const u16* values, const float* sums, const float* largest,
     u8* stored_queries, u8* stored_keys, u8* stored_values, float* query_scales, float* key_scales,
-    float* value_scales, int query_count, int key_count, int heads, int query_rows, long queries_of_batch,
-    long queries_of_head, long queries_of_token, long keys_of_batch, long keys_of_head, long keys_of_token,
+    float* value_scales, const int* query_edges, const int* key_edges, int query_count, int key_count, int heads,
+    int query_tiles, int key_tiles, long queries_of_batch, long queries_of_head, long queries_of_token, long keys_of_batch, long keys_of_head, long keys_of_token,
     long values_of_batch, long values_of_head, long values_of_token) {
   int tile = blockIdx.x, head = blockIdx.y, batch = head / heads, of_batch = head % heads;
-  int tiles = (key_count + TILE - 1) / TILE;
+  int tiles = key_tiles;
   long first = (long)head * tiles;
-  if (blockIdx.z == 0 && tile * TILE < query_count) {
+  if (blockIdx.z == 0 && tile < query_tiles) {
+    long first_query = (long)head * query_tiles * TILE;
     store_rotated(queries + batch * queries_of_batch + of_batch * queries_of_head, 0,
-                  stored_queries + (long)head * query_rows * WIDTH, query_scales + (long)head * query_rows, tile,
-                  query_count, query_rows, queries_of_token);
+                  stored_queries + first_query * WIDTH, query_scales + first_query, tile, query_edges, query_count,
+                  queries_of_token);
   }
   if (blockIdx.z == 1 && tile < tiles) {
     store_rotated(keys + batch * keys_of_batch + of_batch * keys_of_head, sums + head * SPLITS * WIDTH,
-                  stored_keys + first * TILE_BYTES, key_scales + first, tile, key_count, tiles * TILE, keys_of_token);
+                  stored_keys + first * TILE_BYTES, key_scales + first, tile, key_edges, key_count, keys_of_token);
   }
   if (blockIdx.z == 2 && tile < tiles) {
     store_values(values + batch * values_of_batch + of_batch * values_of_head, largest + head * SPLITS * WIDTH,
-                 stored_values + first * TILE_BYTES, value_scales + head * WIDTH, tile, key_count, values_of_token);
+                 stored_values + first * TILE_BYTES, value_scales + head * WIDTH, tile, key_edges, key_count, values_of_token);
   }
 }
 
@@ -506,6 +517,30 @@ extern "C" __global__ void __launch_bounds__(512, 2) store_heads(
 // (`here`) or were read.
 struct Barriers {
   u32 queries, keys_here, values_here, keys_read, values_read;
+};
+
+// The tiles of keys that a block visits, in order.
+struct Visits {
+  // The tiles, and the tokens where each begins; with lists only.
+  const int *listed, *edges;
+  const float* scales;
+  int key_count;
+  __device__ __forceinline__ int tile(int visit) const {
+#ifdef LISTED
+    return listed[visit];
+#else
+    return visit;
+#endif
+  }
+  // The keys that are left from the tile's first on; more than TILE if others follow.
+  __device__ __forceinline__ int left(int visit) const {
+#ifdef LISTED
+    int tile = listed[visit];
+    return edges[tile + 1] - edges[tile];
+#else
+    return key_count - visit * TILE;
+#endif
+  }
 };
 
 // What a thread holds of its queries, row r and row r + 8 of 16, of which it has columns 8 g + 2 c and the next ones:
@@ -683,17 +718,22 @@ __device__ __forceinline__ void find_largest_of(Queries& own, const int (&score)
 // keys, and after it, find their largest scores. Tensor cores work while exponentials are computed.
 template <bool LAST>
 __device__ __forceinline__ void step(
-    Queries& own, int (&score)[64], int (&next)[64], int tile, int key_count, const float* of_keys, u64 queries,
-    u32 shared_keys, u32 shared_values, u32 earlier, const Barriers& barriers) {
-  int stage = tile % STAGES, after = (tile + 1) % STAGES, left = key_count - tile * TILE;
+    Queries& own, int (&score)[64], int (&next)[64], int tile, const Visits& visits, u64 queries, u32 shared_keys,
+    u32 shared_values, u32 earlier, const Barriers& barriers) {
+  int stage = tile % STAGES, after = (tile + 1) % STAGES;
   bool is_reader = threadIdx.x % 32 == 0;
-  float of_key = LAST ? 0 : of_keys[tile + 1];
+  float of_key = LAST ? 0 : visits.scales[visits.tile(tile + 1)];
+  int left_next = LAST ? 0 : visits.left(tile + 1);
   if (!LAST) {
     wait(barriers.keys_here + 8 * after, (tile + 1) / STAGES & 1);
     start_scores(next, queries, shared_keys, after);
   }
   u32 weights[4][4];
-  find_weights<LAST>(own, score, weights, left);
+#ifdef LISTED
+  find_weights<true>(own, score, weights, visits.left(tile));
+#else
+  find_weights<LAST>(own, score, weights, visits.left(tile));
+#endif
   // The products with the values of the tile before.
   products_wait<LAST ? 0 : 1>();
   if (tile && is_reader) arrive(barriers.values_read + 8 * ((tile - 1) % STAGES));
@@ -704,14 +744,19 @@ __device__ __forceinline__ void step(
   if (LAST) return;
   products_wait<1>();
   if (is_reader) arrive(barriers.keys_read + 8 * after);
-  find_largest_of(own, next, of_key, left - TILE);
+  find_largest_of(own, next, of_key, left_next);
 }
 
 // Compute attention of a tile of queries; a head has `query_tiles` of them.
 extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1) attend(
     const u8* queries, const float* query_scales, const u8* keys, const float* key_scales, const u8* values,
     const float* value_scales, u16* out, float* partial, u32* arrivals, int query_count, int key_count, int heads,
-    int query_tiles, int whole, int pieces, float scale, long out_of_batch, long out_of_head, long out_of_token) {
+    int query_tiles, int whole, int pieces, float scale, long out_of_batch, long out_of_head, long out_of_token
+#ifdef LISTED
+    ,
+    const int* counts, const int* indices, const int* query_edges, const int* key_edges, int columns
+#endif
+) {
   extern __shared__ u8 memory[];
   u32 base = (shared_address(memory) + 1023) & ~1023u;
   u32 shared_keys = base + QUERIES * WIDTH, shared_values = shared_keys + STAGES * TILE_BYTES;
@@ -733,6 +778,19 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1) attend(
     key_count = min(key_count, end * TILE) - first_tile * TILE;
   }
   int head = place / query_tiles, block = place % query_tiles;
+  Visits visits;
+#ifdef LISTED
+  visits.listed = indices + (long)place * columns;
+  visits.edges = key_edges;
+  all_tiles = columns;
+  int whole_tiles = counts[2 * place];
+  tiles = counts[2 * place + 1];
+  int first_query = query_edges[block], end_query = query_edges[block + 1];
+#else
+  int first_query = block * QUERIES, end_query = query_count;
+#endif
+  visits.key_count = key_count;
+  visits.scales = key_scales + (long)head * all_tiles + first_tile;
   int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
 
   if (threadIdx.x == 0) {
@@ -753,6 +811,17 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1) attend(
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   __syncthreads();
 
+#ifdef LISTED
+  if (tiles == 0) {
+    // Queries that see nothing.
+    u16* to = out + (head / heads) * out_of_batch + (head % heads) * out_of_head;
+    for (int i = threadIdx.x; i < (end_query - first_query) * (WIDTH / 2); i += blockDim.x) {
+      *(u32*)(to + (first_query + i / (WIDTH / 2)) * out_of_token + i % (WIDTH / 2) * 2) = 0;
+    }
+    return;
+  }
+#endif
+
   if (group == GROUPS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (threadIdx.x == 128 * GROUPS) {
@@ -762,10 +831,10 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1) attend(
       for (int tile = 0; tile < tiles; tile++) {
         int stage = tile % STAGES, phase = (tile / STAGES) & 1;
         wait(barriers.keys_read + 8 * stage, phase ^ 1);
-        copy(shared_keys + stage * TILE_BYTES, from_keys + (long)tile * TILE_BYTES, TILE_BYTES,
+        copy(shared_keys + stage * TILE_BYTES, from_keys + (long)visits.tile(tile) * TILE_BYTES, TILE_BYTES,
              barriers.keys_here + 8 * stage);
         wait(barriers.values_read + 8 * stage, phase ^ 1);
-        copy(shared_values + stage * VALUE_BYTES, from_values + (long)tile * TILE_BYTES, TILE_BYTES,
+        copy(shared_values + stage * VALUE_BYTES, from_values + (long)visits.tile(tile) * TILE_BYTES, TILE_BYTES,
              barriers.values_here + 8 * stage);
       }
     }
@@ -773,9 +842,8 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1) attend(
   }
 
   asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-  int lane = threadIdx.x % 32, row = block * QUERIES + group * 64 + (threadIdx.x % 128) / 32 * 16 + lane / 4;
-  const float* scales = query_scales + (long)head * query_tiles * QUERIES + row;
-  const float* of_keys = key_scales + (long)head * all_tiles + first_tile;
+  int lane = threadIdx.x % 32, row = group * 64 + (threadIdx.x % 128) / 32 * 16 + lane / 4;
+  const float* scales = query_scales + (long)place * QUERIES + row;
   Queries own;
   own.column = 2 * (lane & 3);
 #pragma unroll
@@ -798,11 +866,10 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1) attend(
   start_scores(even, described_queries, shared_keys, 0);
   products_wait<0>();
   if (lane == 0) arrive(barriers.keys_read);
-  find_largest_of(own, even, of_keys[0], key_count);
+  find_largest_of(own, even, visits.scales[visits.tile(0)], visits.left(0));
 
-#define STEP(LAST, NOW, NEXT, TILE_INDEX)                                                                            \
-  step<LAST>(own, NOW, NEXT, TILE_INDEX, key_count, of_keys, described_queries, shared_keys, shared_values, earlier, \
-             barriers)
+#define STEP(LAST, NOW, NEXT, TILE_INDEX) \
+  step<LAST>(own, NOW, NEXT, TILE_INDEX, visits, described_queries, shared_keys, shared_values, earlier, barriers)
   int tile = 0;
   for (; tile + 2 < tiles; tile += 2) {
     STEP(false, even, odd, tile);
@@ -831,13 +898,13 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1) attend(
   TURN_END();
   products_wait<0>();
   if (lane == 0) arrive(barriers.keys_read);
-  find_largest_of(own, score, of_keys[0], key_count);
-  find_weights<true>(own, score, weights, key_count);
+  find_largest_of(own, score, visits.scales[visits.tile(0)], visits.left(0));
+  find_weights<true>(own, score, weights, visits.left(0));
   own.shrink[0] = own.shrink[1] = 1;
 #define WHOLE_STEP(SOME)                                                                 \
   {                                                                                      \
-    int after = tile + 1, left = key_count - after * TILE;                               \
-    float of_key = of_keys[after];                                                       \
+    int after = tile + 1, left = visits.left(after);                                     \
+    float of_key = visits.scales[visits.tile(after)];                                    \
     wait(barriers.keys_here + 8 * (after % STAGES), after / STAGES & 1);                 \
     wait(barriers.values_here + 8 * (tile % STAGES), tile / STAGES & 1);                 \
     TURN_BEGIN();                                                                        \
@@ -856,12 +923,19 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1) attend(
     if (after % FLUSH == 0) flush(own, earlier, after == FLUSH);                         \
   }
   int tile = 0;
+#ifdef LISTED
+#pragma unroll 1
+  for (; tile < whole_tiles - 1; tile++) WHOLE_STEP(false);
+#pragma unroll 1
+  for (; tile + 1 < tiles; tile++) WHOLE_STEP(true);
+#else
 #pragma unroll 1
   for (; tile + 2 < tiles; tile++) WHOLE_STEP(false);
   if (tile + 1 < tiles) {
     WHOLE_STEP(true);
     tile++;
   }
+#endif
   wait(barriers.values_here + 8 * (tile % STAGES), tile / STAGES & 1);
   TURN_BEGIN();
   pin(weights), pin(own.sum);
@@ -920,9 +994,9 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1) attend(
   const float* of_values = value_scales + head * WIDTH + own.column;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    if (row + 8 * half >= query_count) continue;
+    if (first_query + row + 8 * half >= end_query) continue;
     float share = 1 / own.sum[64 + 2 * half];
-    u16* line = to + (row + 8 * half) * out_of_token;
+    u16* line = to + (first_query + row + 8 * half) * out_of_token;
 #pragma unroll
     for (int g = 0; g < 8; g++) {
       int place = 4 * g + 2 * half;
