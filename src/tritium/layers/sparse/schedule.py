@@ -147,7 +147,7 @@ class SparseAttention:
         """Compute by a lossy provider wherever it can, sparse and dense; return a function that undoes this."""
         before = self.by, self.dense
         self.by = f"{LOSSY}:{provider}"
-        self.dense = functools.partial(attention_forward, opt_mode=LOSSY, op_type=provider)
+        self.dense = functools.partial(attention_forward, opt_mode="lossy", op_type=provider)
 
         def undo() -> None:
             self.by, self.dense = before

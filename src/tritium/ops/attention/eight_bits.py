@@ -147,17 +147,17 @@ def store(
 
     sums, largest = empty(PARTS, WIDTH), empty(PARTS, WIDTH)
     tokens = (tiles[0] * TILE, tiles[1] * TILE, tiles[1] * TILE)
-    stored = tuple(empty(count, WIDTH, dtype=torch.uint8) for count in tokens)
+    q_stored, k_stored, v_stored = (empty(count, WIDTH, dtype=torch.uint8) for count in tokens)
     scales = empty(tokens[0]), empty(tiles[1]), empty(WIDTH)
     arrivals = torch.empty(MOST_DIVIDED, dtype=torch.int32, device=q.device)
     of_k, of_v = k.stride()[:3], v.stride()[:3]
     kernels["summarize"].launch((PARTS, all_heads, 1), k, v, sums, largest, arrivals, keys, heads, *of_k, *of_v)
     kernels["store_heads"].launch(
         (max(tiles), all_heads, 3),
-        *(q, k, v, sums, largest, *stored, *scales, *edges),
+        *(q, k, v, sums, largest, q_stored, k_stored, v_stored, *scales, *edges),
         *(queries, keys, heads, *tiles, *q.stride()[:3], *of_k, *of_v),
     )
-    return Stored(*stored, *scales, sums, arrivals, queries, keys, heads)
+    return Stored(q_stored, k_stored, v_stored, *scales, sums, arrivals, queries, keys, heads)
 
 
 def decline_form(given: Arguments) -> str | None:

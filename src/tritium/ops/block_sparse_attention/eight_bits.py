@@ -17,8 +17,8 @@ from tritium.ops.op import Arguments
 
 def rounded_sparse_attention(given: Arguments) -> torch.Tensor:
     """Compute `block_sparse_attention` as the kernels do, in plain PyTorch: its definition, and the oracle of their tests."""
-    sides = [side.transpose(1, 2) for side in (given.q, given.k, given.v)]
-    return rounded_tiles(*sides, given.scale, edges=_edges(given), visits=_visits(given)).transpose(1, 2)
+    q, k, v = (side.transpose(1, 2) for side in (given.q, given.k, given.v))
+    return rounded_tiles(q, k, v, given.scale, edges=_edges(given), visits=_visits(given)).transpose(1, 2)
 
 
 def _edges(given: Arguments) -> tuple[list[int], list[int]]:

@@ -206,7 +206,9 @@ def conflicts(config: Quantize, choice: Choice) -> str | None:
     if config.attention and choice.get(Attention) is not None:
         return "quantize has an attention of its own, and the part has another provider of it; leave one of them out"
     if config.attention == AUTO and choice.get(Sparse) is not None:
-        return "attention='auto' compares providers of dense attention alone; with sparse attention write attention='int8'"
+        return (
+            "attention='auto' compares providers of dense attention alone; with sparse attention write attention='int8'"
+        )
     graphs = choice.get(Graphs)
     if graphs is not None and graphs.mode == "only" and not config.keeps_bytes:
         return (
