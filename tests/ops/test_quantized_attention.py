@@ -1,5 +1,7 @@
 """Attention in 8 bits: the errors of its definition on inputs like those of trained models, and what it declines."""
 
+import re
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from tritium import ops
 from tritium.artifacts import digest
 from tritium.errors import ProviderError
 from tritium.layers import choose
-from tritium.ops import block_sparse_attention
+from tritium.ops import block_sparse_attention, cuda_launch
 from tritium.ops.attention import OP, eight_bits, trial
 from tritium.ops.attention.rounded import TILE, edges_of, rounded_attention, rounded_tiles
 from tritium.ops.block_sparse_attention import eight_bits as sparse_eight_bits
@@ -196,3 +198,43 @@ def test_sparse_declines(label, changes, reason):
     samples = {sample.label: sample.arguments for sample in block_sparse_attention.OP.samples(torch.float32, "cpu")}
     given = block_sparse_attention.OP.bind(**{**samples[label], **changes})
     assert reason in sparse_eight_bits.decline_int8(given)
+
+
+@pytest.mark.parametrize("kernels", [eight_bits.KERNELS, eight_bits.LISTED_KERNELS])
+def test_signatures_are_those_of_the_text(kernels):
+    """A launch with other parameters would write anywhere."""
+    text = re.sub(r"//.*", "", eight_bits.text())
+    macros = {"LISTED"} if kernels is eight_bits.LISTED_KERNELS else set()
+    text = re.sub(
+        r"#ifdef (\w+)\n(.*?)#endif\n", lambda found: found[2] if found[1] in macros else "", text, flags=re.S
+    )
+    for kernel in kernels:
+        parameters = re.search(rf"__launch_bounds__\([^)]*\) {kernel.name}\(([^)]*)\)", text)[1].split(",")
+        letters = ["P" if "*" in one else {"int": "i", "long": "q", "float": "f"}[one.split()[0]] for one in parameters]
+        assert "".join(letters) == kernel.signature, kernel.name
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_launches_have_the_arguments_of_their_signatures(monkeypatch, is_sparse):
+    launched = []
+
+    class Recorded:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def launch(self, grid, *arguments):
+            cuda_launch.packed(self.kernel.signature, arguments)
+            launched.append((self.kernel.name, grid))
+
+    kernels = {kernel.name: Recorded(kernel) for kernel in eight_bits.LISTED_KERNELS if is_sparse}
+    kernels |= {kernel.name: Recorded(kernel) for kernel in eight_bits.KERNELS if not is_sparse}
+    monkeypatch.setattr(eight_bits, "loaded", lambda *arguments, **options: kernels)
+    if is_sparse:
+        given = next(given for label, given in sparse_samples(torch.float32) if label == "blocks of 128")
+        assert sparse_eight_bits.launch(given).shape == given.q.shape
+        tiles, blocks = 4, 2 * 3
+    else:
+        assert eight_bits.attend(*streams(300, 400), 0.1).shape == (2, 2, 300, 128)
+        tiles, blocks = 4, 4 * 3
+    heads = blocks // 3
+    assert launched == [("summarize", (16, heads, 1)), ("store_heads", (tiles, heads, 3)), ("attend", (blocks, 1, 1))]

@@ -37,6 +37,11 @@ def _visits(given: Arguments) -> list[list[list[list[int]]]]:
 def run_int8(given: Arguments) -> torch.Tensor:
     if not given.q.is_cuda:
         return rounded_sparse_attention(given).contiguous()
+    return launch(given)
+
+
+def launch(given: Arguments) -> torch.Tensor:
+    """Launch the kernels on a GPU."""
     kernels = eight_bits.loaded(given.q.device, given.q.dtype, listed=True)
     q, k, v = (side.transpose(1, 2) for side in (given.q, given.k, given.v))
     out = torch.empty(given.q.shape, dtype=given.q.dtype, device=given.q.device)

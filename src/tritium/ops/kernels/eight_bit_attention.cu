@@ -39,6 +39,9 @@ typedef unsigned long long u64;
 #ifndef ORDER
 #define ORDER 0
 #endif
+#ifndef AHEAD
+#define AHEAD 0
+#endif
 #ifndef WIDE
 #define WIDE 0
 #endif
@@ -677,6 +680,14 @@ __device__ __forceinline__ void pin(u32 (&x)[4][4]) {
   for (int i = 0; i < 16; i++) asm volatile("" : "+r"(x[i / 4][i % 4])::"memory");
 }
 
+// Copy the weights, after the products that read the earlier ones: otherwise the compiler would use the same registers.
+__device__ __forceinline__ void move(u32 (&to)[4][4], const u32 (&from)[4][4]) {
+#pragma unroll
+  for (int i = 0; i < 16; i++) {
+    asm volatile("mov.b32 %0, %1;" : "=r"(to[i / 4][i % 4]) : "r"(from[i / 4][i % 4]) : "memory");
+  }
+}
+
 __device__ __forceinline__ void shrink_sums(Queries& own) {
   if (__all_sync(~0u, own.shrink[0] == 1 && own.shrink[1] == 1)) return;
 #pragma unroll
@@ -901,6 +912,22 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1) attend(
   find_largest_of(own, score, visits.scales[visits.tile(0)], visits.left(0));
   find_weights<true>(own, score, weights, visits.left(0));
   own.shrink[0] = own.shrink[1] = 1;
+#if AHEAD
+#define FIND_WEIGHTS(SOME)                                                               \
+    u32 next[4][4];                                                                      \
+    find_weights<SOME>(own, score, next, left);                                          \
+    pin(next);                                                                           \
+    products_wait<0>();                                                                  \
+    pin(own.sum);                                                                        \
+    if (lane == 0) arrive(barriers.values_read + 8 * (tile % STAGES));                   \
+    move(weights, next)
+#else
+#define FIND_WEIGHTS(SOME)                                                               \
+    products_wait<0>();                                                                  \
+    pin(own.sum);                                                                        \
+    if (lane == 0) arrive(barriers.values_read + 8 * (tile % STAGES));                   \
+    find_weights<SOME>(own, score, weights, left)
+#endif
 #define WHOLE_STEP(SOME)                                                                 \
   {                                                                                      \
     int after = tile + 1, left = visits.left(after);                                     \
@@ -915,10 +942,7 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1) attend(
     products_wait<1>();                                                                  \
     if (lane == 0) arrive(barriers.keys_read + 8 * (after % STAGES));                    \
     find_largest<SOME>(own, score, of_key, left);                                        \
-    products_wait<0>();                                                                  \
-    pin(own.sum);                                                                        \
-    if (lane == 0) arrive(barriers.values_read + 8 * (tile % STAGES));                   \
-    find_weights<SOME>(own, score, weights, left);                                       \
+    FIND_WEIGHTS(SOME);                                                                  \
     shrink_sums(own);                                                                    \
     if (after % FLUSH == 0) flush(own, earlier, after == FLUSH);                         \
   }
@@ -971,8 +995,11 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1) attend(
     if (arrived != pieces - 1) return;
     if (threadIdx.x == 0) arrivals[rest / pieces] = 0;
     __threadfence();
+    // Always in the same order, so that results do not depend on which part was the last.
+    own.top[0] = own.top[1] = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < 68; i++) own.sum[i] = 0;
     for (int other = 0; other < pieces; other++) {
-      if (other == piece) continue;
       const float* theirs = partial + (long)(rest - piece + other) * (68 * 128 * GROUPS) + threadIdx.x;
       float keep[2], add[2];
 #pragma unroll
