@@ -1,7 +1,5 @@
 """Attention in 8 bits: the errors of its definition on inputs like those of trained models, and what it declines."""
 
-import re
-
 import pytest
 import torch
 
@@ -198,20 +196,6 @@ def test_sparse_declines(label, changes, reason):
     samples = {sample.label: sample.arguments for sample in block_sparse_attention.OP.samples(torch.float32, "cpu")}
     given = block_sparse_attention.OP.bind(**{**samples[label], **changes})
     assert reason in sparse_eight_bits.decline_int8(given)
-
-
-@pytest.mark.parametrize("kernels", [eight_bits.KERNELS, eight_bits.LISTED_KERNELS])
-def test_signatures_are_those_of_the_text(kernels):
-    """A launch with other parameters would write anywhere."""
-    text = re.sub(r"//.*", "", eight_bits.text())
-    macros = {"LISTED"} if kernels is eight_bits.LISTED_KERNELS else set()
-    text = re.sub(
-        r"#ifdef (\w+)\n(.*?)#endif\n", lambda found: found[2] if found[1] in macros else "", text, flags=re.S
-    )
-    for kernel in kernels:
-        parameters = re.search(rf"__launch_bounds__\([^)]*\) {kernel.name}\(([^)]*)\)", text)[1].split(",")
-        letters = ["P" if "*" in one else {"int": "i", "long": "q", "float": "f"}[one.split()[0]] for one in parameters]
-        assert "".join(letters) == kernel.signature, kernel.name
 
 
 @pytest.mark.parametrize("is_sparse", [False, True])
