@@ -1,5 +1,7 @@
 """Attention in 8 bits on a Hopper GPU: its kernels against their definition and float64. Run with -m gpu."""
 
+import functools
+import itertools
 import threading
 
 import pytest
@@ -8,8 +10,10 @@ import torch
 import tritium
 from support.attention_streams import exact, sqnr, streams
 from tritium import device, ops
+from tritium.ops import block_sparse_attention
 from tritium.ops.attention import OP, eight_bits, trial
 from tritium.ops.attention.rounded import rounded_attention
+from tritium.ops.block_sparse_attention import eight_bits as sparse_eight_bits
 
 pytestmark = pytest.mark.gpu
 
@@ -157,3 +161,64 @@ def test_the_automatic_choice_may_take_it():
     create = trial.with_outliers(OP.bind(q, k, v, None, SCALE, False))
     given = OP.bind(**create())
     assert trial.check_lossy(given)(eight_bits.run(given)) is None
+
+
+def sparse_given(heads=3, queries=(1000, 77), keys=(1000, 77), density=0.5, dtype=torch.bfloat16):
+    """Blocks of 128 of two segments; a block of queries sees nothing, and another one block, the last of a segment."""
+
+    def edges(segments):
+        starts = itertools.accumulate(segments, initial=0)
+        places = [range(start, start + size, 128) for start, size in zip(starts, segments, strict=False)]
+        return torch.tensor([*itertools.chain(*places), sum(segments)], dtype=torch.int32, device="cuda")
+
+    q_edges, k_edges = edges(queries), edges(keys)
+    generator = torch.Generator("cuda").manual_seed(0)
+    mask = torch.rand(2, heads, len(q_edges) - 1, len(k_edges) - 1, generator=generator, device="cuda") < density
+    mask[0, 1, 1] = False
+    mask[1, 0, 0] = False
+    mask[1, 0, 0, -2] = True
+    counts, indices = block_sparse_attention.block_lists(mask, q_edges, k_edges, 128, causal=False)
+    q, k, v = streams(sum(queries), sum(keys), batch=2, heads=heads, where="cuda", dtype=dtype)
+    sides = (side.transpose(1, 2) for side in (q, k, v))
+    return block_sparse_attention.OP.bind(*sides, counts, indices, q_edges, k_edges, 128, SCALE, False), mask
+
+
+def sparse_truth(given, mask):
+    """Dense attention in float64 with the mask of the blocks; zero where nothing is seen."""
+    rows, columns = (edges.long().diff() for edges in (given.q_edges, given.k_edges))
+    seen = mask.repeat_interleave(rows, 2).repeat_interleave(columns, 3)
+    q, k, v = (side.transpose(1, 2).double() for side in (given.q, given.k, given.v))
+    scores = (q @ k.mT * SCALE).masked_fill(~seen, -torch.inf)
+    return (torch.softmax(scores, -1).nan_to_num() @ v).transpose(1, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("segments", [(1000, 77), (128, 128), (5, 300), (2560,)])
+@pytest.mark.parametrize("density", [0.2, 0.6, 1.0])
+def test_sparse_kernels_compute_their_definition(segments, density, dtype):
+    given, mask = sparse_given(queries=segments, keys=segments, density=density, dtype=dtype)
+    assert sparse_eight_bits.decline_int8(given) is None
+    poison = [torch.full((1 << size,), 255, dtype=torch.uint8, device="cuda") for size in range(9, 24)]
+    del poison
+    out = block_sparse_attention.OP.overload(*vars(given).values(), provider="int8")
+    defined, truth = sparse_eight_bits.rounded_sparse_attention(given), sparse_truth(given, mask)
+    assert torch.equal(out.any(-1), truth.any(-1))
+    for values, least in ((defined, AS_DEFINED), (truth, 25)):
+        error = (out.double() - values.double()).square().sum()
+        assert 10 * torch.log10(values.double().square().sum() / error) >= least
+    for _ in range(5):
+        assert torch.equal(block_sparse_attention.OP.overload(*vars(given).values(), provider="int8"), out)
+
+
+def test_other_lists_than_queries_in_a_graph():
+    """A captured graph reads the lists anew."""
+    given, _ = sparse_given()
+    by = functools.partial(block_sparse_attention.OP.overload, provider="int8")
+    by(*vars(given).values())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = by(*vars(given).values())
+    given.counts[..., 0].zero_()
+    given.counts[..., 1].fill_(1)
+    graph.replay()
+    assert torch.equal(out, by(*vars(given).values()))

@@ -7,8 +7,11 @@ from support.attention_streams import exact, sqnr, streams
 from tritium import ops
 from tritium.artifacts import digest
 from tritium.errors import ProviderError
+from tritium.layers import choose
+from tritium.ops import block_sparse_attention, cuda_launch
 from tritium.ops.attention import OP, eight_bits, trial
-from tritium.ops.attention.rounded import TILE, rounded_attention
+from tritium.ops.attention.rounded import TILE, edges_of, rounded_attention, rounded_tiles
+from tritium.ops.block_sparse_attention import eight_bits as sparse_eight_bits
 from tritium.ops.quantize_rows import FP8
 
 # Registers the operators.
@@ -118,7 +121,7 @@ def test_kernels_decline(monkeypatch):
     assert "NVRTC" in reason()
     monkeypatch.setattr(eight_bits.nvrtc, "library", object)
 
-    def fail(*arguments):
+    def fail(*arguments, **options):
         raise ProviderError("NVRTC cannot compile it")
 
     monkeypatch.setattr(eight_bits, "loaded", fail)
@@ -141,3 +144,81 @@ def test_heads_that_kernels_cannot_read_are_copied():
 def test_the_kernels_text_is_part_of_every_cache_key():
     assert eight_bits.SOURCE in digest.package_files()
     assert eight_bits.SOURCE in ops.files()
+
+
+def test_consecutive_tiles_are_the_dense_definition():
+    q, k, v = streams(300, 333)
+    tiles = [list(range(3))] * 3
+    out = rounded_tiles(q, k, v, 0.1, edges=(edges_of(300), edges_of(333)), visits=[[tiles] * 2] * 2)
+    torch.testing.assert_close(out, rounded_attention(q, k, v, 0.1), rtol=0, atol=0)
+
+
+def sparse_samples(dtype):
+    for sample in block_sparse_attention.OP.samples(dtype, "cpu"):
+        given = block_sparse_attention.OP.bind(**sample.arguments)
+        if sparse_eight_bits.decline_int8(given) is None:
+            yield sample.label, given
+
+
+def test_sparse_attention_holds_25_db():
+    labels = set()
+    for label, given in sparse_samples(torch.float32):
+        labels.add(label)
+        out, truth = sparse_eight_bits.run_int8(given), block_sparse_attention.reference(**vars(given))
+        # Rows that see nothing are zero, and no other is.
+        assert torch.equal(out.any(-1), truth.any(-1)), label
+        if truth.any():
+            error = (out - truth).double().square().sum()
+            assert 10 * torch.log10(truth.double().square().sum() / error) > 25, label
+    assert {"blocks of 128", "some queries see nothing", "nobody sees anything", "heads first in memory"} <= labels
+
+
+def test_sparse_attention_by_int8_is_used_by_name():
+    given = next(given for label, given in sparse_samples(torch.float32) if label == "blocks of 128")
+    op = block_sparse_attention.OP
+    assert ops.declines(op, given)["int8"] == ops.LOSSY
+    assert choose.choose(op, given, "int8") == choose.choose(op, given, "lossy:int8") == "int8"
+    assert choose.choose(op, given, "runtime") != "int8"
+
+
+@pytest.mark.parametrize(
+    ("label", "changes", "reason"),
+    [
+        ("causal", {}, "no causality"),
+        ("fewer heads of keys", {}, "as many heads"),
+        ("no queries", {}, "nothing to compute"),
+        ("blocks of 128", {"block": 256}, "up to 128 tokens, got 256"),
+        ("blocks of 128", {"scale": 0.0}, "scale above 0"),
+        ("blocks of 128", {"counts": torch.zeros(1, 2, 3, 2, dtype=torch.int64)}, "int32"),
+    ],
+)
+def test_sparse_declines(label, changes, reason):
+    samples = {sample.label: sample.arguments for sample in block_sparse_attention.OP.samples(torch.float32, "cpu")}
+    given = block_sparse_attention.OP.bind(**{**samples[label], **changes})
+    assert reason in sparse_eight_bits.decline_int8(given)
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_launches_have_the_arguments_of_their_signatures(monkeypatch, is_sparse):
+    launched = []
+
+    class Recorded:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def launch(self, grid, *arguments):
+            cuda_launch.packed(self.kernel.signature, arguments)
+            launched.append((self.kernel.name, grid))
+
+    kernels = {kernel.name: Recorded(kernel) for kernel in eight_bits.LISTED_KERNELS if is_sparse}
+    kernels |= {kernel.name: Recorded(kernel) for kernel in eight_bits.KERNELS if not is_sparse}
+    monkeypatch.setattr(eight_bits, "loaded", lambda *arguments, **options: kernels)
+    if is_sparse:
+        given = next(given for label, given in sparse_samples(torch.float32) if label == "blocks of 128")
+        assert sparse_eight_bits.launch(given).shape == given.q.shape
+        tiles, blocks = 4, 2 * 3
+    else:
+        assert eight_bits.attend(*streams(300, 400), 0.1).shape == (2, 2, 300, 128)
+        tiles, blocks = 4, 4 * 3
+    heads = blocks // 3
+    assert launched == [("summarize", (16, heads, 1)), ("store_heads", (tiles, heads, 3)), ("attend", (blocks, 1, 1))]

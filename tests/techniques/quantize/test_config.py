@@ -19,6 +19,10 @@ BAD = {
     "a group that is not rotated": (lambda: Quantize("int8", rotate=32), "16, 64, 256"),
     "an unknown attention": (lambda: Quantize(attention="sdpa"), "'auto', 'int8'"),
     "attention in unquantized steps": (lambda: Quantize(attention="int8", steps=Steps(1)), "leave one out"),
+    "measured attention and sparse attention": (
+        lambda: Choice(how="eager", quantize=Quantize(None, attention="auto"), sparse={"latent": (1, 8, 8)}),
+        "write attention='int8'",
+    ),
     "two attentions": (lambda: Choice(quantize=Quantize(attention="int8"), attention="math"), "leave one of them out"),
     "an unknown place": (lambda: Quantize(keep="disk"), "keep"),
     "products of one row": (lambda: Quantize(one_row="fp8"), "one_row"),

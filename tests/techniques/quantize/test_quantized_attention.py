@@ -70,3 +70,28 @@ def test_attention_alone_in_an_eager_part(pipe, chosen):
         generate(pipe)
         assert not note(handle)["formats"]
     assert set(chosen) == {"int8"}
+
+
+@pytest.mark.parametrize("dense_steps", [0, 1])
+def test_sparse_attention_is_quantized_too(pipe, chosen, dense_steps):
+    """Blocks are kept by `sparse`, and computed in 8 bits; dense steps are in 8 bits as well."""
+    sparse = {"latent": (1, 8, 8), "text": 16, "sparsity": 0.3, "dense_steps": dense_steps, "calls_per_step": 1}
+
+    def plan(**choice):
+        return Plan(
+            components={"transformer": Choice(how="eager", sparse=sparse, **choice), "vae": "eager"}, progress=False
+        )
+
+    plain = generate(pipe)
+    with optimize(pipe, plan()):
+        exact = generate(pipe)
+    assert "int8" not in chosen
+    chosen.clear()
+    with optimize(pipe, plan(quantize=Quantize(None, attention="int8"))) as handle:
+        image = generate(pipe)
+        assert note(handle)["attention"] == {"by": "int8", "layers": 2}
+        assert "sparse attention by rf_v2, density" in str(handle)
+    assert set(chosen) == {"int8"}
+    assert not torch.equal(image, exact)
+    assert quality.psnr(image, exact) > 25
+    assert torch.equal(generate(pipe), plain)

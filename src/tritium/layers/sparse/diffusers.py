@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,6 @@ from tritium import compat, device
 from tritium.errors import ArgumentError
 from tritium.layers.arguments import checked
 from tritium.layers.attention.diffusers import AttentionHandle, change_layers
-from tritium.layers.attention.forward import attention_forward
 from tritium.layers.sparse.layout import SparseLayout
 from tritium.layers.sparse.masks import SparseType
 from tritium.layers.sparse.schedule import SparseAttention
@@ -195,7 +195,7 @@ class _Counter:
         masked = attn_mask is not None or is_causal
         if masked or not q.shape[2] == k.shape[2] == self.attention.layout.tokens:
             self.dense.add(f"{q.shape[2]} queries and {k.shape[2]} keys{' with a mask' if masked else ''}")
-            return attention_forward(
+            return self.attention.dense(
                 q, k, v, attn_mask, scale, head_first=True, is_causal=is_causal, enable_gqa=enable_gqa
             )
         self.is_sparse = True
@@ -213,6 +213,20 @@ class _Counter:
             f"the layout has {self.attention.layout.tokens} tokens, and no attention of this model without a mask "
             f"has as many, so all stay dense. There are: {'; '.join(sorted(self.dense))}"
         )
+
+
+# The sparse attention of modules that have it.
+_HANDLES: weakref.WeakKeyDictionary[nn.Module, SparseHandle] = weakref.WeakKeyDictionary()
+
+
+def sparse_handle(module: nn.Module) -> SparseHandle | None:
+    """Return what `set_sparse_attention` changed in a module, or None if it has no sparse attention."""
+    return _HANDLES.get(module)
+
+
+def _forget(module: weakref.ref[nn.Module]) -> None:
+    if (owner := module()) is not None:
+        _HANDLES.pop(owner, None)
 
 
 def _warn(message: str) -> None:
@@ -260,6 +274,8 @@ def set_sparse_attention(
     name = f"tritium:sparse:{id(counter)}"
     change_layers(handle, module, name, counter.attend)
     handle.callback(compat.diffusers.remove_backend, name)
+    _HANDLES[module] = handle
+    handle.callback(_forget, weakref.ref(module))
     handle.callback(module.register_forward_pre_hook(counter.begin, with_kwargs=True).remove)
     handle.callback(module.register_forward_hook(counter.end).remove)
     if dense_steps > 0 or reuse_steps > 1:

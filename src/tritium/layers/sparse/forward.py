@@ -10,7 +10,7 @@ from tritium import compat
 from tritium.errors import ArgumentError, ArgumentTypeError
 from tritium.layers.arguments import checked, refuse_gradients_in_a_graph, under_autocast
 from tritium.layers.attention.forward import attention_forward, check_streams, with_positive_scale
-from tritium.layers.choose import RUNTIME, SPARSE, check_name, compute
+from tritium.layers.choose import LOSSY, RUNTIME, SPARSE, check_name, compute
 from tritium.layers.sparse import masks
 from tritium.layers.sparse.layout import SparseLayout
 from tritium.layers.sparse.masks import ADA_BSA, Method, SparseType
@@ -46,7 +46,7 @@ def attend(
         if torch.is_grad_enabled():
             raise ArgumentError("vmap over sparse attention computes no gradients: call it under torch.no_grad()")
     elif compat.dynamo.needs_gradients(q, k, v):
-        if by not in (None, REFERENCE):
+        if by not in (None, REFERENCE) and not by.startswith(f"{LOSSY}:"):
             raise ArgumentError(f"sparse attention by {by!r} computes no gradients; by {REFERENCE!r} it does")
         return _with_gradients(*given)  # type: ignore[no-any-return]
     return compute(SPARSE, by or RUNTIME, *given)
@@ -102,7 +102,8 @@ def sparse_attention(
         cdf_threshold: With `ada_bsa`, the share of the estimated attention that kept blocks must contain.
         sparsity: The share of blocks to skip, from 0 to 1, before the blocks that are always kept are added.
         return_density: Whether to also return the computed share of dense attention's work.
-        by: The implementation: `triton`, `flex` or `reference`; None for the fastest.
+        by: The implementation: `triton`, `flex`, `int8` (attention in 8 bits, lossy) or `reference`; None for the fastest
+            of the exact ones.
     """
     check_name(SPARSE, by)
     heads_first = input_layout == "BNSD"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import functools
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from tritium.errors import ArgumentError
 from tritium.layers.arguments import checked, under_autocast
 from tritium.layers.attention.forward import attention_forward, check_streams, with_positive_scale
-from tritium.layers.choose import SPARSE, check_name
+from tritium.layers.choose import LOSSY, SPARSE, check_name
 from tritium.layers.sparse import masks
 from tritium.layers.sparse.forward import attend, lists_of
 from tritium.layers.sparse.layout import SparseLayout
@@ -40,7 +41,7 @@ class SparseAttention:
         dense_layers: Layers that are always dense.
         reuse_steps: The number of steps for which a mask is used before it is computed again.
         permuted: Whether the streams are already in the order of `layout.permute`; then they are not reordered.
-        by: The implementation: `triton`, `flex` or `reference`; None for the fastest.
+        by: The implementation: `triton`, `flex`, `int8` or `reference`; None for the fastest of the exact ones.
         cdf_threshold: As in `sparse_attention`.
     """
 
@@ -73,6 +74,8 @@ class SparseAttention:
         self.reuse_steps = reuse_steps
         self.permuted = permuted
         self.by = by
+        # What computes steps and layers that are dense.
+        self.dense: Callable[..., torch.Tensor] = attention_forward
         self._kept: dict[tuple[int, int], _Kept] = {}
         # The work of all calls, in units of one dense attention, and the number of calls.
         self._done: torch.Tensor | float = 0.0
@@ -102,7 +105,7 @@ class SparseAttention:
                 )
         if step < self.dense_steps or layer in self.dense_layers or self.method.is_dense:
             self._count(1.0)
-            return attention_forward(q, k, v, None, scale, enable_gqa=True)
+            return self.dense(q, k, v, None, scale, enable_gqa=True)
         q, factor = with_positive_scale(q, scale)
         reordered = not (self.permuted or self.layout.keeps_order)
         if reordered:
@@ -139,6 +142,17 @@ class SparseAttention:
         share = self.density()
         what = f"sparse by {self.method.sparse_type}, {self.layout.tokens} tokens: density {share:.3f} over {self._calls} calls"
         return {"graph": "-", "by": self.by or "the fastest", "what": what, "density": share}
+
+    def use_lossy(self, provider: str) -> Callable[[], None]:
+        """Compute by a lossy provider wherever it can, sparse and dense; return a function that undoes this."""
+        before = self.by, self.dense
+        self.by = f"{LOSSY}:{provider}"
+        self.dense = functools.partial(attention_forward, opt_mode="lossy", op_type=provider)
+
+        def undo() -> None:
+            self.by, self.dense = before
+
+        return undo
 
     def forget_masks(self) -> None:
         """Drop the masks, as at the start of another image."""

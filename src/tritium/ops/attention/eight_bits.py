@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -46,11 +47,20 @@ PARTS = 16
 # what aligning them to 1,024 bytes takes.
 SHARED_BYTES = TILE * WIDTH + 4 * (2 * TILE * WIDTH + 8 * TILE) + 66 * 4 * 256 + 17 * 8 + 1024
 
-KERNELS = (
-    Kernel("summarize", "PPPP" + "ii" + "q" * 6, threads=256),
-    Kernel("store_heads", "P" * 11 + "iiii" + "q" * 9, threads=512),
-    Kernel("attend", "P" * 7 + "iiii" + "f" + "qqq", threads=384, shared_bytes=SHARED_BYTES),
+# The blocks that may be divided into parts of the keys.
+MOST_DIVIDED = 256
+
+STORING = (
+    Kernel("summarize", "P" * 5 + "ii" + "q" * 6, threads=256),
+    Kernel("store_heads", "P" * 13 + "i" * 5 + "q" * 9, threads=512),
 )
+ATTEND = "P" * 9 + "i" * 6 + "f" + "qqq"
+KERNELS = (*STORING, Kernel("attend", ATTEND, threads=384, shared_bytes=SHARED_BYTES))
+
+# With lists of tiles: counts, indices, edges of queries and of keys, columns. Each tile of such a list may be a part of one, so
+# masks are found by the order of products in which they cost no branch.
+LISTED = ("LISTED", "ORDER=1")
+LISTED_KERNELS = (*STORING, Kernel("attend", ATTEND + "PPPPi", threads=384, shared_bytes=SHARED_BYTES))
 
 
 @functools.cache
@@ -58,10 +68,10 @@ def text() -> str:
     return SOURCE.read_text(encoding="utf-8")
 
 
-def loaded(where: torch.device, dtype: torch.dtype) -> Mapping[str, Loaded]:
+def loaded(where: torch.device, dtype: torch.dtype, *, listed: bool = False) -> Mapping[str, Loaded]:
     """Return the kernels for a dtype on a GPU, compiled at the first call; raise a `ProviderError`."""
-    macros = ("FLOAT16",) if dtype == torch.float16 else ()
-    return cuda_launch.load(SOURCE.name, text(), where, KERNELS, macros)
+    macros = (*(LISTED if listed else ()), *(("FLOAT16",) if dtype == torch.float16 else ()))
+    return cuda_launch.load(SOURCE.name, text(), where, LISTED_KERNELS if listed else KERNELS, macros)
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
@@ -80,33 +90,74 @@ def run(given: Arguments) -> torch.Tensor:
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     """Launch the kernels for heads-first tensors on a GPU."""
     kernels = loaded(q.device, q.dtype)
+    query_tiles, key_tiles = -(-q.shape[2] // TILE), -(-k.shape[2] // TILE)
+    out = empty_result(q, v)
+    stored = store(kernels, q, k, v, (query_tiles, key_tiles))
+    kernels["attend"].launch((stored.blocks, 1, 1), *stored.arguments(out, scale))
+    return out
+
+
+class Stored(NamedTuple):
+    """q, k and v in 8 bits, in tiles of TILE tokens, as the kernel `attend` reads them."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    q_scales: torch.Tensor
+    k_scales: torch.Tensor
+    v_scales: torch.Tensor
+    # Memory that the kernel uses where blocks are divided into parts of the keys.
+    parts: torch.Tensor
+    arrivals: torch.Tensor
+    queries: int
+    keys: int
+    heads: int
+
+    @property
+    def query_tiles(self) -> int:
+        return self.q.shape[1] // TILE
+
+    @property
+    def blocks(self) -> int:
+        return self.q.shape[0] * self.query_tiles
+
+    def arguments(self, out: torch.Tensor, scale: float) -> tuple[torch.Tensor | float, ...]:
+        """Return the first arguments of the kernel for a heads-first result; no block is divided."""
+        tensors = (self.q, self.q_scales, self.k, self.k_scales, self.v, self.v_scales, out, self.parts, self.arrivals)
+        sizes = (self.queries, self.keys, self.heads, self.query_tiles, self.blocks, 1)
+        # GPUs compute exponentials in base 2.
+        return *tensors, *sizes, scale / math.log(2), *out.stride()[:3]
+
+
+def store(
+    kernels: Mapping[str, Loaded],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tiles: tuple[int, int],
+    edges: tuple[torch.Tensor | int, torch.Tensor | int] = (0, 0),
+) -> Stored:
+    """Store heads-first tensors in 8 bits; `edges` are the first tokens of the tiles of queries and of keys, and the end."""
     q, k, v = map(aligned, (q, k, v))
     batch, heads, queries, _ = q.shape
     keys, all_heads = k.shape[2], batch * heads
-    query_tiles, key_tiles = -(-queries // TILE), -(-keys // TILE)
 
     def empty(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty((all_heads, *sizes), dtype=dtype, device=q.device)
 
     sums, largest = empty(PARTS, WIDTH), empty(PARTS, WIDTH)
-    tokens = (query_tiles * TILE, key_tiles * TILE, key_tiles * TILE)
-    stored_q, stored_k, stored_v = (empty(count, WIDTH, dtype=torch.uint8) for count in tokens)
-    q_scales, k_scales, v_scales = empty(tokens[0]), empty(key_tiles), empty(WIDTH)
-    out = empty_result(q, v)
+    tokens = (tiles[0] * TILE, tiles[1] * TILE, tiles[1] * TILE)
+    q_stored, k_stored, v_stored = (empty(count, WIDTH, dtype=torch.uint8) for count in tokens)
+    scales = empty(tokens[0]), empty(tiles[1]), empty(WIDTH)
+    arrivals = torch.empty(MOST_DIVIDED, dtype=torch.int32, device=q.device)
     of_k, of_v = k.stride()[:3], v.stride()[:3]
-    kernels["summarize"].launch((PARTS, all_heads, 1), k, v, sums, largest, keys, heads, *of_k, *of_v)
+    kernels["summarize"].launch((PARTS, all_heads, 1), k, v, sums, largest, arrivals, keys, heads, *of_k, *of_v)
     kernels["store_heads"].launch(
-        (max(query_tiles, key_tiles), all_heads, 3),
-        *(q, k, v, sums, largest, stored_q, stored_k, stored_v, q_scales, k_scales, v_scales),
-        *(queries, keys, heads, tokens[0], *q.stride()[:3], *of_k, *of_v),
+        (max(tiles), all_heads, 3),
+        *(q, k, v, sums, largest, q_stored, k_stored, v_stored, *scales, *edges),
+        *(queries, keys, heads, *tiles, *q.stride()[:3], *of_k, *of_v),
     )
-    kernels["attend"].launch(
-        (query_tiles * all_heads, 1, 1),
-        *(stored_q, q_scales, stored_k, k_scales, stored_v, v_scales, out),
-        # GPUs compute exponentials in base 2.
-        *(queries, keys, heads, query_tiles, scale / math.log(2), *out.stride()[:3]),
-    )
-    return out
+    return Stored(q_stored, k_stored, v_stored, *scales, sums, arrivals, queries, keys, heads)
 
 
 def decline_form(given: Arguments) -> str | None:
@@ -127,7 +178,7 @@ def decline_form(given: Arguments) -> str | None:
     return None
 
 
-def decline_on_a_gpu(given: Arguments) -> str | None:
+def decline_on_a_gpu(given: Arguments, *, listed: bool = False) -> str | None:
     """Return why the kernels cannot take a call, or None: then they are loaded, so that captures can contain the call."""
     sizes = Sizes.of(given)
     if given.q.dtype not in HALF:
@@ -144,7 +195,7 @@ def decline_on_a_gpu(given: Arguments) -> str | None:
     if reason := nvrtc.decline():
         return reason
     try:
-        loaded(given.q.device, given.q.dtype)
+        loaded(given.q.device, given.q.dtype, listed=listed)
     except ProviderError as error:
         return str(error)
     return None

@@ -13,6 +13,8 @@ columns of q and k are rotated by a regular Hadamard matrix, which does not chan
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the conventional name
@@ -49,34 +51,89 @@ def in_float8(x: torch.Tensor) -> torch.Tensor:
     return x.clamp(-LARGEST[FP8], LARGEST[FP8]).to(FP8).to(torch.float32)
 
 
-def in_tiles(x: torch.Tensor) -> torch.Tensor:
-    """Return [B, N, S, D] as [B, N, tiles, TILE, D], padded with zeros."""
-    batch, heads, tokens, width = x.shape
-    padded = F.pad(x, (0, 0, 0, -tokens % TILE))
-    return padded.reshape(batch, heads, padded.shape[2] // TILE, TILE, width)
+def in_tiles(x: torch.Tensor, edges: Sequence[int]) -> torch.Tensor:
+    """Return [B, N, S, D] as [B, N, tiles, TILE, D]: a tile begins at each edge, and is padded with zeros."""
+    tiles = [F.pad(x[:, :, first:end], (0, 0, 0, TILE - (end - first))) for first, end in pairwise(edges)]
+    return torch.stack(tiles, dim=2)
+
+
+def edges_of(tokens: int) -> list[int]:
+    """Return the edges of consecutive tiles.
+
+    >>> edges_of(300)
+    [0, 128, 256, 300]
+    """
+    return [*range(0, tokens, TILE), tokens]
 
 
 def rounded_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, rotate: int | None = None
 ) -> torch.Tensor:
     """Compute attention of heads-first tensors in 8 bits; `rotate` None is the rotation for the heads' width."""
+    return rounded_tiles(q, k, v, scale, edges=([0, q.shape[2]], edges_of(k.shape[2])), rotate=rotate)
+
+
+# For each sample, head and tile of queries, the tiles of keys that are visited, in order.
+Visits = Sequence[Sequence[Sequence[Sequence[int]]]]
+
+
+def rounded_tiles(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    *,
+    edges: tuple[Sequence[int], Sequence[int]],
+    visits: Visits | None = None,
+    rotate: int | None = None,
+) -> torch.Tensor:
+    """Compute `rounded_attention` of tiles that begin at `edges` of queries and keys; `visits` None: all visit all keys.
+
+    Queries that visit nothing have the result zero.
+    """
     group = rotation_of(q.shape[3]) if rotate is None else rotate
     wide_q, wide_k, wide_v = (side.to(torch.float32) for side in (q, k, v))
     moved = wide_k - wide_k.mean(2, keepdim=True)
-    wide_q, tiles = rotated(wide_q, group), in_tiles(rotated(moved, group))
+    wide_q, tiles = rotated(wide_q, group), in_tiles(rotated(moved, group), edges[1])
     rows, row_scale = in_int8(wide_q, wide_q.abs().amax(-1, keepdim=True))
     keys, key_scale = in_int8(tiles, tiles.abs().amax((-2, -1), keepdim=True))
     value_scale, inverse = powers_of_two(wide_v.abs().amax(2, keepdim=True).clamp(min=LEAST_VALUE))
-    values = in_tiles(in_float8(wide_v * inverse))
+    values = in_tiles(in_float8(wide_v * inverse), edges[1])
     row_scale = row_scale * (scale / math.log(2))
+    sizes = [end - first for first, end in pairwise(edges[1])]
+    if visits is None:
+        stored = (rows, row_scale, keys, key_scale, values)
+        return (_visited(*stored, range(len(sizes)), sizes) * value_scale).to(q.dtype)
+    out = torch.zeros((*q.shape[:3], v.shape[3]), device=q.device)
+    for sample, of_sample in enumerate(visits):
+        for head, of_head in enumerate(of_sample):
+            one = (slice(sample, sample + 1), slice(head, head + 1))
+            for (first, end), listed in zip(pairwise(edges[0]), of_head, strict=True):
+                if listed and first < end:
+                    some = (*one, slice(first, end))
+                    stored = (rows[some], row_scale[some], keys[one], key_scale[one], values[one])
+                    out[some] = _visited(*stored, listed, sizes)
+    return (out * value_scale).to(q.dtype)
+
+
+def _visited(
+    rows: torch.Tensor,
+    row_scale: torch.Tensor,
+    keys: torch.Tensor,
+    key_scale: torch.Tensor,
+    values: torch.Tensor,
+    listed: Iterable[int],
+    sizes: Sequence[int],
+) -> torch.Tensor:
+    """Return the mean of stored values by the weights of stored queries for the tiles in a list."""
     largest = torch.full_like(row_scale, -math.inf)
-    total, out = torch.zeros_like(row_scale), torch.zeros((*q.shape[:3], v.shape[3]), device=q.device)
-    for tile in range(tiles.shape[2]):
+    total, out = torch.zeros_like(row_scale), torch.zeros((*rows.shape[:3], values.shape[4]), device=rows.device)
+    for tile in listed:
         score = rows @ keys[:, :, tile].transpose(-2, -1) * (row_scale * key_scale[:, :, tile])
-        score[..., max(0, k.shape[2] - tile * TILE) :] = -math.inf
+        score[..., sizes[tile] :] = -math.inf
         now = torch.maximum(largest, score.amax(-1, keepdim=True))
         weight, shrink = in_float8(torch.exp2(score - (now - RAISED))), torch.exp2(largest - now)
         total = total * shrink + weight.sum(-1, keepdim=True)
         out = out * shrink + weight @ values[:, :, tile]
         largest = now
-    return (out * value_scale / total).to(q.dtype)
+    return out / total

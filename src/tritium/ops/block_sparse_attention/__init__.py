@@ -17,6 +17,7 @@ import torch
 from tritium import compat, fidelity
 from tritium.compat import attention as compat_attention
 from tritium.ops import attention
+from tritium.ops.block_sparse_attention.eight_bits import decline_int8, run_int8
 from tritium.ops.block_sparse_attention.flex import decline_flex, dense, run_flex
 from tritium.ops.block_sparse_attention.reference import block_lists, draw_samples, reference
 from tritium.ops.block_sparse_attention.triton import decline_triton, results, run_triton
@@ -60,6 +61,7 @@ def rule(given: Arguments) -> str:
 PROVIDERS = (
     Provider("triton", "block_sparse_attention", run_triton, decline_triton),
     Provider("flex", "block_sparse_attention", run_flex, decline_flex),
+    Provider("int8", "block_sparse_attention", run_int8, decline_int8, lossy=True),
 )
 TRIAL = Trial(shape, first_use=FirstUse(alike=alike, check=check, default=rule, versions=compat_attention.versions))
 OP = Op("block_sparse_attention", reference, draw_samples, PROVIDERS, results=results, trial=TRIAL)

@@ -23,12 +23,34 @@ typedef unsigned long long u64;
 // Below the values of a stage lie 8 rows of ones: the product with them is the total of the rounded weights.
 #define VALUE_BYTES (TILE_BYTES + 8 * TILE)
 #define SPLITS 16
-// Weights are raised by 2^8: float8 holds 2^-9 to 448.
-#define RAISED 8.0f
+// The largest score of a row counts until one exceeds it by LAZY: few tiles then change it, and scale the sums.
+#ifndef LAZY
+#define LAZY 0.0f
+#endif
+// Weights are raised by 2^RAISED: float8 holds 2^-9 to 448 = 2^8.8.
+#ifndef RAISED
+#define RAISED (LAZY > 0 ? 8.8f - LAZY : 8.0f)
+#endif
+// Of 16 words of four weights, those whose exponentials are computed without the unit for them.
+#ifndef POLY
+#define POLY 0
+#endif
+// Blocks that are divided into parts of their keys.
+#ifndef ORDER
+#define ORDER 0
+#endif
+#ifndef AHEAD
+#define AHEAD 0
+#endif
+#ifndef WIDE
+#define WIDE 0
+#endif
 // 1.5 * 2^23: adding it rounds a number below 2^22 to an integer, which is then in the lowest bits.
 #define OFFSET 12582912.0f
 // Tensor cores keep about 14 bits of float8 sums. After this many tiles they are added in float32, in shared memory.
+#ifndef FLUSH
 #define FLUSH 8
+#endif
 // Less than any score: 127 * 127 * 128 is below 2^21.
 #define HIDDEN (-(1 << 30))
 #define INFINITY __int_as_float(0x7F800000)
@@ -99,6 +121,12 @@ __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
+__device__ __forceinline__ float from_l2(const float* x) {
+  float result;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(result) : "l"(x) : "memory");
+  return result;
+}
+
 __device__ __forceinline__ void arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -162,53 +190,75 @@ __device__ __forceinline__ void add_scores(int (&score)[64], u64 queries, u64 ke
       : "l"(queries), "l"(keys), "r"(keep));
 }
 
-__device__ __forceinline__ void add_values(float (&sum)[32], const u32 (&weights)[4], u64 values, int keep) {
+__device__ __forceinline__ void add_low(float (&sum)[68], const u32 (&weights)[4], u64 values) {
   asm volatile(
-      "{\n.reg .pred keep;\nsetp.ne.b32 keep, %37, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 "
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, "
       "%14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "
       "%28, %29, %30, %31}, "
-      "{%32, %33, %34, %35}, %36, keep, 1, 1;\n}\n"
-      :
-          "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]), "+f"(sum[4]), "+f"(sum[5]),
-          "+f"(sum[6]), "+f"(sum[7]), "+f"(sum[8]), "+f"(sum[9]), "+f"(sum[10]), "+f"(sum[11]),
-          "+f"(sum[12]), "+f"(sum[13]), "+f"(sum[14]), "+f"(sum[15]), "+f"(sum[16]), "+f"(sum[17]),
-          "+f"(sum[18]), "+f"(sum[19]), "+f"(sum[20]), "+f"(sum[21]), "+f"(sum[22]), "+f"(sum[23]),
-          "+f"(sum[24]), "+f"(sum[25]), "+f"(sum[26]), "+f"(sum[27]), "+f"(sum[28]), "+f"(sum[29]),
-          "+f"(sum[30]), "+f"(sum[31])
-      : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]), "l"(values), "r"(keep));
+      "{%32, %33, %34, %35}, %36, 1, 1, 1;\n"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]), "+f"(sum[4]), "+f"(sum[5]),
+        "+f"(sum[6]), "+f"(sum[7]), "+f"(sum[8]), "+f"(sum[9]), "+f"(sum[10]), "+f"(sum[11]),
+        "+f"(sum[12]), "+f"(sum[13]), "+f"(sum[14]), "+f"(sum[15]), "+f"(sum[16]), "+f"(sum[17]),
+        "+f"(sum[18]), "+f"(sum[19]), "+f"(sum[20]), "+f"(sum[21]), "+f"(sum[22]), "+f"(sum[23]),
+        "+f"(sum[24]), "+f"(sum[25]), "+f"(sum[26]), "+f"(sum[27]), "+f"(sum[28]), "+f"(sum[29]),
+        "+f"(sum[30]), "+f"(sum[31])
+      : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]), "l"(values));
 }
 
-__device__ __forceinline__ void add_values(float (&sum)[36], const u32 (&weights)[4], u64 values, int keep) {
+__device__ __forceinline__ void add_high(float (&sum)[68], const u32 (&weights)[4], u64 values) {
   asm volatile(
-      "{\n.reg .pred keep;\nsetp.ne.b32 keep, %41, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n72k32.f32.e4m3.e4m3 "
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, "
       "%14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "
       "%28, %29, %30, %31, %32, %33, %34, %35}, "
-      "{%36, %37, %38, %39}, %40, keep, 1, 1;\n}\n"
-      :
-          "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]), "+f"(sum[4]), "+f"(sum[5]),
-          "+f"(sum[6]), "+f"(sum[7]), "+f"(sum[8]), "+f"(sum[9]), "+f"(sum[10]), "+f"(sum[11]),
-          "+f"(sum[12]), "+f"(sum[13]), "+f"(sum[14]), "+f"(sum[15]), "+f"(sum[16]), "+f"(sum[17]),
-          "+f"(sum[18]), "+f"(sum[19]), "+f"(sum[20]), "+f"(sum[21]), "+f"(sum[22]), "+f"(sum[23]),
-          "+f"(sum[24]), "+f"(sum[25]), "+f"(sum[26]), "+f"(sum[27]), "+f"(sum[28]), "+f"(sum[29]),
-          "+f"(sum[30]), "+f"(sum[31]), "+f"(sum[32]), "+f"(sum[33]), "+f"(sum[34]), "+f"(sum[35])
-      : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]), "l"(values), "r"(keep));
+      "{%36, %37, %38, %39}, %40, 1, 1, 1;\n"
+      : "+f"(sum[32]), "+f"(sum[33]), "+f"(sum[34]), "+f"(sum[35]), "+f"(sum[36]), "+f"(sum[37]),
+        "+f"(sum[38]), "+f"(sum[39]), "+f"(sum[40]), "+f"(sum[41]), "+f"(sum[42]), "+f"(sum[43]),
+        "+f"(sum[44]), "+f"(sum[45]), "+f"(sum[46]), "+f"(sum[47]), "+f"(sum[48]), "+f"(sum[49]),
+        "+f"(sum[50]), "+f"(sum[51]), "+f"(sum[52]), "+f"(sum[53]), "+f"(sum[54]), "+f"(sum[55]),
+        "+f"(sum[56]), "+f"(sum[57]), "+f"(sum[58]), "+f"(sum[59]), "+f"(sum[60]), "+f"(sum[61]),
+        "+f"(sum[62]), "+f"(sum[63]), "+f"(sum[64]), "+f"(sum[65]), "+f"(sum[66]), "+f"(sum[67])
+      : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]), "l"(values));
+}
+
+__device__ __forceinline__ void add_all(float (&sum)[68], const u32 (&weights)[4], u64 values) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n136k32.f32.e4m3.e4m3 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, "
+      "%14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "
+      "%28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, "
+      "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, "
+      "%56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67}, "
+      "{%68, %69, %70, %71}, %72, 1, 1, 1;\n"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]), "+f"(sum[4]), "+f"(sum[5]),
+        "+f"(sum[6]), "+f"(sum[7]), "+f"(sum[8]), "+f"(sum[9]), "+f"(sum[10]), "+f"(sum[11]),
+        "+f"(sum[12]), "+f"(sum[13]), "+f"(sum[14]), "+f"(sum[15]), "+f"(sum[16]), "+f"(sum[17]),
+        "+f"(sum[18]), "+f"(sum[19]), "+f"(sum[20]), "+f"(sum[21]), "+f"(sum[22]), "+f"(sum[23]),
+        "+f"(sum[24]), "+f"(sum[25]), "+f"(sum[26]), "+f"(sum[27]), "+f"(sum[28]), "+f"(sum[29]),
+        "+f"(sum[30]), "+f"(sum[31]), "+f"(sum[32]), "+f"(sum[33]), "+f"(sum[34]), "+f"(sum[35]),
+        "+f"(sum[36]), "+f"(sum[37]), "+f"(sum[38]), "+f"(sum[39]), "+f"(sum[40]), "+f"(sum[41]),
+        "+f"(sum[42]), "+f"(sum[43]), "+f"(sum[44]), "+f"(sum[45]), "+f"(sum[46]), "+f"(sum[47]),
+        "+f"(sum[48]), "+f"(sum[49]), "+f"(sum[50]), "+f"(sum[51]), "+f"(sum[52]), "+f"(sum[53]),
+        "+f"(sum[54]), "+f"(sum[55]), "+f"(sum[56]), "+f"(sum[57]), "+f"(sum[58]), "+f"(sum[59]),
+        "+f"(sum[60]), "+f"(sum[61]), "+f"(sum[62]), "+f"(sum[63]), "+f"(sum[64]), "+f"(sum[65]),
+        "+f"(sum[66]), "+f"(sum[67])
+      : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]), "l"(values));
 }
 
 // Summarize each of SPLITS parts of a head: the sum of keys, and the largest magnitude of each channel of values.
-extern "C" __global__ void __launch_bounds__(256) summarize(
-    const u16* keys, const u16* values, float* sums, float* largest, int tokens, int heads, long keys_of_batch,
-    long keys_of_head, long keys_of_token, long values_of_batch, long values_of_head, long values_of_token) {
-  __shared__ float4 shared[2][8][32];
-  int part = blockIdx.x, head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+template <int WARPS>
+__device__ __forceinline__ void summarize_part(
+    const u16* keys, const u16* values, float* sums, float* largest, int part, int head, int tokens, int heads,
+    long keys_of_batch, long keys_of_head, long keys_of_token, long values_of_batch, long values_of_head,
+    long values_of_token) {
+  __shared__ float4 shared[2][WARPS][32];
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const u16* key = keys + (head / heads) * keys_of_batch + (head % heads) * keys_of_head + 4 * lane;
   const u16* value = values + (head / heads) * values_of_batch + (head % heads) * values_of_head + 4 * lane;
   float4 sum = {0, 0, 0, 0}, most = sum;
 #pragma unroll 4
-  for (int token = 8 * part + warp; token < tokens; token += 8 * SPLITS) {
+  for (int token = WARPS * part + warp; token < tokens; token += WARPS * SPLITS) {
     uint2 of_key = *(const uint2*)(key + token * keys_of_token);
     uint2 of_value = *(const uint2*)(value + token * values_of_token);
     float a, b, c, d;
@@ -223,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(256) summarize(
   __syncthreads();
   if (warp > 1) return;
   float4 result = shared[warp][0][lane];
-  for (int other = 1; other < 8; other++) {
+  for (int other = 1; other < WARPS; other++) {
     float4 more = shared[warp][other][lane];
     if (warp == 0) {
       result.x += more.x, result.y += more.y, result.z += more.z, result.w += more.w;
@@ -233,6 +283,15 @@ extern "C" __global__ void __launch_bounds__(256) summarize(
     }
   }
   ((float4*)(warp == 0 ? sums : largest))[(head * SPLITS + part) * 32 + lane] = result;
+}
+
+extern "C" __global__ void __launch_bounds__(256) summarize(
+    const u16* keys, const u16* values, float* sums, float* largest, u32* arrivals, int tokens, int heads,
+    long keys_of_batch, long keys_of_head, long keys_of_token, long values_of_batch, long values_of_head,
+    long values_of_token) {
+  if (blockIdx.x + blockIdx.y == 0) arrivals[threadIdx.x] = 0;
+  summarize_part<8>(keys, values, sums, largest, blockIdx.x, blockIdx.y, tokens, heads, keys_of_batch, keys_of_head,
+                    keys_of_token, values_of_batch, values_of_head, values_of_token);
 }
 
 // Multiply each half of a row by the regular Hadamard matrix of size 64; lane l holds 16 columns from 16 (l % 8) on.
@@ -289,17 +348,25 @@ __device__ __forceinline__ float largest_of_block(float x) {
   return x;
 }
 
+// The tokens of a tile: from one edge to the next, at most TILE; without edges, TILE, fewer in the last tile.
+__device__ __forceinline__ int begin_of(int tile, const int* edges) { return edges ? edges[tile] : tile * TILE; }
+__device__ __forceinline__ int end_of(int tile, const int* edges, int tokens) {
+  return edges ? edges[tile + 1] : min(tokens, (tile + 1) * TILE);
+}
+
 // Store a tile of queries, with a scale for each row, or of keys minus their mean, with one scale.
 __device__ __forceinline__ void store_rotated(
-    const u16* from, const float* sums, u8* stored, float* scales, int tile, int tokens, int rows, long of_token) {
+    const u16* from, const float* sums, u8* stored, float* scales, int tile, const int* edges, int tokens,
+    long of_token) {
+  int begin = begin_of(tile, edges), end = end_of(tile, edges, tokens);
   // A warp has 8 rows, four at a time.
   int first = 8 * (threadIdx.x / 32) + threadIdx.x % 32 / 8, chunk = threadIdx.x % 8;
   float x[2][16], inverse;
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    int token = tile * TILE + first + 4 * i;
+    int token = begin + first + 4 * i;
     uint4 low = {0, 0, 0, 0}, high = low;
-    if (token < tokens) {
+    if (token < end) {
       const uint4* line = (const uint4*)(from + token * of_token + 16 * chunk);
       low = line[0], high = line[1];
     }
@@ -319,7 +386,7 @@ __device__ __forceinline__ void store_rotated(
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      if (tile * TILE + first + 4 * i >= tokens) continue;
+      if (begin + first + 4 * i >= end) continue;
 #pragma unroll
       for (int j = 0; j < 16; j++) x[i][j] -= mean[16 * chunk + j];
     }
@@ -337,22 +404,24 @@ __device__ __forceinline__ void store_rotated(
       float largest = largest_of(x[i]);
       for (int step = 1; step < 8; step *= 2) largest = larger(largest, __shfl_xor_sync(~0u, largest, step));
       float scale = int8_scale(largest, inverse);
-      if (chunk == 0 && tile * TILE + row < rows) scales[tile * TILE + row] = scale;
+      if (chunk == 0) scales[tile * TILE + row] = scale;
     }
-    if (tile * TILE + row < rows) store_chunk(stored + (long)tile * TILE_BYTES, row, chunk, x[i], inverse);
+    store_chunk(stored + (long)tile * TILE_BYTES, row, chunk, x[i], inverse);
   }
 }
 
 // Store a tile of values in float8, transposed, with a scale for each channel of a head.
 __device__ __forceinline__ void store_values(
-    const u16* from, const float* largest, u8* stored, float* scales, int tile, int tokens, long of_token) {
+    const u16* from, const float* largest, u8* stored, float* scales, int tile, const int* edges, int tokens,
+    long of_token) {
+  int end = end_of(tile, edges, tokens);
   __shared__ float inverses[WIDTH];
   // A thread has 16 tokens of two columns.
-  int chunk = threadIdx.x / 64, column = 2 * (threadIdx.x % 64), first = tile * TILE + 16 * chunk;
+  int chunk = threadIdx.x / 64, column = 2 * (threadIdx.x % 64), first = begin_of(tile, edges) + 16 * chunk;
   u32 pairs[16];
 #pragma unroll
   for (int i = 0; i < 16; i++) {
-    pairs[i] = first + i < tokens ? *(const u32*)(from + (first + i) * of_token + column) : 0;
+    pairs[i] = first + i < end ? *(const u32*)(from + (first + i) * of_token + column) : 0;
   }
   if (threadIdx.x < WIDTH) {
     float most = 0;
@@ -382,30 +451,70 @@ __device__ __forceinline__ void store_values(
   }
 }
 
+// Summarize parts of a head, and store its queries in the blocks after those.
+extern "C" __global__ void __launch_bounds__(512, 2) prepare(
+    const u16* queries, const u16* keys, const u16* values, float* sums, float* largest, u32* arrivals,
+    u8* stored_queries, float* query_scales, const int* query_edges, int query_count, int key_count, int heads,
+    long queries_of_batch, long queries_of_head, long queries_of_token, long keys_of_batch, long keys_of_head,
+    long keys_of_token, long values_of_batch, long values_of_head, long values_of_token) {
+  int head = blockIdx.y, batch = head / heads, of_batch = head % heads, tile = (int)blockIdx.x - SPLITS;
+  if (blockIdx.x + blockIdx.y == 0 && threadIdx.x < 256) arrivals[threadIdx.x] = 0;
+  if (tile < 0) {
+    summarize_part<16>(keys, values, sums, largest, blockIdx.x, head, key_count, heads, keys_of_batch, keys_of_head,
+                       keys_of_token, values_of_batch, values_of_head, values_of_token);
+  } else {
+    long first = (long)head * (gridDim.x - SPLITS) * TILE;
+    store_rotated(queries + batch * queries_of_batch + of_batch * queries_of_head, 0, stored_queries + first * WIDTH,
+                  query_scales + first, tile, query_edges, query_count, queries_of_token);
+  }
+}
+
+// Store a tile of k or v (blockIdx.z) in 8 bits, the last heads first: `prepare` read these last.
+extern "C" __global__ void __launch_bounds__(512, 2) store_keys_and_values(
+    const u16* keys, const u16* values, const float* sums, const float* largest, u8* stored_keys, u8* stored_values,
+    float* key_scales, float* value_scales, const int* key_edges, int key_count, int heads, long keys_of_batch, long keys_of_head,
+    long keys_of_token, long values_of_batch, long values_of_head, long values_of_token) {
+  int tile = blockIdx.x, head = gridDim.y - 1 - blockIdx.y, batch = head / heads, of_batch = head % heads;
+  int tiles = gridDim.x;
+  long first = (long)head * tiles;
+  if (blockIdx.z == 0) {
+    store_rotated(keys + batch * keys_of_batch + of_batch * keys_of_head, sums + head * SPLITS * WIDTH,
+                  stored_keys + first * TILE_BYTES, key_scales + first, tile, key_edges, key_count, keys_of_token);
+  } else {
+    store_values(values + batch * values_of_batch + of_batch * values_of_head, largest + head * SPLITS * WIDTH,
+                 stored_values + first * TILE_BYTES, value_scales + head * WIDTH, tile, key_edges, key_count, values_of_token);
+  }
+}
+
 // Store a tile of q, k or v (blockIdx.z) in 8 bits.
 extern "C" __global__ void __launch_bounds__(512, 2) store_heads(
     const u16* queries, const u16* keys, const u16* values, const float* sums, const float* largest,
     u8* stored_queries, u8* stored_keys, u8* stored_values, float* query_scales, float* key_scales,
-    float* value_scales, int query_count, int key_count, int heads, int query_rows, long queries_of_batch,
-    long queries_of_head, long queries_of_token, long keys_of_batch, long keys_of_head, long keys_of_token,
+    float* value_scales, const int* query_edges, const int* key_edges, int query_count, int key_count, int heads,
+    int query_tiles, int key_tiles, long queries_of_batch, long queries_of_head, long queries_of_token, long keys_of_batch, long keys_of_head, long keys_of_token,
     long values_of_batch, long values_of_head, long values_of_token) {
   int tile = blockIdx.x, head = blockIdx.y, batch = head / heads, of_batch = head % heads;
-  int tiles = (key_count + TILE - 1) / TILE;
+  int tiles = key_tiles;
   long first = (long)head * tiles;
-  if (blockIdx.z == 0 && tile * TILE < query_count) {
+  if (blockIdx.z == 0 && tile < query_tiles) {
+    long first_query = (long)head * query_tiles * TILE;
     store_rotated(queries + batch * queries_of_batch + of_batch * queries_of_head, 0,
-                  stored_queries + (long)head * query_rows * WIDTH, query_scales + (long)head * query_rows, tile,
-                  query_count, query_rows, queries_of_token);
+                  stored_queries + first_query * WIDTH, query_scales + first_query, tile, query_edges, query_count,
+                  queries_of_token);
   }
   if (blockIdx.z == 1 && tile < tiles) {
     store_rotated(keys + batch * keys_of_batch + of_batch * keys_of_head, sums + head * SPLITS * WIDTH,
-                  stored_keys + first * TILE_BYTES, key_scales + first, tile, key_count, tiles * TILE, keys_of_token);
+                  stored_keys + first * TILE_BYTES, key_scales + first, tile, key_edges, key_count, keys_of_token);
   }
   if (blockIdx.z == 2 && tile < tiles) {
     store_values(values + batch * values_of_batch + of_batch * values_of_head, largest + head * SPLITS * WIDTH,
-                 stored_values + first * TILE_BYTES, value_scales + head * WIDTH, tile, key_count, values_of_token);
+                 stored_values + first * TILE_BYTES, value_scales + head * WIDTH, tile, key_edges, key_count, values_of_token);
   }
 }
+
+#ifndef KEPT
+#define KEPT 0
+#endif
 
 // Where a block keeps its barriers: one for the queries, and for each stage those of keys and values that have arrived
 // (`here`) or were read.
@@ -413,10 +522,37 @@ struct Barriers {
   u32 queries, keys_here, values_here, keys_read, values_read;
 };
 
+// The tiles of keys that a block visits, in order.
+struct Visits {
+  // The tiles, and the tokens where each begins; with lists only.
+  const int *listed, *edges;
+  const float* scales;
+  int key_count;
+  __device__ __forceinline__ int tile(int visit) const {
+#ifdef LISTED
+    return listed[visit];
+#else
+    return visit;
+#endif
+  }
+  // The keys that are left from the tile's first on; more than TILE if others follow.
+  __device__ __forceinline__ int left(int visit) const {
+#ifdef LISTED
+    int tile = listed[visit];
+    return edges[tile + 1] - edges[tile];
+#else
+    return key_count - visit * TILE;
+#endif
+  }
+};
+
 // What a thread holds of its queries, row r and row r + 8 of 16, of which it has columns 8 g + 2 c and the next ones:
 // the largest score so far, the factors of a tile, and sums with weights, the last of which are totals of weights.
 struct Queries {
-  float scale[2], top[2], shrink[2], factor[2], shift[2], flushed[2], low[32], high[36];
+  float scale[2], top[2], shrink[2], factor[2], shift[2], flushed[2], sum[68];
+#if KEPT
+  float kept[66];
+#endif
   int column;
 };
 
@@ -436,28 +572,65 @@ __device__ __forceinline__ void find_largest(Queries& own, const int (&score)[64
     most = max(most, __shfl_xor_sync(~0u, most, 1));
     most = max(most, __shfl_xor_sync(~0u, most, 2));
     own.factor[half] = own.scale[half] * of_key;
-    float now = fmaxf(own.top[half], most * own.factor[half]);
+    float largest = most * own.factor[half];
+    float now = LAZY > 0 ? (largest > own.top[half] + LAZY ? largest : own.top[half]) : fmaxf(own.top[half], largest);
     own.shrink[half] = exp2(own.top[half] - now);
     own.shift[half] = now - RAISED;
     own.top[half] = now;
   }
 }
 
+// Four weights 2^(score * factor - shift) as float8 without the unit for exponentials, each pair of a line of its own.
+// The bits of a half, as an integer, are 2^10 times its logarithm + 15, except that the mantissa is linear. The product
+// of two halves with half the logarithm, half a unit apart, has an error of 1.5 %; float8 rounds by up to 6 %.
+__device__ __forceinline__ u32 float8_of_lines(
+    int a, int b, int c, int d, float factor, float shift) {
+  // 2^-11 and less become 0.
+  const float least = OFFSET + 9417.0f;
+  float ya = larger(fmaf(__int2float_rn(a), factor, shift), least);
+  float yb = larger(fmaf(__int2float_rn(b), factor, shift), least);
+  float yc = larger(fmaf(__int2float_rn(c), factor, shift), least);
+  float yd = larger(fmaf(__int2float_rn(d), factor, shift), least);
+  u32 low = __byte_perm(__float_as_int(ya), __float_as_int(yb), 0x5410);
+  u32 high = __byte_perm(__float_as_int(yc), __float_as_int(yd), 0x5410);
+  u32 word;
+  asm("{.reg .b16 low, high;\n.reg .b32 x, y;\n"
+      "mul.rn.f16x2 x, %1, %2;\n"
+      "mul.rn.f16x2 y, %3, %4;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 low, x;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 high, y;\n"
+      "mov.b32 %0, {low, high};\n}"
+      : "=r"(word)
+      : "r"(low), "r"(low + 0x02000200), "r"(high), "r"(high + 0x02000200));
+  return word;
+}
+
 // Compute the weights of a tile as operands of tensor cores. Keys from `left` on are hidden.
 template <bool SOME>
 __device__ __forceinline__ void find_weights(
     const Queries& own, const int (&score)[64], u32 (&weights)[4][4], int left) {
+  float lines[2], lifted[2];
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    lines[half] = 512.0f * own.factor[half];
+    lifted[half] = OFFSET + 15049.0f - 512.0f * own.shift[half];
+  }
 #pragma unroll
   for (int part = 0; part < 4; part++) {
 #pragma unroll
     for (int word = 0; word < 4; word++) {
-      float w[4];
+      int half = word & 1, first = 4 * (4 * part + (word & 2)) + 2 * half;
+      if ((8 * half + 2 * part + word / 2) * POLY % 16 < POLY) {
+        weights[part][word] = float8_of_lines(score[first], score[first + 1], score[first + 4], score[first + 5],
+                                              lines[half], lifted[half]);
+      } else {
+        float w[4];
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        int half = word & 1, place = 4 * (4 * part + (word & 2) + i / 2) + 2 * half + (i & 1);
-        w[i] = exp2(fmaf(__int2float_rn(score[place]), own.factor[half], -own.shift[half]));
+        for (int i = 0; i < 4; i++) {
+          w[i] = exp2(fmaf(__int2float_rn(score[first + 4 * (i / 2) + (i & 1)]), own.factor[half], -own.shift[half]));
+        }
+        weights[part][word] = float8(w[0], w[1], w[2], w[3]);
       }
-      weights[part][word] = float8(w[0], w[1], w[2], w[3]);
 #pragma unroll
       for (int i = 0; SOME && i < 4; i++) {
         int key = 8 * (4 * part + (word & 2) + i / 2) + own.column + (i & 1);
@@ -477,8 +650,13 @@ __device__ __forceinline__ void flush(Queries& own, u32 earlier, bool is_first) 
   }
 #pragma unroll
   for (int i = 0; i < 66; i++) {
-    float& sum = i < 32 ? own.low[i] : i < 64 ? own.high[i - 32] : own.high[2 * i - 96];
+    float& sum = own.sum[i < 64 ? i : 2 * i - 64];
     int half = i < 64 ? i >> 1 & 1 : i - 64;
+#if KEPT
+    own.kept[i] = fmaf(own.kept[i], growth[half], sum);
+    sum = 0;
+    continue;
+#endif
     u32 address = earlier + i * (4 * 128 * GROUPS);
     float before = 0;
     if (!is_first) asm volatile("ld.shared.f32 %0, [%1];" : "=f"(before) : "r"(address) : "memory");
@@ -488,58 +666,108 @@ __device__ __forceinline__ void flush(Queries& own, u32 earlier, bool is_first) 
   }
 }
 
+// Keep the compiler from moving definitions of these registers past here.
+__device__ __forceinline__ void pin(float (&x)[68]) {
+#pragma unroll
+  for (int i = 0; i < 68; i++) asm volatile("" : "+f"(x[i])::"memory");
+}
+__device__ __forceinline__ void pin(int (&x)[64]) {
+#pragma unroll
+  for (int i = 0; i < 64; i++) asm volatile("" : "+r"(x[i])::"memory");
+}
+__device__ __forceinline__ void pin(u32 (&x)[4][4]) {
+#pragma unroll
+  for (int i = 0; i < 16; i++) asm volatile("" : "+r"(x[i / 4][i % 4])::"memory");
+}
+
+// Copy the weights, after the products that read the earlier ones: otherwise the compiler would use the same registers.
+__device__ __forceinline__ void move(u32 (&to)[4][4], const u32 (&from)[4][4]) {
+#pragma unroll
+  for (int i = 0; i < 16; i++) {
+    asm volatile("mov.b32 %0, %1;" : "=r"(to[i / 4][i % 4]) : "r"(from[i / 4][i % 4]) : "memory");
+  }
+}
+
+__device__ __forceinline__ void shrink_sums(Queries& own) {
+  if (__all_sync(~0u, own.shrink[0] == 1 && own.shrink[1] == 1)) return;
+#pragma unroll
+  for (int i = 0; i < 68; i++) own.sum[i] *= own.shrink[i >> 1 & 1];
+}
+
+__device__ __forceinline__ void start_scores(int (&score)[64], u64 queries, u32 shared_keys, int stage) {
+  u64 keys = described(shared_keys + stage * TILE_BYTES);
+  products_begin();
+#pragma unroll
+  for (int part = 0; part < 4; part++) add_scores(score, queries + 2 * part, keys + 2 * part, part);
+  products_end();
+}
+
+__device__ __forceinline__ void start_values(Queries& own, const u32 (&weights)[4][4], u32 shared_values, int stage) {
+  u64 values = described(shared_values + stage * VALUE_BYTES);
+  products_begin();
+#if WIDE
+#pragma unroll
+  for (int part = 0; part < 4; part++) add_all(own.sum, weights[part], values + 2 * part);
+#else
+#pragma unroll
+  for (int part = 0; part < 4; part++) add_low(own.sum, weights[part], values + 2 * part);
+#pragma unroll
+  for (int part = 0; part < 4; part++) add_high(own.sum, weights[part], values + (64 * TILE >> 4) + 2 * part);
+#endif
+  products_end();
+}
+
+__device__ __forceinline__ void find_largest_of(Queries& own, const int (&score)[64], float of_key, int left) {
+  if (left < TILE) {
+    find_largest<true>(own, score, of_key, left);
+  } else {
+    find_largest<false>(own, score, of_key, 0);
+  }
+}
+
 // Compute the weights of a tile and start their products with values; before that, start the products with the next
 // keys, and after it, find their largest scores. Tensor cores work while exponentials are computed.
 template <bool LAST>
 __device__ __forceinline__ void step(
-    Queries& own, int (&score)[64], int (&next)[64], int tile, int key_count, const float* of_keys, u64 queries,
-    u32 shared_keys, u32 shared_values, u32 earlier, const Barriers& barriers) {
-  int stage = tile % STAGES, after = (tile + 1) % STAGES, left = key_count - tile * TILE;
+    Queries& own, int (&score)[64], int (&next)[64], int tile, const Visits& visits, u64 queries, u32 shared_keys,
+    u32 shared_values, u32 earlier, const Barriers& barriers) {
+  int stage = tile % STAGES, after = (tile + 1) % STAGES;
   bool is_reader = threadIdx.x % 32 == 0;
-  float of_key = LAST ? 0 : of_keys[tile + 1];
+  float of_key = LAST ? 0 : visits.scales[visits.tile(tile + 1)];
+  int left_next = LAST ? 0 : visits.left(tile + 1);
   if (!LAST) {
     wait(barriers.keys_here + 8 * after, (tile + 1) / STAGES & 1);
-    u64 keys = described(shared_keys + after * TILE_BYTES);
-    products_begin();
-#pragma unroll
-    for (int part = 0; part < 4; part++) add_scores(next, queries + 2 * part, keys + 2 * part, part);
-    products_end();
+    start_scores(next, queries, shared_keys, after);
   }
   u32 weights[4][4];
-  find_weights<LAST>(own, score, weights, left);
+#ifdef LISTED
+  find_weights<true>(own, score, weights, visits.left(tile));
+#else
+  find_weights<LAST>(own, score, weights, visits.left(tile));
+#endif
   // The products with the values of the tile before.
   products_wait<LAST ? 0 : 1>();
   if (tile && is_reader) arrive(barriers.values_read + 8 * ((tile - 1) % STAGES));
-  if (!__all_sync(~0u, own.shrink[0] == 1 && own.shrink[1] == 1)) {
-#pragma unroll
-    for (int i = 0; i < 32; i++) own.low[i] *= own.shrink[i >> 1 & 1];
-#pragma unroll
-    for (int i = 0; i < 36; i++) own.high[i] *= own.shrink[i >> 1 & 1];
-  }
+  shrink_sums(own);
   if (tile % FLUSH == 0 && tile) flush(own, earlier, tile == FLUSH);
   wait(barriers.values_here + 8 * stage, tile / STAGES & 1);
-  u64 values = described(shared_values + stage * VALUE_BYTES);
-  products_begin();
-#pragma unroll
-  for (int part = 0; part < 4; part++) add_values(own.low, weights[part], values + 2 * part, 1);
-#pragma unroll
-  for (int part = 0; part < 4; part++) add_values(own.high, weights[part], values + (64 * TILE >> 4) + 2 * part, 1);
-  products_end();
+  start_values(own, weights, shared_values, stage);
   if (LAST) return;
   products_wait<1>();
   if (is_reader) arrive(barriers.keys_read + 8 * after);
-  if (left < 2 * TILE) {
-    find_largest<true>(own, next, of_key, left - TILE);
-  } else {
-    find_largest<false>(own, next, of_key, 0);
-  }
+  find_largest_of(own, next, of_key, left_next);
 }
 
 // Compute attention of a tile of queries; a head has `query_tiles` of them.
 extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1) attend(
     const u8* queries, const float* query_scales, const u8* keys, const float* key_scales, const u8* values,
-    const float* value_scales, u16* out, int query_count, int key_count, int heads, int query_tiles, float scale,
-    long out_of_batch, long out_of_head, long out_of_token) {
+    const float* value_scales, u16* out, float* partial, u32* arrivals, int query_count, int key_count, int heads,
+    int query_tiles, int whole, int pieces, float scale, long out_of_batch, long out_of_head, long out_of_token
+#ifdef LISTED
+    ,
+    const int* counts, const int* indices, const int* query_edges, const int* key_edges, int columns
+#endif
+) {
   extern __shared__ u8 memory[];
   u32 base = (shared_address(memory) + 1023) & ~1023u;
   u32 shared_keys = base + QUERIES * WIDTH, shared_values = shared_keys + STAGES * TILE_BYTES;
@@ -550,7 +778,30 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1) attend(
   barriers.values_here = barriers.keys_here + 8 * STAGES;
   barriers.keys_read = barriers.values_here + 8 * STAGES;
   barriers.values_read = barriers.keys_read + 8 * STAGES;
-  int tiles = (key_count + TILE - 1) / TILE, head = blockIdx.x / query_tiles, block = blockIdx.x % query_tiles;
+  // Blocks from `whole` on are computed in `pieces`, each with a part of the keys; the last one adds the parts.
+  int all_tiles = (key_count + TILE - 1) / TILE, rest = (int)blockIdx.x - whole, piece = 0;
+  int place = blockIdx.x, first_tile = 0, tiles = all_tiles;
+  if (rest >= 0) {
+    place = whole + rest / pieces, piece = rest % pieces;
+    first_tile = all_tiles * piece / pieces;
+    int end = all_tiles * (piece + 1) / pieces;
+    tiles = end - first_tile;
+    key_count = min(key_count, end * TILE) - first_tile * TILE;
+  }
+  int head = place / query_tiles, block = place % query_tiles;
+  Visits visits;
+#ifdef LISTED
+  visits.listed = indices + (long)place * columns;
+  visits.edges = key_edges;
+  all_tiles = columns;
+  int whole_tiles = counts[2 * place];
+  tiles = counts[2 * place + 1];
+  int first_query = query_edges[block], end_query = query_edges[block + 1];
+#else
+  int first_query = block * QUERIES, end_query = query_count;
+#endif
+  visits.key_count = key_count;
+  visits.scales = key_scales + (long)head * all_tiles + first_tile;
   int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
 
   if (threadIdx.x == 0) {
@@ -571,19 +822,30 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1) attend(
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   __syncthreads();
 
+#ifdef LISTED
+  if (tiles == 0) {
+    // Queries that see nothing.
+    u16* to = out + (head / heads) * out_of_batch + (head % heads) * out_of_head;
+    for (int i = threadIdx.x; i < (end_query - first_query) * (WIDTH / 2); i += blockDim.x) {
+      *(u32*)(to + (first_query + i / (WIDTH / 2)) * out_of_token + i % (WIDTH / 2) * 2) = 0;
+    }
+    return;
+  }
+#endif
+
   if (group == GROUPS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (threadIdx.x == 128 * GROUPS) {
-      copy(base, queries + (long)blockIdx.x * (QUERIES * WIDTH), QUERIES * WIDTH, barriers.queries);
-      const u8* from_keys = keys + (long)head * tiles * TILE_BYTES;
-      const u8* from_values = values + (long)head * tiles * TILE_BYTES;
+      copy(base, queries + (long)place * (QUERIES * WIDTH), QUERIES * WIDTH, barriers.queries);
+      const u8* from_keys = keys + ((long)head * all_tiles + first_tile) * TILE_BYTES;
+      const u8* from_values = values + ((long)head * all_tiles + first_tile) * TILE_BYTES;
       for (int tile = 0; tile < tiles; tile++) {
         int stage = tile % STAGES, phase = (tile / STAGES) & 1;
         wait(barriers.keys_read + 8 * stage, phase ^ 1);
-        copy(shared_keys + stage * TILE_BYTES, from_keys + (long)tile * TILE_BYTES, TILE_BYTES,
+        copy(shared_keys + stage * TILE_BYTES, from_keys + (long)visits.tile(tile) * TILE_BYTES, TILE_BYTES,
              barriers.keys_here + 8 * stage);
         wait(barriers.values_read + 8 * stage, phase ^ 1);
-        copy(shared_values + stage * VALUE_BYTES, from_values + (long)tile * TILE_BYTES, TILE_BYTES,
+        copy(shared_values + stage * VALUE_BYTES, from_values + (long)visits.tile(tile) * TILE_BYTES, TILE_BYTES,
              barriers.values_here + 8 * stage);
       }
     }
@@ -591,9 +853,8 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1) attend(
   }
 
   asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-  int lane = threadIdx.x % 32, row = block * QUERIES + group * 64 + (threadIdx.x % 128) / 32 * 16 + lane / 4;
-  const float* scales = query_scales + (long)head * query_tiles * QUERIES + row;
-  const float* of_keys = key_scales + (long)head * tiles;
+  int lane = threadIdx.x % 32, row = group * 64 + (threadIdx.x % 128) / 32 * 16 + lane / 4;
+  const float* scales = query_scales + (long)place * QUERIES + row;
   Queries own;
   own.column = 2 * (lane & 3);
 #pragma unroll
@@ -601,28 +862,25 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1) attend(
     own.scale[half] = scales[8 * half] * scale;
     own.top[half] = own.flushed[half] = -INFINITY;
   }
+#if KEPT
 #pragma unroll
-  for (int i = 0; i < 32; i++) own.low[i] = 0;
+  for (int i = 0; i < 66; i++) own.kept[i] = 0;
+#endif
 #pragma unroll
-  for (int i = 0; i < 36; i++) own.high[i] = 0;
+  for (int i = 0; i < 68; i++) own.sum[i] = 0;
   u64 described_queries = described(base + group * 64 * WIDTH);
-  int even[64], odd[64];
 
   wait(barriers.queries, 0);
   wait(barriers.keys_here, 0);
-  products_begin();
-#pragma unroll
-  for (int part = 0; part < 4; part++) {
-    add_scores(even, described_queries + 2 * part, described(shared_keys) + 2 * part, part);
-  }
-  products_end();
+#if ORDER == 0
+  int even[64], odd[64];
+  start_scores(even, described_queries, shared_keys, 0);
   products_wait<0>();
   if (lane == 0) arrive(barriers.keys_read);
-  find_largest<true>(own, even, of_keys[0], key_count);
+  find_largest_of(own, even, visits.scales[visits.tile(0)], visits.left(0));
 
-#define STEP(LAST, NOW, NEXT, TILE_INDEX)                                                                            \
-  step<LAST>(own, NOW, NEXT, TILE_INDEX, key_count, of_keys, described_queries, shared_keys, shared_values, earlier, \
-             barriers)
+#define STEP(LAST, NOW, NEXT, TILE_INDEX) \
+  step<LAST>(own, NOW, NEXT, TILE_INDEX, visits, described_queries, shared_keys, shared_values, earlier, barriers)
   int tile = 0;
   for (; tile + 2 < tiles; tile += 2) {
     STEP(false, even, odd, tile);
@@ -634,13 +892,128 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1) attend(
   } else {
     STEP(true, even, odd, tile);
   }
+#else
+  // Products of both kinds of one group run during the exponentials of the other.
+  int score[64];
+  u32 weights[4][4];
+#if ORDER == 2
+#define TURN_BEGIN() asm volatile("bar.sync %0, 256;" ::"r"(group + 1) : "memory")
+#define TURN_END() asm volatile("bar.arrive %0, 256;" ::"r"(2 - group) : "memory")
+  if (group == 1) TURN_END();
+#else
+#define TURN_BEGIN()
+#define TURN_END()
+#endif
+  TURN_BEGIN();
+  start_scores(score, described_queries, shared_keys, 0);
+  TURN_END();
+  products_wait<0>();
+  if (lane == 0) arrive(barriers.keys_read);
+  find_largest_of(own, score, visits.scales[visits.tile(0)], visits.left(0));
+  find_weights<true>(own, score, weights, visits.left(0));
+  own.shrink[0] = own.shrink[1] = 1;
+#if AHEAD
+#define FIND_WEIGHTS(SOME)                                                               \
+    u32 next[4][4];                                                                      \
+    find_weights<SOME>(own, score, next, left);                                          \
+    pin(next);                                                                           \
+    products_wait<0>();                                                                  \
+    pin(own.sum);                                                                        \
+    if (lane == 0) arrive(barriers.values_read + 8 * (tile % STAGES));                   \
+    move(weights, next)
+#else
+#define FIND_WEIGHTS(SOME)                                                               \
+    products_wait<0>();                                                                  \
+    pin(own.sum);                                                                        \
+    if (lane == 0) arrive(barriers.values_read + 8 * (tile % STAGES));                   \
+    find_weights<SOME>(own, score, weights, left)
+#endif
+#define WHOLE_STEP(SOME)                                                                 \
+  {                                                                                      \
+    int after = tile + 1, left = visits.left(after);                                     \
+    float of_key = visits.scales[visits.tile(after)];                                    \
+    wait(barriers.keys_here + 8 * (after % STAGES), after / STAGES & 1);                 \
+    wait(barriers.values_here + 8 * (tile % STAGES), tile / STAGES & 1);                 \
+    TURN_BEGIN();                                                                        \
+    pin(weights), pin(own.sum), pin(score);                                              \
+    start_scores(score, described_queries, shared_keys, after % STAGES);                 \
+    start_values(own, weights, shared_values, tile % STAGES);                            \
+    TURN_END();                                                                          \
+    products_wait<1>();                                                                  \
+    if (lane == 0) arrive(barriers.keys_read + 8 * (after % STAGES));                    \
+    find_largest<SOME>(own, score, of_key, left);                                        \
+    FIND_WEIGHTS(SOME);                                                                  \
+    shrink_sums(own);                                                                    \
+    if (after % FLUSH == 0) flush(own, earlier, after == FLUSH);                         \
+  }
+  int tile = 0;
+#ifdef LISTED
+#pragma unroll 1
+  for (; tile < whole_tiles - 1; tile++) WHOLE_STEP(false);
+#pragma unroll 1
+  for (; tile + 1 < tiles; tile++) WHOLE_STEP(true);
+#else
+#pragma unroll 1
+  for (; tile + 2 < tiles; tile++) WHOLE_STEP(false);
+  if (tile + 1 < tiles) {
+    WHOLE_STEP(true);
+    tile++;
+  }
+#endif
+  wait(barriers.values_here + 8 * (tile % STAGES), tile / STAGES & 1);
+  TURN_BEGIN();
+  pin(weights), pin(own.sum);
+  start_values(own, weights, shared_values, tile % STAGES);
+  if (group == 0) TURN_END();
+  products_wait<0>();
+#endif
   products_wait<0>();
   if (tiles > FLUSH) {
     flush(own, earlier, false);
+#if KEPT
+#pragma unroll
+    for (int i = 0; i < 66; i++) own.sum[i < 64 ? i : 2 * i - 64] = own.kept[i];
+#else
 #pragma unroll
     for (int i = 0; i < 66; i++) {
-      float& sum = i < 32 ? own.low[i] : i < 64 ? own.high[i - 32] : own.high[2 * i - 96];
+      float& sum = own.sum[i < 64 ? i : 2 * i - 64];
       asm volatile("ld.shared.f32 %0, [%1];" : "=f"(sum) : "r"(earlier + i * (4 * 128 * GROUPS)) : "memory");
+    }
+#endif
+  }
+
+  if (rest >= 0 && pieces > 1) {
+    __shared__ u32 arrived;
+    float* mine = partial + (long)rest * (68 * 128 * GROUPS) + threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < 66; i++) mine[i * (128 * GROUPS)] = own.sum[i < 64 ? i : 2 * i - 64];
+    mine[66 * (128 * GROUPS)] = own.top[0], mine[67 * (128 * GROUPS)] = own.top[1];
+    __threadfence();
+    asm volatile("bar.sync 3, 256;" ::: "memory");
+    if (threadIdx.x == 0) arrived = atomicAdd(arrivals + rest / pieces, 1);
+    asm volatile("bar.sync 3, 256;" ::: "memory");
+    if (arrived != pieces - 1) return;
+    if (threadIdx.x == 0) arrivals[rest / pieces] = 0;
+    __threadfence();
+    // Always in the same order, so that results do not depend on which part was the last.
+    own.top[0] = own.top[1] = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < 68; i++) own.sum[i] = 0;
+    for (int other = 0; other < pieces; other++) {
+      const float* theirs = partial + (long)(rest - piece + other) * (68 * 128 * GROUPS) + threadIdx.x;
+      float keep[2], add[2];
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        float top = from_l2(theirs + (66 + half) * (128 * GROUPS)), now = larger(own.top[half], top);
+        keep[half] = exp2(own.top[half] - now), add[half] = exp2(top - now);
+        own.top[half] = now;
+      }
+#pragma unroll
+      for (int i = 0; i < 66; i++) {
+        float& sum = own.sum[i < 64 ? i : 2 * i - 64];
+        int half = i < 64 ? i >> 1 & 1 : i - 64;
+        sum = fmaf(from_l2(theirs + i * (128 * GROUPS)), add[half], sum * keep[half]);
+      }
     }
   }
 
@@ -648,15 +1021,15 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1) attend(
   const float* of_values = value_scales + head * WIDTH + own.column;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    if (row + 8 * half >= query_count) continue;
-    float share = 1 / own.high[32 + 2 * half];
-    u16* line = to + (row + 8 * half) * out_of_token;
+    if (first_query + row + 8 * half >= end_query) continue;
+    float share = 1 / own.sum[64 + 2 * half];
+    u16* line = to + (first_query + row + 8 * half) * out_of_token;
 #pragma unroll
     for (int g = 0; g < 8; g++) {
       int place = 4 * g + 2 * half;
       float2 first = *(const float2*)(of_values + 8 * g), second = *(const float2*)(of_values + 64 + 8 * g);
-      *(u32*)(line + 8 * g) = pack(own.low[place] * share * first.x, own.low[place + 1] * share * first.y);
-      *(u32*)(line + 64 + 8 * g) = pack(own.high[place] * share * second.x, own.high[place + 1] * share * second.y);
+      *(u32*)(line + 8 * g) = pack(own.sum[place] * share * first.x, own.sum[place + 1] * share * first.y);
+      *(u32*)(line + 64 + 8 * g) = pack(own.sum[32 + place] * share * second.x, own.sum[33 + place] * share * second.y);
     }
   }
 }

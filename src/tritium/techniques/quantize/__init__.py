@@ -13,6 +13,7 @@ from tritium.compiler.passes.quantize import Outcome, Precision, outcomes_of, qu
 from tritium.config import CompilationConfig
 from tritium.errors import ConfigError, PipelineError
 from tritium.layers.attention.diffusers import AttentionHandle, attention_layers, set_attention
+from tritium.layers.sparse.diffusers import sparse_handle
 from tritium.techniques.attention import Attention
 from tritium.techniques.choice import Choice
 from tritium.techniques.graphs import Graphs
@@ -107,7 +108,13 @@ def apply(part: Part, config: Quantize) -> State:
     state = State(part, select(part.module, config))
     if config.attention and attention_layers(part.module):
         named = None if config.attention == AUTO else config.attention
-        state.attention = set_attention(part.module, opt_mode="lossy", op_type=named)
+        sparse = sparse_handle(part.module)
+        if sparse is not None and named is not None:
+            state.attention = AttentionHandle()
+            state.attention.layers = sparse.layers
+            state.attention.callback(sparse.attention.use_lossy(named))
+        else:
+            state.attention = set_attention(part.module, opt_mode="lossy", op_type=named)
     try:
         return _quantized(part, config, state)
     except BaseException:
@@ -196,8 +203,12 @@ def remove(_part: Part, state: State) -> None:
 def conflicts(config: Quantize, choice: Choice) -> str | None:
     if choice.how == "inductor":
         return "quantize is Tritium's, and the part runs with 'inductor'; leave one of them out"
-    if config.attention and (choice.get(Attention) is not None or choice.get(Sparse) is not None):
+    if config.attention and choice.get(Attention) is not None:
         return "quantize has an attention of its own, and the part has another provider of it; leave one of them out"
+    if config.attention == AUTO and choice.get(Sparse) is not None:
+        return (
+            "attention='auto' compares providers of dense attention alone; with sparse attention write attention='int8'"
+        )
     graphs = choice.get(Graphs)
     if graphs is not None and graphs.mode == "only" and not config.keeps_bytes:
         return (
