@@ -15,8 +15,8 @@ CALLS = (Call(), Call(rows=4), Call(rows=4, batch=2, text=3))
 # Why no graph of a family is cut with this few blocks.
 WHOLE = {"chroma": "pieces are equal", "pixart": "pieces are equal"}
 
-# They read numbers off the device, so their blocks are compiled one by one.
-NOT_ONE_GRAPH = ("lumina2", "hidream")
+# It reads a number off the device, so its blocks are compiled one by one.
+NOT_ONE_GRAPH = ("lumina2",)
 
 
 def check(model, call, inputs):
