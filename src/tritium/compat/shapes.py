@@ -141,11 +141,14 @@ def _compare_tensors_with_words() -> None:
 
 
 def with_replacements(value: Any) -> Any:
-    """Return a symbolic size written with the symbols that sizes of tensors have, or any other value as it is.
+    """Return a symbolic size written with the symbol that sizes of tensors have, or any other value as it is.
 
     Tracing may find two sizes equal and use one symbol for both. Inductor still defines an input of the other size by its
-    own symbol, and a piece of the graph may have no other input that defines the symbol in use.
+    own symbol, and the graph may have no other input that defines the symbol in use.
+
+    A size that tracing found to be a number stays symbolic: AOTAutograd gives a number among the inputs a new symbol,
+    which Dynamo cannot guard on.
     """
-    if not isinstance(value, torch.SymInt) or value.node._expr == value.node.expr:
+    if not isinstance(value, torch.SymInt) or value.node._expr == value.node.expr or not value.node.expr.is_Symbol:
         return value
     return value.node.shape_env.create_symintnode(value.node.expr, hint=value.node.hint)

@@ -216,7 +216,8 @@ def _compiled(c: Compilation, attempt: Attempt, settings: Mapping[str, Any], uni
             together.turn(place),
             compat.late_kernels.postponed() if is_late else contextlib.nullcontext() as kernels,
         ):
-            compiled = compat.inductor.compile_fx(attempt.gm, attempt.example_inputs)
+            inputs = [compat.shapes.with_replacements(value) for value in attempt.example_inputs]
+            compiled = compat.inductor.compile_fx(attempt.gm, inputs)
     if observer.saw_codegen and known is not None:
         _compiled_again.append(place)
     yield

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import async_compile, triton_bundler
 from torch._inductor.codecache import LambdaFuture
@@ -77,6 +78,24 @@ class TestPieces:
             torch._dynamo.mark_dynamic(tensor, dim)
         with torch.no_grad():
             compiled(x, positions, x[:, :3].clone(), temb)
+        (record,) = tritium.explain(compiled).records
+        assert record.failures == []
+        (entry,) = reuse(compiled)
+        assert counts(entry) == (10, 4)
+
+    def test_a_size_that_the_model_makes_a_number(self, kernels):
+        """As the rows of an image that equal those of a cached table: the first piece takes the number of rows."""
+
+        class Rows(Model):
+            def forward(self, x, table, rows, temb):
+                near = table[: rows // 2].sum(0)
+                return super().forward(x + near, temb) if rows == len(table) else near
+
+        model = Rows(*(Block() for _ in range(8))).requires_grad_(False)
+        x, temb = inputs()
+        compiled = torch.compile(model, backend=Backend(INDUCTOR), dynamic=True, fullgraph=True)
+        with torch.no_grad():
+            compiled(x, nn.Parameter(torch.ones(8, 16)), 8, temb)
         (record,) = tritium.explain(compiled).records
         assert record.failures == []
         (entry,) = reuse(compiled)
