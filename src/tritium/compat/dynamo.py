@@ -234,6 +234,11 @@ def module_stack(node: fx.Node) -> tuple[tuple[str, str], ...]:
     return tuple((str(key), str(entry[0])) for key, entry in stack.items())
 
 
+def is_traced(node: fx.Node) -> bool:
+    """Return True if Dynamo traced a node, and False if a pass added it."""
+    return "source_fn_stack" in node.meta
+
+
 def is_static_input(node: fx.Node) -> bool:
     """Return True if compiled code may assume that a graph input has the same address in every call."""
     return "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})

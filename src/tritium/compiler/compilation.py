@@ -57,8 +57,7 @@ class Unit:
 
     @classmethod
     def of_piece(cls, gm: fx.GraphModule, part: str, piece: SharedPiece, *, may_run_eagerly: bool = True) -> Unit:
-        nodes = gm.graph.find_nodes(op="placeholder")
-        inputs = [compat.shapes.with_replacements(value_of(node)) for node in nodes]
+        inputs = [value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
         return cls(gm, inputs, part, piece, may_run_eagerly)
 
 

@@ -13,7 +13,7 @@ from tritium import Backend, CompilationConfig, Plan, compat
 CALLS = (Call(), Call(rows=4), Call(rows=4, batch=2, text=3))
 
 # Why no graph of a family is cut with this few blocks.
-WHOLE = {"chroma": "pieces are equal", "pixart": "pieces are equal"}
+WHOLE = {"pixart": "pieces are equal"}
 
 # It reads a number off the device, so its blocks are compiled one by one.
 NOT_ONE_GRAPH = ("lumina2",)

@@ -81,7 +81,7 @@ def cut(gms: Sequence[fx.GraphModule]) -> Cut | str:
     deepest = max((find.deepest_level(own.calls) for own in facts), default=0)
     # Level 0 takes whole graphs as pieces, if there are several.
     for level in range(0 if len(facts) > 1 else 1, deepest + 1):
-        found = _cut(facts, [find.by_modules(own.calls, level) for own in facts])
+        found = _cut(facts, [find.by_modules(own, level) for own in facts])
         if isinstance(found, str):
             reasons[found] = None
         elif found.equal < LEAST_EQUAL or found.cost > WORTH_CUTTING * nodes:

@@ -11,24 +11,33 @@ After:   block 0: ..., y = linear(.)                         block 1: x1 = x + g
 
 The residual add then fuses with the following norm, as in a graph that is compiled whole. This saves a launch and a pass
 over the stream per block. A node moves if no product and no attention of its block depends on it.
+
+What the model itself computes between two blocks, without values of a block, moves in front of the blocks if it is small:
+Chroma takes the modulation of each block from one table, and the row numbers would make every block a piece of its own.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import fx
 
 from tritium import compat
 from tritium.compiler.blocks.segments import Facts, acts, is_item, name_of
+from tritium.graph import value_of
 
 # The most numbered modules around a node in stock models is four: down_blocks.0.attentions.1.transformer_blocks.0.ff.net.0.
 DEEPEST = 4
 
 # A rewrite can leave nodes of another block inside a block: at most this many are ignored.
 MOST_STRAYS = 2
+
+# The most elements of a value that is computed before the blocks, and kept until its block has run.
+MOST_MOVED = 2**20
 
 _NUMBERED = re.compile(r"(?:\.|\[')\d+(?:'\])?$")
 
@@ -55,8 +64,9 @@ def deepest_level(calls: Sequence[fx.Node]) -> int:
     return min(DEEPEST, max((len(_numbered(node)) for node in calls), default=0))
 
 
-def by_modules(calls: Sequence[fx.Node], level: int) -> list[Group]:
+def by_modules(facts: Facts, level: int) -> list[Group]:
     """Return operations in groups: the blocks at a level of nesting, and the parts between them."""
+    calls = _with_small_ones_early(facts)
     stacks = {node: _numbered(node) for node in calls}
     containers = {entry for stack in stacks.values() for entry in stack[: min(level, len(stack)) - 1]}
     labels: list[Label] = []
@@ -74,6 +84,37 @@ def by_modules(calls: Sequence[fx.Node], level: int) -> list[Group]:
             labels[place] = labels[place + 1]
     labels = _without_strays(labels)
     return [Group(list(calls[start:end]), labels[start] is not None) for start, end in _runs(labels)]
+
+
+def _with_small_ones_early(facts: Facts) -> list[fx.Node]:
+    """Return operations in order, except small ones of the model itself, which follow the values that they read."""
+    calls = facts.calls
+    # A mode that is entered concerns all operations up to its end.
+    if any(name_of(node.target).startswith("_enter") for node in calls):
+        return calls
+    written = facts.written_by(calls)
+    places: dict[fx.Node, tuple[int, int]] = {}
+    outside: set[fx.Node] = set()
+    for place, node in enumerate(calls):
+        places[node] = (place, 0)
+        if not compat.dynamo.is_traced(node) or _numbered(node):
+            continue
+        outside.add(node)
+        sources = [source for source in node.all_input_nodes if source in places]
+        is_own = not compat.dynamo.module_stack(node) and not is_item(node) and outside.issuperset(sources)
+        if is_own and not acts(node) and written.isdisjoint(facts.storages[node]) and _is_small(node, facts):
+            places[node] = (max((places[source][0] for source in sources), default=-1), place)
+    return sorted(calls, key=places.__getitem__)
+
+
+def _is_small(node: fx.Node, facts: Facts) -> bool:
+    """Return whether a value is a view of its arguments, or has few elements."""
+    value = value_of(node)
+    if not isinstance(value, torch.Tensor):
+        return False
+    sizes = [size if isinstance(size, int) else compat.dynamo.size_hint(size) for size in value.shape]
+    is_view = facts.storages[node] <= facts.memory_of(node.all_input_nodes)
+    return is_view or (None not in sizes and math.prod(sizes) <= MOST_MOVED)
 
 
 def _numbered(node: fx.Node) -> list[str]:

@@ -1,7 +1,8 @@
 """Compute the key of a segment: segments with equal keys share compiled code.
 
-They have equal operations, constants and data flow; their inputs have equal dtypes, shapes, strides and offsets, and share
-memory in the same way. A view of a buffer differs from a separate tensor: code for one would read the other wrongly.
+They have equal operations, constants and data flow; their inputs have equal dtypes, shapes and strides, and share memory
+in the same way. A view of a buffer differs from a separate tensor: code for one would read the other wrongly. Generated code
+counts from the first element of an input, so that only the alignment of its offset matters, unless a result is a view of it.
 
 Sizes are compared by their symbols. Compiling adds guards on symbols, which are valid only for the same symbols. A key with
 symbols is never looked up in another compilation, where the same name can mean another size.
@@ -9,6 +10,7 @@ symbols is never looked up in another compilation, where the same name can mean 
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -18,8 +20,11 @@ import torch
 from torch import fx
 
 from tritium import compat
-from tritium.compiler.blocks.segments import Facts, Segment
+from tritium.compiler.blocks.segments import Facts, Segment, name_of
 from tritium.graph import value_of
+
+# The largest alignment in bytes that generated kernels rely on.
+ALIGNMENT = 64
 
 _PLAIN = (str, bool, int, complex, bytes, type(None), type(Ellipsis))
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, type)
@@ -49,6 +54,9 @@ class _Writer:
         self.places: dict[fx.Node, int] = {}
         self.memory: dict[int, int] = {}
         self.floats: dict[str, int] = {}
+        # The memory of results and writes: their views are made again with the offset of the input.
+        self.viewed = facts.memory_of(segment.outputs) | facts.written_by(segment.nodes)
+        self.counts_from_start = any(name_of(node.target).startswith("as_strided") for node in segment.nodes)
         self.is_portable = True
 
     def key(self) -> Key:
@@ -78,10 +86,20 @@ class _Writer:
         return (
             *(value.dtype, value.device, value.layout, flags, isinstance(value, torch.nn.Parameter)),
             _numbers(value.shape),
-            (_numbers(value.stride()), str(value.storage_offset())) if strided else None,
+            (_numbers(value.stride()), self._offset(node, value)) if strided else None,
             self.memory.setdefault(compat.tensors.storage_id(value), len(self.memory)),
             compat.dynamo.is_static_input(node),
         )
+
+    def _offset(self, node: fx.Node, value: torch.Tensor) -> str:
+        offset = value.storage_offset()
+        if (
+            not isinstance(offset, int)
+            or self.counts_from_start
+            or not self.viewed.isdisjoint(self.facts.storages[node])
+        ):
+            return str(offset)
+        return f"aligned to {math.gcd(offset * value.element_size(), ALIGNMENT)}"
 
     def _call(self, node: fx.Node) -> Hashable:
         if node.op in ("get_attr", "call_module"):
