@@ -54,10 +54,21 @@ MOST_DIVIDED, DIVIDED = 256, 3
 # Storing and adding the parts costs about as much as 10 tiles of keys: at that shape 12 fewer in a row, 15 us, save 2 us.
 ADDING = 10
 
-STORING = (
-    Kernel("prepare", "P" * 9 + "iii" + "q" * 9, threads=512),
-    Kernel("store_keys_and_values", "P" * 9 + "ii" + "q" * 6, threads=512),
-)
+# What a pipeline stores, which copies the next tile while it computes one: "nothing", "keys and values" or "all".
+PIPELINED = "nothing"
+
+# The shared memory of `store_tiles`: two stages with a tile in 16 bits and the sums of its head's parts.
+STAGES_BYTES = 2 * (2 * TILE * WIDTH + 4 * PARTS * WIDTH)
+
+PREPARE = Kernel("prepare", "P" * 9 + "iii" + "q" * 9, threads=512)
+SUMMARIZE = Kernel("summarize", "P" * 5 + "ii" + "q" * 6, threads=256)
+STORE = Kernel("store_keys_and_values", "P" * 9 + "ii" + "q" * 6, threads=512)
+STORE_TILES = Kernel("store_tiles", "P" * 13 + "i" * 6 + "q" * 9, threads=512, shared_bytes=STAGES_BYTES)
+STORING = {
+    "nothing": (PREPARE, STORE),
+    "keys and values": (PREPARE, STORE_TILES),
+    "all": (SUMMARIZE, STORE_TILES),
+}[PIPELINED]
 ATTEND = "P" * 9 + "i" * 6 + "f" + "qqq"
 KERNELS = (*STORING, Kernel("attend", ATTEND, threads=384, shared_bytes=SHARED_BYTES))
 
@@ -65,7 +76,7 @@ KERNELS = (*STORING, Kernel("attend", ATTEND, threads=384, shared_bytes=SHARED_B
 LISTED_KERNELS = (*STORING, Kernel("attend", ATTEND + "PPPPi", threads=384, shared_bytes=SHARED_BYTES))
 
 # Constants of the kernels that are not those in their text. POLY is part of the definition.
-DEFINES = (f"POLY={LINES}",)
+DEFINES = (f"POLY={LINES}", *(() if PIPELINED == "nothing" else ("PIPELINED=1",)))
 
 
 @functools.cache
@@ -174,15 +185,27 @@ def store(
     scales = empty(tokens[0]), empty(tiles[1]), empty(WIDTH)
     arrivals = torch.empty(MOST_DIVIDED, dtype=torch.int32, device=q.device)
     of_k, of_v = k.stride()[:3], v.stride()[:3]
-    kernels["prepare"].launch(
-        (PARTS + tiles[0], all_heads, 1),
-        *(q, k, v, sums, largest, arrivals, q_stored, scales[0], edges[0]),
-        *(queries, keys, heads, *q.stride()[:3], *of_k, *of_v),
-    )
-    kernels["store_keys_and_values"].launch(
-        (tiles[1], all_heads, 2),
-        *(k, v, sums, largest, k_stored, v_stored, *scales[1:], edges[1], keys, heads, *of_k, *of_v),
-    )
+    if PIPELINED == "all":
+        kernels["summarize"].launch((PARTS, all_heads, 1), k, v, sums, largest, arrivals, keys, heads, *of_k, *of_v)
+    else:
+        kernels["prepare"].launch(
+            (PARTS + tiles[0], all_heads, 1),
+            *(q, k, v, sums, largest, arrivals, q_stored, scales[0], edges[0]),
+            *(queries, keys, heads, *q.stride()[:3], *of_k, *of_v),
+        )
+    if PIPELINED == "nothing":
+        kernels["store_keys_and_values"].launch(
+            (tiles[1], all_heads, 2),
+            *(k, v, sums, largest, k_stored, v_stored, *scales[1:], edges[1], keys, heads, *of_k, *of_v),
+        )
+    else:
+        query_tiles = tiles[0] if PIPELINED == "all" else 0
+        most = 2 * (device.multiprocessors(q.device.type, q.device.index) or 1)
+        kernels["store_tiles"].launch(
+            (min(most, all_heads * (query_tiles + 2 * tiles[1])), 1, 1),
+            *(q, k, v, sums, largest, q_stored, k_stored, v_stored, *scales, *edges),
+            *(queries, keys, heads, query_tiles, tiles[1], all_heads, *q.stride()[:3], *of_k, *of_v),
+        )
     return Stored(q_stored, k_stored, v_stored, *scales, arrivals, queries, keys, heads)
 
 

@@ -39,6 +39,13 @@ typedef unsigned long long u64;
 #ifndef FLUSH
 #define FLUSH 8
 #endif
+// Whether tiles are stored by `summarize` and `store_tiles`, and values from shared memory.
+#ifndef PIPELINED
+#define PIPELINED 0
+#endif
+#ifndef STAGED
+#define STAGED 1
+#endif
 // Less than any score: 127 * 127 * 128 is below 2^21.
 #define HIDDEN (-(1 << 30))
 #define INFINITY __int_as_float(0x7F800000)
@@ -356,6 +363,24 @@ __device__ __forceinline__ void store_rotated(
   }
 }
 
+// The smallest power of two with which a channel fits into +-448 = 1.75 * 2^8, at least 2^-40, and its reciprocal.
+__device__ __forceinline__ float float8_scale(float largest, float& inverse) {
+  int bits = min(max(__float_as_int(largest), (127 - 32) << 23), 0x7F800000);
+  bits = ((bits + (1 << 21) - 1) & 0x7F800000) - (8 << 23);
+  inverse = __int_as_float((254 << 23) - bits);
+  return __int_as_float(bits);
+}
+
+// 16 tokens of a channel in the order of weights.
+__device__ __forceinline__ uint4 float8_chunk(const float (&x)[16], float inverse) {
+  u32 words[4];
+#pragma unroll
+  for (int c = 0; c < 4; c++) {
+    words[c] = float8(x[2 * c] * inverse, x[2 * c + 1] * inverse, x[2 * c + 8] * inverse, x[2 * c + 9] * inverse);
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
 // Store a tile of values in float8, transposed, with a scale for each channel of a head.
 __device__ __forceinline__ void store_values(
     const u16* from, const float* largest, u8* stored, float* scales, int tile, const int* edges, int tokens,
@@ -373,11 +398,8 @@ __device__ __forceinline__ void store_values(
     float most = 0;
 #pragma unroll
     for (int part = 0; part < SPLITS; part++) most = larger(most, largest[part * WIDTH + threadIdx.x]);
-    // The smallest power of two with which the channel fits into +-448 = 1.75 * 2^8, at least 2^-40.
-    int bits = min(max(__float_as_int(most), (127 - 32) << 23), 0x7F800000);
-    bits = ((bits + (1 << 21) - 1) & 0x7F800000) - (8 << 23);
-    inverses[threadIdx.x] = __int_as_float((254 << 23) - bits);
-    if (tile == 0) scales[threadIdx.x] = __int_as_float(bits);
+    float scale = float8_scale(most, inverses[threadIdx.x]);
+    if (tile == 0) scales[threadIdx.x] = scale;
   }
   __syncthreads();
   float x[2][16];
@@ -385,17 +407,247 @@ __device__ __forceinline__ void store_values(
   for (int i = 0; i < 16; i++) unpack(pairs[i], x[0][i], x[1][i]);
 #pragma unroll
   for (int j = 0; j < 2; j++) {
-    float inverse = inverses[column + j];
-    u32 words[4];
-#pragma unroll
-    for (int c = 0; c < 4; c++) {
-      words[c] = float8(x[j][2 * c] * inverse, x[j][2 * c + 1] * inverse, x[j][2 * c + 8] * inverse,
-                        x[j][2 * c + 9] * inverse);
-    }
     *(uint4*)(stored + (long)tile * TILE_BYTES + (column + j) * TILE + (chunk ^ ((column + j) & 7)) * 16) =
-        make_uint4(words[0], words[1], words[2], words[3]);
+        float8_chunk(x[j], inverses[column + j]);
   }
 }
+
+#if PIPELINED
+// Summarize one of SPLITS parts of a head, as `summarize_part` does, with 16 bytes per load: half a warp reads a row.
+extern "C" __global__ void __launch_bounds__(256, 4) summarize(
+    const u16* keys, const u16* values, float* sums, float* largest, u32* arrivals, int tokens, int heads,
+    long keys_of_batch, long keys_of_head, long keys_of_token, long values_of_batch, long values_of_head,
+    long values_of_token) {
+  __shared__ float4 shared[2][16][32];
+  int part = blockIdx.x, head = blockIdx.y, row = threadIdx.x / 16, column = threadIdx.x % 16;
+  if (part + head == 0) arrivals[threadIdx.x] = 0;
+  const u16* key = keys + (head / heads) * keys_of_batch + (head % heads) * keys_of_head + 8 * column;
+  const u16* value = values + (head / heads) * values_of_batch + (head % heads) * values_of_head + 8 * column;
+  float sum[8], most[8];
+#pragma unroll
+  for (int i = 0; i < 8; i++) sum[i] = most[i] = 0;
+#pragma unroll 4
+  for (int token = 16 * part + row; token < tokens; token += 16 * SPLITS) {
+    uint4 of_key = *(const uint4*)(key + token * keys_of_token);
+    uint4 of_value = *(const uint4*)(value + token * values_of_token);
+    u32 of_keys[4] = {of_key.x, of_key.y, of_key.z, of_key.w};
+    u32 of_values[4] = {of_value.x, of_value.y, of_value.z, of_value.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      float low, high;
+      unpack(of_keys[i], low, high);
+      sum[2 * i] += low, sum[2 * i + 1] += high;
+      unpack(of_values[i], low, high);
+      most[2 * i] = larger(most[2 * i], fabsf(low)), most[2 * i + 1] = larger(most[2 * i + 1], fabsf(high));
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    shared[0][row][2 * column + i] = make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]);
+    shared[1][row][2 * column + i] = make_float4(most[4 * i], most[4 * i + 1], most[4 * i + 2], most[4 * i + 3]);
+  }
+  __syncthreads();
+  int which = threadIdx.x / WIDTH, channel = threadIdx.x % WIDTH;
+  const float* rows = (const float*)shared[which];
+  float result = rows[channel];
+  for (int other = 1; other < 16; other++) {
+    float more = rows[other * WIDTH + channel];
+    result = which ? larger(result, more) : result + more;
+  }
+  (which ? largest : sums)[(head * SPLITS + part) * WIDTH + channel] = result;
+}
+
+// 16 bytes to shared memory; zeros instead if they are not there.
+__device__ __forceinline__ void copy_chunk(u32 target, const void* source, bool is_there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(is_there ? 16 : 0)
+               : "memory");
+}
+
+// Read anew where it is used: addresses that depend on it are then not kept in registers around a loop.
+__device__ __forceinline__ int thread_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+
+// What a block stores next: a tile of keys, values or queries, and where it is.
+struct Item {
+  const u16* from;
+  const float* summary;
+  const int* edges;
+  u8* stored;
+  float* scales;
+  long of_token;
+  int kind, tile, begin, end;
+};
+
+#define KIND_KEYS 0
+#define KIND_VALUES 1
+#define KIND_QUERIES 2
+
+// The bytes of a tile in 16 bits, and those of the sums of its head's parts.
+#define RAW_BYTES (2 * TILE_BYTES)
+#define RAW_STAGE (RAW_BYTES + SPLITS * WIDTH * 4)
+
+// Start copying an item. Even chunks of rows that are rotated lie before odd ones: threads then read 16 columns, two
+// chunks, without bank conflicts.
+__device__ __forceinline__ void fetch(const Item& item, u32 stage) {
+  int thread = thread_index();
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    int place = thread + 512 * i, row = place / 16, chunk = place % 16, token = item.begin + row;
+    int to = item.kind == KIND_VALUES ? chunk : chunk / 2 + 8 * (chunk & 1);
+    bool is_there = token < item.end;
+    copy_chunk(stage + row * 256 + to * 16, item.from + (is_there ? token : item.begin) * item.of_token + 8 * chunk,
+               is_there);
+  }
+  if (item.kind != KIND_QUERIES) {
+    copy_chunk(stage + RAW_BYTES + 16 * thread, item.summary + 4 * thread, true);
+  }
+}
+
+__device__ __forceinline__ void store_rotated_stage(const Item& item, const u8* stage, int tokens) {
+  int thread = thread_index();
+  int first = 8 * (thread / 32) + thread % 32 / 8, chunk = thread % 8;
+  float x[2][16], inverse;
+  bool is_keys = item.kind == KIND_KEYS;
+  __shared__ float mean[WIDTH];
+  if (is_keys) {
+    const float* sums = (const float*)(stage + RAW_BYTES);
+    if (thread < WIDTH) {
+      float sum = 0;
+#pragma unroll
+      for (int part = 0; part < SPLITS; part++) sum += sums[part * WIDTH + thread];
+      mean[thread] = sum / tokens;
+    }
+    __syncthreads();
+  }
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const uint4* line = (const uint4*)(stage + (first + 4 * i) * 256 + 16 * chunk);
+    uint4 low = line[0], high = line[8];
+    unpack(low.x, x[i][0], x[i][1]), unpack(low.y, x[i][2], x[i][3]);
+    unpack(low.z, x[i][4], x[i][5]), unpack(low.w, x[i][6], x[i][7]);
+    unpack(high.x, x[i][8], x[i][9]), unpack(high.y, x[i][10], x[i][11]);
+    unpack(high.z, x[i][12], x[i][13]), unpack(high.w, x[i][14], x[i][15]);
+    if (is_keys && item.begin + first + 4 * i < item.end) {
+#pragma unroll
+      for (int j = 0; j < 16; j++) x[i][j] -= mean[16 * chunk + j];
+    }
+    rotate(x[i]);
+  }
+  if (is_keys) {
+    float scale = int8_scale(largest_of_block(larger(largest_of(x[0]), largest_of(x[1]))), inverse);
+    if (thread == 0) item.scales[item.tile] = scale;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    int row = first + 4 * i;
+    if (!is_keys) {
+      float largest = largest_of(x[i]);
+      for (int step = 1; step < 8; step *= 2) largest = larger(largest, __shfl_xor_sync(~0u, largest, step));
+      float scale = int8_scale(largest, inverse);
+      if (chunk == 0) item.scales[item.tile * TILE + row] = scale;
+    }
+    store_chunk(item.stored, row, chunk, x[i], inverse);
+  }
+}
+
+__device__ __forceinline__ void store_values_stage(const Item& item, u8* stage) {
+  int thread = thread_index();
+  __shared__ float inverses[WIDTH];
+  int chunk = thread / 64, column = 2 * (thread % 64);
+  u32 pairs[16];
+#pragma unroll
+  for (int i = 0; i < 16; i++) pairs[i] = *(const u32*)(stage + (16 * chunk + i) * 256 + 2 * column);
+  if (thread < WIDTH) {
+    const float* largest = (const float*)(stage + RAW_BYTES);
+    float most = 0;
+#pragma unroll
+    for (int part = 0; part < SPLITS; part++) most = larger(most, largest[part * WIDTH + thread]);
+    float scale = float8_scale(most, inverses[thread]);
+    if (item.tile == 0) item.scales[thread] = scale;
+  }
+  __syncthreads();
+  float x[2][16];
+#pragma unroll
+  for (int i = 0; i < 16; i++) unpack(pairs[i], x[0][i], x[1][i]);
+  u8* to = STAGED ? stage : item.stored;
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+    *(uint4*)(to + (column + j) * TILE + (chunk ^ ((column + j) & 7)) * 16) = float8_chunk(x[j], inverses[column + j]);
+  }
+#if STAGED
+  __syncthreads();
+  ((uint4*)item.stored)[thread] = ((const uint4*)stage)[thread];
+  ((uint4*)item.stored)[thread + 512] = ((const uint4*)stage)[thread + 512];
+#endif
+}
+
+// Store tiles of keys and values, and of queries after them if `query_tiles` > 0, the next one being copied meanwhile:
+// the last heads first, which `summarize` read last.
+extern "C" __global__ void __launch_bounds__(512, 2) store_tiles(
+    const u16* queries, const u16* keys, const u16* values, const float* sums, const float* largest,
+    u8* stored_queries, u8* stored_keys, u8* stored_values, float* query_scales, float* key_scales,
+    float* value_scales, const int* query_edges, const int* key_edges, int query_count, int key_count, int heads,
+    int query_tiles, int key_tiles, int all_heads, long queries_of_batch, long queries_of_head, long queries_of_token,
+    long keys_of_batch, long keys_of_head, long keys_of_token, long values_of_batch, long values_of_head,
+    long values_of_token) {
+  extern __shared__ uint4 stages[];
+  int of_keys = 2 * all_heads * key_tiles, count = of_keys + all_heads * query_tiles;
+  auto item_of = [&](int place) {
+    Item item;
+    if (place < of_keys) {
+      int head = all_heads - 1 - place / (2 * key_tiles), rest = place % (2 * key_tiles);
+      item.kind = rest < key_tiles ? KIND_KEYS : KIND_VALUES;
+      item.tile = rest < key_tiles ? rest : rest - key_tiles;
+      long batch = head / heads, of_batch = head % heads;
+      if (item.kind == KIND_KEYS) {
+        item.from = keys + batch * keys_of_batch + of_batch * keys_of_head, item.of_token = keys_of_token;
+        item.summary = sums, item.stored = stored_keys, item.scales = key_scales + (long)head * key_tiles;
+      } else {
+        item.from = values + batch * values_of_batch + of_batch * values_of_head, item.of_token = values_of_token;
+        item.summary = largest, item.stored = stored_values, item.scales = value_scales + head * WIDTH;
+      }
+      item.summary += head * SPLITS * WIDTH;
+      item.stored += ((long)head * key_tiles + item.tile) * TILE_BYTES;
+      item.begin = begin_of(item.tile, key_edges), item.end = end_of(item.tile, key_edges, key_count);
+    } else {
+      int head = (place - of_keys) / query_tiles;
+      item.kind = KIND_QUERIES, item.tile = (place - of_keys) % query_tiles;
+      item.from = queries + (head / heads) * queries_of_batch + (head % heads) * queries_of_head;
+      item.of_token = queries_of_token, item.summary = 0;
+      item.stored = stored_queries + ((long)head * query_tiles + item.tile) * TILE_BYTES;
+      item.scales = query_scales + (long)head * query_tiles * TILE;
+      item.begin = begin_of(item.tile, query_edges), item.end = end_of(item.tile, query_edges, query_count);
+    }
+    return item;
+  };
+  u8* stage = (u8*)stages;
+  u8* other = stage + RAW_STAGE;
+  int place = blockIdx.x;
+  if (place >= count) return;
+  Item item = item_of(place);
+  fetch(item, shared_address(stage));
+  asm volatile("cp.async.commit_group;" ::: "memory");
+  for (; place < count; place += gridDim.x) {
+    int after = place + gridDim.x;
+    if (after < count) fetch(item_of(after), shared_address(other));
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    asm volatile("cp.async.wait_group 1;" ::: "memory");
+    __syncthreads();
+    item = item_of(place);
+    if (item.kind == KIND_VALUES) {
+      store_values_stage(item, stage);
+    } else {
+      store_rotated_stage(item, stage, key_count);
+    }
+    __syncthreads();
+    u8* now = stage;
+    stage = other, other = now;
+  }
+}
+#endif
 
 // Summarize parts of a head, and store its queries in the blocks after those.
 extern "C" __global__ void __launch_bounds__(512, 2) prepare(
