@@ -10,7 +10,7 @@ from tritium.errors import ProviderError
 from tritium.layers import choose
 from tritium.ops import block_sparse_attention, cuda_launch
 from tritium.ops.attention import OP, eight_bits, trial
-from tritium.ops.attention.rounded import TILE, by_lines, edges_of, has_lines, rounded_attention, rounded_tiles
+from tritium.ops.attention.rounded import LINES, TILE, by_lines, edges_of, has_lines, rounded_attention, rounded_tiles
 from tritium.ops.block_sparse_attention import eight_bits as sparse_eight_bits
 from tritium.ops.quantize_rows import FP8
 
@@ -234,5 +234,4 @@ def test_exponentials_from_lines():
     errors = by_lines(exponents, torch.zeros(())).float() / exponents.exp2() - 1
     assert errors.abs().max() < 0.017
     assert not by_lines(torch.tensor([-torch.inf, -1e6, -11.5]), torch.zeros(())).to(FP8).float().any()
-    # Half of the keys of a tile, for all queries.
-    assert has_lines(16, 128, torch.device("cpu")).sum(1).tolist() == [64] * 16
+    assert has_lines(16, 128, torch.device("cpu")).float().mean() == LINES / 16
