@@ -32,7 +32,7 @@ DONE, FAILED, LEFT_OVER = 0, 1, 3
 SECTIONS = ("pipeline", "models", "attention", "products", "producers")
 
 # Processes among which the cases of a section of kernels are divided.
-PARTS = {"producers": 7, "products": 9, "attention": 4}
+PARTS = {"producers": 7, "products": 9, "attention": 1}
 
 # Workloads, the formats of their linears, and the least bar of the first one over torch.compile.
 # Qwen-Image computes one layer of each block in int8 by default.

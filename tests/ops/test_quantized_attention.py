@@ -10,7 +10,7 @@ from tritium.errors import ProviderError
 from tritium.layers import choose
 from tritium.ops import block_sparse_attention, cuda_launch
 from tritium.ops.attention import OP, eight_bits, trial
-from tritium.ops.attention.rounded import TILE, edges_of, rounded_attention, rounded_tiles
+from tritium.ops.attention.rounded import LINES, TILE, by_lines, edges_of, has_lines, rounded_attention, rounded_tiles
 from tritium.ops.block_sparse_attention import eight_bits as sparse_eight_bits
 from tritium.ops.quantize_rows import FP8
 
@@ -216,9 +216,22 @@ def test_launches_have_the_arguments_of_their_signatures(monkeypatch, is_sparse)
     if is_sparse:
         given = next(given for label, given in sparse_samples(torch.float32) if label == "blocks of 128")
         assert sparse_eight_bits.launch(given).shape == given.q.shape
-        tiles, blocks = 4, 2 * 3
+        blocks = 2 * 3
     else:
         assert eight_bits.attend(*streams(300, 400), 0.1).shape == (2, 2, 300, 128)
-        tiles, blocks = 4, 4 * 3
-    heads = blocks // 3
-    assert launched == [("summarize", (16, heads, 1)), ("store_heads", (tiles, heads, 3)), ("attend", (blocks, 1, 1))]
+        blocks = 4 * 3
+    assert [name for name, _ in launched] == [*(kernel.name for kernel in eight_bits.STORING), "attend"]
+    assert launched[-1] == ("attend", (blocks, 1, 1))
+    if not is_sparse:
+        # The last of 12 blocks for 11 multiprocessors is divided into three.
+        monkeypatch.setattr(eight_bits.device, "multiprocessors", lambda *where: 11)
+        eight_bits.attend(*streams(300, 2200), 0.1)
+        assert launched[-1] == ("attend", (14, 1, 1))
+
+
+def test_exponentials_from_lines():
+    exponents = torch.linspace(-9, 8.8, 20_001)
+    errors = by_lines(exponents, torch.zeros(())).float() / exponents.exp2() - 1
+    assert errors.abs().max() < 0.017
+    assert not by_lines(torch.tensor([-torch.inf, -1e6, -11.5]), torch.zeros(())).to(FP8).float().any()
+    assert has_lines(16, 128, torch.device("cpu")).float().mean() == LINES / 16

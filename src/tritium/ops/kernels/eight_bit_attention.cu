@@ -1,8 +1,8 @@
 // Attention in 8 bits on Hopper: int8 scores, float8 weights and values, as `rounded_attention` in Python defines it.
 //
-// `summarize` and `store_heads` prepare q, k and v; `attend` computes. All heads are 128 wide, and tiles are 128 tokens
-// of 128 bytes in the order in which tensor cores read shared memory: a tile then needs one bulk copy and no tensor
-// map. The 16-byte chunk c of row r is at place c ^ (r % 8) of its row.
+// `prepare` and `store_keys_and_values` store q, k and v in 8 bits; `attend` computes. Heads are 128 wide. Tiles are
+// 128 tokens of 128 bytes in the order in which tensor cores read shared memory: a tile then needs one bulk copy and no
+// tensor map. The 16-byte chunk c of row r is at place c ^ (r % 8) of its row.
 //
 // Values are stored transposed, [width, keys], since float8 operands are read along the sum. The keys of a group of 32
 // are in the order in which a thread holds their scores after the first product: weights go to the second product in
@@ -23,33 +23,28 @@ typedef unsigned long long u64;
 // Below the values of a stage lie 8 rows of ones: the product with them is the total of the rounded weights.
 #define VALUE_BYTES (TILE_BYTES + 8 * TILE)
 #define SPLITS 16
-// The largest score of a row counts until one exceeds it by LAZY: few tiles then change it, and scale the sums.
-#ifndef LAZY
-#define LAZY 0.0f
-#endif
-// Weights are raised by 2^RAISED: float8 holds 2^-9 to 448 = 2^8.8.
-#ifndef RAISED
-#define RAISED (LAZY > 0 ? 8.8f - LAZY : 8.0f)
-#endif
-// Of 16 words of four weights, those whose exponentials are computed without the unit for them.
+#define STORING_WARPS 16
+// The largest score of a row counts until one exceeds it by LAZY: few tiles then scale the sums, which saves 3 %.
+#define LAZY 2.0f
+// Weights are raised by 2^RAISED, so by LAZY more at most: float8 holds 2^-9 to 448 = 2^8.8.
+#define RAISED (8.8f - LAZY)
+// Of 16 words of four weights, those whose exponentials are computed without the unit for them, which limits the
+// kernel. 8 save 5 % of its time, 5 save 3 %.
 #ifndef POLY
-#define POLY 0
-#endif
-// Blocks that are divided into parts of their keys.
-#ifndef ORDER
-#define ORDER 0
-#endif
-#ifndef AHEAD
-#define AHEAD 0
-#endif
-#ifndef WIDE
-#define WIDE 0
+#define POLY 8
 #endif
 // 1.5 * 2^23: adding it rounds a number below 2^22 to an integer, which is then in the lowest bits.
 #define OFFSET 12582912.0f
 // Tensor cores keep about 14 bits of float8 sums. After this many tiles they are added in float32, in shared memory.
 #ifndef FLUSH
 #define FLUSH 8
+#endif
+// Whether tiles are stored by `summarize` and `store_tiles`, and values from shared memory.
+#ifndef PIPELINED
+#define PIPELINED 0
+#endif
+#ifndef STAGED
+#define STAGED 1
 #endif
 // Less than any score: 127 * 127 * 128 is below 2^21.
 #define HIDDEN (-(1 << 30))
@@ -190,39 +185,7 @@ __device__ __forceinline__ void add_scores(int (&score)[64], u64 queries, u64 ke
       : "l"(queries), "l"(keys), "r"(keep));
 }
 
-__device__ __forceinline__ void add_low(float (&sum)[68], const u32 (&weights)[4], u64 values) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, "
-      "%14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "
-      "%28, %29, %30, %31}, "
-      "{%32, %33, %34, %35}, %36, 1, 1, 1;\n"
-      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]), "+f"(sum[4]), "+f"(sum[5]),
-        "+f"(sum[6]), "+f"(sum[7]), "+f"(sum[8]), "+f"(sum[9]), "+f"(sum[10]), "+f"(sum[11]),
-        "+f"(sum[12]), "+f"(sum[13]), "+f"(sum[14]), "+f"(sum[15]), "+f"(sum[16]), "+f"(sum[17]),
-        "+f"(sum[18]), "+f"(sum[19]), "+f"(sum[20]), "+f"(sum[21]), "+f"(sum[22]), "+f"(sum[23]),
-        "+f"(sum[24]), "+f"(sum[25]), "+f"(sum[26]), "+f"(sum[27]), "+f"(sum[28]), "+f"(sum[29]),
-        "+f"(sum[30]), "+f"(sum[31])
-      : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]), "l"(values));
-}
-
-__device__ __forceinline__ void add_high(float (&sum)[68], const u32 (&weights)[4], u64 values) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n72k32.f32.e4m3.e4m3 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, "
-      "%14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "
-      "%28, %29, %30, %31, %32, %33, %34, %35}, "
-      "{%36, %37, %38, %39}, %40, 1, 1, 1;\n"
-      : "+f"(sum[32]), "+f"(sum[33]), "+f"(sum[34]), "+f"(sum[35]), "+f"(sum[36]), "+f"(sum[37]),
-        "+f"(sum[38]), "+f"(sum[39]), "+f"(sum[40]), "+f"(sum[41]), "+f"(sum[42]), "+f"(sum[43]),
-        "+f"(sum[44]), "+f"(sum[45]), "+f"(sum[46]), "+f"(sum[47]), "+f"(sum[48]), "+f"(sum[49]),
-        "+f"(sum[50]), "+f"(sum[51]), "+f"(sum[52]), "+f"(sum[53]), "+f"(sum[54]), "+f"(sum[55]),
-        "+f"(sum[56]), "+f"(sum[57]), "+f"(sum[58]), "+f"(sum[59]), "+f"(sum[60]), "+f"(sum[61]),
-        "+f"(sum[62]), "+f"(sum[63]), "+f"(sum[64]), "+f"(sum[65]), "+f"(sum[66]), "+f"(sum[67])
-      : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]), "l"(values));
-}
-
-__device__ __forceinline__ void add_all(float (&sum)[68], const u32 (&weights)[4], u64 values) {
+__device__ __forceinline__ void add_values(float (&sum)[68], const u32 (&weights)[4], u64 values) {
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n136k32.f32.e4m3.e4m3 "
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, "
@@ -246,19 +209,18 @@ __device__ __forceinline__ void add_all(float (&sum)[68], const u32 (&weights)[4
       : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]), "l"(values));
 }
 
-// Summarize each of SPLITS parts of a head: the sum of keys, and the largest magnitude of each channel of values.
-template <int WARPS>
+// Summarize one of SPLITS parts of a head: the sum of keys, and the largest magnitude of each channel of values.
 __device__ __forceinline__ void summarize_part(
     const u16* keys, const u16* values, float* sums, float* largest, int part, int head, int tokens, int heads,
     long keys_of_batch, long keys_of_head, long keys_of_token, long values_of_batch, long values_of_head,
     long values_of_token) {
-  __shared__ float4 shared[2][WARPS][32];
+  __shared__ float4 shared[2][STORING_WARPS][32];
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const u16* key = keys + (head / heads) * keys_of_batch + (head % heads) * keys_of_head + 4 * lane;
   const u16* value = values + (head / heads) * values_of_batch + (head % heads) * values_of_head + 4 * lane;
   float4 sum = {0, 0, 0, 0}, most = sum;
 #pragma unroll 4
-  for (int token = WARPS * part + warp; token < tokens; token += WARPS * SPLITS) {
+  for (int token = STORING_WARPS * part + warp; token < tokens; token += STORING_WARPS * SPLITS) {
     uint2 of_key = *(const uint2*)(key + token * keys_of_token);
     uint2 of_value = *(const uint2*)(value + token * values_of_token);
     float a, b, c, d;
@@ -273,7 +235,7 @@ __device__ __forceinline__ void summarize_part(
   __syncthreads();
   if (warp > 1) return;
   float4 result = shared[warp][0][lane];
-  for (int other = 1; other < WARPS; other++) {
+  for (int other = 1; other < STORING_WARPS; other++) {
     float4 more = shared[warp][other][lane];
     if (warp == 0) {
       result.x += more.x, result.y += more.y, result.z += more.z, result.w += more.w;
@@ -283,15 +245,6 @@ __device__ __forceinline__ void summarize_part(
     }
   }
   ((float4*)(warp == 0 ? sums : largest))[(head * SPLITS + part) * 32 + lane] = result;
-}
-
-extern "C" __global__ void __launch_bounds__(256) summarize(
-    const u16* keys, const u16* values, float* sums, float* largest, u32* arrivals, int tokens, int heads,
-    long keys_of_batch, long keys_of_head, long keys_of_token, long values_of_batch, long values_of_head,
-    long values_of_token) {
-  if (blockIdx.x + blockIdx.y == 0) arrivals[threadIdx.x] = 0;
-  summarize_part<8>(keys, values, sums, largest, blockIdx.x, blockIdx.y, tokens, heads, keys_of_batch, keys_of_head,
-                    keys_of_token, values_of_batch, values_of_head, values_of_token);
 }
 
 // Multiply each half of a row by the regular Hadamard matrix of size 64; lane l holds 16 columns from 16 (l % 8) on.
@@ -410,6 +363,24 @@ __device__ __forceinline__ void store_rotated(
   }
 }
 
+// The smallest power of two with which a channel fits into +-448 = 1.75 * 2^8, at least 2^-40, and its reciprocal.
+__device__ __forceinline__ float float8_scale(float largest, float& inverse) {
+  int bits = min(max(__float_as_int(largest), (127 - 32) << 23), 0x7F800000);
+  bits = ((bits + (1 << 21) - 1) & 0x7F800000) - (8 << 23);
+  inverse = __int_as_float((254 << 23) - bits);
+  return __int_as_float(bits);
+}
+
+// 16 tokens of a channel in the order of weights.
+__device__ __forceinline__ uint4 float8_chunk(const float (&x)[16], float inverse) {
+  u32 words[4];
+#pragma unroll
+  for (int c = 0; c < 4; c++) {
+    words[c] = float8(x[2 * c] * inverse, x[2 * c + 1] * inverse, x[2 * c + 8] * inverse, x[2 * c + 9] * inverse);
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
 // Store a tile of values in float8, transposed, with a scale for each channel of a head.
 __device__ __forceinline__ void store_values(
     const u16* from, const float* largest, u8* stored, float* scales, int tile, const int* edges, int tokens,
@@ -427,11 +398,8 @@ __device__ __forceinline__ void store_values(
     float most = 0;
 #pragma unroll
     for (int part = 0; part < SPLITS; part++) most = larger(most, largest[part * WIDTH + threadIdx.x]);
-    // The smallest power of two with which the channel fits into +-448 = 1.75 * 2^8, at least 2^-40.
-    int bits = min(max(__float_as_int(most), (127 - 32) << 23), 0x7F800000);
-    bits = ((bits + (1 << 21) - 1) & 0x7F800000) - (8 << 23);
-    inverses[threadIdx.x] = __int_as_float((254 << 23) - bits);
-    if (tile == 0) scales[threadIdx.x] = __int_as_float(bits);
+    float scale = float8_scale(most, inverses[threadIdx.x]);
+    if (tile == 0) scales[threadIdx.x] = scale;
   }
   __syncthreads();
   float x[2][16];
@@ -439,17 +407,247 @@ __device__ __forceinline__ void store_values(
   for (int i = 0; i < 16; i++) unpack(pairs[i], x[0][i], x[1][i]);
 #pragma unroll
   for (int j = 0; j < 2; j++) {
-    float inverse = inverses[column + j];
-    u32 words[4];
-#pragma unroll
-    for (int c = 0; c < 4; c++) {
-      words[c] = float8(x[j][2 * c] * inverse, x[j][2 * c + 1] * inverse, x[j][2 * c + 8] * inverse,
-                        x[j][2 * c + 9] * inverse);
-    }
     *(uint4*)(stored + (long)tile * TILE_BYTES + (column + j) * TILE + (chunk ^ ((column + j) & 7)) * 16) =
-        make_uint4(words[0], words[1], words[2], words[3]);
+        float8_chunk(x[j], inverses[column + j]);
   }
 }
+
+#if PIPELINED
+// Summarize one of SPLITS parts of a head, as `summarize_part` does, with 16 bytes per load: half a warp reads a row.
+extern "C" __global__ void __launch_bounds__(256, 4) summarize(
+    const u16* keys, const u16* values, float* sums, float* largest, u32* arrivals, int tokens, int heads,
+    long keys_of_batch, long keys_of_head, long keys_of_token, long values_of_batch, long values_of_head,
+    long values_of_token) {
+  __shared__ float4 shared[2][16][32];
+  int part = blockIdx.x, head = blockIdx.y, row = threadIdx.x / 16, column = threadIdx.x % 16;
+  if (part + head == 0) arrivals[threadIdx.x] = 0;
+  const u16* key = keys + (head / heads) * keys_of_batch + (head % heads) * keys_of_head + 8 * column;
+  const u16* value = values + (head / heads) * values_of_batch + (head % heads) * values_of_head + 8 * column;
+  float sum[8], most[8];
+#pragma unroll
+  for (int i = 0; i < 8; i++) sum[i] = most[i] = 0;
+#pragma unroll 4
+  for (int token = 16 * part + row; token < tokens; token += 16 * SPLITS) {
+    uint4 of_key = *(const uint4*)(key + token * keys_of_token);
+    uint4 of_value = *(const uint4*)(value + token * values_of_token);
+    u32 of_keys[4] = {of_key.x, of_key.y, of_key.z, of_key.w};
+    u32 of_values[4] = {of_value.x, of_value.y, of_value.z, of_value.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      float low, high;
+      unpack(of_keys[i], low, high);
+      sum[2 * i] += low, sum[2 * i + 1] += high;
+      unpack(of_values[i], low, high);
+      most[2 * i] = larger(most[2 * i], fabsf(low)), most[2 * i + 1] = larger(most[2 * i + 1], fabsf(high));
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    shared[0][row][2 * column + i] = make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]);
+    shared[1][row][2 * column + i] = make_float4(most[4 * i], most[4 * i + 1], most[4 * i + 2], most[4 * i + 3]);
+  }
+  __syncthreads();
+  int which = threadIdx.x / WIDTH, channel = threadIdx.x % WIDTH;
+  const float* rows = (const float*)shared[which];
+  float result = rows[channel];
+  for (int other = 1; other < 16; other++) {
+    float more = rows[other * WIDTH + channel];
+    result = which ? larger(result, more) : result + more;
+  }
+  (which ? largest : sums)[(head * SPLITS + part) * WIDTH + channel] = result;
+}
+
+// 16 bytes to shared memory; zeros instead if they are not there.
+__device__ __forceinline__ void copy_chunk(u32 target, const void* source, bool is_there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(is_there ? 16 : 0)
+               : "memory");
+}
+
+// Read anew where it is used: addresses that depend on it are then not kept in registers around a loop.
+__device__ __forceinline__ int thread_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+
+// What a block stores next: a tile of keys, values or queries, and where it is.
+struct Item {
+  const u16* from;
+  const float* summary;
+  const int* edges;
+  u8* stored;
+  float* scales;
+  long of_token;
+  int kind, tile, begin, end;
+};
+
+#define KIND_KEYS 0
+#define KIND_VALUES 1
+#define KIND_QUERIES 2
+
+// The bytes of a tile in 16 bits, and those of the sums of its head's parts.
+#define RAW_BYTES (2 * TILE_BYTES)
+#define RAW_STAGE (RAW_BYTES + SPLITS * WIDTH * 4)
+
+// Start copying an item. Even chunks of rows that are rotated lie before odd ones: threads then read 16 columns, two
+// chunks, without bank conflicts.
+__device__ __forceinline__ void fetch(const Item& item, u32 stage) {
+  int thread = thread_index();
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    int place = thread + 512 * i, row = place / 16, chunk = place % 16, token = item.begin + row;
+    int to = item.kind == KIND_VALUES ? chunk : chunk / 2 + 8 * (chunk & 1);
+    bool is_there = token < item.end;
+    copy_chunk(stage + row * 256 + to * 16, item.from + (is_there ? token : item.begin) * item.of_token + 8 * chunk,
+               is_there);
+  }
+  if (item.kind != KIND_QUERIES) {
+    copy_chunk(stage + RAW_BYTES + 16 * thread, item.summary + 4 * thread, true);
+  }
+}
+
+__device__ __forceinline__ void store_rotated_stage(const Item& item, const u8* stage, int tokens) {
+  int thread = thread_index();
+  int first = 8 * (thread / 32) + thread % 32 / 8, chunk = thread % 8;
+  float x[2][16], inverse;
+  bool is_keys = item.kind == KIND_KEYS;
+  __shared__ float mean[WIDTH];
+  if (is_keys) {
+    const float* sums = (const float*)(stage + RAW_BYTES);
+    if (thread < WIDTH) {
+      float sum = 0;
+#pragma unroll
+      for (int part = 0; part < SPLITS; part++) sum += sums[part * WIDTH + thread];
+      mean[thread] = sum / tokens;
+    }
+    __syncthreads();
+  }
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const uint4* line = (const uint4*)(stage + (first + 4 * i) * 256 + 16 * chunk);
+    uint4 low = line[0], high = line[8];
+    unpack(low.x, x[i][0], x[i][1]), unpack(low.y, x[i][2], x[i][3]);
+    unpack(low.z, x[i][4], x[i][5]), unpack(low.w, x[i][6], x[i][7]);
+    unpack(high.x, x[i][8], x[i][9]), unpack(high.y, x[i][10], x[i][11]);
+    unpack(high.z, x[i][12], x[i][13]), unpack(high.w, x[i][14], x[i][15]);
+    if (is_keys && item.begin + first + 4 * i < item.end) {
+#pragma unroll
+      for (int j = 0; j < 16; j++) x[i][j] -= mean[16 * chunk + j];
+    }
+    rotate(x[i]);
+  }
+  if (is_keys) {
+    float scale = int8_scale(largest_of_block(larger(largest_of(x[0]), largest_of(x[1]))), inverse);
+    if (thread == 0) item.scales[item.tile] = scale;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    int row = first + 4 * i;
+    if (!is_keys) {
+      float largest = largest_of(x[i]);
+      for (int step = 1; step < 8; step *= 2) largest = larger(largest, __shfl_xor_sync(~0u, largest, step));
+      float scale = int8_scale(largest, inverse);
+      if (chunk == 0) item.scales[item.tile * TILE + row] = scale;
+    }
+    store_chunk(item.stored, row, chunk, x[i], inverse);
+  }
+}
+
+__device__ __forceinline__ void store_values_stage(const Item& item, u8* stage) {
+  int thread = thread_index();
+  __shared__ float inverses[WIDTH];
+  int chunk = thread / 64, column = 2 * (thread % 64);
+  u32 pairs[16];
+#pragma unroll
+  for (int i = 0; i < 16; i++) pairs[i] = *(const u32*)(stage + (16 * chunk + i) * 256 + 2 * column);
+  if (thread < WIDTH) {
+    const float* largest = (const float*)(stage + RAW_BYTES);
+    float most = 0;
+#pragma unroll
+    for (int part = 0; part < SPLITS; part++) most = larger(most, largest[part * WIDTH + thread]);
+    float scale = float8_scale(most, inverses[thread]);
+    if (item.tile == 0) item.scales[thread] = scale;
+  }
+  __syncthreads();
+  float x[2][16];
+#pragma unroll
+  for (int i = 0; i < 16; i++) unpack(pairs[i], x[0][i], x[1][i]);
+  u8* to = STAGED ? stage : item.stored;
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+    *(uint4*)(to + (column + j) * TILE + (chunk ^ ((column + j) & 7)) * 16) = float8_chunk(x[j], inverses[column + j]);
+  }
+#if STAGED
+  __syncthreads();
+  ((uint4*)item.stored)[thread] = ((const uint4*)stage)[thread];
+  ((uint4*)item.stored)[thread + 512] = ((const uint4*)stage)[thread + 512];
+#endif
+}
+
+// Store tiles of keys and values, and of queries after them if `query_tiles` > 0, the next one being copied meanwhile:
+// the last heads first, which `summarize` read last.
+extern "C" __global__ void __launch_bounds__(512, 2) store_tiles(
+    const u16* queries, const u16* keys, const u16* values, const float* sums, const float* largest,
+    u8* stored_queries, u8* stored_keys, u8* stored_values, float* query_scales, float* key_scales,
+    float* value_scales, const int* query_edges, const int* key_edges, int query_count, int key_count, int heads,
+    int query_tiles, int key_tiles, int all_heads, long queries_of_batch, long queries_of_head, long queries_of_token,
+    long keys_of_batch, long keys_of_head, long keys_of_token, long values_of_batch, long values_of_head,
+    long values_of_token) {
+  extern __shared__ uint4 stages[];
+  int of_keys = 2 * all_heads * key_tiles, count = of_keys + all_heads * query_tiles;
+  auto item_of = [&](int place) {
+    Item item;
+    if (place < of_keys) {
+      int head = all_heads - 1 - place / (2 * key_tiles), rest = place % (2 * key_tiles);
+      item.kind = rest < key_tiles ? KIND_KEYS : KIND_VALUES;
+      item.tile = rest < key_tiles ? rest : rest - key_tiles;
+      long batch = head / heads, of_batch = head % heads;
+      if (item.kind == KIND_KEYS) {
+        item.from = keys + batch * keys_of_batch + of_batch * keys_of_head, item.of_token = keys_of_token;
+        item.summary = sums, item.stored = stored_keys, item.scales = key_scales + (long)head * key_tiles;
+      } else {
+        item.from = values + batch * values_of_batch + of_batch * values_of_head, item.of_token = values_of_token;
+        item.summary = largest, item.stored = stored_values, item.scales = value_scales + head * WIDTH;
+      }
+      item.summary += head * SPLITS * WIDTH;
+      item.stored += ((long)head * key_tiles + item.tile) * TILE_BYTES;
+      item.begin = begin_of(item.tile, key_edges), item.end = end_of(item.tile, key_edges, key_count);
+    } else {
+      int head = (place - of_keys) / query_tiles;
+      item.kind = KIND_QUERIES, item.tile = (place - of_keys) % query_tiles;
+      item.from = queries + (head / heads) * queries_of_batch + (head % heads) * queries_of_head;
+      item.of_token = queries_of_token, item.summary = 0;
+      item.stored = stored_queries + ((long)head * query_tiles + item.tile) * TILE_BYTES;
+      item.scales = query_scales + (long)head * query_tiles * TILE;
+      item.begin = begin_of(item.tile, query_edges), item.end = end_of(item.tile, query_edges, query_count);
+    }
+    return item;
+  };
+  u8* stage = (u8*)stages;
+  u8* other = stage + RAW_STAGE;
+  int place = blockIdx.x;
+  if (place >= count) return;
+  Item item = item_of(place);
+  fetch(item, shared_address(stage));
+  asm volatile("cp.async.commit_group;" ::: "memory");
+  for (; place < count; place += gridDim.x) {
+    int after = place + gridDim.x;
+    if (after < count) fetch(item_of(after), shared_address(other));
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    asm volatile("cp.async.wait_group 1;" ::: "memory");
+    __syncthreads();
+    item = item_of(place);
+    if (item.kind == KIND_VALUES) {
+      store_values_stage(item, stage);
+    } else {
+      store_rotated_stage(item, stage, key_count);
+    }
+    __syncthreads();
+    u8* now = stage;
+    stage = other, other = now;
+  }
+}
+#endif
 
 // Summarize parts of a head, and store its queries in the blocks after those.
 extern "C" __global__ void __launch_bounds__(512, 2) prepare(
@@ -460,7 +658,7 @@ extern "C" __global__ void __launch_bounds__(512, 2) prepare(
   int head = blockIdx.y, batch = head / heads, of_batch = head % heads, tile = (int)blockIdx.x - SPLITS;
   if (blockIdx.x + blockIdx.y == 0 && threadIdx.x < 256) arrivals[threadIdx.x] = 0;
   if (tile < 0) {
-    summarize_part<16>(keys, values, sums, largest, blockIdx.x, head, key_count, heads, keys_of_batch, keys_of_head,
+    summarize_part(keys, values, sums, largest, blockIdx.x, head, key_count, heads, keys_of_batch, keys_of_head,
                        keys_of_token, values_of_batch, values_of_head, values_of_token);
   } else {
     long first = (long)head * (gridDim.x - SPLITS) * TILE;
@@ -472,8 +670,8 @@ extern "C" __global__ void __launch_bounds__(512, 2) prepare(
 // Store a tile of k or v (blockIdx.z) in 8 bits, the last heads first: `prepare` read these last.
 extern "C" __global__ void __launch_bounds__(512, 2) store_keys_and_values(
     const u16* keys, const u16* values, const float* sums, const float* largest, u8* stored_keys, u8* stored_values,
-    float* key_scales, float* value_scales, const int* key_edges, int key_count, int heads, long keys_of_batch, long keys_of_head,
-    long keys_of_token, long values_of_batch, long values_of_head, long values_of_token) {
+    float* key_scales, float* value_scales, const int* key_edges, int key_count, int heads, long keys_of_batch,
+    long keys_of_head, long keys_of_token, long values_of_batch, long values_of_head, long values_of_token) {
   int tile = blockIdx.x, head = gridDim.y - 1 - blockIdx.y, batch = head / heads, of_batch = head % heads;
   int tiles = gridDim.x;
   long first = (long)head * tiles;
@@ -482,39 +680,10 @@ extern "C" __global__ void __launch_bounds__(512, 2) store_keys_and_values(
                   stored_keys + first * TILE_BYTES, key_scales + first, tile, key_edges, key_count, keys_of_token);
   } else {
     store_values(values + batch * values_of_batch + of_batch * values_of_head, largest + head * SPLITS * WIDTH,
-                 stored_values + first * TILE_BYTES, value_scales + head * WIDTH, tile, key_edges, key_count, values_of_token);
+                 stored_values + first * TILE_BYTES, value_scales + head * WIDTH, tile, key_edges, key_count,
+                 values_of_token);
   }
 }
-
-// Store a tile of q, k or v (blockIdx.z) in 8 bits.
-extern "C" __global__ void __launch_bounds__(512, 2) store_heads(
-    const u16* queries, const u16* keys, const u16* values, const float* sums, const float* largest,
-    u8* stored_queries, u8* stored_keys, u8* stored_values, float* query_scales, float* key_scales,
-    float* value_scales, const int* query_edges, const int* key_edges, int query_count, int key_count, int heads,
-    int query_tiles, int key_tiles, long queries_of_batch, long queries_of_head, long queries_of_token, long keys_of_batch, long keys_of_head, long keys_of_token,
-    long values_of_batch, long values_of_head, long values_of_token) {
-  int tile = blockIdx.x, head = blockIdx.y, batch = head / heads, of_batch = head % heads;
-  int tiles = key_tiles;
-  long first = (long)head * tiles;
-  if (blockIdx.z == 0 && tile < query_tiles) {
-    long first_query = (long)head * query_tiles * TILE;
-    store_rotated(queries + batch * queries_of_batch + of_batch * queries_of_head, 0,
-                  stored_queries + first_query * WIDTH, query_scales + first_query, tile, query_edges, query_count,
-                  queries_of_token);
-  }
-  if (blockIdx.z == 1 && tile < tiles) {
-    store_rotated(keys + batch * keys_of_batch + of_batch * keys_of_head, sums + head * SPLITS * WIDTH,
-                  stored_keys + first * TILE_BYTES, key_scales + first, tile, key_edges, key_count, keys_of_token);
-  }
-  if (blockIdx.z == 2 && tile < tiles) {
-    store_values(values + batch * values_of_batch + of_batch * values_of_head, largest + head * SPLITS * WIDTH,
-                 stored_values + first * TILE_BYTES, value_scales + head * WIDTH, tile, key_edges, key_count, values_of_token);
-  }
-}
-
-#ifndef KEPT
-#define KEPT 0
-#endif
 
 // Where a block keeps its barriers: one for the queries, and for each stage those of keys and values that have arrived
 // (`here`) or were read.
@@ -550,9 +719,6 @@ struct Visits {
 // the largest score so far, the factors of a tile, and sums with weights, the last of which are totals of weights.
 struct Queries {
   float scale[2], top[2], shrink[2], factor[2], shift[2], flushed[2], sum[68];
-#if KEPT
-  float kept[66];
-#endif
   int column;
 };
 
@@ -573,7 +739,7 @@ __device__ __forceinline__ void find_largest(Queries& own, const int (&score)[64
     most = max(most, __shfl_xor_sync(~0u, most, 2));
     own.factor[half] = own.scale[half] * of_key;
     float largest = most * own.factor[half];
-    float now = LAZY > 0 ? (largest > own.top[half] + LAZY ? largest : own.top[half]) : fmaxf(own.top[half], largest);
+    float now = largest > own.top[half] + LAZY ? largest : own.top[half];
     own.shrink[half] = exp2(own.top[half] - now);
     own.shift[half] = now - RAISED;
     own.top[half] = now;
@@ -652,11 +818,6 @@ __device__ __forceinline__ void flush(Queries& own, u32 earlier, bool is_first) 
   for (int i = 0; i < 66; i++) {
     float& sum = own.sum[i < 64 ? i : 2 * i - 64];
     int half = i < 64 ? i >> 1 & 1 : i - 64;
-#if KEPT
-    own.kept[i] = fmaf(own.kept[i], growth[half], sum);
-    sum = 0;
-    continue;
-#endif
     u32 address = earlier + i * (4 * 128 * GROUPS);
     float before = 0;
     if (!is_first) asm volatile("ld.shared.f32 %0, [%1];" : "=f"(before) : "r"(address) : "memory");
@@ -705,15 +866,8 @@ __device__ __forceinline__ void start_scores(int (&score)[64], u64 queries, u32 
 __device__ __forceinline__ void start_values(Queries& own, const u32 (&weights)[4][4], u32 shared_values, int stage) {
   u64 values = described(shared_values + stage * VALUE_BYTES);
   products_begin();
-#if WIDE
 #pragma unroll
-  for (int part = 0; part < 4; part++) add_all(own.sum, weights[part], values + 2 * part);
-#else
-#pragma unroll
-  for (int part = 0; part < 4; part++) add_low(own.sum, weights[part], values + 2 * part);
-#pragma unroll
-  for (int part = 0; part < 4; part++) add_high(own.sum, weights[part], values + (64 * TILE >> 4) + 2 * part);
-#endif
+  for (int part = 0; part < 4; part++) add_values(own.sum, weights[part], values + 2 * part);
   products_end();
 }
 
@@ -725,6 +879,35 @@ __device__ __forceinline__ void find_largest_of(Queries& own, const int (&score)
   }
 }
 
+#ifdef LISTED
+// Start the products of a tile's weights with values and those with the next keys, and compute the weights of the next
+// tile while they run. `SOME`: a part of its keys is hidden.
+template <bool SOME>
+__device__ __forceinline__ void step(
+    Queries& own, int (&score)[64], u32 (&weights)[4][4], int tile, const Visits& visits, u64 queries, u32 shared_keys,
+    u32 shared_values, u32 earlier, const Barriers& barriers) {
+  int after = tile + 1, left = visits.left(after);
+  bool is_reader = threadIdx.x % 32 == 0;
+  float of_key = visits.scales[visits.tile(after)];
+  wait(barriers.keys_here + 8 * (after % STAGES), after / STAGES & 1);
+  wait(barriers.values_here + 8 * (tile % STAGES), tile / STAGES & 1);
+  pin(weights), pin(own.sum), pin(score);
+  start_scores(score, queries, shared_keys, after % STAGES);
+  start_values(own, weights, shared_values, tile % STAGES);
+  products_wait<1>();
+  if (is_reader) arrive(barriers.keys_read + 8 * (after % STAGES));
+  find_largest<SOME>(own, score, of_key, left);
+  u32 next[4][4];
+  find_weights<SOME>(own, score, next, left);
+  pin(next);
+  products_wait<0>();
+  pin(own.sum);
+  if (is_reader) arrive(barriers.values_read + 8 * (tile % STAGES));
+  move(weights, next);
+  shrink_sums(own);
+  if (after % FLUSH == 0) flush(own, earlier, after == FLUSH);
+}
+#else
 // Compute the weights of a tile and start their products with values; before that, start the products with the next
 // keys, and after it, find their largest scores. Tensor cores work while exponentials are computed.
 template <bool LAST>
@@ -740,11 +923,7 @@ __device__ __forceinline__ void step(
     start_scores(next, queries, shared_keys, after);
   }
   u32 weights[4][4];
-#ifdef LISTED
-  find_weights<true>(own, score, weights, visits.left(tile));
-#else
   find_weights<LAST>(own, score, weights, visits.left(tile));
-#endif
   // The products with the values of the tile before.
   products_wait<LAST ? 0 : 1>();
   if (tile && is_reader) arrive(barriers.values_read + 8 * ((tile - 1) % STAGES));
@@ -757,6 +936,7 @@ __device__ __forceinline__ void step(
   if (is_reader) arrive(barriers.keys_read + 8 * after);
   find_largest_of(own, next, of_key, left_next);
 }
+#endif
 
 // Compute attention of a tile of queries; a head has `query_tiles` of them.
 extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1) attend(
@@ -862,17 +1042,35 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1) attend(
     own.scale[half] = scales[8 * half] * scale;
     own.top[half] = own.flushed[half] = -INFINITY;
   }
-#if KEPT
-#pragma unroll
-  for (int i = 0; i < 66; i++) own.kept[i] = 0;
-#endif
 #pragma unroll
   for (int i = 0; i < 68; i++) own.sum[i] = 0;
   u64 described_queries = described(base + group * 64 * WIDTH);
 
   wait(barriers.queries, 0);
   wait(barriers.keys_here, 0);
-#if ORDER == 0
+#ifdef LISTED
+  // The products of one group run during the exponentials of the other. Any listed tile may be a part of one; in this
+  // order masks cost no branch.
+  int score[64];
+  u32 weights[4][4];
+  start_scores(score, described_queries, shared_keys, 0);
+  products_wait<0>();
+  if (lane == 0) arrive(barriers.keys_read);
+  find_largest_of(own, score, visits.scales[visits.tile(0)], visits.left(0));
+  find_weights<true>(own, score, weights, visits.left(0));
+  int tile = 0;
+#pragma unroll 1
+  for (; tile < whole_tiles - 1; tile++) {
+    step<false>(own, score, weights, tile, visits, described_queries, shared_keys, shared_values, earlier, barriers);
+  }
+#pragma unroll 1
+  for (; tile + 1 < tiles; tile++) {
+    step<true>(own, score, weights, tile, visits, described_queries, shared_keys, shared_values, earlier, barriers);
+  }
+  wait(barriers.values_here + 8 * (tile % STAGES), tile / STAGES & 1);
+  pin(weights), pin(own.sum);
+  start_values(own, weights, shared_values, tile % STAGES);
+#else
   int even[64], odd[64];
   start_scores(even, described_queries, shared_keys, 0);
   products_wait<0>();
@@ -892,94 +1090,15 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1) attend(
   } else {
     STEP(true, even, odd, tile);
   }
-#else
-  // Products of both kinds of one group run during the exponentials of the other.
-  int score[64];
-  u32 weights[4][4];
-#if ORDER == 2
-#define TURN_BEGIN() asm volatile("bar.sync %0, 256;" ::"r"(group + 1) : "memory")
-#define TURN_END() asm volatile("bar.arrive %0, 256;" ::"r"(2 - group) : "memory")
-  if (group == 1) TURN_END();
-#else
-#define TURN_BEGIN()
-#define TURN_END()
-#endif
-  TURN_BEGIN();
-  start_scores(score, described_queries, shared_keys, 0);
-  TURN_END();
-  products_wait<0>();
-  if (lane == 0) arrive(barriers.keys_read);
-  find_largest_of(own, score, visits.scales[visits.tile(0)], visits.left(0));
-  find_weights<true>(own, score, weights, visits.left(0));
-  own.shrink[0] = own.shrink[1] = 1;
-#if AHEAD
-#define FIND_WEIGHTS(SOME)                                                               \
-    u32 next[4][4];                                                                      \
-    find_weights<SOME>(own, score, next, left);                                          \
-    pin(next);                                                                           \
-    products_wait<0>();                                                                  \
-    pin(own.sum);                                                                        \
-    if (lane == 0) arrive(barriers.values_read + 8 * (tile % STAGES));                   \
-    move(weights, next)
-#else
-#define FIND_WEIGHTS(SOME)                                                               \
-    products_wait<0>();                                                                  \
-    pin(own.sum);                                                                        \
-    if (lane == 0) arrive(barriers.values_read + 8 * (tile % STAGES));                   \
-    find_weights<SOME>(own, score, weights, left)
-#endif
-#define WHOLE_STEP(SOME)                                                                 \
-  {                                                                                      \
-    int after = tile + 1, left = visits.left(after);                                     \
-    float of_key = visits.scales[visits.tile(after)];                                    \
-    wait(barriers.keys_here + 8 * (after % STAGES), after / STAGES & 1);                 \
-    wait(barriers.values_here + 8 * (tile % STAGES), tile / STAGES & 1);                 \
-    TURN_BEGIN();                                                                        \
-    pin(weights), pin(own.sum), pin(score);                                              \
-    start_scores(score, described_queries, shared_keys, after % STAGES);                 \
-    start_values(own, weights, shared_values, tile % STAGES);                            \
-    TURN_END();                                                                          \
-    products_wait<1>();                                                                  \
-    if (lane == 0) arrive(barriers.keys_read + 8 * (after % STAGES));                    \
-    find_largest<SOME>(own, score, of_key, left);                                        \
-    FIND_WEIGHTS(SOME);                                                                  \
-    shrink_sums(own);                                                                    \
-    if (after % FLUSH == 0) flush(own, earlier, after == FLUSH);                         \
-  }
-  int tile = 0;
-#ifdef LISTED
-#pragma unroll 1
-  for (; tile < whole_tiles - 1; tile++) WHOLE_STEP(false);
-#pragma unroll 1
-  for (; tile + 1 < tiles; tile++) WHOLE_STEP(true);
-#else
-#pragma unroll 1
-  for (; tile + 2 < tiles; tile++) WHOLE_STEP(false);
-  if (tile + 1 < tiles) {
-    WHOLE_STEP(true);
-    tile++;
-  }
-#endif
-  wait(barriers.values_here + 8 * (tile % STAGES), tile / STAGES & 1);
-  TURN_BEGIN();
-  pin(weights), pin(own.sum);
-  start_values(own, weights, shared_values, tile % STAGES);
-  if (group == 0) TURN_END();
-  products_wait<0>();
 #endif
   products_wait<0>();
   if (tiles > FLUSH) {
     flush(own, earlier, false);
-#if KEPT
-#pragma unroll
-    for (int i = 0; i < 66; i++) own.sum[i < 64 ? i : 2 * i - 64] = own.kept[i];
-#else
 #pragma unroll
     for (int i = 0; i < 66; i++) {
       float& sum = own.sum[i < 64 ? i : 2 * i - 64];
       asm volatile("ld.shared.f32 %0, [%1];" : "=f"(sum) : "r"(earlier + i * (4 * 128 * GROUPS)) : "memory");
     }
-#endif
   }
 
   if (rest >= 0 && pieces > 1) {
