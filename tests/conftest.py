@@ -49,9 +49,11 @@ LONG = (
 )
 
 
+TURNS = {Path(__file__).parent / name: turn for turn, name in enumerate(LONG)}
+
+
 def _turn_of(item: pytest.Item) -> int:
-    names = {Path(__file__).parent / name: turn for turn, name in enumerate(LONG)}
-    return names.get(item.path, len(LONG))
+    return TURNS.get(item.path, len(LONG))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -129,7 +131,8 @@ def in_process(tmp_path: Path, forks):
     """Run a program in a separate process, with a separate Inductor cache, and return what it printed.
 
     `loaded` starts it with torch and its compiler imported, so `env` cannot have variables that these read on import.
-    `instructions` spares it the compiler's tests of this machine's instructions, which take 4 s of a core in an empty cache.
+    `instructions` spares a process that is not `loaded` the compiler's tests of this machine's instructions, which take 4 s
+    of a core in an empty cache.
     """
 
     from support.forks import copy_tests_of_instructions
