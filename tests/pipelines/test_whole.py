@@ -24,7 +24,7 @@ PLAN = Plan(config=EAGER, progress=False)
 @pytest.fixture
 def model():
     torch.manual_seed(0)
-    return small_models.flux(3, 2).eval().requires_grad_(requires_grad=False)
+    return small_models.flux(2, 2).eval().requires_grad_(requires_grad=False)
 
 
 @pytest.fixture
@@ -152,7 +152,11 @@ class TestGuards:
             torch.testing.assert_close(call(model, inputs), expected)
             assert (len(seen), graphs(handle)) == (count, compiled), "the first program fits again"
 
-    @pytest.mark.parametrize("change", CHANGES)
+    @pytest.mark.parametrize(
+        # "a dropped block" changes the same list.
+        "change",
+        [pytest.param(change, marks=[pytest.mark.thorough] * (change == "an added block")) for change in CHANGES],
+    )
     def test_a_change_is_seen(self, model, inputs, change):
         apply, graphs = CHANGES[change]
         differs, count = self.changed(model, inputs, apply)
@@ -353,7 +357,7 @@ class TestAround:
                 torch.testing.assert_close(around(**inputs), expected * 2)
 
     def test_guidance_in_two_calls_replays_and_keeps_results_apart(self):
-        pipe = small_pipelines.flux()
+        pipe = small_pipelines.flux(1, 1)
         expected = small_pipelines.guided(pipe)
         with tritium.optimize(pipe, PLAN.with_(graphs="with_compile")) as handle:
             for _ in range(2):

@@ -120,7 +120,10 @@ def by_swaps(loads, current, swaps):
     return placed
 
 
-@pytest.mark.parametrize(("experts", "devices", "slots"), [(4, 2, 3), (16, 4, 5), (32, 4, 8), (64, 8, 9)])
+@pytest.mark.parametrize(
+    ("experts", "devices", "slots"),
+    [(4, 2, 3), (16, 4, 5), (32, 4, 8), pytest.param(64, 8, 9, marks=pytest.mark.thorough)],
+)
 def test_no_worse_than_policies_of_others(experts, devices, slots):
     rng = random.Random(2)
     for _ in range(3):
