@@ -25,7 +25,7 @@ PLAN = Plan(config=EAGER, progress=False)
 
 @pytest.fixture
 def pipe():
-    return small_pipelines.flux(2, 1)
+    return small_pipelines.flux(1, 1)
 
 
 def attributes(pipe):
@@ -177,8 +177,8 @@ class TestRefusals:
             tritium.optimize(pipe, PLAN)
 
     def test_hooks_inside_are_named_and_can_be_left_alone(self, pipe):
-        add_hook_to_module(pipe.transformer.transformer_blocks[1].attn.to_q, AlignDevicesHook())
-        with pytest.raises(PipelineError, match=r"blocks\.1\.attn\.to_q has an accelerate hook \(AlignDevicesHook\)"):
+        add_hook_to_module(pipe.transformer.transformer_blocks[0].attn.to_q, AlignDevicesHook())
+        with pytest.raises(PipelineError, match=r"blocks\.0\.attn\.to_q has an accelerate hook \(AlignDevicesHook\)"):
             tritium.optimize(pipe, PLAN)
         with tritium.optimize(pipe, PLAN.with_(components={"transformer": "eager"})) as handle:
             assert handle.choices["transformer"].how == "eager"
@@ -210,8 +210,8 @@ def compiled_and_wrapped(pipe):
 
 
 def compiled_block(pipe):
-    pipe.transformer.transformer_blocks[1] = torch.compile(pipe.transformer.transformer_blocks[1], backend="eager")
-    return r"\.transformer_blocks\.1"
+    pipe.transformer.transformer_blocks[0] = torch.compile(pipe.transformer.transformer_blocks[0], backend="eager")
+    return r"\.transformer_blocks\.0"
 
 
 def compiled_beside(pipe):

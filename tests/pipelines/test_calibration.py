@@ -27,8 +27,8 @@ def handle_of(pipe):
     handles = []
 
     def apply(quantize, **plan):
-        config = CompilationConfig(engine="eager")
-        handles.append(optimize(pipe, Plan(quantize=quantize, config=config, progress=False, **plan)))
+        plan = {"config": CompilationConfig(engine="eager"), "components": {"vae": "eager"}, "progress": False, **plan}
+        handles.append(optimize(pipe, Plan(quantize=quantize, **plan)))
         return handles[-1]
 
     yield apply

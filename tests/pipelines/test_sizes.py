@@ -55,7 +55,8 @@ def pipeline(vae) -> SimpleNamespace:
 def test_torch_compile_compiles_a_decoder_for_one_size(name):
     small = SMALL_VAES[name]
     vae = small.build()
-    latents = [small.latent(*size) for size in FIRST + TEN]
+    # Frames that come one by one run every graph several times.
+    latents = [small.latent(*size) for size in FIRST + (TEN if GRAPHS[name] == 1 else TEN[::3])]
     expected = [decode(vae, latent) for latent in latents]
     vae.decoder = torch.compile(vae.decoder, backend=tritium.Backend(EAGER), dynamic=True)
     graphs = Graphs()

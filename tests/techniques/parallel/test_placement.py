@@ -55,7 +55,7 @@ def test_brute_force_agrees(loads, devices, more, moves):
 
 
 @given(
-    st.lists(st.floats(0, 1e6), min_size=16, max_size=40), st.sampled_from([2, 4, 8]), st.integers(0, 4),
+    st.lists(st.floats(0, 1e6), min_size=16, max_size=32), st.sampled_from([2, 4, 8]), st.integers(0, 4),
     st.sampled_from([None, 0, 1, 3]),
 )  # fmt: skip
 @settings(max_examples=10, deadline=None)
