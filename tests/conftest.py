@@ -35,23 +35,24 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.set_threshold(100_000, 50, 100)
 
 
-# Files that take minutes, longest first: a worker that starts one of them last would run alone at the end.
+# Files that take longest, longest first: a worker that starts one of them last would run alone at the end.
 LONG = (
-    *("census/test_census.py", "compiler/passes/test_channels_last.py", "test_api.py", "pipelines/test_shapes.py"),
-    *("pipelines/test_sizes.py", "artifacts/test_cache.py", "tiling/test_codegen.py", "census/test_numbers.py"),
-    *(
-        "techniques/quantize/test_state.py",
-        "techniques/quantize/test_technique.py",
-        "tiling/test_autofuse.py",
-        "test_public_surface.py",
-    ),
-    *("fusions/test_rope.py", "report/test_kernel_dump.py", "ops/test_contract.py"),
+    *("census/test_census.py", "compiler/passes/test_channels_last.py", "ops/test_contract.py", "test_api.py"),
+    *("pipelines/test_whole.py", "test_docs_code.py", "census/test_numbers.py", "tiling/test_codegen.py"),
+    *("pipelines/test_sizes.py", "compiler/blocks/test_reuse.py", "examples/test_examples.py"),
+    *("techniques/quantize/test_state.py", "techniques/quantize/test_technique.py", "pipelines/test_shapes.py"),
+    *("techniques/parallel/test_sequence.py", "techniques/parallel/test_ranks.py", "pipelines/test_calibration.py"),
+    *("cli/test_pipelines.py", "report/test_inductor.py", "techniques/quantize/test_scales.py"),
+    *("ops/test_generated.py", "ops/test_generated_runs.py", "pipelines/test_static_graphs_page.py"),
+    *("report/test_kernel_dump.py", "artifacts/test_cache.py", "bench/test_bisect.py"),
 )
 
 
+TURNS = {Path(__file__).parent / name: turn for turn, name in enumerate(LONG)}
+
+
 def _turn_of(item: pytest.Item) -> int:
-    names = {Path(__file__).parent / name: turn for turn, name in enumerate(LONG)}
-    return names.get(item.path, len(LONG))
+    return TURNS.get(item.path, len(LONG))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -129,7 +130,8 @@ def in_process(tmp_path: Path, forks):
     """Run a program in a separate process, with a separate Inductor cache, and return what it printed.
 
     `loaded` starts it with torch and its compiler imported, so `env` cannot have variables that these read on import.
-    `instructions` spares it the compiler's tests of this machine's instructions, which take 4 s of a core in an empty cache.
+    `instructions` spares a process that is not `loaded` the compiler's tests of this machine's instructions, which take 4 s
+    of a core in an empty cache.
     """
 
     from support.forks import copy_tests_of_instructions

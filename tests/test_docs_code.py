@@ -5,6 +5,7 @@ import re
 import diffusers
 import pytest
 import torch
+from diffusers.models import attention_dispatch as dispatch
 from torch._dynamo.backends import registry
 
 import tritium
@@ -34,6 +35,7 @@ def reader(monkeypatch, tmp_path):
     monkeypatch.setitem(registry._COMPILER_FNS, "tritium", tritium.Backend())
     monkeypatch.chdir(tmp_path)
     handles, optimize = [], tritium.optimize
+    active_backend, _ = dispatch._AttentionBackendRegistry.get_active_backend()
 
     def instead(pipe, *arguments, **options):
         for handle in [handle for handle in handles if handle.pipe is pipe]:
@@ -49,6 +51,8 @@ def reader(monkeypatch, tmp_path):
     yield tmp_path
     for handle in handles:
         handle.remove()
+    # A model's `set_attention_backend` also changes that of all models.
+    dispatch._AttentionBackendRegistry.set_active_backend(active_backend)
 
 
 @pytest.mark.parametrize("page", sorted(CODE.keys() - ELSEWHERE.keys()))

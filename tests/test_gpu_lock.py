@@ -1,8 +1,6 @@
 """Timing on the GPU excludes other threads and processes. The lock is a file, so no GPU is needed here."""
 
 import contextvars
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -17,16 +15,20 @@ def _own_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
 
-def held_elsewhere(seconds=0.3, *, shared=False):
+@pytest.fixture
+def held_elsewhere(in_process):
     """True if another process waits for the lock for so long."""
-    program = (
-        "import sys, tempfile, warnings; from tritium import measure; tempfile.tempdir = sys.argv[1]\n"
-        "measure.PATIENCE = float(sys.argv[2])\n"
-        "with warnings.catch_warnings(record=True) as caught, measure.gpu_lock('cuda', shared=len(sys.argv) > 3): print(len(caught))"
-    )
-    command = [sys.executable, "-c", program, tempfile.gettempdir(), str(seconds), *["shared"] * shared]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    return done.stdout.strip() == "1"
+
+    def held(seconds=0.3, *, shared=False):
+        program = (
+            "import tempfile, warnings; from tritium import measure\n"
+            f"tempfile.tempdir, measure.PATIENCE = {tempfile.gettempdir()!r}, {seconds}\n"
+            f"with warnings.catch_warnings(record=True) as caught, measure.gpu_lock('cuda', shared={shared}):\n"
+            "    print(len(caught))"
+        )
+        return in_process(program, loaded=True).strip() == "1"
+
+    return held
 
 
 def is_held():
@@ -39,7 +41,7 @@ def run_in_thread(work):
     return thread
 
 
-def test_another_process_waits_until_the_outer_lock_is_released():
+def test_another_process_waits_until_the_outer_lock_is_released(held_elsewhere):
     with measure.gpu_lock("cuda"):
         with measure.gpu_lock("cuda"), measure.gpu_lock("cuda"):
             pass
@@ -51,7 +53,7 @@ def test_another_process_waits_until_the_outer_lock_is_released():
     assert not held_elsewhere()
 
 
-def test_what_is_not_timed_waits_only_for_what_is():
+def test_what_is_not_timed_waits_only_for_what_is(held_elsewhere):
     with measure.gpu_lock("cuda", shared=True):
         assert not is_held(), "a timing inside must still ask for the GPU alone"
         assert not held_elsewhere(shared=True)

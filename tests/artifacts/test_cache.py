@@ -81,7 +81,7 @@ def test_warm_cold_and_moved(project, tmp_path, in_process):
 
     def run(folder: Path = project, **config) -> dict:
         program = f"import sys; sys.argv = ['x', {str(folder)!r}, {json.dumps(json.dumps(config))}]\n{PROGRAM}"
-        return json.loads(in_process(program, cache=cache, loaded=True, instructions=True))
+        return json.loads(in_process(program, cache=cache, loaded=True))
 
     def kind(found: dict) -> str:
         assert found["bypasses"] == 0
@@ -194,9 +194,7 @@ for name in ("first", "second"):
 @pytest.mark.codegen
 def test_a_graph_of_other_names_finds_what_was_seen_of_its_code(tmp_path, in_process):
     """Inductor takes the two for one: the second is served by the first one's code."""
-    first, second = (
-        line.split() for line in in_process(NAMES, cache=tmp_path, loaded=True, instructions=True).splitlines()[-2:]
-    )
+    first, second = (line.split() for line in in_process(NAMES, cache=tmp_path, loaded=True).splitlines()[-2:])
     assert (first[0], second[0]) == ("codegen", "store")
     assert first[1:] == second[1:] != []
 

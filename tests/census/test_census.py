@@ -24,7 +24,7 @@ STATIC = Configuration()
 NOT_ONE_GRAPH_A_CALL = frozenset(("mochi", "hidream"))
 
 # Models of different kinds that are traced in about a second.
-ALSO_DYNAMIC = ("flux", "qwen_image", "ltx", "sd3", "z_image", "auraflow", "dit", "kl_decoder", "wan_decoder")
+ALSO_DYNAMIC = ("flux", "qwen_image", "ltx", "kl_decoder", "wan_decoder")
 
 every_model = pytest.mark.parametrize("name", ZOO)
 

@@ -138,7 +138,7 @@ def complaints(found, eager, exact) -> list[str]:
 DIFFERENT = ("flux", "qwen_image", "wan", "ltx", "pixart", "stable_audio", "kl_decoder", "wan_decoder")
 # In half precision: two of these, which have every family with the others; not the models that take longest, of whose kind another
 # is checked (the UNet's GroupNorms are those of the decoder).
-LONGER = {"ltx2", "sdxl_unet", "mochi", "lumina2", "chroma", "flux2", "kandinsky5"}
+LONGER = {"ltx2", "sdxl_unet", "mochi", "lumina2", "chroma", "flux2", "kandinsky5", "hidream"}
 LEFT_OUT = ({*DIFFERENT} | LONGER) - {"flux", "kl_decoder"}
 
 

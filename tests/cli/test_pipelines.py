@@ -28,7 +28,7 @@ def invoke(*arguments, env=EAGER):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("pipeline")
-    small_pipelines.flux().save_pretrained(path)
+    small_pipelines.flux(1, 1).save_pretrained(path)
     return path
 
 
@@ -83,7 +83,7 @@ class TestRun:
         assert "memory 20MB: all weights stay on the device" in done.stdout
 
     def test_a_recipe_is_applied(self, folder, tmp_path):
-        pipe = type(small_pipelines.flux()).from_pretrained(folder)
+        pipe = type(small_pipelines.flux(1, 1)).from_pretrained(folder)
         choices = {"transformer": Choice(how="eager"), "vae": Choice(how="eager")}
         found = recipe.Recipe(choices=choices, figures={}, fingerprint=recipe.fingerprint_of(pipe))
         found.save(tmp_path / "recipe.json")
@@ -93,7 +93,7 @@ class TestRun:
 
     @pytest.mark.parametrize(("on_other", "message"), [("run", "no plan for 1 steps"), ("error", "on_other='error'")])
     def test_a_recipe_at_other_steps(self, folder, tmp_path, on_other, message):
-        pipe = type(small_pipelines.flux()).from_pretrained(folder)
+        pipe = type(small_pipelines.flux(1, 1)).from_pretrained(folder)
         choices = {"transformer": Choice(how="eager", skip=Skip("RRR1R1R1")), "vae": Choice(how="eager")}
         found = recipe.Recipe(choices=choices, figures={}, fingerprint=recipe.fingerprint_of(pipe))
         found.save(tmp_path / "recipe.json")

@@ -72,7 +72,7 @@ def test_the_plain_call_draws_the_prompt(pipeline):
 
 
 def test_held_out_prompts_have_the_right_colours_by_half(pipeline):
-    scenes, prompts = score.unseen(64)
+    scenes, prompts = score.unseen(32)
     drawn = score.pictures(pipeline, prompts, 128, 128, 8, length=32)
     right = score.means(score.check(drawn, scenes))
     assert right["halves"] >= 0.9

@@ -59,7 +59,7 @@ def test_latents_are_packed_and_placed_as_the_pipeline_does():
     assert torch.equal(train.positions(6, 4, torch.device("cpu")), place)
 
 
-@pytest.mark.parametrize("sides", [(128, 128), (96, 160)])
+@pytest.mark.parametrize("sides", [pytest.param((128, 128), marks=pytest.mark.thorough), (96, 160)])
 def test_the_checker_reads_true_images_and_no_others(sides):
     scenes, _ = score.unseen(24)
     images = draw(scenes, *sides, generator(3))

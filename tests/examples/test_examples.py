@@ -97,12 +97,16 @@ def without_the_compiler(command, options, **_settings):
     return subprocess.CompletedProcess(command, result.exit_code, result.stdout)
 
 
-def test_recipe(engine_eager, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("model", ["folder", pytest.param("example", marks=pytest.mark.thorough)])
+def test_recipe(model, engine_eager, tmp_path, monkeypatch, capsys):
     example = load("recipe")
+    if model == "folder":
+        model = str(tmp_path / model)
+        small_pipelines.flux(1, 1).save_pretrained(model)
     options = ("--seconds", "0.1", "--prompt", "a red circle")
     run = functools.partial(without_the_compiler, options=options)
     monkeypatch.setattr(example, "subprocess", SimpleNamespace(run=run))
-    example.main(recipe=tmp_path / "recipe.json", size="96x96", steps=1)
+    example.main(model, recipe=tmp_path / "recipe.json", size="32x32", steps=1)
     assert (tmp_path / "recipe.json").is_file()
     printed = capsys.readouterr().out
     for part in ("transformer", "vae.decode", "text_encoder_2"):

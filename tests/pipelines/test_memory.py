@@ -48,7 +48,9 @@ def peak(call) -> int:
 
 
 class TestEstimate:
-    @pytest.mark.parametrize("name", ["kl", "dc", "hunyuan_video", "ltx_video"])
+    @pytest.mark.parametrize(
+        "name", ["kl", "dc", "ltx_video", pytest.param("hunyuan_video", marks=pytest.mark.thorough)]
+    )
     def test_it_is_below_what_a_decode_takes_and_not_far(self, name):
         """Convolutions of few channels copy their input many times over on a CPU, which nobody foretells."""
         small = SMALL_VAES[name]

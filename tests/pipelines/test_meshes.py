@@ -38,7 +38,7 @@ def chosen(name, measure):
     return choice.to_dict()["parallel"], found, before, after
 
 
-@pytest.mark.parametrize(("name", "measure"), [("flux", False), ("flux", True)])
+@pytest.mark.parametrize(("name", "measure"), [pytest.param("flux", False, marks=pytest.mark.thorough), ("flux", True)])
 def test_all_ranks_choose_alike(name, measure, ranks):
     first, second = ranks(2)(chosen, name, measure)
     assert first[0] == second[0]

@@ -6,7 +6,7 @@ import torch
 
 import tritium
 from support import small_pipelines
-from support.promised import EAGER, Compiles, generate, optimized
+from support.promised import DENOISER, EAGER, Compiles, generate, optimized
 from tritium import CompilationConfig, Plan, Shapes
 from tritium.errors import ConfigError, PipelineError, ShapeError, ShapeViolation
 
@@ -128,7 +128,7 @@ class TestViolations:
 
     def test_a_size_outside_runs_eagerly_and_is_named(self, pipe):
         expected = generate(pipe, 64, 32)
-        with optimized(pipe, on_violation="eager") as handle:
+        with optimized(pipe, components=DENOISER, on_violation="eager") as handle:
             handle.warmup()
             with Compiles() as compiles:
                 assert torch.equal(generate(pipe, 64, 32), expected)
@@ -138,7 +138,7 @@ class TestViolations:
             assert OF_SIZES in str(handle.report)
 
     def test_a_size_outside_is_an_error(self, pipe):
-        with optimized(pipe, on_violation="error") as handle:
+        with optimized(pipe, components=DENOISER, on_violation="error") as handle:
             handle.warmup()
             generate(pipe, 32, 48)
             with pytest.raises(
@@ -156,7 +156,7 @@ class TestViolations:
         generate(pipe)
         hook.remove()
         call = seen[0]
-        with optimized(pipe, on_violation="error", sizes=[(32, 32)]) as handle:
+        with optimized(pipe, components=DENOISER, on_violation="error", sizes=[(32, 32)]) as handle:
             handle.warmup()
             with torch.no_grad():
                 transformer(**call)
@@ -187,14 +187,14 @@ class TestViolations:
     def test_the_recompile_limit_is_an_error(self, pipe, monkeypatch):
         monkeypatch.setattr("tritium.pipelines.contract._SPARE_VERSIONS", -100)
         limit, message = torch._dynamo.config.patch(recompile_limit=1), r"reached Dynamo's recompile_limit \(1\)"
-        with limit, optimized(pipe) as handle, pytest.raises(ShapeError, match=message):
+        with limit, optimized(pipe, components=DENOISER) as handle, pytest.raises(ShapeError, match=message):
             handle.warmup()
 
     @pytest.mark.parametrize(("call", "what", "line"), STEPS)
     def test_each_step_follows_what_was_asked_for(self, pipe, call, what, line):
         expected = generate(pipe, **call)
         for on_violation, done in (("compile", "compiled"), ("eager", "ran eagerly")):
-            with optimized(pipe, on_violation=on_violation, sizes=[(32, 32)]) as handle:
+            with optimized(pipe, components=DENOISER, on_violation=on_violation, sizes=[(32, 32)]) as handle:
                 handle.warmup()
                 with Compiles() as compiles:
                     assert torch.equal(generate(pipe, **call), expected)
@@ -206,7 +206,7 @@ class TestViolations:
 
     @pytest.mark.parametrize(("call", "what", "line"), STEPS)
     def test_each_step_is_refused_under_error(self, pipe, call, what, line):
-        with optimized(pipe, on_violation="error", sizes=[(32, 32)]) as handle:
+        with optimized(pipe, components=DENOISER, on_violation="error", sizes=[(32, 32)]) as handle:
             handle.warmup()
             with pytest.raises(ShapeViolation) as raised:
                 generate(pipe, **call)
@@ -222,7 +222,7 @@ class TestViolations:
         """Another prompt, more steps, guidance in a second call, another scheduler."""
         guided = {"negative_prompt": "a blue square", "true_cfg_scale": 3.0}
         calls = [{"prompt": "a blue square"}, {"num_inference_steps": 3}, guided, {**guided, "true_cfg_scale": 2.0}]
-        with optimized(pipe, on_violation=on_violation, sizes=[(32, 32)]) as handle:
+        with optimized(pipe, components=DENOISER, on_violation=on_violation, sizes=[(32, 32)]) as handle:
             handle.warmup()
             with Compiles() as compiles:
                 for call in calls:

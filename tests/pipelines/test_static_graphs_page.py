@@ -9,7 +9,7 @@ from torch import nn
 
 import tritium
 from support import small_pipelines, tiny_pipeline
-from support.promised import Compiles, generate, lora_weights, optimized
+from support.promised import DENOISER, Compiles, generate, lora_weights, optimized
 from tritium import CompilationConfig
 from tritium.errors import ShapeViolation
 
@@ -66,7 +66,7 @@ class TestLora:
     @pytest.fixture
     def handle(self, example):
         shapes = {"sizes": [(self.SIDE, self.SIDE)], "text_tokens": [16]}
-        with optimized(example, self.CONFIG, **shapes) as handle:
+        with optimized(example, self.CONFIG, DENOISER, **shapes) as handle:
             handle.warmup()
             yield handle
 
@@ -163,7 +163,7 @@ class TestLoraUnderTheContract:
 
         def warm(on_violation):
             config = CompilationConfig(engine="eager", graphs="only")
-            handle = optimized(pipe, config, on_violation=on_violation, sizes=[(32, 32)])
+            handle = optimized(pipe, config, DENOISER, on_violation=on_violation, sizes=[(32, 32)])
             handle.warmup()
             generate(pipe)
             assert handle.violations == []

@@ -24,7 +24,7 @@ PLAN = Plan(config=EAGER, progress=False)
 @pytest.fixture
 def model():
     torch.manual_seed(0)
-    return small_models.flux(3, 2).eval().requires_grad_(requires_grad=False)
+    return small_models.flux(2, 1).eval().requires_grad_(requires_grad=False)
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ class Halved(FluxAttnProcessor):
 
 
 def replace_forward(model):
-    block = model.single_transformer_blocks[1]
+    block = model.single_transformer_blocks[0]
     own = block.forward
     block.forward = lambda *args, **kwargs: tuple(part * 0.5 for part in own(*args, **kwargs))
 
@@ -152,13 +152,18 @@ class TestGuards:
             torch.testing.assert_close(call(model, inputs), expected)
             assert (len(seen), graphs(handle)) == (count, compiled), "the first program fits again"
 
-    @pytest.mark.parametrize("change", CHANGES)
+    @pytest.mark.parametrize(
+        # "a dropped block" changes the same list.
+        "change",
+        [pytest.param(change, marks=[pytest.mark.thorough] * (change == "an added block")) for change in CHANGES],
+    )
     def test_a_change_is_seen(self, model, inputs, change):
         apply, graphs = CHANGES[change]
         differs, count = self.changed(model, inputs, apply)
         assert differs
         assert graphs in (None, count)
 
+    @pytest.mark.thorough
     def test_a_u_net_and_its_processors(self):
         entry = ZOO["sdxl_unet"]
         model, inputs = entry.build(torch.float32), entry.inputs(torch.float32)
@@ -237,7 +242,7 @@ class TestNotOneGraph:
     def test_models_do_not_share_the_limit(self, model, inputs):
         """diffusers decorates the forward of most denoisers with one function, whose code they share."""
         with torch._dynamo.config.patch(recompile_limit=2):
-            for depth in range(1, 5):
+            for depth in range(1, 4):
                 other = small_models.flux(depth, 1).eval().requires_grad_(requires_grad=False)
                 with tritium.optimize(other, PLAN) as handle:
                     call(other, inputs)
@@ -353,7 +358,7 @@ class TestAround:
                 torch.testing.assert_close(around(**inputs), expected * 2)
 
     def test_guidance_in_two_calls_replays_and_keeps_results_apart(self):
-        pipe = small_pipelines.flux()
+        pipe = small_pipelines.flux(1, 1)
         expected = small_pipelines.guided(pipe)
         with tritium.optimize(pipe, PLAN.with_(graphs="with_compile")) as handle:
             for _ in range(2):

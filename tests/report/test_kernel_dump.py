@@ -173,8 +173,8 @@ with torch.inference_mode():
 report = tritium.explain(compiled)
 print(report.records[0].kernels_from, *sorted(path.name for path in report.dump({folder!r})))
 """
-    first = in_process(program.format(folder=str(tmp_path / "cold")), loaded=True, instructions=True).split()
-    second = in_process(program.format(folder=str(tmp_path / "warm")), loaded=True, instructions=True).split()
+    first = in_process(program.format(folder=str(tmp_path / "cold")), loaded=True).split()
+    second = in_process(program.format(folder=str(tmp_path / "warm")), loaded=True).split()
     assert (first[0], second[0]) == ("codegen", "store")
     assert first[1:] == second[1:]
     for name in ("kernel.cpp", "fragment.py", "loops.txt", "meta.json"):

@@ -27,7 +27,7 @@ def weights(pipe, rank, paths, alpha=None):
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """Two LoRAs that change different layers, with different ranks."""
-    folder, pipe = tmp_path_factory.mktemp("loras"), small_pipelines.flux()
+    folder, pipe = tmp_path_factory.mktemp("loras"), small_pipelines.flux(1, 1)
     block = "transformer_blocks.0.attn"
     tensors = {"small": weights(pipe, 2, [f"{block}.to_q"]), "large": weights(pipe, 5, [f"{block}.to_q", "proj_out"])}
     for name, found in tensors.items():
@@ -43,7 +43,7 @@ def worker(files):
 
 
 def in_the_library(files, *loras):
-    pipe = small_pipelines.flux()
+    pipe = small_pipelines.flux(1, 1)
     for lora in loras:
         pipe.load_lora_weights(files[lora.name], adapter_name=lora.name)
     if loras:

@@ -208,7 +208,7 @@ def test_a_group_of_two_ranks(folder):
         assert stopped[-1] == Cancelled(why="delete")
         assert sum(isinstance(event, Step) for event in stopped) < 400
         assert workers.of("a", workers.run(worker, job))[-1].images == first.images
-        pipe = small_pipelines.flux()
+        pipe = small_pipelines.flux(1, 1)
         refused = workers.of("a", workers.run(worker, dataclasses.replace(job, loras=("x",))))[-1]
         assert (type(refused), refused.code) == (Failed, "invalid_job")
 

@@ -173,7 +173,7 @@ def test_a_server_finishes_its_requests_on_sigterm():
 
         stream = urllib.request.Request(
             f"{address}/v1/images/generations",
-            json.dumps({**body, "stream": True, "partial_images": 1, "tritium": {"steps": 30}}).encode(),
+            json.dumps({**body, "stream": True, "partial_images": 1, "tritium": {"steps": 12}}).encode(),
             {"content-type": "application/json"},
         )
         with urllib.request.urlopen(stream, timeout=60) as response:

@@ -72,7 +72,7 @@ def count():
     return lambda: sum(id(own) not in others or others[id(own)]() is not own for own in tensors())
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("lanes", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_mixed_requests_with_random_cancellations(lanes, count):
     async def main():
         runner = LocalRunner([workers.worker(batches=(1, 2, 4)) for _ in range(lanes)])

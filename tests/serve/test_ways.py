@@ -15,7 +15,7 @@ ROWS = ["RRR1"]
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    folder, fingerprint = tmp_path_factory.mktemp("recipes"), fingerprint_of(small_pipelines.flux())
+    folder, fingerprint = tmp_path_factory.mktemp("recipes"), fingerprint_of(small_pipelines.flux(1, 1))
     choices = {
         "skipping": {"transformer": Choice(skip={"table": ROWS})},
         "plain": {"vae.decode": Choice(how="eager")},
@@ -41,7 +41,7 @@ def test_recipes_by_request(files):
     assert np.array_equal(default, again)
     assert np.array_equal(skipping, fast)
     assert not np.array_equal(default, skipping)
-    assert np.array_equal(exact, workers.library(small_pipelines.flux(), workers.job()))
+    assert np.array_equal(exact, workers.library(small_pipelines.flux(1, 1), workers.job()))
     assert (worker.counts().recompiles, worker.counts().violations) == (0, 0)
     worker.close()
 

@@ -1,6 +1,6 @@
 """Processes that start with torch and its compiler imported, which takes longer than most programs that compile something.
 
-Each is forked from a server that has imported them and done nothing else, so it has separate memory, counters and caches.
+Each is forked from a server that has imported them and done what `prepared` does, so it has separate memory, counters and caches.
 Two servers take turns, with different seeds of Python's hashes: a cache key that depends on the order of a set then
 differs between processes.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 
 _SERVER = """
 import json, os, sys, traceback
-import torch, torch._dynamo, torch._inductor.compile_fx, torch._inductor.lowering
+import torch, torch._dynamo, support.prepared
 
 def run(job):
     os.environ.clear()
@@ -95,5 +95,5 @@ def _tests_of_instructions() -> list[Path]:
 
     # Compiles them unless this cache has them.
     cpu_vec_isa.valid_vec_isa_list()
-    sources = [path for path in Path(cache_dir()).glob("*/*.cpp") if "__avx_chk_kernel" in path.read_text()]
+    sources = [path for path in Path(cache_dir()).glob("*/*.cpp") if "_chk_kernel" in path.read_text()]
     return [file for source in sources for file in (source, source.with_suffix(".so")) if file.exists()]

@@ -9,9 +9,13 @@ EAGER = CompilationConfig(engine="eager")
 SIZES = [(32, 32), (32, 48)]
 
 
-def optimized(pipe, config=EAGER, **shapes):
-    plan = Plan(config=config, progress=False, shapes=Shapes(**{"sizes": SIZES, "text_tokens": [16], **shapes}))
-    return tritium.optimize(pipe, plan)
+# For tests of the denoiser: tracing the decoder takes as long again.
+DENOISER = {"vae": "eager"}
+
+
+def optimized(pipe, config=EAGER, components=None, **shapes):
+    shapes = Shapes(**{"sizes": SIZES, "text_tokens": [16], **shapes})
+    return tritium.optimize(pipe, Plan(config=config, components=components or {}, progress=False, shapes=shapes))
 
 
 def generate(pipe, height=32, width=32, **call):

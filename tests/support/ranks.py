@@ -22,7 +22,10 @@ from pathlib import Path
 from typing import Any
 
 # Imported once by the server.
-PRELOADED = ["pytest", "torch._dynamo", "torch.distributed", "diffusers.pipelines.flux.pipeline_flux", "tritium.api"]
+PRELOADED = [
+    *("pytest", "torch._dynamo", "torch.distributed", "diffusers.pipelines.flux.pipeline_flux", "tritium.api"),
+    "support.prepared",
+]
 
 # Seconds until a collective that other ranks do not join fails.
 COLLECTIVE_TIMEOUT = 20

@@ -30,7 +30,7 @@ SUBSTITUTES = (
     ("(21, 30, 52)", "(1, 8, 8)"),
     ("txt_len=0", "txt_len=16"),
     ("[21, 30, 52]", "[2, 8, 8]"),
-    ("height=480, width=832, num_frames=81, num_inference_steps=50", "height=32, width=48, num_frames=3"),
+    ("height=480, width=832, num_frames=81, num_inference_steps=50", "height=32, width=48, num_frames=1"),
 )
 
 

@@ -24,7 +24,7 @@ _building = threading.Lock()
 
 def build():
     with _building:
-        return small_pipelines.flux()
+        return small_pipelines.flux(1, 1)
 
 
 def settings(folder="", **changes) -> WorkerSettings:
@@ -46,7 +46,7 @@ def process(settings, **arguments) -> ProcessWorker:
 
 def save(folder):
     """Write the pipeline as a diffusers folder."""
-    small_pipelines.flux().save_pretrained(folder)
+    small_pipelines.flux(1, 1).save_pretrained(folder)
     return folder
 
 

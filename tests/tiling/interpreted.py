@@ -113,7 +113,13 @@ def check(name: str) -> list[str]:
     return [f"{kernel['choice']}/{kernel['sizes']}" for kernel in made["kernels"]]
 
 
-if __name__ == "__main__":
+def check_all(names: list[str]) -> int:
+    """Check some patterns; return how many."""
     with interpreted():
-        for chosen in sys.argv[1:]:
-            print(chosen, check(chosen), flush=True)
+        for name in names:
+            print(name, check(name), flush=True)
+    return len(names)
+
+
+if __name__ == "__main__":
+    check_all(sys.argv[1:])

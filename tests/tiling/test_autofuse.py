@@ -236,7 +236,7 @@ class TestIdentity:
 
         def run(before=""):
             program = textwrap.dedent(PROGRAM).format(source=str(package), before=before)
-            found = json.loads(in_process(program, cache=tmp_path / "cache", loaded=True, instructions=True))
+            found = json.loads(in_process(program, cache=tmp_path / "cache", loaded=True))
             assert found["bypasses"] == 0
             return "hit" if found["hits"] and not found["misses"] else "miss"
 

@@ -2,23 +2,18 @@
 
 import functools
 import importlib.util
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import tritium
+from support.interpreter import interpreted
 from tiling.generated import generate, generate_pattern, triton_on_cpu
 from tiling.patterns import ALL, CUT, TRANSFORMER
 from tritium import compat
 from tritium.tiling import choose, cost
-
-HERE = Path(__file__).parent
 
 # Kernels that the cost model cuts further than Inductor does, static or not: their divisions cost more than their bytes.
 FURTHER = {
@@ -49,7 +44,15 @@ def tiled(name, **options):
 OVERTILED = {"pad_group_norm"} if compat.versions.TORCH < (2, 13) else set()
 
 
-@pytest.mark.parametrize("name", sorted(set(ALL) - OVERTILED))
+# What the policy changes, and a few of the others.
+QUICK = {*CUT, *FURTHER, "patchify", "rope"}
+every_pattern = pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough) for name in sorted(set(ALL) - OVERTILED)],
+)
+
+
+@every_pattern
 def test_with_the_proof_dynamic_is_tiled_like_static(name):
     assert tiled(name, choose_tiling=False) == tiled(name, dynamic=False)
 
@@ -60,7 +63,7 @@ def test_inductor_alone_since_torch_2_14(name):
     assert same == (compat.versions.TORCH >= compat.tiling.PROVES_PRODUCTS)
 
 
-@pytest.mark.parametrize("name", sorted(set(ALL) - OVERTILED))
+@every_pattern
 def test_what_the_cost_model_changes(name):
     before, after = tiled(name, choose_tiling=False), tiled(name, choose_tiling=True)
     changes = [one if one == two else f"{one}->{two}" for one, two in zip(before, after, strict=True)]
@@ -128,11 +131,7 @@ def test_kernels_compute_what_they_should():
     """In Triton's interpreter, with the whole policy, for two shapes of one compiled kernel each."""
     pytest.importorskip("triton")
     names = ["crop_to_nhwc", "pad_nchw", "pad_ncdhw", "upsample"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    program = [sys.executable, str(HERE / "interpreted.py"), *names]
-    done = subprocess.run(program, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert [line.split()[0] for line in done.stdout.splitlines()] == names
+    assert interpreted("tiling.interpreted", "check_all", repr(names)) == len(names)
 
 
 class TestGrids:

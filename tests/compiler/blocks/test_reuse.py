@@ -297,9 +297,7 @@ def test_generated_code():
 @pytest.mark.thorough
 @pytest.mark.codegen
 def test_kernels_are_reported_once_and_by_the_next_process(in_process, tmp_path):
-    cold, warm = (
-        json.loads(in_process(PROGRAM, cache=tmp_path / "cache", loaded=True, instructions=True)) for _ in range(2)
-    )
+    cold, warm = (json.loads(in_process(PROGRAM, cache=tmp_path / "cache", loaded=True)) for _ in range(2))
     assert (cold["hits"], cold["misses"], cold["from"]) == (0, 4, "codegen")
     assert (warm["hits"], warm["misses"], warm["from"]) == (4, 0, "store")
     assert cold["summary"] == warm["summary"] == "10 pieces, 4 compiled"

@@ -264,7 +264,8 @@ def pipeline(name, how):
         ("wan", "eager", [4, 3]),
         ("qwen_image", "eager", [5, 4]),
         ("flux", "eager", [5, 4]),
-        ("flux", "tritium", None),
+        # Compiled calls are shared above, by a smaller model.
+        pytest.param("flux", "tritium", None, marks=pytest.mark.thorough),
     ],
 )
 def test_pipelines_with_two_calls_a_step(ranks, name, how, calls):

@@ -158,7 +158,7 @@ def faulty(where, degrees, how, call):
         ("block", {"tensor": 2}, "eager", {}),
         ("tiles", {"cfg": 2, "vae": "auto"}, "eager", {}),
         ("block", {"ulysses": 2}, "eager", {}),
-        ("denoiser", {"tensor": 2}, "tritium", {}),
+        pytest.param("denoiser", {"tensor": 2}, "tritium", {}, marks=pytest.mark.thorough),
     ],
     ids=["callback", "unguided", "branch", "decoder", "split", "split, inside", "tiles", "tokens", "split, compiled"],
 )
@@ -392,7 +392,10 @@ def example(guided, tokens):
     return equal, float(off.max()), float((off > 0).float().mean())
 
 
-@pytest.mark.parametrize(("guided", "tokens"), [(True, False), (False, True)], ids=["guided", "unguided"])
+@pytest.mark.parametrize(
+    ("guided", "tokens"),
+    [pytest.param(True, False, id="guided", marks=pytest.mark.thorough), pytest.param(False, True, id="unguided")],
+)
 def test_the_example_on_two_ranks(ranks, guided, tokens):
     for equal, levels, share in ranks(2)(example, guided, tokens):
         assert equal == [True, True]

@@ -107,7 +107,12 @@ def test_prompts_of_other_lengths(ranks, names, change):
 
 @pytest.mark.parametrize(
     ("name", "change"),
-    [("flux", None), ("wan", None), ("hunyuan_video", half_and_one), ("qwen_image", half_and_one)],
+    [
+        # As in `test_values_of_a_controlnet_are_split`.
+        pytest.param("flux", None, marks=pytest.mark.thorough),
+        *(("wan", None), ("hunyuan_video", half_and_one)),
+        pytest.param("qwen_image", half_and_one, marks=pytest.mark.thorough),
+    ],
 )
 def test_families_in_one_graph(ranks, name, change):
     ranks(2)(census, [name], [{"ulysses": 2}], "tritium", 0, change)
@@ -172,10 +177,10 @@ def together(how, settings):
         torch.testing.assert_close(call(model, inputs)[0], expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("how", [pytest.param("eager", marks=pytest.mark.thorough), "tritium"])
 @pytest.mark.parametrize("settings", [{"quantize": "int8-weights"}, {"attention": "auto"}], ids=str)
-def test_other_techniques_see_split_tokens(ranks, settings):
-    for how in ("eager", "tritium"):
-        ranks(2)(together, how, settings)
+def test_other_techniques_see_split_tokens(ranks, settings, how):
+    ranks(2)(together, how, settings)
 
 
 def test_calls_of_a_size_compile_once(ranks):

@@ -95,7 +95,7 @@ def test_families_whose_small_models_are_odd(ranks, name, config):
     ranks(2)(split, name, 2, "eager", torch.float32, config)
 
 
-@pytest.mark.parametrize("name", ["flux", "wan", "ltx"])
+@pytest.mark.parametrize("name", ["flux", "wan", pytest.param("ltx", marks=pytest.mark.thorough)])
 def test_blocks_are_compiled_with_the_sums(ranks, name):
     ranks(2)(split, name, 2, "tritium")
 
@@ -221,7 +221,7 @@ def quantized(format_):
     return [float(fidelity.error(one[0], exact[0])) for one in (actual, expected)]
 
 
-@pytest.mark.parametrize("format_", ["int8", "fp8"])
+@pytest.mark.parametrize("format_", ["int8", pytest.param("fp8", marks=pytest.mark.thorough)])
 def test_shares_are_quantized(ranks, format_):
     for split_, alone in ranks(2)(quantized, format_):
         # The scales are those of parts of the rows, so the error is about the same and not zero.

@@ -13,11 +13,12 @@ def pipe():
 
 @pytest.fixture
 def quantized():
-    """Optimize a pipeline without code generation; removed at the end of the test."""
+    """Optimize the denoiser of a pipeline without code generation; removed at the end of the test."""
     handles = []
 
     def apply(pipe, quantize, **plan):
-        plan = {"config": CompilationConfig(engine="eager"), "progress": False, **plan}
+        config = CompilationConfig(engine="eager")
+        plan = {"config": config, "components": {"vae": "eager"}, "progress": False, **plan}
         handles.append(optimize(pipe, Plan(quantize=quantize, **plan)))
         return handles[-1]
 

@@ -43,7 +43,7 @@ print(json.dumps({
 
 @pytest.mark.codegen
 def test_a_second_process_compiles_nothing(tmp_path, in_process):
-    run = functools.partial(in_process, PROGRAM, cache=tmp_path / "cache", loaded=True, instructions=True)
+    run = functools.partial(in_process, PROGRAM, cache=tmp_path / "cache", loaded=True)
     first, second = json.loads(run()), json.loads(run())
     assert first["misses"] > 0
     assert first["formats"] == {"int8": 4}

@@ -20,8 +20,8 @@ def note(handle, part="transformer"):
 @pytest.mark.parametrize(
     "format_",
     [
-        *("fp8", "int8-rotated", "int4-weights"),
-        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("int8", "int8-weights")),
+        *("fp8", "int4-weights"),
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("int8", "int8-rotated", "int8-weights")),
     ],
 )
 def test_places_of_weights_give_the_same_image(pipe, quantized, format_):
