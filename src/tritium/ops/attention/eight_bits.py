@@ -47,36 +47,18 @@ PARTS = 16
 # what aligning them to 1,024 bytes takes.
 SHARED_BYTES = TILE * WIDTH + 4 * (2 * TILE * WIDTH + 8 * TILE) + 66 * 4 * 256 + 17 * 8 + 1024
 
-# Blocks of 128 queries beyond a multiple of the multiprocessors may be divided into parts of the keys: so many blocks at
-# most, into so many parts. Two parts are slower than three on an H200 (4,608 tokens, 24 heads).
-MOST_DIVIDED, DIVIDED = 256, 3
-
-# Storing and adding the parts costs about as much as 10 tiles of keys: at that shape 12 fewer in a row, 15 us, save 2 us.
-ADDING = 10
-
-# What a pipeline stores, which copies the next tile while it computes one: "nothing", "keys and values" or "all".
-PIPELINED = "nothing"
-
-# The shared memory of `store_tiles`: two stages with a tile in 16 bits and the sums of its head's parts.
-STAGES_BYTES = 2 * (2 * TILE * WIDTH + 4 * PARTS * WIDTH)
-
-PREPARE = Kernel("prepare", "P" * 9 + "iii" + "q" * 9, threads=512)
-SUMMARIZE = Kernel("summarize", "P" * 5 + "ii" + "q" * 6, threads=256)
-STORE = Kernel("store_keys_and_values", "P" * 9 + "ii" + "q" * 6, threads=512)
-STORE_TILES = Kernel("store_tiles", "P" * 13 + "i" * 6 + "q" * 9, threads=512, shared_bytes=STAGES_BYTES)
-STORING = {
-    "nothing": (PREPARE, STORE),
-    "keys and values": (PREPARE, STORE_TILES),
-    "all": (SUMMARIZE, STORE_TILES),
-}[PIPELINED]
-ATTEND = "P" * 9 + "i" * 6 + "f" + "qqq"
+STORING = (
+    Kernel("prepare", "P" * 8 + "iii" + "q" * 9, threads=512),
+    Kernel("store_keys_and_values", "P" * 9 + "ii" + "q" * 6, threads=512),
+)
+ATTEND = "P" * 7 + "i" * 4 + "f" + "qqq"
 KERNELS = (*STORING, Kernel("attend", ATTEND, threads=384, shared_bytes=SHARED_BYTES))
 
 # With lists of tiles: counts, indices, edges of queries and of keys, columns.
 LISTED_KERNELS = (*STORING, Kernel("attend", ATTEND + "PPPPi", threads=384, shared_bytes=SHARED_BYTES))
 
 # Constants of the kernels that are not those in their text. POLY is part of the definition.
-DEFINES = (f"POLY={LINES}", *(() if PIPELINED == "nothing" else ("PIPELINED=1",)))
+DEFINES = (f"POLY={LINES}",)
 
 
 @functools.cache
@@ -109,24 +91,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> t
     tiles = -(-q.shape[2] // TILE), -(-k.shape[2] // TILE)
     out = empty_result(q, v)
     stored = store(kernels, q, k, v, tiles)
-    rest = divided_blocks(stored.blocks, tiles[1], device.multiprocessors(q.device.type, q.device.index))
-    blocks = stored.blocks + rest * (DIVIDED - 1)
-    kernels["attend"].launch((blocks, 1, 1), *stored.arguments(out, scale, rest))
+    kernels["attend"].launch((stored.blocks, 1, 1), *stored.arguments(out, scale))
     return out
-
-
-def divided_blocks(blocks: int, key_tiles: int, multiprocessors: int | None) -> int:
-    """Return how many blocks are divided into parts of the keys: those of the last, incomplete round, or none.
-
-    >>> divided_blocks(864, 36, 132), divided_blocks(816, 34, 132), divided_blocks(1024, 256, 132), divided_blocks(864, 6, 132), divided_blocks(132, 36, 132)
-    (72, 24, 0, 0, 0)
-    """
-    if not multiprocessors:
-        return 0
-    rest = blocks % multiprocessors
-    rounds, tiles_of_part = -(-rest * DIVIDED // multiprocessors), -(-key_tiles // DIVIDED)
-    is_shorter = rest and rest <= MOST_DIVIDED and rounds * tiles_of_part + ADDING < key_tiles
-    return rest if is_shorter else 0
 
 
 class Stored(NamedTuple):
@@ -138,8 +104,6 @@ class Stored(NamedTuple):
     q_scales: torch.Tensor
     k_scales: torch.Tensor
     v_scales: torch.Tensor
-    # How many parts of each divided block were computed.
-    arrivals: torch.Tensor
     queries: int
     keys: int
     heads: int
@@ -152,13 +116,10 @@ class Stored(NamedTuple):
     def blocks(self) -> int:
         return self.q.shape[0] * self.query_tiles
 
-    def arguments(self, out: torch.Tensor, scale: float, rest: int = 0) -> tuple[torch.Tensor | float, ...]:
-        """Return the first arguments of the kernel for a heads-first result, if the last `rest` blocks are divided."""
-        # The sums, totals and largest scores of a part: 68 numbers for each of 256 threads.
-        parts = torch.empty(max(1, rest * DIVIDED * 68 * 256), dtype=torch.float32, device=self.q.device)
-        tensors = (self.q, self.q_scales, self.k, self.k_scales, self.v, self.v_scales, out, parts, self.arrivals)
-        pieces = DIVIDED if rest else 1
-        sizes = (self.queries, self.keys, self.heads, self.query_tiles, self.blocks - rest, pieces)
+    def arguments(self, out: torch.Tensor, scale: float) -> tuple[torch.Tensor | float, ...]:
+        """Return the first arguments of the kernel for a heads-first result."""
+        tensors = (self.q, self.q_scales, self.k, self.k_scales, self.v, self.v_scales, out)
+        sizes = (self.queries, self.keys, self.heads, self.query_tiles)
         # GPUs compute exponentials in base 2.
         return *tensors, *sizes, scale / math.log(2), *out.stride()[:3]
 
@@ -183,30 +144,17 @@ def store(
     tokens = (tiles[0] * TILE, tiles[1] * TILE, tiles[1] * TILE)
     q_stored, k_stored, v_stored = (empty(count, WIDTH, dtype=torch.uint8) for count in tokens)
     scales = empty(tokens[0]), empty(tiles[1]), empty(WIDTH)
-    arrivals = torch.empty(MOST_DIVIDED, dtype=torch.int32, device=q.device)
     of_k, of_v = k.stride()[:3], v.stride()[:3]
-    if PIPELINED == "all":
-        kernels["summarize"].launch((PARTS, all_heads, 1), k, v, sums, largest, arrivals, keys, heads, *of_k, *of_v)
-    else:
-        kernels["prepare"].launch(
-            (PARTS + tiles[0], all_heads, 1),
-            *(q, k, v, sums, largest, arrivals, q_stored, scales[0], edges[0]),
-            *(queries, keys, heads, *q.stride()[:3], *of_k, *of_v),
-        )
-    if PIPELINED == "nothing":
-        kernels["store_keys_and_values"].launch(
-            (tiles[1], all_heads, 2),
-            *(k, v, sums, largest, k_stored, v_stored, *scales[1:], edges[1], keys, heads, *of_k, *of_v),
-        )
-    else:
-        query_tiles = tiles[0] if PIPELINED == "all" else 0
-        most = 2 * (device.multiprocessors(q.device.type, q.device.index) or 1)
-        kernels["store_tiles"].launch(
-            (min(most, all_heads * (query_tiles + 2 * tiles[1])), 1, 1),
-            *(q, k, v, sums, largest, q_stored, k_stored, v_stored, *scales, *edges),
-            *(queries, keys, heads, query_tiles, tiles[1], all_heads, *q.stride()[:3], *of_k, *of_v),
-        )
-    return Stored(q_stored, k_stored, v_stored, *scales, arrivals, queries, keys, heads)
+    kernels["prepare"].launch(
+        (PARTS + tiles[0], all_heads, 1),
+        *(q, k, v, sums, largest, q_stored, scales[0], edges[0]),
+        *(queries, keys, heads, *q.stride()[:3], *of_k, *of_v),
+    )
+    kernels["store_keys_and_values"].launch(
+        (tiles[1], all_heads, 2),
+        *(k, v, sums, largest, k_stored, v_stored, *scales[1:], edges[1], keys, heads, *of_k, *of_v),
+    )
+    return Stored(q_stored, k_stored, v_stored, *scales, queries, keys, heads)
 
 
 def decline_form(given: Arguments) -> str | None:

@@ -36,16 +36,7 @@ typedef unsigned long long u64;
 // 1.5 * 2^23: adding it rounds a number below 2^22 to an integer, which is then in the lowest bits.
 #define OFFSET 12582912.0f
 // Tensor cores keep about 14 bits of float8 sums. After this many tiles they are added in float32, in shared memory.
-#ifndef FLUSH
 #define FLUSH 8
-#endif
-// Whether tiles are stored by `summarize` and `store_tiles`, and values from shared memory.
-#ifndef PIPELINED
-#define PIPELINED 0
-#endif
-#ifndef STAGED
-#define STAGED 1
-#endif
 // Less than any score: 127 * 127 * 128 is below 2^21.
 #define HIDDEN (-(1 << 30))
 #define INFINITY __int_as_float(0x7F800000)
@@ -114,12 +105,6 @@ __device__ __forceinline__ u32 shared_address(const void* x) { return (u32)__cvt
 
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-__device__ __forceinline__ float from_l2(const float* x) {
-  float result;
-  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(result) : "l"(x) : "memory");
-  return result;
 }
 
 __device__ __forceinline__ void arrive(u32 barrier) {
@@ -412,251 +397,13 @@ __device__ __forceinline__ void store_values(
   }
 }
 
-#if PIPELINED
-// Summarize one of SPLITS parts of a head, as `summarize_part` does, with 16 bytes per load: half a warp reads a row.
-extern "C" __global__ void __launch_bounds__(256, 4) summarize(
-    const u16* keys, const u16* values, float* sums, float* largest, u32* arrivals, int tokens, int heads,
-    long keys_of_batch, long keys_of_head, long keys_of_token, long values_of_batch, long values_of_head,
-    long values_of_token) {
-  __shared__ float4 shared[2][16][32];
-  int part = blockIdx.x, head = blockIdx.y, row = threadIdx.x / 16, column = threadIdx.x % 16;
-  if (part + head == 0) arrivals[threadIdx.x] = 0;
-  const u16* key = keys + (head / heads) * keys_of_batch + (head % heads) * keys_of_head + 8 * column;
-  const u16* value = values + (head / heads) * values_of_batch + (head % heads) * values_of_head + 8 * column;
-  float sum[8], most[8];
-#pragma unroll
-  for (int i = 0; i < 8; i++) sum[i] = most[i] = 0;
-#pragma unroll 4
-  for (int token = 16 * part + row; token < tokens; token += 16 * SPLITS) {
-    uint4 of_key = *(const uint4*)(key + token * keys_of_token);
-    uint4 of_value = *(const uint4*)(value + token * values_of_token);
-    u32 of_keys[4] = {of_key.x, of_key.y, of_key.z, of_key.w};
-    u32 of_values[4] = {of_value.x, of_value.y, of_value.z, of_value.w};
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      float low, high;
-      unpack(of_keys[i], low, high);
-      sum[2 * i] += low, sum[2 * i + 1] += high;
-      unpack(of_values[i], low, high);
-      most[2 * i] = larger(most[2 * i], fabsf(low)), most[2 * i + 1] = larger(most[2 * i + 1], fabsf(high));
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    shared[0][row][2 * column + i] = make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]);
-    shared[1][row][2 * column + i] = make_float4(most[4 * i], most[4 * i + 1], most[4 * i + 2], most[4 * i + 3]);
-  }
-  __syncthreads();
-  int which = threadIdx.x / WIDTH, channel = threadIdx.x % WIDTH;
-  const float* rows = (const float*)shared[which];
-  float result = rows[channel];
-  for (int other = 1; other < 16; other++) {
-    float more = rows[other * WIDTH + channel];
-    result = which ? larger(result, more) : result + more;
-  }
-  (which ? largest : sums)[(head * SPLITS + part) * WIDTH + channel] = result;
-}
-
-// 16 bytes to shared memory; zeros instead if they are not there.
-__device__ __forceinline__ void copy_chunk(u32 target, const void* source, bool is_there) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(is_there ? 16 : 0)
-               : "memory");
-}
-
-// Read anew where it is used: addresses that depend on it are then not kept in registers around a loop.
-__device__ __forceinline__ int thread_index() {
-  int index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-  return index;
-}
-
-// What a block stores next: a tile of keys, values or queries, and where it is.
-struct Item {
-  const u16* from;
-  const float* summary;
-  const int* edges;
-  u8* stored;
-  float* scales;
-  long of_token;
-  int kind, tile, begin, end;
-};
-
-#define KIND_KEYS 0
-#define KIND_VALUES 1
-#define KIND_QUERIES 2
-
-// The bytes of a tile in 16 bits, and those of the sums of its head's parts.
-#define RAW_BYTES (2 * TILE_BYTES)
-#define RAW_STAGE (RAW_BYTES + SPLITS * WIDTH * 4)
-
-// Start copying an item. Even chunks of rows that are rotated lie before odd ones: threads then read 16 columns, two
-// chunks, without bank conflicts.
-__device__ __forceinline__ void fetch(const Item& item, u32 stage) {
-  int thread = thread_index();
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    int place = thread + 512 * i, row = place / 16, chunk = place % 16, token = item.begin + row;
-    int to = item.kind == KIND_VALUES ? chunk : chunk / 2 + 8 * (chunk & 1);
-    bool is_there = token < item.end;
-    copy_chunk(stage + row * 256 + to * 16, item.from + (is_there ? token : item.begin) * item.of_token + 8 * chunk,
-               is_there);
-  }
-  if (item.kind != KIND_QUERIES) {
-    copy_chunk(stage + RAW_BYTES + 16 * thread, item.summary + 4 * thread, true);
-  }
-}
-
-__device__ __forceinline__ void store_rotated_stage(const Item& item, const u8* stage, int tokens) {
-  int thread = thread_index();
-  int first = 8 * (thread / 32) + thread % 32 / 8, chunk = thread % 8;
-  float x[2][16], inverse;
-  bool is_keys = item.kind == KIND_KEYS;
-  __shared__ float mean[WIDTH];
-  if (is_keys) {
-    const float* sums = (const float*)(stage + RAW_BYTES);
-    if (thread < WIDTH) {
-      float sum = 0;
-#pragma unroll
-      for (int part = 0; part < SPLITS; part++) sum += sums[part * WIDTH + thread];
-      mean[thread] = sum / tokens;
-    }
-    __syncthreads();
-  }
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const uint4* line = (const uint4*)(stage + (first + 4 * i) * 256 + 16 * chunk);
-    uint4 low = line[0], high = line[8];
-    unpack(low.x, x[i][0], x[i][1]), unpack(low.y, x[i][2], x[i][3]);
-    unpack(low.z, x[i][4], x[i][5]), unpack(low.w, x[i][6], x[i][7]);
-    unpack(high.x, x[i][8], x[i][9]), unpack(high.y, x[i][10], x[i][11]);
-    unpack(high.z, x[i][12], x[i][13]), unpack(high.w, x[i][14], x[i][15]);
-    if (is_keys && item.begin + first + 4 * i < item.end) {
-#pragma unroll
-      for (int j = 0; j < 16; j++) x[i][j] -= mean[16 * chunk + j];
-    }
-    rotate(x[i]);
-  }
-  if (is_keys) {
-    float scale = int8_scale(largest_of_block(larger(largest_of(x[0]), largest_of(x[1]))), inverse);
-    if (thread == 0) item.scales[item.tile] = scale;
-  }
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    int row = first + 4 * i;
-    if (!is_keys) {
-      float largest = largest_of(x[i]);
-      for (int step = 1; step < 8; step *= 2) largest = larger(largest, __shfl_xor_sync(~0u, largest, step));
-      float scale = int8_scale(largest, inverse);
-      if (chunk == 0) item.scales[item.tile * TILE + row] = scale;
-    }
-    store_chunk(item.stored, row, chunk, x[i], inverse);
-  }
-}
-
-__device__ __forceinline__ void store_values_stage(const Item& item, u8* stage) {
-  int thread = thread_index();
-  __shared__ float inverses[WIDTH];
-  int chunk = thread / 64, column = 2 * (thread % 64);
-  u32 pairs[16];
-#pragma unroll
-  for (int i = 0; i < 16; i++) pairs[i] = *(const u32*)(stage + (16 * chunk + i) * 256 + 2 * column);
-  if (thread < WIDTH) {
-    const float* largest = (const float*)(stage + RAW_BYTES);
-    float most = 0;
-#pragma unroll
-    for (int part = 0; part < SPLITS; part++) most = larger(most, largest[part * WIDTH + thread]);
-    float scale = float8_scale(most, inverses[thread]);
-    if (item.tile == 0) item.scales[thread] = scale;
-  }
-  __syncthreads();
-  float x[2][16];
-#pragma unroll
-  for (int i = 0; i < 16; i++) unpack(pairs[i], x[0][i], x[1][i]);
-  u8* to = STAGED ? stage : item.stored;
-#pragma unroll
-  for (int j = 0; j < 2; j++) {
-    *(uint4*)(to + (column + j) * TILE + (chunk ^ ((column + j) & 7)) * 16) = float8_chunk(x[j], inverses[column + j]);
-  }
-#if STAGED
-  __syncthreads();
-  ((uint4*)item.stored)[thread] = ((const uint4*)stage)[thread];
-  ((uint4*)item.stored)[thread + 512] = ((const uint4*)stage)[thread + 512];
-#endif
-}
-
-// Store tiles of keys and values, and of queries after them if `query_tiles` > 0, the next one being copied meanwhile:
-// the last heads first, which `summarize` read last.
-extern "C" __global__ void __launch_bounds__(512, 2) store_tiles(
-    const u16* queries, const u16* keys, const u16* values, const float* sums, const float* largest,
-    u8* stored_queries, u8* stored_keys, u8* stored_values, float* query_scales, float* key_scales,
-    float* value_scales, const int* query_edges, const int* key_edges, int query_count, int key_count, int heads,
-    int query_tiles, int key_tiles, int all_heads, long queries_of_batch, long queries_of_head, long queries_of_token,
-    long keys_of_batch, long keys_of_head, long keys_of_token, long values_of_batch, long values_of_head,
-    long values_of_token) {
-  extern __shared__ uint4 stages[];
-  int of_keys = 2 * all_heads * key_tiles, count = of_keys + all_heads * query_tiles;
-  auto item_of = [&](int place) {
-    Item item;
-    if (place < of_keys) {
-      int head = all_heads - 1 - place / (2 * key_tiles), rest = place % (2 * key_tiles);
-      item.kind = rest < key_tiles ? KIND_KEYS : KIND_VALUES;
-      item.tile = rest < key_tiles ? rest : rest - key_tiles;
-      long batch = head / heads, of_batch = head % heads;
-      if (item.kind == KIND_KEYS) {
-        item.from = keys + batch * keys_of_batch + of_batch * keys_of_head, item.of_token = keys_of_token;
-        item.summary = sums, item.stored = stored_keys, item.scales = key_scales + (long)head * key_tiles;
-      } else {
-        item.from = values + batch * values_of_batch + of_batch * values_of_head, item.of_token = values_of_token;
-        item.summary = largest, item.stored = stored_values, item.scales = value_scales + head * WIDTH;
-      }
-      item.summary += head * SPLITS * WIDTH;
-      item.stored += ((long)head * key_tiles + item.tile) * TILE_BYTES;
-      item.begin = begin_of(item.tile, key_edges), item.end = end_of(item.tile, key_edges, key_count);
-    } else {
-      int head = (place - of_keys) / query_tiles;
-      item.kind = KIND_QUERIES, item.tile = (place - of_keys) % query_tiles;
-      item.from = queries + (head / heads) * queries_of_batch + (head % heads) * queries_of_head;
-      item.of_token = queries_of_token, item.summary = 0;
-      item.stored = stored_queries + ((long)head * query_tiles + item.tile) * TILE_BYTES;
-      item.scales = query_scales + (long)head * query_tiles * TILE;
-      item.begin = begin_of(item.tile, query_edges), item.end = end_of(item.tile, query_edges, query_count);
-    }
-    return item;
-  };
-  u8* stage = (u8*)stages;
-  u8* other = stage + RAW_STAGE;
-  int place = blockIdx.x;
-  if (place >= count) return;
-  Item item = item_of(place);
-  fetch(item, shared_address(stage));
-  asm volatile("cp.async.commit_group;" ::: "memory");
-  for (; place < count; place += gridDim.x) {
-    int after = place + gridDim.x;
-    if (after < count) fetch(item_of(after), shared_address(other));
-    asm volatile("cp.async.commit_group;" ::: "memory");
-    asm volatile("cp.async.wait_group 1;" ::: "memory");
-    __syncthreads();
-    item = item_of(place);
-    if (item.kind == KIND_VALUES) {
-      store_values_stage(item, stage);
-    } else {
-      store_rotated_stage(item, stage, key_count);
-    }
-    __syncthreads();
-    u8* now = stage;
-    stage = other, other = now;
-  }
-}
-#endif
-
 // Summarize parts of a head, and store its queries in the blocks after those.
 extern "C" __global__ void __launch_bounds__(512, 2) prepare(
-    const u16* queries, const u16* keys, const u16* values, float* sums, float* largest, u32* arrivals,
-    u8* stored_queries, float* query_scales, const int* query_edges, int query_count, int key_count, int heads,
+    const u16* queries, const u16* keys, const u16* values, float* sums, float* largest, u8* stored_queries,
+    float* query_scales, const int* query_edges, int query_count, int key_count, int heads,
     long queries_of_batch, long queries_of_head, long queries_of_token, long keys_of_batch, long keys_of_head,
     long keys_of_token, long values_of_batch, long values_of_head, long values_of_token) {
   int head = blockIdx.y, batch = head / heads, of_batch = head % heads, tile = (int)blockIdx.x - SPLITS;
-  if (blockIdx.x + blockIdx.y == 0 && threadIdx.x < 256) arrivals[threadIdx.x] = 0;
   if (tile < 0) {
     summarize_part(keys, values, sums, largest, blockIdx.x, head, key_count, heads, keys_of_batch, keys_of_head,
                        keys_of_token, values_of_batch, values_of_head, values_of_token);
@@ -941,8 +688,8 @@ __device__ __forceinline__ void step(
 // Compute attention of a tile of queries; a head has `query_tiles` of them.
 extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1) attend(
     const u8* queries, const float* query_scales, const u8* keys, const float* key_scales, const u8* values,
-    const float* value_scales, u16* out, float* partial, u32* arrivals, int query_count, int key_count, int heads,
-    int query_tiles, int whole, int pieces, float scale, long out_of_batch, long out_of_head, long out_of_token
+    const float* value_scales, u16* out, int query_count, int key_count, int heads, int query_tiles, float scale,
+    long out_of_batch, long out_of_head, long out_of_token
 #ifdef LISTED
     ,
     const int* counts, const int* indices, const int* query_edges, const int* key_edges, int columns
@@ -958,16 +705,7 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1) attend(
   barriers.values_here = barriers.keys_here + 8 * STAGES;
   barriers.keys_read = barriers.values_here + 8 * STAGES;
   barriers.values_read = barriers.keys_read + 8 * STAGES;
-  // Blocks from `whole` on are computed in `pieces`, each with a part of the keys; the last one adds the parts.
-  int all_tiles = (key_count + TILE - 1) / TILE, rest = (int)blockIdx.x - whole, piece = 0;
-  int place = blockIdx.x, first_tile = 0, tiles = all_tiles;
-  if (rest >= 0) {
-    place = whole + rest / pieces, piece = rest % pieces;
-    first_tile = all_tiles * piece / pieces;
-    int end = all_tiles * (piece + 1) / pieces;
-    tiles = end - first_tile;
-    key_count = min(key_count, end * TILE) - first_tile * TILE;
-  }
+  int tiles = (key_count + TILE - 1) / TILE, all_tiles = tiles, place = blockIdx.x;
   int head = place / query_tiles, block = place % query_tiles;
   Visits visits;
 #ifdef LISTED
@@ -981,7 +719,7 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1) attend(
   int first_query = block * QUERIES, end_query = query_count;
 #endif
   visits.key_count = key_count;
-  visits.scales = key_scales + (long)head * all_tiles + first_tile;
+  visits.scales = key_scales + (long)head * all_tiles;
   int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
 
   if (threadIdx.x == 0) {
@@ -1017,8 +755,8 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1) attend(
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (threadIdx.x == 128 * GROUPS) {
       copy(base, queries + (long)place * (QUERIES * WIDTH), QUERIES * WIDTH, barriers.queries);
-      const u8* from_keys = keys + ((long)head * all_tiles + first_tile) * TILE_BYTES;
-      const u8* from_values = values + ((long)head * all_tiles + first_tile) * TILE_BYTES;
+      const u8* from_keys = keys + (long)head * all_tiles * TILE_BYTES;
+      const u8* from_values = values + (long)head * all_tiles * TILE_BYTES;
       for (int tile = 0; tile < tiles; tile++) {
         int stage = tile % STAGES, phase = (tile / STAGES) & 1;
         wait(barriers.keys_read + 8 * stage, phase ^ 1);
@@ -1098,41 +836,6 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS + 128, 1) attend(
     for (int i = 0; i < 66; i++) {
       float& sum = own.sum[i < 64 ? i : 2 * i - 64];
       asm volatile("ld.shared.f32 %0, [%1];" : "=f"(sum) : "r"(earlier + i * (4 * 128 * GROUPS)) : "memory");
-    }
-  }
-
-  if (rest >= 0 && pieces > 1) {
-    __shared__ u32 arrived;
-    float* mine = partial + (long)rest * (68 * 128 * GROUPS) + threadIdx.x;
-#pragma unroll
-    for (int i = 0; i < 66; i++) mine[i * (128 * GROUPS)] = own.sum[i < 64 ? i : 2 * i - 64];
-    mine[66 * (128 * GROUPS)] = own.top[0], mine[67 * (128 * GROUPS)] = own.top[1];
-    __threadfence();
-    asm volatile("bar.sync 3, 256;" ::: "memory");
-    if (threadIdx.x == 0) arrived = atomicAdd(arrivals + rest / pieces, 1);
-    asm volatile("bar.sync 3, 256;" ::: "memory");
-    if (arrived != pieces - 1) return;
-    if (threadIdx.x == 0) arrivals[rest / pieces] = 0;
-    __threadfence();
-    // Always in the same order, so that results do not depend on which part was the last.
-    own.top[0] = own.top[1] = -INFINITY;
-#pragma unroll
-    for (int i = 0; i < 68; i++) own.sum[i] = 0;
-    for (int other = 0; other < pieces; other++) {
-      const float* theirs = partial + (long)(rest - piece + other) * (68 * 128 * GROUPS) + threadIdx.x;
-      float keep[2], add[2];
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        float top = from_l2(theirs + (66 + half) * (128 * GROUPS)), now = larger(own.top[half], top);
-        keep[half] = exp2(own.top[half] - now), add[half] = exp2(top - now);
-        own.top[half] = now;
-      }
-#pragma unroll
-      for (int i = 0; i < 66; i++) {
-        float& sum = own.sum[i < 64 ? i : 2 * i - 64];
-        int half = i < 64 ? i >> 1 & 1 : i - 64;
-        sum = fmaf(from_l2(theirs + i * (128 * GROUPS)), add[half], sum * keep[half]);
-      }
     }
   }
 
