@@ -59,7 +59,7 @@ def test_a_wrong_number_of_arguments_is_an_error():
 
 @pytest.mark.parametrize("kernels", [eight_bits.KERNELS, eight_bits.LISTED_KERNELS])
 def test_signatures_are_those_of_the_text(kernels):
-    macros = eight_bits.LISTED if kernels is eight_bits.LISTED_KERNELS else ()
+    macros = ("LISTED",) if kernels is eight_bits.LISTED_KERNELS else ()
     text = re.sub(
         r"#ifdef (\w+)\n(.*?)#endif\n", lambda part: part[2] if part[1] in macros else "", eight_bits.text(), flags=re.S
     )

@@ -222,11 +222,6 @@ def test_launches_have_the_arguments_of_their_signatures(monkeypatch, is_sparse)
         blocks = 4 * 3
     assert [name for name, _ in launched] == [*(kernel.name for kernel in eight_bits.STORING), "attend"]
     assert launched[-1] == ("attend", (blocks, 1, 1))
-    if not is_sparse:
-        # The last of 12 blocks for 11 multiprocessors is divided into three.
-        monkeypatch.setattr(eight_bits.device, "multiprocessors", lambda *where: 11)
-        eight_bits.attend(*streams(300, 2200), 0.1)
-        assert launched[-1] == ("attend", (14, 1, 1))
 
 
 def test_exponentials_from_lines():

@@ -213,7 +213,8 @@ def _named(node: Any, place: int, name: str) -> Any:
 def _transposed(node: Any) -> fx.Node | None:
     if _is(node, "getattr") and node.args[1] == "T":
         return _operand(node, "getattr")
-    return _operand(node, "t", "transpose")
+    # `weight.T` from torch 2.15 on.
+    return _operand(node, "t", "transpose", "numpy_T")
 
 
 def _row(node: Any) -> fx.Node | None:

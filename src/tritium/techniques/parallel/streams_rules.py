@@ -470,7 +470,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("transpose", "swapaxes", "swapdims"), _moved(_transposed)),
     "permute": _moved(_permuted),
     **dict.fromkeys(("movedim", "moveaxis"), _moved(_movedim)),
-    **dict.fromkeys(("t", "T", "mT"), _moved(_last_two)),
+    **dict.fromkeys(("t", "T", "mT", "numpy_T"), _moved(_last_two)),
     "squeeze": _squeezed,
     "unsqueeze": _unsqueezed,
     **dict.fromkeys(("expand", "expand_as", "broadcast_to", "repeat", "tile"), _expanded),
