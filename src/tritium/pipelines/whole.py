@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 from torch import nn
@@ -20,6 +20,11 @@ Compile = Callable[[Hashable], Callable[..., Any]]
 
 # Installs compiled calls on the blocks and yields the call of the module around them; undone if that call raises.
 ByBlocks = Callable[[], AbstractContextManager[Callable[..., Any]]]
+
+
+class _Undo(Exception):
+    """Ends `by_blocks` so that it is undone."""
+
 
 # Attributes with the hooks that a module's call runs.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -60,8 +65,9 @@ class Whole:
     """The compiled call of a whole module.
 
     If Dynamo cannot trace a call as one graph, that call and all later ones run through `by_blocks`, and `refused`
-    holds the reason. If the call fails there too, its arguments are invalid, and the next call is tried as a whole
-    again.
+    holds the reason. The first call has a second chance: a model may compute tables in it, by code that no later call
+    runs and Dynamo does not trace, as Z-Image does. If a call fails in `by_blocks` too, its arguments are invalid, and the
+    next call is tried as a whole again.
     """
 
     def __init__(self, module: nn.Module, compile_for: Compile, by_blocks: ByBlocks) -> None:
@@ -72,6 +78,8 @@ class Whole:
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
         self._lock = threading.Lock()
         self._blocks: Callable[..., Any] | None = None
+        # True once a call was traced, or refused for the first time.
+        self._is_decided = False
         self.refused: str | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -89,12 +97,22 @@ class Whole:
         try:
             # Under dynamic=True the eps of each norm would be an input, and the model be traced twice.
             with floats:
-                return compiled(*args, **kwargs)
+                result = compiled(*args, **kwargs)
         except Exception as error:
             reason = compat.dynamo.why_not_traced(error)
             if reason is None:
                 raise
-            return self._without(reason, args, kwargs)
+            return self._without(reason, args, kwargs) if self._is_decided else self._once_by_blocks(args, kwargs)
+        self._is_decided = True
+        return result
+
+    def _once_by_blocks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call block by block, and try the next one as a whole."""
+        with suppress(_Undo), self._lock, self._by_blocks() as blocks:
+            result = blocks(*args, **kwargs)
+            raise _Undo
+        self._is_decided = True
+        return result
 
     def _without(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call block by block after it was refused; no part of it has run yet."""
