@@ -27,6 +27,23 @@ class TestEqualBlocks:
         (entry,) = check(Model(*blocks).requires_grad_(False))
         assert counts(entry) == (10, 5)
 
+    def test_rows_of_a_common_table_are_taken_before_the_blocks(self):
+        """As in Chroma: each block reads other rows of a value that the model computes once."""
+
+        class Tabled(Model):
+            def __init__(self):
+                super().__init__(*(Block() for _ in range(8)))
+                self.table = nn.Linear(16, 8 * 16)
+
+            def forward(self, x, temb):
+                table, x = self.table(temb).unflatten(-1, (8, 16)), self.enter(x)
+                for place, block in enumerate(self.blocks):
+                    x = block(x, table[:, place])
+                return self.leave(x)
+
+        (entry,) = check(Tabled().requires_grad_(False))
+        assert counts(entry)[1] <= 5
+
     def test_a_hook_on_one_block_is_another_piece(self):
         model = model_of(Block, 8)
         model.blocks[4].register_forward_hook(lambda module, arguments, result: result * 2)
