@@ -44,6 +44,17 @@ class TestEqualBlocks:
         (entry,) = check(Tabled().requires_grad_(False))
         assert counts(entry)[1] <= 5
 
+    def test_rows_of_a_table_that_is_written_stay_in_place(self):
+        class Written(Model):
+            def forward(self, x, temb):
+                table, x = temb * 1, self.enter(x)
+                for block in self.blocks:
+                    x = block(x, table + 1)
+                    table.add_(1)
+                return self.leave(x)
+
+        check(Written(*(Block() for _ in range(8))).requires_grad_(False))
+
     def test_a_hook_on_one_block_is_another_piece(self):
         model = model_of(Block, 8)
         model.blocks[4].register_forward_hook(lambda module, arguments, result: result * 2)

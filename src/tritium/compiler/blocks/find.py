@@ -102,7 +102,9 @@ def _with_small_ones_early(facts: Facts) -> list[fx.Node]:
         outside.add(node)
         sources = [source for source in node.all_input_nodes if source in places]
         is_own = not compat.dynamo.module_stack(node) and not is_item(node) and outside.issuperset(sources)
-        if is_own and not acts(node) and written.isdisjoint(facts.storages[node]) and _is_small(node, facts):
+        # Reading or viewing memory that is written anywhere keeps its place.
+        is_stable = written.isdisjoint(facts.memory_of([node, *node.all_input_nodes]))
+        if is_own and is_stable and not acts(node) and _is_small(node, facts):
             places[node] = (max((places[source][0] for source in sources), default=-1), place)
     return sorted(calls, key=places.__getitem__)
 
